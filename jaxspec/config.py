@@ -1,0 +1,194 @@
+"""Frozen, hashable configuration and all of its validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
+DraftSampling = Literal["greedy", "probabilistic"]
+Compilation = Literal["round", "step", "eager"]
+METHODS = ("eagle", "eagle3")
+
+
+class ConfigError(ValueError):
+    """A setting, a checkpoint or a request that cannot be honoured; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. ``llama3`` rescales low frequencies (Llama 3.1's rope_scaling)."""
+
+    theta: float = 10000.0
+    rope_type: Literal["default", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
+        """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (before), both raw JSON."""
+        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = scaling.get("rope_theta", config.get("rope_theta"))
+        theta = default_theta if theta is None else float(theta)
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+            raise ConfigError("partial_rotary_factor: expected 1.0 (the whole head is rotated), got another value")
+        if kind == "default":
+            return cls(theta)
+        if kind != "llama3":
+            raise ConfigError(f"rope_type: expected 'default' or 'llama3', got {kind!r}")
+        missing = [k for k in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings") if k not in scaling]
+        if missing:
+            raise ConfigError(f"rope_type 'llama3': expected the keys {missing} in rope_scaling, got {sorted(scaling)}")
+        return cls(
+            theta,
+            "llama3",
+            float(scaling["factor"]),
+            float(scaling["low_freq_factor"]),
+            float(scaling["high_freq_factor"]),
+            int(scaling["original_max_position_embeddings"]),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The static part of one self-attention layer, target's or draft's."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    rms_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_attention_heads: expected a multiple of num_key_value_heads {self.num_kv_heads}, got {self.num_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim: expected an even number, got {self.head_dim}")
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """The layers that share a block table, and the geometry that their metadata is built from.
+
+    window: sliding-window length in tokens, or None for full attention.
+    max_model_len: no row at this position or beyond is ever written.
+    """
+
+    block_size: int
+    max_model_len: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution alone."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not _is_number(self.temperature) or self.temperature < 0:
+            raise ConfigError(f"temperature: expected a number of at least 0, got {self.temperature}")
+        if 0 < self.temperature < 1e-2:
+            raise ConfigError(f"temperature: expected 0 (greedy) or at least 0.01, got {self.temperature}")
+        if not _is_int(self.top_k) or self.top_k < -1:
+            raise ConfigError(f"top_k: expected an integer of at least 0 (0 or -1: off), got {self.top_k}")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p: expected a number in (0, 1], got {self.top_p}")
+        if not _is_int(self.max_tokens) or self.max_tokens < 1:
+            raise ConfigError(f"max_tokens: expected an integer of at least 1, got {self.max_tokens}")
+        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
+            raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed}")
+        if not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
+            raise ConfigError(f"stop_token_ids: expected token ids of at least 0, got {self.stop_token_ids}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+_RULE_ALIASES = {"standard": "probabilistic"}  # vLLM's later name
+_DRAFT_ALIASES = {"gumbel": "probabilistic"}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """What drafts, how many tokens, and how they are judged; the keys are vLLM's.
+
+    method: "eagle" (EAGLE-1) or "eagle3".
+    model: a folder, a hub id, or a name under checkpoints/ that holds the draft head.
+    rejection_sample_method: "strict" | "probabilistic" (vLLM's "standard") | "block" | "synthetic".
+    draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's temperature).
+    synthetic_acceptance_rates: unconditional rate per position, non-increasing; or give
+    synthetic_acceptance_length (mean length, bonus token included) or synthetic_acceptance_rate (mean over positions).
+    eagle_aux_hidden_state_layer_ids, norm_*, fc_norm: override what the checkpoint's config says (None: keep it).
+    """
+
+    model: str | None = None
+    method: str = "eagle3"
+    num_speculative_tokens: int = 3
+    rejection_sample_method: str = "probabilistic"
+    draft_sample_method: str = "probabilistic"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rate: float | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
+
+    def __post_init__(self) -> None:
+        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        set_field("rejection_sample_method", _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method))
+        set_field("draft_sample_method", _DRAFT_ALIASES.get(self.draft_sample_method, self.draft_sample_method))
+        for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
+            if getattr(self, name) is not None:
+                set_field(name, tuple(getattr(self, name)))
+        if self.method not in METHODS:
+            raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        if not _is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
+            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens}")
+        if self.rejection_sample_method not in get_args(RejectionRule):
+            raise ConfigError(
+                f"rejection_sample_method: expected one of {', '.join(get_args(RejectionRule))}, got {self.rejection_sample_method!r}"
+            )
+        if self.draft_sample_method not in get_args(DraftSampling):
+            raise ConfigError(f"draft_sample_method: expected one of {', '.join(get_args(DraftSampling))}, got {self.draft_sample_method!r}")
+        given = [n for n in ("rates", "length", "rate") if getattr(self, f"synthetic_acceptance_{n}") is not None]
+        if (self.rejection_sample_method == "synthetic") != (len(given) == 1) or len(given) > 1:
+            raise ConfigError(
+                "synthetic_acceptance_rates, _length or _rate: expected exactly one with rejection_sample_method 'synthetic' and none "
+                f"with another method, got {given or 'none'} with {self.rejection_sample_method!r}"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """From JSON as vLLM's --speculative-config takes it; an unknown key is an error, not ignored."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"speculative config: expected keys among {sorted(known)}, got {unknown}")
+        return cls(**values)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
