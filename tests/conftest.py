@@ -1,0 +1,49 @@
+"""What every test runs under: CPU unless asked otherwise, strict dtypes, full matmul precision, and a compilation cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+CACHE = Path(os.environ.get("JAXSPEC_CACHE") or Path.home() / ".cache" / "jaxspec")
+
+
+def _wants_gpu(config: pytest.Config) -> bool:
+    """JAXSPEC_TEST_GPU=1, or a mark expression that selects gpu tests."""
+    selected = re.sub(r"\bnot\s+gpu\b", "", config.option.markexpr or "")
+    return os.environ.get("JAXSPEC_TEST_GPU") == "1" or re.search(r"\bgpu\b", selected) is not None
+
+
+def _share_cores() -> None:
+    """Give each xdist worker its share of the cores: two workers with a thread pool as wide as the machine slow each other down."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    threads = str(max(1, len(os.sched_getaffinity(0)) // workers))
+    for name in ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # XLA's CPU client, torch, numpy
+        os.environ.setdefault(name, threads)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Read when a backend is first used, which no test module may do while it is imported.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _share_cores()
+    if not _wants_gpu(config):
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_compilation_cache_dir", str(CACHE / "compiled-tests"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs an NVIDIA GPU, and JAX runs on {jax.default_backend()} here")
+    for marker in item.iter_markers("oracle"):
+        missing = [name for name in ("torch", *marker.args) if importlib.util.find_spec(name) is None]
+        if missing:
+            pytest.skip(f"oracle not installed: {', '.join(missing)} (make test installs it on Python 3.11)")
