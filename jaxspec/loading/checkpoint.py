@@ -1,0 +1,179 @@
+"""An opened Hugging Face checkpoint folder: config.json and tensors that are read one at a time."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxspec.config import ConfigError
+
+SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+# importing ml_dtypes is what lets numpy, and so safetensors, know bfloat16
+DTYPES = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+}
+
+
+@dataclass(frozen=True)
+class SafetensorsTensor:
+    """One tensor of a safetensors file; nothing of it is in memory until ``read``."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self) -> np.ndarray:
+        with safe_open(self.file, framework="numpy") as f:
+            return f.get_tensor(self.name)
+
+
+@dataclass(frozen=True)
+class PickledTensor:
+    """One torch tensor of a pickle, mapped from the file where its format allows."""
+
+    tensor: Any
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        t = self.tensor.detach().contiguous()
+        if str(t.dtype) == "torch.bfloat16":  # torch has no numpy bfloat16: go through the bits
+            return t.view(_import_torch("").int16).numpy().view(ml_dtypes.bfloat16)
+        return t.numpy()
+
+
+LazyTensor = SafetensorsTensor | PickledTensor
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """path: the folder; config: config.json as it is; tensors: name -> tensor with ``shape`` and ``read()``."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, LazyTensor]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Open a folder of safetensors (one file or shards) or EAGLE-1's pickle; ConfigError names the file that is wrong."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: expected a checkpoint folder, got {'a file' if folder.exists() else 'nothing there'}")
+    config = read_json(folder / "config.json")
+    if (folder / SINGLE).is_file():
+        tensors: Mapping[str, LazyTensor] = _open_safetensors(folder / SINGLE)
+    elif (folder / INDEX).is_file():
+        tensors = _open_shards(folder / INDEX)
+    elif (folder / PICKLE).is_file():
+        tensors = _open_pickle(folder / PICKLE)
+    else:
+        found = sorted(p.name for p in folder.iterdir())[:8]
+        raise ConfigError(f"{folder}: expected {SINGLE}, {INDEX} or {PICKLE}, got {found}")
+    return Checkpoint(folder, config, tensors)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a ConfigError that says what is wrong with it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path}: expected a JSON file, got {e.strerror or e}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path}: expected valid JSON, got {e}") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got a {type(value).__name__}")
+    return value
+
+
+def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    _check_size(path)
+    try:
+        with safe_open(path, framework="numpy") as f:
+            slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+            infos = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as e:
+        raise ConfigError(f"{path}: expected a safetensors file, got {e}") from e
+    unknown = {name: dtype for name, (_, dtype) in infos.items() if dtype not in DTYPES}
+    if unknown:
+        name, dtype = next(iter(unknown.items()))
+        raise ConfigError(f"{path}: expected tensors of {', '.join(DTYPES)}, got {dtype} for {name}")
+    return {name: SafetensorsTensor(path, name, shape, np.dtype(DTYPES[dtype])) for name, (shape, dtype) in infos.items()}
+
+
+def _check_size(path: Path) -> None:
+    """The header says how long the file must be: tell a truncated download from other damage."""
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        head = f.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if 8 + length > size:
+            raise ConfigError(f"{path}: expected a safetensors file with a whole header, got {size} bytes (truncated or not safetensors)")
+        try:
+            header = json.loads(f.read(length))
+            end = max((info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as e:
+            raise ConfigError(f"{path}: expected a safetensors header, got {type(e).__name__}: {e}") from e
+    if 8 + length + end != size:
+        raise ConfigError(f"{path}: expected {8 + length + end} bytes by its header, got {size} (truncated or damaged)")
+
+
+def _open_shards(index: Path) -> dict[str, LazyTensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index}: expected an object 'weight_map' of tensor to file, got {weight_map!r}")
+    tensors: dict[str, LazyTensor] = {}
+    for shard in sorted({str(s) for s in weight_map.values()}):
+        path = index.parent / shard
+        if Path(shard).name != shard or not path.is_file():
+            raise ConfigError(f"{index}: expected the shard {shard} beside it, got no such file")
+        held = _open_safetensors(path)
+        listed = {name for name, file in weight_map.items() if file == shard}
+        if set(held) != listed:
+            differ = sorted(listed ^ set(held))
+            raise ConfigError(f"{path}: expected the {len(listed)} tensors that {INDEX} lists, got {len(held)} (differing: {differ[:5]})")
+        tensors |= held
+    return tensors
+
+
+def _import_torch(path: Path | str) -> ModuleType:
+    try:
+        import torch
+    except ImportError as e:
+        raise ConfigError(
+            f"{path}: expected safetensors, got a pickle, which is read only with torch installed; where torch is, convert it with "
+            "safetensors.torch.save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')"
+        ) from e
+    return torch
+
+
+def _open_pickle(path: Path) -> dict[str, LazyTensor]:
+    """A pickle can run code when it is loaded; weights_only admits tensors and plain containers and nothing else."""
+    torch = _import_torch(path)
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except Exception as e:  # a hostile or damaged pickle may raise anything
+        reason = str(e).splitlines()[0] if str(e) else ""
+        raise ConfigError(f"{path}: expected a pickle of tensors only, got {type(e).__name__}: {reason}") from e
+    if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        raise ConfigError(f"{path}: expected a dictionary of tensors, got {type(state).__name__} with other values")
+    return {name: PickledTensor(tensor, tuple(tensor.shape)) for name, tensor in state.items()}

@@ -1,0 +1,83 @@
+"""Checkpoint tensors -> a pytree of jax arrays, strictly: every tensor is expected, and every expected tensor is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.config import ConfigError
+from jaxspec.loading.checkpoint import LazyTensor
+from jaxspec.params import Params, ParamSpec
+
+SHOWN = 5  # names listed in a message
+
+
+def ignore_nothing(name: str) -> bool:
+    return False
+
+
+def check_shapes(
+    specs: Params, shapes: Mapping[str, tuple[int, ...]], *, ignore: Callable[[str], bool] = ignore_nothing, source: str = "checkpoint"
+) -> None:
+    """Compare a parameter table with the names and shapes of a checkpoint, reading no weights; ConfigError names each difference.
+
+    ignore: names that may be there without being in the table (a tied lm_head, rotary tables). It never excuses a missing one.
+    """
+    wanted = {spec.name: spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec)}
+    missing = [name for name in wanted if name not in shapes]
+    extra = [name for name in shapes if name not in wanted and not ignore(name)]
+    misshapen = [
+        f"{name} (expected {spec.checkpoint_shape}, got {tuple(shapes[name])})"
+        for name, spec in wanted.items()
+        if name in shapes and tuple(shapes[name]) != spec.checkpoint_shape
+    ]
+    problems = [_listed(*p) for p in (("missing", missing), ("unexpected", extra), ("misshapen", misshapen)) if p[1]]
+    if problems:
+        raise ConfigError(f"{source}: expected {len(wanted)} tensors by its config, got {len(shapes)}: {'; '.join(problems)}")
+
+
+def load_params(
+    specs: Params,
+    tensors: Mapping[str, LazyTensor],
+    dtype: jnp.dtype | type | str,
+    *,
+    ignore: Callable[[str], bool] = ignore_nothing,
+    source: str = "checkpoint",
+) -> Params:
+    """Read every tensor of the table, floats cast to ``dtype``, matrices turned to our [in, out]; checked as in check_shapes.
+
+    One tensor at a time goes to the device, so that the host never holds the whole model beside it. Integers become
+    int32 (jax's default; a value that does not fit is an error), booleans stay.
+    """
+    check_shapes(specs, {name: tensor.shape for name, tensor in tensors.items()}, ignore=ignore, source=source)
+
+    def load(spec: ParamSpec) -> jax.Array:
+        array = _cast(tensors[spec.name].read(), np.dtype(dtype), f"{source}: {spec.name}")
+        # waiting bounds the host copies in flight to one
+        return jax.block_until_ready(jax.device_put(array.T if spec.transpose else array))
+
+    return jax.tree.map(load, specs, is_leaf=_is_spec)
+
+
+def _cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return array.astype(dtype, copy=False)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        bounds = np.iinfo(np.int32)
+        if array.size and not (bounds.min <= array.min() and array.max() <= bounds.max):
+            raise ConfigError(f"{where}: expected integers that fit int32, got values in [{array.min()}, {array.max()}]")
+        return array.astype(np.int32, copy=False)
+    return array
+
+
+def _listed(what: str, names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = ", ..." if len(names) > SHOWN else ""
+    return f"{len(names)} {what}: {', '.join(names[:SHOWN])}{more}"
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, ParamSpec)
