@@ -121,6 +121,34 @@ class SamplingParams:
         return self.temperature == 0
 
 
+@dataclass(frozen=True)
+class RoundConfig:
+    """Everything static about a round: one compiled program per value (and per batch and page bucket).
+
+    target, draft: the family configs; draft None decodes plainly (num_speculative_tokens 0).
+    sampled: False when every request is greedy; truncated: whether any uses top-k or top-p.
+    acceptance_rates: conditional rates of the synthetic rule.
+    """
+
+    target: Any
+    target_group: CacheGroup
+    draft: Any = None
+    draft_group: CacheGroup | None = None
+    num_speculative_tokens: int = 0
+    rule: RejectionRule = "strict"
+    draft_sampling: DraftSampling = "probabilistic"
+    acceptance_rates: tuple[float, ...] | None = None
+    sampled: bool = True
+    truncated: bool = False
+    attention_implementation: str = "reference"
+    rejection_implementation: str = "reference"
+
+    @property
+    def keeps_draft_logits(self) -> bool:
+        """Whether q is needed: drafts are sampled, some request samples, and the rule reads q."""
+        return self.draft_sampling == "probabilistic" and self.sampled and self.rule in ("probabilistic", "block")
+
+
 _RULE_ALIASES = {"standard": "probabilistic"}  # vLLM's later name
 _DRAFT_ALIASES = {"gumbel": "probabilistic"}
 

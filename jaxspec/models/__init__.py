@@ -1,0 +1,33 @@
+"""Targets, one file per family, named by the Hugging Face model_type.
+
+A family is a module with config_from_hf, param_specs, ignored_tensor, forward and logits. Its config names it by
+`model_type`, which is how propose and verify (through `family`) find the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxspec.config import ConfigError
+from jaxspec.models import llama, qwen2, qwen3
+from jaxspec.models.llama import LlamaConfig, TargetOutput
+
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+TargetConfig = LlamaConfig
+
+__all__ = ["FAMILIES", "TargetConfig", "TargetOutput", "config_from_hf", "family"]
+
+
+def family(cfg: TargetConfig) -> ModuleType:
+    """The functions of a config's family."""
+    return FAMILIES[cfg.model_type]
+
+
+def config_from_hf(config: Mapping[str, Any]) -> TargetConfig:
+    """The config of a checkpoint's config.json; ConfigError for a model_type that is not supported."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(f"model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}")
+    return FAMILIES[model_type].config_from_hf(config)

@@ -1,0 +1,276 @@
+"""Decoding: the state, prefill, the round, and plain decoding, which is the round with nothing proposed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec import drafts, models
+from jaxspec.config import RoundConfig
+from jaxspec.kv_cache import KVCache, init_cache
+from jaxspec.metadata import build_metadata
+from jaxspec.params import Params
+from jaxspec.propose import DraftInputs, Proposal, first_step, next_step, propose
+from jaxspec.sampling import SamplingState, gumbel_noise, process_target_logits, sample
+from jaxspec.verify import Verification, verify
+
+
+@struct.dataclass
+class DecodeState:
+    """What a batch of requests carries from round to round; one row a slot. Donated to each program and returned.
+
+    seq_lens:       int32 [batch], tokens in the target's cache
+    next_token:     int32 [batch], sampled but not yet cached
+    active:         bool [batch], prefilled and not finished; the others are idle rows
+    num_generated:  int32 [batch]
+    max_tokens:     int32 [batch], where a request ends by length
+    stop_token_ids: int32 [batch, stops], where it ends by content, padded with -1
+    pending_tokens, pending_hidden, num_pending: the target rows that the draft has not consumed (DraftInputs); None
+                    without a draft
+    target_caches, draft_caches: a FullCache a layer
+    """
+
+    seq_lens: jax.Array
+    next_token: jax.Array
+    active: jax.Array
+    num_generated: jax.Array
+    max_tokens: jax.Array
+    stop_token_ids: jax.Array
+    sampling: SamplingState
+    pending_tokens: jax.Array | None
+    pending_hidden: jax.Array | None
+    num_pending: jax.Array | None
+    target_caches: KVCache
+    draft_caches: KVCache
+
+
+def init_state(
+    cfg: RoundConfig, sampling: SamplingState, max_tokens: jax.Array, stop_token_ids: jax.Array, num_blocks: int, dtype: Any
+) -> DecodeState:
+    """An idle state for sampling's batch, over caches of num_blocks blocks."""
+    batch = max_tokens.shape[0]
+    zeros = lambda: jnp.zeros(batch, jnp.int32)  # noqa: E731  (a fresh buffer each: the state is donated)
+    pending_tokens = pending_hidden = num_pending = None
+    draft_caches: KVCache = ()
+    if cfg.draft is not None:
+        assert cfg.draft_group is not None
+        rows = cfg.num_speculative_tokens + 1
+        width = cfg.target.hidden_size * max(len(cfg.draft.aux_layers), 1)
+        pending_tokens, num_pending = jnp.zeros((batch, rows), jnp.int32), zeros()
+        pending_hidden = jnp.zeros((batch, rows, width), dtype)
+        draft_caches = init_cache(cfg.draft.attention, cfg.draft.num_layers, num_blocks, cfg.draft_group.block_size, dtype)
+    return DecodeState(
+        seq_lens=zeros(),
+        next_token=zeros(),
+        active=jnp.zeros(batch, bool),
+        num_generated=zeros(),
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        sampling=sampling,
+        pending_tokens=pending_tokens,
+        pending_hidden=pending_hidden,
+        num_pending=num_pending,
+        target_caches=init_cache(cfg.target.attention, cfg.target.num_layers, num_blocks, cfg.target_group.block_size, dtype),
+        draft_caches=draft_caches,
+    )
+
+
+def prefill(
+    cfg: RoundConfig,
+    params: Params,
+    state: DecodeState,
+    block_table: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    num_tokens: jax.Array,
+    next_prompt_token: jax.Array,
+) -> tuple[Verification, DecodeState]:
+    """One chunk of each request's prompt through target and draft together.
+
+    tokens: int32 [batch, chunk] at positions start [batch] and on, of which num_tokens [batch] are real (0: this request is
+    not in the chunk and does not change). next_prompt_token: int32 [batch], the prompt's next token after the chunk, or -1
+    if the prompt ends here. The draft's row of a position pairs the target's hidden state with the token after it: the
+    chunk's own next one, for its last row the next prompt token. Only the prompt's very last row stays pending, until the
+    token after it is sampled, here. Returns that first token (num_sampled 1 where a prompt ended) and the state.
+    """
+    family = models.family(cfg.target)
+    chunk = tokens.shape[1]
+    ends = (num_tokens > 0) & (next_prompt_token < 0)
+    last_row = jnp.maximum(num_tokens - 1, 0)
+    seq_lens = jnp.where(num_tokens > 0, start + num_tokens, state.seq_lens)
+    out = family.forward(
+        params["target"],
+        cfg.target,
+        tokens,
+        build_metadata(cfg.target_group, block_table, start, num_tokens, chunk),
+        state.target_caches,
+        aux_layers=cfg.draft.aux_layers if cfg.draft else (),
+        attention_implementation=cfg.attention_implementation,
+    )
+    last_hidden = jnp.take_along_axis(out.hidden, last_row[:, None, None], axis=1)
+    logits = process_target_logits(family.logits(params["target"], cfg.target, last_hidden), state.sampling, truncated=cfg.truncated)
+    noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size) if cfg.sampled else None
+    first = sample(logits[:, 0], noise, state.sampling.greedy)
+    verification = Verification(jnp.where(ends, first, -1)[:, None], ends.astype(jnp.int32))
+    state = state.replace(seq_lens=seq_lens, target_caches=out.caches)
+    if cfg.draft is not None:
+        state = _prefill_draft(cfg, params["draft"], state, block_table, tokens, start, num_tokens, next_prompt_token, ends, first, out)
+    return verification, _advance(state.replace(active=state.active | ends), verification)
+
+
+def _prefill_draft(
+    cfg: RoundConfig,
+    params: Params,
+    state: DecodeState,
+    block_table: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    num_tokens: jax.Array,
+    next_prompt_token: jax.Array,
+    ends: jax.Array,
+    first: jax.Array,
+    out: models.TargetOutput,
+) -> DecodeState:
+    """The draft's part of prefill: its rows of the chunk, and the pending row of the prompts that end in it."""
+    assert cfg.draft_group is not None and state.pending_tokens is not None
+    family = drafts.family(cfg.draft)
+    last_row = jnp.maximum(num_tokens - 1, 0)
+    is_last = jnp.arange(tokens.shape[1]) == last_row[:, None]
+    shifted = jnp.where(is_last, jnp.maximum(next_prompt_token, 0)[:, None], jnp.roll(tokens, -1, axis=1))
+    rows = num_tokens - ends.astype(jnp.int32)
+    hidden = family.target_hidden(cfg.draft, out.hidden, out.aux)
+    drafted = family.forward(
+        params,
+        cfg.draft,
+        shifted,
+        family.fuse(params, cfg.draft, hidden),
+        build_metadata(cfg.draft_group, block_table, start, rows, tokens.shape[1]),
+        state.draft_caches,
+        attention_implementation=cfg.attention_implementation,
+    )
+    last_hidden = jnp.take_along_axis(hidden, last_row[:, None, None], axis=1)
+    first_only = jnp.arange(state.pending_tokens.shape[1]) == 0
+    return state.replace(
+        draft_caches=drafted.caches,
+        pending_tokens=jnp.where(ends[:, None] & first_only, first[:, None], state.pending_tokens),
+        pending_hidden=jnp.where(ends[:, None, None] & first_only[:, None], last_hidden, state.pending_hidden),
+        num_pending=jnp.where(ends, 1, state.num_pending),
+    )
+
+
+def draft_inputs(state: DecodeState, block_table: jax.Array) -> DraftInputs:
+    """The state as propose reads it; an idle request has nothing pending."""
+    assert state.pending_tokens is not None and state.pending_hidden is not None and state.num_pending is not None
+    return DraftInputs(
+        seq_lens=state.seq_lens,
+        pending_tokens=state.pending_tokens,
+        pending_hidden=state.pending_hidden,
+        num_pending=jnp.where(state.active, state.num_pending, 0),
+        block_table=block_table,
+        sampling=state.sampling,
+    )
+
+
+def verify_and_commit(
+    cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array, proposal: Proposal
+) -> tuple[Verification, DecodeState]:
+    """Judge a proposal, then advance: seq_lens by what was accepted plus one, pending rows for the draft, finished requests.
+
+    A rejection needs no rollback: seq_lens does not pass the rejected rows, so they are masked, then overwritten.
+    """
+    verification, out = verify(
+        cfg,
+        params["target"],
+        state.next_token,
+        proposal,
+        state.seq_lens,
+        state.active,
+        block_table,
+        state.target_caches,
+        state.sampling,
+        params["draft"].get("target_to_draft") if cfg.draft is not None else None,
+    )
+    live = state.active
+    state = state.replace(seq_lens=state.seq_lens + verification.num_sampled, target_caches=out.caches)
+    if cfg.draft is not None:
+        # Row i of this pass is position seq_lens + i, and output_tokens[i] is the token after it: just the pairs
+        # that the draft reads next, rejected rows masked by num_pending.
+        hidden = drafts.family(cfg.draft).target_hidden(cfg.draft, out.hidden, out.aux)
+        state = state.replace(
+            pending_tokens=jnp.where(live[:, None], jnp.maximum(verification.output_tokens, 0), state.pending_tokens),
+            pending_hidden=jnp.where(live[:, None, None], hidden, state.pending_hidden),
+            num_pending=jnp.where(live, verification.num_sampled, state.num_pending),
+        )
+    return verification, _advance(state, verification)
+
+
+def _advance(state: DecodeState, verification: Verification) -> DecodeState:
+    """Take over the last sampled token, count, and end requests at a stop token or max_tokens."""
+    tokens, num_sampled = verification.output_tokens, verification.num_sampled
+    sampled = num_sampled > 0
+    last = jnp.take_along_axis(tokens, jnp.maximum(num_sampled - 1, 0)[:, None], axis=1)[:, 0]
+    num_generated = state.num_generated + num_sampled
+    stopped = jnp.any((tokens[:, :, None] == state.stop_token_ids[:, None, :]) & (tokens[:, :, None] >= 0), axis=(1, 2))
+    return state.replace(
+        next_token=jnp.where(sampled, last, state.next_token),
+        num_generated=num_generated,
+        active=state.active & ~stopped & (num_generated < state.max_tokens),
+    )
+
+
+def no_proposal(batch: int) -> Proposal:
+    """What plain decoding verifies: K = 0."""
+    return Proposal(jnp.zeros((batch, 0), jnp.int32), None)
+
+
+def decode_round(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Verification, DecodeState]:
+    """propose, verify, commit. params: {"target": ..., "draft": ...}. Without a draft this is one step of plain decoding,
+    the oracle that greedy speculative decoding has to equal."""
+    if cfg.draft is None:
+        return verify_and_commit(cfg, params, state, block_table, no_proposal(block_table.shape[0]))
+    carry = propose(cfg, params["draft"], draft_inputs(state, block_table), state.draft_caches)
+    return verify_and_commit(cfg, params, state.replace(draft_caches=carry.caches), block_table, carry.proposal)
+
+
+# The compilation modes run the same functions: a whole round as one program, a program a draft step, or none at all.
+
+_prefill = partial(jax.jit, static_argnums=0, donate_argnums=2)(prefill)
+_round = partial(jax.jit, static_argnums=0, donate_argnums=2)(decode_round)
+_verify_and_commit = partial(jax.jit, static_argnums=0, donate_argnums=2)(verify_and_commit)
+_next_step = partial(jax.jit, static_argnums=0, donate_argnums=4)(next_step)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _first_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Any, DraftInputs, DecodeState]:
+    inputs = draft_inputs(state, block_table)
+    carry = first_step(cfg, params["draft"], inputs, state.draft_caches)
+    return carry, inputs, state.replace(draft_caches=())
+
+
+def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Verification, DecodeState]:
+    if cfg.draft is None:
+        return _round(cfg, params, state, block_table)
+    carry, inputs, state = _first_step(cfg, params, state, block_table)
+    for step in range(1, cfg.num_speculative_tokens):
+        carry = _next_step(cfg, params["draft"], inputs, jnp.int32(step), carry)
+    return _verify_and_commit(cfg, params, state.replace(draft_caches=carry.caches), block_table, carry.proposal)
+
+
+def run_round(cfg: RoundConfig, params: Params, state: DecodeState, block_table: Any, compilation: str) -> tuple[Verification, DecodeState]:
+    """One round in the given compilation mode: "round" (one executable), "step" (one a draft step) or "eager"."""
+    if compilation == "eager":
+        with jax.disable_jit():
+            return decode_round(cfg, params, state, jnp.asarray(block_table))
+    return (_round if compilation == "round" else _step_by_step)(cfg, params, state, block_table)
+
+
+def run_prefill(cfg: RoundConfig, params: Params, state: DecodeState, *args: Any, compilation: str) -> tuple[Verification, DecodeState]:
+    """One prefill chunk in the given compilation mode; args as `prefill` takes them after the state."""
+    if compilation == "eager":
+        with jax.disable_jit():
+            return prefill(cfg, params, state, *(jnp.asarray(x) for x in args))
+    return _prefill(cfg, params, state, *args)

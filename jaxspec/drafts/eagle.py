@@ -1,0 +1,139 @@
+"""EAGLE-1 (2401.15077): a Llama layer over fc([embedding of the next token, the target's last hidden state]).
+
+Row p pairs the target's post-final-norm hidden state of position p with token p+1. Layer 0 has no input norm and the
+output no final norm: the target's own head is applied to it directly, and it is the next step's hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.attention import attention_specs, self_attention
+from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig
+from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, mlp_block
+from jaxspec.kv_cache import KVCache
+from jaxspec.layers import linear, mlp_specs, rms_norm, rope_tables, vocab_logits
+from jaxspec.metadata import AttentionMetadata
+from jaxspec.models import TargetConfig
+from jaxspec.params import Params, ParamSpec, matrix, vector
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Static shape of an EAGLE-1 head; it shares the target's hidden size, vocabulary and head."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    attention: AttentionConfig
+    rms_norm_eps: float
+    vocab_size: int
+    fc_bias: bool
+    own_embedding: bool
+    tied_lm_head: bool
+    aux_layers: tuple[int, ...] = ()  # it reads the target's last hidden state
+    sliding_window: int | None = None
+    maps_vocabulary: bool = False
+    method: str = "eagle"
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+def param_specs(cfg: EagleConfig) -> Params:
+    """The weights, named as in SafeAI's cnets1.py."""
+    hidden = cfg.hidden_size
+    layers = []
+    for i in range(cfg.num_layers):
+        prefix = f"layers.{i}"
+        layer: dict[str, Any] = {
+            "self_attn": attention_specs(f"{prefix}.self_attn", cfg.attention, hidden, hidden),
+            "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+            **mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size),
+        }
+        if i > 0:
+            layer["input_layernorm"] = vector(f"{prefix}.input_layernorm.weight", hidden)
+        layers.append(layer)
+    specs: dict[str, Any] = {"fc": matrix("fc.weight", 2 * hidden, hidden, (None, "embed")), "layers": layers}
+    if cfg.fc_bias:
+        specs["fc_bias"] = vector("fc.bias", hidden)
+    if cfg.own_embedding:
+        specs["embed_tokens"] = ParamSpec("embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed"))
+    return specs
+
+
+def target_hidden(cfg: EagleConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
+    """What the draft keeps of the target's pass: its hidden state after the final norm [batch, rows, D]."""
+    return hidden
+
+
+def fuse(params: Params, cfg: EagleConfig, hidden: jax.Array) -> jax.Array:
+    """The target's hidden state is used as it is; fc follows in `forward`, together with the embedding."""
+    return hidden
+
+
+def forward(
+    params: Params,
+    cfg: EagleConfig,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    metadata: AttentionMetadata,
+    caches: KVCache,
+    *,
+    attention_implementation: str = "reference",
+) -> DraftOutput:
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
+    embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
+    x = linear(jnp.concatenate([embedded, hidden], axis=-1), params["fc"], params.get("fc_bias"))
+    new_caches = []
+    for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        attention_input = x if i == 0 else rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
+        attended, cache = self_attention(
+            layer["self_attn"], cfg.attention, attention_input, rope, metadata, cache, attention_implementation
+        )
+        x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
+        new_caches.append(cache)
+    return DraftOutput(x, x, tuple(new_caches))
+
+
+def logits(params: Params, cfg: EagleConfig, head_input: jax.Array) -> jax.Array:
+    """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
+    return vocab_logits(head_input, params["lm_head"], tied=cfg.tied_lm_head)
+
+
+def canonical_name(name: str) -> str:
+    """EAGLE-1 files have one layout."""
+    return name
+
+
+def config_from_checkpoint(
+    config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
+) -> EagleConfig:
+    """From config.json and the tensors' shapes. fc's bias is what the file holds; a config that says otherwise is an error."""
+    fc_bias = "fc.bias" in shapes
+    if "bias" in config and bool(config["bias"]) != fc_bias:
+        raise ConfigError(f"fc.bias: expected {'one' if config['bias'] else 'none'} by the draft's config (bias {config['bias']}), got {'one' if fc_bias else 'none'}")
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids"):
+        if getattr(overrides, name) is not None:
+            raise ConfigError(f"{name}: expected it only with method 'eagle3', got it with 'eagle'")
+    for key, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if config.get(key) != ours:
+            raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {config.get(key)}")
+    return EagleConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=config["intermediate_size"],
+        num_layers=config.get("num_hidden_layers", 1),
+        attention=draft_attention(config, shapes),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        vocab_size=target.vocab_size,
+        fc_bias=fc_bias,
+        own_embedding="embed_tokens.weight" in shapes,
+        tied_lm_head=target.tie_word_embeddings,
+    )

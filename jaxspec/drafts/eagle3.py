@@ -1,0 +1,236 @@
+"""EAGLE-3 (2503.01840): one decoder layer over [embedding of the next token, fused hidden states of three target layers].
+
+Row p pairs the target's hidden states of position p with token p+1 and predicts token p+2. The first pass of a round
+reads the target's hidden states through `fuse`; later passes read the draft's own output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.attention import attention_specs, self_attention
+from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig
+from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, mlp_block
+from jaxspec.kv_cache import KVCache
+from jaxspec.layers import linear, mlp_specs, rms_norm, rope_tables, vocab_logits
+from jaxspec.metadata import AttentionMetadata
+from jaxspec.models import TargetConfig
+from jaxspec.params import Params, ParamSpec, matrix, vector
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Static shape of an EAGLE-3 head.
+
+    aux_layers are boundary ids (the residual stream that enters that layer). norm_before_residual: the residual of
+    layer 0 is hidden_norm(g) instead of g. norm_before_fc / fc_norm: an RMS norm over the concatenated / each hidden
+    state before fc. norm_output: the recycled hidden state is the normed one.
+    """
+
+    target_hidden_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    attention: AttentionConfig
+    rms_norm_eps: float
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    fc_bias: bool = False
+    own_embedding: bool = False
+    own_lm_head: bool = True
+    sliding_window: int | None = None  # of the draft's own KV-cache group
+    tied_lm_head: bool = False  # only with the target's head: it is the target's embedding
+    method: str = "eagle3"
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether draft ids differ from target ids (d2t)."""
+        return self.draft_vocab_size != self.vocab_size
+
+
+def param_specs(cfg: Eagle3Config) -> Params:
+    """The weights, named as speculators names them (`layers.0`; SafeAI's `midlayer` is renamed on loading)."""
+    hidden, fused = cfg.hidden_size, len(cfg.aux_layers) * cfg.target_hidden_size
+    specs: dict[str, Any] = {
+        "fc": matrix("fc.weight", fused, hidden, (None, "embed")),
+        "layers": [_layer_specs(f"layers.{i}", cfg, first=i == 0) for i in range(cfg.num_layers)],
+        "norm": vector("norm.weight", hidden),
+    }
+    if cfg.fc_bias:
+        specs["fc_bias"] = vector("fc.bias", hidden)
+    if cfg.norm_before_fc:
+        specs["input_norm"] = vector("input_norm.weight", fused)
+    if cfg.fc_norm:
+        specs["fc_norm"] = [vector(f"fc_norm.{i}.weight", cfg.target_hidden_size) for i in range(len(cfg.aux_layers))]
+    if cfg.own_embedding:
+        specs["embed_tokens"] = ParamSpec("embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed"))
+    if cfg.own_lm_head:
+        specs["lm_head"] = matrix("lm_head.weight", hidden, cfg.draft_vocab_size, ("embed", "vocab"))
+    return specs
+
+
+def _layer_specs(prefix: str, cfg: Eagle3Config, *, first: bool) -> Params:
+    hidden = cfg.hidden_size
+    specs: dict[str, Any] = {
+        "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
+        "self_attn": attention_specs(f"{prefix}.self_attn", cfg.attention, 2 * hidden if first else hidden, hidden),
+        "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+        **mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size),
+    }
+    if first:
+        specs["hidden_norm"] = vector(f"{prefix}.hidden_norm.weight", hidden)
+    return specs
+
+
+def target_hidden(cfg: Eagle3Config, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
+    """What the draft keeps of the target's pass: the aux hidden states [batch, rows, len(aux_layers) * target_hidden]."""
+    assert aux is not None
+    return aux
+
+
+def fuse(params: Params, cfg: Eagle3Config, aux: jax.Array) -> jax.Array:
+    """g = fc(aux): [batch, rows, len(aux_layers) * target_hidden] -> [batch, rows, hidden]."""
+    if cfg.norm_before_fc:
+        aux = rms_norm(aux, params["input_norm"], cfg.rms_norm_eps)
+    if cfg.fc_norm:
+        parts = jnp.split(aux, len(cfg.aux_layers), axis=-1)
+        normed = [rms_norm(part, weight, cfg.rms_norm_eps) for part, weight in zip(parts, params["fc_norm"], strict=True)]
+        aux = jnp.concatenate(normed, axis=-1)
+    return linear(aux, params["fc"], params.get("fc_bias"))
+
+
+def first_layer_input(params: Params, cfg: Eagle3Config, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(residual [batch, rows, D], attention input [batch, rows, 2D]): the embedding comes first in the concatenation."""
+    layer = params["layers"][0]
+    embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
+    normed = rms_norm(hidden, layer["hidden_norm"], cfg.rms_norm_eps)
+    embedded = rms_norm(embedded, layer["input_layernorm"], cfg.rms_norm_eps)
+    return (normed if cfg.norm_before_residual else hidden), jnp.concatenate([embedded, normed], axis=-1)
+
+
+def output(params: Params, cfg: Eagle3Config, x: jax.Array, caches: KVCache) -> DraftOutput:
+    """The two outputs of the last layer's x: logits read the normed one, the next step reads it only with norm_output."""
+    normed = rms_norm(x, params["norm"], cfg.rms_norm_eps)
+    return DraftOutput(normed, normed if cfg.norm_output else x, caches)
+
+
+def forward(
+    params: Params,
+    cfg: Eagle3Config,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    metadata: AttentionMetadata,
+    caches: KVCache,
+    *,
+    attention_implementation: str = "reference",
+) -> DraftOutput:
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
+    x, attention_input = first_layer_input(params, cfg, tokens, hidden)
+    new_caches = []
+    for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        if i > 0:
+            attention_input = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
+        attended, cache = self_attention(
+            layer["self_attn"], cfg.attention, attention_input, rope, metadata, cache, attention_implementation
+        )
+        x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
+        new_caches.append(cache)
+    return output(params, cfg, x, tuple(new_caches))
+
+
+def logits(params: Params, cfg: Eagle3Config, head_input: jax.Array) -> jax.Array:
+    """Float32 logits [..., draft_vocab] of head_input [..., D]."""
+    return vocab_logits(head_input, params["lm_head"], tied=cfg.tied_lm_head)
+
+
+def canonical_name(name: str) -> str:
+    """SafeAI's and SpecForge's `midlayer.*` is speculators' `layers.0.*`; SGLang's older aux norms are fc_norm.0/1/2."""
+    for old, new in (("midlayer.", "layers.0."), ("aux_norm_low.", "fc_norm.0."), ("aux_norm_mid.", "fc_norm.1."), ("aux_norm_high.", "fc_norm.2.")):
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def config_from_checkpoint(
+    config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
+) -> Eagle3Config:
+    """From config.json and the tensors' shapes (canonical names) of either layout.
+
+    SafeAI / SpecForge: a flat config whose rope_theta defaults to 10000, never the target's. speculators: the layer is
+    under transformer_layer_config. Tensors that contradict the result are refused by the strict loading that follows.
+    """
+    speculators = "transformer_layer_config" in config
+    layer = dict(config["transformer_layer_config"]) if speculators else dict(config)
+    hidden = layer["hidden_size"]
+    n = target.num_layers
+    aux_layers = _aux_layers(config, overrides, n)
+    fc = shapes.get("fc.weight")
+    if fc is not None and fc[1] != len(aux_layers) * target.hidden_size:
+        raise ConfigError(
+            f"draft fc.weight: expected [{hidden}, {len(aux_layers)} x {target.hidden_size}] for aux layers {aux_layers} of this target "
+            f"(hidden size {target.hidden_size}), got {list(fc)}"
+        )
+    for key, ours in (("target_hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        value = config.get(key, layer.get(key)) if key == "vocab_size" else config.get(key)
+        if value is not None and value != ours:
+            raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {value}")
+    draft_vocab = config.get("draft_vocab_size") or layer.get("draft_vocab_size") or target.vocab_size
+    if draft_vocab != target.vocab_size and "d2t" not in shapes:
+        raise ConfigError(f"d2t: expected it in the draft, whose vocabulary of {draft_vocab} is not the target's {target.vocab_size}, got none")
+    own_embedding, own_lm_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
+    if not own_embedding and hidden != target.hidden_size:
+        raise ConfigError(f"embed_tokens.weight: expected it in a draft of hidden size {hidden} (the target's is {target.hidden_size}), got none")
+    if not own_lm_head and (draft_vocab != target.vocab_size or hidden != target.hidden_size):
+        raise ConfigError("lm_head.weight: expected it in a draft whose vocabulary or hidden size is not the target's, got none")
+    switches = {name: _switch(name, config, overrides, speculators) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    return Eagle3Config(
+        target_hidden_size=target.hidden_size,
+        hidden_size=hidden,
+        intermediate_size=layer["intermediate_size"],
+        num_layers=layer.get("num_hidden_layers", 1),
+        attention=draft_attention(layer, shapes),
+        sliding_window=draft_window(layer),
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        aux_layers=aux_layers,
+        fc_bias="fc.bias" in shapes,
+        own_embedding=own_embedding,
+        own_lm_head=own_lm_head,
+        tied_lm_head=not own_lm_head and target.tie_word_embeddings,
+        **switches,
+    )
+
+
+def _aux_layers(config: Mapping[str, Any], overrides: SpeculativeConfig, num_layers: int) -> tuple[int, ...]:
+    """Boundary ids. The top-level field holds boundary ids (vLLM, speculators); SpecForge's nested eagle_config field
+    holds the ids of the layers whose *output* is read, one lower. Default (2, n // 2, n - 3)."""
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = overrides.eagle_aux_hidden_state_layer_ids or config.get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        ids = [i + 1 for i in nested] if nested else [2, num_layers // 2, num_layers - 3]
+    if any(not 0 <= i <= num_layers for i in ids) or sorted(set(ids)) != list(ids):
+        raise ConfigError(f"aux layer ids: expected increasing boundary ids within 0..{num_layers} of the target's layers, got {list(ids)}")
+    return tuple(ids)
+
+
+def _switch(name: str, config: Mapping[str, Any], overrides: SpeculativeConfig, speculators: bool) -> bool:
+    value = getattr(overrides, name)
+    if value is None:
+        value = config.get(name)
+    if value is None and name == "norm_before_residual" and speculators:
+        raise ConfigError(
+            "norm_before_residual: expected it in a speculators config (vLLM and speculators disagree on its default), got none; "
+            "set it in the speculative config"
+        )
+    return bool(value)

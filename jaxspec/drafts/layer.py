@@ -1,0 +1,68 @@
+"""What the EAGLE heads share: the outputs of a draft pass, the MLP half of a layer, and reading a layer's config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxspec.config import AttentionConfig, ConfigError, RopeConfig
+from jaxspec.kv_cache import KVCache
+from jaxspec.layers import rms_norm, swiglu
+from jaxspec.params import Params
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """head_input [batch, rows, D] goes to `logits`; feedback [batch, rows, D] is the next step's hidden; the caches."""
+
+    head_input: jax.Array
+    feedback: jax.Array
+    caches: KVCache
+
+
+def mlp_block(layer: Params, eps: float, x: jax.Array) -> jax.Array:
+    """x + mlp(norm(x)), x [batch, rows, D]."""
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps)
+    return x + swiglu(normed, layer["gate_proj"], layer["up_proj"], layer["down_proj"])
+
+
+def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig:
+    """The draft layer's attention. A head_dim that the config lacks comes from q_proj's rows, since hidden / heads
+    does not hold everywhere; a key/value head count that the tensors contradict is an error."""
+    if layer.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"hidden_act: expected 'silu' in the draft's config, got {layer['hidden_act']!r}")
+    num_heads = layer["num_attention_heads"]
+    num_kv_heads = layer.get("num_key_value_heads") or num_heads
+    q, k = (shapes.get(f"layers.0.self_attn.{x}_proj.weight") for x in "qk")
+    head_dim = layer.get("head_dim") or (q[0] // num_heads if q else layer["hidden_size"] // num_heads)
+    for name, shape, heads in (("q", q, num_heads), ("k", k, num_kv_heads)):
+        if shape is not None and shape[0] != heads * head_dim:
+            raise ConfigError(f"layers.0.self_attn.{name}_proj.weight: expected {heads} heads of {head_dim} rows by the draft's config, got {shape[0]} rows")
+    bias = bool(layer.get("attention_bias", False))
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=RopeConfig.from_hf(layer),
+        qk_norm=layer.get("model_type") == "qwen3",
+        qkv_bias=bias,
+        o_bias=bias,
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+    )
+
+
+def draft_window(layer: Mapping[str, Any]) -> int | None:
+    """The sliding window of the draft's layers in tokens (speculators 0.9 gives new drafts one), None for full attention."""
+    kinds = set(layer.get("layer_types") or ["full_attention"])
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"} or not layer.get("sliding_window"):
+        raise ConfigError(
+            f"layer_types: expected all full_attention, or all sliding_attention with a sliding_window, in the draft's config, got {sorted(kinds)}"
+        )
+    return int(layer["sliding_window"])

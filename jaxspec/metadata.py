@@ -1,0 +1,65 @@
+"""Attention metadata: a pure function of (block table, position), so that it is rebuilt inside the compiled round.
+
+vLLM rebuilds it on the host before every draft step (PR #41162) or runs on stale metadata; here the draft loop's
+body calls rebuild_draft_metadata, and only for the KV-cache groups that hold draft layers (PR #37364).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.config import CacheGroup
+from jaxspec.kv_cache import PAD_SLOT
+
+
+@struct.dataclass
+class AttentionMetadata:
+    """Everything that an attention call of one KV-cache group needs, and nothing else. All int32.
+
+    positions:    [batch, rows] of each query row; at most max_model_len.
+    seq_lens:     [batch] tokens in the cache once these rows are written; 0 for an idle request.
+    slot_mapping: [batch, rows] where each row's key and value go; PAD_SLOT for a masked row.
+    block_table:  [batch, pages] block ids of each request.
+    window_start: [batch, rows] first position that a row sees (0 without a sliding window).
+    num_pages:    [batch] pages of the block table in use.
+    """
+
+    positions: jax.Array
+    seq_lens: jax.Array
+    slot_mapping: jax.Array
+    block_table: jax.Array
+    window_start: jax.Array
+    num_pages: jax.Array
+
+
+def build_metadata(group: CacheGroup, block_table: jax.Array, start: jax.Array, num_rows: jax.Array, rows: int) -> AttentionMetadata:
+    """Metadata for `rows` query rows a request, of which the first num_rows [batch] are real, from position start [batch].
+
+    Rows past num_rows, or at max_model_len and beyond, write nothing. A request with num_rows 0 is idle.
+    """
+    positions = start[:, None] + jnp.arange(rows, dtype=jnp.int32)
+    writes = (jnp.arange(rows) < num_rows[:, None]) & (positions < group.max_model_len)
+    positions = jnp.minimum(positions, group.max_model_len)
+    page = jnp.minimum(positions // group.block_size, block_table.shape[1] - 1)
+    slots = jnp.take_along_axis(block_table, page, axis=1) * group.block_size + positions % group.block_size
+    seq_lens = jnp.where(num_rows > 0, jnp.minimum(start + num_rows, group.max_model_len), 0)
+    window_start = jnp.zeros_like(positions) if group.window is None else jnp.maximum(positions - group.window + 1, 0)
+    return AttentionMetadata(
+        positions=positions,
+        seq_lens=seq_lens,
+        slot_mapping=jnp.where(writes, slots, PAD_SLOT),
+        block_table=block_table,
+        window_start=window_start,
+        num_pages=-(-seq_lens // group.block_size),
+    )
+
+
+def rebuild_draft_metadata(group: CacheGroup, metadata: AttentionMetadata) -> AttentionMetadata:
+    """Metadata of the next draft step: one more row a request, right after the last one; idle requests stay idle.
+
+    Works from the metadata of step 0 (K+1 rows) and of any later step (one row) alike. At max_model_len the row's
+    write is dropped and the length stays.
+    """
+    return build_metadata(group, metadata.block_table, metadata.seq_lens, (metadata.seq_lens > 0).astype(jnp.int32), rows=1)

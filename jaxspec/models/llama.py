@@ -1,0 +1,158 @@
+"""The Llama decoder: config, parameter table, forward, logits. Qwen2 and Qwen3 are this decoder with other switches.
+
+A target is a pure function over a pytree of weights and a paged cache; layers are unrolled, one dict of arrays each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.attention import attention_specs, self_attention
+from jaxspec.config import AttentionConfig, ConfigError, RopeConfig
+from jaxspec.kv_cache import KVCache
+from jaxspec.layers import mlp_specs, rms_norm, rope_tables, swiglu, vocab_logits
+from jaxspec.metadata import AttentionMetadata
+from jaxspec.params import Params, ParamSpec, matrix, vector
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Static shape of the decoder. Everything that changes the maths is here; nothing else is."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    attention: AttentionConfig
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """hidden [batch, rows, embed] after the final norm; aux [batch, rows, len(aux_layers) * embed] or None; the caches."""
+
+    hidden: jax.Array
+    aux: jax.Array | None
+    caches: KVCache
+
+
+def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
+    """From a checkpoint's config.json. A switch that this decoder does not implement is an error that names it."""
+    refuse_unless(config, "pretraining_tp", 1)
+    refuse_unless(config, "mlp_bias", False)
+    bias = bool(config.get("attention_bias", False))
+    return decoder_config(config, qkv_bias=bias, o_bias=bias)
+
+
+def decoder_config(config: Mapping[str, Any], *, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False) -> LlamaConfig:
+    """The keys that the Llama-like families share, with each family's switches."""
+    refuse_unless(config, "hidden_act", "silu")
+    refuse_unless(config, "quantization_config", None)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    missing = [name for name in names if not isinstance(config.get(name), int)]
+    if missing:
+        raise ConfigError(f"config.json: expected the integers {', '.join(names)}, got none for {', '.join(missing)}")
+    num_heads = config["num_attention_heads"]
+    eps = float(config.get("rms_norm_eps", 1e-6))
+    attention = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        rope=RopeConfig.from_hf(config),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        rms_norm_eps=eps,
+    )
+    return LlamaConfig(
+        model_type=config["model_type"],
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        attention=attention,
+        rms_norm_eps=eps,
+        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
+    """Raise for a config switch that changes the maths in a way that this decoder does not implement."""
+    if config.get(key, expected) != expected:
+        raise ConfigError(f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, got {config[key]!r}")
+
+
+def param_specs(cfg: LlamaConfig) -> Params:
+    """The weights: a ParamSpec per array, in the structure of the params."""
+    specs: dict[str, Any] = {
+        "embed_tokens": ParamSpec("model.embed_tokens.weight", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed")),
+        "layers": [layer_specs(f"model.layers.{i}", cfg) for i in range(cfg.num_layers)],
+        "norm": vector("model.norm.weight", cfg.hidden_size),
+    }
+    if not cfg.tie_word_embeddings:
+        specs["lm_head"] = matrix("lm_head.weight", cfg.hidden_size, cfg.vocab_size, ("embed", "vocab"))
+    return specs
+
+
+def layer_specs(prefix: str, cfg: LlamaConfig) -> Params:
+    """One decoder layer's weights."""
+    hidden = cfg.hidden_size
+    return {
+        "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
+        "self_attn": attention_specs(f"{prefix}.self_attn", cfg.attention, hidden, hidden),
+        "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+        **mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size),
+    }
+
+
+def ignored_tensor(cfg: LlamaConfig, name: str) -> bool:
+    """Tensors that a checkpoint may hold and the decoder does not need: derived tables, a tied head saved twice."""
+    return name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")
+
+
+def forward(
+    params: Params,
+    cfg: LlamaConfig,
+    tokens: jax.Array,
+    metadata: AttentionMetadata,
+    caches: KVCache,
+    *,
+    aux_layers: tuple[int, ...] = (),
+    attention_implementation: str = "reference",
+) -> TargetOutput:
+    """One pass over tokens [batch, rows]. aux_layers are boundary ids: n is the residual stream that enters layer n
+    (vLLM's and speculators' convention; n = num_layers is the stream before the final norm)."""
+    x = params["embed_tokens"][tokens]
+    rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
+    aux: dict[int, jax.Array] = {}
+    new_caches = []
+    for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        if i in aux_layers:
+            aux[i] = x
+        with jax.named_scope(f"layer_{i}"):
+            normed = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
+            attended, cache = self_attention(
+                layer["self_attn"], cfg.attention, normed, rope, metadata, cache, attention_implementation
+            )
+            x = x + attended
+            normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps)
+            x = x + swiglu(normed, layer["gate_proj"], layer["up_proj"], layer["down_proj"])
+        new_caches.append(cache)
+    aux[cfg.num_layers] = x
+    hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps)
+    picked = jnp.concatenate([aux[i] for i in aux_layers], axis=-1) if aux_layers else None
+    return TargetOutput(hidden, picked, tuple(new_caches))
+
+
+def logits(params: Params, cfg: LlamaConfig, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [..., vocab] of hidden [..., embed]."""
+    return vocab_logits(hidden, params["embed_tokens" if cfg.tie_word_embeddings else "lm_head"], tied=cfg.tie_word_embeddings)

@@ -1,0 +1,17 @@
+"""Qwen3: the Llama decoder with an RMS norm on each head of q and k. (A sliding window is refused.)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.models.llama import LlamaConfig, decoder_config, forward, ignored_tensor, logits, param_specs, refuse_unless
+
+__all__ = ["config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
+
+
+def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
+    """From a checkpoint's config.json."""
+    refuse_unless(config, "use_sliding_window", False)
+    bias = bool(config.get("attention_bias", False))
+    return decoder_config({"head_dim": 128, **config}, qkv_bias=bias, o_bias=bias, qk_norm=True)

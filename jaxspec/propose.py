@@ -1,0 +1,170 @@
+"""Propose: the draft step, and the compiled loop that drives it K times.
+
+Step 0 runs over the K+1 target rows that the draft may not have seen; steps 1 .. K-1 run one row a request inside
+lax.fori_loop, whose trip count is known, so that a GPU runs ahead of the host. The carried step index says where each
+step's token and logits are written, and the attention metadata is rebuilt between steps.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec import drafts
+from jaxspec.config import RoundConfig
+from jaxspec.kv_cache import KVCache
+from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
+from jaxspec.params import Params
+from jaxspec.sampling import SamplingState, gumbel_noise, sample, scale_by_temperature
+
+
+@struct.dataclass
+class DraftInputs:
+    """What a proposal starts from.
+
+    seq_lens:       int32 [batch], tokens in the target's cache; the streams of the round are keyed by it
+    pending_tokens: int32 [batch, K+1], the token after each row that the draft has not consumed
+    pending_hidden: [batch, K+1, hidden], the target's hidden states of these rows (fused in step 0)
+    num_pending:    int32 [batch], how many of them are real; 0 for an idle request
+    block_table:    int32 [batch, pages]
+    """
+
+    seq_lens: jax.Array
+    pending_tokens: jax.Array
+    pending_hidden: jax.Array
+    num_pending: jax.Array
+    block_table: jax.Array
+    sampling: SamplingState
+
+
+@struct.dataclass
+class Proposal:
+    """draft_tokens: int32 [batch, K], ids of the target's vocabulary. draft_logits: float32 [batch, K, draft_vocab],
+    before temperature; None where drafts are one-hot or the rule does not read q."""
+
+    draft_tokens: jax.Array
+    draft_logits: jax.Array | None
+
+
+@struct.dataclass
+class DraftCarry:
+    """The draft loop's state. hidden [batch, 1, hidden] and metadata (one row a request) belong to the next step;
+    after the last step they stay at what that step consumed."""
+
+    proposal: Proposal
+    hidden: jax.Array
+    metadata: AttentionMetadata
+    caches: KVCache
+
+
+@partial(jax.jit, static_argnames=("cfg", "attention_implementation"))
+def draft_step(
+    params: Params,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    last_row: jax.Array,
+    metadata: AttentionMetadata,
+    caches: KVCache,
+    *,
+    cfg: drafts.DraftConfig,
+    attention_implementation: str = "reference",
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """One pass of the draft: tokens int32 [batch, rows] and hidden [batch, rows, D] at the metadata's positions.
+
+    Returns the float32 logits [batch, draft_vocab] and the feedback [batch, 1, D] of row last_row [batch], and the caches.
+    """
+    family = drafts.family(cfg)
+    out = family.forward(params, cfg, tokens, hidden, metadata, caches, attention_implementation=attention_implementation)
+    pick = lambda x: jnp.take_along_axis(x, last_row[:, None, None], axis=1)  # noqa: E731
+    return family.logits(params, cfg, pick(out.head_input)[:, 0]), pick(out.feedback), out.caches
+
+
+def draft_noise(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int) -> jax.Array | None:
+    """Gumbel noise float32 [batch, draft_vocab] of a step, None when the draft takes the argmax.
+
+    The strict rule shares the target's own "sample" noise, keyed by the drafted token's position and its id in the
+    target's vocabulary; that is what makes a sampled draft match there. The others draw from the "draft" stream.
+    """
+    if cfg.draft_sampling == "greedy" or not cfg.sampled:
+        return None
+    keys = inputs.sampling.keys
+    if cfg.rule != "strict":
+        return gumbel_noise(keys, "draft", inputs.seq_lens, step, cfg.draft.draft_vocab_size)
+    noise = gumbel_noise(keys, "sample", inputs.seq_lens + 1 + step, 0, cfg.target.vocab_size)
+    return noise[:, params["draft_to_target"]] if cfg.draft.maps_vocabulary else noise
+
+
+def write_step(
+    cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array, proposal: Proposal
+) -> tuple[Proposal, jax.Array]:
+    """Draw step's draft token from logits [batch, draft_vocab] and write both into column step. Returns the token [batch] too."""
+    noise = draft_noise(cfg, params, inputs, step)
+    drafted = sample(scale_by_temperature(logits, inputs.sampling.temperature), noise, inputs.sampling.greedy)
+    token = params["draft_to_target"][drafted] if cfg.draft.maps_vocabulary else drafted
+    tokens = lax.dynamic_update_slice(proposal.draft_tokens, token[:, None], (0, step))
+    draft_logits = proposal.draft_logits
+    if draft_logits is not None:
+        draft_logits = lax.dynamic_update_slice(draft_logits, logits[:, None], (0, step, 0))
+    return Proposal(tokens, draft_logits), token
+
+
+def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
+    """The preallocated buffers; every column is written by its own step."""
+    K = cfg.num_speculative_tokens
+    logits = jnp.zeros((batch, K, cfg.draft.draft_vocab_size), jnp.float32) if cfg.keeps_draft_logits else None
+    return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
+
+
+def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:
+    """Step 0: consume the pending rows (rejected ones are masked), draft the first token from the last real row."""
+    assert cfg.draft_group is not None
+    batch, rows = inputs.pending_tokens.shape
+    start = inputs.seq_lens - inputs.num_pending
+    metadata = build_metadata(cfg.draft_group, inputs.block_table, start, inputs.num_pending, rows)
+    hidden = drafts.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden)
+    last_row = jnp.maximum(inputs.num_pending - 1, 0)
+    logits, feedback, caches = draft_step(
+        params, inputs.pending_tokens, hidden, last_row, metadata, caches, cfg=cfg.draft, attention_implementation=cfg.attention_implementation
+    )
+    proposal, _ = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
+    return DraftCarry(proposal, feedback, rebuild_draft_metadata(cfg.draft_group, metadata), caches)
+
+
+def next_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry) -> DraftCarry:
+    """Step 1 .. K-1: feed the last drafted token back, write column `step`, rebuild the metadata for the step after.
+
+    After the last step nothing is fed back: hidden and metadata stay as that step read them.
+    """
+    assert cfg.draft_group is not None
+    tokens = lax.dynamic_slice_in_dim(carry.proposal.draft_tokens, step - 1, 1, axis=1)
+    logits, feedback, caches = draft_step(
+        params,
+        tokens,
+        carry.hidden,
+        jnp.zeros(tokens.shape[0], jnp.int32),
+        carry.metadata,
+        carry.caches,
+        cfg=cfg.draft,
+        attention_implementation=cfg.attention_implementation,
+    )
+    proposal, _ = write_step(cfg, params, inputs, step, logits, carry.proposal)
+    rebuilt = rebuild_draft_metadata(cfg.draft_group, carry.metadata)
+    more = jnp.asarray(step < cfg.num_speculative_tokens - 1)
+    hidden, metadata = jax.tree.map(lambda new, old: jnp.where(more, new, old), (feedback, rebuilt), (carry.hidden, carry.metadata))
+    return DraftCarry(proposal, hidden, metadata, caches)
+
+
+def propose(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:
+    """K draft tokens a request, and their logits where the rejection rule reads them; see DraftInputs for what goes in.
+
+    params are the draft's, with the arrays that it shares with the target (loading.bind_draft). buffers may replace the
+    preallocated arrays (tests poison them). K = 1 traces no loop.
+    """
+    carry = first_step(cfg, params, inputs, caches, buffers)
+    if cfg.num_speculative_tokens == 1:
+        return carry
+    return lax.fori_loop(1, cfg.num_speculative_tokens, partial(next_step, cfg, params, inputs), carry)

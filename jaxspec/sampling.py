@@ -1,0 +1,110 @@
+"""Logits processing and the named random streams.
+
+Every random number of a request is a function of its key, a stream's name, and two integers. "sample" is keyed by the
+position of the token it draws, so a seed gives the same text with and without speculation (rule "strict" and plain
+decoding; the draft shares it there). "draft", "accept" and "recover" are keyed by the round's first seq_len and the
+offset in the round: fresh in every round, and independent of each other. vLLM shared the draft's noise with the
+recovered token, which biased its output (issue #47386); noise keyed by position alone biases block verification,
+which looks at draws beyond what it accepts and would meet them again in the next round.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+STREAMS = {"sample": 0, "draft": 1, "accept": 2, "recover": 3}
+
+
+@struct.dataclass
+class SamplingState:
+    """Per-request sampling parameters on the device; one row a slot.
+
+    keys:        uint32 [batch, 2], the two halves of the seed
+    temperature: float32 [batch], 0 is greedy
+    top_k:       int32 [batch], 0 is off
+    top_p:       float32 [batch], 1 is off
+    """
+
+    keys: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+
+    @property
+    def greedy(self) -> jax.Array:
+        """bool [batch]"""
+        return self.temperature == 0.0
+
+
+def stream_keys(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int) -> jax.Array:
+    """One key a request [batch] for a stream, a position int32 [batch] and an offset (scalar or [batch])."""
+    offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), position.shape)
+
+    def fold(key: jax.Array, position: jax.Array, offset: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
+        for part in (STREAMS[stream], position, offset):
+            key = jax.random.fold_in(key, part)
+        return key
+
+    return jax.vmap(fold)(keys, position, offset)
+
+
+def gumbel_noise(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int, size: int) -> jax.Array:
+    """Standard Gumbel, float32 [batch, size], of full tail: JAX's default form never exceeds about 16."""
+    folded = stream_keys(keys, stream, position, offset)
+    return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32, mode="high"))(folded)
+
+
+def uniform_noise(keys: jax.Array, stream: str, position: jax.Array, size: int) -> jax.Array:
+    """Uniform on [0, 1), float32 [batch, size]: column i is the number of offset i."""
+    columns = [
+        jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(stream_keys(keys, stream, position, i)) for i in range(size)
+    ]
+    return jnp.stack(columns, axis=1)
+
+
+def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """logits [batch, ..., vocab] over temperature [batch]; greedy rows are left as they are."""
+    divisor = jnp.where(temperature == 0.0, 1.0, temperature)
+    return logits / divisor.reshape(-1, *([1] * (logits.ndim - 1)))
+
+
+def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Keep the top_k largest, then the smallest set of the rest whose mass reaches top_p; others become -inf.
+
+    logits: float32 [batch, rows, vocab], already over temperature; top_k int32 [batch]; top_p float32 [batch].
+    Tokens that tie with the last one kept are kept too, as vLLM's and transformers' do for top-k.
+    """
+    vocab = logits.shape[-1]
+    descending = jnp.sort(logits, axis=-1, descending=True)
+    k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)[:, None, None]
+    kth = jnp.take_along_axis(descending, jnp.broadcast_to(k - 1, (*logits.shape[:-1], 1)), axis=-1)
+    kept = jnp.where(descending >= kth, descending, -jnp.inf)
+    probabilities = jax.nn.softmax(kept, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass of everything more likely
+    # The most likely token always stays; with top_p 1 rounding of the running sum must not drop anything.
+    inside = (before < top_p[:, None, None]) | (top_p[:, None, None] >= 1.0)
+    last = jnp.min(jnp.where(inside & (kept > -jnp.inf), kept, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= jnp.maximum(kth, last), logits, -jnp.inf)
+
+
+def process_target_logits(logits: jax.Array, sampling: SamplingState, *, truncated: bool) -> jax.Array:
+    """The distribution that a request is sampled from: temperature, then top-k, then top-p. float32 [batch, rows, vocab].
+
+    truncated is static: whether any request of the batch uses top-k or top-p. Greedy rows come back undivided.
+    """
+    scaled = scale_by_temperature(logits, sampling.temperature)
+    return truncate(scaled, sampling.top_k, sampling.top_p) if truncated else scaled
+
+
+def sample(logits: jax.Array, noise: jax.Array | None, greedy: jax.Array) -> jax.Array:
+    """Gumbel-max: argmax(logits + noise) int32 [batch]; greedy rows (and all, if noise is None) argmax(logits).
+
+    logits, noise: float32 [batch, vocab]. NaN logits count as -inf, so that an id is always in range.
+    """
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+    if noise is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jnp.argmax(jnp.where(greedy[:, None], logits, logits + noise), axis=-1).astype(jnp.int32)
