@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -27,6 +29,15 @@ def _share_cores() -> None:
         os.environ.setdefault(name, threads)
 
 
+def _compilation_cache() -> Path:
+    """One folder per kind of processor: a program compiled for one may hold instructions that another does not have."""
+    try:
+        features = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        features = None
+    return CACHE / f"compiled-tests-{zlib.crc32(features[0].encode()) if features else 0:08x}"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Read when a backend is first used, which no test module may do while it is imported.
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -35,8 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_compilation_cache_dir", str(CACHE / "compiled-tests"))
+    jax.config.update("jax_compilation_cache_dir", str(_compilation_cache()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    jax.config.update("jax_compilation_cache_max_size", 2 << 30)  # bytes; a limit also makes jax lock the folder, which workers share
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -44,6 +56,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs an NVIDIA GPU, and JAX runs on {jax.default_backend()} here")
     for marker in item.iter_markers("oracle"):
-        missing = [name for name in ("torch", *marker.args) if importlib.util.find_spec(name) is None]
+        missing = [name for name in ("torch", *marker.args) if importlib.util.find_spec(name.split(".")[0]) is None]
         if missing:
             pytest.skip(f"oracle not installed: {', '.join(missing)} (make test installs it on Python 3.11)")
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """For tests that run optax: its Adam raises a Python float to an int32 power, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -1,4 +1,4 @@
-"""Imports go one way (shared order of the packages); the kernels are a leaf that only two modules call."""
+"""Imports go one way, from the engine down to the configuration; the kernels are a leaf that only two modules call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = (
     ("jaxspec.engine", "jaxspec.training"),
     ("jaxspec.scheduler", "jaxspec.loading", "jaxspec.decode"),
     ("jaxspec.propose", "jaxspec.verify"),
-    ("jaxspec.models", "jaxspec.drafts", "jaxspec.sampling"),
+    ("jaxspec.models", "jaxspec.drafts", "jaxspec.sampling", "jaxspec.synthetic"),
     ("jaxspec.attention", "jaxspec.layers"),
     ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.config"),
 )
