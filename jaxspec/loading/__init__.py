@@ -1,0 +1,32 @@
+"""From a name to arrays: folders, safetensors, GGUF, tokenizers.
+
+resolve         what the user typed -> a local checkpoint folder
+default_target  SmolLM2-135M-Instruct, fetched and converted once (also a program: it prints the folder)
+cache           the cache folder, safe against two processes at once
+gguf_file       llama.cpp's GGUF -> a Hugging Face folder
+gguf_tokenizer  a GGUF's metadata -> tokenizer.json
+checkpoint      an opened folder: config.json and lazily read tensors
+weights         tensors -> a pytree of jax arrays, strictly
+tokenizer       text and chats to token ids and back
+"""
+
+from jaxspec.loading.cache import cache_dir
+from jaxspec.loading.checkpoint import Checkpoint, LazyTensor, open_checkpoint, read_json
+from jaxspec.loading.gguf_file import convert_gguf
+from jaxspec.loading.resolve import resolve
+from jaxspec.loading.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.loading.weights import check_shapes, load_params
+
+__all__ = [
+    "Checkpoint",
+    "LazyTensor",
+    "Tokenizer",
+    "cache_dir",
+    "check_shapes",
+    "convert_gguf",
+    "load_params",
+    "load_tokenizer",
+    "open_checkpoint",
+    "read_json",
+    "resolve",
+]

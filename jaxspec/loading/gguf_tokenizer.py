@@ -53,6 +53,8 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> Tokenizer:
     if pre not in PRE_TOKENIZERS:
         raise ConfigError(f"{source}: expected a tokenizer.ggml.pre among {', '.join(PRE_TOKENIZERS)}, got {pre!r}")
     style = PRE_TOKENIZERS[pre]
+    if metadata["general.architecture"] == "qwen2" and style != QWEN2:  # AutoTokenizer cuts every qwen2 model's text as Qwen does
+        raise ConfigError(f"{source}: expected tokenizer.ggml.pre 'qwen2' for a qwen2 model, got {pre!r}")
     tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     # llama-bpe takes a word that is a token whole, before any merge, as tiktoken does

@@ -1,0 +1,93 @@
+"""A checkpoint folder -> a target or a draft: its config and its weights on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import drafts, models
+from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.loading.checkpoint import open_checkpoint
+from jaxspec.loading.weights import LazyTensor, load_params
+from jaxspec.params import Params
+
+VOCABULARY_MAPS = ("d2t", "t2d")
+
+
+def load_target(folder: Path, dtype: Any) -> tuple[models.TargetConfig, Params]:
+    """The target in a Hugging Face folder, float tensors cast to dtype."""
+    checkpoint = open_checkpoint(folder)
+    cfg = models.config_from_hf(checkpoint.config)
+    family = models.family(cfg)
+    ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
+    return cfg, load_params(family.param_specs(cfg), checkpoint.tensors, dtype, ignore=ignore, source=str(folder))
+
+
+def load_draft(
+    folder: Path, target: models.TargetConfig, target_params: Params, speculative: SpeculativeConfig, dtype: Any
+) -> tuple[drafts.DraftConfig, Params]:
+    """The draft head of speculative.method in a folder, made to fit a loaded target: see bind_draft for what is shared."""
+    checkpoint = open_checkpoint(folder)
+    family = drafts.FAMILIES[speculative.method]
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        canonical = family.canonical_name(name)
+        if canonical in tensors:
+            raise ConfigError(f"{folder}: expected one tensor named {canonical}, got a second one as {name}")
+        tensors[canonical] = tensor
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    try:
+        cfg = family.config_from_checkpoint(checkpoint.config, shapes, target, speculative)
+    except KeyError as e:
+        raise ConfigError(f"{folder}/config.json: expected the key {e} of an {speculative.method} draft, got none") from e
+    params = load_params(
+        family.param_specs(cfg), tensors, dtype, ignore=lambda name: name in VOCABULARY_MAPS, source=f"{speculative.method} draft {folder}"
+    )
+    draft_to_target = _draft_to_target(cfg, tensors, str(folder))
+    return cfg, bind_draft(cfg, params, target_params, draft_to_target)
+
+
+def bind_draft(cfg: drafts.DraftConfig, params: Params, target_params: Params, draft_to_target: np.ndarray | None) -> Params:
+    """A draft's own weights, plus what it shares with the target (no copies) and its vocabulary maps.
+
+    draft_to_target int [draft_vocab] holds each draft id's target id (not d2t's offset); None if they are the same.
+    Adds embed_tokens and lm_head unless the draft has its own, and with a map the int32 arrays draft_to_target
+    [draft_vocab] and target_to_draft [vocab], -1 where a target id has no draft id.
+    """
+    bound: dict[str, Any] = dict(params)
+    bound.setdefault("embed_tokens", target_params["embed_tokens"])
+    if "lm_head" not in bound:
+        bound["lm_head"] = target_params["embed_tokens" if cfg.tied_lm_head else "lm_head"]
+    if cfg.maps_vocabulary:
+        assert draft_to_target is not None
+        target_to_draft = np.full(cfg.vocab_size, -1, np.int32)
+        target_to_draft[draft_to_target] = np.arange(cfg.draft_vocab_size, dtype=np.int32)
+        bound["draft_to_target"] = jnp.asarray(draft_to_target, jnp.int32)
+        bound["target_to_draft"] = jnp.asarray(target_to_draft)
+    return bound
+
+
+def _draft_to_target(cfg: drafts.DraftConfig, tensors: Mapping[str, LazyTensor], source: str) -> np.ndarray | None:
+    """Target ids from d2t, which holds offsets (target id = draft id + d2t[draft id]), checked against t2d's mask."""
+    if "d2t" not in tensors:
+        return None
+    size, vocab = cfg.draft_vocab_size, cfg.vocab_size
+    d2t = np.asarray(tensors["d2t"].read())
+    if d2t.shape != (size,) or not np.issubdtype(d2t.dtype, np.integer):
+        raise ConfigError(f"{source}: d2t: expected {size} integers (draft_vocab_size), got {d2t.dtype} {list(d2t.shape)}")
+    ids = d2t.astype(np.int64) + np.arange(size)
+    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) != size:
+        raise ConfigError(f"{source}: d2t: expected offsets to {size} different ids below {vocab}, got ids {ids.min()}..{ids.max()}")
+    if "t2d" in tensors:
+        t2d = np.asarray(tensors["t2d"].read())
+        if t2d.shape != (vocab,) or t2d.dtype != bool or t2d.sum() != size or not t2d[ids].all():
+            raise ConfigError(f"{source}: t2d: expected a bool mask of {vocab} that holds just d2t's {size} ids, got one that does not")
+    if not cfg.maps_vocabulary:
+        if not np.array_equal(ids, np.arange(vocab)):
+            raise ConfigError(f"{source}: d2t: expected the identity in a draft with the target's whole vocabulary, got a permutation")
+        return None
+    return ids

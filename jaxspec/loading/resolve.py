@@ -1,0 +1,77 @@
+"""What the user typed -> a local checkpoint folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from jaxspec.config import ConfigError
+from jaxspec.loading.cache import cached_gguf
+
+CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # weights, configs, the tokenizer's files
+PICKLES = ["pytorch_model.bin"]  # only drafts come as one (EAGLE-1)
+
+
+def resolve(name_or_path: str | Path | None, *, kind: Literal["target", "draft"]) -> Path:
+    """A folder to open: a local folder, a .gguf file, the default target, a name under checkpoints/, or a hub id, in this order.
+
+    A target of None is the default one. ConfigError says what was expected where nothing is found.
+    """
+    # imported here so that `python -m jaxspec.loading.default_target` does not find itself imported already
+    from jaxspec.loading.default_target import default_target, is_default_target
+
+    if kind == "target" and name_or_path is None:
+        return default_target()
+    if not name_or_path or not str(name_or_path).strip():
+        raise ConfigError(f"{kind}: expected a folder, a .gguf file, a name or a hub id, got {name_or_path!r}")
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"{kind} {name}: expected a .gguf file, got no such file")
+        return cached_gguf(path)
+    if path.exists():
+        raise ConfigError(f"{kind} {name}: expected a folder or a .gguf file, got another file")
+    if kind == "target" and is_default_target(name):
+        return default_target()
+    known = own_drafts() if kind == "draft" else {}
+    if name in known:
+        return known[name]
+    if isinstance(name_or_path, Path) or not HUB_ID.fullmatch(name):
+        raise ConfigError(f"{kind} {name}: expected an existing folder, {_choices(known)}, got no such folder")
+    return _from_hub(name, kind, known)
+
+
+def own_drafts() -> dict[str, Path]:
+    """The trained heads that come with the repository, by name."""
+    return {p.parent.name: p.parent for p in sorted(CHECKPOINTS.glob("*/config.json"))}
+
+
+def _from_hub(name: str, kind: str, known: dict[str, Path]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    files = HUB_FILES + (PICKLES if kind == "draft" else [])
+    try:
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
+    except (RepositoryNotFoundError, HFValidationError) as e:
+        reason = "no such repository on the hub (or it is private or gated and no login may read it)"
+        error = e
+    except HfHubHTTPError as e:
+        reason, error = f"an error from the hub: {_first_line(e)}", e
+    except (OSError, RuntimeError) as e:  # no network, offline mode, and nothing of it in the hub's local cache
+        reason, error = f"no local folder of that name and no hub that can be reached ({_first_line(e)})", e
+    raise ConfigError(f"{kind} {name}: expected a hub id, {_choices(known)}, got {reason}") from error
+
+
+def _choices(known: dict[str, Path]) -> str:
+    return f"a name under checkpoints/ ({', '.join(known)})" if known else "a .gguf file"
+
+
+def _first_line(e: Exception) -> str:
+    lines = [line for line in str(e).splitlines() if line.strip()]
+    return lines[0] if lines else type(e).__name__

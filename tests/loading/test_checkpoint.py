@@ -1,0 +1,232 @@
+"""Opening checkpoint folders: what is read, what is refused, and that a pickle never runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from safetensors.numpy import save_file
+
+from jaxspec.config import ConfigError
+from jaxspec.loading import checkpoint, open_checkpoint
+
+TENSORS = {
+    "bf16": np.arange(12, dtype=np.float32).reshape(3, 4).astype(ml_dtypes.bfloat16) / 7,
+    "f16": np.linspace(-1, 1, 6, dtype=np.float16),
+    "f32": np.full((2, 2), np.float32(1 / 3)),
+    "i64": np.array([0, -5, 2**40]),
+    "bool": np.array([True, False, True]),
+}
+
+
+def folder_with(tmp_path: Path, tensors: dict[str, np.ndarray] | None = None, config: str = '{"model_type": "llama"}') -> Path:
+    (tmp_path / "config.json").write_text(config)
+    if tensors is not None:
+        save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def write_shards(tmp_path: Path) -> Path:
+    folder_with(tmp_path)
+    names = list(TENSORS)
+    shards = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    for file, held in shards.items():
+        save_file({n: TENSORS[n] for n in held}, tmp_path / file)
+    weight_map = {n: file for file, held in shards.items() for n in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+def test_every_dtype_round_trips_bit_for_bit(tmp_path, layout):
+    opened = open_checkpoint(folder_with(tmp_path, TENSORS) if layout == "single" else write_shards(tmp_path))
+    assert opened.config == {"model_type": "llama"}
+    assert opened.shapes == {name: array.shape for name, array in TENSORS.items()}
+    for name, array in TENSORS.items():
+        read = opened.tensors[name].read()
+        assert read.dtype == array.dtype
+        assert read.tobytes() == array.tobytes(), name
+
+
+def test_opening_reads_no_tensor_and_reading_reads_one(tmp_path, monkeypatch):
+    folder_with(tmp_path, TENSORS)
+    read: list[str] = []
+
+    class Spy:
+        def __init__(self, *args, **kwargs):
+            self.file = safetensors.safe_open(*args, **kwargs).__enter__()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            return None
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return self.file.get_slice(name)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(checkpoint, "safe_open", Spy)
+    opened = open_checkpoint(tmp_path)
+    assert read == []
+    opened.tensors["f32"].read()
+    assert read == ["f32"]
+
+
+@pytest.mark.parametrize("cut", [4, 100, -1])
+def test_truncated_safetensors_says_how_many_bytes_it_has(tmp_path, cut):
+    path = folder_with(tmp_path, TENSORS) / "model.safetensors"
+    data = path.read_bytes()[:cut]
+    path.write_bytes(data)
+    with pytest.raises(
+        ConfigError, match=rf"model\.safetensors: expected .*, got {len(data)} bytes|expected {len(data) + 1} bytes .*, got {len(data)} "
+    ):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"<html>404 not found</html>" * 10, (50).to_bytes(8, "little") + b"x" * 100, (2).to_bytes(8, "little") + b"[]"]
+)
+def test_a_file_that_is_not_safetensors_is_refused_by_name(tmp_path, content):
+    (folder_with(tmp_path) / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: expected a safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_dtype_that_is_not_supported_is_named(tmp_path):
+    folder_with(tmp_path, {"w": np.zeros(2, np.uint16)})
+    with pytest.raises(ConfigError, match=r"model\.safetensors: expected tensors of F32.*, got U16 for w"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, r"config\.json: expected a JSON file, got No such file"),
+        ("{,", r"config\.json: expected valid JSON, got"),
+        ("[1]", r"config\.json: expected a JSON object, got a list"),
+    ],
+)
+def test_a_missing_or_malformed_config_is_named(tmp_path, config, message):
+    folder_with(tmp_path, TENSORS, config or "{}")
+    if config is None:
+        (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_weights_or_no_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected model\.safetensors, .* or pytorch_model\.bin, got \['config\.json'\]"):
+        open_checkpoint(folder_with(tmp_path))
+    with pytest.raises(ConfigError, match=r"nowhere: expected a checkpoint folder, got nothing there"):
+        open_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    (write_shards(tmp_path) / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"expected the shard model-00002-of-00002\.safetensors beside it"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["lacks", "adds"])
+def test_a_shard_that_differs_from_the_index_is_named(tmp_path, change):
+    index = write_shards(tmp_path) / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    if change == "lacks":
+        content["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
+    else:
+        del content["weight_map"]["f16"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"model-00001-of-00002.*lists.*{'ghost' if change == 'lacks' else 'f16'}"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_shard_outside_the_folder_is_refused(tmp_path):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    folder_with(inner)
+    save_file(TENSORS, tmp_path / "outside.safetensors")
+    weight_map = dict.fromkeys(TENSORS, "../outside.safetensors")
+    (inner / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match="beside it"):
+        open_checkpoint(inner)
+
+
+def test_an_index_without_a_weight_map_is_refused(tmp_path):
+    (folder_with(tmp_path) / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="expected an object 'weight_map'"):
+        open_checkpoint(tmp_path)
+
+
+class Hostile:
+    def __init__(self, victim: Path):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.victim}",)
+
+
+@pytest.mark.parametrize("form", ["plain", "zip"])
+@pytest.mark.oracle
+def test_a_malicious_pickle_never_runs(tmp_path, form):
+    import torch
+
+    victim = tmp_path / "ran"
+    content = {"w": Hostile(victim)}
+    path = folder_with(tmp_path) / "pytorch_model.bin"
+    if form == "plain":
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, path)
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: expected a pickle of tensors only"):
+        open_checkpoint(tmp_path)
+    assert not victim.exists()
+
+
+def test_without_torch_a_pickle_is_refused_unopened_and_the_way_out_named(tmp_path, monkeypatch):
+    victim = tmp_path / "ran"
+    (folder_with(tmp_path) / "pytorch_model.bin").write_bytes(pickle.dumps({"w": Hostile(victim)}))
+    monkeypatch.setitem(sys.modules, "torch", None)  # import torch raises ImportError
+    with pytest.raises(ConfigError, match=r"got a pickle, which is read only with torch installed.*convert it with .*save_file"):
+        open_checkpoint(tmp_path)
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.oracle
+def test_a_pickle_of_tensors_reads_bit_for_bit(tmp_path, legacy):
+    import torch
+
+    folder_with(tmp_path)
+    values = {n: torch.from_numpy(a.astype(np.float32)).bfloat16() if n == "bf16" else torch.from_numpy(a) for n, a in TENSORS.items()}
+    values["strided"] = torch.arange(6.0).reshape(2, 3).T
+    torch.save(values, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    opened = open_checkpoint(tmp_path)
+    for name, array in (TENSORS | {"strided": np.arange(6, dtype=np.float32).reshape(2, 3).T}).items():
+        read = opened.tensors[name].read()
+        assert opened.tensors[name].shape == read.shape == array.shape
+        assert read.dtype == array.dtype
+        assert read.tobytes() == array.tobytes(), name
+
+
+@pytest.mark.oracle
+def test_a_pickle_with_other_things_than_tensors_is_refused(tmp_path):
+    import torch
+
+    folder_with(tmp_path)
+    torch.save({"w": torch.zeros(1), "step": 3}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="expected a dictionary of tensors"):
+        open_checkpoint(tmp_path)
