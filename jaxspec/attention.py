@@ -49,7 +49,13 @@ def project_qkv(params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTa
 
 
 def self_attention(
-    params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables, metadata: AttentionMetadata, cache: FullCache, implementation: str = "reference"
+    params: Params,
+    cfg: AttentionConfig,
+    x: jax.Array,
+    rope: RopeTables,
+    metadata: AttentionMetadata,
+    cache: FullCache,
+    implementation: str = "reference",
 ) -> tuple[jax.Array, FullCache]:
     """x [batch, rows, in] -> ([batch, rows, out], the cache with these rows' keys and values written)."""
     q, k, v = project_qkv(params, cfg, x, rope)

@@ -122,6 +122,41 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs; nothing here changes what a request's distribution is.
+
+    max_model_len: tokens a request may hold, prompt included. max_num_seqs: requests that run together.
+    block_size: tokens a KV-cache block. max_num_batched_tokens: tokens a prefill chunk of the whole batch.
+    compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
+    batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
+    """
+
+    max_model_len: int = 2048
+    max_num_seqs: int = 8
+    block_size: int = 64
+    max_num_batched_tokens: int = 2048
+    compilation: Compilation = "round"
+    batch_buckets: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "block_size", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if self.compilation not in get_args(Compilation):
+            raise ConfigError(f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}")
+        buckets = self.batch_buckets
+        if buckets is None:
+            buckets = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
+        buckets = tuple(sorted(set(buckets)))
+        if not buckets or not all(_is_int(b) and b >= 1 for b in buckets) or buckets[-1] < self.max_num_seqs:
+            raise ConfigError(
+                f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, got {self.batch_buckets}"
+            )
+        object.__setattr__(self, "batch_buckets", buckets)
+
+
+@dataclass(frozen=True)
 class RoundConfig:
     """Everything static about a round: one compiled program per value (and per batch and page bucket).
 
@@ -196,7 +231,9 @@ class SpeculativeConfig:
                 f"rejection_sample_method: expected one of {', '.join(get_args(RejectionRule))}, got {self.rejection_sample_method!r}"
             )
         if self.draft_sample_method not in get_args(DraftSampling):
-            raise ConfigError(f"draft_sample_method: expected one of {', '.join(get_args(DraftSampling))}, got {self.draft_sample_method!r}")
+            raise ConfigError(
+                f"draft_sample_method: expected one of {', '.join(get_args(DraftSampling))}, got {self.draft_sample_method!r}"
+            )
         given = [n for n in ("rates", "length", "rate") if getattr(self, f"synthetic_acceptance_{n}") is not None]
         if (self.rejection_sample_method == "synthetic") != (len(given) == 1) or len(given) > 1:
             raise ConfigError(

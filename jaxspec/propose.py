@@ -128,7 +128,14 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
     hidden = drafts.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden)
     last_row = jnp.maximum(inputs.num_pending - 1, 0)
     logits, feedback, caches = draft_step(
-        params, inputs.pending_tokens, hidden, last_row, metadata, caches, cfg=cfg.draft, attention_implementation=cfg.attention_implementation
+        params,
+        inputs.pending_tokens,
+        hidden,
+        last_row,
+        metadata,
+        caches,
+        cfg=cfg.draft,
+        attention_implementation=cfg.attention_implementation,
     )
     proposal, _ = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
     return DraftCarry(proposal, feedback, rebuild_draft_metadata(cfg.draft_group, metadata), caches)

@@ -59,9 +59,7 @@ def gumbel_noise(keys: jax.Array, stream: str, position: jax.Array, offset: jax.
 
 def uniform_noise(keys: jax.Array, stream: str, position: jax.Array, size: int) -> jax.Array:
     """Uniform on [0, 1), float32 [batch, size]: column i is the number of offset i."""
-    columns = [
-        jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(stream_keys(keys, stream, position, i)) for i in range(size)
-    ]
+    columns = [jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(stream_keys(keys, stream, position, i)) for i in range(size)]
     return jnp.stack(columns, axis=1)
 
 

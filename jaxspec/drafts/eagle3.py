@@ -22,6 +22,7 @@ from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, ParamSpec, matrix, vector
 
+
 @dataclass(frozen=True)
 class Eagle3Config:
     """Static shape of an EAGLE-3 head.
@@ -155,15 +156,18 @@ def logits(params: Params, cfg: Eagle3Config, head_input: jax.Array) -> jax.Arra
 
 def canonical_name(name: str) -> str:
     """SafeAI's and SpecForge's `midlayer.*` is speculators' `layers.0.*`; SGLang's older aux norms are fc_norm.0/1/2."""
-    for old, new in (("midlayer.", "layers.0."), ("aux_norm_low.", "fc_norm.0."), ("aux_norm_mid.", "fc_norm.1."), ("aux_norm_high.", "fc_norm.2.")):
+    for old, new in (
+        ("midlayer.", "layers.0."),
+        ("aux_norm_low.", "fc_norm.0."),
+        ("aux_norm_mid.", "fc_norm.1."),
+        ("aux_norm_high.", "fc_norm.2."),
+    ):
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
 
 
-def config_from_checkpoint(
-    config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
-) -> Eagle3Config:
+def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig) -> Eagle3Config:
     """From config.json and the tensors' shapes (canonical names) of either layout.
 
     SafeAI / SpecForge: a flat config whose rope_theta defaults to 10000, never the target's. speculators: the layer is
@@ -186,13 +190,19 @@ def config_from_checkpoint(
             raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {value}")
     draft_vocab = config.get("draft_vocab_size") or layer.get("draft_vocab_size") or target.vocab_size
     if draft_vocab != target.vocab_size and "d2t" not in shapes:
-        raise ConfigError(f"d2t: expected it in the draft, whose vocabulary of {draft_vocab} is not the target's {target.vocab_size}, got none")
+        raise ConfigError(
+            f"d2t: expected it in the draft, whose vocabulary of {draft_vocab} is not the target's {target.vocab_size}, got none"
+        )
     own_embedding, own_lm_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     if not own_embedding and hidden != target.hidden_size:
-        raise ConfigError(f"embed_tokens.weight: expected it in a draft of hidden size {hidden} (the target's is {target.hidden_size}), got none")
+        raise ConfigError(
+            f"embed_tokens.weight: expected it in a draft of hidden size {hidden} (the target's is {target.hidden_size}), got none"
+        )
     if not own_lm_head and (draft_vocab != target.vocab_size or hidden != target.hidden_size):
         raise ConfigError("lm_head.weight: expected it in a draft whose vocabulary or hidden size is not the target's, got none")
-    switches = {name: _switch(name, config, overrides, speculators) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    switches = {
+        name: _switch(name, config, overrides, speculators) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    }
     return Eagle3Config(
         target_hidden_size=target.hidden_size,
         hidden_size=hidden,

@@ -42,7 +42,9 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
     head_dim = layer.get("head_dim") or (q[0] // num_heads if q else layer["hidden_size"] // num_heads)
     for name, shape, heads in (("q", q, num_heads), ("k", k, num_kv_heads)):
         if shape is not None and shape[0] != heads * head_dim:
-            raise ConfigError(f"layers.0.self_attn.{name}_proj.weight: expected {heads} heads of {head_dim} rows by the draft's config, got {shape[0]} rows")
+            raise ConfigError(
+                f"layers.0.self_attn.{name}_proj.weight: expected {heads} heads of {head_dim} rows by the draft's config, got {shape[0]} rows"
+            )
     bias = bool(layer.get("attention_bias", False))
     return AttentionConfig(
         num_heads=num_heads,

@@ -140,9 +140,7 @@ def forward(
             aux[i] = x
         with jax.named_scope(f"layer_{i}"):
             normed = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
-            attended, cache = self_attention(
-                layer["self_attn"], cfg.attention, normed, rope, metadata, cache, attention_implementation
-            )
+            attended, cache = self_attention(layer["self_attn"], cfg.attention, normed, rope, metadata, cache, attention_implementation)
             x = x + attended
             normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps)
             x = x + swiglu(normed, layer["gate_proj"], layer["up_proj"], layer["down_proj"])

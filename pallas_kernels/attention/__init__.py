@@ -37,7 +37,9 @@ def paged_attention(
     """
     batch, rows, num_heads, head_dim = q.shape
     if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or k_cache.shape[3] != head_dim:
-        raise ValueError(f"k_cache and v_cache: expected [blocks, block_size, kv_heads, {head_dim}] both, got {k_cache.shape} and {v_cache.shape}")
+        raise ValueError(
+            f"k_cache and v_cache: expected [blocks, block_size, kv_heads, {head_dim}] both, got {k_cache.shape} and {v_cache.shape}"
+        )
     if num_heads % k_cache.shape[2]:
         raise ValueError(f"num_heads: expected a multiple of the cache's {k_cache.shape[2]} KV heads, got {num_heads}")
     for name, array, shape in (
@@ -50,6 +52,4 @@ def paged_attention(
             raise ValueError(f"{name}: expected int32 {shape}, got {array.dtype} {array.shape}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    return IMPLEMENTATIONS[implementation](
-        q, k_cache, v_cache, block_table, positions, seq_lens, window_start, scale=scale
-    )
+    return IMPLEMENTATIONS[implementation](q, k_cache, v_cache, block_table, positions, seq_lens, window_start, scale=scale)
