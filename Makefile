@@ -34,7 +34,7 @@ help:
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "jaxspec needs Python 3.11 or newer, got $$($(PYTHON) --version 2>&1 || true) from '$(PYTHON)': run make with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	  echo "jaxspec needs Python 3.11 or newer, got $$($(PYTHON) --version 2>/dev/null || echo none) from '$(PYTHON)': run make with PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
