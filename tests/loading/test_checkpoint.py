@@ -18,7 +18,7 @@ from jaxspec.config import ConfigError
 from jaxspec.loading import checkpoint, open_checkpoint
 
 TENSORS = {
-    "bf16": np.arange(12, dtype=np.float32).reshape(3, 4).astype(ml_dtypes.bfloat16) / 7,
+    "bf16": (np.arange(12, dtype=np.float32).reshape(3, 4) / 7).astype(ml_dtypes.bfloat16),
     "f16": np.linspace(-1, 1, 6, dtype=np.float16),
     "f32": np.full((2, 2), np.float32(1 / 3)),
     "i64": np.array([0, -5, 2**40]),

@@ -59,6 +59,14 @@ def test_each_architecture_is_bit_equal_to_transformers_loader(write_gguf, tmp_p
     assert_same_config(opened.config, model.config)
 
 
+@pytest.mark.parametrize("shape", [(12 * 4, 5), (12 * 4,)], ids=["weight", "bias"])
+def test_unpermute_undoes_llama_cpps_permutation(shape):
+    rows = np.arange(np.prod(shape)).reshape(shape)
+    permuted = rows.reshape(4, 2, 12 // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)  # LlamaModel.permute in convert_hf_to_gguf.py
+    assert not np.array_equal(permuted, rows)
+    np.testing.assert_array_equal(gguf_file.unpermute(permuted, heads=4), rows)
+
+
 def test_config_holds_what_the_metadata_says(write_gguf, tmp_path):
     out = convert_gguf(write_gguf("qwen3", tied=False), tmp_path / "out")
     config = json.loads((out / "config.json").read_text())

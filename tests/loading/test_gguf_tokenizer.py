@@ -62,6 +62,14 @@ def test_smollm2_cuts_every_numeral_alone_as_llama_cpp_does(ours, theirs, text):
     assert ours.encode(text) == [i for piece in pieces for i in theirs.encode(piece)]
 
 
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("Hello 123 wörld", [19556, 216, 33, 34, 35, 267, 29989, 400]), ("a    12", [81, 289, 33, 34]), ("<|im_start|>user", [1, 4093])],
+)
+def test_smollm2_ids_are_those_recorded_from_the_oracle(ours, text, ids):
+    assert ours.encode(text) == ids
+
+
 @pytest.mark.parametrize("text", NUMERAL_TEXTS)
 def test_smollm2_decodes_to_the_same_text(ours, text):
     assert ours.decode(ours.encode(text), skip_special_tokens=False) == text

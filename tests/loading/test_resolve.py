@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
-import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -90,7 +90,7 @@ def test_the_hub_is_asked_for_weights_and_texts_and_a_pickle_for_drafts_only(hub
 
 
 def hub_error(kind):
-    return kind("401 not found\nfor url", response=httpx.Response(401, request=httpx.Request("GET", "http://hub")))
+    return kind("401 not found\nfor url", response=SimpleNamespace(status_code=401, headers={}, request=None))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -104,21 +105,16 @@ def test_code_in_the_folder_never_runs(folder):
         "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
-    try:
+    with contextlib.suppress(ConfigError):
         load_tokenizer(folder)
-    except ConfigError:
-        pass
     assert not ran.exists()
 
 
 def test_tokenizing_needs_no_torch_and_prints_no_advice(folder):
     """In a fresh interpreter where torch cannot be imported, as on a plain installation."""
     code = (
-        "import sys, importlib.abc\n"
-        "class NoTorch(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'torch': raise ModuleNotFoundError(name=name)\n"
-        "sys.meta_path.insert(0, NoTorch())\n"
+        "import sys\nfrom importlib.machinery import PathFinder\nfind = PathFinder.find_spec\n"
+        "PathFinder.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
         f"from jaxspec.loading import load_tokenizer\nprint(load_tokenizer({str(folder)!r}).encode('in'))\n"
         "assert 'torch' not in sys.modules"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,5 +113,6 @@ def test_one_tensor_at_a_time_is_on_the_host():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "device_put", spy)
-        load_params(SPECS, {s.name: Tensor(s.name, s.checkpoint_shape) for s in jax.tree.leaves(SPECS)}, jnp.float32)
+        tensors: Any = {s.name: Tensor(s.name, s.checkpoint_shape) for s in jax.tree.leaves(SPECS)}
+        load_params(SPECS, tensors, jnp.float32)
     assert events == ["read", "put"] * 5
