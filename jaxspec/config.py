@@ -151,7 +151,8 @@ class EngineConfig:
         buckets = tuple(sorted(set(buckets)))
         if not buckets or not all(_is_int(b) and b >= 1 for b in buckets) or buckets[-1] < self.max_num_seqs:
             raise ConfigError(
-                f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, got {self.batch_buckets}"
+                f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, "
+                f"got {self.batch_buckets}"
             )
         object.__setattr__(self, "batch_buckets", buckets)
 

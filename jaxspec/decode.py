@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -116,10 +117,10 @@ def prefill(
     noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size) if cfg.sampled else None
     first = sample(logits[:, 0], noise, state.sampling.greedy)
     verification = Verification(jnp.where(ends, first, -1)[:, None], ends.astype(jnp.int32))
-    state = state.replace(seq_lens=seq_lens, target_caches=out.caches)
+    state = replace(state, seq_lens=seq_lens, target_caches=out.caches)
     if cfg.draft is not None:
         state = _prefill_draft(cfg, params["draft"], state, block_table, tokens, start, num_tokens, next_prompt_token, ends, first, out)
-    return verification, _advance(state.replace(active=state.active | ends), verification)
+    return verification, _advance(replace(state, active=state.active | ends), verification)
 
 
 def _prefill_draft(
@@ -136,7 +137,8 @@ def _prefill_draft(
     out: models.TargetOutput,
 ) -> DecodeState:
     """The draft's part of prefill: its rows of the chunk, and the pending row of the prompts that end in it."""
-    assert cfg.draft_group is not None and state.pending_tokens is not None
+    assert cfg.draft_group is not None
+    pending_tokens, pending_hidden, num_pending = _pending(state)
     family = drafts.family(cfg.draft)
     last_row = jnp.maximum(num_tokens - 1, 0)
     is_last = jnp.arange(tokens.shape[1]) == last_row[:, None]
@@ -153,23 +155,30 @@ def _prefill_draft(
         attention_implementation=cfg.attention_implementation,
     )
     last_hidden = jnp.take_along_axis(hidden, last_row[:, None, None], axis=1)
-    first_only = jnp.arange(state.pending_tokens.shape[1]) == 0
-    return state.replace(
+    first_only = jnp.arange(pending_tokens.shape[1]) == 0
+    return replace(
+        state,
         draft_caches=drafted.caches,
-        pending_tokens=jnp.where(ends[:, None] & first_only, first[:, None], state.pending_tokens),
-        pending_hidden=jnp.where(ends[:, None, None] & first_only[:, None], last_hidden, state.pending_hidden),
-        num_pending=jnp.where(ends, 1, state.num_pending),
+        pending_tokens=jnp.where(ends[:, None] & first_only, first[:, None], pending_tokens),
+        pending_hidden=jnp.where(ends[:, None, None] & first_only[:, None], last_hidden, pending_hidden),
+        num_pending=jnp.where(ends, 1, num_pending),
     )
+
+
+def _pending(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """pending_tokens, pending_hidden, num_pending of a state that has a draft."""
+    assert state.pending_tokens is not None and state.pending_hidden is not None and state.num_pending is not None
+    return state.pending_tokens, state.pending_hidden, state.num_pending
 
 
 def draft_inputs(state: DecodeState, block_table: jax.Array) -> DraftInputs:
     """The state as propose reads it; an idle request has nothing pending."""
-    assert state.pending_tokens is not None and state.pending_hidden is not None and state.num_pending is not None
+    pending_tokens, pending_hidden, num_pending = _pending(state)
     return DraftInputs(
         seq_lens=state.seq_lens,
-        pending_tokens=state.pending_tokens,
-        pending_hidden=state.pending_hidden,
-        num_pending=jnp.where(state.active, state.num_pending, 0),
+        pending_tokens=pending_tokens,
+        pending_hidden=pending_hidden,
+        num_pending=jnp.where(state.active, num_pending, 0),
         block_table=block_table,
         sampling=state.sampling,
     )
@@ -195,15 +204,17 @@ def verify_and_commit(
         params["draft"].get("target_to_draft") if cfg.draft is not None else None,
     )
     live = state.active
-    state = state.replace(seq_lens=state.seq_lens + verification.num_sampled, target_caches=out.caches)
+    state = replace(state, seq_lens=state.seq_lens + verification.num_sampled, target_caches=out.caches)
     if cfg.draft is not None:
         # Row i of this pass is position seq_lens + i, and output_tokens[i] is the token after it: just the pairs
         # that the draft reads next, rejected rows masked by num_pending.
         hidden = drafts.family(cfg.draft).target_hidden(cfg.draft, out.hidden, out.aux)
-        state = state.replace(
-            pending_tokens=jnp.where(live[:, None], jnp.maximum(verification.output_tokens, 0), state.pending_tokens),
-            pending_hidden=jnp.where(live[:, None, None], hidden, state.pending_hidden),
-            num_pending=jnp.where(live, verification.num_sampled, state.num_pending),
+        pending_tokens, pending_hidden, num_pending = _pending(state)
+        state = replace(
+            state,
+            pending_tokens=jnp.where(live[:, None], jnp.maximum(verification.output_tokens, 0), pending_tokens),
+            pending_hidden=jnp.where(live[:, None, None], hidden, pending_hidden),
+            num_pending=jnp.where(live, verification.num_sampled, num_pending),
         )
     return verification, _advance(state, verification)
 
@@ -215,7 +226,8 @@ def _advance(state: DecodeState, verification: Verification) -> DecodeState:
     last = jnp.take_along_axis(tokens, jnp.maximum(num_sampled - 1, 0)[:, None], axis=1)[:, 0]
     num_generated = state.num_generated + num_sampled
     stopped = jnp.any((tokens[:, :, None] == state.stop_token_ids[:, None, :]) & (tokens[:, :, None] >= 0), axis=(1, 2))
-    return state.replace(
+    return replace(
+        state,
         next_token=jnp.where(sampled, last, state.next_token),
         num_generated=num_generated,
         active=state.active & ~stopped & (num_generated < state.max_tokens),
@@ -233,7 +245,7 @@ def decode_round(cfg: RoundConfig, params: Params, state: DecodeState, block_tab
     if cfg.draft is None:
         return verify_and_commit(cfg, params, state, block_table, no_proposal(block_table.shape[0]))
     carry = propose(cfg, params["draft"], draft_inputs(state, block_table), state.draft_caches)
-    return verify_and_commit(cfg, params, state.replace(draft_caches=carry.caches), block_table, carry.proposal)
+    return verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_table, carry.proposal)
 
 
 # The compilation modes run the same functions: a whole round as one program, a program a draft step, or none at all.
@@ -248,7 +260,7 @@ _next_step = partial(jax.jit, static_argnums=0, donate_argnums=4)(next_step)
 def _first_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Any, DraftInputs, DecodeState]:
     inputs = draft_inputs(state, block_table)
     carry = first_step(cfg, params["draft"], inputs, state.draft_caches)
-    return carry, inputs, state.replace(draft_caches=())
+    return carry, inputs, replace(state, draft_caches=())
 
 
 def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Verification, DecodeState]:
@@ -257,7 +269,7 @@ def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_ta
     carry, inputs, state = _first_step(cfg, params, state, block_table)
     for step in range(1, cfg.num_speculative_tokens):
         carry = _next_step(cfg, params["draft"], inputs, jnp.int32(step), carry)
-    return _verify_and_commit(cfg, params, state.replace(draft_caches=carry.caches), block_table, carry.proposal)
+    return _verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_table, carry.proposal)
 
 
 def run_round(cfg: RoundConfig, params: Params, state: DecodeState, block_table: Any, compilation: str) -> tuple[Verification, DecodeState]:

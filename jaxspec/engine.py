@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,7 @@ class LLM:
                 f"max_model_len: expected at most the target's max_position_embeddings {self.target_config.max_position_embeddings}, "
                 f"got {self.config.max_model_len}"
             )
-        self.draft_config = draft[0] if draft else None
+        self.draft_config: Any = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
         self.dtype = jnp.dtype(dtype)
@@ -173,8 +173,8 @@ class LLM:
         if self.speculative:
             s, d = self.speculative, self.draft_config
             lines.append(
-                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, rejection {s.rejection_sample_method}, "
-                f"drafts {s.draft_sample_method}, compilation {self.config.compilation}"
+                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, "
+                f"rejection {s.rejection_sample_method}, drafts {s.draft_sample_method}, compilation {self.config.compilation}"
             )
             switches = [
                 f"{n} {getattr(d, n)}" for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if hasattr(d, n)
@@ -217,19 +217,29 @@ class LLM:
         a list of them. sampling_params: for all, or one each. Every prompt is checked before anything runs; ConfigError
         says which one is wrong. progress shows a bar on standard error.
         """
+        requests = self._admit_all(prompts, sampling_params)
+        with _progress_bar(len(requests)) if progress else contextlib.nullcontext(_ignore) as advance:
+            for batch in self._batches(requests):
+                self._run(batch, advance)
+        return [
+            RequestOutput(r.prompt, r.prompt_token_ids, r.token_ids, self._decode(r.token_ids), r.finish_reason or "length", r.metrics)
+            for r in requests
+        ]
+
+    def _admit_all(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[_Request]:
         listed = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
         if len(sampling_params) != len(listed):
             raise ConfigError(f"sampling_params: expected one for all or one for each of {len(listed)} prompts, got {len(sampling_params)}")
-        requests = [self._admit(i, prompt, params) for i, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True))]
-        with _progress_bar(len(requests)) if progress else contextlib.nullcontext(_ignore) as advance:
-            for i in range(0, len(requests), self.config.max_num_seqs):
-                self._run(requests[i : i + self.config.max_num_seqs], advance)
-        return [
-            RequestOutput(r.prompt, r.prompt_token_ids, r.token_ids, self._decode(r.token_ids), r.finish_reason or "length", r.metrics)
-            for r in requests
-        ]
+        return [self._admit(i, prompt, params) for i, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True))]
+
+    def _batches(self, requests: list[_Request]) -> list[list[_Request]]:
+        """Which requests run together: in their order, max_num_seqs at a time."""
+        most = self.config.max_num_seqs
+        return [requests[i : i + most] for i in range(0, len(requests), most)]
 
     def _admit(self, index: int, prompt: Prompt, params: SamplingParams) -> _Request:
         """Tokenise and check one prompt."""
@@ -334,8 +344,6 @@ class LLM:
         cfg = RoundConfig(target=self.target_config, target_group=group, sampled=sampled, truncated=truncated)
         if self.speculative is None:
             return cfg
-        from dataclasses import replace
-
         return replace(
             cfg,
             draft=self.draft_config,
@@ -377,6 +385,19 @@ class LLM:
             for sampled, truncated in features:
                 self._warm(self.round_config(sampled=sampled, truncated=truncated), shape)
         return len(shapes)
+
+    def warmup_for(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> int:
+        """Compile just what generate(prompts, sampling_params) will run, so that it can be timed without compilation;
+        returns the number of shapes. Checks the prompts as generate does."""
+        needed = {}
+        for batch in self._batches(self._admit_all(prompts, sampling_params)):
+            shape = self._bucket(batch)
+            needed[self._round_config(batch, shape), shape] = None
+        for cfg, shape in needed:
+            self._warm(cfg, shape)
+        return len(needed)
 
     def _warm(self, cfg: RoundConfig, shape: _Shape) -> None:
         """Run each program of a shape once on idle rows."""

@@ -117,9 +117,8 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
     """From config.json and the tensors' shapes. fc's bias is what the file holds; a config that says otherwise is an error."""
     fc_bias = "fc.bias" in shapes
     if "bias" in config and bool(config["bias"]) != fc_bias:
-        raise ConfigError(
-            f"fc.bias: expected {'one' if config['bias'] else 'none'} by the draft's config (bias {config['bias']}), got {'one' if fc_bias else 'none'}"
-        )
+        got = "one" if fc_bias else "none"
+        raise ConfigError(f"fc.bias: expected what the draft's config says (bias {config['bias']}), got {got} in the file")
     for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids"):
         if getattr(overrides, name) is not None:
             raise ConfigError(f"{name}: expected it only with method 'eagle3', got it with 'eagle'")

@@ -200,7 +200,7 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
         )
     if not own_lm_head and (draft_vocab != target.vocab_size or hidden != target.hidden_size):
         raise ConfigError("lm_head.weight: expected it in a draft whose vocabulary or hidden size is not the target's, got none")
-    switches = {
+    switches: dict[str, Any] = {
         name: _switch(name, config, overrides, speculators) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     }
     return Eagle3Config(

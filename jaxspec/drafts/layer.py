@@ -43,7 +43,8 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
     for name, shape, heads in (("q", q, num_heads), ("k", k, num_kv_heads)):
         if shape is not None and shape[0] != heads * head_dim:
             raise ConfigError(
-                f"layers.0.self_attn.{name}_proj.weight: expected {heads} heads of {head_dim} rows by the draft's config, got {shape[0]} rows"
+                f"layers.0.self_attn.{name}_proj.weight: expected {heads} heads of {head_dim} rows by the draft's config, "
+                f"got {shape[0]} rows"
             )
     bias = bool(layer.get("attention_bias", False))
     return AttentionConfig(
@@ -65,6 +66,7 @@ def draft_window(layer: Mapping[str, Any]) -> int | None:
         return None
     if kinds != {"sliding_attention"} or not layer.get("sliding_window"):
         raise ConfigError(
-            f"layer_types: expected all full_attention, or all sliding_attention with a sliding_window, in the draft's config, got {sorted(kinds)}"
+            "layer_types: expected all full_attention, or all sliding_attention with a sliding_window, in the draft's config, "
+            f"got {sorted(kinds)}"
         )
     return int(layer["sliding_window"])
