@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,7 @@ class LLM:
                 f"max_model_len: expected at most the target's max_position_embeddings {self.target_config.max_position_embeddings}, "
                 f"got {self.config.max_model_len}"
             )
-        self.draft_config: Any = draft[0] if draft else None
+        self.draft_config = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
         self.dtype = jnp.dtype(dtype)
@@ -173,8 +173,8 @@ class LLM:
         if self.speculative:
             s, d = self.speculative, self.draft_config
             lines.append(
-                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, "
-                f"rejection {s.rejection_sample_method}, drafts {s.draft_sample_method}, compilation {self.config.compilation}"
+                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, rejection {s.rejection_sample_method}, "
+                f"drafts {s.draft_sample_method}, compilation {self.config.compilation}"
             )
             switches = [
                 f"{n} {getattr(d, n)}" for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if hasattr(d, n)
@@ -344,6 +344,8 @@ class LLM:
         cfg = RoundConfig(target=self.target_config, target_group=group, sampled=sampled, truncated=truncated)
         if self.speculative is None:
             return cfg
+        from dataclasses import replace
+
         return replace(
             cfg,
             draft=self.draft_config,
