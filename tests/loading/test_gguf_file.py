@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import stat
 
@@ -10,6 +11,7 @@ import pytest
 
 from jaxspec.config import ConfigError, RopeConfig
 from jaxspec.loading import convert_gguf, gguf_file, open_checkpoint
+from jaxspec.loading.cache import MARKER
 
 
 def transformers_weights(path):
@@ -39,8 +41,8 @@ def assert_same_config(ours, theirs):
 
 
 @pytest.mark.oracle("accelerate")
-def test_smollm2_is_bit_equal_to_transformers_loader(smollm2, smollm2_gguf):
-    opened = open_checkpoint(smollm2)
+def test_smollm2_is_bit_equal_to_transformers_loader(smollm2_fresh, smollm2_gguf):
+    opened = open_checkpoint(smollm2_fresh)
     model, expected = transformers_weights(smollm2_gguf)
     assert len(opened.tensors) == 272
     assert_bit_equal(opened, expected, tied=True)
@@ -57,6 +59,13 @@ def test_each_architecture_is_bit_equal_to_transformers_loader(write_gguf, tmp_p
     model, expected = transformers_weights(path)
     assert_bit_equal(opened, expected, tied)
     assert_same_config(opened.config, model.config)
+
+
+def test_the_cached_default_target_is_what_the_code_converts_today(smollm2, smollm2_fresh):
+    """Else gguf_file's output changed and cache.CONVERSION was not raised."""
+    names = sorted(p.name for p in smollm2_fresh.iterdir())
+    assert [n for n in names if not filecmp.cmp(smollm2 / n, smollm2_fresh / n, shallow=False)] == []
+    assert sorted(p.name for p in smollm2.iterdir()) == sorted([*names, MARKER])
 
 
 @pytest.mark.parametrize("shape", [(12 * 4, 5), (12 * 4,)], ids=["weight", "bias"])

@@ -41,8 +41,8 @@ def theirs(smollm2_gguf):
 
 
 @pytest.fixture(scope="module")
-def ours(smollm2) -> Tokenizer:
-    return load_tokenizer(smollm2)
+def ours(smollm2_fresh) -> Tokenizer:
+    return load_tokenizer(smollm2_fresh)
 
 
 @pytest.mark.oracle
