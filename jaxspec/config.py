@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -103,8 +104,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not _is_number(self.temperature) or self.temperature < 0:
             raise ConfigError(f"temperature: expected a number of at least 0, got {self.temperature}")
-        if 0 < self.temperature < 1e-2:
-            raise ConfigError(f"temperature: expected 0 (greedy) or at least 0.01, got {self.temperature}")
+        if 0 < self.temperature < 1e-5:
+            raise ConfigError(f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature}")
         if not _is_int(self.top_k) or self.top_k < -1:
             raise ConfigError(f"top_k: expected an integer of at least 0 (0 or -1: off), got {self.top_k}")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
@@ -252,9 +253,9 @@ class SpeculativeConfig:
         return cls(**values)
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def _is_int(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+def _is_int(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)

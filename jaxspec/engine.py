@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import numbers
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig, S
 from jaxspec.decode import DecodeState
 from jaxspec.loading import Tokenizer, load_tokenizer, resolve
 from jaxspec.loading.model import load_draft, load_target
+from jaxspec.loading.tokenizer import eos_token_ids, has_tokenizer
 from jaxspec.metrics import SpecDecodeMetrics, Timings
 from jaxspec.params import Params
 from jaxspec.sampling import SamplingState
@@ -28,7 +30,7 @@ from jaxspec.verify import Verification
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]  # the last: vLLM's {"prompt": ...}, {"prompt_token_ids": ...}
 MIN_PAGES_TOKENS = 128  # page tables are bucketed in powers of two from here up: attention reads all of a table
 MIN_CHUNK = 16
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -98,10 +100,14 @@ class LLM:
         speculative: SpeculativeConfig | None = None,
         *,
         tokenizer: Tokenizer | None = None,
+        eos_token_ids: Sequence[int] | None = None,
         config: EngineConfig | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
-        """From loaded (config, params) pairs; from_pretrained is the usual way in. draft and speculative go together."""
+        """From loaded (config, params) pairs; from_pretrained is the usual way in. draft and speculative go together.
+
+        Without a tokenizer prompts are token ids and texts stay empty. eos_token_ids: None for the tokenizer's.
+        """
         if (draft is None) != (speculative is None):
             raise ConfigError("draft and speculative: expected both or neither")
         self.config = config or EngineConfig()
@@ -111,9 +117,10 @@ class LLM:
                 f"max_model_len: expected at most the target's max_position_embeddings {self.target_config.max_position_embeddings}, "
                 f"got {self.config.max_model_len}"
             )
-        self.draft_config = draft[0] if draft else None
+        self.draft_config: Any = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else tokenizer.eos_token_ids if tokenizer else ())
         self.dtype = jnp.dtype(dtype)
         self.params: Params = {"target": target_params, "draft": draft[1] if draft else {}}
         self._rates = synthetic.resolve(speculative) if speculative and speculative.rejection_sample_method == "synthetic" else None
@@ -127,7 +134,7 @@ class LLM:
         *,
         speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
         dtype: str = "auto",
-        max_model_len: int = 2048,
+        max_model_len: int | None = None,
         max_num_seqs: int = 8,
         block_size: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -138,7 +145,8 @@ class LLM:
 
         target: a folder in Hugging Face's format, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
         speculative: a SpeculativeConfig or its keys; None decodes plainly.
-        dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU). The rest: see EngineConfig.
+        dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU). max_model_len: None for 2048, or what
+        the target was made for if that is less. The rest: see EngineConfig. A folder without a tokenizer takes token ids.
         Raises ConfigError, one sentence, for anything that cannot be loaded or does not fit.
         """
         if isinstance(speculative, Mapping):
@@ -146,22 +154,24 @@ class LLM:
         if dtype != "auto" and dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
         resolved = DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
+        folder = resolve(target, kind="target")
+        loaded = load_target(folder, resolved)
         config = EngineConfig(
-            max_model_len=max_model_len,
+            max_model_len=min(2048, loaded[0].max_position_embeddings) if max_model_len is None else max_model_len,
             max_num_seqs=max_num_seqs,
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             compilation=compilation,  # type: ignore[arg-type]  (EngineConfig checks it)
             batch_buckets=None if batch_buckets is None else tuple(batch_buckets),
         )
-        folder = resolve(target, kind="target")
-        loaded = load_target(folder, resolved)
         draft = None
         if speculative is not None:
             if speculative.model is None:
                 raise ConfigError("speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none")
             draft = load_draft(resolve(speculative.model, kind="draft"), *loaded, speculative, resolved)
-        return cls(loaded, draft, speculative, tokenizer=load_tokenizer(folder), config=config, dtype=resolved)
+        tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+        eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
+        return cls(loaded, draft, speculative, tokenizer=tokenizer, eos_token_ids=eos, config=config, dtype=resolved)
 
     def describe(self) -> str:
         """What runs, with the draft's aux layers and norm switches as they were resolved, in a line or two."""
@@ -173,8 +183,8 @@ class LLM:
         if self.speculative:
             s, d = self.speculative, self.draft_config
             lines.append(
-                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, rejection {s.rejection_sample_method}, "
-                f"drafts {s.draft_sample_method}, compilation {self.config.compilation}"
+                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, "
+                f"rejection {s.rejection_sample_method}, drafts {s.draft_sample_method}, compilation {self.config.compilation}"
             )
             switches = [
                 f"{n} {getattr(d, n)}" for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if hasattr(d, n)
@@ -214,8 +224,9 @@ class LLM:
         """Outputs in the order of the prompts.
 
         prompts: texts, lists of token ids, or chats (lists of {"role", "content"}, put through the chat template); one or
-        a list of them. sampling_params: for all, or one each. Every prompt is checked before anything runs; ConfigError
-        says which one is wrong. progress shows a bar on standard error.
+        a list of them; vLLM's {"prompt": text} and {"prompt_token_ids": ids} work too. sampling_params: for all, or one
+        each. Every prompt is checked before anything runs; ConfigError says which one is wrong. progress shows a bar on
+        standard error.
         """
         requests = self._admit_all(prompts, sampling_params)
         with _progress_bar(len(requests)) if progress else contextlib.nullcontext(_ignore) as advance:
@@ -243,7 +254,7 @@ class LLM:
 
     def _admit(self, index: int, prompt: Prompt, params: SamplingParams) -> _Request:
         """Tokenise and check one prompt."""
-        token_ids = self._encode(prompt)
+        token_ids = self._encode(index, prompt)
         vocab, limit = self.target_config.vocab_size, self.config.max_model_len
         if not token_ids:
             raise ConfigError(f"prompt {index}: expected at least one token, got an empty prompt")
@@ -252,7 +263,7 @@ class LLM:
             raise ConfigError(f"prompt {index}: expected token ids in 0..{vocab - 1}, got {bad[0]}")
         if len(token_ids) >= limit:
             raise ConfigError(f"prompt {index}: expected fewer tokens than max_model_len {limit}, got {len(token_ids)}")
-        eos = self.tokenizer.eos_token_ids if self.tokenizer and not params.ignore_eos else ()
+        eos = () if params.ignore_eos else self.eos_token_ids
         return _Request(
             prompt=prompt,
             prompt_token_ids=token_ids,
@@ -262,12 +273,20 @@ class LLM:
             metrics=SpecDecodeMetrics(self._num_speculative_tokens),
         )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str) and (not prompt or not isinstance(prompt[0], Mapping)):
-            return [int(t) for t in prompt]  # type: ignore[arg-type]
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", prompt)
+        items: list[Any] = [] if isinstance(prompt, str | Mapping) else list(prompt)
+        if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
+            return [int(t) for t in items]
+        is_chat = bool(items) and all(isinstance(m, Mapping) for m in items)
+        if not is_chat and not isinstance(prompt, str):
+            if items == [] and not isinstance(prompt, Mapping):
+                return []
+            raise ConfigError(f"prompt {index}: expected a text, token ids or a list of chat messages, got {prompt!r:.200}")
         if self.tokenizer is None:
-            raise ConfigError("prompt: expected token ids (this engine has no tokenizer), got text")
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+            raise ConfigError(f"prompt {index}: expected token ids (the target comes without a tokenizer), got text")
+        return self.tokenizer.encode_chat(items) if is_chat else self.tokenizer.encode(str(prompt))
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids) if self.tokenizer else ""
@@ -344,8 +363,6 @@ class LLM:
         cfg = RoundConfig(target=self.target_config, target_group=group, sampled=sampled, truncated=truncated)
         if self.speculative is None:
             return cfg
-        from dataclasses import replace
-
         return replace(
             cfg,
             draft=self.draft_config,
@@ -453,10 +470,11 @@ def _prefill_chunks(requests: Sequence[_Request], shape: _Shape) -> Iterator[tup
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several? A text, a list of ids and a list of messages are one each."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     items = list(prompts)
-    if items and isinstance(items[0], int | np.integer | Mapping):
+    first = items[0] if items else None
+    if isinstance(first, numbers.Integral) or (isinstance(first, Mapping) and "role" in first):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
 

@@ -42,13 +42,18 @@ class Tokenizer:
         return self.hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint folder brings a tokenizer at all."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint folder; ConfigError if its files are missing or damaged. No code of the folder is run."""
     folder = Path(folder)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": it is not needed
     from transformers import AutoTokenizer
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(folder):
         raise ConfigError(f"{folder}: expected a tokenizer (tokenizer.json, tokenizer.model or vocab.json), got none")
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
