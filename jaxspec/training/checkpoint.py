@@ -1,0 +1,127 @@
+"""A trained head on disk: the speculators format, which vLLM loads, without the target's embedding."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxspec.config import ConfigError
+from jaxspec.drafts import eagle3
+from jaxspec.drafts.eagle3 import Eagle3Config
+from jaxspec.params import Params, ParamSpec
+from jaxspec.training.vocabulary import vocabulary_maps
+
+WEIGHTS = "model.safetensors"
+
+
+def speculators_config(cfg: Eagle3Config, target: str, max_position_embeddings: int, num_speculative_tokens: int = 3) -> dict[str, Any]:
+    """config.json of an EAGLE-3 head as speculators 0.9 writes it; aux layer ids are boundary ids there too."""
+    attention, rope = cfg.attention, cfg.attention.rope
+    rope_parameters: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rope_type != "default":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        rope_parameters |= {name: getattr(rope, name) for name in names}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": cfg.draft_vocab_size,
+        "norm_before_residual": cfg.norm_before_residual,
+        "norm_before_fc": cfg.norm_before_fc,
+        "fc_norm": cfg.fc_norm,
+        "norm_output": cfg.norm_output,
+        "target_hidden_size": cfg.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(cfg.aux_layers),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "transformer_layer_config": {
+            "model_type": "qwen3" if attention.qk_norm else "llama",
+            "vocab_size": cfg.vocab_size,
+            "hidden_size": cfg.hidden_size,
+            "intermediate_size": cfg.intermediate_size,
+            "num_hidden_layers": cfg.num_layers,
+            "num_attention_heads": attention.num_heads,
+            "num_key_value_heads": attention.num_kv_heads,
+            "head_dim": attention.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": attention.qkv_bias,
+            "mlp_bias": False,
+            "rms_norm_eps": cfg.rms_norm_eps,
+            "max_position_embeddings": max_position_embeddings,
+            "rope_parameters": rope_parameters,
+            "rope_theta": rope.theta,
+            "tie_word_embeddings": False,
+        },
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+
+
+def save_draft(folder: Path, cfg: Eagle3Config, params: Params, draft_ids: np.ndarray, *, target: str, max_position_embeddings: int) -> None:
+    """Write the head, weights in bfloat16, atomically: the folder holds the old head until the new one is whole.
+
+    params: what eagle3.param_specs(cfg) names; anything beside it (the target's embedding, maps) is not written.
+    """
+    d2t, t2d = vocabulary_maps(draft_ids, cfg.vocab_size)
+    tensors: dict[str, np.ndarray] = {"d2t": d2t, "t2d": t2d}
+
+    def add(spec: ParamSpec, array: jax.Array) -> None:
+        host = np.asarray(jax.device_get(array)).astype(ml_dtypes.bfloat16)
+        tensors[spec.name] = np.ascontiguousarray(host.T if spec.transpose else host)
+
+    specs = eagle3.param_specs(cfg)
+    jax.tree.map(add, specs, {name: params[name] for name in specs}, is_leaf=lambda x: isinstance(x, ParamSpec))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.mkdir()
+    save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+    config = speculators_config(cfg, target, max_position_embeddings)
+    (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(fresh, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
+    """Cut a file into pieces name.000, name.001, ... and name.sha256, for transports with a limit on one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(f"{path.name}.*"):
+        stale.unlink()
+    content = path.read_bytes()
+    pieces = []
+    for number, begin in enumerate(range(0, len(content), piece_bytes)):
+        pieces.append(folder / f"{path.name}.{number:03d}")
+        pieces[-1].write_bytes(content[begin : begin + piece_bytes])
+    (folder / f"{path.name}.sha256").write_text(hashlib.sha256(content).hexdigest() + "\n", encoding="utf-8")
+    return pieces
+
+
+def join_file(folder: Path, path: Path) -> None:
+    """The inverse of split_file for the pieces of path.name in folder; ConfigError if a piece is missing or damaged."""
+    pieces = sorted(folder.glob(f"{path.name}.[0-9][0-9][0-9]"))
+    content = b"".join(piece.read_bytes() for piece in pieces)
+    expected = (folder / f"{path.name}.sha256").read_text(encoding="utf-8").strip() if pieces else "pieces"
+    found = hashlib.sha256(content).hexdigest() if pieces else "none"
+    if found != expected:
+        raise ConfigError(f"{folder}/{path.name}.000 ...: expected pieces of sha256 {expected}, got {found}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

@@ -1,0 +1,165 @@
+"""Training data: chats as flat token arrays, prompts, the overlap check, and batches of one length."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.config import ConfigError
+
+NGRAM = 13
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Token sequences, each a rendered prompt and the target's answer.
+
+    tokens:       uint16 or int32 [total], all sequences end to end
+    offsets:      int64 [chats + 1], where each begins
+    answer_start: int32 [chats], index within the sequence of the answer's first token
+    temperature:  float32 [chats], what the answer was sampled at; 0 is greedy
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    answer_start: np.ndarray
+    temperature: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.answer_start)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [chats]"""
+        return np.diff(self.offsets)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return int((self.lengths - self.answer_start).sum())
+
+    def sequence(self, i: int) -> np.ndarray:
+        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+
+    def select(self, indices: np.ndarray) -> Chats:
+        """Some of the chats, in the order of indices."""
+        return pack([self.sequence(i) for i in indices], self.answer_start[indices], self.temperature[indices], self.tokens.dtype)
+
+    def split(self, held_out: int) -> tuple[Chats, Chats]:
+        """(all but the last held_out chats, those)."""
+        indices = np.arange(len(self))
+        return self.select(indices[: len(self) - held_out]), self.select(indices[len(self) - held_out :])
+
+    def answer_counts(self, vocab: int) -> np.ndarray:
+        """How often each token occurs in the answers, int64 [vocab]."""
+        position = np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
+        answers = self.tokens[position >= np.repeat(self.answer_start, self.lengths)]
+        return np.bincount(answers, minlength=vocab)
+
+    def save(self, path: Path) -> None:
+        np.savez(path, **{f.name: getattr(self, f.name) for f in fields(self)})
+
+    @classmethod
+    def load(cls, path: Path) -> Chats:
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls(**{f.name: arrays[f.name] for f in fields(cls)})
+
+
+def pack(sequences: Sequence[np.ndarray], answer_start: Any, temperature: Any, dtype: Any) -> Chats:
+    """Chats from one token array each."""
+    offsets = np.concatenate([[0], np.cumsum([len(s) for s in sequences])]).astype(np.int64)
+    tokens = np.concatenate(sequences).astype(dtype) if sequences else np.zeros(0, dtype)
+    return Chats(tokens, offsets, np.asarray(answer_start, np.int32), np.asarray(temperature, np.float32))
+
+
+def token_dtype(vocab: int) -> type:
+    """The smallest of uint16 and int32 that holds the ids."""
+    return np.uint16 if vocab <= 1 << 16 else np.int32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens int32 [batch, rows], zeros behind lengths [batch]; answer_start [batch], index of the first token worth a loss."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    answer_start: np.ndarray
+
+
+def batch_of(chats: Chats, indices: np.ndarray, rows: int) -> Batch:
+    """The chats of indices, cut or padded to rows tokens."""
+    lengths = np.minimum(chats.lengths[indices], rows).astype(np.int32)
+    tokens = np.zeros((len(indices), rows), np.int32)
+    for row, (i, length) in enumerate(zip(indices, lengths, strict=True)):
+        tokens[row, :length] = chats.tokens[chats.offsets[i] : chats.offsets[i] + length]
+    return Batch(tokens, lengths, chats.answer_start[indices].astype(np.int32))
+
+
+def epoch(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, rng: np.random.Generator) -> Iterator[Batch]:
+    """Every chat once in random order, in batches of tokens_per_batch; chats of a batch share the smallest bucket that holds them.
+
+    One compiled train step a bucket, and little padding. A bucket's last chats, too few for a batch, wait for another epoch.
+    """
+    ordered = sorted(buckets)
+    place = np.minimum(np.searchsorted(ordered, chats.lengths), len(ordered) - 1)
+    plan: list[tuple[int, np.ndarray]] = []
+    for bucket, rows in enumerate(ordered):
+        indices = rng.permutation(np.flatnonzero(place == bucket))
+        size = max(tokens_per_batch // rows, 1)
+        plan += [(rows, indices[i : i + size]) for i in range(0, len(indices) - size + 1, size)]
+    if not plan:
+        raise ConfigError(f"training data: expected enough chats for one batch of {tokens_per_batch} tokens, got {len(chats)} chats")
+    for which in rng.permutation(len(plan)):
+        rows, indices = plan[which]
+        yield batch_of(chats, indices, rows)
+
+
+def batches(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, seed: int) -> Iterator[tuple[int, Batch]]:
+    """(epoch, batch) without end."""
+    number = 0
+    while True:
+        for batch in epoch(chats, buckets, tokens_per_batch, np.random.default_rng((seed, number))):
+            yield number, batch
+        number += 1
+
+
+def read_prompts(path: Path) -> list[str]:
+    """First user turns of a jsonl: MT-bench's "turns" or "prompt" (a list), or a plain "prompt" or "question"."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            value = next(row[key] for key in ("turns", "prompt", "question") if key in row)
+            prompt = value[0] if isinstance(value, list) else value
+            if not isinstance(prompt, str):
+                raise TypeError
+        except (json.JSONDecodeError, StopIteration, TypeError, IndexError) as e:
+            raise ConfigError(f"{path}, line {number}: expected a JSON object with 'turns', 'prompt' or 'question', got {line:.80}") from e
+        prompts.append(prompt)
+    return prompts
+
+
+def ngrams(text: str, n: int = NGRAM) -> set[tuple[str, ...]]:
+    """The n-word sequences of a text, case and punctuation dropped."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+
+class OverlapFilter:
+    """Refuses prompts that share an n-gram with an evaluation set, and counts them."""
+
+    def __init__(self, evaluation_prompts: Iterable[str], n: int = NGRAM) -> None:
+        self.n, self.removed = n, 0
+        self.known: set[tuple[str, ...]] = set().union(*(ngrams(p, n) for p in evaluation_prompts))
+
+    def admits(self, prompt: str) -> bool:
+        overlaps = not self.known.isdisjoint(ngrams(prompt, self.n))
+        self.removed += overlaps
+        return not overlaps

@@ -1,0 +1,66 @@
+"""The losses against their definitions and against speculators'."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.training import losses
+
+TOLERANCE = 1e-5  # float32, sums of 48 terms
+
+
+def logits(seed: int, shape: tuple[int, ...] = (2, 7, 48)) -> np.ndarray:
+    return (3 * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+
+
+@pytest.mark.oracle("speculators")
+@pytest.mark.parametrize("decay", [1.0, 0.8])
+def test_kl_loss_of_several_steps_equals_speculators(decay: float) -> None:
+    import torch
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3.metrics import compute_metrics
+
+    draft, target = [logits(i, (1, 9, 48)) for i in range(3)], logits(10, (1, 9, 48))
+    mask = np.asarray([[0, 1, 1, 0, 1, 1, 1, 0, 1]], bool)
+    expected, ours = 0.0, []
+    probs = jax.nn.softmax(jnp.asarray(target), axis=-1)
+    for step, z in enumerate(draft):
+        loss, _ = compute_metrics(
+            torch.tensor(z), torch.tensor(target), torch.tensor(mask), torch.tensor(mask), step, decay, resolve_loss_config("kl_div", "eager")
+        )
+        expected += float(loss)
+        rows = 9 - step
+        kl = losses.kl_divergence(jnp.asarray(z[:, :rows]), probs[:, step:])
+        ours.append(losses.masked_mean(kl, jnp.asarray(mask[:, step:])))
+    np.testing.assert_allclose(losses.decayed_sum(ours, decay), expected, rtol=TOLERANCE)
+
+
+def test_soft_cross_entropy_and_its_gradient() -> None:
+    z, p = jnp.asarray(logits(0)), jax.nn.softmax(jnp.asarray(logits(1)), axis=-1)
+    np.testing.assert_allclose(losses.soft_cross_entropy(z, p), -jnp.sum(p * jax.nn.log_softmax(z), axis=-1), rtol=TOLERANCE, atol=TOLERANCE)
+    gradient = jax.grad(lambda z: jnp.sum(losses.soft_cross_entropy(z, p)))(z)
+    np.testing.assert_allclose(gradient, jax.nn.softmax(z, axis=-1) - p, atol=TOLERANCE)
+
+
+def test_kl_divergence_is_zero_only_at_the_target_and_survives_zeros() -> None:
+    z = jnp.asarray(logits(2))
+    p = jax.nn.softmax(z, axis=-1)
+    np.testing.assert_allclose(losses.kl_divergence(z, p), 0.0, atol=TOLERANCE)
+    assert float(losses.kl_divergence(jnp.asarray(logits(3)), p).min()) > 0.1
+    one_hot = jax.nn.one_hot(jnp.argmax(z, axis=-1), 48)
+    np.testing.assert_allclose(losses.kl_divergence(z, one_hot), -jnp.max(jax.nn.log_softmax(z), axis=-1), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_masked_mean_ignores_what_is_masked_and_is_zero_without_rows() -> None:
+    values = jnp.asarray([1.0, 100.0, 3.0])
+    assert float(losses.masked_mean(values, jnp.asarray([True, False, True]))) == 2.0
+    assert float(losses.masked_mean(values, jnp.zeros(3, bool))) == 0.0
+
+
+def test_accepted_prefix_needs_every_earlier_step() -> None:
+    matches = [jnp.asarray(m, bool) for m in ([1, 1, 1, 0, 1], [1, 0, 1, 1, 1], [1, 1, 0, 1, 1])]
+    counted = jnp.asarray([1, 1, 1, 1, 0], bool)
+    np.testing.assert_allclose(losses.accepted_prefix(matches, counted), [3 / 4, 2 / 4, 1 / 4])
