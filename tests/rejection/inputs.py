@@ -1,0 +1,70 @@
+"""Inputs of the rejection op as NumPy arrays, and the compiled op that tests call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import jax
+import numpy as np
+
+from pallas_kernels.rejection_sampling import rejection_sample
+
+compiled = jax.jit(rejection_sample, static_argnames=("rule", "sampled", "implementation"))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The op's arguments, in its order and with its names; every noise is present and `judge` passes on what a rule takes."""
+
+    target_logits: np.ndarray
+    draft_tokens: np.ndarray
+    draft_logits: np.ndarray | None
+    target_to_draft: np.ndarray | None
+    greedy: np.ndarray
+    uniforms: np.ndarray
+    recover_noise: np.ndarray
+    sample_noise: np.ndarray
+    acceptance_rates: np.ndarray
+    active: np.ndarray
+
+    def rows(self, index: slice | list[int]) -> Inputs:
+        """The requests at `index` alone."""
+        shared = ("target_to_draft", "acceptance_rates")
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v[index] for k, v in values.items() if v is not None and k not in shared})
+
+
+def make(target_logits: np.ndarray, draft_tokens: np.ndarray, seed: int = 0, **changes: object) -> Inputs:
+    """One-hot drafts, sampled rows, all active, fresh noise, rates of 0.5, unless changed."""
+    batch, rows, vocab = target_logits.shape
+    rng = np.random.default_rng(seed)
+    inputs = Inputs(
+        target_logits=np.asarray(target_logits, np.float32),
+        draft_tokens=np.asarray(draft_tokens, np.int32),
+        draft_logits=None,
+        target_to_draft=None,
+        greedy=np.zeros(batch, bool),
+        uniforms=rng.random((batch, rows - 1), np.float32),
+        recover_noise=rng.gumbel(size=(batch, vocab)).astype(np.float32),
+        sample_noise=rng.gumbel(size=(batch, rows, vocab)).astype(np.float32),
+        acceptance_rates=np.full(rows - 1, 0.5, np.float32),
+        active=np.ones(batch, bool),
+    )
+    return replace(inputs, **changes)
+
+
+def judge(inputs: Inputs, rule: str, implementation: str = "reference", sampled: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    arguments = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    if rule != "strict":
+        arguments["sample_noise"] = None
+    if rule != "synthetic":
+        arguments["acceptance_rates"] = None
+    tokens, num_sampled = compiled(**arguments, rule=rule, sampled=sampled, implementation=implementation)
+    return np.asarray(tokens), np.asarray(num_sampled)
+
+
+def emitted(tokens: np.ndarray, num_sampled: np.ndarray) -> list[list[int]]:
+    """The tokens of each request as a list; the padding after them is checked."""
+    for row, count in zip(tokens, num_sampled, strict=True):
+        assert (row[count:] == -1).all() and (row[:count] >= 0).all(), (row, count)
+    return [row[:count].tolist() for row, count in zip(tokens, num_sampled, strict=True)]
