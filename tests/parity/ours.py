@@ -1,0 +1,203 @@
+"""jaxspec driven from numpy: a paged target, and a draft step by step or through propose, over shuffled block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import drafts, models
+from jaxspec.config import CacheGroup, RoundConfig, SpeculativeConfig
+from jaxspec.drafts import DraftConfig
+from jaxspec.kv_cache import KVCache, init_cache
+from jaxspec.loading.model import load_draft
+from jaxspec.metadata import build_metadata
+from jaxspec.params import Params
+from jaxspec.propose import DraftCarry, DraftInputs, draft_step, propose
+from jaxspec.sampling import SamplingState
+
+MAX_MODEL_LEN = 64
+
+
+def shuffled_block_table(batch: int, block_size: int, seed: int = 0) -> np.ndarray:
+    """int32 [batch, pages]: every block is some request's, in no order."""
+    pages = -(-MAX_MODEL_LEN // block_size)
+    return np.random.default_rng(seed).permutation(batch * pages).reshape(batch, pages).astype(np.int32)
+
+
+# --- target ---------------------------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames=("cfg", "group", "aux_layers"))
+def _target_pass(
+    params: Params, cfg: Any, group: CacheGroup, aux_layers: tuple[int, ...], table: Any, tokens: Any, start: Any, num: Any, caches: Any
+) -> Any:
+    metadata = build_metadata(group, table, start, num, tokens.shape[1])
+    family = models.family(cfg)
+    out = family.forward(params, cfg, tokens, metadata, caches, aux_layers=aux_layers)
+    return family.logits(params, cfg, out.hidden), out.hidden, out.aux, out.caches
+
+
+class PagedTarget:
+    """A target and its cache; `feed` runs some rows of each request and keeps what comes out, by position."""
+
+    def __init__(self, cfg: models.TargetConfig, params: Params, batch: int, block_size: int, aux_layers: tuple[int, ...] = ()) -> None:
+        self.cfg, self.params, self.aux_layers = cfg, params, aux_layers
+        self.group = CacheGroup(block_size, MAX_MODEL_LEN)
+        self.table = shuffled_block_table(batch, block_size)
+        self.caches = init_cache(cfg.attention, cfg.num_layers, self.table.size, block_size, params["embed_tokens"].dtype)
+        self.logits, self.hidden, self.aux = ([{} for _ in range(batch)] for _ in range(3))
+
+    def feed(self, rows: int, start: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """tokens: those of each request from position start on, at most `rows` of them; none for an idle request."""
+        num = np.array([len(t) for t in tokens], np.int32)
+        padded = np.array([[*t, *[1] * (rows - len(t))] for t in tokens], np.int32)
+        args = (self.table, padded, np.asarray(start, np.int32), num, self.caches)
+        logits, hidden, aux, self.caches = _target_pass(self.params, self.cfg, self.group, self.aux_layers, *args)
+        for i, first in enumerate(start):
+            for row in range(num[i]):
+                self.logits[i][first + row] = np.asarray(logits[i, row])
+                self.hidden[i][first + row] = np.asarray(hidden[i, row])
+                if aux is not None:
+                    self.aux[i][first + row] = np.asarray(aux[i, row])
+
+    def prefill(self, prompts: Sequence[Sequence[int]], chunk: int) -> None:
+        for first in range(0, max(map(len, prompts)), chunk):
+            self.feed(chunk, [first] * len(prompts), [p[first : first + chunk] for p in prompts])
+
+
+def by_position(rows: dict[int, np.ndarray]) -> np.ndarray:
+    """[T, ...] from what PagedTarget kept of one request."""
+    return np.stack([rows[p] for p in sorted(rows)])
+
+
+# --- draft ----------------------------------------------------------------------------------------------------------------------------
+
+TARGET = models.config_from_hf(
+    dict(
+        model_type="llama",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+)
+
+
+def shared_weights(seed: int = 7) -> Params:
+    """The two arrays that a draft takes from TARGET; heads that bring their own must not read them."""
+    rng = np.random.default_rng(seed)
+    embed = rng.normal(size=(TARGET.vocab_size, TARGET.hidden_size)).astype(np.float32)
+    head = (rng.normal(size=(TARGET.hidden_size, TARGET.vocab_size)) / 8).astype(np.float32)
+    return {"embed_tokens": jnp.asarray(embed), "lm_head": jnp.asarray(head)}
+
+
+def load(
+    folder: Path, method: str = "eagle3", *, shared: Params | None = None, dtype: Any = jnp.float32, target: Any = TARGET, **overrides: Any
+) -> tuple[DraftConfig, Params]:
+    """The draft in a folder for TARGET."""
+    return load_draft(
+        folder, target, shared if shared is not None else shared_weights(), SpeculativeConfig(method=method, **overrides), dtype
+    )
+
+
+class PagedDraft:
+    """A draft whose cache holds the first rows of each request, the rest pending: what a round starts from.
+
+    hidden: float32 [T, W] of each request, the target's hidden states of positions 0 .. T-1; tokens: [T], the one after each position;
+    num_pending: how many of the last rows the draft has not consumed, at most K + 1.
+    """
+
+    def __init__(
+        self,
+        cfg: DraftConfig,
+        params: Params,
+        hidden: Sequence[np.ndarray],
+        tokens: Sequence[np.ndarray],
+        num_pending: Sequence[int],
+        K: int,
+        block_size: int = 4,
+        dtype: Any = jnp.float32,
+        target: Any = TARGET,
+    ) -> None:
+        batch = len(hidden)
+        self.params = params
+        group = CacheGroup(block_size, MAX_MODEL_LEN, cfg.sliding_window)
+        self.cfg = RoundConfig(target, CacheGroup(block_size, MAX_MODEL_LEN), cfg, group, K, "probabilistic", "probabilistic")
+        lens = np.array([len(t) for t in tokens], np.int32)
+        pending = np.asarray(num_pending, np.int32)
+        width = int(max(lens - pending))
+        table = shuffled_block_table(batch, block_size, seed=1)
+        caches = init_cache(cfg.attention, cfg.num_layers, table.size, block_size, dtype)
+        if width:
+            rows = [(h[: n - p], t[: n - p]) for h, t, n, p in zip(hidden, tokens, lens, pending, strict=True)]
+            caches = _consume(
+                params, cfg, group, table, _pad([t for _, t in rows], width), _pad([h for h, _ in rows], width), lens - pending, caches
+            )
+        self.caches: KVCache = caches
+        tails = [(h[n - p :], t[n - p :]) for h, t, n, p in zip(hidden, tokens, lens, pending, strict=True)]
+        self.inputs = DraftInputs(
+            seq_lens=jnp.asarray(lens),
+            pending_tokens=jnp.asarray(_pad([t for _, t in tails], K + 1)),
+            pending_hidden=jnp.asarray(_pad([h for h, _ in tails], K + 1)).astype(dtype),
+            num_pending=jnp.asarray(pending),
+            block_table=jnp.asarray(table),
+            sampling=greedy_sampling(batch),
+        )
+
+    def propose(self) -> DraftCarry:
+        return _propose(self.cfg, self.params, self.inputs, self.caches)
+
+    def steps(self, forced: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """draft_step by itself K times, metadata built from scratch: drafts [batch, K] (forced ones if given) and logits [batch, K, Vd]."""
+        cfg, inputs, caches = self.cfg, self.inputs, self.caches
+        rows = cfg.num_speculative_tokens + 1
+        start, num = inputs.seq_lens - inputs.num_pending, inputs.num_pending
+        tokens, last_row = inputs.pending_tokens, inputs.num_pending - 1
+        hidden = drafts.family(cfg.draft).fuse(self.params, cfg.draft, inputs.pending_hidden)
+        to_target = np.asarray(self.params["draft_to_target"]) if cfg.draft.maps_vocabulary else np.arange(cfg.draft.vocab_size)
+        drafted, all_logits = [], []
+        for step in range(cfg.num_speculative_tokens):
+            metadata = build_metadata(cfg.draft_group, inputs.block_table, start, num, rows)
+            logits, hidden, caches = draft_step(self.params, tokens, hidden, last_row, metadata, caches, cfg=cfg.draft)
+            all_logits.append(np.asarray(logits))
+            drafted.append(to_target[all_logits[-1].argmax(-1)] if forced is None else forced[:, step])
+            start, num, rows = inputs.seq_lens + step, jnp.ones_like(num), 1
+            tokens, last_row = jnp.asarray(drafted[-1], jnp.int32)[:, None], jnp.zeros_like(num)
+        return np.stack(drafted, axis=1), np.stack(all_logits, axis=1)
+
+
+def greedy_sampling(batch: int) -> SamplingState:
+    """Temperature 0; RoundConfig.sampled stays True, so that draft logits are kept."""
+    return SamplingState(
+        keys=jnp.zeros((batch, 2), jnp.uint32),
+        temperature=jnp.zeros(batch, jnp.float32),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch, jnp.float32),
+    )
+
+
+_propose = jax.jit(propose, static_argnums=0)
+
+
+@partial(jax.jit, static_argnames=("cfg", "group"))
+def _consume(params: Params, cfg: Any, group: CacheGroup, table: Any, tokens: Any, hidden: Any, num: Any, caches: KVCache) -> KVCache:
+    family = drafts.family(cfg)
+    hidden = family.fuse(params, cfg, hidden.astype(caches[0].k.dtype))
+    metadata = build_metadata(group, table, jnp.zeros_like(num), num, tokens.shape[1])
+    return family.forward(params, cfg, tokens, hidden, metadata, caches).caches
+
+
+def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """[batch, length, ...]; what is masked is not zero, so that reading it is noticed."""
+    fill = lambda r: np.full((length - len(r), *r.shape[1:]), 3, r.dtype)  # noqa: E731
+    stacked = np.stack([np.concatenate([r, fill(r)]) for r in map(np.asarray, rows)])
+    return stacked.astype(np.int32) if np.issubdtype(stacked.dtype, np.integer) else stacked
