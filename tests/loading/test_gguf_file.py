@@ -93,6 +93,8 @@ def test_a_large_model_is_written_in_shards_that_open(write_gguf, tmp_path, monk
     monkeypatch.setattr(gguf_file, "SHARD_BYTES", limit)
     out = convert_gguf(path, tmp_path / "sharded")
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 3
+    written = sum(p.stat().st_size for p in out.glob("*.safetensors"))
+    assert written < 1.2 * (tmp_path / "whole" / "model.safetensors").stat().st_size  # each tensor once
     sharded = open_checkpoint(out)
     assert sharded.shapes == whole.shapes
     for name, tensor in whole.tensors.items():
