@@ -20,7 +20,7 @@ from jaxspec.params import Params, init_random
 VOCAB, DRAFT_VOCAB = 96, 40
 TARGET_ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(1e4))
 # Not the target's head count or rope, so that a mix-up of the two shows.
-DRAFT_ATTENTION = AttentionConfig(num_heads=6, num_kv_heads=2, head_dim=16, rope=RopeConfig(3e4))
+DRAFT_ATTENTION = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16, rope=RopeConfig(3e4))
 
 
 class Pair(NamedTuple):

@@ -16,9 +16,10 @@ from jaxspec.kv_cache import init_cache
 from jaxspec.metadata import build_metadata
 from jaxspec.propose import DraftInputs, propose
 from jaxspec.sampling import SamplingState
-from jaxspec.training.eagle3 import forward_steps
+from jaxspec.training.eagle3 import forward_steps as forward_steps_eager
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, make_pair
 
+forward_steps = jax.jit(forward_steps_eager, static_argnums=(1, 4))
 ROWS, STEPS = 11, 4
 TOLERANCE = 2e-5  # float32: another order of the same sums
 
@@ -53,8 +54,8 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     pending = jnp.zeros((1, STEPS + 1), jnp.int32).at[0, 0].set(tokens[0, row + 1])
     hidden = jnp.zeros((1, STEPS + 1, 96), jnp.float32).at[0, 0].set(aux[0, row])
     one = lambda dtype: jnp.ones(1, dtype)  # noqa: E731
-    # Temperature 0 in a round that also samples: drafts are greedy, and their logits are kept.
-    sampling = SamplingState(jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1))
+    # Sampled drafts keep their logits, and differ from step to step, which greedy ones of a random head do not.
+    sampling = SamplingState(jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1))
     state = DraftInputs(jnp.asarray([row + 1], jnp.int32), pending, hidden, one(jnp.int32), block_table, sampling)
     round_cfg = RoundConfig(
         target=pair.target_cfg, target_group=group, draft=cfg, draft_group=group, num_speculative_tokens=STEPS, rule="probabilistic"
@@ -62,7 +63,7 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     proposal = propose(round_cfg, pair.bound, state, caches).proposal
     assert proposal.draft_logits is not None
 
-    # The text that the draft would have been right about: its own greedy tokens follow token row + 1.
+    # The text that the draft would have been right about: its own tokens follow token row + 1.
     forced = tokens.at[0, row + 2 : row + 2 + STEPS].set(proposal.draft_tokens[0])
     outputs = forward_steps(pair.bound, cfg, forced, aux, STEPS)
     for step, head_input in enumerate(outputs):
