@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, SpeculativeConfig
+from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
 from jaxspec.params import Params, init_random
 from jaxspec.training.checkpoint import WEIGHTS, join_file, save_draft, split_file
@@ -72,8 +73,8 @@ def hash_word(word: str) -> int:
 def load(args: argparse.Namespace) -> Target:
     if args.dry_run:
         attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig())
-        cfg = models.TargetConfig("llama", 128, 32, 48, 5, attention, 1e-5, 2048, True)
-        params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.float32)
+        cfg = models.TargetConfig("llama", 128, 32, 48, 3, attention, 1e-5, 2048, True)
+        params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.dtype(args.dtype))
         return Target("dry-run", cfg, params, ChatFormat((1, 4, 5), (2, 6, 7), (2,), (0, 1, 2)), None)
     from jaxspec.loading.model import load_target
     from jaxspec.loading.tokenizer import load_tokenizer
@@ -87,9 +88,9 @@ def load(args: argparse.Namespace) -> Target:
 
 def shrink(args: argparse.Namespace) -> None:
     """The sizes of a dry run: every code path, in seconds on a CPU."""
-    args.draft_vocab_size, args.aux_layers = 96, (1, 2, 4)
+    args.draft_vocab_size, args.aux_layers = 96, (1, 2, 3)
     args.num_slots, args.prefill_rows, args.max_len, args.max_chats = 16, 8, 64, 48
-    args.buckets, args.tokens_per_batch, args.max_steps, args.ttt_steps, args.held_out = (32, 64), 256, 12, 3, 8
+    args.buckets, args.tokens_per_batch, args.max_steps, args.ttt_steps, args.held_out = (48,), 192, 12, 3, 8
     args.max_user_tokens, args.max_answer_tokens, args.eval_tokens, args.warmup_steps = 12, 24, 16, 4
 
 
@@ -161,11 +162,17 @@ def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float,
         raise ConfigError(f"training data: expected more than the {args.held_out} held-out chats, got {len(chats)}")
     training, held_out = chats.split(args.held_out)
     counts = training.answer_counts(target.cfg.vocab_size)
-    always = {*target.chat.stop_token_ids, *target.chat.special_token_ids, *target.chat.before_answer}
-    ids = choose_vocabulary(counts, args.draft_vocab_size, always)
+    if args.init:
+        draft, params = load_head(args.init, target, jnp.float32)
+        ids = np.asarray(params["draft_to_target"])
+        params = {name: params[name] for name in eagle3.param_specs(draft)}
+    else:
+        always = {*target.chat.stop_token_ids, *target.chat.special_token_ids, *target.chat.before_answer}
+        ids = choose_vocabulary(counts, args.draft_vocab_size, always)
+        draft = draft_config(args, target.cfg)
+        params = initial_params(draft, target.cfg, target.params, ids, args.seed)
     held_out_counts = held_out.answer_counts(target.cfg.vocab_size)
     records["vocabulary"] = {"size": len(ids), "coverage": coverage(counts, ids), "held_out_coverage": coverage(held_out_counts, ids)}
-    draft = draft_config(args, target.cfg)
     cfg = TrainConfig(
         num_steps=args.ttt_steps,
         decay=args.decay,
@@ -180,7 +187,9 @@ def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float,
         log_every=4 if args.dry_run else 50,
     )
     records["train_config"], records["draft_config"] = dataclasses.asdict(cfg), dataclasses.asdict(draft)
-    log(f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, {training.num_answer_tokens} of them answers; {records['vocabulary']}")
+    log(
+        f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, {training.num_answer_tokens} of them answers; {records['vocabulary']}"
+    )
     log(f"train: {draft}")
     head = args.output / "head"
 
@@ -191,18 +200,32 @@ def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float,
         write_records(args, records | {"last": record})
         log(f"train: saved step {step} to {head}")
 
-    params = initial_params(draft, target.cfg, target.params, ids, cfg.seed)
     _, records["history"] = train(
-        cfg, draft, target.cfg, target.params, params, ids, training, held_out, max_steps=args.max_steps, deadline=deadline, save=save, log=log
+        cfg,
+        draft,
+        target.cfg,
+        target.params,
+        params,
+        ids,
+        training,
+        held_out,
+        max_steps=args.max_steps,
+        deadline=deadline,
+        save=save,
+        log=log,
     )
     write_records(args, records)
     return head
 
 
-def evaluate(args: argparse.Namespace, target: Target, head: Path, records: dict[str, Any]) -> None:
+def load_head(folder: Path, target: Target, dtype: Any) -> tuple[Eagle3Config, Params]:
     from jaxspec.loading.model import load_draft
 
-    draft, params = load_draft(head, target.cfg, target.params, SpeculativeConfig(model=str(head)), target.params["norm"].dtype)
+    return load_draft(folder, target.cfg, target.params, SpeculativeConfig(model=str(folder)), dtype)
+
+
+def evaluate(args: argparse.Namespace, target: Target, head: Path, records: dict[str, Any]) -> None:
+    draft, params = load_head(head, target, target.params["norm"].dtype)
     if args.eval_prompts:
         prompts = [target.encode_chat(prompt) for prompt in read_prompts(args.eval_prompts)]
     elif args.dry_run:
@@ -255,7 +278,9 @@ def parser() -> argparse.ArgumentParser:
     add("--show", type=int, default=3, help="examples to print")
     data = common.add_argument_group("data")
     data.add_argument("--generate-minutes", type=float, default=8.0)
-    data.add_argument("--prompts", type=Path, action="append", default=[], help="jsonl of seed prompts ('question', 'prompt' or 'turns'); repeatable")
+    data.add_argument(
+        "--prompts", type=Path, action="append", default=[], help="jsonl of seed prompts ('question', 'prompt' or 'turns'); repeatable"
+    )
     data.add_argument("--num-slots", type=int, default=1024, help="rows that decode together")
     data.add_argument("--prefill-rows", type=int, default=128)
     data.add_argument("--max-len", type=int, default=512)
@@ -265,6 +290,9 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--greedy-share", type=float, default=0.6, help="answers decoded greedily; the rest at temperatures 0.6 to 1")
     data.add_argument("--chats", type=Path, help="train: a chats.npz of an earlier run (default: OUTPUT/chats.npz)")
     head = common.add_argument_group("head")
+    head.add_argument(
+        "--init", type=Path, help="start from this head's weights and vocabulary (the other flags of this group are then not read)"
+    )
     head.add_argument("--draft-vocab-size", type=int, default=12_000)
     head.add_argument("--aux-layers", type=int, nargs="+", help="boundary ids of the target's layers (default: 2, n // 2, n - 3)")
     head.add_argument("--intermediate-size", type=int, help="of the draft's MLP (default: the target's)")
@@ -278,7 +306,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--warmup-steps", type=int, default=200)
     train.add_argument("--weight-decay", type=float, default=0.01)
     train.add_argument("--clip", type=float, default=0.5, help="global norm of the gradient")
-    train.add_argument("--tokens-per-batch", type=int, default=32768)
+    train.add_argument("--tokens-per-batch", type=int, default=16384)
     train.add_argument("--buckets", type=int, nargs="+", default=[256, 384, 512], help="sequence lengths that are compiled")
     train.add_argument("--max-steps", type=int, default=1_000_000)
     train.add_argument("--held-out", type=int, default=512, help="chats kept for validation")

@@ -62,7 +62,7 @@ class Chats:
         return np.bincount(answers, minlength=vocab)
 
     def save(self, path: Path) -> None:
-        np.savez(path, **{f.name: getattr(self, f.name) for f in fields(self)})
+        np.savez_compressed(path, **{f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
     def load(cls, path: Path) -> Chats:

@@ -39,6 +39,7 @@ class GenerationConfig:
     max_answer_tokens: int = 320
     greedy_share: float = 0.6
     temperatures: tuple[float, float] = (0.6, 1.0)
+    user_temperatures: tuple[float, float] = (0.8, 1.0)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -256,7 +257,7 @@ def generate_chats(
             report.sources["file"] = report.sources.get("file", 0) + 1
             return answer(given.popleft())
         report.sources["free"] = report.sources.get("free", 0) + 1
-        return Request(opening, 1.0, cfg.max_user_tokens, True)
+        return Request(opening, float(rng.uniform(*cfg.user_temperatures)), cfg.max_user_tokens, True)
 
     def take_user_turn(sequence: np.ndarray) -> None:
         turn = sequence[len(opening) :]

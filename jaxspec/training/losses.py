@@ -8,12 +8,27 @@ import jax
 import jax.numpy as jnp
 
 
+@jax.custom_vjp
 def soft_cross_entropy(logits: jax.Array, target_probs: jax.Array) -> jax.Array:
-    """-sum p log softmax(logits): float32 [..., V], [..., V] -> [...].
+    """-sum p log softmax(logits): float32 [..., V], [..., V] -> [...]. target_probs gets no gradient.
 
-    Written as logsumexp - p . logits, whose gradient is softmax - p without a log-softmax kept for the backward pass.
+    The backward pass recomputes softmax - p from the logits and their logsumexp: nothing of size V is kept besides the
+    two arguments, which is most of the memory of training over several draft steps.
     """
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(target_probs * logits, axis=-1)
+    return _soft_cross_entropy(logits, target_probs)[0]
+
+
+def _soft_cross_entropy(logits: jax.Array, target_probs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return total - jnp.sum(target_probs * logits, axis=-1), (logits, target_probs, total)
+
+
+def _soft_cross_entropy_backward(kept: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+    logits, target_probs, total = kept
+    return (jnp.exp(logits - total[..., None]) - target_probs) * g[..., None], None
+
+
+soft_cross_entropy.defvjp(_soft_cross_entropy, _soft_cross_entropy_backward)
 
 
 def entropy(probs: jax.Array) -> jax.Array:
