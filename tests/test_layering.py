@@ -16,12 +16,14 @@ PACKAGES = ("jaxspec", "pallas_kernels", "scripts", "tests")
 # package of that name and everything inside it; the longest name that fits decides.
 LAYERS = (
     ("jaxspec",),  # the package's __init__, which only gathers names: nothing inside the package imports it
+    ("jaxspec.report",),
     ("jaxspec.engine", "jaxspec.training"),
+    ("jaxspec.cli",),
     ("jaxspec.scheduler", "jaxspec.loading", "jaxspec.decode"),
     ("jaxspec.propose", "jaxspec.verify"),
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.sampling", "jaxspec.synthetic"),
     ("jaxspec.attention", "jaxspec.layers"),
-    ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.config"),
+    ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.config"),
 )
 LEAVES = ("jaxspec.metrics",)  # import nothing of jaxspec, and anything may import them
 KERNEL_CALLERS = ("jaxspec.attention", "jaxspec.verify")

@@ -1,0 +1,48 @@
+"""What the scripts share on a command line: errors as one sentence, and compiled programs kept between runs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import jax
+
+from jaxspec.config import ConfigError
+from jaxspec.loading import cache_dir
+
+BAD_INPUT, INTERRUPTED = 2, 130  # exit codes: as click's for a wrong flag; 128 + SIGINT
+
+
+@contextlib.contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """End the program with `error: ...` on stderr and exit code 2 where the user can mend it, with 130 on Ctrl-C."""
+    try:
+        yield
+    except ConfigError as e:
+        _exit(f"error: {e}", BAD_INPUT)
+    except OSError as e:
+        if e.filename is None:  # not about a file of the user's: a closed pipe, or a fault of ours
+            raise
+        _exit(f"error: {e.filename}: {e.strerror}", BAD_INPUT)
+    except KeyboardInterrupt:
+        _exit("interrupted", INTERRUPTED)
+
+
+def _exit(message: str, code: int) -> None:
+    print(" ".join(message.split()), file=sys.stderr)
+    raise SystemExit(code) from None
+
+
+def keep_compiled_programs() -> None:
+    """Turn on JAX's persistent compilation cache, unless the user has chosen a folder for it."""
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        jax.config.update("jax_compilation_cache_max_size", 2 << 30)  # bytes; the oldest programs go first
+
+
+def exact_float32() -> None:
+    """Multiply float32 matrices in float32, not in TF32 as a GPU does by default, unless the user has chosen a precision."""
+    if jax.config.jax_default_matmul_precision is None:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_default_matmul_precision", "highest")

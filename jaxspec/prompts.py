@@ -1,0 +1,98 @@
+"""Prompts for the scripts: the demo's, and data sets in MT-bench's form from a file or the hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspec.config import ConfigError
+
+DEMO: tuple[str, ...] = (
+    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "Explain in simple words why the sky is blue.",
+    "List five tips for learning a new language.",
+    "Write a Python function that checks whether a word is a palindrome, and explain how it works.",
+    "Summarise the plot of Romeo and Juliet in one paragraph.",
+)
+KEYS = ("turns", "prompt", "question")  # MT-bench's and its copies', the first that a row has; of several turns the first
+
+
+def read_prompts(dataset: str) -> list[str]:
+    """The prompts of a JSON Lines file, or of a data set on the hub (its id, e.g. philschmid/mt-bench)."""
+    path = Path(dataset).expanduser()
+    if path.is_file():
+        return read_jsonl(path)
+    if path.exists() or path.suffix in (".jsonl", ".json") or dataset.count("/") != 1 or not all(dataset.split("/")):
+        raise ConfigError(f"--dataset {dataset}: expected a .jsonl file or the id of a data set on the hub, got no such file")
+    return _read_hub(dataset)
+
+
+def read_jsonl(path: Path) -> list[str]:
+    """One prompt a line; ConfigError names the line that is malformed. Blank lines are skipped."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as e:
+        raise ConfigError(f"{path}: expected a JSON Lines file, got {e.strerror or e}") from e
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise ConfigError(f"{path}, line {number}: expected valid JSON, got {e}") from e
+        prompts.append(_prompt(row, f"{path}, line {number}"))
+    return _at_least_one(prompts, str(path))
+
+
+def check_prompts(prompts: Iterable[str]) -> list[str]:
+    """Prompts from the command line, none of them empty."""
+    return [_text(prompt, f"--prompt {i}") for i, prompt in enumerate(prompts)]
+
+
+def _prompt(row: Any, where: str) -> str:
+    key = next((k for k in KEYS if k in row), None) if isinstance(row, Mapping) else None
+    if key is None:
+        got = f"the keys {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise ConfigError(f"{where}: expected an object with one of {', '.join(KEYS)}, got {got}")
+    value = row[key][0] if isinstance(row[key], list) and row[key] else row[key]
+    return _text(value, f"{where}, {key}")
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        got = "an empty one" if isinstance(value, str) or value == [] else f"a {type(value).__name__}"
+        raise ConfigError(f"{where}: expected a prompt, got {got}")
+    return value
+
+
+def _at_least_one(prompts: list[str], where: str) -> list[str]:
+    if not prompts:
+        raise ConfigError(f"{where}: expected at least one prompt, got none")
+    return prompts
+
+
+def _read_hub(name: str) -> list[str]:
+    """A repository's only .jsonl file; other layouts through the datasets package where it is installed."""
+    import huggingface_hub
+
+    try:
+        files = huggingface_hub.list_repo_files(name, repo_type="dataset")
+        tables = [f for f in files if f.endswith(".jsonl")]
+        if len(tables) == 1:
+            return read_jsonl(Path(huggingface_hub.hf_hub_download(name, tables[0], repo_type="dataset")))
+        if importlib.util.find_spec("datasets"):
+            import datasets
+
+            splits = datasets.load_dataset(name)
+            rows = splits[next(iter(splits))]
+            return _at_least_one([_prompt(row, f"{name}, row {i}") for i, row in enumerate(rows)], name)
+    except ConfigError:
+        raise
+    except Exception as e:  # no network, no such repository, a gated one, a layout that datasets cannot read
+        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        raise ConfigError(f"--dataset {name}: expected a .jsonl file, or a data set on a hub that can be reached, got {reason}") from e
+    raise ConfigError(f"--dataset {name}: expected one .jsonl file in it (or the datasets package installed), got {sorted(files)[:8]}")

@@ -1,0 +1,183 @@
+"""What a run leaves behind: the acceptance figures as lines and tables, the comparison with plain decoding, and the JSON record."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from rich.table import Table
+
+from jaxspec.config import ConfigError, SamplingParams, SpeculativeConfig
+from jaxspec.engine import RequestOutput
+from jaxspec.metrics import SpecDecodeMetrics, Timings
+
+RULER = "-" * 50
+
+
+def metric_lines(num_output_tokens: int, metrics: SpecDecodeMetrics) -> list[str]:
+    """The lines that vLLM's spec_decode example ends with."""
+    return [
+        RULER,
+        f"total_num_output_tokens: {num_output_tokens}",
+        f"num_drafts: {metrics.num_drafts}",
+        f"num_draft_tokens: {metrics.num_draft_tokens}",
+        f"num_accepted_tokens: {metrics.num_accepted_tokens}",
+        f"mean acceptance length: {metrics.mean_acceptance_length:.2f}",
+        RULER,
+        *(f"acceptance at token {i}: {rate:.2f}" for i, rate in enumerate(metrics.per_position_acceptance)),
+    ]
+
+
+def acceptance_table(metrics: SpecDecodeMetrics) -> Table:
+    """How far the drafts got, position by position."""
+    table = Table(title="Acceptance of draft tokens")
+    for heading in ("position", "accepted", "of rounds", "given the one before"):
+        table.add_column(heading, justify="right")
+    reached = metrics.num_drafts
+    for i, accepted in enumerate(metrics.accepted_per_position):
+        shares = [f"{accepted / of:.1%}" if of else "-" for of in (metrics.num_drafts, reached)]
+        table.add_row(str(i), f"{accepted} / {metrics.num_drafts}", *shares)
+        reached = accepted
+    return table
+
+
+# --- speculative against plain decoding ---------------------------------------------------------------------------------------------
+
+Agreement = Literal["tokens", "distribution", "nothing"]
+
+
+def expected_agreement(params: SamplingParams, speculative: SpeculativeConfig) -> Agreement:
+    """What speculative and plain decoding share: every token when greedy or strict (one random stream for both), the
+    distribution under the other rules, and nothing where a schedule decides what is accepted."""
+    if speculative.rejection_sample_method == "synthetic":
+        return "nothing"
+    return "tokens" if params.greedy or speculative.rejection_sample_method == "strict" else "distribution"
+
+
+def tokens_per_second(timings: Timings) -> float:
+    """Output tokens over prefill and decoding."""
+    seconds = timings.prefill_seconds + timings.decode_seconds
+    return timings.num_output_tokens / seconds if seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Outputs and timings of the same prompts decoded with and without speculation, both warm (nothing compiled in them)."""
+
+    expected: Agreement
+    speculative: Timings
+    plain: Timings
+    first_difference: dict[str, int | None] | None
+
+    @property
+    def failed(self) -> bool:
+        return self.expected == "tokens" and self.first_difference is not None
+
+    @property
+    def speed_up(self) -> float:
+        plain = tokens_per_second(self.plain)
+        return tokens_per_second(self.speculative) / plain if plain else 0.0
+
+    def lines(self) -> list[str]:
+        agree, d = self.first_difference is None, self.first_difference or {}
+        where = (
+            "" if agree else f" (prompt {d['prompt']}, token {d['position']}: {d['speculative_token_id']} against {d['plain_token_id']})"
+        )
+        verdict = {
+            "tokens": f"texts agree: {'yes' if agree else 'NO'}{where}",
+            "distribution": f"texts agree: {'yes' if agree else 'no'}; under this rejection rule only their distribution is the same",
+            "nothing": "texts agree: not compared; the synthetic schedule accepts drafts whatever the target says",
+        }[self.expected]
+        speeds = [f"{name} {tokens_per_second(t):.1f} tokens/s" for name, t in (("speculative", self.speculative), ("plain", self.plain))]
+        return [f"speed-up over plain decoding: {self.speed_up:.2f}x ({', '.join(speeds)}; both warm, compilation not counted)", verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "texts_agree": self.first_difference is None,
+            "expected_to_agree_in": self.expected,
+            "first_difference": self.first_difference,
+            "speed_up": self.speed_up,
+            "speculative_tokens_per_second": tokens_per_second(self.speculative),
+            "plain_tokens_per_second": tokens_per_second(self.plain),
+            "plain_timings": self.plain.to_dict(),
+        }
+
+
+def first_difference(speculative: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> dict[str, int | None] | None:
+    """Where the token ids part first, by prompt and position from 0; an id is None where that text has ended already."""
+    for prompt, (a, b) in enumerate(zip(speculative, plain, strict=True)):
+        for position, (x, y) in enumerate(zip_longest(a.token_ids, b.token_ids)):
+            if x != y:
+                return {"prompt": prompt, "position": position, "speculative_token_id": x, "plain_token_id": y}
+    return None
+
+
+# --- the JSON record ----------------------------------------------------------------------------------------------------------------
+
+
+class JsonFile:
+    """A file that is checked before the run, written after it, and replaced in one step: a failed run leaves the old one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().resolve()
+        if self.path.exists() and not self.path.is_file():
+            raise ConfigError(f"--output-json {path}: expected a file, got {'a folder' if path.is_dir() else 'something else'}")
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            self._temporary.touch()
+            self._temporary.unlink()
+        except OSError as e:
+            raise ConfigError(f"--output-json {path}: expected a place to write a file, got {e.strerror}") from e
+
+    def write(self, value: Any) -> None:
+        try:
+            self._temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+            self._temporary.replace(self.path)
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+
+def request_record(output: RequestOutput, text: str) -> dict[str, Any]:
+    """One request; text is the prompt as the user gave it."""
+    return {
+        "prompt": text,
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": output.token_ids,
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "metrics": output.metrics.to_dict(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions and devices, for a record of a run."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "jaxspec"):
+        versions[name] = None
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    devices = [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()]
+    return {"versions": versions | {"git_commit": git_commit()}, "devices": devices, "machine": platform.platform()}
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this package lies in, "-dirty" after it when files differ; None outside one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,80 @@
+"""Data sets: the forms of a row, and the hub, which is imitated here."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+import types
+
+import huggingface_hub
+import pytest
+
+from jaxspec import prompts
+from jaxspec.config import ConfigError
+
+
+def test_rows_in_every_form_are_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+        {"prompt": "a prompt"},
+        {"prompt": ["a turn", "another"]},
+        {"question": "a question", "answer": "42"},
+        {"prompt": "in UTF-8: ü 漢 \u2028 end"},
+    ]
+    path.write_text("\ufeff" + "\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8")
+    assert prompts.read_prompts(str(path)) == ["first", "a prompt", "a turn", "a question", "in UTF-8: ü 漢 \u2028 end"]
+
+
+def test_num_prompts_takes_the_first(run_tiny, tmp_path):
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"number {i}"}) for i in range(5)))
+    result = run_tiny("--dataset", tmp_path / "data.jsonl", "--num-prompts", 2, "--max-tokens", 4)
+    assert result.exit_code == 0, result.output
+    assert "number 1" in result.stdout and "number 2" not in result.stdout
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """hub(files): a hub whose repositories hold these files, all with the same two rows."""
+    path = tmp_path / "downloaded.jsonl"
+    path.write_text('{"turns": ["one", "two"]}\n{"turns": ["three"]}\n')
+
+    def make(files):
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, repo_type: files)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, repo_type: str(path))
+
+    return make
+
+
+def test_a_hub_data_set_with_one_jsonl_file_is_read(hub):
+    hub(["README.md", "question.jsonl"])
+    assert prompts.read_prompts("philschmid/mt-bench") == ["one", "three"]
+
+
+def test_other_layouts_go_through_datasets(hub, monkeypatch):
+    hub(["README.md", "data/train-00000.parquet"])
+    fake = types.ModuleType("datasets")
+    fake.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
+    fake.load_dataset = lambda name: {"train": [{"turns": ["one", "two"]}, {"prompt": "three"}]}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert prompts.read_prompts("philschmid/mt-bench") == ["one", "three"]
+
+
+def test_without_datasets_the_sentence_says_what_is_there(hub, monkeypatch):
+    hub(["README.md", "data/train-00000.parquet"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match="expected one .jsonl file in it .or the datasets package installed., got .'README.md', 'data/train"
+    ):
+        prompts.read_prompts("philschmid/mt-bench")
+
+
+def test_no_hub_is_one_sentence(monkeypatch, run_tiny):
+    def unreachable(*_, **__):
+        raise OSError("We couldn't connect\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", unreachable)
+    result = run_tiny("--dataset", "philschmid/mt-bench")
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert "error: --dataset philschmid/mt-bench: expected a .jsonl file, or a data set on a hub that can be reached" in result.stderr
