@@ -1,0 +1,158 @@
+"""A saved head is what the loader, speculators and a rerun read; its acceptance is measured by the real propose and verify."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec import models
+from jaxspec.config import ConfigError, RopeConfig, SpeculativeConfig
+from jaxspec.drafts import eagle3
+from jaxspec.loading.model import load_draft
+from jaxspec.training.checkpoint import join_file, save_draft, split_file, speculators_config
+from jaxspec.training.evaluation import evaluate_acceptance, trim
+from jaxspec.training.target import target_states
+from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+SWITCHES = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+
+
+def save(pair: Pair, folder: Path) -> None:
+    save_draft(folder, pair.draft_cfg, pair.draft, pair.draft_ids, target="tiny", max_position_embeddings=256)
+
+
+@pytest.mark.parametrize("switches", [{}, SWITCHES], ids=["plain", "switches"])
+def test_a_saved_head_loads_as_it_was(tmp_path: Path, switches: dict[str, bool]) -> None:
+    pair = make_pair(3, **switches)
+    save(pair, tmp_path / "head")
+    cfg, params = load_draft(tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(), jnp.float32)
+    assert cfg == dataclasses.replace(pair.draft_cfg, attention=dataclasses.replace(pair.draft_cfg.attention))
+    assert jax.tree.structure(params) == jax.tree.structure(pair.bound)
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), pair.draft)
+    jax.tree.map(np.testing.assert_array_equal, {name: params[name] for name in expected}, expected)
+    for name in ("draft_to_target", "target_to_draft", "embed_tokens"):
+        np.testing.assert_array_equal(params[name], pair.bound[name])
+
+
+def test_tensors_are_those_of_the_speculators_layout(tmp_path: Path) -> None:
+    pair = make_pair(3)
+    save(pair, tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    layer = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    layer += tuple(f"self_attn.{x}_proj" for x in "qkvo") + tuple(f"mlp.{x}_proj" for x in ("gate", "up", "down"))
+    assert set(tensors) == {"d2t", "t2d", "fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{name}.weight" for name in layer)}
+    assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == bool
+    assert {str(x.dtype) for name, x in tensors.items() if name not in ("d2t", "t2d")} == {"bfloat16"}
+    assert tensors["lm_head.weight"].shape == (DRAFT_VOCAB, 32) and tensors["fc.weight"].shape == (32, 96)
+
+
+@pytest.mark.oracle("speculators")
+def test_speculators_reads_the_config_and_computes_the_same_logits(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file as load_torch
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    from jaxspec.training.eagle3 import forward_steps
+
+    pair = make_pair(4, **SWITCHES)
+    save(pair, tmp_path / "head")
+    config = Eagle3SpeculatorConfig.from_pretrained(tmp_path / "head")
+    config.transformer_layer_config._attn_implementation = "eager"
+    config.speculators_config.verifier.name_or_path = None  # it would look for the verifier's embedding on a hub
+    oracle = Eagle3DraftModel(config).float().eval()
+    tensors = load_torch(tmp_path / "head" / "model.safetensors")
+    state = oracle.state_dict()
+    with torch.no_grad():
+        state["embed_tokens.weight"].copy_(torch.tensor(np.asarray(pair.target["embed_tokens"])))
+        for name, tensor in tensors.items():
+            assert state[name].shape == tensor.shape, name
+            state[name].copy_(tensor)
+    cfg, params = load_draft(tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(), jnp.float32)
+    rng = np.random.default_rng(0)
+    tokens, aux = rng.integers(0, VOCAB, (1, 8)).astype(np.int32), rng.normal(size=(1, 8, 96)).astype(np.float32)
+    found = []
+    oracle.lm_head.register_forward_hook(lambda module, args, out: found.append(out.detach().numpy()))
+    shifted = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    with torch.no_grad():
+        oracle(hidden_states=torch.tensor(aux), input_ids=torch.tensor(shifted).long(), document_ids=torch.zeros(1, 8, dtype=torch.long), ttt_steps=2)
+    outputs = jax.jit(forward_steps, static_argnums=(1, 4))(params, cfg, jnp.asarray(tokens), jnp.asarray(aux), 2)
+    for step, out in enumerate(outputs):
+        np.testing.assert_allclose(eagle3.logits(params, cfg, out)[:, : 7 - step], found[step][:, : 7 - step], atol=1e-4, rtol=1e-4)
+
+
+def test_config_keeps_llama3_rope(pair: Pair) -> None:
+    rope = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    cfg = dataclasses.replace(pair.draft_cfg, attention=dataclasses.replace(pair.draft_cfg.attention, rope=rope))
+    layer = json.loads(json.dumps(speculators_config(cfg, "t", 256)))["transformer_layer_config"]
+    assert RopeConfig.from_hf(layer) == rope
+
+
+def test_a_second_save_replaces_the_first(tmp_path: Path) -> None:
+    save(make_pair(3), tmp_path / "head")
+    first = (tmp_path / "head" / "model.safetensors").read_bytes()
+    save(make_pair(4), tmp_path / "head")
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() != first
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+
+
+def test_pieces_join_to_the_same_file_and_damage_is_found(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(content := bytes(range(256)) * 5)
+    pieces = split_file(tmp_path / "x.bin", tmp_path / "pieces", 500)
+    assert [len(p.read_bytes()) for p in pieces] == [500, 500, 280]
+    join_file(tmp_path / "pieces", tmp_path / "out" / "x.bin")
+    assert (tmp_path / "out" / "x.bin").read_bytes() == content
+    assert len(split_file(tmp_path / "x.bin", tmp_path / "pieces", 1000)) == 2 and len(list((tmp_path / "pieces").iterdir())) == 3
+    (tmp_path / "pieces" / "x.bin.001").unlink()
+    with pytest.raises(ConfigError, match="expected pieces of sha256"):
+        join_file(tmp_path / "pieces", tmp_path / "out" / "x.bin")
+
+
+def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair: Pair) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, VOCAB, n).astype(np.int32) for n in (3, 9, 5)]
+    metrics, answers = evaluate_acceptance(
+        pair.target_cfg, pair.target, pair.draft_cfg, pair.bound, prompts, stop_token_ids=[2], num_speculative_tokens=2, max_tokens=12, dtype=jnp.float32
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        sequence = np.concatenate([prompt, answer])
+        padded = jnp.zeros((1, 24), jnp.int32).at[0, : len(sequence)].set(sequence)
+        hidden, _ = target_states(pair.target, pair.target_cfg, padded, jnp.asarray([len(sequence)], jnp.int32), ())
+        greedy = np.argmax(models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden), axis=-1)[0]
+        assert answer.tolist() == greedy[len(prompt) - 1 : len(sequence) - 1].tolist()
+        assert len(answer) == 12 or answer[-1] == 2
+    # A round yields its accepted drafts and one token; the first token is prefill's. What ran past the end is not in the answers.
+    written = sum(map(len, answers)) - len(prompts)
+    assert metrics.num_accepted_tokens + metrics.num_drafts >= written > metrics.num_accepted_tokens + metrics.num_drafts - 3 * len(prompts)
+
+
+def test_trim_keeps_the_stop_token_and_the_limit() -> None:
+    assert trim(np.asarray([5, 6, 2, 7]), 8, [2]).tolist() == [5, 6, 2] and trim(np.asarray([5, 6, 7]), 2, [2]).tolist() == [5, 6]
+
+
+def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
+    """The whole command, in a process of its own, as a newcomer runs it."""
+    command = [sys.executable, "scripts/train_draft.py", "all", "--dry-run", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "training.json").read_text())
+    losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert record["evaluation"]["num_drafts"] > 0 and record["generation"]["num_chats"] >= 48
+    assert (tmp_path / "chats.npz").is_file() and (tmp_path / "head" / "model.safetensors").is_file()
+    assert {p.name for p in (tmp_path / "pieces").iterdir()} == {"config.json", "model.safetensors.000", "model.safetensors.sha256"}
+
+
+def test_a_missing_target_is_one_sentence() -> None:
+    done = subprocess.run([sys.executable, "scripts/train_draft.py", "train", "--output", "x"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.strip() == "error: --target: expected the folder of a safetensors checkpoint (or --dry-run), got none"

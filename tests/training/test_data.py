@@ -1,0 +1,117 @@
+"""Chats, batches, prompts, the overlap check, and the draft's vocabulary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxspec.config import ConfigError
+from jaxspec.training.data import OverlapFilter, batch_of, batches, epoch, ngrams, pack, read_prompts, token_dtype
+from jaxspec.training.vocabulary import choose_vocabulary, coverage, vocabulary_maps
+
+
+def some_chats(lengths: list[int]):  # noqa: ANN201
+    """Chat i is i, i, ... with its answer in the last two tokens."""
+    sequences = [np.full(n, i) for i, n in enumerate(lengths)]
+    return pack(sequences, [n - 2 for n in lengths], np.zeros(len(lengths)), np.uint16)
+
+
+def test_chats_come_back_from_disk_and_split(tmp_path: Path) -> None:
+    chats = some_chats([5, 3, 9])
+    chats.save(tmp_path / "chats.npz")
+    loaded = type(chats).load(tmp_path / "chats.npz")
+    assert loaded.tokens.dtype == np.uint16
+    training, held_out = loaded.split(1)
+    assert [training.sequence(i).tolist() for i in range(2)] == [[0] * 5, [1] * 3] and held_out.sequence(0).tolist() == [2] * 9
+    assert training.num_answer_tokens == 4 and held_out.answer_start.tolist() == [7]
+
+
+def test_only_answers_are_counted() -> None:
+    chats = pack([np.asarray([1, 1, 2]), np.asarray([3, 2, 2, 1])], [2, 1], [0, 0], np.uint16)
+    assert chats.answer_counts(5).tolist() == [0, 1, 3, 0, 0]
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(65536, np.uint16), (65537, np.int32)])
+def test_token_dtype_holds_every_id(vocab: int, dtype: type) -> None:
+    assert token_dtype(vocab) is dtype and np.iinfo(dtype).max >= vocab - 1
+
+
+def test_an_epoch_shows_each_chat_once_in_the_smallest_bucket_that_holds_it() -> None:
+    lengths = [3, 4, 5, 8, 7, 2, 12, 4, 6, 8]
+    chats = some_chats(lengths)
+    seen = []
+    for batch in epoch(chats, (8, 4), 8, np.random.default_rng(0)):
+        rows = batch.tokens.shape[1]
+        assert batch.tokens.size == 8
+        for tokens, length, start in zip(batch.tokens, batch.lengths, batch.answer_start, strict=True):
+            which = int(tokens[0])
+            seen.append(which)
+            assert length == min(lengths[which], rows) and start == lengths[which] - 2
+            assert (tokens[:length] == which).all() and not tokens[length:].any()
+            assert rows == (4 if lengths[which] <= 4 else 8)
+    assert sorted(seen) == list(range(10))
+
+
+def test_epochs_differ_and_a_seed_repeats_them() -> None:
+    chats = some_chats([4] * 8)
+
+    def order(seed: int) -> list[tuple[int, list[int]]]:
+        stream = batches(chats, (4,), 8, seed)
+        return [(number, batch.tokens[:, 0].tolist()) for number, batch in (next(stream) for _ in range(8))]
+
+    first = order(0)
+    assert first == order(0) and [n for n, _ in first] == [0] * 4 + [1] * 4
+    assert [b for _, b in first[:4]] != [b for _, b in first[4:]]
+
+
+def test_too_few_chats_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="expected enough chats for one batch of 64 tokens, got 2 chats"):
+        next(batches(some_chats([4, 4]), (8,), 64, 0))
+
+
+def test_batch_of_cuts_what_is_too_long() -> None:
+    batch = batch_of(some_chats([3, 9]), np.asarray([1]), 6)
+    assert batch.lengths.tolist() == [6] and batch.tokens.tolist() == [[1] * 6] and batch.answer_start.tolist() == [7]
+
+
+def test_prompts_are_read_in_each_form(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"question_id": 1, "turns": ["a", "b"]}, {"prompt": ["c"]}, {"prompt": "d"}, {"question": "e", "answer": "f"}]
+    path.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert read_prompts(path) == ["a", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("line", ["{", '{"text": "x"}', '{"prompt": 3}', '{"turns": []}', "[1]"])
+def test_a_malformed_prompt_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"line 2: expected a JSON object with 'turns', 'prompt' or 'question'"):
+        read_prompts(path)
+
+
+def test_overlap_is_a_shared_13_gram_whatever_case_and_punctuation() -> None:
+    words = [f"word{i}" for i in range(20)]
+    overlap = OverlapFilter([" ".join(words)])
+    assert not overlap.admits("Before, " + ", ".join(words[3:16]).upper() + "!")
+    assert overlap.admits("before " + " ".join(words[3:15]) + " after")
+    assert overlap.admits(" ".join(reversed(words))) and overlap.admits("")
+    assert overlap.removed == 1
+    assert len(ngrams(" ".join(words))) == 8 and ngrams("too short") == set()
+
+
+def test_vocabulary_is_the_most_frequent_tokens_and_those_always_in() -> None:
+    counts = np.asarray([0, 9, 1, 1, 0, 7, 0, 0])
+    ids = choose_vocabulary(counts, 4, [7])
+    assert ids.tolist() == [1, 2, 5, 7] and coverage(counts, ids) == 17 / 18
+    d2t, t2d = vocabulary_maps(ids, 8)
+    assert (np.arange(4) + d2t).tolist() == ids.tolist() and d2t.dtype == np.int64
+    assert np.flatnonzero(t2d).tolist() == ids.tolist() and t2d.dtype == bool and t2d.shape == (8,)
+
+
+@pytest.mark.parametrize(("size", "always"), [(1, [0, 1]), (9, []), (4, [8])])
+def test_a_vocabulary_that_cannot_be_is_refused(size: int, always: list[int]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        choose_vocabulary(np.ones(8, np.int64), size, always)

@@ -1,0 +1,130 @@
+"""The loss over a batch, the optimiser, the schedule, and a head that learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import models
+from jaxspec.drafts import eagle3
+from jaxspec.training import losses
+from jaxspec.training.data import pack
+from jaxspec.training.eagle3 import forward_steps
+from jaxspec.training.loop import TrainConfig, draft_loss, initial_params, learning_rate, observe_target, train
+from jaxspec.training.target import greedy_tokens, target_states
+from tests.training.conftest import VOCAB, Pair
+
+CFG = TrainConfig(num_steps=3, learning_rate=3e-3, warmup_steps=5, buckets=(24,), tokens_per_batch=96, log_every=10)
+
+
+def batch(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (2, 12)).astype(np.int32)
+    return jnp.asarray(tokens), jnp.asarray([12, 9], jnp.int32), jnp.asarray([4, 6], jnp.int32)
+
+
+def test_loss_equals_its_definition_row_by_row(pair: Pair) -> None:
+    tokens, lengths, answer_start = batch()
+    ids = jnp.asarray(pair.draft_ids)
+    side = jax.jit(lambda: observe_target(pair.target_cfg, pair.target, pair.draft_cfg, ids, tokens, lengths, answer_start))()
+    loss, metrics = jax.jit(lambda: draft_loss(CFG, pair.draft_cfg, pair.draft, pair.target["embed_tokens"], ids, side))()
+
+    hidden, aux = target_states(pair.target, pair.target_cfg, tokens, lengths, pair.draft_cfg.aux_layers)
+    assert aux is not None
+    target_logits = np.asarray(models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden))
+    outputs = [eagle3.logits(pair.bound, pair.draft_cfg, x) for x in forward_steps(pair.bound, pair.draft_cfg, tokens, aux, 3)]
+    expected = []
+    for step, out in enumerate(outputs):
+        rows, hits = [], []
+        for b in range(2):
+            for p in range(12):
+                predicted = p + 2 + step  # the token that row p of this step predicts
+                if not answer_start[b] <= predicted < lengths[b]:
+                    continue
+                judge = target_logits[b, predicted - 1]
+                drafted = pair.draft_ids[int(np.argmax(out[b, p]))]
+                hits.append(drafted == judge.argmax())
+                if judge.argmax() in pair.draft_ids:
+                    probs = jax.nn.softmax(judge[pair.draft_ids])
+                    rows.append(float(-jnp.sum(probs * jax.nn.log_softmax(out[b, p]))))
+        expected.append(np.mean(rows))
+        np.testing.assert_allclose(metrics.agreement[step], np.mean(hits), atol=1e-6)
+    np.testing.assert_allclose(metrics.losses, expected, rtol=1e-4)
+    np.testing.assert_allclose(loss, sum(0.8**i * x for i, x in enumerate(expected)), rtol=1e-4)
+
+
+def test_remat_changes_no_gradient(pair: Pair) -> None:
+    ids = jnp.asarray(pair.draft_ids)
+    side = jax.jit(lambda: observe_target(pair.target_cfg, pair.target, pair.draft_cfg, ids, *batch()))()
+
+    def gradient(cfg: TrainConfig):  # noqa: ANN202
+        return jax.jit(jax.grad(lambda params: draft_loss(cfg, pair.draft_cfg, params, pair.target["embed_tokens"], ids, side)[0]))(pair.draft)
+
+    plain, again = gradient(CFG), gradient(dataclasses.replace(CFG, remat=True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, again)
+    assert min(float(jnp.abs(g).max()) for g in jax.tree.leaves(plain)) > 0  # every weight learns
+
+
+def test_greedy_tokens_in_chunks_equal_those_of_all_logits(pair: Pair) -> None:
+    hidden = jax.random.normal(jax.random.key(0), (3, 7, 32))
+    expected = jnp.argmax(models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden), axis=-1)
+    for chunk in (1, 4, 21, 100):
+        assert (greedy_tokens(pair.target, pair.target_cfg, hidden, chunk) == expected).all()
+
+
+def test_target_states_do_not_depend_on_padding(pair: Pair) -> None:
+    tokens, lengths, _ = batch()
+    hidden, aux = target_states(pair.target, pair.target_cfg, tokens, lengths, (1, 4))
+    short, short_aux = target_states(pair.target, pair.target_cfg, tokens[1:, :9], lengths[1:], (1, 4))
+    assert aux is not None and short_aux is not None
+    np.testing.assert_allclose(hidden[1, :9], short[0], atol=1e-5)
+    np.testing.assert_allclose(aux[1, :9], short_aux[0], atol=1e-5)
+
+
+def test_schedule_warms_up_then_falls_along_a_cosine() -> None:
+    cfg = TrainConfig(learning_rate=1.0, final_learning_rate=0.1, warmup_steps=4)
+    assert [learning_rate(cfg, step, 0.0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    np.testing.assert_allclose([learning_rate(cfg, 10, p) for p in (0.5, 1.0, 2.0)], [0.55, 0.1, 0.1])
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_head_learns_and_is_saved_on_the_way(pair: Pair) -> None:
+    """The loss falls towards the target's entropy (about 7.5 here), the agreement rises, and the target stays as it was."""
+    rng = np.random.default_rng(0)
+    chats = pack([rng.integers(0, VOCAB, n) for n in rng.integers(16, 25, 24)], np.full(24, 3), np.zeros(24), np.uint16)
+    before = jax.tree.map(np.asarray, pair.target)
+    params = initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
+    np.testing.assert_array_equal(params["lm_head"], np.asarray(pair.target["embed_tokens"])[pair.draft_ids].T)
+    np.testing.assert_array_equal(params["norm"], pair.target["norm"])
+    saved: list[int] = []
+    trained, history = train(
+        CFG, pair.draft_cfg, pair.target_cfg, pair.target, params, pair.draft_ids, chats, chats,
+        max_steps=60, deadline=time.monotonic() + 1e6, save=lambda params, step, record: saved.append(step), save_every_seconds=0.0, log=lambda line: None,
+    )  # fmt: skip
+    assert saved == [10, 20, 30, 40, 50, 60, 60]
+    steps = [record for record in history if "loss" in record]
+    assert steps[-1]["loss"] < 0.87 * steps[0]["loss"], [record["loss"] for record in steps]
+    assert steps[-1]["agreement"][0] > steps[0]["agreement"][0] + 0.1, [record["agreement"] for record in steps]
+    np.testing.assert_allclose(history[-1]["held_out_losses"], steps[-1]["losses"], atol=0.2)  # the same chats
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, pair.target))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(trained))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_training_ends_at_the_deadline_and_still_saves(pair: Pair) -> None:
+    chats = pack([np.arange(20)] * 8, np.full(8, 3), np.zeros(8), np.uint16)
+    saved: list[int] = []
+    params = initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
+    train(
+        CFG, pair.draft_cfg, pair.target_cfg, pair.target, params, pair.draft_ids, chats, chats,
+        max_steps=60, deadline=time.monotonic() - 1, save=lambda params, step, record: saved.append(step), log=lambda line: None,
+    )  # fmt: skip
+    assert saved == [0]
+
+
+def test_decayed_sum_is_what_the_config_says() -> None:
+    assert float(losses.decayed_sum([jnp.float32(1), jnp.float32(2)], 0.5)) == 2.0
