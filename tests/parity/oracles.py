@@ -6,10 +6,12 @@ torch and the oracles are imported inside the functions, so that the test module
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -247,7 +249,8 @@ def reload_speculators(folder: Path, to_target: np.ndarray) -> DraftOracle:
 
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
-    return _speculators_oracle(Eagle3DraftModel.from_pretrained(folder, config=config).float().eval(), to_target)
+    with patch.object(Eagle3DraftModel, "load_verifier_weights"):  # it looks for a verifier on the hub, even for one without a name
+        return _speculators_oracle(Eagle3DraftModel.from_pretrained(folder, config=config).float().eval(), to_target)
 
 
 SAFEAI_CONFIG = dict(
@@ -270,8 +273,11 @@ SAFEAI_CONFIG = dict(
 def specforge_head(config: dict[str, Any], seed: int = 0) -> DraftOracle:
     """SpecForge's LlamaForCausalLMEagle3 (SafeAI's layout, `midlayer.*`) for a flat config.json, with random weights."""
     import torch
-    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
     from transformers import LlamaConfig
+
+    with warnings.catch_warnings():  # that flash_attn is not installed
+        warnings.simplefilter("ignore")
+        from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 
     module = randomise(LlamaForCausalLMEagle3(LlamaConfig(**config)), seed)
     to_target = random_map(config["vocab_size"], config["draft_vocab_size"], seed)
@@ -312,11 +318,14 @@ EAGLE1_CONFIG = dict(
 def eagle1_head(config: dict[str, Any], lm_head: np.ndarray, *, bias: bool, seed: int = 0) -> DraftOracle:
     """eagle-llm's Model with random weights, its output read by the target's lm_head [vocab, D]."""
     import torch
-    from eagle.model.cnets import Model
+    from eagle.model.cnets import LlamaRotaryEmbedding, Model
 
     needed = dict(pad_token_id=None, rope_scaling=None, pretraining_tp=1, hidden_act="silu")
     module = randomise(Model(SimpleNamespace(**{**needed, **config}), bias=bias), seed)
     head = torch.from_numpy(lm_head)
+    for layer in module.layers:  # 1.2.1 never reads rope_theta; SafeAI's later code (cnets1.py), vLLM and SGLang do
+        attention = layer.self_attn
+        attention.rotary_emb = LlamaRotaryEmbedding(attention.head_dim, config["max_position_embeddings"], base=config["rope_theta"])
 
     def run(hidden: Any, tokens: Any, feedback: Any) -> tuple[Any, Any]:
         out = module(torch.cat([hidden, feedback])[None], input_ids=tokens[None], use_cache=False)[0]

