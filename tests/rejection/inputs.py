@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ class Inputs:
         return replace(self, **{k: v[index] for k, v in values.items() if v is not None and k not in shared})
 
 
-def make(target_logits: np.ndarray, draft_tokens: np.ndarray, seed: int = 0, **changes: object) -> Inputs:
+def make(target_logits: np.ndarray, draft_tokens: np.ndarray, seed: int = 0, **changes: Any) -> Inputs:
     """One-hot drafts, sampled rows, all active, fresh noise, rates of 0.5, unless changed."""
     batch, rows, vocab = target_logits.shape
     rng = np.random.default_rng(seed)

@@ -86,7 +86,7 @@ def independent_rounds(
             jnp.broadcast_to(target, (CHUNK, rows, vocab)),
             tokens,
             None if draft.told is None else jnp.broadcast_to(draft.told, (CHUNK, *draft.told.shape)),
-            draft.from_target,
+            None if draft.from_target is None else jnp.asarray(draft.from_target),
             jnp.zeros(CHUNK, bool),
             jax.random.uniform(accept_key, (CHUNK, rows - 1)),
             recover_noise,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.synthetic import conditional_rates, rates_from_length, rates_from_mean_rate, resolve
 
 
-def config(num_speculative_tokens: int = 3, **values: object) -> SpeculativeConfig:
+def config(num_speculative_tokens: int = 3, **values: Any) -> SpeculativeConfig:
     return SpeculativeConfig(num_speculative_tokens=num_speculative_tokens, rejection_sample_method="synthetic", **values)
 
 
