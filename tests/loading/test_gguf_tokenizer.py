@@ -97,7 +97,8 @@ def test_smollm2_special_tokens_equal_transformers(ours, theirs):
 def test_other_pre_tokenizers_give_transformers_ids(write_gguf, tmp_path, pre, text):
     from transformers import AutoTokenizer
 
-    path = write_gguf("qwen2" if pre == "qwen2" else "llama", pre=pre)
+    # not arch qwen2: AutoTokenizer would bring Qwen's own cutting, whatever the file that we wrote says
+    path = write_gguf("qwen3" if pre == "qwen2" else "llama", pre=pre)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # Qwen's own tokenizer composes characters first; a GGUF does not say so
     text_for_theirs = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
@@ -110,7 +111,7 @@ def test_llama_bpe_takes_a_word_that_is_a_token_whole(write_gguf, tmp_path):
     path = write_gguf("llama", pre="llama-bpe", tokens=["wx"])
     ours = load_tokenizer(convert_gguf(path, tmp_path / "out"))
     assert ours.hf.convert_ids_to_tokens(ours.encode("wx")) == ["wx"]
-    other = load_tokenizer(convert_gguf(write_gguf("qwen2", pre="qwen2", tokens=["wx"]), tmp_path / "other"))
+    other = load_tokenizer(convert_gguf(write_gguf("llama", pre="smollm", tokens=["wx"]), tmp_path / "other"))
     assert other.hf.convert_ids_to_tokens(other.encode("wx")) == ["w", "x"]
 
 
@@ -121,6 +122,19 @@ def test_add_bos_token_is_obeyed_for_prompts_and_not_repeated_in_chats(write_ggu
     assert (ours.encode("in")[0] == 1) is bos
     chat = ours.encode_chat([{"role": "user", "content": "in"}])
     assert chat.count(1) == 2  # <|im_start|>, which is the bos: of the user's and the assistant's turn
+
+
+def test_a_control_token_is_one_token_and_skipped(write_gguf, tmp_path):
+    ours = load_tokenizer(convert_gguf(write_gguf(), tmp_path / "out"))
+    assert ours.encode("<|endoftext|>") == [0]  # neither bos nor eos here
+    assert ours.decode([0]) == ""
+
+
+def test_smollm_never_merges_digits_even_if_a_merge_exists(write_gguf, tmp_path):
+    ours = load_tokenizer(convert_gguf(write_gguf(pre="smollm"), tmp_path / "out"))
+    assert ours.hf.convert_ids_to_tokens(ours.encode("123")) == ["1", "2", "3"]
+    llama3 = load_tokenizer(convert_gguf(write_gguf("llama", pre="llama-bpe"), tmp_path / "other"))
+    assert llama3.hf.convert_ids_to_tokens(llama3.encode("123")) == ["123"]
 
 
 def test_a_user_defined_token_is_one_token_but_is_not_skipped_as_special(write_gguf, tmp_path):
