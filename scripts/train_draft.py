@@ -94,7 +94,8 @@ def shrink(args: argparse.Namespace) -> None:
     args.max_user_tokens, args.max_answer_tokens, args.eval_tokens, args.warmup_steps = 12, 24, 16, 4
 
 
-def generate(args: argparse.Namespace, target: Target) -> tuple[Chats, dict[str, Any]]:
+def generate(args: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """Write OUTPUT/chats.npz; returns the counts for the card."""
     cfg = GenerationConfig(
         num_slots=args.num_slots,
         max_len=args.max_len,
@@ -135,7 +136,7 @@ def generate(args: argparse.Namespace, target: Target) -> tuple[Chats, dict[str,
         log(f"generate: example: {target.decode(chats.sequence(i))!r}")
     args.output.mkdir(parents=True, exist_ok=True)
     chats.save(args.output / "chats.npz")
-    return chats, record
+    return record
 
 
 def draft_config(args: argparse.Namespace, target: models.TargetConfig) -> Eagle3Config:
@@ -350,10 +351,9 @@ def run(args: argparse.Namespace) -> None:
     records: dict[str, Any] = {}
     head = args.head or args.output / "head"
     if args.command in ("all", "generate"):
-        chats, records["generation"] = generate(args, target)
+        records["generation"] = generate(args, target)
     if args.command in ("all", "train"):
-        if args.command == "train":
-            chats = Chats.load(args.chats or args.output / "chats.npz")
+        chats = Chats.load(args.chats or args.output / "chats.npz")
         head = fit(args, target, chats, START + 60 * (args.max_minutes - args.evaluate_minutes), records)
     if args.command != "generate":
         evaluate(args, target, head, records)

@@ -73,7 +73,9 @@ def speculators_config(cfg: Eagle3Config, target: str, max_position_embeddings: 
     }
 
 
-def save_draft(folder: Path, cfg: Eagle3Config, params: Params, draft_ids: np.ndarray, *, target: str, max_position_embeddings: int) -> None:
+def save_draft(
+    folder: Path, cfg: Eagle3Config, params: Params, draft_ids: np.ndarray, *, target: str, max_position_embeddings: int
+) -> None:
     """Write the head, weights in bfloat16, atomically: the folder holds the old head until the new one is whole.
 
     params: what eagle3.param_specs(cfg) names; anything beside it (the target's embedding, maps) is not written.

@@ -36,7 +36,9 @@ def shift_left(x: jax.Array, n: int) -> jax.Array:
     return jnp.pad(x[:, n:], ((0, 0), (0, n)))
 
 
-def test_time_attention(params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables, earlier: list[StepKeys]) -> tuple[jax.Array, StepKeys]:
+def step_attention(
+    params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables, earlier: list[StepKeys]
+) -> tuple[jax.Array, StepKeys]:
     """Attention of one step: causal over step 0, then one's own row of each later step. x [batch, rows, in] -> [batch, rows, out]."""
     batch, rows = x.shape[:2]
     q, k, v = project_qkv(params, cfg, x, rope)
@@ -82,7 +84,7 @@ def forward_steps(params: Params, cfg: Eagle3Config, tokens: jax.Array, aux: jax
             for i, layer in enumerate(params["layers"]):
                 if i > 0:
                     attention_input = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
-                attended, own = test_time_attention(layer["self_attn"], cfg.attention, attention_input, rope, keys[i])
+                attended, own = step_attention(layer["self_attn"], cfg.attention, attention_input, rope, keys[i])
                 x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
                 keys[i].append(own)
             out = eagle3.output(params, cfg, x, ())

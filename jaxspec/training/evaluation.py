@@ -59,7 +59,9 @@ def evaluate_acceptance(
         tokens[row, : len(prompt)] = prompt
     lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
     params = {"target": target_params, "draft": draft_params}
-    first, state = decode.run_prefill(cfg, params, state, block_table, jnp.asarray(tokens), zeros(), lengths, zeros() - 1, compilation="round")
+    first, state = decode.run_prefill(
+        cfg, params, state, block_table, jnp.asarray(tokens), zeros(), lengths, zeros() - 1, compilation="round"
+    )
     rounds = [jax.device_get(first)]
     metrics = SpecDecodeMetrics(K)
     while bool(jax.device_get(state.active).any()):

@@ -6,10 +6,11 @@ a user's turn, then answers it. Prompts of files are answered the same way.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -133,7 +134,8 @@ def admit(
     zeros = jnp.zeros(rows, jnp.int32)
     pick = lambda x: x.at[slots].get(mode="clip")  # noqa: E731
     sampling = SamplingState(keys, temperature, zeros, jnp.ones(rows, jnp.float32))
-    part = state.replace(
+    part = dataclasses.replace(
+        state,
         seq_lens=zeros,
         next_token=zeros,
         active=jnp.zeros(rows, bool),
@@ -144,10 +146,17 @@ def admit(
     )
     verification, part = decode.prefill(cfg, params, part, pick(block_table), tokens, zeros, num_tokens, zeros - 1)
     put = lambda whole, rows: whole.at[slots].set(rows, mode="drop")  # noqa: E731
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         target_caches=part.target_caches,
-        sampling=state.sampling.replace(keys=put(state.sampling.keys, keys), temperature=put(state.sampling.temperature, temperature)),
-        **{name: put(getattr(state, name), getattr(part, name)) for name in ("seq_lens", "next_token", "active", "num_generated", "max_tokens")},
+        sampling=dataclasses.replace(
+            state.sampling, keys=put(state.sampling.keys, keys), temperature=put(state.sampling.temperature, temperature)
+        ),
+        seq_lens=put(state.seq_lens, part.seq_lens),
+        next_token=put(state.next_token, part.next_token),
+        active=put(state.active, part.active),
+        num_generated=put(state.num_generated, part.num_generated),
+        max_tokens=put(state.max_tokens, part.max_tokens),
     )
     return verification.output_tokens[:, 0], state
 
@@ -155,13 +164,17 @@ def admit(
 class Generator:
     """The slots: which request each works on, and what it has written. The only state on the host."""
 
-    def __init__(self, cfg: GenerationConfig, target: models.TargetConfig, params: Params, stop_token_ids: Iterable[int], dtype: Any) -> None:
+    def __init__(
+        self, cfg: GenerationConfig, target: models.TargetConfig, params: Params, stop_token_ids: Iterable[int], dtype: Any
+    ) -> None:
         self.cfg, self.params = cfg, {"target": params}
         self.round = RoundConfig(target=target, target_group=CacheGroup(cfg.block_size, cfg.max_len))
         pages = cfg.max_len // cfg.block_size
         self.block_table = jnp.arange(cfg.num_slots * pages, dtype=jnp.int32).reshape(cfg.num_slots, pages)
         zeros = lambda dtype: jnp.zeros(cfg.num_slots, dtype)  # noqa: E731
-        sampling = SamplingState(jnp.zeros((cfg.num_slots, 2), jnp.uint32), zeros(jnp.float32), zeros(jnp.int32), jnp.ones(cfg.num_slots, jnp.float32))
+        sampling = SamplingState(
+            jnp.zeros((cfg.num_slots, 2), jnp.uint32), zeros(jnp.float32), zeros(jnp.int32), jnp.ones(cfg.num_slots, jnp.float32)
+        )
         stops = jnp.tile(jnp.asarray(list(stop_token_ids), jnp.int32), (cfg.num_slots, 1))
         self.state = decode.init_state(self.round, sampling, zeros(jnp.int32), stops, cfg.num_slots * pages, dtype)
         self.requests: list[Request | None] = [None] * cfg.num_slots
@@ -193,7 +206,11 @@ class Generator:
                 keys[row] = cfg.seed, self.num_admitted
                 self.num_admitted += 1
             first, self.state = admit(
-                self.round, self.params, self.state, self.block_table, *map(jnp.asarray, (slots, tokens, num_tokens, keys, temperature, max_tokens))
+                self.round,
+                self.params,
+                self.state,
+                self.block_table,
+                *map(jnp.asarray, (slots, tokens, num_tokens, keys, temperature, max_tokens)),
             )
             first = np.asarray(first)
             for row, request in enumerate(group):
@@ -288,4 +305,6 @@ def generate_chats(
             log(f"generate: {now - start:5.0f} s  {len(sequences)} chats  {generator.num_sampled} tokens  {rate:.0f} tokens/s")
     chats = pack(sequences, answer_start, temperature, token_dtype(target.vocab_size))
     report.seconds = time.monotonic() - start
-    return chats, replace(report, num_chats=len(chats), num_answer_tokens=chats.num_answer_tokens, num_sampled_tokens=generator.num_sampled)
+    return chats, dataclasses.replace(
+        report, num_chats=len(chats), num_answer_tokens=chats.num_answer_tokens, num_sampled_tokens=generator.num_sampled
+    )

@@ -115,7 +115,13 @@ def init_train_state(cfg: TrainConfig, params: Params) -> TrainState:
 
 
 def observe_target(
-    target_cfg: models.TargetConfig, target: Params, draft: Eagle3Config, draft_ids: jax.Array, tokens: jax.Array, lengths: jax.Array, answer_start: jax.Array
+    target_cfg: models.TargetConfig,
+    target: Params,
+    draft: Eagle3Config,
+    draft_ids: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    answer_start: jax.Array,
 ) -> TargetSide:
     """The target's pass over a batch, without gradients."""
     hidden, aux = target_states(target, target_cfg, tokens, lengths, draft.aux_layers)
@@ -218,9 +224,15 @@ def arrays(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def describe(metrics: StepMetrics, K: int = 3) -> str:
     """One line: losses, agreement and the acceptance that they promise."""
-    numbers = lambda x: " ".join(f"{float(v):.3f}" for v in x)  # noqa: E731
+    numbers = lambda x: "[" + " ".join(f"{float(v):.3f}" for v in x) + "]"  # noqa: E731
     length = 1.0 + float(np.sum(np.asarray(metrics.accepted)[:K]))
-    return f"loss {float(metrics.loss):.3f} [{numbers(metrics.losses)}]  agree [{numbers(metrics.agreement)}]  accept [{numbers(metrics.accepted)}] -> {length:.3f} at K={K}"
+    shown = f"loss {float(metrics.loss):.3f} {numbers(metrics.losses)}  agree {numbers(metrics.agreement)}"
+    return f"{shown}  accept {numbers(metrics.accepted)} -> {length:.3f} at K={K}"
+
+
+def to_lists(metrics: StepMetrics, prefix: str = "") -> dict[str, Any]:
+    """For JSON."""
+    return {prefix + name: np.asarray(getattr(metrics, name)).tolist() for name in ("loss", "losses", "agreement", "accepted")}
 
 
 def mean_metrics(all_metrics: list[StepMetrics]) -> StepMetrics:
@@ -261,7 +273,7 @@ def train(
         found = [validation_step(cfg, draft, target_cfg, state.params, target, ids, *arrays(b)) for b in validation]
         mean = mean_metrics(found)
         log(f"train: held out {describe(mean)}")
-        return {f"held_out_{name}": np.asarray(getattr(mean, name)).tolist() for name in ("loss", "losses", "agreement", "accepted")}
+        return to_lists(mean, "held_out_")
 
     rows = cfg.buckets[-1]
     size = max(min(cfg.tokens_per_batch // rows, len(held_out)), 1)
@@ -284,11 +296,11 @@ def train(
             pace = cfg.log_every / (now - last_log)
             last_log = now
             log(
-                f"train: step {step}  epoch {number}  {now - start:5.0f} s  {pace:.2f} steps/s  {tokens / (now - start):.0f} tokens/s  "
-                f"rate {float(rate):.2e}  norm {float(mean.gradient_norm):.2f}  {describe(mean)}"
+                f"train: step {step}  epoch {number}  {now - start:5.0f} s  {pace:.2f} steps/s  "
+                f"{tokens / (now - start):.0f} tokens/s  rate {float(rate):.2e}  norm {float(mean.gradient_norm):.2f}  {describe(mean)}"
             )
             record = {"step": step, "epoch": number, "seconds": now - start, "tokens": tokens, "learning_rate": float(rate)}
-            history.append(record | {name: np.asarray(getattr(mean, name)).tolist() for name in ("loss", "losses", "agreement", "accepted")})
+            history.append(record | to_lists(mean))
             if now - last_save > save_every_seconds:
                 last_save = now
                 history[-1] |= validate() if validation else {}

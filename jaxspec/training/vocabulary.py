@@ -18,7 +18,9 @@ def choose_vocabulary(counts: np.ndarray, size: int, always: Iterable[int]) -> n
     vocab = len(counts)
     kept = sorted(set(always))
     if not len(kept) <= size <= vocab:
-        raise ConfigError(f"draft_vocab_size: expected a size from {len(kept)} (the tokens that are always in) to the target's {vocab}, got {size}")
+        raise ConfigError(
+            f"draft_vocab_size: expected a size from {len(kept)} (the tokens that are always in) to the target's {vocab}, got {size}"
+        )
     if kept and not 0 <= kept[0] <= kept[-1] < vocab:
         raise ConfigError(f"draft vocabulary: expected token ids below {vocab}, got {kept}")
     order = np.argsort(-counts.astype(np.int64), kind="stable")

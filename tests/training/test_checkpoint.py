@@ -19,7 +19,7 @@ from jaxspec import models
 from jaxspec.config import ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
 from jaxspec.loading.model import load_draft
-from jaxspec.training.checkpoint import join_file, save_draft, split_file, speculators_config
+from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
 from jaxspec.training.evaluation import evaluate_acceptance, trim
 from jaxspec.training.target import target_states
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
@@ -85,7 +85,12 @@ def test_speculators_reads_the_config_and_computes_the_same_logits(tmp_path: Pat
     oracle.lm_head.register_forward_hook(lambda module, args, out: found.append(out.detach().numpy()))
     shifted = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     with torch.no_grad():
-        oracle(hidden_states=torch.tensor(aux), input_ids=torch.tensor(shifted).long(), document_ids=torch.zeros(1, 8, dtype=torch.long), ttt_steps=2)
+        oracle(
+            hidden_states=torch.tensor(aux),
+            input_ids=torch.tensor(shifted).long(),
+            document_ids=torch.zeros(1, 8, dtype=torch.long),
+            ttt_steps=2,
+        )
     outputs = jax.jit(forward_steps, static_argnums=(1, 4))(params, cfg, jnp.asarray(tokens), jnp.asarray(aux), 2)
     for step, out in enumerate(outputs):
         np.testing.assert_allclose(eagle3.logits(params, cfg, out)[:, : 7 - step], found[step][:, : 7 - step], atol=1e-4, rtol=1e-4)
@@ -122,7 +127,15 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB, n).astype(np.int32) for n in (3, 9, 5)]
     metrics, answers = evaluate_acceptance(
-        pair.target_cfg, pair.target, pair.draft_cfg, pair.bound, prompts, stop_token_ids=[2], num_speculative_tokens=2, max_tokens=12, dtype=jnp.float32
+        pair.target_cfg,
+        pair.target,
+        pair.draft_cfg,
+        pair.bound,
+        prompts,
+        stop_token_ids=[2],
+        num_speculative_tokens=2,
+        max_tokens=12,
+        dtype=jnp.float32,
     )
     for prompt, answer in zip(prompts, answers, strict=True):
         sequence = np.concatenate([prompt, answer])
@@ -154,5 +167,10 @@ def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
 
 
 def test_a_missing_target_is_one_sentence() -> None:
-    done = subprocess.run([sys.executable, "scripts/train_draft.py", "train", "--output", "x"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and done.stderr.strip() == "error: --target: expected the folder of a safetensors checkpoint (or --dry-run), got none"
+    done = subprocess.run(
+        [sys.executable, "scripts/train_draft.py", "train", "--output", "x"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.strip() == "error: --target: expected the folder of a safetensors checkpoint (or --dry-run), got none"
+    )

@@ -13,7 +13,7 @@ from jaxspec.training.data import OverlapFilter, batch_of, batches, epoch, ngram
 from jaxspec.training.vocabulary import choose_vocabulary, coverage, vocabulary_maps
 
 
-def some_chats(lengths: list[int]):  # noqa: ANN201
+def some_chats(lengths: list[int]):
     """Chat i is i, i, ... with its answer in the last two tokens."""
     sequences = [np.full(n, i) for i, n in enumerate(lengths)]
     return pack(sequences, [n - 2 for n in lengths], np.zeros(len(lengths)), np.uint16)

@@ -149,7 +149,9 @@ def test_a_row_depends_on_nothing_behind_what_it_has_read(pair: Any) -> None:
         same = forward_steps(pair.bound, pair.draft_cfg, other_tokens, other_aux, STEPS)
         np.testing.assert_allclose(same[step][0, : row + 1], outputs[step][0, : row + 1], atol=TOLERANCE)
         changed = tokens.at[:, row + 1 + step].set((tokens[:, row + 1 + step] + 1) % VOCAB)
-        assert not np.allclose(forward_steps(pair.bound, pair.draft_cfg, changed, aux, STEPS)[step][0, row], outputs[step][0, row], atol=1e-3)
+        assert not np.allclose(
+            forward_steps(pair.bound, pair.draft_cfg, changed, aux, STEPS)[step][0, row], outputs[step][0, row], atol=1e-3
+        )
 
 
 def test_a_sliding_window_is_refused() -> None:

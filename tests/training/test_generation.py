@@ -38,7 +38,9 @@ def test_greedy_answers_equal_the_argmax_of_the_whole_sequence(pair: Pair) -> No
         prompt, n = request.prompt, len(request.prompt)
         assert sequence[:n].tolist() == prompt.tolist()
         padded = jnp.zeros((1, CFG.max_len), jnp.int32).at[0, : len(sequence)].set(sequence)
-        logits = models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, forward(padded, jnp.asarray([len(sequence)], jnp.int32)))
+        logits = models.family(pair.target_cfg).logits(
+            pair.target, pair.target_cfg, forward(padded, jnp.asarray([len(sequence)], jnp.int32))
+        )
         assert sequence[n:].tolist() == np.argmax(logits[0], axis=-1)[n - 1 : len(sequence) - 1].tolist()
         stopped = sequence[-1] == 2
         assert 2 not in sequence[n:-1] and (stopped or len(sequence) == min(n + CFG.max_answer_tokens, CFG.max_len))

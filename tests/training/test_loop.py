@@ -61,8 +61,10 @@ def test_remat_changes_no_gradient(pair: Pair) -> None:
     ids = jnp.asarray(pair.draft_ids)
     side = jax.jit(lambda: observe_target(pair.target_cfg, pair.target, pair.draft_cfg, ids, *batch()))()
 
-    def gradient(cfg: TrainConfig):  # noqa: ANN202
-        return jax.jit(jax.grad(lambda params: draft_loss(cfg, pair.draft_cfg, params, pair.target["embed_tokens"], ids, side)[0]))(pair.draft)
+    def gradient(cfg: TrainConfig):
+        return jax.jit(jax.grad(lambda params: draft_loss(cfg, pair.draft_cfg, params, pair.target["embed_tokens"], ids, side)[0]))(
+            pair.draft
+        )
 
     plain, again = gradient(CFG), gradient(dataclasses.replace(CFG, remat=True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, again)
@@ -103,7 +105,8 @@ def test_a_head_learns_and_is_saved_on_the_way(pair: Pair) -> None:
     saved: list[int] = []
     trained, history = train(
         CFG, pair.draft_cfg, pair.target_cfg, pair.target, params, pair.draft_ids, chats, chats,
-        max_steps=60, deadline=time.monotonic() + 1e6, save=lambda params, step, record: saved.append(step), save_every_seconds=0.0, log=lambda line: None,
+        max_steps=60, deadline=time.monotonic() + 1e6, save=lambda params, step, record: saved.append(step), save_every_seconds=0.0,
+        log=lambda line: None,
     )  # fmt: skip
     assert saved == [10, 20, 30, 40, 50, 60, 60]
     steps = [record for record in history if "loss" in record]

@@ -29,7 +29,13 @@ def test_kl_loss_of_several_steps_equals_speculators(decay: float) -> None:
     probs = jax.nn.softmax(jnp.asarray(target), axis=-1)
     for step, z in enumerate(draft):
         loss, _ = compute_metrics(
-            torch.tensor(z), torch.tensor(target), torch.tensor(mask), torch.tensor(mask), step, decay, resolve_loss_config("kl_div", "eager")
+            torch.tensor(z),
+            torch.tensor(target),
+            torch.tensor(mask),
+            torch.tensor(mask),
+            step,
+            decay,
+            resolve_loss_config("kl_div", "eager"),
         )
         expected += float(loss)
         rows = 9 - step
@@ -40,7 +46,9 @@ def test_kl_loss_of_several_steps_equals_speculators(decay: float) -> None:
 
 def test_soft_cross_entropy_and_its_gradient() -> None:
     z, p = jnp.asarray(logits(0)), jax.nn.softmax(jnp.asarray(logits(1)), axis=-1)
-    np.testing.assert_allclose(losses.soft_cross_entropy(z, p), -jnp.sum(p * jax.nn.log_softmax(z), axis=-1), rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        losses.soft_cross_entropy(z, p), -jnp.sum(p * jax.nn.log_softmax(z), axis=-1), rtol=TOLERANCE, atol=TOLERANCE
+    )
     gradient = jax.grad(lambda z: jnp.sum(losses.soft_cross_entropy(z, p)))(z)
     np.testing.assert_allclose(gradient, jax.nn.softmax(z, axis=-1) - p, atol=TOLERANCE)
 
