@@ -188,9 +188,8 @@ def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float,
         log_every=4 if args.dry_run else 50,
     )
     records["train_config"], records["draft_config"] = dataclasses.asdict(cfg), dataclasses.asdict(draft)
-    log(
-        f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, {training.num_answer_tokens} of them answers; {records['vocabulary']}"
-    )
+    log(f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, {training.num_answer_tokens} of them answers")
+    log(f"train: vocabulary {records['vocabulary']}")
     log(f"train: {draft}")
     head = args.output / "head"
 

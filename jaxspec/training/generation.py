@@ -193,7 +193,9 @@ class Generator:
             group = [request for _ in range(cfg.prefill_rows) if (request := next_request()) is not None]
             if not group:
                 return
-            width = 1 << (max(len(r.prompt) for r in group) - 1).bit_length()  # few widths, few compilations
+            longest = max(len(request.prompt) for request in group)
+            width = next(w for w in (64, 256, cfg.max_len) if longest <= w or w == cfg.max_len)  # few widths, few compilations
+            width = min(width, cfg.max_len)
             tokens = np.zeros((cfg.prefill_rows, width), np.int32)
             num_tokens, max_tokens = np.zeros(cfg.prefill_rows, np.int32), np.ones(cfg.prefill_rows, np.int32)
             slots = np.full(cfg.prefill_rows, cfg.num_slots, np.int32)
