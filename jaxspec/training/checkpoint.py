@@ -95,6 +95,7 @@ def save_draft(
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
     save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+    (fresh / WEIGHTS).chmod(0o644)  # safetensors' temporary file is the owner's only
     config = speculators_config(cfg, target, max_position_embeddings)
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if folder.exists():
