@@ -52,7 +52,7 @@ class PickledTensor:
     shape: tuple[int, ...]
 
     def read(self) -> np.ndarray:
-        t = self.tensor.detach().contiguous()
+        t = self.tensor.detach()
         if str(t.dtype) == "torch.bfloat16":  # torch has no numpy bfloat16: go through the bits
             return t.view(_import_torch("").int16).numpy().view(ml_dtypes.bfloat16)
         return t.numpy()

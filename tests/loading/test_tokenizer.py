@@ -97,6 +97,17 @@ def test_missing_or_damaged_files_are_one_sentence(folder, damage):
     assert "\n" not in str(e.value)
 
 
+def test_a_reason_of_several_lines_is_cut_to_one(folder, monkeypatch):
+    import transformers
+
+    def fail(*args, **kwargs):
+        raise OSError("first line\nsecond line")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(ConfigError, match="got first line$"):
+        load_tokenizer(folder)
+
+
 def test_code_in_the_folder_never_runs(folder):
     ran = folder / "ran"
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
