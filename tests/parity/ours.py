@@ -67,8 +67,9 @@ class PagedTarget:
                     self.aux[i][first + row] = np.asarray(aux[i, row])
 
     def prefill(self, prompts: Sequence[Sequence[int]], chunk: int) -> None:
+        """A request whose prompt has ended idles from position 0 on: were its masked rows written, they would fall on its prompt."""
         for first in range(0, max(map(len, prompts)), chunk):
-            self.feed(chunk, [first] * len(prompts), [p[first : first + chunk] for p in prompts])
+            self.feed(chunk, [first if first < len(p) else 0 for p in prompts], [p[first : first + chunk] for p in prompts])
 
 
 def by_position(rows: dict[int, np.ndarray]) -> np.ndarray:
