@@ -219,6 +219,16 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        for name in ("method", "rejection_sample_method", "draft_sample_method"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}: expected a name, got {getattr(self, name)!r}")
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigError(f"{name}: expected true, false or none, got {getattr(self, name)!r}")
+        for name, is_right in (("synthetic_acceptance_rates", _is_number), ("eagle_aux_hidden_state_layer_ids", _is_int)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, list | tuple) and all(map(is_right, value))):
+                raise ConfigError(f"{name}: expected a list of {'numbers' if is_right is _is_number else 'integers'}, got {value!r}")
         set_field("rejection_sample_method", _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method))
         set_field("draft_sample_method", _DRAFT_ALIASES.get(self.draft_sample_method, self.draft_sample_method))
         for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
@@ -236,6 +246,9 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"draft_sample_method: expected one of {', '.join(get_args(DraftSampling))}, got {self.draft_sample_method!r}"
             )
+        for name in ("synthetic_acceptance_length", "synthetic_acceptance_rate"):
+            if getattr(self, name) is not None and not _is_number(getattr(self, name)):
+                raise ConfigError(f"{name}: expected a number, got {getattr(self, name)!r}")
         given = [n for n in ("rates", "length", "rate") if getattr(self, f"synthetic_acceptance_{n}") is not None]
         if (self.rejection_sample_method == "synthetic") != (len(given) == 1) or len(given) > 1:
             raise ConfigError(

@@ -123,7 +123,7 @@ class LLM:
         self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else tokenizer.eos_token_ids if tokenizer else ())
         self.dtype = jnp.dtype(dtype)
         self.params: Params = {"target": target_params, "draft": draft[1] if draft else {}}
-        self._rates = synthetic.resolve(speculative) if speculative and speculative.rejection_sample_method == "synthetic" else None
+        self._rates = _acceptance_rates(speculative) if speculative else None
         self.reset_metrics()
         logger.info("%s", self.describe())
 
@@ -151,6 +151,10 @@ class LLM:
         """
         if isinstance(speculative, Mapping):
             speculative = SpeculativeConfig.from_dict(speculative)
+        if speculative is not None:
+            if speculative.model is None:
+                raise ConfigError("speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none")
+            _acceptance_rates(speculative)  # found wrong before the weights are read, not after
         if dtype != "auto" and dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
         resolved = DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
@@ -166,8 +170,6 @@ class LLM:
         )
         draft = None
         if speculative is not None:
-            if speculative.model is None:
-                raise ConfigError("speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none")
             draft = load_draft(resolve(speculative.model, kind="draft"), *loaded, speculative, resolved)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
@@ -202,6 +204,10 @@ class LLM:
     def _num_speculative_tokens(self) -> int:
         return self.speculative.num_speculative_tokens if self.speculative else 0
 
+    @property
+    def _label(self) -> str:
+        return "speculative decoding" if self.speculative else "plain decoding"
+
     # --- requests ---------------------------------------------------------------------------------------------------------------
 
     def chat(
@@ -229,7 +235,7 @@ class LLM:
         standard error.
         """
         requests = self._admit_all(prompts, sampling_params)
-        with _progress_bar(len(requests)) if progress else contextlib.nullcontext(_ignore) as advance:
+        with _progress_bar(self._label, len(requests)) if progress else contextlib.nullcontext(_ignore) as advance:
             for batch in self._batches(requests):
                 self._run(batch, advance)
         return [
@@ -430,6 +436,11 @@ class LLM:
         jax.block_until_ready(verification)
 
 
+def _acceptance_rates(speculative: SpeculativeConfig) -> tuple[float, ...] | None:
+    """Conditional rates of the synthetic rule, None under another."""
+    return synthetic.resolve(speculative) if speculative.rejection_sample_method == "synthetic" else None
+
+
 @partial(jax.jit, static_argnames=("cfg", "num_blocks", "dtype"))
 def _init_state(
     cfg: RoundConfig, sampling: SamplingState, max_tokens: jax.Array, stop_token_ids: jax.Array, *, num_blocks: int, dtype: str
@@ -488,11 +499,11 @@ def _ignore(_: int) -> None:
 
 
 @contextlib.contextmanager
-def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+def _progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda n: bar.advance(task, n)

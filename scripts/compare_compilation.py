@@ -29,7 +29,7 @@ def main(
     num_prompts: Annotated[int | None, typer.Option(help="At most this many prompts.", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="At most this many tokens a prompt.")] = 64,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run together.")] = 8,
-    max_model_len: Annotated[int, typer.Option(help="Tokens a request may hold, prompt included.")] = 2048,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens a request may hold, prompt included.")] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the figures of every mode here.")] = None,
 ) -> None:
     """Exit with 1 unless round, step and eager decode the same tokens with the same acceptance counts (greedy, float32)."""

@@ -51,8 +51,10 @@ def main(
     seed: Annotated[int, option("Of the first prompt; the i-th has seed + i.")] = 0,
     ignore_eos: Annotated[bool, option("Go on to max-tokens.", "--ignore-eos")] = False,
     dtype: Annotated[str | None, option("float32, bfloat16 or auto. [default: float32 with --compare, else auto]")] = None,
-    max_model_len: Annotated[int, option("Tokens a request may hold, prompt included.")] = 2048,
-    max_num_seqs: Annotated[int, option("Requests that run together.")] = 8,
+    max_model_len: Annotated[
+        int | None, option("Tokens a request may hold, prompt included. [default: 2048, or the target's limit if that is less]")
+    ] = None,
+    max_num_seqs: Annotated[int | None, option("Requests that run together. [default: 8; in the demo 1]")] = None,
     compilation: Annotated[str, option("One program a round, one a draft step, or none: round, step or eager.")] = "round",
     output_json: Annotated[Path | None, option("Write prompts, tokens, texts, metrics and timings to this file.")] = None,
     quiet: Annotated[bool, option("Print the figures only.", "--quiet")] = False,
@@ -80,6 +82,8 @@ def main(
         if dtype == "float32":
             exact_float32()
         keep_compiled_programs()
+        # The demo shows what one user waits for: a CPU has no arithmetic to spare for the drafts of eight requests at once.
+        max_num_seqs = max_num_seqs or (8 if prompt or dataset is not None else 1)
         engine = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "compilation": compilation}
         llm = LLM.from_pretrained(target, speculative=speculative, **engine)
         if not quiet:

@@ -20,8 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import jax
 import jax.numpy as jnp
 import numpy as np

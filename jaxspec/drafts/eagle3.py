@@ -6,6 +6,7 @@ reads the target's hidden states through `fuse`; later passes read the draft's o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from jaxspec.layers import linear, mlp_specs, rms_norm, rope_tables, vocab_logit
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, ParamSpec, matrix, vector
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -242,5 +245,10 @@ def _switch(name: str, config: Mapping[str, Any], overrides: SpeculativeConfig, 
         raise ConfigError(
             "norm_before_residual: expected it in a speculators config (vLLM and speculators disagree on its default), got none; "
             "set it in the speculative config"
+        )
+    if value and name == "norm_output" and not speculators and getattr(overrides, name) is None:
+        logger.warning(
+            "norm_output in a flat config: taken as vLLM takes it, the recycled hidden state is the normed one; if SpecForge wrote this "
+            "draft, where it means the norm before lm_head only, set norm_output to false in the speculative config"
         )
     return bool(value)
