@@ -1,0 +1,69 @@
+"""One compilation per shape bucket, and none after warm-up."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec.config import EngineConfig
+from tests.support.compilations import counting_compilations
+from tests.support.tiny import VOCAB, Model, agreeing_model, random_prompts
+from tests.support.toys import ToyDraft, ToyTarget
+
+LENGTHS, K = (5, 9, 1), 3
+
+
+def engine(model: Model, rule: str = "probabilistic", **changes: Any) -> LLM:
+    config = EngineConfig(**({"max_model_len": 64, "max_num_seqs": 4, "block_size": 16} | changes))
+    speculative = SpeculativeConfig(method=model.draft.method, num_speculative_tokens=K, rejection_sample_method=rule)
+    return LLM((model.target, model.params["target"]), (model.draft, model.params["draft"]), speculative, config=config)
+
+
+@pytest.mark.usefixtures("toy_families")
+@pytest.mark.parametrize("speculative", [True, False])
+def test_nothing_compiles_after_warm_up(speculative: bool) -> None:
+    """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated requests."""
+    table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
+    llm = LLM(
+        (ToyTarget(VOCAB), table),
+        (ToyDraft(VOCAB), table) if speculative else None,
+        SpeculativeConfig(method="eagle", num_speculative_tokens=K) if speculative else None,
+        config=EngineConfig(
+            max_model_len=130 if speculative else 60, max_num_seqs=3, block_size=16, batch_buckets=(1, 3), max_num_batched_tokens=24
+        ),
+    )
+    with counting_compilations() as compiled:
+        llm.warmup()
+    assert compiled
+    kinds = [SamplingParams(0.0), SamplingParams(1.0, seed=1), SamplingParams(0.9, top_k=5, top_p=0.9, seed=2, stop_token_ids=(3,))]
+    with counting_compilations() as compiled:
+        for seed, lengths in enumerate([(3,), (5, 9), (1, 58, 7), (41,), (33, 34, 35, 36), *([(115,), (129, 2)] if speculative else [])]):
+            for mixture in (kinds[:1] * 4, [*kinds, kinds[0]], kinds[1:2] * 4):
+                llm.generate(random_prompts(lengths, seed), mixture[: len(lengths)])
+    assert not compiled
+
+
+@pytest.mark.parametrize("compilation", ["round", "step"])
+def test_one_compilation_for_each_bucket(compilation: str) -> None:
+    """A first batch compiles its programs once however many rounds it runs; another batch of the same bucket compiles nothing."""
+    llm = engine(
+        agreeing_model("eagle"), compilation=compilation, max_model_len={"round": 48, "step": 56}[compilation], batch_buckets=(2, 4)
+    )
+    greedy = SamplingParams(0.0, max_tokens=12)
+    with counting_compilations() as compiled:
+        llm.generate(random_prompts((5, 9)), greedy)
+    rounds = [name for name in compiled if re.search(r"round|step|verify_and_commit", name)]
+    assert len(rounds) == len(set(rounds)) == {"round": 1, "step": 3}[compilation], compiled
+    assert len([name for name in compiled if "prefill" in name]) == 1
+    with counting_compilations() as compiled:
+        llm.generate(random_prompts((7,), seed=1), greedy)  # one request runs in the bucket of two
+        llm.generate(random_prompts((2, 11), seed=2), SamplingParams(0.0, max_tokens=30))
+    assert not compiled
+    with counting_compilations() as compiled:
+        llm.generate(random_prompts((7, 8, 9), seed=1), greedy)
+    assert len([name for name in compiled if re.search(r"round|step|verify_and_commit", name)]) == len(rounds), "a new bucket"

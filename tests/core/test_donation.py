@@ -1,0 +1,73 @@
+"""The round is one program with donated caches that nothing copies, and it never calls the host."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import decode
+from jaxspec.config import RoundConfig
+from tests.support.tiny import METHODS, Model, agreeing_model, block_table, random_prompts, sampling_state, start
+
+LENGTHS, K = (5, 9, 1), 3
+# Operations that reach the host, in StableHLO and in optimised HLO (whose tables of file and function names may hold any word).
+HOST = re.compile(
+    r'custom_call @\w*callback|custom_call_target="\w*callback|\b(?:infeed|outfeed|send|recv)\(|stablehlo\.(?:infeed|outfeed|send|recv)'
+)
+
+
+def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, np.ndarray]:
+    table, num_blocks = block_table(3, cfg, shuffle_seed=0, guard=5)  # a pool larger than what attention gathers of it
+    _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3], 1.0), table, num_blocks)
+    return decode._round.lower(cfg, model.params, state, table), state, table
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_round_is_one_program_with_donated_caches_and_no_host_callback(method: str) -> None:
+    model = agreeing_model(method)
+    cfg = model.round_config(K)
+    program, state, table = lowered(cfg, model)
+    assert not HOST.search(program.as_text())
+    compiled = program.compile()
+    text = compiled.as_text()
+    assert text.count("ENTRY ") == 1 and not HOST.search(text)
+
+    caches = jax.tree.leaves((state.target_caches, state.draft_caches))
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in caches)
+    verification, after = decode._round(cfg, model.params, state, table)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state)), "the state is donated whole"
+    assert not any(x.is_deleted() for x in jax.tree.leaves((verification, after, model.params)))
+
+
+def test_the_search_finds_a_host_callback() -> None:
+    program = jax.jit(lambda x: jax.pure_callback(lambda y: y, x, x)).lower(np.ones(3, np.float32))
+    assert HOST.search(program.as_text()) and HOST.search(program.compile().as_text())
+
+
+def cache_copies(text: str, caches: list[jax.Array]) -> list[str]:
+    """Lines of optimised HLO that copy a buffer as large as a cache, in whatever shape it is seen there."""
+    sizes = {x.size for x in caches}
+    found = []
+    for line in text.splitlines():
+        match = re.search(r"= f32\[([\d,]+)\]\S* copy\(", line)
+        if match and np.prod([int(n) for n in match[1].split(",")]) in sizes:
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_cache_is_copied(method: str) -> None:
+    """In the optimised program; without donation there is a copy of every cache, so the search can find them."""
+    model = agreeing_model(method)
+    cfg = model.round_config(K)
+    program, state, table = lowered(cfg, model)
+    caches = jax.tree.leaves((state.target_caches, state.draft_caches))
+    assert not cache_copies(program.compile().as_text(), caches)
+    kept = jax.jit(partial(decode.decode_round, cfg)).lower(model.params, state, table).compile()
+    assert len(cache_copies(kept.as_text(), caches)) >= len(caches)
+    assert kept.memory_analysis().alias_size_in_bytes == 0

@@ -1,0 +1,172 @@
+"""Attention metadata of every draft step equals a from-scratch build in plain Python, and nothing in it may be stale."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxspec import propose as propose_module
+from jaxspec.config import CacheGroup
+from jaxspec.kv_cache import PAD_SLOT
+from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
+
+FIELDS = tuple(f.name for f in fields(AttentionMetadata))
+BLOCK_SIZES = (1, 2, 16)
+LIMIT = 40  # max_model_len: a multiple of no block size but 1 and 2
+
+
+def from_scratch(group: CacheGroup, table: np.ndarray, start: list[int], num_rows: list[int], rows: int) -> dict[str, np.ndarray]:
+    """What the docstrings of AttentionMetadata say, one entry at a time."""
+    size, limit = group.block_size, group.max_model_len
+    out: dict[str, Any] = {name: [] for name in FIELDS}
+    for blocks, first, real in zip(table.tolist(), start, num_rows, strict=True):
+        positions = [min(first + i, limit) for i in range(rows)]
+        writes = [i < real and first + i < limit for i in range(rows)]
+        length = min(first + real, limit) if real else 0
+        out["positions"].append(positions)
+        out["seq_lens"].append(length)
+        out["slot_mapping"].append([blocks[p // size] * size + p % size if w else PAD_SLOT for p, w in zip(positions, writes, strict=True)])
+        out["window_start"].append([0 if group.window is None else max(p - group.window + 1, 0) for p in positions])
+        out["num_pages"].append(sum(1 for page in range(len(blocks)) if page * size < length))
+    return {name: np.array(value, np.int32) for name, value in (out | {"block_table": table}).items()}
+
+
+def differing(metadata: AttentionMetadata, expected: dict[str, np.ndarray]) -> set[str]:
+    """The fields that differ in shape, dtype or value."""
+    found = set()
+    for name in FIELDS:
+        value = np.asarray(getattr(metadata, name))
+        if value.dtype != np.int32 or value.shape != expected[name].shape or not np.array_equal(value, expected[name]):
+            found.add(name)
+    return found
+
+
+def shuffled_table(group: CacheGroup, batch: int) -> np.ndarray:
+    pages = -(-group.max_model_len // group.block_size)
+    return np.random.default_rng(batch).permutation(batch * pages).astype(np.int32).reshape(batch, pages)
+
+
+def expected_steps(group: CacheGroup, table: np.ndarray, seq_lens: list[int], pending: list[int], K: int) -> list[dict[str, np.ndarray]]:
+    """Step 0 consumes the pending rows; step k >= 1 is the row at position seq_lens + k - 1."""
+    steps = [from_scratch(group, table, [s - n for s, n in zip(seq_lens, pending, strict=True)], pending, K + 1)]
+    for k in range(1, K):
+        live = [int(n > 0) for n in pending]
+        # An idle request has no position of its own; its row stays at 0.
+        start = [min(s + k - 1, group.max_model_len) if n else 0 for s, n in zip(seq_lens, pending, strict=True)]
+        steps.append(from_scratch(group, table, start, live, 1))
+    return steps
+
+
+def rebuilt_steps(group: CacheGroup, table: np.ndarray, seq_lens: list[int], pending: list[int], K: int) -> list[AttentionMetadata]:
+    """The metadata that propose's steps see, through the functions that propose calls."""
+    lens, rows = jnp.asarray(seq_lens, jnp.int32), jnp.asarray(pending, jnp.int32)
+    steps = [propose_module.build_metadata(group, jnp.asarray(table), lens - rows, rows, K + 1)]
+    for _ in range(1, K):
+        steps.append(propose_module.rebuild_draft_metadata(group, steps[-1]))
+    return steps
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seq_lens=st.lists(st.integers(1, LIMIT), min_size=3, max_size=3),
+    pending=st.lists(st.integers(0, 7), min_size=3, max_size=3),
+    K=st.integers(1, 6),
+)
+@example(seq_lens=[LIMIT, LIMIT - 1, LIMIT - 2], pending=[1, 2, 7], K=6)
+def test_every_draft_step_equals_a_build_from_scratch(
+    block_size: int, window: int | None, seq_lens: list[int], pending: list[int], K: int
+) -> None:
+    group = CacheGroup(block_size, LIMIT, window)
+    pending = [min(n, K + 1, s) for n, s in zip(pending, seq_lens, strict=True)]
+    table = shuffled_table(group, 3)
+    steps = rebuilt_steps(group, table, seq_lens, pending, K)
+    for step, (metadata, expected) in enumerate(zip(steps, expected_steps(group, table, seq_lens, pending, K), strict=True)):
+        assert not differing(metadata, expected), f"step {step}: {differing(metadata, expected)}"
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_every_offset_and_every_length_up_to_the_limit(block_size: int, window: int | None) -> None:
+    """All seq_lens at once, as rows of one batch, for K = 6."""
+    group, K = CacheGroup(block_size, LIMIT, window), 6
+    seq_lens = list(range(1, LIMIT + 1))
+    pending = [min(1 + s % (K + 1), s) for s in seq_lens]
+    table = shuffled_table(group, len(seq_lens))
+    steps = jax.jit(lambda: rebuilt_steps(group, table, seq_lens, pending, K))()
+    for step, (metadata, expected) in enumerate(zip(steps, expected_steps(group, table, seq_lens, pending, K), strict=True)):
+        assert not differing(metadata, expected), f"step {step}: {differing(metadata, expected)}"
+
+
+def test_without_rebuilding_the_derived_fields_are_stale_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above notices more than lengths when the rebuild between steps is switched off."""
+    monkeypatch.setattr(propose_module, "rebuild_draft_metadata", keep_metadata)
+    group, K = CacheGroup(2, LIMIT, window=3), 4
+    seq_lens, pending = [5, 8, 11], [1, 3, 2]
+    table = shuffled_table(group, 3)
+    steps = zip(rebuilt_steps(group, table, seq_lens, pending, K), expected_steps(group, table, seq_lens, pending, K), strict=True)
+    found = [differing(metadata, expected) for metadata, expected in steps]
+    assert found[:2] == [set(), set()]
+    assert all(f == {"positions", "seq_lens", "slot_mapping", "window_start", "num_pages"} for f in found[2:]), found
+
+
+def keep_metadata(group: CacheGroup, metadata: AttentionMetadata) -> AttentionMetadata:
+    """Rebuilding switched off, but for the change of shape after step 0."""
+    return metadata if metadata.positions.shape[1] == 1 else rebuild_draft_metadata(group, metadata)
+
+
+# ---- cases that vLLM's suite states (shared/reference/cases.md 3.5)
+
+
+def rebuilt(start: list[int], steps: int, limit: int, rows: list[int] | None = None) -> AttentionMetadata:
+    group = CacheGroup(16, limit)
+    table = jnp.asarray(shuffled_table(group, len(start)))
+    num_rows = jnp.asarray([1] * len(start) if rows is None else rows, jnp.int32)
+    metadata = build_metadata(group, table, jnp.asarray(start, jnp.int32) - num_rows, num_rows, 3)
+    for _ in range(steps):
+        metadata = rebuild_draft_metadata(group, metadata)
+    return metadata
+
+
+def test_lengths_grow_by_one_a_step() -> None:
+    assert rebuilt([100, 200, 300], steps=2, limit=1024).seq_lens.tolist() == [102, 202, 302]
+
+
+def test_lengths_stop_at_the_limit() -> None:
+    assert rebuilt([1023], steps=3, limit=1024).seq_lens.tolist() == [1024]
+
+
+def test_padding_rows_keep_length_0() -> None:
+    metadata = rebuilt([7, 0, 0], steps=2, limit=1024, rows=[2, 0, 0])
+    assert metadata.seq_lens.tolist() == [9, 0, 0] and metadata.num_pages.tolist() == [1, 0, 0]
+    assert metadata.slot_mapping[1:].tolist() == [[PAD_SLOT], [PAD_SLOT]]
+
+
+@pytest.mark.parametrize(("position", "following"), [(50, 51), (98, 99), (99, 100), (100, 100)])
+def test_positions_advance_and_are_clamped_at_the_limit(position: int, following: int) -> None:
+    """vLLM's first runner moves positions of 100 and beyond to 0 (PAD); ours, like its second, clamps and drops the write."""
+    before = rebuilt([position + 1], steps=0, limit=100)
+    assert before.positions[0, 0] == position
+    after = rebuild_draft_metadata(CacheGroup(16, 100), before)
+    assert after.positions.tolist() == [[following]]
+    assert (after.slot_mapping[0, 0] == PAD_SLOT) == (following >= 100)
+
+
+def test_rejected_rows_are_masked_and_the_last_real_row_is_sampled() -> None:
+    """Three queries of 3 rows with [1, 0, 2] rejected: the flat sample indices [1, 5, 6]."""
+    group = CacheGroup(4, 64)
+    table = jnp.asarray(shuffled_table(group, 3))
+    kept = jnp.asarray([2, 3, 1], jnp.int32)
+    metadata = build_metadata(group, table, jnp.asarray([10, 20, 30], jnp.int32), kept, 3)
+    assert metadata.positions.tolist() == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
+    assert (metadata.slot_mapping != PAD_SLOT).tolist() == [[True, True, False], [True, True, True], [True, False, False]]
+    assert (jnp.arange(3) * 3 + kept - 1).tolist() == [1, 5, 6]
+    assert metadata.seq_lens.tolist() == [12, 23, 31]

@@ -1,0 +1,106 @@
+"""Padding rows, whatever they hold, change no live row, cache block or metric; nor do slots and neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import decode
+from jaxspec.sampling import SamplingState
+from tests.support.tiny import agreeing_model, block_table, generate, random_prompts, sampling_state, start
+
+LENGTHS, K = (5, 9, 1), 3
+TEMPERATURES = (0.0, 1.0, 0.8)
+
+
+def padded(sampling: SamplingState, order: list[int | None]) -> SamplingState:
+    """The rows of `order`, None a padding row: greedy, as the engine makes them."""
+    idle = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x[:1])]), sampling)
+    idle.top_p[-1] = 1.0
+    return jax.tree.map(lambda x: x[[len(LENGTHS) if i is None else i for i in order]], idle)
+
+
+BUCKET_OF_4: list[int | None] = [0, 1, 2, None]
+BUCKET_OF_8: list[int | None] = [None, 2, None, 0, 1, None, None, None]
+OTHER_NEIGHBOURS: list[int | None] = [2, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "rule", "draft_sampling", "orders"),
+    [
+        ("eagle3", "strict", "probabilistic", [BUCKET_OF_4, OTHER_NEIGHBOURS]),
+        ("eagle", "probabilistic", "probabilistic", [BUCKET_OF_8]),
+        ("eagle3", "block", "greedy", [BUCKET_OF_4, OTHER_NEIGHBOURS]),
+    ],
+)
+def test_text_does_not_depend_on_padding_slot_or_neighbours(
+    method: str, rule: str, draft_sampling: str, orders: list[list[int | None]]
+) -> None:
+    """Greedy and sampled requests: in buckets of 3, 4 and 8, in other slots, beside other requests."""
+    model, prompts = agreeing_model(method), random_prompts(LENGTHS)
+    cfg = model.round_config(K, rule=rule, draft_sampling=draft_sampling)
+    sampling = sampling_state([1, 2, 3], TEMPERATURES)
+    alone = generate(cfg, model.params, prompts, sampling, max_tokens=12)
+    for order in orders:
+        run = generate(
+            cfg,
+            model.params,
+            [[] if i is None else prompts[i] for i in order],
+            padded(sampling, order),
+            max_tokens=[1 if i is None else 12 for i in order],
+            shuffle_seed=len(order),
+        )
+        assert run.token_ids == [[] if i is None else alone.token_ids[i] for i in order]
+        if sorted(i for i in order if i is not None) == [0, 1, 2]:
+            assert sorted(map(sorted, run.accepted)) == sorted(map(sorted, alone.accepted))
+
+
+@pytest.mark.parametrize("rule", ["strict", "block"])
+def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
+    """Rows 1 and 3 are idle and hold NaN hidden states, wild tokens and lengths, and a block table that names live blocks."""
+    model = agreeing_model("eagle3")
+    cfg = model.round_config(K, rule=rule, truncated=rule == "block")
+    table, num_blocks = block_table(4, cfg, guard=2, shuffle_seed=1)
+    prompts = [random_prompts(LENGTHS)[0], [], random_prompts(LENGTHS)[1], []]
+    sampling = padded(sampling_state([1, 2, 3], TEMPERATURES), [0, None, 1, None])
+    results = []
+    for poison in (False, True):
+        _, state = start(cfg, model.params, prompts, sampling, table, num_blocks)
+        used = table.copy()
+        if poison:
+            used[[1, 3]] = table[[0, 2]]
+            state = state.replace(
+                seq_lens=state.seq_lens.at[jnp.array([1, 3])].set(jnp.array([7, 2**30], jnp.int32)),
+                next_token=state.next_token.at[jnp.array([1, 3])].set(jnp.array([-5, 2**30], jnp.int32)),
+                pending_tokens=state.pending_tokens.at[jnp.array([1, 3])].set(2**30),
+                pending_hidden=state.pending_hidden.at[jnp.array([1, 3])].set(jnp.nan),
+                num_pending=state.num_pending.at[jnp.array([1, 3])].set(jnp.array([4, 2], jnp.int32)),
+                sampling=SamplingState(
+                    state.sampling.keys.at[jnp.array([1, 3])].set(jnp.uint32(2**32 - 1)),
+                    state.sampling.temperature.at[1].set(jnp.nan),
+                    state.sampling.top_k.at[1].set(10**9),
+                    state.sampling.top_p.at[3].set(jnp.nan),
+                ),
+            )
+        outputs = []
+        for _ in range(4):
+            verification, state = decode.run_round(cfg, model.params, state, used, "round")
+            outputs.append(jax.tree.map(np.asarray, verification))
+        results.append((outputs, jax.tree.map(np.asarray, state)))
+    (clean, clean_state), (dirty, dirty_state) = results
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(a.output_tokens, b.output_tokens)
+        np.testing.assert_array_equal(a.num_sampled, b.num_sampled)
+        assert b.num_sampled[[1, 3]].tolist() == [0, 0]
+    for caches in ("target_caches", "draft_caches"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(clean_state, caches), getattr(dirty_state, caches))
+    live: dict[str, Any] = {
+        name: (getattr(clean_state, name)[[0, 2]], getattr(dirty_state, name)[[0, 2]]) for name in ("seq_lens", "next_token")
+    }
+    for name, (a, b) in live.items():
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    assert dirty_state.active.tolist() == clean_state.active.tolist() == [True, False, True, False]

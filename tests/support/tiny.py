@@ -1,0 +1,206 @@
+"""Tiny random models, and a plain loop over prefill and rounds that needs no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import decode, drafts, models
+from jaxspec.config import AttentionConfig, CacheGroup, RoundConfig
+from jaxspec.decode import DecodeState
+from jaxspec.drafts import Eagle3Config, EagleConfig
+from jaxspec.loading.model import bind_draft
+from jaxspec.models import TargetConfig
+from jaxspec.params import init_random
+from jaxspec.sampling import SamplingState
+
+VOCAB, HIDDEN, LAYERS = 48, 32, 2
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+METHODS = ("eagle", "eagle3")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A target with a draft that fits it, and the weights of both as the round takes them."""
+
+    target: TargetConfig
+    draft: Any
+    params: Any
+
+    def round_config(self, K: int, *, block_size: int = 4, max_model_len: int = 64, **changes: Any) -> RoundConfig:
+        """Rounds with this draft; K = 0 is plain decoding."""
+        group = CacheGroup(block_size, max_model_len)
+        plain = RoundConfig(self.target, group)
+        if K:
+            window = replace(group, window=self.draft.sliding_window)
+            plain = replace(plain, draft=self.draft, draft_group=window, num_speculative_tokens=K)
+        return replace(plain, **changes)
+
+
+@cache
+def tiny_model(method: str, *, seed: int = 0, window: int | None = None, mapped: bool | None = None, dtype: Any = jnp.float32) -> Model:
+    """Random weights that agree about nothing. EAGLE-3 has a draft vocabulary of its own unless mapped is False."""
+    target = TargetConfig("llama", VOCAB, HIDDEN, 48, LAYERS, ATTENTION, 1e-5, 4096, False)
+    mapped = method == "eagle3" if mapped is None else mapped
+    keys = jax.random.split(jax.random.key(seed), 2)
+    target_params = init_random(models.family(target).param_specs(target), keys[0], dtype)
+    draft = _draft_config(method, window, VOCAB * 3 // 4 if mapped else VOCAB)
+    own = init_random(drafts.family(draft).param_specs(draft), keys[1], dtype)
+    ids = np.sort(np.random.default_rng(seed).permutation(VOCAB)[: draft.draft_vocab_size]) if mapped else None
+    return Model(target, draft, {"target": target_params, "draft": bind_draft(draft, own, target_params, ids)})
+
+
+def _draft_config(method: str, window: int | None, draft_vocab: int) -> Any:
+    if method == "eagle":
+        return EagleConfig(HIDDEN, 48, 1, ATTENTION, 1e-5, VOCAB, False, False, False, sliding_window=window)
+    return Eagle3Config(HIDDEN, HIDDEN, 48, 1, ATTENTION, 1e-5, VOCAB, draft_vocab, (0, 1, 2), sliding_window=window)
+
+
+@cache
+def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> Model:
+    """A draft that mostly agrees with its target by construction: both are nearly a function of the last token alone.
+
+    The target's layers add little to the embedding (`disturbance`), so its argmax is mostly that of lm_head(embedding). EAGLE-1's fc
+    passes the embedding through; EAGLE-3's attention, with a window of one token, copies it into a residual stream that starts near 0.
+    """
+    model = tiny_model(method, seed=seed, mapped=False, window=1 if method == "eagle3" else None)
+    target, draft = dict(model.params["target"]), dict(model.params["draft"])
+    target["embed_tokens"] = 5 * target["embed_tokens"]
+    target["norm"] = jnp.ones_like(target["norm"])
+    target["layers"] = [_quieten(layer, disturbance) for layer in target["layers"]]
+    eye = jnp.eye(HIDDEN, dtype=jnp.float32)
+    layer = _quieten(draft["layers"][0], 0.1)
+    if method == "eagle":
+        draft["fc"] = jnp.concatenate([eye, jnp.zeros_like(eye)])
+        draft["layers"] = [layer]
+        cfg = model.draft
+    else:
+        cfg = replace(model.draft, attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8))
+        keys = jax.random.normal(jax.random.key(seed + 1), (2 * HIDDEN, HIDDEN), jnp.float32)
+        passed = jnp.concatenate([eye, jnp.zeros_like(eye)])
+        layer["self_attn"] = {"q_proj": keys, "k_proj": keys, "v_proj": passed, "o_proj": eye}
+        layer["input_layernorm"] = jnp.ones_like(layer["input_layernorm"])
+        draft |= {"layers": [layer], "fc": 0.03 * draft["fc"], "norm": jnp.ones_like(draft["norm"]), "lm_head": target["lm_head"]}
+    draft |= {"embed_tokens": target["embed_tokens"], "lm_head": target["lm_head"]}
+    return replace(model, draft=cfg, params={"target": target, "draft": draft})
+
+
+def _quieten(layer: Any, scale: float) -> Any:
+    """The layer with less to add to the residual stream."""
+    attention = layer["self_attn"] | {"o_proj": scale * layer["self_attn"]["o_proj"]}
+    return layer | {"self_attn": attention, "down_proj": scale * layer["down_proj"]}
+
+
+def sampling_state(
+    seeds: Sequence[int],
+    temperature: float | Sequence[float] = 0.0,
+    top_k: Sequence[int] | None = None,
+    top_p: Sequence[float] | None = None,
+) -> SamplingState:
+    """One row a seed, as NumPy arrays."""
+    batch = len(seeds)
+    keys = np.stack([np.zeros(batch), np.asarray(seeds)], axis=1).astype(np.uint32)
+    temperatures = np.broadcast_to(np.float32(temperature), batch).copy()
+    return SamplingState(
+        keys,  # type: ignore[arg-type]
+        temperatures,  # type: ignore[arg-type]
+        np.zeros(batch, np.int32) if top_k is None else np.asarray(top_k, np.int32),  # type: ignore[arg-type]
+        np.ones(batch, np.float32) if top_p is None else np.asarray(top_p, np.float32),  # type: ignore[arg-type]
+    )
+
+
+def block_table(batch: int, cfg: RoundConfig, *, shuffle_seed: int | None = None, guard: int = 0) -> tuple[np.ndarray, int]:
+    """(block table [batch, pages], number of blocks). Blocks are shuffled with a seed; `guard` blocks belong to nobody."""
+    pages = -(-cfg.target_group.max_model_len // cfg.target_group.block_size)
+    blocks = np.arange(batch * pages, dtype=np.int32)
+    if shuffle_seed is not None:
+        blocks = np.random.default_rng(shuffle_seed).permutation(batch * pages + guard).astype(np.int32)[: batch * pages]
+    return blocks.reshape(batch, pages), batch * pages + guard
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def pad_chunk(prompts: Sequence[Sequence[int]], begin: int, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """tokens, start, num_tokens and next_prompt_token of one prefill call."""
+    tokens = np.zeros((len(prompts), chunk), np.int32)
+    parts = [list(p[begin : begin + chunk]) for p in prompts]
+    for row, part in enumerate(parts):
+        tokens[row, : len(part)] = part
+    following = [p[begin + chunk] if begin + chunk < len(p) else -1 for p in prompts]
+    return tokens, np.full(len(prompts), begin, np.int32), np.array([len(p) for p in parts], np.int32), np.array(following, np.int32)
+
+
+@dataclass
+class Run:
+    """token_ids: what each request generated, at most max_tokens; accepted: per round, the accepted drafts of each live request."""
+
+    token_ids: list[list[int]]
+    accepted: list[list[int]]
+    state: DecodeState
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        counts = [n for rows in self.accepted for n in rows]
+        return 1 + sum(counts) / len(counts)
+
+
+def start(
+    cfg: RoundConfig,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingState,
+    table: np.ndarray,
+    num_blocks: int,
+    *,
+    max_tokens: int | Sequence[int] = 64,
+    chunk: int | None = None,
+    compilation: str = "round",
+) -> tuple[np.ndarray, DecodeState]:
+    """Prefill; returns the first token of each request (-1: an empty prompt, a padding row) and the state."""
+    batch = len(prompts)
+    limits = jnp.asarray(np.broadcast_to(np.asarray(max_tokens, np.int32), batch))
+    sampling = jax.tree.map(jnp.asarray, sampling)
+    state = decode.init_state(cfg, sampling, limits, jnp.full((batch, 1), -1, jnp.int32), num_blocks, jnp.float32)
+    longest = max(len(p) for p in prompts)
+    first = np.full(batch, -1, np.int32)
+    for begin in range(0, longest, chunk or longest):
+        part = pad_chunk(prompts, begin, chunk or longest)
+        verification, state = decode.run_prefill(cfg, params, state, table, *part, compilation=compilation)
+        ended = np.asarray(verification.num_sampled) > 0
+        first = np.where(ended, np.asarray(verification.output_tokens)[:, 0], first)
+    return first, state
+
+
+def generate(
+    cfg: RoundConfig,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingState,
+    *,
+    max_tokens: int | Sequence[int] = 16,
+    chunk: int | None = None,
+    compilation: str = "round",
+    shuffle_seed: int | None = None,
+) -> Run:
+    """Prompts to token ids, by prefill and rounds. An empty prompt is a padding row."""
+    table, num_blocks = block_table(len(prompts), cfg, shuffle_seed=shuffle_seed)
+    first, state = start(cfg, params, prompts, sampling, table, num_blocks, max_tokens=max_tokens, chunk=chunk, compilation=compilation)
+    texts = [[int(t)] if t >= 0 else [] for t in first]
+    accepted = []
+    while np.asarray(state.active).any():
+        verification, state = decode.run_round(cfg, params, state, table, compilation)
+        tokens, num_sampled = np.asarray(verification.output_tokens), np.asarray(verification.num_sampled)
+        for row, text in enumerate(texts):
+            text += tokens[row, : num_sampled[row]].tolist()
+        accepted.append([int(n) - 1 for n in num_sampled if n])
+    limits = np.broadcast_to(np.asarray(max_tokens), len(prompts))
+    return Run([text[:limit] for text, limit in zip(texts, limits, strict=True)], accepted, state)
