@@ -1,0 +1,105 @@
+"""The real target and the trained head, end to end: greedy speculative text is the target's own, in every mode and for every K."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import LLM, EngineConfig, RequestOutput, SamplingParams, SpeculativeConfig
+from jaxspec.config import AttentionConfig, RopeConfig
+from jaxspec.drafts import eagle
+from jaxspec.drafts.eagle import EagleConfig
+from jaxspec.loading import load_tokenizer, resolve
+from jaxspec.loading.model import bind_draft, load_draft, load_target
+from jaxspec.params import init_random
+from jaxspec.prompts import DEMO
+
+HEAD = "smollm2-135m-instruct-eagle3"
+CHATS = [[{"role": "user", "content": text}] for text in (DEMO[3], "Hi!", DEMO[1])]  # three lengths, padded to a bucket of 4
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+class Models:
+    """SmolLM2 in float32, read once; engines over it."""
+
+    def __init__(self) -> None:
+        folder = resolve(None, kind="target")
+        self.tokenizer = load_tokenizer(folder)
+        self.target = load_target(folder, jnp.float32)
+
+    def engine(self, draft: tuple[Any, Any] | None = None, speculative: SpeculativeConfig | None = None, **config: Any) -> LLM:
+        settings = EngineConfig(max_model_len=512, max_num_seqs=4, **config)
+        return LLM(self.target, draft, speculative, tokenizer=self.tokenizer, config=settings)
+
+    def eagle3(self, K: int, **config: Any) -> LLM:
+        speculative = SpeculativeConfig(model=HEAD, num_speculative_tokens=K)
+        return self.engine(load_draft(resolve(HEAD, kind="draft"), *self.target, speculative, jnp.float32), speculative, **config)
+
+    def random_eagle1(self, K: int) -> LLM:
+        """Nobody has trained an EAGLE-1 head for this target: a random one proposes what is rejected."""
+        cfg = self.target[0]
+        attention = AttentionConfig(cfg.attention.num_heads, cfg.attention.num_kv_heads, cfg.attention.head_dim, RopeConfig())
+        draft = EagleConfig(cfg.hidden_size, 512, 1, attention, cfg.rms_norm_eps, cfg.vocab_size, True, False, cfg.tie_word_embeddings)
+        params = init_random(eagle.param_specs(draft), jax.random.key(0), jnp.float32)
+        speculative = SpeculativeConfig(model="random", method="eagle", num_speculative_tokens=K)
+        return self.engine((draft, bind_draft(draft, params, self.target[1], None)), speculative)
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return Models()
+
+
+@pytest.fixture(scope="module")
+def plain(models: Models) -> list[RequestOutput]:
+    return models.engine().generate(CHATS, PARAMS)
+
+
+def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
+def test_trained_head_accepts_and_text_is_the_plain_one(models: Models, plain: list[RequestOutput], K: int) -> None:
+    llm = models.eagle3(K)
+    assert token_ids(llm.generate(CHATS, PARAMS)) == token_ids(plain)
+    assert llm.metrics.mean_acceptance_length > 1.3, "a run in which nothing is accepted shows little"
+
+
+@pytest.mark.parametrize("K", [1, 3, 5])
+def test_hostile_eagle1_head_leaves_the_plain_text(models: Models, plain: list[RequestOutput], K: int) -> None:
+    assert token_ids(models.random_eagle1(K).generate(CHATS, PARAMS)) == token_ids(plain)
+
+
+def test_trained_head_reaches_the_acceptance_of_its_card(models: Models) -> None:
+    """On the demo's prompts at K = 3; MT-bench's figures are in the card. A wrong norm or aux layer leaves the text right, and fails here."""
+    llm = models.eagle3(3)
+    chats = [[{"role": "user", "content": text}] for text in DEMO]
+    llm.generate(chats, SamplingParams(temperature=0.0, max_tokens=64))
+    assert llm.metrics.mean_acceptance_length > 1.8
+    first, second, third = llm.metrics.per_position_acceptance
+    assert first > 0.5 and second / first > 0.4 and third / second > 0.4, "later positions fall when the feedback is wrong"
+
+
+@pytest.mark.parametrize("compilation", ["step", "eager"])
+def test_compilation_modes_agree_with_one_program(models: Models, compilation: str) -> None:
+    """K = 5 on part of the prompts; scripts/compare_compilation.py runs all of MT-bench (docs/performance.md)."""
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    one, other = models.eagle3(5), models.eagle3(5, compilation=compilation)
+    assert token_ids(one.generate(CHATS, params)) == token_ids(other.generate(CHATS, params))
+    assert one.metrics == other.metrics
+    assert one.metrics.num_accepted_tokens > 0
+
+
+def test_sampled_text_repeats_with_its_seed_among_other_neighbours(models: Models) -> None:
+    """Greedy and sampled requests share a batch; slot and neighbours change nothing."""
+    llm = models.eagle3(3)
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=16)
+    alone = llm.generate([CHATS[0]], sampled)[0]
+    among = llm.generate([CHATS[1], CHATS[2], CHATS[0]], [PARAMS, SamplingParams(temperature=1.0, seed=1, max_tokens=16), sampled])[2]
+    assert alone.token_ids == among.token_ids
+    assert alone.token_ids != llm.generate([CHATS[0]], SamplingParams(temperature=0.8, top_p=0.9, seed=6, max_tokens=16))[0].token_ids
