@@ -18,7 +18,7 @@ def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
         "jax_disable_most_optimizations": request.module.__name__.rpartition(".")[2] not in OPTIMISED,
         "jax_persistent_cache_min_compile_time_secs": 0.3,
     }
-    before = {name: jax.config.read(name) for name in settings}
+    before = {name: jax.config.values[name] for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
     yield
