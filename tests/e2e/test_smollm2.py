@@ -76,13 +76,15 @@ def test_hostile_eagle1_head_leaves_the_plain_text(models: Models, plain: list[R
 
 
 def test_trained_head_reaches_the_acceptance_of_its_card(models: Models) -> None:
-    """On the demo's prompts at K = 3; MT-bench's figures are in the card. A wrong norm or aux layer leaves the text right, and fails here."""
+    """The demo's prompts at K = 3 against a recorded 1 + 159 / 161; MT-bench's figures are in the card.
+
+    A wrong norm or aux layer leaves the text right: norm_output off gives 1.96 here, aux layers one up 1.83,
+    norm_before_residual off 1.82.
+    """
     llm = models.eagle3(3)
     chats = [[{"role": "user", "content": text}] for text in DEMO]
     llm.generate(chats, SamplingParams(temperature=0.0, max_tokens=64))
-    assert llm.metrics.mean_acceptance_length > 1.8
-    first, second, third = llm.metrics.per_position_acceptance
-    assert first > 0.5 and second / first > 0.4 and third / second > 0.4, "later positions fall when the feedback is wrong"
+    assert llm.metrics.mean_acceptance_length == pytest.approx(1.988, abs=0.015)
 
 
 @pytest.mark.parametrize("compilation", ["step", "eager"])
