@@ -14,7 +14,6 @@ from jaxspec import decode, drafts
 from jaxspec.config import RoundConfig
 from jaxspec.decode import DecodeState, draft_inputs
 from jaxspec.propose import propose
-from jaxspec.verify import Verification
 from tests.support import toys
 from tests.support.tiny import METHODS, block_table, pad_chunk, random_prompts, sampling_state, start, tiny_model
 
@@ -109,16 +108,3 @@ def test_the_drafts_ids_are_the_prompts_shifted_by_one(monkeypatch: pytest.Monke
     assert state.pending_tokens[:, 0].tolist() == [100, 200, 300]
     assert state.pending_hidden[:, 0, 0].tolist() == [12, 21, 33]
     assert state.num_pending.tolist() == [1, 1, 1] and state.seq_lens.tolist() == [3, 2, 4]
-
-
-@pytest.mark.usefixtures("toy_families")
-def test_the_next_token_is_the_last_sampled_one_and_an_idle_row_keeps_its_own() -> None:
-    """cases.md 3.5: backups 10..40, the third request padding, the fourth discarded -> [1, 4, 30, 40], counts [2, 5, 0, 0]."""
-    cfg = toys.toy_config(50, 4)
-    state = decode.init_state(cfg, jax.tree.map(jnp.asarray, sampling_state([0] * 4)), *stop_arrays(4), 1, jnp.float32)
-    state = state.replace(next_token=jnp.asarray([10, 20, 30, 40], jnp.int32), active=jnp.asarray([True, True, False, False]))
-    tokens = jnp.asarray([[0, 1, -1, -1, -1], [0, 1, 2, 3, 4], [-1] * 5, [-1] * 5], jnp.int32)
-    after = decode._advance(state, Verification(tokens, jnp.asarray([2, 5, 0, 0], jnp.int32)))
-    assert after.next_token.tolist() == [1, 4, 30, 40]
-    assert after.num_generated.tolist() == [2, 5, 0, 0]
-    assert after.active.tolist() == [True, True, False, False]
