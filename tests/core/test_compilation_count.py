@@ -32,9 +32,9 @@ def test_nothing_compiles_after_warm_up(speculative: bool) -> None:
     llm = LLM(
         (ToyTarget(VOCAB), table),
         (ToyDraft(VOCAB), table) if speculative else None,
-        SpeculativeConfig(method="eagle", num_speculative_tokens=K) if speculative else None,
+        SpeculativeConfig(method="eagle", num_speculative_tokens=1) if speculative else None,
         config=EngineConfig(
-            max_model_len=130 if speculative else 60, max_num_seqs=3, block_size=16, batch_buckets=(1, 3), max_num_batched_tokens=24
+            max_model_len=130 if speculative else 60, max_num_seqs=3, block_size=16, batch_buckets=(1, 3), max_num_batched_tokens=16
         ),
     )
     with counting_compilations() as compiled:

@@ -67,7 +67,8 @@ def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> M
     """A draft that mostly agrees with its target by construction: both are nearly a function of the last token alone.
 
     The target's layers add little to the embedding (`disturbance`), so its argmax is mostly that of lm_head(embedding). EAGLE-1's fc
-    passes the embedding through; EAGLE-3's attention, with a window of one token, copies it into a residual stream that starts near 0.
+    passes the embedding through, with a little of the hidden state; EAGLE-3's attention, with a window of one token, copies it into a
+    residual stream that starts near 0.
     """
     model = tiny_model(method, seed=seed, mapped=False, window=1 if method == "eagle3" else None)
     target, draft = dict(model.params["target"]), dict(model.params["draft"])
@@ -77,7 +78,7 @@ def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> M
     eye = jnp.eye(HIDDEN, dtype=jnp.float32)
     layer = _quieten(draft["layers"][0], 0.1)
     if method == "eagle":
-        draft["fc"] = jnp.concatenate([eye, jnp.zeros_like(eye)])
+        draft["fc"] = jnp.concatenate([eye, 0.05 * draft["fc"][HIDDEN:]])
         draft["layers"] = [layer]
         cfg = model.draft
     else:
