@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
@@ -16,6 +17,40 @@ METHODS = ("eagle", "eagle3")
 
 class ConfigError(ValueError):
     """A setting, a checkpoint or a request that cannot be honoured; the message is one sentence for the user."""
+
+
+def read_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of a raw config.json; ConfigError if it is absent without a default, or something else."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None or not _is_int(value) or value < 1:
+        raise ConfigError(f"config.json: expected {key} to be an integer of at least 1, got {value!r}")
+    return int(value)
+
+
+def read_number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A positive number of a raw config.json, or the default where it is absent."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not _is_number(value) or value <= 0:
+        raise ConfigError(f"config.json: expected {key} to be a positive number, got {value!r}")
+    return float(value)
+
+
+def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of a raw config.json, empty where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: expected {key} to be an object, got {value!r:.200}")
+    return value or {}
+
+
+def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
+    """Raise for a switch of a raw config.json that changes the maths in a way that is not implemented; null counts as absent."""
+    if config.get(key) is not None and config[key] != expected:
+        raise ConfigError(f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, got {config[key]!r}")
 
 
 @dataclass(frozen=True)
@@ -32,9 +67,8 @@ class RopeConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
         """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (before), both raw JSON."""
-        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = scaling.get("rope_theta", config.get("rope_theta"))
-        theta = default_theta if theta is None else float(theta)
+        scaling = read_object(config, "rope_parameters") or read_object(config, "rope_scaling")
+        theta = read_number(scaling, "rope_theta", read_number(config, "rope_theta", default_theta))
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
             raise ConfigError("partial_rotary_factor: expected 1.0 (the whole head is rotated), got another value")
@@ -48,10 +82,10 @@ class RopeConfig:
         return cls(
             theta,
             "llama3",
-            float(scaling["factor"]),
-            float(scaling["low_freq_factor"]),
-            float(scaling["high_freq_factor"]),
-            int(scaling["original_max_position_embeddings"]),
+            factor=read_number(scaling, "factor", 1.0),
+            low_freq_factor=read_number(scaling, "low_freq_factor", 1.0),
+            high_freq_factor=read_number(scaling, "high_freq_factor", 4.0),
+            original_max_position_embeddings=read_int(scaling, "original_max_position_embeddings"),
         )
 
 
@@ -101,21 +135,23 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise ConfigError(f"stop_token_ids: expected a list of token ids, got {self.stop_token_ids!r}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not _is_number(self.temperature) or self.temperature < 0:
             raise ConfigError(f"temperature: expected a number of at least 0, got {self.temperature}")
         if 0 < self.temperature < 1e-5:
             raise ConfigError(f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature}")
-        if not _is_int(self.top_k) or self.top_k < -1:
-            raise ConfigError(f"top_k: expected an integer of at least 0 (0 or -1: off), got {self.top_k}")
+        if not _is_int(self.top_k) or not -1 <= self.top_k < 2**31:
+            raise ConfigError(f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k}")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: expected a number in (0, 1], got {self.top_p}")
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise ConfigError(f"max_tokens: expected an integer of at least 1, got {self.max_tokens}")
         if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed}")
-        if not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids: expected token ids of at least 0, got {self.stop_token_ids}")
+        if not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
+            raise ConfigError(f"stop_token_ids: expected token ids from 0 to 2**31 - 1, got {self.stop_token_ids}")
 
     @property
     def greedy(self) -> bool:
@@ -149,8 +185,9 @@ class EngineConfig:
         buckets = self.batch_buckets
         if buckets is None:
             buckets = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
-        buckets = tuple(sorted(set(buckets)))
-        if not buckets or not all(_is_int(b) and b >= 1 for b in buckets) or buckets[-1] < self.max_num_seqs:
+        right = isinstance(buckets, Iterable) and all(_is_int(b) and b >= 1 for b in buckets)
+        buckets = tuple(sorted(set(buckets))) if right else ()
+        if not buckets or buckets[-1] < self.max_num_seqs:
             raise ConfigError(
                 f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, "
                 f"got {self.batch_buckets}"
@@ -219,8 +256,10 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        for name in ("method", "rejection_sample_method", "draft_sample_method"):
-            if not isinstance(getattr(self, name), str):
+        if isinstance(self.model, PathLike):
+            set_field("model", fspath(self.model))
+        for name in ("method", "rejection_sample_method", "draft_sample_method", "model"):
+            if not isinstance(getattr(self, name), str) and not (name == "model" and self.model is None):
                 raise ConfigError(f"{name}: expected a name, got {getattr(self, name)!r}")
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             if not isinstance(getattr(self, name), bool | None):

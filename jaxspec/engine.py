@@ -7,7 +7,7 @@ import logging
 import numbers
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]  # the last: vLLM's {"prompt": ...}, {"prompt_token_ids": ...}
 MIN_PAGES_TOKENS = 128  # page tables are bucketed in powers of two from here up: attention reads all of a table
 MIN_CHUNK = 16
+MIN_STOPS = 4
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -81,7 +82,7 @@ class _Shape:
     batch: int
     pages: int
     chunk: int
-    stops: int = 4
+    stops: int
 
 
 class LLM:
@@ -282,12 +283,13 @@ class LLM:
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Mapping):
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", prompt)
-        items: list[Any] = [] if isinstance(prompt, str | Mapping) else list(prompt)
+        listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping)
+        items: list[Any] = list(prompt) if listed else []
         if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
             return [int(t) for t in items]
         is_chat = bool(items) and all(isinstance(m, Mapping) for m in items)
         if not is_chat and not isinstance(prompt, str):
-            if items == [] and not isinstance(prompt, Mapping):
+            if listed and not items:
                 return []
             raise ConfigError(f"prompt {index}: expected a text, token ids or a list of chat messages, got {prompt!r:.200}")
         if self.tokenizer is None:
@@ -342,16 +344,25 @@ class LLM:
         """The smallest compiled shape that holds these requests to their ends."""
         longest = max(len(r.prompt_token_ids) for r in requests)
         tokens = max(len(r.prompt_token_ids) + r.max_tokens for r in requests)
-        stops = max(4, *(len(r.stop_token_ids) for r in requests))
+        stops = max(len(r.stop_token_ids) for r in requests)
         return self._shape(len(requests), tokens, longest, stops)
 
-    def _shape(self, batch: int, tokens: int, longest_prompt: int, stops: int = 4) -> _Shape:
+    def _shape(self, batch: int, tokens: int, longest_prompt: int, stops: int = 0) -> _Shape:
+        """The bucket of `batch` requests of at most `tokens` tokens each, prompt included."""
         config = self.config
         assert config.batch_buckets is not None
         batch = min(b for b in config.batch_buckets if b >= batch)
-        pages = -(-_power_of_two(max(tokens, MIN_PAGES_TOKENS)) // config.block_size)
+        # A request's last rounds verify up to K rows past its end. They get room in every bucket, so that a request's rounds see
+        # the same cache whatever its neighbours need.
+        held = tokens + self._head_room
+        pages = -(-_power_of_two(max(held, MIN_PAGES_TOKENS)) // config.block_size)
         most = max(1, config.max_num_batched_tokens // batch)
-        return _Shape(batch, min(pages, self._max_pages), min(_power_of_two(max(longest_prompt, MIN_CHUNK)), most), _power_of_two(stops))
+        chunk = min(_power_of_two(max(longest_prompt, MIN_CHUNK)), most)
+        return _Shape(batch, min(pages, self._max_pages), chunk, _power_of_two(max(stops, len(self.eos_token_ids), MIN_STOPS)))
+
+    @property
+    def _head_room(self) -> int:
+        return self._num_speculative_tokens + 1
 
     @property
     def _max_pages(self) -> int:
@@ -389,20 +400,22 @@ class LLM:
         """Compile ahead what generate will need, so that nothing compiles while decoding; returns the number of shapes.
 
         batch_sizes: requests that will run together (None: every bucket). lengths: prompt plus max_tokens (None: every
-        page bucket up to max_model_len). sampling_params: kinds of request (None: greedy, sampled and truncated).
+        page bucket up to max_model_len). sampling_params: kinds of request (None: greedy, sampled and truncated). Requests with
+        more stop token ids than four (or than the target's end-of-text ids) compile once more.
         """
         if sampling_params is None:
             features = [(False, False), (True, False), (True, True)]
         else:
             features = sorted({(not p.greedy, not p.greedy and (p.top_k > 0 or p.top_p < 1)) for p in sampling_params})
         limit = self.config.max_model_len
-        lengths = [min(n, limit) for n in lengths] if lengths else [1 << i for i in range(limit.bit_length())] + [limit]
+        if lengths is None:  # the longest that each page bucket holds
+            lengths = [n for i in range((limit + self._head_room).bit_length()) if (n := (1 << i) - self._head_room) > 0] + [limit]
         shapes = sorted(
             {
                 self._shape(b, n, longest)
                 for b in (batch_sizes or self.config.batch_buckets or ())
-                for n in lengths
-                for longest in [1 << i for i in range(n.bit_length())]
+                for n in (min(n, limit) for n in lengths)
+                for longest in [*(1 << i for i in range(n.bit_length())), n]
             },
             key=lambda s: (s.batch, s.pages, s.chunk),
         )
@@ -483,6 +496,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several? A text, a list of ids and a list of messages are one each."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts: expected texts, token ids or chats, got {prompts!r:.200}")
     items = list(prompts)
     first = items[0] if items else None
     if isinstance(first, numbers.Integral) or (isinstance(first, Mapping) and "role" in first):

@@ -18,7 +18,7 @@ from jaxspec.kv_cache import PAD_SLOT
 class AttentionMetadata:
     """Everything that an attention call of one KV-cache group needs, and nothing else. All int32.
 
-    positions:    [batch, rows] of each query row; at most max_model_len.
+    positions:    [batch, rows] of each query row; at most max_model_len, and what the block table holds.
     seq_lens:     [batch] tokens in the cache once these rows are written; 0 for an idle request.
     slot_mapping: [batch, rows] where each row's key and value go; PAD_SLOT for a masked row.
     block_table:  [batch, pages] block ids of each request.
@@ -37,14 +37,15 @@ class AttentionMetadata:
 def build_metadata(group: CacheGroup, block_table: jax.Array, start: jax.Array, num_rows: jax.Array, rows: int) -> AttentionMetadata:
     """Metadata for `rows` query rows a request, of which the first num_rows [batch] are real, from position start [batch].
 
-    Rows past num_rows, or at max_model_len and beyond, write nothing. A request with num_rows 0 is idle.
+    Rows past num_rows, at max_model_len and beyond, or past the block table, write nothing. A request with num_rows 0 is idle.
     """
+    limit = min(group.max_model_len, block_table.shape[1] * group.block_size)
     positions = start[:, None] + jnp.arange(rows, dtype=jnp.int32)
-    writes = (jnp.arange(rows) < num_rows[:, None]) & (positions < group.max_model_len)
-    positions = jnp.minimum(positions, group.max_model_len)
+    writes = (jnp.arange(rows) < num_rows[:, None]) & (positions < limit)
+    positions = jnp.minimum(positions, limit)
     page = jnp.minimum(positions // group.block_size, block_table.shape[1] - 1)
     slots = jnp.take_along_axis(block_table, page, axis=1) * group.block_size + positions % group.block_size
-    seq_lens = jnp.where(num_rows > 0, jnp.minimum(start + num_rows, group.max_model_len), 0)
+    seq_lens = jnp.where(num_rows > 0, jnp.minimum(start + num_rows, limit), 0)
     window_start = jnp.zeros_like(positions) if group.window is None else jnp.maximum(positions - group.window + 1, 0)
     return AttentionMetadata(
         positions=positions,

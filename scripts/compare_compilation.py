@@ -64,6 +64,7 @@ def run_mode(loaded: LLM, mode: str, texts: list[str], params: SamplingParams) -
         (loaded.draft_config, draft_params),
         loaded.speculative,
         tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
         config=replace(loaded.config, compilation=mode),  # type: ignore[arg-type]
         dtype=loaded.dtype,
     )

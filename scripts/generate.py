@@ -83,7 +83,7 @@ def main(
             exact_float32()
         keep_compiled_programs()
         # The demo shows what one user waits for: a CPU has no arithmetic to spare for the drafts of eight requests at once.
-        max_num_seqs = max_num_seqs or (8 if prompt or dataset is not None else 1)
+        max_num_seqs = (8 if prompt or dataset is not None else 1) if max_num_seqs is None else max_num_seqs
         engine = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "compilation": compilation}
         llm = LLM.from_pretrained(target, speculative=speculative, **engine)
         if not quiet:
@@ -119,8 +119,6 @@ def read_speculative(text: str | None, flags: dict[str, Any], target: str | None
         return SpeculativeConfig.from_dict(values)
     except json.JSONDecodeError as e:
         raise ConfigError(f"--speculative-config: expected JSON, got {e}") from e
-    except TypeError as e:  # a list where a number belongs, and the like
-        raise ConfigError(f"--speculative-config: expected the types that vLLM documents, got {text} ({e})") from e
 
 
 def choose_prompts(given: list[str] | None, dataset: str | None, most: int | None) -> list[str]:
@@ -141,7 +139,13 @@ def generate(llm: LLM, inputs: Any, params: list[SamplingParams], quiet: bool) -
 
 def compare_with_plain(llm: LLM, inputs: Any, params: list[SamplingParams], outputs: list[RequestOutput], quiet: bool) -> report.Comparison:
     """The same prompts without speculation, on the same weights."""
-    plain = LLM((llm.target_config, llm.params["target"]), tokenizer=llm.tokenizer, config=llm.config, dtype=llm.dtype)
+    plain = LLM(
+        (llm.target_config, llm.params["target"]),
+        tokenizer=llm.tokenizer,
+        eos_token_ids=llm.eos_token_ids,
+        config=llm.config,
+        dtype=llm.dtype,
+    )
     difference = report.first_difference(outputs, generate(plain, inputs, params, quiet))
     assert llm.speculative is not None
     expected = report.expected_agreement(params[0], llm.speculative)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
-from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig
-from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, mlp_block
+from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig, read_int, read_number
+from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, mlp_block
 from jaxspec.kv_cache import KVCache
 from jaxspec.layers import linear, mlp_specs, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
@@ -127,10 +127,11 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
             raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {config.get(key)}")
     return EagleConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=config["intermediate_size"],
-        num_layers=config.get("num_hidden_layers", 1),
+        intermediate_size=read_int(config, "intermediate_size"),
+        num_layers=read_int(config, "num_hidden_layers", 1),
         attention=draft_attention(config, shapes),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        sliding_window=draft_window(config),
+        rms_norm_eps=read_number(config, "rms_norm_eps", 1e-6),
         vocab_size=target.vocab_size,
         fc_bias=fc_bias,
         own_embedding="embed_tokens.weight" in shapes,

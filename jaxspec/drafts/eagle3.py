@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
-from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig
+from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig, read_int, read_number, read_object, refuse_unless
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, mlp_block
 from jaxspec.kv_cache import KVCache
 from jaxspec.layers import linear, mlp_specs, rms_norm, rope_tables, vocab_logits
@@ -177,8 +177,8 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
     under transformer_layer_config. Tensors that contradict the result are refused by the strict loading that follows.
     """
     speculators = "transformer_layer_config" in config
-    layer = dict(config["transformer_layer_config"]) if speculators else dict(config)
-    hidden = layer["hidden_size"]
+    layer = read_object(config, "transformer_layer_config") if speculators else config
+    hidden = read_int(layer, "hidden_size")
     n = target.num_layers
     aux_layers = _aux_layers(config, overrides, n)
     fc = shapes.get("fc.weight")
@@ -191,7 +191,7 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
         value = config.get(key, layer.get(key)) if key == "vocab_size" else config.get(key)
         if value is not None and value != ours:
             raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {value}")
-    draft_vocab = config.get("draft_vocab_size") or layer.get("draft_vocab_size") or target.vocab_size
+    draft_vocab = read_int(config, "draft_vocab_size", read_int(layer, "draft_vocab_size", target.vocab_size))
     if draft_vocab != target.vocab_size and "d2t" not in shapes:
         raise ConfigError(
             f"d2t: expected it in the draft, whose vocabulary of {draft_vocab} is not the target's {target.vocab_size}, got none"
@@ -209,11 +209,11 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
     return Eagle3Config(
         target_hidden_size=target.hidden_size,
         hidden_size=hidden,
-        intermediate_size=layer["intermediate_size"],
-        num_layers=layer.get("num_hidden_layers", 1),
+        intermediate_size=read_int(layer, "intermediate_size"),
+        num_layers=read_int(layer, "num_hidden_layers", 1),
         attention=draft_attention(layer, shapes),
         sliding_window=draft_window(layer),
-        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=read_number(layer, "rms_norm_eps", 1e-6),
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
         aux_layers=aux_layers,
@@ -228,8 +228,13 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
 def _aux_layers(config: Mapping[str, Any], overrides: SpeculativeConfig, num_layers: int) -> tuple[int, ...]:
     """Boundary ids. The top-level field holds boundary ids (vLLM, speculators); SpecForge's nested eagle_config field
     holds the ids of the layers whose *output* is read, one lower. Default (2, n // 2, n - 3)."""
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    eagle_config = read_object(config, "eagle_config")
+    refuse_unless(eagle_config, "use_aux_hidden_state", True)
+    nested = eagle_config.get("eagle_aux_hidden_state_layer_ids")
     ids = overrides.eagle_aux_hidden_state_layer_ids or config.get("eagle_aux_hidden_state_layer_ids")
+    for given in (ids, nested):
+        if given and not (isinstance(given, list | tuple) and all(isinstance(i, int) for i in given)):
+            raise ConfigError(f"eagle_aux_hidden_state_layer_ids: expected a list of integers, got {given!r:.200}")
     if not ids:
         ids = [i + 1 for i in nested] if nested else [2, num_layers // 2, num_layers - 3]
     if any(not 0 <= i <= num_layers for i in ids) or sorted(set(ids)) != list(ids):

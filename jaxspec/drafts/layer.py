@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.config import AttentionConfig, ConfigError, RopeConfig
+from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, read_int, read_number, refuse_unless
 from jaxspec.kv_cache import KVCache
 from jaxspec.layers import rms_norm, swiglu
 from jaxspec.params import Params
@@ -34,12 +34,12 @@ def mlp_block(layer: Params, eps: float, x: jax.Array) -> jax.Array:
 def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig:
     """The draft layer's attention. A head_dim that the config lacks comes from q_proj's rows, since hidden / heads
     does not hold everywhere; a key/value head count that the tensors contradict is an error."""
-    if layer.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act: expected 'silu' in the draft's config, got {layer['hidden_act']!r}")
-    num_heads = layer["num_attention_heads"]
-    num_kv_heads = layer.get("num_key_value_heads") or num_heads
+    refuse_unless(layer, "hidden_act", "silu")
+    refuse_unless(layer, "mlp_bias", False)
+    num_heads = read_int(layer, "num_attention_heads")
+    num_kv_heads = read_int(layer, "num_key_value_heads", num_heads)
     q, k = (shapes.get(f"layers.0.self_attn.{x}_proj.weight") for x in "qk")
-    head_dim = layer.get("head_dim") or (q[0] // num_heads if q else layer["hidden_size"] // num_heads)
+    head_dim = read_int(layer, "head_dim", q[0] // num_heads if q else read_int(layer, "hidden_size") // num_heads)
     for name, shape, heads in (("q", q, num_heads), ("k", k, num_kv_heads)):
         if shape is not None and shape[0] != heads * head_dim:
             raise ConfigError(
@@ -55,7 +55,7 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
         qk_norm=layer.get("model_type") == "qwen3",
         qkv_bias=bias,
         o_bias=bias,
-        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=read_number(layer, "rms_norm_eps", 1e-6),
     )
 
 
@@ -63,10 +63,11 @@ def draft_window(layer: Mapping[str, Any]) -> int | None:
     """The sliding window of the draft's layers in tokens (speculators 0.9 gives new drafts one), None for full attention."""
     kinds = set(layer.get("layer_types") or ["full_attention"])
     if kinds == {"full_attention"}:
+        refuse_unless(layer, "use_sliding_window", False)
         return None
     if kinds != {"sliding_attention"} or not layer.get("sliding_window"):
         raise ConfigError(
             "layer_types: expected all full_attention, or all sliding_attention with a sliding_window, in the draft's config, "
             f"got {sorted(kinds)}"
         )
-    return int(layer["sliding_window"])
+    return read_int(layer, "sliding_window")

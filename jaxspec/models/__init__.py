@@ -28,6 +28,6 @@ def family(cfg: TargetConfig) -> ModuleType:
 def config_from_hf(config: Mapping[str, Any]) -> TargetConfig:
     """The config of a checkpoint's config.json; ConfigError for a model_type that is not supported."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}")
     return FAMILIES[model_type].config_from_hf(config)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
-from jaxspec.config import AttentionConfig, ConfigError, RopeConfig
+from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, read_int, read_number, refuse_unless
 from jaxspec.kv_cache import KVCache
 from jaxspec.layers import mlp_specs, rms_norm, rope_tables, swiglu, vocab_logits
 from jaxspec.metadata import AttentionMetadata
@@ -56,16 +56,17 @@ def decoder_config(config: Mapping[str, Any], *, qkv_bias: bool = False, o_bias:
     """The keys that the Llama-like families share, with each family's switches."""
     refuse_unless(config, "hidden_act", "silu")
     refuse_unless(config, "quantization_config", None)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in names if not isinstance(config.get(name), int)]
-    if missing:
-        raise ConfigError(f"config.json: expected the integers {', '.join(names)}, got none for {', '.join(missing)}")
-    num_heads = config["num_attention_heads"]
-    eps = float(config.get("rms_norm_eps", 1e-6))
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        raise ConfigError(
+            f"layer_types: expected full_attention in every layer of model_type {config['model_type']!r}, got {config['layer_types']}"
+        )
+    num_heads = read_int(config, "num_attention_heads")
+    hidden_size = read_int(config, "hidden_size")
+    eps = read_number(config, "rms_norm_eps", 1e-6)
     attention = AttentionConfig(
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        num_kv_heads=read_int(config, "num_key_value_heads", num_heads),
+        head_dim=read_int(config, "head_dim", hidden_size // num_heads),
         rope=RopeConfig.from_hf(config),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
@@ -74,21 +75,15 @@ def decoder_config(config: Mapping[str, Any], *, qkv_bias: bool = False, o_bias:
     )
     return LlamaConfig(
         model_type=config["model_type"],
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
+        vocab_size=read_int(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=read_int(config, "intermediate_size"),
+        num_layers=read_int(config, "num_hidden_layers"),
         attention=attention,
         rms_norm_eps=eps,
-        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        max_position_embeddings=read_int(config, "max_position_embeddings", 2048),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
-
-
-def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
-    """Raise for a config switch that changes the maths in a way that this decoder does not implement."""
-    if config.get(key, expected) != expected:
-        raise ConfigError(f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, got {config[key]!r}")
 
 
 def param_specs(cfg: LlamaConfig) -> Params:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.models.llama import LlamaConfig, decoder_config, forward, ignored_tensor, logits, param_specs, refuse_unless
+from jaxspec.config import refuse_unless
+from jaxspec.models.llama import LlamaConfig, decoder_config, forward, ignored_tensor, logits, param_specs
 
 __all__ = ["config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 

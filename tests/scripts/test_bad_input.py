@@ -64,7 +64,7 @@ def check(result, sentence: str) -> None:
         (["--speculative-config", '{"num_speculative_tokens": "3"}'], "num_speculative_tokens: expected an integer of at least 1, got 3"),
         (
             ["--speculative-config", '{"rejection_sample_method": ["strict"]}'],
-            "--speculative-config: expected the types that vLLM documents",
+            "rejection_sample_method: expected a name, got ['strict']",
         ),
         (["--no-speculation", "--compare"], "--compare: expected speculation"),
         (["--prompt", ""], "--prompt 0: expected a prompt, got an empty one"),

@@ -1,0 +1,66 @@
+"""Requests that end where a bucket of pages ends: the rows that a round verifies past the end never touch what they attend to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec.config import CacheGroup
+from jaxspec.kv_cache import PAD_SLOT
+from jaxspec.metadata import build_metadata
+from tests.support.tiny import random_prompts, tiny_model
+
+K, BUCKET = 5, 128
+
+
+def engine(model: Any, speculative: bool) -> LLM:
+    spec = SpeculativeConfig(method="eagle", num_speculative_tokens=K) if speculative else None
+    draft = (model.draft, model.params["draft"]) if speculative else None
+    target = (model.target, model.params["target"])
+    return LLM(target, draft, spec, config=EngineConfig(max_model_len=512, max_num_seqs=2, block_size=16))
+
+
+@pytest.mark.parametrize("prompt_len, max_tokens", [(103, 25), (110, 18), (100, 28 - K), (99, 30)])
+def test_greedy_text_is_plain_where_a_page_bucket_ends(prompt_len: int, max_tokens: int) -> None:
+    model = tiny_model("eagle")
+    prompts = random_prompts([prompt_len], seed=3)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    plain, speculative = (engine(model, on).generate(prompts, params)[0].token_ids for on in (False, True))
+    assert speculative == plain
+
+
+def test_a_sampled_request_at_the_end_of_its_bucket_does_not_see_a_longer_neighbour() -> None:
+    """The neighbour needs a larger bucket of pages, in which the first request's last rounds have room past its end."""
+    model = tiny_model("eagle")
+    llm = engine(model, True)
+    short, long = random_prompts([100, 200], seed=4)
+    params = [SamplingParams(temperature=1.0, seed=1, max_tokens=28, ignore_eos=True), SamplingParams(temperature=0.0, max_tokens=40)]
+    alone = llm.generate([short], params[0])[0].token_ids
+    assert alone == llm.generate([short, long], params)[0].token_ids
+
+
+def test_rows_past_the_block_table_write_nothing() -> None:
+    group = CacheGroup(block_size=64, max_model_len=2048)
+    metadata = build_metadata(group, jnp.asarray([[3, 7]], jnp.int32), jnp.asarray([126], jnp.int32), jnp.asarray([4], jnp.int32), 4)
+    assert np.asarray(metadata.slot_mapping).tolist() == [[7 * 64 + 62, 7 * 64 + 63, PAD_SLOT, PAD_SLOT]]
+    assert (int(metadata.seq_lens[0]), int(metadata.num_pages[0])) == (BUCKET, 2)
+
+
+@pytest.mark.parametrize("limit, lengths", [(100, None), (96, [70])])
+def test_warm_up_covers_prompts_longer_than_the_last_power_of_two(limit: int, lengths: list[int] | None, monkeypatch: Any) -> None:
+    """Every shape that generate can ask for within the lengths is one that warmup ran."""
+    model = tiny_model("eagle")
+    spec = SpeculativeConfig(method="eagle", num_speculative_tokens=K)
+    config = EngineConfig(max_model_len=limit, max_num_seqs=1, block_size=16)
+    llm = LLM((model.target, model.params["target"]), (model.draft, model.params["draft"]), spec, config=config)
+    warmed = set()
+    monkeypatch.setattr(llm, "_warm", lambda cfg, shape: warmed.add(shape))
+    llm.warmup(lengths=lengths)
+    for total in range(2, (max(lengths) if lengths else limit) + 1):
+        for prompt in range(1, total):
+            if lengths is None or total == max(lengths):
+                assert llm._shape(1, total, prompt) in warmed, (total, prompt)
