@@ -6,7 +6,7 @@
   evaluate   acceptance of a head through the real propose and verify
   split, join   cut a file into pieces and put them together again
 
-A newcomer's run, with a GPU:  python scripts/train_draft.py all --target FOLDER --output checkpoints/my-head --max-minutes 25
+A newcomer's run, with a GPU:  python scripts/train_draft.py all --output my-head --prompts questions.jsonl --max-minutes 25
 Without one, to see it work:   python scripts/train_draft.py all --dry-run --output /tmp/dry
 """
 
@@ -25,12 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import models
+from jaxspec.cli import errors_as_sentences
 from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
 from jaxspec.params import Params, init_random
+from jaxspec.prompts import read_jsonl
 from jaxspec.training.checkpoint import WEIGHTS, join_file, save_draft, split_file
-from jaxspec.training.data import Chats, OverlapFilter, read_prompts
+from jaxspec.training.data import Chats, OverlapFilter
 from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.generation import ChatFormat, GenerationConfig, generate_chats
 from jaxspec.training.loop import TrainConfig, initial_params, train
@@ -74,14 +76,13 @@ def load(args: argparse.Namespace) -> Target:
         cfg = models.TargetConfig("llama", 128, 32, 48, 3, attention, 1e-5, 2048, True)
         params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.dtype(args.dtype))
         return Target("dry-run", cfg, params, ChatFormat((1, 4, 5), (2, 6, 7), (2,), (0, 1, 2)), None)
+    from jaxspec.loading import load_tokenizer, resolve
     from jaxspec.loading.model import load_target
-    from jaxspec.loading.tokenizer import load_tokenizer
 
-    if args.target is None:
-        raise ConfigError("--target: expected the folder of a safetensors checkpoint (or --dry-run), got none")
-    tokenizer = load_tokenizer(args.target)
-    cfg, params = load_target(args.target, jnp.dtype(args.dtype))
-    return Target(args.target_name or args.target.name, cfg, params, ChatFormat.from_tokenizer(tokenizer), tokenizer)
+    folder = resolve(args.target, kind="target")
+    tokenizer = load_tokenizer(folder)
+    cfg, params = load_target(folder, jnp.dtype(args.dtype))
+    return Target(args.target_name or args.target or folder.name, cfg, params, ChatFormat.from_tokenizer(tokenizer), tokenizer)
 
 
 def shrink(args: argparse.Namespace) -> None:
@@ -104,8 +105,8 @@ def generate(args: argparse.Namespace, target: Target) -> dict[str, Any]:
         greedy_share=args.greedy_share,
         seed=args.seed,
     )
-    overlap = OverlapFilter(read_prompts(args.eval_prompts) if args.eval_prompts else [])
-    texts = [prompt for path in args.prompts for prompt in read_prompts(path) if overlap.admits(prompt)]
+    overlap = OverlapFilter(read_jsonl(args.eval_prompts) if args.eval_prompts else [])
+    texts = [prompt for path in args.prompts for prompt in read_jsonl(path) if overlap.admits(prompt)]
     removed = overlap.removed
     encoded = [ids for text in texts if len(ids := target.encode_chat(text)) <= cfg.max_len // 2]
     np.random.default_rng(cfg.seed).shuffle(encoded)
@@ -225,7 +226,7 @@ def load_head(folder: Path, target: Target, dtype: Any) -> tuple[Eagle3Config, P
 def evaluate(args: argparse.Namespace, target: Target, head: Path, records: dict[str, Any]) -> None:
     draft, params = load_head(head, target, target.params["norm"].dtype)
     if args.eval_prompts:
-        prompts = [target.encode_chat(prompt) for prompt in read_prompts(args.eval_prompts)]
+        prompts = [target.encode_chat(prompt) for prompt in read_jsonl(args.eval_prompts)]
     elif args.dry_run:
         prompts = [target.encode_chat(f"prompt number {i} of a dry run") for i in range(3)]
     else:
@@ -265,10 +266,15 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = common.add_argument
-    add("--target", type=Path, help="folder of the target's safetensors checkpoint, with its tokenizer")
+    add("--target", help="folder, .gguf file or hub id of the target (default: SmolLM2-135M-Instruct)")
     add("--target-name", help="what the head's config calls its target (default: the folder's name)")
     add("--output", type=Path, required=True, help="chats.npz, head/, pieces/ and training.json go here")
-    add("--dtype", default="bfloat16", help="the target's weights, and what everything is computed in; masters are float32")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="the target's weights, and what everything is computed in; masters are float32",
+    )
     add("--dry-run", action="store_true", help="a tiny random target, a minute on a CPU")
     add("--max-minutes", type=float, default=25.0, help="wall-clock budget of the whole command; evaluation's share is kept back")
     add("--evaluate-minutes", type=float, default=2.0)
@@ -327,11 +333,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
+    with errors_as_sentences():
         run(args)
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
     return 0
 
 

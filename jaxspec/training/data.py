@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -66,8 +66,11 @@ class Chats:
 
     @classmethod
     def load(cls, path: Path) -> Chats:
-        with np.load(path, allow_pickle=False) as arrays:
-            return cls(**{f.name: arrays[f.name] for f in fields(cls)})
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return cls(**{f.name: arrays[f.name] for f in fields(cls)})
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
+            raise ConfigError(f"{path}: expected chats written by `train_draft.py generate`, got {type(e).__name__}: {e}") from e
 
 
 def pack(sequences: Sequence[np.ndarray], answer_start: Any, temperature: Any, dtype: Any) -> Chats:
@@ -126,24 +129,6 @@ def batches(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, seed: i
         for batch in epoch(chats, buckets, tokens_per_batch, np.random.default_rng((seed, number))):
             yield number, batch
         number += 1
-
-
-def read_prompts(path: Path) -> list[str]:
-    """First user turns of a jsonl: MT-bench's "turns" or "prompt" (a list), or a plain "prompt" or "question"."""
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            value = next(row[key] for key in ("turns", "prompt", "question") if key in row)
-            prompt = value[0] if isinstance(value, list) else value
-            if not isinstance(prompt, str):
-                raise TypeError
-        except (json.JSONDecodeError, StopIteration, TypeError, IndexError) as e:
-            raise ConfigError(f"{path}, line {number}: expected a JSON object with 'turns', 'prompt' or 'question', got {line:.80}") from e
-        prompts.append(prompt)
-    return prompts
 
 
 def ngrams(text: str, n: int = NGRAM) -> set[tuple[str, ...]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError
-from jaxspec.training.data import OverlapFilter, batch_of, batches, epoch, ngrams, pack, read_prompts, token_dtype
+from jaxspec.training.data import Chats, OverlapFilter, batch_of, batches, epoch, ngrams, pack, token_dtype
 from jaxspec.training.vocabulary import choose_vocabulary, coverage, vocabulary_maps
 
 
@@ -77,19 +76,13 @@ def test_batch_of_cuts_what_is_too_long() -> None:
     assert batch.lengths.tolist() == [6] and batch.tokens.tolist() == [[1] * 6] and batch.answer_start.tolist() == [7]
 
 
-def test_prompts_are_read_in_each_form(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"question_id": 1, "turns": ["a", "b"]}, {"prompt": ["c"]}, {"prompt": "d"}, {"question": "e", "answer": "f"}]
-    path.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert read_prompts(path) == ["a", "c", "d", "e"]
-
-
-@pytest.mark.parametrize("line", ["{", '{"text": "x"}', '{"prompt": 3}', '{"turns": []}', "[1]"])
-def test_a_malformed_prompt_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"line 2: expected a JSON object with 'turns', 'prompt' or 'question'"):
-        read_prompts(path)
+def test_chats_that_are_absent_or_damaged_are_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "chats.npz"
+    with pytest.raises(ConfigError, match="expected chats written by `train_draft.py generate`, got FileNotFoundError"):
+        Chats.load(path)
+    path.write_bytes(b"PK not a zip")
+    with pytest.raises(ConfigError, match="expected chats written by"):
+        Chats.load(path)
 
 
 def test_overlap_is_a_shared_13_gram_whatever_case_and_punctuation() -> None:
