@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxspec import drafts, models
@@ -268,7 +269,7 @@ def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_ta
         return _round(cfg, params, state, block_table)
     carry, inputs, state = _first_step(cfg, params, state, block_table)
     for step in range(1, cfg.num_speculative_tokens):
-        carry = _next_step(cfg, params["draft"], inputs, jnp.int32(step), carry)
+        carry = _next_step(cfg, params["draft"], inputs, np.int32(step), carry)
     return _verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_table, carry.proposal)
 
 
