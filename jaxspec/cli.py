@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
+import typer
 
 from jaxspec.config import ConfigError
 from jaxspec.loading import cache_dir
@@ -27,6 +29,19 @@ def errors_as_sentences() -> Iterator[None]:
         _exit(f"error: {e.filename}: {e.strerror}", BAD_INPUT)
     except KeyboardInterrupt:
         _exit("interrupted", INTERRUPTED)
+
+
+def run_program(main: Callable[..., None]) -> None:
+    """Run a script's main function. An interrupted one leaves at once: XLA's threads may still be at work on a program, and
+    taking the interpreter down under them can crash."""
+    try:
+        typer.run(main)
+    except SystemExit as e:
+        if e.code == INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
 
 
 def _exit(message: str, code: int) -> None:

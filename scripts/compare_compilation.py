@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig, report
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs
+from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
 from jaxspec.prompts import read_prompts
 
 MODES = ("round", "step", "eager")
@@ -101,4 +101,4 @@ def show(runs: dict[str, tuple[LLM, list[RequestOutput]]]) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from jaxspec import LLM, ConfigError, RequestOutput, SamplingParams, SpeculativeConfig, prompts, report
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs
+from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
 from jaxspec.loading.default_target import is_default_target
 
 DEFAULT_DRAFT = "smollm2-135m-instruct-eagle3"  # fits the default target only
@@ -187,4 +187,4 @@ def record(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

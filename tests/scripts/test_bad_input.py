@@ -112,7 +112,7 @@ def test_a_wrong_setting_of_the_engine_is_refused(run_tiny, args, sentence):
     [
         ("target", {"model_type": "mamba"}, None, "model_type"),
         ("target", {"model_type": None}, None, "model_type"),
-        ("target", {"hidden_size": None}, None, "got none for hidden_size"),
+        ("target", {"hidden_size": None}, None, "expected hidden_size to be an integer of at least 1, got None"),
         ("target", {"num_hidden_layers": 4}, None, "model.layers.3"),
         ("target", {}, "model.safetensors", "expected model.safetensors, model.safetensors.index.json or pytorch_model.bin, got"),
         ("target", {}, "config.json", "config.json: expected a JSON file, got No such file"),

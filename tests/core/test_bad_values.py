@@ -1,0 +1,102 @@
+"""Values of the wrong kind, in a raw config.json, a setting or a prompt: one ConfigError sentence, never a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig, models
+from jaxspec.drafts import eagle, eagle3
+from jaxspec.params import init_random
+
+TARGET: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+}
+HEAD = {**{k: v for k, v in TARGET.items() if k != "model_type"}, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "changes, names",
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_attention_heads": "2"}, "num_attention_heads"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ({"rope_theta": "big"}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 4}, "layer_types"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_target_config_names_the_wrong_value(changes: dict[str, Any], names: str) -> None:
+    assert models.config_from_hf(TARGET).num_layers == 8
+    with pytest.raises(ConfigError, match=names):
+        models.config_from_hf(TARGET | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, names",
+    [
+        ({"eagle_config": [1]}, "eagle_config"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": "123"}, "eagle_aux_hidden_state_layer_ids"),
+        ({"transformer_layer_config": "llama"}, "transformer_layer_config"),
+        ({"num_attention_heads": "2"}, "num_attention_heads"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_draft_config_names_the_wrong_value(changes: dict[str, Any], names: str) -> None:
+    target = models.config_from_hf(TARGET)
+    assert eagle3.config_from_checkpoint(HEAD, {}, target, SpeculativeConfig()).aux_layers == (2, 4, 5)
+    with pytest.raises(ConfigError, match=names):
+        eagle3.config_from_checkpoint(HEAD | changes, {}, target, SpeculativeConfig())
+
+
+def test_an_eagle1_window_is_read_or_refused() -> None:
+    target, speculative = models.config_from_hf(TARGET), SpeculativeConfig(method="eagle")
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 6}
+    assert eagle.config_from_checkpoint(HEAD | window, {}, target, speculative).sliding_window == 6
+    with pytest.raises(ConfigError, match="layer_types"):
+        eagle.config_from_checkpoint(HEAD | {"layer_types": ["sliding_attention"]}, {}, target, speculative)
+
+
+@pytest.mark.parametrize(
+    "prompts", [5, [[1, 2], 3], [None], {"prompt_token_ids": None}, [[1.5]], [[True]], [["a"]], [[]], ["text"], [[99]]]
+)
+def test_a_prompt_of_the_wrong_kind_is_refused(prompts: Any) -> None:
+    cfg = models.config_from_hf(TARGET)
+    params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.float32)
+    with pytest.raises(ConfigError, match="prompt"):
+        LLM((cfg, params), config=EngineConfig(max_model_len=64)).generate(prompts, SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "make, names",
+    [
+        (lambda: SamplingParams(stop_token_ids=5), "stop_token_ids"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(stop_token_ids=(2**31,)), "stop_token_ids"),
+        (lambda: SamplingParams(top_k=2**31), "top_k"),
+        (lambda: EngineConfig(batch_buckets=("a", 8)), "batch_buckets"),  # type: ignore[arg-type]
+        (lambda: SpeculativeConfig(model=["x"]), "model"),  # type: ignore[arg-type]
+        (lambda: SpeculativeConfig(norm_output="yes"), "norm_output"),  # type: ignore[arg-type]
+        (lambda: SpeculativeConfig(rejection_sample_method="synthetic", synthetic_acceptance_rates=["a"]), "rates"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_refused(make: Any, names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        make()
