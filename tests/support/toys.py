@@ -39,11 +39,15 @@ class ToyDraft:
     attention: AttentionConfig = ATTENTION
     aux_layers: tuple[int, ...] = ()
     sliding_window: int | None = None
-    maps_vocabulary: bool = False
+    own_vocab_size: int | None = None  # a vocabulary of the draft's own, smaller than the target's
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        return self.own_vocab_size is not None
 
     @property
     def draft_vocab_size(self) -> int:
-        return self.vocab_size
+        return self.own_vocab_size or self.vocab_size
 
 
 def _tokens_as_hidden(tokens: jax.Array) -> jax.Array:
