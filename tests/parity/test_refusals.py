@@ -114,7 +114,7 @@ EAGLE3: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "missing_key": (
         lambda f: edit_config(f, lambda c: c["transformer_layer_config"].pop("intermediate_size")),
         {},
-        r"expected the key 'intermediate_size'",
+        r"expected intermediate_size to be an integer",
     ),
     "not_this_method": (config(), dict(method="eagle"), r"hidden_size 64 .*got None"),
 }
@@ -151,7 +151,7 @@ EAGLE1: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "aux_ids": (config(), dict(eagle_aux_hidden_state_layer_ids=(1, 2)), r"eagle_aux_hidden_state_layer_ids: expected it only with"),
     "input_layernorm": (tensors(**{"layers.0.input_layernorm.weight": zeros(64)}), {}, r"unexpected: layers\.0\.input_layernorm\.weight"),
     "misshapen_fc": (tensors(fc=zeros(64, 192)), {}, r"misshapen: fc\.weight"),
-    "missing_key": (without("num_attention_heads"), {}, r"expected the key 'num_attention_heads'"),
+    "missing_key": (without("num_attention_heads"), {}, r"expected num_attention_heads to be an integer"),
 }
 
 

@@ -280,8 +280,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert json.loads(path.read_text()) == {"x": 1} and list(tmp_path.iterdir()) == [path]
 
 
+# A background job of a shell starts with SIGINT ignored, and so do its children: give the script the handler it has at a terminal.
+WITH_CTRL_C = (
+    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); del sys.argv[0]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
 def start(*args: object) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *map(str, args)]
+    command = [sys.executable, "-c", WITH_CTRL_C, str(ROOT / "scripts" / "generate.py"), *map(str, args)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "100"}
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT.parent)
 
