@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import RopeConfig
-from jaxspec.params import ParamSpec, matrix
+from jaxspec.params import Params, ParamSpec, matrix
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -37,6 +37,12 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x)) with gate, up [embed, mlp] and down [mlp, embed]."""
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def mlp_block(layer: Params, eps: float, x: jax.Array) -> jax.Array:
+    """x + mlp(norm(x)), x [batch, rows, D]: the second half of a decoder layer, target's or draft's."""
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps)
+    return x + swiglu(normed, layer["gate_proj"], layer["up_proj"], layer["down_proj"])
 
 
 def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, ParamSpec]:

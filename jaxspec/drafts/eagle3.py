@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
 from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig, read_int, read_number, read_object, refuse_unless
-from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, mlp_block
+from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import linear, mlp_specs, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers import linear, mlp_block, mlp_specs, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, ParamSpec, matrix, vector

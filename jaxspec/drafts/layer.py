@@ -1,4 +1,4 @@
-"""What the EAGLE heads share: the outputs of a draft pass, the MLP half of a layer, and reading a layer's config."""
+"""What the EAGLE heads share: the outputs of a draft pass, and reading a layer's config."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import jax
 
 from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, read_int, read_number, refuse_unless
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import rms_norm, swiglu
-from jaxspec.params import Params
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -23,12 +21,6 @@ class DraftOutput:
     head_input: jax.Array
     feedback: jax.Array
     caches: KVCache
-
-
-def mlp_block(layer: Params, eps: float, x: jax.Array) -> jax.Array:
-    """x + mlp(norm(x)), x [batch, rows, D]."""
-    normed = rms_norm(x, layer["post_attention_layernorm"], eps)
-    return x + swiglu(normed, layer["gate_proj"], layer["up_proj"], layer["down_proj"])
 
 
 def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxspec.attention import attention_specs, self_attention
 from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, read_int, read_number, refuse_unless
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import mlp_specs, rms_norm, rope_tables, swiglu, vocab_logits
+from jaxspec.layers import mlp_block, mlp_specs, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import Params, ParamSpec, matrix, vector
 
@@ -136,9 +136,7 @@ def forward(
         with jax.named_scope(f"layer_{i}"):
             normed = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
             attended, cache = self_attention(layer["self_attn"], cfg.attention, normed, rope, metadata, cache, attention_implementation)
-            x = x + attended
-            normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps)
-            x = x + swiglu(normed, layer["gate_proj"], layer["up_proj"], layer["down_proj"])
+            x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
         new_caches.append(cache)
     aux[cfg.num_layers] = x
     hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps)

@@ -17,8 +17,7 @@ from jaxspec.attention import RopeTables, project_qkv
 from jaxspec.config import AttentionConfig, ConfigError
 from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
-from jaxspec.drafts.layer import mlp_block
-from jaxspec.layers import linear, rms_norm, rope_tables
+from jaxspec.layers import linear, mlp_block, rms_norm, rope_tables
 from jaxspec.params import Params
 
 _MASKED = -1e30
