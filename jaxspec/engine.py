@@ -311,8 +311,15 @@ class LLM:
         for chunk in _prefill_chunks(requests, shape):
             verification, state = decode.run_prefill(cfg, self.params, state, block_table, *chunk, compilation=self.config.compilation)
             self._collect(requests, verification, advance, drafted=False)
-        decode_began = time.perf_counter()
-        self.timings.prefill_seconds += decode_began - began
+        self.timings.prefill_seconds += time.perf_counter() - began
+        self._run_rounds(cfg, requests, state, block_table, advance)
+        self.timings.num_output_tokens += sum(len(r.token_ids) for r in requests)
+
+    def _run_rounds(
+        self, cfg: RoundConfig, requests: list[_Request], state: DecodeState, block_table: np.ndarray, advance: Callable[[int], None]
+    ) -> DecodeState:
+        """Rounds until every request has ended; the state is donated. scripts/bench.py times this loop too."""
+        began = time.perf_counter()
         # On a GPU the next round is launched before this one's result is read, so that the device does not wait for Python;
         # requests that have ended are idle there. On a CPU both would share the cores.
         depth = 1 if jax.default_backend() == "gpu" else 0
@@ -324,8 +331,8 @@ class LLM:
                 self.timings.num_rounds += 1
             if len(in_flight) > depth or all(r.finish_reason for r in requests):
                 self._collect(requests, in_flight.pop(0), advance, drafted=self.speculative is not None)
-        self.timings.decode_seconds += time.perf_counter() - decode_began
-        self.timings.num_output_tokens += sum(len(r.token_ids) for r in requests)
+        self.timings.decode_seconds += time.perf_counter() - began
+        return state
 
     def _collect(self, requests: list[_Request], verification: Verification, advance: Callable[[int], None], *, drafted: bool) -> None:
         """Read a round's result, here and nowhere else, and hand each request its tokens."""
