@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import reference
 
-IMPLEMENTATIONS = {"reference": reference.paged_attention}
+IMPLEMENTATIONS = ("reference", "mosaic_gpu")
+
+
+def unsupported(
+    implementation: str, *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any
+) -> str | None:
+    """Why `implementation` cannot run these shapes and dtypes on this process's device; None if it can."""
+    if implementation == "reference":
+        return None
+    if jax.__version_info__ < (0, 11):  # before the import: older Mosaic lacks what the kernel uses
+        return f"implementation {implementation!r}: expected jax 0.11 or later, got {jax.__version__}"
+    from pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.unsupported(
+        rows=rows,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        q_dtype=q_dtype,
+        cache_dtype=cache_dtype,
+    )
 
 
 def paged_attention(
@@ -18,6 +41,7 @@ def paged_attention(
     positions: jax.Array,
     seq_lens: jax.Array,
     window_start: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
     implementation: str = "reference",
@@ -30,10 +54,11 @@ def paged_attention(
     positions:        int32 [batch, rows]; a row sees the keys window_start .. position, below seq_lens
     seq_lens:         int32 [batch], tokens in the cache; 0 for an idle request, whose output is finite and meaningless
     window_start:     int32 [batch, rows]
+    sinks:            float32 [num_heads], a logit per head that joins the softmax's denominator only (gpt-oss), or None
     scale:            factor on q . k, usually head_dim ** -0.5
 
-    Returns [batch, rows, num_heads, head_dim] in q's dtype. Raises ValueError for shapes that do not fit together and
-    for an implementation that does not exist.
+    Returns [batch, rows, num_heads, head_dim] in q's dtype. Raises ValueError for shapes that do not fit together, for
+    an implementation that does not exist, and for one that does not support the shapes, the dtypes or the device.
     """
     batch, rows, num_heads, head_dim = q.shape
     if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or k_cache.shape[3] != head_dim:
@@ -50,6 +75,26 @@ def paged_attention(
     ):
         if array.shape != shape or array.dtype != jnp.int32:
             raise ValueError(f"{name}: expected int32 {shape}, got {array.dtype} {array.shape}")
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
+        raise ValueError(f"sinks: expected float32 ({num_heads},), got {sinks.dtype} {sinks.shape}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    return IMPLEMENTATIONS[implementation](q, k_cache, v_cache, block_table, positions, seq_lens, window_start, scale=scale)
+    reason = unsupported(
+        implementation,
+        rows=rows,
+        num_heads=num_heads,
+        num_kv_heads=k_cache.shape[2],
+        head_dim=head_dim,
+        block_size=k_cache.shape[1],
+        q_dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+    )
+    if reason is not None:
+        raise ValueError(reason)
+    if implementation == "mosaic_gpu":
+        from pallas_kernels.attention import mosaic_gpu
+
+        run = mosaic_gpu.paged_attention
+    else:
+        run = reference.paged_attention
+    return run(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale)

@@ -16,6 +16,7 @@ def paged_attention(
     positions: jax.Array,
     seq_lens: jax.Array,
     window_start: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
 ) -> jax.Array:
@@ -34,6 +35,9 @@ def paged_attention(
     grouped = q.reshape(batch, rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(visible[:, None, None], scores, _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:  # one more key a head, whose value is zero
+        sink = sinks.reshape(1, num_kv_heads, -1, 1, 1)
+        scores = jnp.concatenate((scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))), axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return out.reshape(batch, rows, num_heads, head_dim).astype(q.dtype)
