@@ -1,0 +1,115 @@
+"""The least that a round must move through device memory and compute, from the configurations alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from jaxspec import drafts, models
+from jaxspec.config import AttentionConfig, RoundConfig
+
+FLOAT32 = 4
+RESERVE = 1 << 30  # bytes for activations, programs and what the allocator cannot use
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes and floating-point operations of one round (or of a plain step: K = 0).
+
+    target_weights, draft_weights: each matrix once a pass (the draft's K times, EAGLE-3's fc once), of an embedding the used rows.
+    kv: keys and values read, by the target once and by each draft step. logits: float32, written and read once each.
+    noise: Gumbel noise over the vocabulary, written and read; 0 for a greedy batch. flops: matrix products and attention.
+    """
+
+    target_weights: int
+    draft_weights: int
+    kv: int
+    logits: int
+    noise: int
+    flops: int
+
+    @property
+    def bytes(self) -> int:
+        return self.target_weights + self.draft_weights + self.kv + self.logits + self.noise
+
+    def to_dict(self, bytes_per_second: float, flops_per_second: float) -> dict[str, Any]:
+        """With the two times in seconds at the measured rates; the floor is the larger one."""
+        times = {"bytes_seconds": self.bytes / bytes_per_second, "arithmetic_seconds": self.flops / flops_per_second}
+        return asdict(self) | {"bytes": self.bytes} | times | {"seconds": max(times.values())}
+
+
+def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Floor:
+    """The floor of a round of `batch` requests that hold `context` tokens each, with weights and caches of itemsize bytes a number."""
+    K, target = cfg.num_speculative_tokens, cfg.target
+    rows = batch * (K + 1)
+    vocabulary = batch * (K + 1) * target.vocab_size
+    weights = _target_matrices(cfg)
+    draft_bytes = kv_draft = draft_flops = draft_logits = 0
+    if cfg.draft is not None:
+        each, once, head = _draft_matrices(cfg)
+        # step 0 reads K+1 rows a request, the head always the last one
+        draft_bytes = itemsize * (K * (each + head) + once + (rows + (K - 1) * batch) * cfg.draft.hidden_size)
+        draft_flops = 2 * (each * (rows + (K - 1) * batch) + once * rows + head * K * batch)
+        window = cfg.draft.sliding_window or context
+        kv_draft = K * batch * min(window, context) * cfg.draft.num_layers * kv_token_bytes(cfg.draft.attention, itemsize)
+        draft_logits = batch * K * cfg.draft.draft_vocab_size
+    attention = target.attention
+    attention_flops = 4 * rows * context * target.num_layers * attention.num_heads * attention.head_dim
+    return Floor(
+        target_weights=itemsize * (weights + rows * target.hidden_size),
+        draft_weights=draft_bytes,
+        kv=batch * context * target.num_layers * kv_token_bytes(attention, itemsize) + kv_draft,
+        logits=2 * FLOAT32 * (vocabulary + draft_logits),
+        noise=2 * FLOAT32 * _noise(cfg, batch),
+        flops=2 * weights * rows + attention_flops + draft_flops,
+    )
+
+
+def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> int:
+    """Bytes of device memory for weights, caches of `slots` tokens a request, the logits with the sampler's copies, and a reserve."""
+    weights = sum(math.prod(s.shape) for s in jax.tree.leaves(models.family(cfg.target).param_specs(cfg.target)))
+    kv = cfg.target.num_layers * kv_token_bytes(cfg.target.attention, itemsize)
+    if cfg.draft is not None:
+        weights += sum(math.prod(s.shape) for s in jax.tree.leaves(drafts.family(cfg.draft).param_specs(cfg.draft)))
+        kv += cfg.draft.num_layers * kv_token_bytes(cfg.draft.attention, itemsize)
+    logits = FLOAT32 * batch * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size
+    gathered = 0
+    if cfg.attention_implementation == "reference":  # one layer's keys and values at a time, and again in float32
+        gathered = batch * slots * kv_token_bytes(cfg.target.attention, itemsize + FLOAT32)
+    return itemsize * weights + batch * slots * kv + 4 * logits + gathered + RESERVE
+
+
+def kv_token_bytes(attention: AttentionConfig, itemsize: int) -> int:
+    """One token's keys and values in one layer."""
+    return 2 * attention.num_kv_heads * attention.head_dim * itemsize
+
+
+def _target_matrices(cfg: RoundConfig) -> int:
+    """Numbers that one target pass reads: everything but the embedding, which counts where it is the head too."""
+    specs = models.family(cfg.target).param_specs(cfg.target)
+    return _size({name: spec for name, spec in specs.items() if name != "embed_tokens" or cfg.target.tie_word_embeddings})
+
+
+def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int]:
+    """Numbers that every draft step reads without the head, that a round reads once, and in the head."""
+    specs = drafts.family(cfg.draft).param_specs(cfg.draft)
+    fused = ("fc", "fc_bias", "fc_norm", "input_norm") if cfg.draft.method == "eagle3" else ()
+    each = {name: spec for name, spec in specs.items() if name not in (*fused, "embed_tokens", "lm_head")}
+    return _size(each), _size({n: s for n, s in specs.items() if n in fused}), cfg.draft.hidden_size * cfg.draft.draft_vocab_size
+
+
+def _noise(cfg: RoundConfig, batch: int) -> int:
+    """Gumbel numbers over a vocabulary that a round draws."""
+    if not cfg.sampled:
+        return 0
+    K, vocab = cfg.num_speculative_tokens, cfg.target.vocab_size
+    if cfg.rule == "strict":  # a row each for the target, and the same ones for the draft
+        return batch * (2 * K + 1) * vocab
+    return batch * (vocab + (K * cfg.draft.draft_vocab_size if cfg.draft is not None else 0))
+
+
+def _size(specs: Any) -> int:
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs))

@@ -1,0 +1,358 @@
+"""A case made ready to run: random weights and caches on the device, an engine over them, and the timing of each part of a round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec import decode, drafts, models, synthetic
+from jaxspec.benchmark.cases import Case
+from jaxspec.benchmark.dimensions import MODELS, draft_config
+from jaxspec.benchmark.floor import memory_needed, round_floor
+from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
+from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingParams, SpeculativeConfig
+from jaxspec.decode import DecodeState
+from jaxspec.engine import LLM, _Request
+from jaxspec.kv_cache import FullCache, KVCache
+from jaxspec.loading.model import bind_draft
+from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
+from jaxspec.metrics import SpecDecodeMetrics
+from jaxspec.params import Params, init_random
+from jaxspec.propose import DraftInputs, Proposal, propose
+from jaxspec.sampling import SamplingState
+from jaxspec.verify import judge
+
+BLOCK_SIZE = 64
+PARTS = ("plain", "draft", "verify", "sampling", "round", "engine", "rebuild")
+REBUILDS, JUDGEMENTS = 16, 4  # metadata rebuilds, and calls of the sampler, in one program
+NEVER = 1 << 30  # max_tokens that no run reaches
+
+
+@dataclass(frozen=True)
+class Effort:
+    """rounds: calls dispatched back to back; repeats: how often that is timed."""
+
+    rounds: int = 64
+    repeats: int = 5
+
+
+# --- weights --------------------------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _draw(spec: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    return init_random(spec, key, dtype)
+
+
+def random_params(specs: Params, key: jax.Array, dtype: Any) -> Params:
+    """init_random on the device, one array at a time (float32 copies of a whole model do not fit), one program a shape."""
+    leaves, treedef = jax.tree.flatten(specs)
+    # the name says whether a vector is a bias; programs are shared by what has the same shape and kind
+    kinds = [replace(spec, name="bias" if spec.name.endswith("bias") else "weight", axes=(None,) * len(spec.shape)) for spec in leaves]
+    keys = jax.random.split(key, len(leaves))
+    return treedef.unflatten(_draw(kind, k, jnp.dtype(dtype)) for kind, k in zip(kinds, keys, strict=True))
+
+
+class Weights:
+    """The random weights of one model and of its drafts, kept until another model is asked for."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = jnp.dtype(dtype)
+        self._model: str | None = None
+        self._target: Params = None
+        self._drafts: dict[str, Params] = {}
+
+    def get(self, case: Case) -> tuple[Params, Params]:
+        """(target's, draft's), the draft's bound to the target's."""
+        dimensions = MODELS[case.model]
+        if case.model != self._model:
+            self._target, self._drafts = None, {}  # freed before the next ones are made
+            specs = models.family(dimensions.target).param_specs(dimensions.target)
+            self._target, self._model = random_params(specs, jax.random.key(0), self.dtype), case.model
+        if case.method not in self._drafts:
+            cfg = draft_config(dimensions, case.method)
+            own = random_params(drafts.family(cfg).param_specs(cfg), jax.random.key(1), self.dtype)
+            # a trained head keeps the most frequent tokens, which a tokenizer's ids are not sorted by
+            chosen = np.random.default_rng(0).permutation(cfg.vocab_size)[: cfg.draft_vocab_size]
+            self._drafts[case.method] = bind_draft(cfg, own, self._target, np.sort(chosen) if cfg.maps_vocabulary else None)
+        return self._target, self._drafts[case.method]
+
+
+# --- a case ready to run --------------------------------------------------------------------------------------------------------------
+
+
+class TimedLLM(LLM):
+    """The engine, with the time at which each round's result was read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.read_at: list[float] = []
+
+    def _collect(self, requests: Any, verification: Any, advance: Any, *, drafted: bool) -> None:
+        super()._collect(requests, verification, advance, drafted=drafted)
+        self.read_at.append(time.perf_counter())
+
+
+def implementations(text: str) -> dict[str, str]:
+    """RoundConfig's fields of "attention=reference,rejection=mosaic_gpu"; a name alone is for every op, auto is the engine's choice."""
+    ops = [f.name.removesuffix("_implementation") for f in fields(RoundConfig) if f.name.endswith("_implementation")]
+    chosen: dict[str, str] = {}
+    for part in text.split(","):
+        op, equals, name = part.strip().rpartition("=")
+        if (equals and op not in ops) or not name:
+            raise ConfigError(f"--implementation: expected auto, a name, or op=name with op among {', '.join(ops)}, got {part!r}")
+        chosen |= {f"{o}_implementation": name for o in ([op] if equals else ops)}
+    return {field: name for field, name in chosen.items() if name != "auto"}
+
+
+def configure(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort) -> tuple[RoundConfig, RoundConfig, int]:
+    """The case's round, its plain step, and the pages of a request, without touching the device's memory."""
+    llm, plain, pages = _engines(case, dtype, effort, {}, {})
+    return *_round_configs(case, llm, plain, chosen), pages
+
+
+def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Params) -> tuple[TimedLLM, TimedLLM, int]:
+    """Engines over these weights, with and without the draft, and pages for the context and every timed round at its longest."""
+    dimensions, K = MODELS[case.model], case.num_speculative_tokens
+    pages = -(-(case.context + (effort.rounds + DISCARDED + 2) * (K + 1)) // BLOCK_SIZE)
+    config = EngineConfig(
+        max_model_len=pages * BLOCK_SIZE,
+        max_num_seqs=case.batch,
+        block_size=BLOCK_SIZE,
+        compilation=case.compilation,  # type: ignore[arg-type]
+        batch_buckets=(case.batch,),
+    )
+    speculative = SpeculativeConfig(method=case.method, num_speculative_tokens=K, rejection_sample_method=case.rule)
+    llm = TimedLLM((dimensions.target, target), (draft_config(dimensions, case.method), draft), speculative, config=config, dtype=dtype)
+    return llm, TimedLLM((dimensions.target, target), config=config, dtype=dtype), pages
+
+
+def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str]) -> tuple[RoundConfig, RoundConfig]:
+    sampled = case.temperature > 0
+    rates = synthetic.conditional_rates(synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens))
+    cfg = replace(llm.round_config(sampled=sampled, truncated=False), acceptance_rates=rates, **chosen)
+    return cfg, replace(plain.round_config(sampled=sampled, truncated=False), **chosen)
+
+
+def does_not_fit(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort, limit: int | None) -> str | None:
+    """Why the case cannot run in `limit` bytes of device memory (None: unknown, let it try); None if it can."""
+    cfg, _, pages = configure(case, dtype, chosen, effort)
+    needed = memory_needed(cfg, case.batch, pages * BLOCK_SIZE, jnp.dtype(dtype).itemsize)
+    if limit is None or needed <= limit:
+        return None
+    return f"needs {needed / 1e9:.1f} GB of device memory, {limit / 1e9:.1f} GB are there"
+
+
+class Workload:
+    """One case on the device. The state is donated to whatever runs and taken back from it."""
+
+    def __init__(self, case: Case, weights: Weights, chosen: dict[str, str], effort: Effort) -> None:
+        self.case, self.effort, self.dtype = case, effort, weights.dtype
+        self.llm, self.plain_llm, pages = _engines(case, weights.dtype, effort, *weights.get(case))
+        self.cfg, self.plain_cfg = _round_configs(case, self.llm, self.plain_llm, chosen)
+        blocks = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
+        self.host_table = blocks.reshape(case.batch, pages)
+        self.block_table = jnp.asarray(self.host_table)
+        self.state = random_state(case, self.cfg, blocks.size, weights.dtype)
+        self.proposal = self._random_proposal()
+
+    @property
+    def params(self) -> Params:
+        return self.llm.params
+
+    def _random_proposal(self) -> Proposal:
+        case, cfg = self.case, self.cfg
+        keys = jax.random.split(jax.random.key(3), 2)
+        tokens = jax.random.randint(keys[0], (case.batch, case.num_speculative_tokens), 0, cfg.target.vocab_size, jnp.int32)
+        shape = (case.batch, case.num_speculative_tokens, cfg.draft.draft_vocab_size)
+        if cfg.draft.maps_vocabulary:  # a draft proposes what it has a name for
+            tokens = self.params["draft"]["draft_to_target"][tokens % cfg.draft.draft_vocab_size]
+        return Proposal(tokens, _normal(shape, "float32", keys[1]) if cfg.keeps_draft_logits else None)
+
+    def rewind(self, state: DecodeState, max_tokens: int = NEVER) -> DecodeState:
+        """Every request live again, at the case's context, with max_tokens to go."""
+        batch = self.case.batch
+        return replace(
+            state,
+            seq_lens=jnp.full(batch, self.case.context, jnp.int32),
+            active=jnp.ones(batch, bool),
+            num_generated=jnp.zeros(batch, jnp.int32),
+            max_tokens=jnp.full(batch, max_tokens, jnp.int32),
+        )
+
+    def _round(self, state: DecodeState) -> DecodeState:
+        return decode.run_round(self.cfg, self.params, state, self.block_table, self.case.compilation)[1]
+
+    def _timed(self, step: Callable[[DecodeState], DecodeState], state: DecodeState) -> tuple[Timing, DecodeState]:
+        return back_to_back(step, state, count=self.effort.rounds, repeats=self.effort.repeats, rewind=self.rewind)
+
+    # --- the parts of a round, each as {"seconds": median, ...} ---
+
+    def time_round(self) -> dict[str, Any]:
+        timing, self.state = self._timed(self._round, self.state)
+        gained = (np.asarray(self.state.seq_lens) - self.case.context).mean() / self.effort.rounds
+        return timing.to_dict() | {"acceptance_length": float(gained)}
+
+    def time_plain(self) -> dict[str, Any]:
+        """A step of plain decoding on the same weights and the target's caches."""
+        state = self.state
+        bare = replace(state, pending_tokens=None, pending_hidden=None, num_pending=None, draft_caches=())
+        step = lambda s: decode.run_round(self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation)[1]  # noqa: E731
+        timing, bare = self._timed(step, bare)
+        kept = {name: getattr(state, name) for name in ("pending_tokens", "pending_hidden", "num_pending", "draft_caches")}
+        self.state = replace(bare, **kept)
+        return timing.to_dict()
+
+    def time_draft(self) -> dict[str, Any]:
+        """The K draft steps as one program."""
+        inputs = decode.draft_inputs(self.rewind(self.state), self.block_table)
+        step = lambda carry: _propose(self.cfg, self.params["draft"], inputs, carry[1])  # noqa: E731
+        count, repeats = self.effort.rounds, self.effort.repeats
+        timing, (_, caches) = back_to_back(step, (self.proposal, self.state.draft_caches), count=count, repeats=repeats)
+        self.state = replace(self.state, draft_caches=caches)
+        return timing.to_dict()
+
+    def time_verify(self) -> dict[str, Any]:
+        """The target's pass, rejection sampling, commit."""
+        step = lambda s: decode._verify_and_commit(self.cfg, self.params, s, self.block_table, self.proposal)[1]  # noqa: E731
+        timing, self.state = self._timed(step, self.state)
+        return timing.to_dict()
+
+    def time_sampling(self) -> dict[str, Any]:
+        """The noise and rejection sampling on logits that lie in memory, several calls chained in one program."""
+        case, cfg = self.case, self.cfg
+        shape = (case.batch, case.num_speculative_tokens + 1, cfg.target.vocab_size)
+        state = self.rewind(self.state)
+        sampling, active, to_draft = state.sampling, state.active, self.params["draft"].get("target_to_draft")
+
+        def op(target_logits: jax.Array, seq_lens: jax.Array, draft_tokens: jax.Array, draft_logits: jax.Array | None = None) -> Any:
+            proposal = Proposal(draft_tokens, draft_logits)
+            verification = judge(cfg, target_logits, proposal, to_draft, sampling, seq_lens, active)
+            return verification.output_tokens, verification.num_sampled
+
+        copies = []
+        for key in jax.random.split(jax.random.key(4), JUDGEMENTS):
+            arrays = {"target_logits": _normal(shape, "float32", key), "seq_lens": state.seq_lens}
+            arrays |= {"draft_tokens": self.proposal.draft_tokens}
+            copies.append(arrays if self.proposal.draft_logits is None else arrays | {"draft_logits": jnp.copy(self.proposal.draft_logits)})
+        count = max(2, self.effort.rounds // JUDGEMENTS)
+        return time_chained(op, copies, calls=JUDGEMENTS, count=count, repeats=self.effort.repeats).to_dict(JUDGEMENTS)
+
+    def time_rebuild(self) -> dict[str, Any]:
+        """One rebuild of the draft's attention metadata; a round holds K of them."""
+        group = self.cfg.draft_group
+        assert group is not None
+        ones = jnp.ones(self.case.batch, jnp.int32)
+        start = lambda _: _metadata(group, self.block_table, ones)  # noqa: E731
+        step = lambda metadata: _rebuilds(group, metadata)  # noqa: E731
+        repeats = self.effort.repeats
+        timing, _ = back_to_back(step, start(None), count=max(2, self.effort.rounds // 4), repeats=repeats, rewind=start)
+        return timing.to_dict(REBUILDS)
+
+    def time_engine(self) -> dict[str, Any]:
+        """Wall clock a round in the engine's own loop, which reads each round's result: the steady state, while all requests are live."""
+        seconds = [self._engine_round() for _ in range(self.effort.repeats + 1)][1:]  # the first one warms the loop up
+        return Timing(tuple(seconds)).to_dict() | {"acceptance_length": self.llm.metrics.mean_acceptance_length}
+
+    def _engine_round(self) -> float:
+        llm, case = self.llm, self.case
+        tokens = int((self.effort.rounds - 1) * case.acceptance_length)
+        params = SamplingParams(case.temperature, max_tokens=tokens)
+        metrics = lambda: SpecDecodeMetrics(case.num_speculative_tokens)  # noqa: E731
+        requests = [_Request([], [], params, tokens, (), metrics()) for _ in range(case.batch)]
+        llm.read_at = []
+        ended: list[int] = []  # rounds read when a request ended
+        state = jax.block_until_ready(self.rewind(self.state, tokens))
+        self.state = llm._run_rounds(self.cfg, requests, state, self.host_table, lambda _: ended.append(len(llm.read_at)))
+        read = llm.read_at[min(DISCARDED, ended[0] - 2) : ended[0]]
+        return (read[-1] - read[0]) / (len(read) - 1)
+
+    def trace(self, folder: Path, rounds: int = 3) -> None:
+        """Write a profiler trace of a few rounds; CUDA graphs are off in it, so its times are not the round's."""
+        state = jax.block_until_ready(self.rewind(self.state))
+        with jax.profiler.trace(str(folder)):
+            for _ in range(rounds):
+                state = self._round(state)
+            self.state = jax.block_until_ready(state)
+
+    def floor(self, *, plain: bool, bandwidth: float, matmul_rate: float) -> dict[str, Any]:
+        """At the mean context of the timed rounds."""
+        gained = 1.0 if plain else self.case.acceptance_length
+        context = int(self.case.context + gained * self.effort.rounds / 2)
+        cfg = self.plain_cfg if plain else self.cfg
+        return round_floor(cfg, self.case.batch, context, self.dtype.itemsize).to_dict(bandwidth, matmul_rate)
+
+    def measure(self, parts: Sequence[str]) -> dict[str, Any]:
+        """Each part's timing by name; the metadata's share of the round with it."""
+        found: dict[str, Any] = {part: getattr(self, f"time_{part}")() for part in PARTS if part in parts}
+        if "rebuild" in found and "round" in found:
+            found["rebuild"]["share_of_round"] = self.case.num_speculative_tokens * found["rebuild"]["seconds"] / found["round"]["seconds"]
+        if "engine" in found and "round" in found:
+            found["engine"]["over_back_to_back"] = found["engine"]["seconds"] / found["round"]["seconds"]
+        return found
+
+
+def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> DecodeState:
+    """Live requests with random caches and random pending rows, none of them zeros; no stop tokens."""
+    batch, K = case.batch, case.num_speculative_tokens
+    keys = iter(jax.random.split(jax.random.key(2), 6))
+    width = cfg.target.hidden_size * max(len(cfg.draft.aux_layers), 1)
+    tokens = lambda *shape: jax.random.randint(next(keys), shape, 0, cfg.target.vocab_size, jnp.int32)  # noqa: E731
+    sampling = SamplingState(
+        keys=jax.random.bits(next(keys), (batch, 2), jnp.uint32),
+        temperature=jnp.full(batch, case.temperature, jnp.float32),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch, jnp.float32),
+    )
+    return DecodeState(
+        seq_lens=jnp.full(batch, case.context, jnp.int32),
+        next_token=tokens(batch),
+        active=jnp.ones(batch, bool),
+        num_generated=jnp.zeros(batch, jnp.int32),
+        max_tokens=jnp.full(batch, NEVER, jnp.int32),
+        stop_token_ids=jnp.full((batch, 4), -1, jnp.int32),
+        sampling=sampling,
+        pending_tokens=tokens(batch, K + 1),
+        pending_hidden=_normal((batch, K + 1, width), jnp.dtype(dtype).name, next(keys)),
+        num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
+        target_caches=_random_caches(cfg.target, num_blocks, dtype, next(keys)),
+        draft_caches=_random_caches(cfg.draft, num_blocks, dtype, next(keys)),
+    )
+
+
+def _random_caches(cfg: Any, num_blocks: int, dtype: Any, key: jax.Array) -> KVCache:
+    shape = (num_blocks, BLOCK_SIZE, cfg.attention.num_kv_heads, cfg.attention.head_dim)
+    keys = jax.random.split(key, (cfg.num_layers, 2))
+    return tuple(FullCache(*(_normal(shape, jnp.dtype(dtype).name, keys[i, j]) for j in range(2))) for i in range(cfg.num_layers))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _normal(shape: tuple[int, ...], dtype: str, key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _propose(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache) -> tuple[Proposal, KVCache]:
+    carry = propose(cfg, params, inputs, caches)
+    return carry.proposal, carry.caches
+
+
+@partial(jax.jit, static_argnums=0)
+def _metadata(group: Any, block_table: jax.Array, lengths: jax.Array) -> AttentionMetadata:
+    return build_metadata(group, block_table, lengths, lengths, rows=1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _rebuilds(group: Any, metadata: AttentionMetadata) -> AttentionMetadata:
+    for _ in range(REBUILDS):  # a barrier each, or they would be fused into one
+        metadata = lax.optimization_barrier(rebuild_draft_metadata(group, metadata))
+    return metadata
