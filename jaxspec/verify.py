@@ -60,9 +60,12 @@ def judge(
 ) -> Verification:
     """Rejection sampling of a proposal against raw float32 target_logits [batch, K+1, vocab] for the active [batch] requests."""
     noise = verify_noise(cfg, sampling, seq_lens)
-    draft_logits = None if proposal.draft_logits is None else scale_by_temperature(proposal.draft_logits, sampling.temperature)
+    draft_logits, temperature = proposal.draft_logits, sampling.temperature
+    if cfg.truncated:  # top-p cuts what is already divided; else rejection sampling divides as it reads
+        target_logits, temperature = process_target_logits(target_logits, sampling, truncated=True), None
+        draft_logits = None if draft_logits is None else scale_by_temperature(draft_logits, sampling.temperature)
     output_tokens, num_sampled = rejection_sample(
-        process_target_logits(target_logits, sampling, truncated=cfg.truncated),
+        target_logits,
         proposal.draft_tokens,
         draft_logits,
         target_to_draft if draft_logits is not None else None,
@@ -72,6 +75,7 @@ def judge(
         noise.sample,
         jnp.asarray(cfg.acceptance_rates, jnp.float32) if cfg.rule == "synthetic" else None,
         active,
+        temperature,
         rule=cfg.rule,
         sampled=cfg.sampled,
         implementation=cfg.rejection_implementation,

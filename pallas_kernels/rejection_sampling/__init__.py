@@ -7,6 +7,7 @@ noise must be independent of each other: shared between draft and recovered toke
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,20 @@ import jax.numpy as jnp
 from pallas_kernels.rejection_sampling import reference
 
 RULES = ("strict", "probabilistic", "block", "synthetic")
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"reference": reference.rejection_sample}
+
+
+def _mosaic_gpu(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+    if jax.__version_info__ < (0, 11):  # imported here, since the module needs what older versions lack
+        raise ValueError(f"implementation 'mosaic_gpu': expected jax 0.11 or later, got {jax.__version__}")
+    from pallas_kernels.rejection_sampling import mosaic_gpu
+
+    return mosaic_gpu.rejection_sample(*args, **kwargs)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "reference": reference.rejection_sample,
+    "mosaic_gpu": _mosaic_gpu,
+}
 
 
 def rejection_sample(
@@ -28,6 +42,7 @@ def rejection_sample(
     sample_noise: jax.Array | None,
     acceptance_rates: jax.Array | None,
     active: jax.Array,
+    temperature: jax.Array | None = None,
     *,
     rule: str,
     sampled: bool = True,
@@ -45,9 +60,9 @@ def rejection_sample(
     argmax, then emits the argmax (under synthetic: keeps by rate, then emits the argmax). NaN logits count as -inf.
 
     Arguments (B requests, K drafts of each, V target and Vd draft vocabulary; K may be 0):
-      target_logits     f32 [B, K+1, V]; divided by temperature except for greedy rows, truncated tokens -inf. Row i judges draft i.
+      target_logits     f32 [B, K+1, V]; truncated tokens are -inf. Row i judges draft i.
       draft_tokens      i32 [B, K] ids in the target's vocabulary; -1 is a placeholder.
-      draft_logits      f32 [B, K, Vd] exactly as the drafts were sampled from them, or None: the drafts are one-hot (drafted greedily).
+      draft_logits      f32 [B, K, Vd] from which the drafts were sampled, or None: the drafts are one-hot (drafted greedily).
       target_to_draft   i32 [V] the draft's id of each target token, -1 where it has none; None when Vd == V and ids are equal.
       greedy            bool [B] temperature 0.
       uniforms          f32 [B, K] in [0, 1), one per draft; not used by strict.
@@ -55,6 +70,7 @@ def rejection_sample(
       sample_noise      f32 [B, K+1, V] standard Gumbel keyed by position; strict only, else None.
       acceptance_rates  f32 [K] rate of each draft given that those before it were accepted; synthetic only, else None.
       active            bool [B]; a padding row gets 0 tokens.
+      temperature       f32 [B] by which both logits are divided here, except for greedy rows; None: they have been divided already.
       rule              one of RULES.
       sampled           False when every row is greedy: the noise may be None (synthetic still needs uniforms), nothing is exponentiated.
       implementation    one of IMPLEMENTATIONS; never replaced silently.
@@ -76,6 +92,7 @@ def rejection_sample(
     _check("draft_tokens", draft_tokens, jnp.int32, (batch, drafts))
     _check("greedy", greedy, jnp.bool_, (batch,))
     _check("active", active, jnp.bool_, (batch,))
+    _check("temperature", temperature, jnp.float32, (batch,), needed=False)
     if draft_logits is not None:
         width = draft_logits.shape[-1] if target_to_draft is not None and draft_logits.ndim else vocab
         _check("draft_logits", draft_logits, jnp.float32, (batch, drafts, width))
@@ -102,6 +119,7 @@ def rejection_sample(
         sample_noise,
         acceptance_rates,
         active,
+        temperature,
         rule=rule,
         sampled=sampled,
     )

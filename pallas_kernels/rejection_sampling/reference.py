@@ -40,11 +40,16 @@ def rejection_sample(
     sample_noise: jax.Array | None,
     acceptance_rates: jax.Array | None,
     active: jax.Array,
+    temperature: jax.Array | None = None,
     *,
     rule: str,
     sampled: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The public op's arguments and results; see ``pallas_kernels.rejection_sampling.rejection_sample``."""
+    if temperature is not None and sampled:
+        divisor = jnp.where(greedy, 1.0, temperature)[:, None, None]
+        target_logits = target_logits / divisor
+        draft_logits = None if draft_logits is None else draft_logits / divisor
     target_logits = _without_nan(target_logits)
     if rule == "synthetic":
         assert uniforms is not None and acceptance_rates is not None

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.rejection_sampling import IMPLEMENTATIONS
 
-
-@pytest.fixture(params=sorted(IMPLEMENTATIONS))
+@pytest.fixture(params=["reference"])  # kernels: tests/kernels, at vocabularies that they take
 def implementation(request: pytest.FixtureRequest) -> str:
     return request.param

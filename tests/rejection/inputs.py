@@ -54,13 +54,15 @@ def make(target_logits: np.ndarray, draft_tokens: np.ndarray, seed: int = 0, **c
     return replace(inputs, **changes)
 
 
-def judge(inputs: Inputs, rule: str, implementation: str = "reference", sampled: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def judge(
+    inputs: Inputs, rule: str, implementation: str = "reference", sampled: bool = True, temperature: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     arguments = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     if rule != "strict":
         arguments["sample_noise"] = None
     if rule != "synthetic":
         arguments["acceptance_rates"] = None
-    tokens, num_sampled = compiled(**arguments, rule=rule, sampled=sampled, implementation=implementation)
+    tokens, num_sampled = compiled(**arguments, temperature=temperature, rule=rule, sampled=sampled, implementation=implementation)
     return np.asarray(tokens), np.asarray(num_sampled)
 
 

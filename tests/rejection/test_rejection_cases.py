@@ -288,6 +288,16 @@ def test_chunks_equal_the_full_batch(rule: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_temperature_divides_both_logits_but_of_greedy_rows(rule: str, implementation: str) -> None:
+    inputs = random_inputs(20, 65)
+    temperature = np.random.default_rng(5).uniform(0.3, 2.0, 20).astype(np.float32)
+    divisor = np.where(inputs.greedy, np.float32(1.0), temperature)[:, None, None]
+    divided = replace(inputs, target_logits=inputs.target_logits / divisor, draft_logits=inputs.draft_logits / divisor)
+    for got, wanted in zip(judge(inputs, rule, implementation, temperature=temperature), judge(divided, rule, implementation), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, implementation: str) -> None:
     inputs = random_inputs(8, 64)
     expected = judge(inputs, rule, implementation)
@@ -360,8 +370,8 @@ def test_one_compilation_serves_any_values(rule: str, implementation: str) -> No
         ("fast", {}, r"rule: expected one of strict, probabilistic, block, synthetic, got 'fast'"),
         (
             "block",
-            {"implementation": "mosaic_gpu"},
-            r"implementation: expected one of \['reference'\], got 'mosaic_gpu': .* no such kernel",
+            {"implementation": "fast"},
+            r"implementation: expected one of \['mosaic_gpu', 'reference'\], got 'fast': .* no such kernel",
         ),
         ("block", {"target_logits": jnp.zeros((2, 9))}, r"target_logits: expected 3 axes \[B, K\+1, V\], got shape \(2, 9\)"),
         ("block", {"target_logits": jnp.zeros((2, 4, 9), jnp.bfloat16)}, r"target_logits: expected float32 \[2, 4, 9\], got bfloat16"),
@@ -371,6 +381,7 @@ def test_one_compilation_serves_any_values(rule: str, implementation: str) -> No
         ("block", {"draft_logits": jnp.zeros((2, 4, 9))}, r"draft_logits: expected float32 \[2, 3, 9\]"),
         ("block", {"target_to_draft": jnp.zeros(8, jnp.int32)}, r"target_to_draft: expected int32 \[9\], got int32 \[8\]"),
         ("strict", {"greedy": jnp.zeros(2, jnp.int32)}, r"greedy: expected bool \[2\], got int32 \[2\]"),
+        ("strict", {"temperature": jnp.ones(3)}, r"temperature: expected float32 \[2\], got float32 \[3\]"),
         ("strict", {"active": jnp.zeros(3, bool)}, r"active: expected bool \[2\], got bool \[3\]"),
         ("block", {"uniforms": None}, r"uniforms: expected float32 \[2, 3\], got None"),
         ("synthetic", {"uniforms": None, "sampled": False}, r"uniforms: expected float32 \[2, 3\], got None"),
