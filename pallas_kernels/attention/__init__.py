@@ -44,6 +44,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
     implementation: str = "reference",
 ) -> jax.Array:
     """Causal grouped-query attention of a few query rows a request over its cached keys and values.
@@ -56,6 +57,8 @@ def paged_attention(
     window_start:     int32 [batch, rows]
     sinks:            float32 [num_heads], a logit per head that joins the softmax's denominator only (gpt-oss), or None
     scale:            factor on q . k, usually head_dim ** -0.5
+    window:           a promise that no row sees more than this many keys (positions - window_start < window): the kernel then
+                      starts for those pages only. It hides nothing by itself.
 
     Returns [batch, rows, num_heads, head_dim] in q's dtype. Raises ValueError for shapes that do not fit together, for
     an implementation that does not exist, and for one that does not support the shapes, the dtypes or the device.
@@ -77,6 +80,8 @@ def paged_attention(
             raise ValueError(f"{name}: expected int32 {shape}, got {array.dtype} {array.shape}")
     if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
         raise ValueError(f"sinks: expected float32 ({num_heads},), got {sinks.dtype} {sinks.shape}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 key or None, got {window}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     reason = unsupported(
@@ -94,7 +99,7 @@ def paged_attention(
     if implementation == "mosaic_gpu":
         from pallas_kernels.attention import mosaic_gpu
 
-        run = mosaic_gpu.paged_attention
-    else:
-        run = reference.paged_attention
-    return run(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale)
+        return mosaic_gpu.paged_attention(
+            q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale, window=window
+        )
+    return reference.paged_attention(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale)

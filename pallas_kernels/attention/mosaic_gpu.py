@@ -33,8 +33,8 @@ class Tuning:
     """Static choices. Only tiles_per_split changes a result's bits."""
 
     tiles_per_split: int = 8  # tokens of a split / 64
-    slots: int | None = None  # tiles in flight a CTA; None: 64 KB of keys and values
-    fine: bool | None = None  # one tile a CTA instead of one split; None: where splits alone would leave the GPU idle
+    slots: int = 2  # tiles in flight a CTA; with 2, an SM holds two CTAs of head_dim 128 or four of 64
+    fine_below: int = SMS  # one tile a CTA instead of one split where splits make fewer CTAs than this
     max_split_row_tiles: int = 4  # more row tiles than this (a prefill chunk) fill the GPU without splits
 
 
@@ -86,6 +86,7 @@ class Plan:
     head_dim: int
     block_size: int
     pages: int
+    window: int | None
     scale: float
     tuning: Tuning
     has_sinks: bool
@@ -119,28 +120,31 @@ class Plan:
         """Tiles of keys that the block table can hold."""
         return -(-self.pages * self.block_size // KEYS)
 
-    @property
-    def fine(self) -> bool:
-        if self.tuning.fine is not None:
-            return self.tuning.fine
-        splits = -(-self.tiles // self.tuning.tiles_per_split)
-        return splits * self.batch * self.row_tiles * self.num_kv_heads < SMS
+    def parts_of(self, size: int) -> int:
+        """Ranges of `size` tiles, aligned to their size, that the keys of one row tile can touch."""
+        everything = -(-self.tiles // size)
+        if self.window is None:
+            return everything
+        return min(everything, max(self.window + self.tile_rows - 3, 0) // (size * KEYS) + 2)
 
     @property
     def tiles_per_cta(self) -> int:
-        if self.row_tiles > self.tuning.max_split_row_tiles:
+        """1, tiles_per_split, or everything that the rows see."""
+        split = self.tuning.tiles_per_split
+        short = self.window is not None and self.window <= split * KEYS
+        if short or self.row_tiles > self.tuning.max_split_row_tiles:
             return self.tiles
-        return 1 if self.fine else self.tuning.tiles_per_split
+        ctas = self.parts_of(split) * self.batch * self.row_tiles * self.num_kv_heads
+        return 1 if ctas < self.tuning.fine_below else split
 
     @property
-    def partials(self) -> int:
+    def parts(self) -> int:
         """CTAs that share the keys of one row tile."""
-        return -(-self.tiles // self.tiles_per_cta)
+        return self.parts_of(self.tiles_per_cta) if self.tiles_per_cta < self.tiles else 1
 
     @property
     def slots(self) -> int:
-        slots = self.tuning.slots or 64 * 1024 // (2 * KEYS * self.head_dim * 2)
-        return min(slots, self.tiles_per_cta)
+        return min(self.tuning.slots, self.tiles_per_cta)
 
 
 def paged_attention(
@@ -154,6 +158,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
     tuning: Tuning | None = None,
 ) -> jax.Array:
     """See pallas_kernels.attention.paged_attention; the output of a row that sees no key is 0."""
@@ -167,6 +172,7 @@ def paged_attention(
         head_dim=head_dim,
         block_size=block_size,
         pages=block_table.shape[1],
+        window=window,
         scale=scale,
         tuning=tuning or Tuning(),
         has_sinks=sinks is not None,
@@ -175,7 +181,7 @@ def paged_attention(
     limits, ranges = _bounds(plan, positions, seq_lens, window_start)
     sink_args = () if sinks is None else (sinks,)
     attended = _attend(plan)(_pack(plan, q), k_cache, v_cache, block_table, limits, ranges, *sink_args)
-    if plan.partials == 1:
+    if plan.parts == 1:
         (out,) = attended
     else:
         values, stats = attended
@@ -197,7 +203,7 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
     """What the kernels need to know about which keys exist and who sees them; equal in every layer, so XLA computes it once.
 
     limits int32 [batch, row_tiles, 2, 64]: per row of the wgmma tile, its first key and the key after its last.
-    ranges int32 [batch, row_tiles, 4]: first tile of keys that any row sees, the tile after the last, number of keys, last page.
+    ranges int32 [batch, row_tiles, 3]: first tile of keys that any row sees, the tile after the last, number of keys.
     """
     written = jnp.minimum(seq_lens, plan.pages * plan.block_size)
     last = jnp.minimum(positions + 1, written[:, None])
@@ -209,8 +215,7 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
     end = jnp.max(jnp.where(seen, last, 0), axis=2)
     begin = jnp.min(jnp.where(seen, first, plan.tiles * KEYS), axis=2)
     everyone = jnp.broadcast_to(written[:, None], end.shape)
-    last_page = jnp.clip((everyone - 1) // plan.block_size, 0, plan.pages - 1)
-    ranges = jnp.stack((begin // KEYS, (end + KEYS - 1) // KEYS, everyone, last_page), axis=2)
+    ranges = jnp.stack((begin // KEYS, (end + KEYS - 1) // KEYS, everyone), axis=2)
     limits = jnp.repeat(jnp.stack((first, last), axis=2), plan.group, axis=3)
     return jnp.pad(limits, ((0, 0), (0, 0), (0, 0), (0, ROWS - plan.used))), ranges
 
@@ -255,7 +260,7 @@ def _attend(plan: Plan):
     head_dim, group, slots = plan.head_dim, plan.group, plan.slots
     pieces = max(KEYS // plan.block_size, 1)  # pages in a tile
     piece = KEYS // pieces
-    single = plan.partials == 1
+    single = plan.parts == 1
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
 
@@ -264,20 +269,30 @@ def _attend(plan: Plan):
         _begin(plan)
         request, row_tile = lax.axis_index("request"), lax.axis_index("row_tile")
         part, kv_head = lax.axis_index("part"), lax.axis_index("kv_head")
-        start = jnp.maximum(ranges_ref[request, row_tile, 0], part * plan.tiles_per_cta)
-        stop = jnp.minimum(ranges_ref[request, row_tile, 1], (part + 1) * plan.tiles_per_cta)
-        num_keys, last_page = ranges_ref[request, row_tile, 2], ranges_ref[request, row_tile, 3]
+        first_tile, stop, num_keys = (ranges_ref[request, row_tile, i] for i in range(3))
+        if single:
+            start = first_tile
+        else:
+            index = part if plan.window is None else part + lax.div(first_tile, plan.tiles_per_cta)
+            start = index * plan.tiles_per_cta
+            stop = jnp.minimum(stop, start + plan.tiles_per_cta)
+            if plan.tiles_per_cta > 1:  # the only tile starts where it starts: its page is looked up without waiting for ranges_ref
+                start = jnp.maximum(start, first_tile)
+
+        def pages_of(tile):
+            """Block ids of a tile's pages. Those past the request's last page may be anything: their keys are masked."""
+            if pieces == 1:
+                return (table_ref[request, jnp.minimum(lax.div(tile * KEYS, plan.block_size), plan.pages - 1)],)
+            return tuple(table_ref[request, jnp.minimum(tile * pieces + i, plan.pages - 1)] for i in range(pieces))
+
+        ahead_blocks = [pages_of(start + ahead) for ahead in range(slots)]
+        first = _load(limits_ref.at[request, row_tile, 0], by_row, optimized=False)
+        last = _load(limits_ref.at[request, row_tile, 1], by_row, optimized=False)
 
         def spread(x):
             return lax.broadcast_in_dim(x, (ROWS, head_dim), [0])
 
         def stream(q_smem, k_smem, v_smem, p_smem, q_barrier, k_barriers, v_barriers):
-            def pages_of(tile):
-                """Block ids of a tile's pages; pages past the last one repeat it, and their keys are masked."""
-                if pieces == 1:
-                    return (table_ref[request, jnp.minimum(lax.div(tile * KEYS, plan.block_size), last_page)],)
-                return tuple(table_ref[request, jnp.minimum(tile * pieces + i, last_page)] for i in range(pieces))
-
             def fetch(source, target, barriers, tile, blocks):
                 slot = lax.rem(tile - start, slots)
                 for i, block in enumerate(blocks):
@@ -292,21 +307,21 @@ def _attend(plan: Plan):
 
                 @pl.when(start + ahead < stop)
                 def _(ahead=ahead):
-                    blocks = pages_of(start + ahead)
+                    blocks = ahead_blocks[ahead]
                     if ahead == 0:
                         plgpu.copy_gmem_to_smem(q_ref.at[request, row_tile, kv_head], q_smem.at[pl.ds(0, plan.packed)], q_barrier)
                     fetch(k_ref, k_smem, k_barriers, start + ahead, blocks)
                     fetch(v_ref, v_smem, v_barriers, start + ahead, blocks)
 
-            first = _load(limits_ref.at[request, row_tile, 0], by_row, optimized=False)
-            last = _load(limits_ref.at[request, row_tile, 1], by_row, optimized=False)
             pl.when(start < stop)(lambda: plgpu.barrier_wait(q_barrier))
 
             def step(tile, carry):
                 *state, blocks = carry
                 slot = lax.rem(tile - start, slots)
                 coming = tile + slots
-                after = pages_of(coming + 1)  # one tile early: a load from device memory must not hold up the copy
+                after = (
+                    pages_of(coming + 1) if plan.tiles_per_cta > 1 else blocks
+                )  # one tile early: a load from device memory must not hold up the copy
 
                 plgpu.barrier_wait(k_barriers.at[slot])
 
@@ -350,7 +365,7 @@ def _attend(plan: Plan):
                 plgpu.layout_cast(jnp.full((ROWS,), NEVER, jnp.float32), by_row),
                 plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row),
             )
-            *state, _ = lax.fori_loop(start, stop, step, (*state, pages_of(start + slots)))
+            *state, _ = lax.fori_loop(start, stop, step, (*state, pages_of(start + slots) if plan.tiles_per_cta > 1 else ahead_blocks[0]))
             return tuple(state)
 
         def attend():
@@ -411,7 +426,7 @@ def _attend(plan: Plan):
 
             pl.run_scoped(
                 store,
-                plgpu.SMEM((ROWS, head_dim), jnp.float32),
+                plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))),
                 plgpu.SMEM((ROWS,), jnp.float32),
                 plgpu.SMEM((ROWS,), jnp.float32),
             )
@@ -419,12 +434,14 @@ def _attend(plan: Plan):
         if single:
             attend()
         else:
-            pl.when(start < stop)(attend)  # nobody reads the part of a CTA without keys
+            # Nobody reads the part of a CTA without keys. Block ids are never negative: asking keeps their load ahead of the branch, beside
+            # that of ranges_ref, where the compiler would put it after.
+            pl.when((first_tile <= start) & (start < stop) & (ahead_blocks[0][0] >= 0))(attend)
 
     if single:
         out_type = (jax.ShapeDtypeStruct((plan.batch, plan.rows, plan.num_heads, head_dim), jnp.bfloat16),)
     else:
-        lead = (plan.partials, plan.batch, plan.row_tiles, plan.num_kv_heads)
+        lead = (plan.parts, plan.batch, plan.row_tiles, plan.num_kv_heads)
         out_type = (
             jax.ShapeDtypeStruct((*lead, plan.packed, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((*lead, 2, plan.packed), jnp.float32),
@@ -433,7 +450,7 @@ def _attend(plan: Plan):
         body,
         out_type=out_type,
         # The last axis runs fastest: neighbours in time read the KV heads of the same pages.
-        grid=(plan.batch, plan.row_tiles, plan.partials, plan.num_kv_heads),
+        grid=(plan.batch, plan.row_tiles, plan.parts, plan.num_kv_heads),
         grid_names=("request", "row_tile", "part", "kv_head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_attention",
@@ -471,9 +488,9 @@ def _combine(plan: Plan):
 
         def part(index):
             exists = (index >= start) & (index < stop)
-            index = jnp.clip(index, 0, plan.partials - 1)
+            index = jnp.clip(index if plan.window is None else index - start, 0, plan.parts - 1)
             values = _load(values_ref.at[index, *here, pl.ds(chunk * width, width)], strided)
-            stats = (per_row(lambda row, i=i: stats_ref[index, *here, i, row]) for i in range(2))
+            stats = [per_row(lambda row, i=i: stats_ref[index, *here, i, row]) for i in range(2)]
             # A part that was not written holds anything, NaN too.
             return tuple(_where(exists, x, y) for x, y in zip((values, *stats), (0.0, NEVER, 0.0), strict=True))
 
@@ -484,8 +501,11 @@ def _combine(plan: Plan):
                 inner = _merge(inner, one)
             return _merge(state, inner) if nested else inner
 
-        blocks = (lax.div(start, unroll), lax.div(stop + (unroll - 1), unroll))
-        state = lax.fori_loop(*blocks, fold, (splat(0.0), splat(NEVER), splat(0.0)))
+        state = (splat(0.0), splat(NEVER), splat(0.0))
+        if plan.window is None and plan.parts <= unroll:
+            state = fold(0, state)  # does not wait for ranges_ref
+        else:
+            state = lax.fori_loop(lax.div(start, unroll), lax.div(stop + (unroll - 1), unroll), fold, state)
         sink = None
         if sinks_ref is not None:
             sink = per_row(lambda row: sinks_ref[kv_head * plan.group + lax.rem(row, plan.group)])

@@ -1,0 +1,192 @@
+"""Paged attention: every implementation equals float64 NumPy, and the kernel's rows do not depend on what surrounds them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import IMPLEMENTATIONS, paged_attention, reference, unsupported
+from pallas_kernels.attention.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from tests.kernels.attention import assert_close, ground_truth, live
+
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+implementations = pytest.mark.parametrize(
+    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+)
+
+# Small enough for the interpreter. Tiles hold 64 keys and splits 512, so 64, 65, 512, 513 are the edges.
+SMALL = {
+    "draft step, one head a group": Shape((64, 1, 65), rows=1, num_heads=2, num_kv_heads=2, head_dim=128),
+    "verify, group of 4": Shape((130, 0, 63), rows=4, num_heads=8, num_kv_heads=2, head_dim=128),
+    "verify, group of 3, head_dim 64": Shape((130, 2, 64), rows=4, num_heads=9, num_kv_heads=3, head_dim=64),
+    "verify, group of 8, 8 rows, one page": Shape((5, 60), rows=8, num_heads=8, num_kv_heads=1, head_dim=64),
+    "around a split": Shape((512, 513), rows=2, num_heads=2, num_kv_heads=1, head_dim=64),
+    "rows past the end": Shape((100, 3), rows=4, num_heads=4, num_kv_heads=1, head_dim=64, past_end=2),
+    "sinks": Shape((100, 0, 7), rows=4, num_heads=6, num_kv_heads=2, head_dim=64, sinks=True),
+    "window and sinks": Shape((200, 40, 0), rows=3, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True),
+    "window wider than a split": Shape((700, 520), rows=2, num_heads=2, num_kv_heads=1, head_dim=64, window=600),
+    "prefill chunk, 2 row tiles": Shape((150, 20), rows=40, num_heads=3, num_kv_heads=1, head_dim=64),
+    "prefill chunk, 5 row tiles, window": Shape((90,), rows=70, num_heads=4, num_kv_heads=1, head_dim=64, window=30),
+    "blocks of 16": Shape((100, 17), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16),
+    "blocks of 128": Shape((200, 100), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=128),
+}
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Mosaic's GPU interpreter on the CPU; its global state is reset after an error, or the next kernel would fail too."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    try:
+        with plgpu.force_gpu_interpret_mode():
+            yield
+    except BaseException:
+        reset_gpu_interpret_mode_state()
+        raise
+
+
+def run(inputs: dict[str, Any], implementation: str) -> np.ndarray:
+    with interpreted() if implementation == "mosaic_gpu" and jax.default_backend() == "cpu" else contextlib.nullcontext():
+        return np.asarray(paged_attention(**inputs, implementation=implementation)).astype(np.float32)
+
+
+def kernel(inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
+    from pallas_kernels.attention import mosaic_gpu
+
+    with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
+        return np.asarray(mosaic_gpu.paged_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning))).astype(np.float32)
+
+
+@implementations
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_float64(name: str, implementation: str) -> None:
+    shape = SMALL[name]
+    inputs = make_inputs(shape, seed=len(name))
+    assert_close(run(inputs, implementation), ground_truth(shape, inputs), live(shape))
+
+
+@needs_mosaic
+def test_bits_do_not_depend_on_batch_table_rows_or_ctas() -> None:
+    """A split of 2 tiles; the longest request has 5, so that a CTA's share, the fold over splits and one CTA for all are met."""
+    shape = Shape((290, 0, 100), rows=3, num_heads=4, num_kv_heads=2, head_dim=64, sinks=True)
+    inputs = make_inputs(shape, seed=1)
+    expected = kernel(inputs, tiles_per_split=2, fine_below=0)
+    np.testing.assert_array_equal(kernel(inputs, tiles_per_split=2, fine_below=10**6), expected, err_msg="one tile a CTA")
+
+    one = {"q", "block_table", "positions", "seq_lens", "window_start"}
+    alone = {name: x[2:] if name in one else x for name, x in inputs.items()}
+    np.testing.assert_array_equal(kernel(alone, tiles_per_split=2, fine_below=0), expected[2:], err_msg="alone")
+
+    short = alone | {"block_table": alone["block_table"][:, :2]}
+    np.testing.assert_array_equal(kernel(short, tiles_per_split=2, fine_below=0), expected[2:], err_msg="a narrower block table")
+
+    plain = inputs | {name: inputs[name][:, 1:2] for name in ("q", "positions", "window_start")}
+    np.testing.assert_array_equal(kernel(plain, tiles_per_split=2, fine_below=0), expected[:, 1:2], err_msg="one row of three")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("fine_below", [0, 10**6])
+def test_the_promise_of_a_window_changes_nothing(fine_below: int) -> None:
+    """Splits of 2 tiles and a window of more than one split: CTAs start at each request's first split."""
+    inputs = make_inputs(Shape((300, 0, 200), rows=3, num_heads=4, num_kv_heads=2, head_dim=64, window=150), seed=2)
+    promised, silent = (kernel(inputs | {"window": w}, tiles_per_split=2, fine_below=fine_below) for w in (150, None))
+    np.testing.assert_array_equal(promised, silent)
+
+
+FITS = {
+    "rows": 4,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    "block_size": 64,
+    "q_dtype": jnp.bfloat16,
+    "cache_dtype": jnp.bfloat16,
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 96}, "head_dim: expected 64 or 128, got 96"),
+        ({"block_size": 48}, "block_size: expected 8, 16, 32 or a multiple of 64, got 48"),
+        ({"num_heads": 256}, "num_heads / num_kv_heads: expected at most 64, got 128"),
+        ({"q_dtype": jnp.dtype("float32")}, "dtypes of q and the caches: expected bfloat16, got float32 and"),
+        ({}, None),
+    ],
+)
+def test_what_the_kernel_does_not_support_has_a_reason(change: dict[str, Any], reason: str | None) -> None:
+    with interpreted():
+        got = unsupported("mosaic_gpu", **(FITS | change))
+    assert got is None if reason is None else got is not None and got.startswith(reason)
+
+
+def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
+    expected = (
+        "device: expected compute capability 9.0" if jax.__version_info__ >= (0, 11) else "implementation 'mosaic_gpu': expected jax 0.11"
+    )
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU")
+    inputs = make_inputs(SMALL["sinks"], seed=0)
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        paged_attention(**inputs, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sinks": jnp.zeros(5)}, "sinks: expected float32 (6,), got float32 (5,)"),
+        ({"window": 0}, "window: expected at least 1 key or None, got 0"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
+    inputs = make_inputs(SMALL["sinks"], seed=0)
+    with pytest.raises(ValueError) as error:
+        paged_attention(**(inputs | change))
+    assert str(error.value) == reason
+
+
+def test_bytes_moved_counts_each_key_once() -> None:
+    shape = Shape((10, 0), rows=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    assert bytes_moved(shape) == (2 * 10 * 2 * 64 + 2 * 2 * 2 * 4 * 64) * 2
+    assert bytes_moved(dataclasses.replace(shape, window=3)) == (2 * 4 * 2 * 64 + 2 * 2 * 2 * 4 * 64) * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_the_float32_reference_at_real_sizes(name: str) -> None:
+    shape = SHAPES[name]
+    inputs = make_inputs(shape, seed=3)
+    got = run(inputs, "mosaic_gpu")
+    wide = {k: x.astype(jnp.float32) if k in ("q", "k_cache", "v_cache") else x for k, x in inputs.items() if k != "window"}
+    with jax.default_matmul_precision("highest"):
+        for b in range(shape.batch):  # one request at a time: the reference gathers its keys and holds all its scores
+            one = {k: x[b : b + 1] if k in ("q", "block_table", "positions", "seq_lens", "window_start") else x for k, x in wide.items()}
+            expected = np.asarray(jax.jit(reference.paged_attention, static_argnames="scale")(**one))
+            assert_close(got[b : b + 1], expected, live(shape)[b : b + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.rows <= 8])
+def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None:
+    shape = SHAPES[name]
+    inputs = make_inputs(shape, seed=4)
+    expected = run(inputs, "mosaic_gpu")
+    np.testing.assert_array_equal(run(inputs, "mosaic_gpu"), expected, err_msg="twice")
+    for fine_below in (0, 10**6):
+        np.testing.assert_array_equal(kernel(inputs, fine_below=fine_below), expected, err_msg=f"fine_below={fine_below}")
+    one = {"q", "block_table", "positions", "seq_lens", "window_start"}
+    alone = {key: x[-1:] if key in one else x for key, x in inputs.items()}
+    np.testing.assert_array_equal(run(alone, "mosaic_gpu"), expected[-1:], err_msg="alone")
+    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 2 * shape.table_pages)))}
+    np.testing.assert_array_equal(run(wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table")
+    plain = alone | {key: alone[key][:, :1] for key in ("q", "positions", "window_start")}
+    np.testing.assert_array_equal(run(plain, "mosaic_gpu"), expected[-1:, :1], err_msg="one row")
