@@ -1,0 +1,107 @@
+"""Named shapes of rejection sampling, shared by tests and benchmarks: real vocabularies, and small ones that the interpreter can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Shape:
+    """draft_vocab None: one-hot drafts; equal to vocab: no map between the two. sampled False: every request is greedy."""
+
+    batch: int
+    num_drafts: int
+    vocab: int
+    draft_vocab: int | None
+    rule: str = "probabilistic"
+    sampled: bool = True
+
+
+SHAPES = {
+    "llama3-8b-b1": Shape(1, 3, 128_256, 32_000),
+    "llama3-8b-b64": Shape(64, 3, 128_256, 32_000),
+    "llama3-8b-b64-k5": Shape(64, 5, 128_256, 32_000),
+    "llama3-8b-b64-block": Shape(64, 3, 128_256, 32_000, "block"),
+    "llama3-8b-b64-strict": Shape(64, 3, 128_256, None, "strict"),
+    "llama3-8b-b64-synthetic": Shape(64, 3, 128_256, 32_000, "synthetic"),
+    "llama3-8b-b1-greedy": Shape(1, 3, 128_256, None, sampled=False),
+    "llama3-8b-b64-greedy": Shape(64, 3, 128_256, None, sampled=False),
+    "llama3-8b-b16-eagle1": Shape(16, 3, 128_256, 128_256),
+    "llama3-8b-b16-one-hot": Shape(16, 3, 128_256, None),
+    "qwen3-8b-b16": Shape(16, 3, 151_936, 32_000),
+    "qwen3-8b-b4-block": Shape(4, 5, 151_936, 32_000, "block"),
+    "gpt-oss-b4": Shape(4, 3, 201_088, 32_000),
+    "smollm2-b1": Shape(1, 3, 49_152, 12_000),
+    "smollm2-b16": Shape(16, 3, 49_152, 12_000),
+    "smollm2-b1-greedy": Shape(1, 3, 49_152, None, sampled=False),
+    # Two or more pieces of 512 with an overlap; of 128 and 256, as odd and even widths are cut; one piece; nothing drafted.
+    "tiny": Shape(12, 3, 700, 520),
+    "tiny-block": Shape(12, 4, 700, 520, "block"),
+    "tiny-block-eagle1": Shape(12, 3, 1024, 1024, "block"),
+    "tiny-block-one-hot": Shape(12, 3, 700, None, "block"),
+    "tiny-odd": Shape(8, 2, 257, 131),
+    "tiny-even": Shape(8, 2, 514, 130, "block"),
+    "tiny-one-hot": Shape(12, 3, 700, None),
+    "tiny-one-draft": Shape(12, 1, 512, 128, "block"),
+    "tiny-strict": Shape(12, 3, 700, None, "strict"),
+    "tiny-synthetic": Shape(12, 3, 700, 300, "synthetic"),
+    "tiny-greedy": Shape(12, 3, 1300, None, sampled=False),
+    "tiny-greedy-synthetic": Shape(12, 3, 700, None, "synthetic", sampled=False),
+    "tiny-plain": Shape(12, 0, 700, None),
+}
+
+
+def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
+    """Arguments of the op by name: drafts drawn from q and correlated with p, some greedy requests, a placeholder, idle rows."""
+    rng = np.random.default_rng(seed)
+    B, K, V = shape.batch, shape.num_drafts, shape.vocab
+    width = V if shape.draft_vocab is None else shape.draft_vocab
+    target = 2.5 * rng.standard_normal((B, K + 1, V), np.float32)
+    kept = np.sort(rng.permutation(V)[:width])
+    to_draft = np.full(V, -1, np.int32)
+    to_draft[kept] = np.arange(width)
+    draft = target[:, :K][..., kept] + 0.7 * rng.standard_normal((B, K, width), np.float32)
+    temperature = rng.uniform(0.5, 1.5, B).astype(np.float32)
+    greedy = np.arange(B) % 5 == 3 if shape.sampled else np.ones(B, bool)
+    temperature[greedy] = 0.0
+    divisor = np.where(greedy, np.float32(1.0), temperature)[:, None, None]
+    noise = 0.0 if shape.draft_vocab is None else -np.log(rng.exponential(size=draft.shape)) * ~greedy[:, None, None]
+    tokens = kept[(draft / divisor + noise).argmax(-1)].astype(np.int32)
+    missing = rng.random((B, K)) < 0.05
+    gumbel = lambda *dims: -np.log(rng.standard_exponential(dims, np.float32))  # noqa: E731
+    needs_uniforms = (shape.sampled and shape.rule != "strict") or shape.rule == "synthetic"
+    return {
+        "target_logits": target,
+        "draft_tokens": np.where(missing, -1, tokens).astype(np.int32),
+        "draft_logits": None if shape.draft_vocab is None else draft,
+        "target_to_draft": None if shape.draft_vocab in (None, V) else to_draft,
+        "greedy": greedy,
+        "uniforms": rng.random((B, K), np.float32) if needs_uniforms else None,
+        "recover_noise": gumbel(B, V) if shape.sampled and shape.rule != "strict" else None,
+        "sample_noise": gumbel(B, K + 1, V) if shape.sampled and shape.rule == "strict" else None,
+        "acceptance_rates": np.linspace(0.9, 0.5, K, dtype=np.float32) if shape.rule == "synthetic" else None,
+        "active": np.arange(B) % 7 != 5,
+        "temperature": temperature if shape.sampled else None,
+        "rule": shape.rule,
+        "sampled": shape.sampled,
+    }
+
+
+def bytes_moved(shape: Shape) -> int:
+    """The fewest bytes of device memory that the op must read; what it writes is a few hundred bytes."""
+    B, K, V = shape.batch, shape.num_drafts, shape.vocab
+    width = shape.draft_vocab or 0
+    if shape.rule == "synthetic" or (K == 0 and shape.rule != "strict"):
+        return 4 * B * V * (2 if shape.sampled else 1)
+    if not shape.sampled or shape.rule == "strict":
+        return 4 * B * (K + 1) * V * (2 if shape.sampled else 1)
+    entries = B * ((K + 1) * V + K * width)  # every log-sum-exp
+    entries += B * (2 * V + width)  # one row of target, draft and noise a request
+    if shape.rule == "block" and width:
+        entries += B * (K - 1) * (V + width)  # the inner rows' residual mass
+    if width not in (0, V):
+        entries += V  # the map
+    return 4 * entries

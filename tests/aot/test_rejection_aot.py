@@ -1,0 +1,71 @@
+"""Rejection sampling compiled for an H200: the launches that its module promises, nothing spilled, nothing large kept."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.rejection_sampling import rejection_sample
+from pallas_kernels.rejection_sampling.shapes import SHAPES, Shape
+from tests.support import h200
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+
+REAL = [name for name in SHAPES if not name.startswith("tiny")]
+KERNELS = {
+    "greedy": ["row_maxima", "match"],
+    "strict": ["row_maxima", "match"],
+    "synthetic": ["draw", "emit"],
+    "probabilistic": ["row_sums", "judge", "draw", "emit"],
+    "block": ["row_sums", "prefixes", "mass", "judge", "draw", "emit"],
+}
+ARGUMENTS = set(inspect.signature(rejection_sample).parameters) - {"rule", "sampled", "implementation"}
+LARGEST_TEMPORARY = 64 * 128 * 4 * 40  # bytes: partial results of 64 requests, a few arrays of 128 lanes a row
+
+
+def structs(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """The op's arrays for a shape, without their values; those that it does not take are left out."""
+    B, K, V, width = shape.batch, shape.num_drafts, shape.vocab, shape.draft_vocab
+    uniform = (shape.sampled and shape.rule != "strict") or shape.rule == "synthetic"
+    dims = {
+        "target_logits": (B, K + 1, V),
+        "draft_logits": width and (B, K, width),
+        "uniforms": uniform and (B, K),
+        "recover_noise": shape.sampled and shape.rule != "strict" and (B, V),
+        "sample_noise": shape.sampled and shape.rule == "strict" and (B, K + 1, V),
+        "acceptance_rates": shape.rule == "synthetic" and (K,),
+        "temperature": shape.sampled and (B,),
+    }
+    arrays = {name: jax.ShapeDtypeStruct(d, jnp.float32) for name, d in dims.items() if d}
+    arrays |= {"draft_tokens": jax.ShapeDtypeStruct((B, K), jnp.int32)}
+    arrays |= {name: jax.ShapeDtypeStruct((B,), jnp.bool_) for name in ("greedy", "active")}
+    if width not in (None, V):
+        arrays["target_to_draft"] = jax.ShapeDtypeStruct((V,), jnp.int32)
+    return arrays
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_kernels_of_a_named_shape_on_an_h200(name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SHAPES[name]
+    arrays = structs(shape)
+    absent = dict.fromkeys(ARGUMENTS - set(arrays))
+
+    def function(arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return rejection_sample(**arrays, **absent, rule=shape.rule, sampled=shape.sampled, implementation="mosaic_gpu")
+
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compiled = h200.compile_for_h200(function, arrays)
+    report = capfd.readouterr()
+    report = report.out + report.err
+    wanted = KERNELS["greedy" if not shape.sampled else shape.rule]
+    assert re.findall(r"Function properties for (\w+)_mosaic_gpu_kernel", report) == wanted
+    assert re.findall(r"(\d+) bytes spill (?:stores|loads)", report) == ["0"] * (2 * len(wanted))
+    program = compiled.as_text()
+    entry = program[program.index("ENTRY") :]
+    assert entry.count("custom-call(") == len(wanted)
+    assert not re.findall(r"= \S+ (fusion|copy|convert|reduce|gather|while)\(", entry), "XLA launches kernels of its own"
+    assert compiled.memory_analysis().temp_size_in_bytes < LARGEST_TEMPORARY

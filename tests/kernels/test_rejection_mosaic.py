@@ -1,0 +1,240 @@
+"""Mosaic kernels of rejection sampling against the reference and the float64 oracle: interpreted at small shapes, on a GPU at real ones.
+
+Tokens are compared exactly. Where the oracle says that a comparison is too close for float32 (two scores or a probability and its threshold
+within 1e-5 of each other, or within the rounding of the residual), either outcome passes; such requests are counted, and may be few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rejection_sampling import rejection_sample
+from pallas_kernels.rejection_sampling.shapes import SHAPES, make_inputs
+from tests.rejection import oracle
+from tests.rejection.inputs import Inputs, emitted
+
+TINY = [name for name in SHAPES if name.startswith("tiny")]
+REAL = [name for name in SHAPES if not name.startswith("tiny")]
+RULES = {"probabilistic": "tiny", "block": "tiny-block", "strict": "tiny-strict", "synthetic": "tiny-synthetic"}
+UNCERTAIN = 0.05  # of the requests at most; about one in a thousand is expected
+needs_jax_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"Mosaic's interpreter needs jax 0.11, got {jax.__version__}")
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Mosaic kernels traced inside run on the CPU."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        yield
+
+
+def run(arguments: dict[str, Any], implementation: str = "mosaic_gpu") -> tuple[np.ndarray, np.ndarray]:
+    """A fresh trace each time: whether kernels are interpreted is no part of jit's key."""
+    static = {"rule": arguments["rule"], "sampled": arguments["sampled"], "implementation": implementation}
+    arrays = {name: jnp.asarray(value) for name, value in arguments.items() if name not in static and value is not None}
+    absent = {name: None for name, value in arguments.items() if value is None}
+    out = jax.jit(lambda arrays: rejection_sample(**arrays, **absent, **static))(arrays)
+    return np.asarray(out[0]), np.asarray(out[1])
+
+
+def rows(arguments: dict[str, Any], index: list[int]) -> dict[str, Any]:
+    """The requests at `index` alone."""
+    shared = ("target_to_draft", "acceptance_rates", "rule", "sampled")
+    return {name: value if name in shared or value is None else value[index] for name, value in arguments.items()}
+
+
+def expected(arguments: dict[str, Any], b: int) -> tuple[list[int], bool]:
+    """What request b must emit by the float64 oracle, and whether float32 must agree."""
+    one = rows(arguments, [b])
+    temperature = one.pop("temperature")
+    if temperature is not None:
+        divisor = np.where(one["greedy"], 1.0, temperature.astype(np.float64))[:, None, None]
+        one["target_logits"] = one["target_logits"] / divisor
+        one["draft_logits"] = None if one["draft_logits"] is None else one["draft_logits"] / divisor
+    vocab = one["target_logits"].shape[-1]
+    inputs = Inputs(**{f.name: one[f.name] for f in fields(Inputs)})
+    if inputs.recover_noise is None:
+        inputs = replace(inputs, recover_noise=np.zeros((1, vocab), np.float32))
+    return oracle.verify(inputs, 0, one["rule"])
+
+
+def check(arguments: dict[str, Any], tokens: np.ndarray, num_sampled: np.ndarray, requests: range | None = None) -> int:
+    """Every request against the oracle; how many were too close to call."""
+    actual = emitted(tokens, num_sampled)
+    requests = requests or range(len(actual))
+    uncertain = 0
+    for b in requests:
+        wanted, certain = expected(arguments, b)
+        uncertain += not certain
+        assert not certain or actual[b] == wanted, f"request {b}: expected {wanted}, got {actual[b]}"
+    return uncertain
+
+
+# ---- interpreted
+
+
+@needs_jax_11
+@pytest.mark.parametrize("name", TINY)
+def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
+    lengths, uncertain, requests = set(), 0, 0
+    for seed in range(2):
+        arguments = make_inputs(SHAPES[name], seed)
+        with interpreted():
+            tokens, num_sampled = run(arguments)
+        uncertain += check(arguments, tokens, num_sampled)
+        for got, wanted in zip((tokens, num_sampled), run(arguments, "reference"), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+        lengths |= set(num_sampled.tolist())
+        requests += len(tokens)
+    assert uncertain <= UNCERTAIN * requests
+    assert len(lengths) > min(SHAPES[name].num_drafts, 2), "too few lengths occur: the inputs exercise too little"
+
+
+@needs_jax_11
+@pytest.mark.parametrize("name", ["smollm2-b1", "llama3-8b-b1-greedy"])
+def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
+    arguments = make_inputs(SHAPES[name])
+    with interpreted():
+        tokens, num_sampled = run(arguments)
+    for got, wanted in zip((tokens, num_sampled), run(arguments, "reference"), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@needs_jax_11
+@pytest.mark.parametrize("name", RULES.values())
+def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None:
+    arguments = make_inputs(SHAPES[name])
+    with interpreted():
+        tokens, num_sampled = run(arguments)
+        for part in ([0], [3, 2], [7, 8, 9]):
+            alone = run(rows(arguments, part))
+            np.testing.assert_array_equal(alone[0], tokens[part])
+            np.testing.assert_array_equal(alone[1], num_sampled[part])
+
+
+@needs_jax_11
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("rule", "name"), RULES.items())
+def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy: bool) -> None:
+    """NaN counts as -inf and +inf as the largest float: single entries as in the reference, whole rows stay in range."""
+    arguments = make_inputs(replace(SHAPES[name], batch=8))
+    arguments["greedy"] = np.full(8, greedy)
+    arguments["temperature"] = None  # +inf over a temperature below 1 overflows: the reference's tokens are arbitrary there too
+    target, draft = arguments["target_logits"], arguments["draft_logits"]
+    rng = np.random.default_rng(1)
+    for value, share in ((np.nan, 0.2), (-np.inf, 0.2)):
+        target[rng.random(target.shape) < share] = value
+        if draft is not None:
+            draft[rng.random(draft.shape) < share] = value
+    target[4, :, 650] = np.inf
+    target[5], target[6], target[7] = np.nan, -np.inf, np.inf
+    with interpreted():
+        tokens, num_sampled = run(arguments)
+    emitted(tokens, num_sampled)
+    assert tokens.max() < target.shape[-1]
+    for got, wanted in zip((tokens, num_sampled), run(arguments, "reference"), strict=True):
+        np.testing.assert_array_equal(got[:7], wanted[:7])
+
+
+@needs_jax_11
+@pytest.mark.parametrize(("rule", "name"), RULES.items())
+def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, name: str) -> None:
+    arguments = make_inputs(SHAPES[name])
+    arguments["active"] = np.ones(12, bool)
+    wanted = run(arguments, "reference")
+    for key in ("target_logits", "draft_logits", "recover_noise", "sample_noise", "uniforms"):
+        if arguments[key] is not None:
+            arguments[key][5:] = np.nan
+    arguments["draft_tokens"][5:] = 2**31 - 1
+    arguments["active"] = np.arange(12) < 5
+    with interpreted():
+        tokens, num_sampled = run(arguments)
+    np.testing.assert_array_equal(tokens[:5], wanted[0][:5])
+    np.testing.assert_array_equal(num_sampled[:5], wanted[1][:5])
+    assert (tokens[5:] == -1).all() and (num_sampled[5:] == 0).all()
+
+
+@needs_jax_11
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_a_residual_without_mass_is_the_plain_target(rule: str) -> None:
+    """p = q leaves nothing to draw from; u = 1 forces what rounding does rarely."""
+    arguments = make_inputs(replace(SHAPES["tiny-block-eagle1"], rule=rule, num_drafts=1))
+    target = arguments["target_logits"]
+    arguments |= {"draft_logits": target[:, :1].copy(), "uniforms": np.ones((12, 1), np.float32), "active": np.ones(12, bool)}
+    arguments |= {"draft_tokens": target[:, 0].argmax(-1)[:, None].astype(np.int32), "greedy": np.zeros(12, bool)}
+    arguments["temperature"] = np.full(12, 0.75, np.float32)
+    with interpreted():
+        tokens, num_sampled = run(arguments)
+    assert (num_sampled == 1).all()
+    assert tokens[:, 0].tolist() == (target[:, 0] / np.float32(0.75) + arguments["recover_noise"]).argmax(-1).tolist()
+
+
+@needs_jax_11
+def test_the_first_of_equal_maxima_wins_across_pieces() -> None:
+    arguments = make_inputs(SHAPES["tiny-greedy"])
+    arguments["target_logits"] = np.zeros_like(arguments["target_logits"])
+    arguments["target_logits"][1:, :, [600, 1200, 1299]] = 1.0
+    arguments["active"] = np.ones(12, bool)
+    arguments["draft_tokens"][:] = 600
+    with interpreted():
+        tokens, num_sampled = run(arguments)
+    assert tokens[0].tolist() == [0, -1, -1, -1] and (tokens[1:] == 600).all() and num_sampled.tolist() == [1] + [4] * 11
+
+
+# ---- what the kernels refuse
+
+
+def test_an_unsupported_vocabulary_is_an_error() -> None:
+    arguments = make_inputs(replace(SHAPES["tiny"], vocab=127, draft_vocab=127))
+    message = "target vocabulary of 128 to" if jax.__version_info__ >= (0, 11) else "expected jax 0.11 or later"
+    with pytest.raises(ValueError, match=message):
+        run(arguments)
+
+
+@needs_jax_11
+@pytest.mark.parametrize(("vocab", "draft_vocab"), [(s.vocab, s.draft_vocab) for s in SHAPES.values()])
+def test_every_named_shape_is_supported_and_cut_without_a_gap(vocab: int, draft_vocab: int | None) -> None:
+    from pallas_kernels.rejection_sampling.mosaic_gpu import LANES, Tuning, cut, unsupported
+
+    logits = lambda width: jax.ShapeDtypeStruct((1, 1, width), jnp.float32)  # noqa: E731
+    assert unsupported(logits(vocab), None if draft_vocab is None else logits(draft_vocab)) is None
+    for size in (Tuning().stream, Tuning().draw):
+        pieces = cut(vocab, size)
+        starts = [min(i * pieces.size, vocab - pieces.size) for i in range(pieces.count)]
+        assert pieces.count <= LANES and pieces.size % (LANES * pieces.vector) == 0
+        assert all(start % pieces.vector == 0 for start in starts) and vocab % pieces.vector == 0
+        assert np.unique(np.add.outer(starts, np.arange(pieces.size))).size == vocab
+
+
+# ---- on the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*TINY, *REAL])
+def test_on_the_gpu(name: str) -> None:
+    """Memory that held NaN before: a lane or an output that no block writes shows up. Requests alone give the same bits."""
+    shape = SHAPES[name]
+    arguments = make_inputs(shape)
+    run(arguments)
+    poison = [jnp.full(2**20, jnp.nan) for _ in range(64)]
+    jax.block_until_ready(poison)
+    del poison
+    tokens, num_sampled = run(arguments)
+    uncertain = check(arguments, tokens, num_sampled, range(min(shape.batch, 2)))  # the oracle takes seconds a request
+    assert uncertain <= max(1, UNCERTAIN * shape.batch)
+    wanted = run(arguments, "reference")
+    differing = (tokens != wanted[0]).any(axis=1)
+    for b in np.flatnonzero(differing):
+        assert not expected(arguments, b)[1], f"request {b}: reference {wanted[0][b]}, kernel {tokens[b]}"
+    last = shape.batch - 1
+    for got, whole in zip(run(rows(arguments, [last])), (tokens, num_sampled), strict=True):
+        np.testing.assert_array_equal(got[0], whole[last])
