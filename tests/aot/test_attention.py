@@ -1,0 +1,60 @@
+"""The attention kernels compile for an H200 at real shapes, without spills, and leave the caches where they are."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.attention import paged_attention
+from pallas_kernels.attention.shapes import SHAPES, Shape
+from tests.support.h200 import compile_for_h200, unavailable
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
+
+
+@pytest.fixture(autouse=True)
+def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """ptxas reports on what it compiles, which nothing may have cached."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    cached = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", cached)
+
+
+def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """What make_inputs makes, without the arrays: a cache of real size does not fit here."""
+    cache = (shape.batch * shape.table_pages + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    struct = {
+        "q": ((shape.batch, shape.rows, shape.num_heads, shape.head_dim), jnp.bfloat16),
+        "k_cache": (cache, jnp.bfloat16),
+        "v_cache": (cache, jnp.bfloat16),
+        "block_table": ((shape.batch, shape.table_pages), jnp.int32),
+        "positions": ((shape.batch, shape.rows), jnp.int32),
+        "seq_lens": ((shape.batch,), jnp.int32),
+        "window_start": ((shape.batch, shape.rows), jnp.int32),
+    }
+    if shape.sinks:
+        struct["sinks"] = ((shape.num_heads,), jnp.float32)
+    return {name: jax.ShapeDtypeStruct(*x) for name, x in struct.items()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_compiles_without_spills_or_copies_of_the_cache(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    shape = SHAPES[name]
+    inputs = abstract(shape)
+    attend = functools.partial(paged_attention, scale=shape.head_dim**-0.5, window=shape.window, implementation="mosaic_gpu")
+    compiled = compile_for_h200(lambda args: attend(**args), inputs)
+    captured = capfd.readouterr()
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", captured.out + captured.err)
+    assert spills, "expected ptxas's report on at least one kernel"
+    assert all(int(n) == 0 for kernel in spills for n in kernel), spills
+
+    cache = re.escape(f"bf16[{','.join(map(str, inputs['k_cache'].shape))}]")
+    copies = re.findall(rf"= {cache}\S* (?:copy|fusion|transpose)\(.*", compiled.as_text())
+    assert not copies
