@@ -7,8 +7,6 @@ python scripts/bench.py --model tiny --rounds 8                                 
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +18,7 @@ from rich.table import Table
 
 from jaxspec import ConfigError, report
 from jaxspec.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_of
-from jaxspec.benchmark.timing import measure_bandwidth, measure_matmul_rate
+from jaxspec.benchmark.machine import describe, environment, measure_rates
 from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
 from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
 from jaxspec.engine import DTYPES
@@ -72,8 +70,8 @@ def main(
         json_file = report.JsonFile(output_json) if output_json else None
         keep_compiled_programs()
         numbers = DTYPES[("bfloat16" if jax.default_backend() == "gpu" else "float32") if dtype == "auto" else dtype]
-        record: dict[str, Any] = environment() | measure_device()
-        show_environment(record)
+        record: dict[str, Any] = environment() | measure_rates()
+        print(describe(record), flush=True)
         record |= {"settings": {"preset": preset, "implementation": implementation, "rounds": rounds, "repeats": repeats}, "cases": []}
         weights, effort = Weights(numbers), Effort(rounds, repeats)
         for i, case in enumerate(cases, start=1):
@@ -159,42 +157,6 @@ def judge_targets(case: Case, result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 # --- what is printed ------------------------------------------------------------------------------------------------------------------
-
-
-def environment() -> dict[str, Any]:
-    """report.environment(), with the driver, the flags and the memory that JAX may use."""
-    device = jax.devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    flags = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("XLA_", "JAX_"))}
-    return report.environment() | {"driver": driver(), "flags": flags, "memory_limit": limit}
-
-
-def driver() -> str | None:
-    """GPU, driver, clocks and power limit as nvidia-smi gives them; None without one."""
-    query = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
-    try:
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def measure_device() -> dict[str, float]:
-    """Read bandwidth over 4 GiB and the rate of 8192^3 products; on a CPU, where they only try the script out, far less."""
-    large = jax.default_backend() == "gpu"
-    return {
-        "bytes_per_second": measure_bandwidth(4 << 30 if large else 16 << 20),
-        "flops_per_second": measure_matmul_rate(8192 if large else 128),
-    }
-
-
-def show_environment(record: dict[str, Any]) -> None:
-    versions, device = record["versions"], record["devices"][0]
-    print(f"{device['kind']} ({record['driver'] or device['platform']}), jax {versions['jax']}, Python {versions['python']}")
-    print(f"commit {versions['git_commit']}, flags {record['flags'] or 'none'}")
-    memory = f"{record['memory_limit'] / 1e9:.1f} GB" if record["memory_limit"] else "not limited"
-    rates = f"reads {record['bytes_per_second'] / 1e12:.3f} TB/s, bfloat16 products {record['flops_per_second'] / 1e12:.1f} TFLOP/s"
-    print(f"measured: {rates}; memory {memory}", flush=True)
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 Carry = TypeVar("Carry")
+REPEAT_SECONDS, MOST_DISPATCHES = 0.02, 200
 DISCARDED = 5  # the first runs of a program warm it up, then record its CUDA graphs
 
 
@@ -69,23 +70,26 @@ def back_to_back(
     return Timing(tuple(samples), min(host)), carry
 
 
-def time_chained(op: Callable[..., Any], copies: Sequence[Mapping[str, jax.Array]], *, calls: int, count: int, repeats: int) -> Timing:
-    """Seconds that a program of `calls` calls of op(**arrays) takes (see `chain`), dispatched `count` times back to back."""
-    program = jax.jit(chain(op, calls))
-    return back_to_back(lambda zero: program(copies, zero), jnp.zeros((), jnp.int32), count=count, repeats=repeats)[0]
+def time_chained(op: Callable[..., Any], copies: Sequence[Mapping[str, jax.Array]], *, repeats: int) -> Timing:
+    """Seconds that a program of a call of op(**arrays) for each of the copies takes (see `chain`), for REPEAT_SECONDS at a time."""
+    program, zero = jax.jit(chain(op)), jnp.zeros((), jnp.int32)
+    step = lambda zero: program(copies, zero)  # noqa: E731
+    first, zero = back_to_back(step, zero, count=2, repeats=1)
+    count = min(max(2, round(REPEAT_SECONDS / first.best)), MOST_DISPATCHES)
+    return back_to_back(step, zero, count=count, repeats=repeats)[0]
 
 
-def chain(op: Callable[..., Any], calls: int) -> Callable[[Sequence[Mapping[str, jax.Array]], jax.Array], jax.Array]:
-    """A program (copies, zero) -> zero of `calls` calls of op, one after the other, on the copies of its arguments in turn.
+def chain(op: Callable[..., Any]) -> Callable[[Sequence[Mapping[str, jax.Array]], jax.Array], jax.Array]:
+    """A program (copies, zero) -> zero of one call of op after the other, each on its own copy of the arguments.
 
-    Each call's smallest array has a zero added that is made of the call before's results, so that none is dropped, merged or overlapped.
-    That addition is one small kernel a call: its time is that of a chain of `smallest`, which does nothing else.
+    Each call's smallest array has a zero added that is made of the call before's results, so that none is dropped or overlapped; copies
+    have buffers of their own, so that none is merged. The addition is one small kernel a call: its time is that of a chain of `smallest`.
     """
     inner = jax.jit(op)  # traced and lowered once, however many calls
 
     def program(copies: Sequence[Mapping[str, jax.Array]], zero: jax.Array) -> jax.Array:
-        for i in range(calls):
-            arrays, zero = lax.optimization_barrier((dict(copies[i % len(copies)]), zero))
+        for copy in copies:
+            arrays, zero = lax.optimization_barrier((dict(copy), zero))
             name = smallest_name(arrays)
             arrays[name] = _add_zero(arrays[name], zero)
             zero = _zero_of(lax.optimization_barrier(inner(**arrays)))

@@ -171,12 +171,12 @@ class Workload:
 
     def _random_proposal(self) -> Proposal:
         case, cfg = self.case, self.cfg
-        keys = jax.random.split(jax.random.key(3), 2)
-        tokens = jax.random.randint(keys[0], (case.batch, case.num_speculative_tokens), 0, cfg.target.vocab_size, jnp.int32)
-        shape = (case.batch, case.num_speculative_tokens, cfg.draft.draft_vocab_size)
-        if cfg.draft.maps_vocabulary:  # a draft proposes what it has a name for
-            tokens = self.params["draft"]["draft_to_target"][tokens % cfg.draft.draft_vocab_size]
-        return Proposal(tokens, _normal(shape, "float32", keys[1]) if cfg.keeps_draft_logits else None)
+        shape = (case.batch, case.num_speculative_tokens)
+        tokens = np.random.default_rng(3).integers(0, cfg.draft.draft_vocab_size, shape, np.int32)
+        if cfg.draft.maps_vocabulary:
+            tokens = np.asarray(self.params["draft"]["draft_to_target"])[tokens]
+        logits = _normal((*shape, cfg.draft.draft_vocab_size), "float32", jax.random.key(3)) if cfg.keeps_draft_logits else None
+        return Proposal(jnp.asarray(tokens), logits)
 
     def rewind(self, state: DecodeState, max_tokens: int = NEVER) -> DecodeState:
         """Every request live again, at the case's context, with max_tokens to go."""
@@ -244,8 +244,7 @@ class Workload:
             arrays = {"target_logits": _normal(shape, "float32", key), "seq_lens": state.seq_lens}
             arrays |= {"draft_tokens": self.proposal.draft_tokens}
             copies.append(arrays if self.proposal.draft_logits is None else arrays | {"draft_logits": jnp.copy(self.proposal.draft_logits)})
-        count = max(2, self.effort.rounds // JUDGEMENTS)
-        return time_chained(op, copies, calls=JUDGEMENTS, count=count, repeats=self.effort.repeats).to_dict(JUDGEMENTS)
+        return time_chained(op, copies, repeats=self.effort.repeats).to_dict(JUDGEMENTS)
 
     def time_rebuild(self) -> dict[str, Any]:
         """One rebuild of the draft's attention metadata; a round holds K of them."""
@@ -304,11 +303,11 @@ class Workload:
 def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> DecodeState:
     """Live requests with random caches and random pending rows, none of them zeros; no stop tokens."""
     batch, K = case.batch, case.num_speculative_tokens
-    keys = iter(jax.random.split(jax.random.key(2), 6))
+    rng = np.random.default_rng(2)
     width = cfg.target.hidden_size * max(len(cfg.draft.aux_layers), 1)
-    tokens = lambda *shape: jax.random.randint(next(keys), shape, 0, cfg.target.vocab_size, jnp.int32)  # noqa: E731
+    tokens = lambda *shape: jnp.asarray(rng.integers(0, cfg.target.vocab_size, shape, np.int32))  # noqa: E731
     sampling = SamplingState(
-        keys=jax.random.bits(next(keys), (batch, 2), jnp.uint32),
+        keys=jnp.asarray(rng.integers(0, 2**32, (batch, 2), np.uint32)),
         temperature=jnp.full(batch, case.temperature, jnp.float32),
         top_k=jnp.zeros(batch, jnp.int32),
         top_p=jnp.ones(batch, jnp.float32),
@@ -322,17 +321,18 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> D
         stop_token_ids=jnp.full((batch, 4), -1, jnp.int32),
         sampling=sampling,
         pending_tokens=tokens(batch, K + 1),
-        pending_hidden=_normal((batch, K + 1, width), jnp.dtype(dtype).name, next(keys)),
+        pending_hidden=_normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
         num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
-        target_caches=_random_caches(cfg.target, num_blocks, dtype, next(keys)),
-        draft_caches=_random_caches(cfg.draft, num_blocks, dtype, next(keys)),
+        target_caches=_random_caches(cfg.target, num_blocks, dtype, jax.random.key(5)),
+        draft_caches=_random_caches(cfg.draft, num_blocks, dtype, jax.random.key(6)),
     )
 
 
 def _random_caches(cfg: Any, num_blocks: int, dtype: Any, key: jax.Array) -> KVCache:
     shape = (num_blocks, BLOCK_SIZE, cfg.attention.num_kv_heads, cfg.attention.head_dim)
-    keys = jax.random.split(key, (cfg.num_layers, 2))
-    return tuple(FullCache(*(_normal(shape, jnp.dtype(dtype).name, keys[i, j]) for j in range(2))) for i in range(cfg.num_layers))
+    keys = iter(jax.random.split(key, 2 * cfg.num_layers))
+    draw = lambda: _normal(shape, jnp.dtype(dtype).name, next(keys))  # noqa: E731
+    return tuple(FullCache(draw(), draw()) for _ in range(cfg.num_layers))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -1,0 +1,171 @@
+"""Time single ops of pallas_kernels on their named shapes: bytes moved against the measured read bandwidth.
+
+python scripts/bench_kernels.py --output-json kernels.json
+python scripts/bench_kernels.py --op attention --shape decode_b16_4k --implementation mosaic_gpu
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import pallas_kernels
+from jaxspec import ConfigError, report
+from jaxspec.benchmark.machine import describe, environment, measure_rates
+from jaxspec.benchmark.timing import smallest, time_chained
+from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
+
+L2_BYTES = 60e6  # of an H200
+CALLS, MOST_CALLS = 16, 64  # in one program: so many that its launch does not show, so few that it compiles
+COPIES_BYTES = 16e9
+
+
+@dataclass(frozen=True)
+class Op:
+    """A package of pallas_kernels: its public function, the names of its implementations, its shapes module."""
+
+    name: str
+    function: Callable[..., Any]
+    implementations: tuple[str, ...]
+    shapes: ModuleType
+
+
+def option(text: str) -> Any:
+    return typer.Option(help=text, show_default=True)
+
+
+def main(
+    op: Annotated[str | None, option("Ops, with commas between them. [default: all that have named shapes]")] = None,
+    shape: Annotated[str | None, option("Names of shapes, or parts of names. [default: all]")] = None,
+    implementation: Annotated[str | None, option("Implementations. [default: all]")] = None,
+    repeats: Annotated[int, option("How often each is timed; medians are printed.")] = 5,
+    output_json: Annotated[Path | None, option("Write everything to this file, after every op and shape.")] = None,
+) -> None:
+    """Many calls chained inside one program, on inputs rotated through more memory than the L2 cache holds."""
+    with errors_as_sentences():
+        found = pick_ops(discover(), op)
+        runs = [(o, name, i) for o in found for name in pick_shapes(o, shape) for i in pick_implementations(o, implementation)]
+        if not runs:
+            raise ConfigError(f"--op, --shape, --implementation: expected some that go together, got {op}, {shape} and {implementation}")
+        if repeats < 1:
+            raise ConfigError(f"--repeats: expected at least 1, got {repeats}")
+        json_file = report.JsonFile(output_json) if output_json else None
+        keep_compiled_programs()
+        record: dict[str, Any] = environment() | measure_rates() | {"kernels": []}
+        print(describe(record), flush=True)
+        for o, name, i in runs:
+            result = {"op": o.name, "shape": name, "implementation": i} | time_op(o, name, i, repeats, record["bytes_per_second"])
+            record["kernels"].append(result)
+            print(f"{o.name} {name} {i}: {summary(result)}", flush=True)
+            if json_file:
+                json_file.write(record)
+        console = Console()
+        (console if console.is_terminal else Console(width=160)).print(table(record["kernels"]))
+
+
+def discover() -> list[Op]:
+    """The packages that have a shapes module."""
+    found = []
+    for module in pkgutil.iter_modules(pallas_kernels.__path__):
+        name = f"pallas_kernels.{module.name}"
+        if module.ispkg and find_spec(f"{name}.shapes"):
+            package, shapes = importlib.import_module(name), importlib.import_module(f"{name}.shapes")
+            found += [Op(module.name, function, tuple(package.IMPLEMENTATIONS), shapes) for function in public_ops(package)]
+    return found
+
+
+def public_ops(package: ModuleType) -> list[Callable[..., Any]]:
+    """Its own functions that take implementation= by keyword only."""
+    own = [f for _, f in inspect.getmembers(package, inspect.isfunction) if f.__module__ == package.__name__]
+    by_keyword = lambda p: p.name == "implementation" and p.kind is p.KEYWORD_ONLY  # noqa: E731
+    return [f for f in own if any(map(by_keyword, inspect.signature(f).parameters.values()))]
+
+
+def pick_ops(ops: list[Op], names: str | None) -> list[Op]:
+    wanted = None if names is None else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in wanted or () if name not in {op.name for op in ops}]:
+        raise ConfigError(f"--op: expected among {', '.join(op.name for op in ops) or 'no op (none has shapes)'}, got {', '.join(unknown)}")
+    return [op for op in ops if wanted is None or op.name in wanted]
+
+
+def pick_shapes(op: Op, parts: str | None) -> list[str]:
+    return [name for name in op.shapes.SHAPES if parts is None or any(part.strip() in name for part in parts.split(","))]
+
+
+def pick_implementations(op: Op, names: str | None) -> list[str]:
+    return [name for name in op.implementations if names is None or name in [n.strip() for n in names.split(",")]]
+
+
+def time_op(op: Op, shape_name: str, implementation: str, repeats: int, bandwidth: float) -> dict[str, Any]:
+    """Seconds a call without the chain's own, bytes, bytes a second and their share of bandwidth; or {"skipped": reason}."""
+    shape = op.shapes.SHAPES[shape_name]
+    moved = int(op.shapes.bytes_moved(shape))
+    inputs = op.shapes.make_inputs(shape, 0)
+    arrays = {name: jnp.asarray(x) for name, x in inputs.items() if hasattr(x, "shape")}
+    settings = {name: x for name, x in inputs.items() if name not in arrays}
+    # The same values at other addresses: no copy is in the cache when its turn comes again.
+    copies = [arrays, *(jax.tree.map(jnp.copy, arrays) for _ in range(count_copies(arrays, moved) - 1))]
+    calls = len(copies)
+    try:
+        call = lambda **arrays: op.function(**arrays, **settings, implementation=implementation)  # noqa: E731
+        timing = time_chained(call, copies, repeats=repeats).to_dict(calls)
+        chain = time_chained(smallest, copies, repeats=repeats).to_dict(calls)
+    except (ValueError, NotImplementedError) as e:  # what a kernel does not support it says
+        return {"skipped": " ".join(str(e).split())}
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        return {"skipped": f"out of device memory: {str(e).splitlines()[0]:.200}"}
+    seconds = max(timing["seconds"] - chain["seconds"], 1e-9)
+    rate = moved / seconds
+    result = {"seconds": seconds, "bytes": moved, "bytes_per_second": rate, "share_of_bandwidth": rate / bandwidth}
+    return result | {"with_chain": timing, "chain": chain, "copies": calls}
+
+
+def count_copies(arrays: dict[str, jax.Array], moved: int) -> int:
+    """As many as twice the L2 cache takes, and enough calls for one program, within COPIES_BYTES."""
+    if jax.default_backend() != "gpu":
+        return 2
+    fit = int(COPIES_BYTES // sum(x.nbytes for x in arrays.values()))
+    return max(2, min(fit, max(CALLS, min(-(-int(2 * L2_BYTES) // moved), MOST_CALLS))))
+
+
+def summary(result: dict[str, Any]) -> str:
+    if "skipped" in result:
+        return f"skipped: {result['skipped']}"
+    return (
+        f"{result['seconds'] * 1e6:.1f} us, {result['bytes'] / 1e6:.1f} MB, {result['bytes_per_second'] / 1e12:.2f} TB/s, "
+        f"{result['share_of_bandwidth']:.1%} of the bandwidth (the chain's own {result['chain']['seconds'] * 1e6:.1f} us taken off)"
+    )
+
+
+def table(kernels: list[dict[str, Any]]) -> Table:
+    found = Table(title="Ops")
+    for heading in ("op", "shape", "implementation"):
+        found.add_column(heading, no_wrap=True)
+    for heading in ("us", "MB", "TB/s", "of bandwidth"):
+        found.add_column(heading, justify="right")
+    for k in kernels:
+        cells = ["skipped"]
+        if "skipped" not in k:
+            cells = [f"{k['seconds'] * 1e6:.1f}", f"{k['bytes'] / 1e6:.1f}", f"{k['bytes_per_second'] / 1e12:.2f}"]
+            cells.append(f"{k['share_of_bandwidth']:.1%}")
+        found.add_row(k["op"], k["shape"], k["implementation"], *cells)
+    return found
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,337 @@
+"""scripts/bench.py and bench_kernels.py on a CPU with tiny dimensions: every part runs, the floor counts bytes, the record holds all of it.
+
+No time is asserted: these run on shared cores.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import decode, models
+from jaxspec.benchmark import timing, workload
+from jaxspec.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
+from jaxspec.benchmark.dimensions import MODELS
+from jaxspec.benchmark.floor import memory_needed, round_floor
+from jaxspec.config import ConfigError
+from jaxspec.verify import judge
+from scripts import bench, bench_kernels
+from tests.scripts.conftest import runner
+from tests.support.tiny import sampling_state
+
+TINY = Case("tiny", batch=3, context=70)
+EFFORT = workload.Effort(rounds=8, repeats=1)
+run_bench = runner(bench.main)
+run_kernels = runner(bench_kernels.main)
+
+
+@pytest.fixture(scope="module")
+def weights() -> workload.Weights:
+    return workload.Weights(jnp.float32)
+
+
+# --- scripts/bench.py -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "temperature", "rule"), [("eagle3", 1, "probabilistic"), ("eagle", 0, "strict")])
+def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperature, rule):
+    path, profile = tmp_path / "bench.json", tmp_path / "trace"
+    extra = ["--profile", profile] if method == "eagle3" else []
+    arguments = ["--model", "tiny", "--method", method, "--batch", 2, "--temperature", temperature, "--rule", rule, "--context", 70]
+    result = run_bench(*arguments, "--rounds", 8, "--repeats", 1, "--output-json", path, *extra)
+    assert result.exit_code == 0, result.output
+    record = json.loads(path.read_text())
+    assert {"driver", "flags", "versions", "devices", "bytes_per_second", "flops_per_second", "memory_limit"} <= set(record)
+    (case,) = record["cases"]
+    assert list(case["parts"]) == list(workload.PARTS)
+    assert all(part["seconds"] > 0 and len(part["samples"]) == 1 for part in case["parts"].values())
+    assert 1 < case["parts"]["engine"]["acceptance_length"] <= 4 and case["parts"]["rebuild"]["share_of_round"] > 0
+    assert case["floor_over_round"] > 0 and case["tokens_per_second"] > 0 and case["floor"]["bytes"] > case["plain_floor"]["bytes"]
+    assert case["implementations"]["attention_implementation"] and case["name"] in result.stdout
+    assert not extra or list(profile.rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("compilation", ["round", "step"])
+def test_the_round_is_timed_on_donated_state(weights, compilation):
+    """The caches of the state that a run starts from are gone, and those of the state that comes back are not zeros."""
+    load = workload.Workload(replace(TINY, compilation=compilation), weights, {}, EFFORT)
+    before = jax.tree.leaves((load.state.target_caches, load.state.draft_caches))
+    load.time_round()
+    assert all(x.is_deleted() for x in before)
+    assert all(np.count_nonzero(x) > 0.99 * x.size for x in map(np.asarray, jax.tree.leaves(load.state.target_caches)))
+    load.time_plain()
+    load.time_round()  # the plain step hands back what it took
+
+
+def test_weights_are_shared_between_the_cases_of_a_model(weights):
+    target, draft = weights.get(TINY)
+    again, other = weights.get(replace(TINY, method="eagle", batch=1))
+    assert target is again and other["lm_head"] is target["lm_head"] and draft["lm_head"] is not target["lm_head"]
+    assert all(np.asarray(x).any() for x in jax.tree.leaves((target, draft)))
+    head = np.asarray(target["lm_head"])
+    assert head.std() == pytest.approx(head.shape[0] ** -0.5, rel=0.1)
+
+
+def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "environment", lambda: bench_environment(memory_limit=2 << 30))
+    monkeypatch.setattr(bench, "measure_rates", lambda: {"bytes_per_second": 1e12, "flops_per_second": 1e15})
+    result = run_bench("--batch", 64, "--context", 32768, "--temperature", 0, "--output-json", tmp_path / "bench.json")
+    assert result.exit_code == 0, result.output
+    (case,) = json.loads((tmp_path / "bench.json").read_text())["cases"]
+    assert re.fullmatch(r"needs \d{3}\.\d GB of device memory, 2\.1 GB are there", case["skipped"]), case
+
+
+def bench_environment(memory_limit: int | None) -> dict[str, Any]:
+    versions = {"jax": "0", "python": "3", "git_commit": "0"}
+    return {
+        "versions": versions,
+        "devices": [{"kind": "none", "platform": "none"}],
+        "driver": None,
+        "flags": {},
+        "memory_limit": memory_limit,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "gpt-5"], "--model: expected among llama-3-8b"),
+        (["--batch", "one"], "--batch: expected numbers with commas between them, got 'one'"),
+        (["--preset", "all"], "--preset: expected one of issue, axes, full, got 'all'"),
+        (["--preset", "issue", "--batch", "4"], "--preset issue: expected settings that some of its cases have"),
+        (["--acceptance-length", "5"], "synthetic_acceptance_length: expected a number in [1, 4], got 5"),
+        (["--implementation", "matmuls=x"], "--implementation: expected auto, a name, or op=name with op among"),
+        (["--parts", "round,all"], "--parts: expected among plain, draft"),
+        (["--rounds", "2"], "--rounds, --repeats: expected at least 8 and 1"),
+        (["--dtype", "int8"], "--dtype: expected one of auto"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    result = run_bench(*arguments)
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {sentence}"), result.output
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_issue_preset_holds_every_case_that_has_a_target():
+    cases = select("issue", {})
+    assert {(c.model, c.batch, c.temperature) for c in cases} == {(*key, t) for key in TARGETS for t in (0.0, 1.0)}
+    assert all(target_of(case) for case in cases)
+    assert target_of(replace(cases[0], context=4096)) is None and target_of(replace(cases[0], num_speculative_tokens=5)) is None
+
+
+@pytest.mark.parametrize("preset", ["axes", "full"])
+def test_the_presets_reach_every_value_of_the_matrix(preset):
+    cases = select(preset, {})
+    for name, values in MATRIX.items():
+        assert {getattr(case, name) for case in cases} >= set(values), name
+    assert {c.batch for c in cases if c.acceptance_length == 1} == {1, 2}
+    assert {c.model for c in cases} == set(MODELS) - {"tiny"}
+    assert len({case.name for case in cases}) == len(cases) and len(cases) < 700
+    models_in_order = [case.model for case in cases]
+    assert sorted(models_in_order, key=list(MODELS).index) == models_in_order  # weights are made once a model
+
+
+def test_flags_pick_from_a_preset_and_greedy_rules_are_one():
+    assert {c.batch for c in select("full", {"batch": [1, 4]})} == {1, 4}
+    assert len(select(None, {"model": ["tiny"], "temperature": [0.0], "rule": ["strict", "probabilistic"]})) == 1
+    assert set(PRESETS) == {"issue", "axes", "full"}
+
+
+# --- the floor ------------------------------------------------------------------------------------------------------------------------
+
+
+def configured(case: Case, **changes: Any) -> tuple[Any, Any]:
+    cfg, plain, _ = workload.configure(case, "bfloat16", {}, workload.Effort())
+    return replace(cfg, **changes), plain
+
+
+def test_the_floor_of_an_8b_round_is_what_peers_md_counts():
+    """15.01 GB of target weights, 2.35 GB of three draft steps (shared/reference/peers.md)."""
+    cfg, plain = configured(Case("llama-3-8b"))
+    floor = round_floor(cfg, 1, 400, 2)
+    assert floor.target_weights == pytest.approx(15.01e9, rel=1e-3) and floor.draft_weights == pytest.approx(2.347e9, rel=1e-3)
+    assert floor.kv == 400 * 2 * 8 * 128 * 2 * (32 + 3) and floor.noise == 0
+    assert floor.logits == 2 * 4 * 4 * 128256 + 2 * 4 * 3 * 32000
+    step = round_floor(plain, 1, 400, 2)
+    assert step.draft_weights == 0 and step.target_weights == pytest.approx(floor.target_weights, rel=1e-4)
+    assert step.bytes < floor.bytes == floor.target_weights + floor.draft_weights + floor.kv + floor.logits
+
+
+def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():
+    cfg, _ = configured(Case("llama-3-8b", batch=64))
+    floor = round_floor(cfg, 64, 400, 2)
+    weights = 15.01e9 / 2
+    assert floor.flops == pytest.approx(
+        2 * weights * 256 + 4 * 256 * 400 * 32 * 4096 + floor.flops * 0.065, rel=0.02
+    )  # the last: the draft
+    times = floor.to_dict(4.5e12, 750e12)
+    assert times["seconds"] == max(times["bytes_seconds"], times["arithmetic_seconds"]) == times["arithmetic_seconds"]
+
+
+@pytest.mark.parametrize(("rule", "rows"), [("probabilistic", (1, 3)), ("strict", (4, 3))])
+def test_the_floor_counts_the_noise_that_the_rule_draws(rule, rows):
+    cfg, _ = configured(Case("smollm2-135m", temperature=1.0, rule=rule))
+    vocab, draft_vocab = 49152, 49152 if rule == "strict" else 16000
+    assert round_floor(cfg, 2, 400, 2).noise == 2 * 2 * 4 * (rows[0] * vocab + rows[1] * draft_vocab)
+
+
+def test_a_tied_head_is_read_and_eagle_reads_the_targets_head_every_step():
+    smol, _ = configured(Case("smollm2-135m"))
+    specs = jax.tree.leaves(models.family(smol.target).param_specs(smol.target))
+    numbers = sum(np.prod(spec.shape) for spec in specs)
+    assert round_floor(smol, 1, 400, 2).target_weights == 2 * (numbers + 4 * 576)
+    eagle, _ = configured(Case("llama-3-8b", method="eagle"))
+    head = 3 * 4096 * 128256 * 2
+    assert head < round_floor(eagle, 1, 400, 2).draft_weights < head + 3 * 600e6
+
+
+def test_memory_is_weights_caches_and_logits():
+    cfg, _ = configured(Case("llama-3-8b"), attention_implementation="mosaic_gpu")
+    base, longer = (memory_needed(cfg, 64, slots, 2) for slots in (512, 33280))
+    assert 16e9 < base < 25e9 and longer - base == 64 * (33280 - 512) * 2 * 8 * 128 * 2 * 33
+
+
+# --- forced acceptance ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "strict", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_acceptance_has_the_rates_and_keeps_the_rules_last_token(weights, rule, temperature):
+    case = replace(TINY, batch=400, rule=rule, temperature=temperature)
+    cfg, _, _ = workload.configure(case, "float32", {}, EFFORT)
+    batch, keys = case.batch, jax.random.split(jax.random.key(5), 3)
+    _, draft = weights.get(case)
+    tokens = draft["draft_to_target"][jax.random.randint(keys[0], (batch, 3), 0, cfg.draft.draft_vocab_size, jnp.int32)]
+    q = jax.random.normal(keys[1], (batch, 3, cfg.draft.draft_vocab_size)) if cfg.keeps_draft_logits else None
+    proposal = workload.Proposal(tokens, q)
+    logits = jax.random.normal(keys[2], (batch, 4, cfg.target.vocab_size))
+    sampling = jax.tree.map(jnp.asarray, sampling_state(range(batch), temperature))
+    active = jnp.arange(batch) != 7
+    seq_lens = jnp.full(batch, 70, jnp.int32)
+
+    def run(cfg: Any) -> tuple[np.ndarray, np.ndarray]:
+        found = judge(cfg, logits, proposal, draft["target_to_draft"], sampling, seq_lens, active)
+        return np.asarray(found.output_tokens), np.asarray(found.num_sampled)
+
+    (real, real_counts), (forced, counts) = run(replace(cfg, acceptance_rates=None)), run(cfg)
+    assert counts[7] == 0 and (forced[7] == -1).all()
+    live = np.arange(batch) != 7
+    assert set(counts[live]) == {2, 3} and counts[live].mean() == pytest.approx(2.56, abs=0.1)
+    for row in np.flatnonzero(live):
+        n = counts[row]
+        assert forced[row, : n - 1].tolist() == np.asarray(tokens)[row, : n - 1].tolist() and (forced[row, n:] == -1).all()
+        assert forced[row, n - 1] == real[row, real_counts[row] - 1]
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1.0, 1), (4.0, 4)])
+def test_a_whole_round_accepts_what_is_forced(weights, length, expected):
+    load = workload.Workload(replace(TINY, temperature=1.0, acceptance_length=length), weights, {}, EFFORT)
+    verification, _ = decode.run_round(load.cfg, load.params, load.state, load.block_table, "round")
+    assert verification.num_sampled.tolist() == [expected] * TINY.batch
+
+
+# --- timing ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_back_to_back_waits_once_a_repeat_and_rewinds_between():
+    calls, rewound = [], []
+
+    def step(x: jax.Array) -> jax.Array:
+        calls.append(1)
+        return x + 1
+
+    def rewind(x: jax.Array) -> jax.Array:
+        rewound.append(1)
+        return jnp.zeros((), jnp.int32)
+
+    found, last = timing.back_to_back(step, jnp.zeros((), jnp.int32), count=7, repeats=3, rewind=rewind)
+    assert len(calls) == timing.DISCARDED + 3 * 7 and len(rewound) == 4 and int(last) == 7
+    assert len(found.samples) == 3 and found.best <= found.median and 0 < found.host <= max(found.samples)
+
+
+def test_a_chain_keeps_every_call_and_its_zero_stays_zero():
+    """Four copies, four products in the compiled program, although they hold the same values."""
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    copies = [{"x": jnp.copy(x), "seq_lens": jnp.full(2, 3, jnp.int32)} for _ in range(4)]
+    compiled = jax.jit(timing.chain(lambda x, seq_lens: (x @ x, seq_lens))).lower(copies, jnp.zeros((), jnp.int32)).compile()
+    assert compiled.as_text().count(" dot(") == 4, compiled.as_text()
+    assert int(compiled(copies, jnp.zeros((), jnp.int32))) == 0
+
+
+# --- scripts/bench_kernels.py ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FakeShape:
+    rows: int
+
+
+def fake_op(x: jax.Array, mask: jax.Array, *, scale: float, implementation: str = "reference") -> jax.Array:
+    if implementation == "kernel" and x.shape[0] > 4:
+        raise ValueError(f"x: expected at most 4 rows, got {x.shape[0]}")
+    return jnp.where(mask[:, None], x * scale, 0.0)
+
+
+def fake_inputs(shape: FakeShape, seed: int) -> dict[str, Any]:
+    x = jax.random.normal(jax.random.key(seed), (shape.rows, 128))
+    return {"x": x, "mask": jnp.ones(shape.rows, bool), "scale": 2.0}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    shapes: Any = types.ModuleType("shapes")
+    shapes.SHAPES = {"small": FakeShape(4), "large": FakeShape(8)}
+    shapes.make_inputs, shapes.bytes_moved = fake_inputs, lambda shape: shape.rows * 128 * 4 * 2
+    monkeypatch.setattr(bench_kernels, "discover", lambda: [bench_kernels.Op("fake", fake_op, ("reference", "kernel"), shapes)])
+
+
+def test_an_op_is_timed_on_its_named_shapes_and_what_is_unsupported_is_skipped_with_the_reason(fake, tmp_path):
+    path = tmp_path / "kernels.json"
+    result = run_kernels("--repeats", 1, "--output-json", path)
+    assert result.exit_code == 0, result.output
+    kernels = {(k["shape"], k["implementation"]): k for k in json.loads(path.read_text())["kernels"]}
+    assert set(kernels) == {(s, i) for s in ("small", "large") for i in ("reference", "kernel")}
+    assert kernels["large", "kernel"] == {
+        "op": "fake",
+        "shape": "large",
+        "implementation": "kernel",
+        "skipped": "x: expected at most 4 rows, got 8",
+    }
+    assert kernels["small", "kernel"]["bytes"] == 4096 and kernels["small", "kernel"]["seconds"] > 0
+
+
+def test_ops_shapes_and_implementations_are_picked_by_name(fake):
+    result = run_kernels("--op", "fake", "--shape", "sma", "--implementation", "kernel", "--repeats", 1)
+    assert result.exit_code == 0 and "fake small kernel:" in result.stdout and "large" not in result.stdout
+    for arguments, sentence in (
+        (["--op", "nothing"], "error: --op: expected among fake, got nothing"),
+        (["--shape", "huge"], "error: --op, --shape, --implementation: expected some that go together"),
+    ):
+        result = run_kernels(*arguments)
+        assert result.exit_code == 2 and result.stderr.startswith(sentence), result.output
+
+
+def test_every_kernel_package_with_shapes_is_found_by_its_public_op():
+    for op in bench_kernels.discover():
+        assert "reference" in op.implementations and op.shapes.SHAPES, op.name
+        for shape in op.shapes.SHAPES.values():
+            assert op.shapes.bytes_moved(shape) > 0
+
+
+def test_an_implementation_names_every_op_or_one():
+    assert workload.implementations("auto") == {}
+    assert workload.implementations("rejection=fast,attention=auto") == {"rejection_implementation": "fast"}
+    everything = workload.implementations("reference")
+    assert {"attention_implementation", "rejection_implementation"} <= set(everything) and set(everything.values()) == {"reference"}
+    with pytest.raises(ConfigError, match="op=name"):
+        workload.implementations("rejection=")
