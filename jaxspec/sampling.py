@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from pallas_kernels.truncation import truncate
+
 STREAMS = {"sample": 0, "draft": 1, "accept": 2, "recover": 3}
 
 
@@ -67,25 +69,6 @@ def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array
     """logits [batch, ..., vocab] over temperature [batch]; greedy rows are left as they are."""
     divisor = jnp.where(temperature == 0.0, 1.0, temperature)
     return logits / divisor.reshape(-1, *([1] * (logits.ndim - 1)))
-
-
-def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Keep the top_k largest, then the smallest set of the rest whose mass reaches top_p; others become -inf.
-
-    logits: float32 [batch, rows, vocab], already over temperature; top_k int32 [batch]; top_p float32 [batch].
-    Tokens that tie with the last one kept are kept too, as vLLM's and transformers' do for top-k.
-    """
-    vocab = logits.shape[-1]
-    descending = jnp.sort(logits, axis=-1, descending=True)
-    k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)[:, None, None]
-    kth = jnp.take_along_axis(descending, jnp.broadcast_to(k - 1, (*logits.shape[:-1], 1)), axis=-1)
-    kept = jnp.where(descending >= kth, descending, -jnp.inf)
-    probabilities = jax.nn.softmax(kept, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass of everything more likely
-    # The most likely token always stays; with top_p 1 rounding of the running sum must not drop anything.
-    inside = (before < top_p[:, None, None]) | (top_p[:, None, None] >= 1.0)
-    last = jnp.min(jnp.where(inside & (kept > -jnp.inf), kept, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= jnp.maximum(kth, last), logits, -jnp.inf)
 
 
 def process_target_logits(logits: jax.Array, sampling: SamplingState, *, truncated: bool) -> jax.Array:

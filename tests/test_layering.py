@@ -1,4 +1,4 @@
-"""Imports go one way, from the engine down to the configuration; the kernels are a leaf that only two modules call."""
+"""Imports go one way, from the engine down to the configuration; the kernels are a leaf that only few modules call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = (
     ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.config"),
 )
 LEAVES = ("jaxspec.metrics",)  # import nothing of jaxspec, and anything may import them
-KERNEL_CALLERS = ("jaxspec.attention", "jaxspec.verify")
+KERNEL_CALLERS = ("jaxspec.attention", "jaxspec.sampling", "jaxspec.verify")
 KERNEL_IMPORTS = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from jaxspec import sampling
 from jaxspec.propose import Proposal
-from jaxspec.sampling import gumbel_noise, sample, truncate, uniform_noise
+from jaxspec.sampling import gumbel_noise, sample, uniform_noise
 from jaxspec.verify import judge
+from pallas_kernels.truncation import truncate
 from tests.statistics import chi_square, within_limit
 from tests.support.tiny import sampling_state
 from tests.support.toys import toy_config

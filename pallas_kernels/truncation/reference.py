@@ -1,0 +1,71 @@
+"""The jnp specification of truncation: two radix searches over the bit patterns of the logits, each a fixed number of passes.
+
+As unsigned integers, floats with their bits suitably flipped are ordered like the floats. The k-th largest is then the largest pattern t
+for which at least k tokens are >= t, and the last token inside top-p the largest t for which the tokens >= t hold a share top_p of the mass
+that top-k left. Either is found digit by digit from the top; the answer is exact, a token's own bits. Every pass reads the row once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BITS = 32
+COLUMNS = 64
+
+
+def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The public op's arguments and result; see ``pallas_kernels.truncation.truncate``."""
+    vocab = logits.shape[-1]
+    keys = _ordered(logits)
+    highest = jnp.max(keys, axis=-1)
+    needed = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)[:, None]
+    kth = _search(keys, jnp.ones((), jnp.int32), jnp.broadcast_to(needed, highest.shape))
+
+    weights = jnp.exp(logits - jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=-1, keepdims=True))
+    weights = jnp.where((keys >= kth[..., None]) & (weights > 0), weights, 0.0)  # NaN, and rows that are all -inf, weigh nothing
+    needed = top_p[:, None] * jnp.sum(weights, axis=-1)
+    last = jnp.where(top_p[:, None] < 1.0, _search(keys, weights, needed), 0)  # rounding of the mass must not drop anything at 1
+    threshold = jnp.minimum(jnp.maximum(kth, last), highest)
+    return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
+
+
+def _ordered(logits: jax.Array) -> jax.Array:
+    """Unsigned integers in the order of the logits; NaN as -inf, and -0 as 0."""
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.where(logits == 0.0, 0.0, logits))
+    bits = lax.bitcast_convert_type(logits, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array:
+    """The largest t, uint32 [batch, rows], whose tokens keys >= t weigh at least `needed`; 0 if none does.
+
+    One bit a pass on a CPU, where comparisons are the cost; four on a GPU, where it is reading the row.
+    """
+
+    def search(bits: int, add_up: Callable[[list[jax.Array]], list[jax.Array]]) -> jax.Array:
+        def step(i: jax.Array, prefix: jax.Array) -> jax.Array:
+            shift = (BITS - bits * (i + 1)).astype(jnp.uint32)
+            candidates = [prefix + (jnp.uint32(digit) << shift) for digit in range(1, 1 << bits)]
+            totals = add_up([jnp.where(keys >= t[..., None], weights, 0) for t in candidates])
+            reached = [(total >= needed).astype(jnp.uint32) for total in totals]  # true up to some digit, false after it
+            return prefix + (sum(reached[1:], reached[0]) << shift)
+
+        return lax.fori_loop(0, BITS // bits, step, jnp.zeros(needed.shape, jnp.uint32))
+
+    return lax.platform_dependent(cpu=lambda: search(1, _add_in_columns), default=lambda: search(4, _add_at_once))
+
+
+def _add_in_columns(values: list[jax.Array]) -> list[jax.Array]:
+    """Sums over the vocabulary in interleaved columns, since a float sum in one chain is as slow as its latency."""
+    padded = [jnp.pad(v, [(0, 0), (0, 0), (0, -v.shape[-1] % COLUMNS)]) for v in values]
+    return [v.reshape(*v.shape[:2], -1, COLUMNS).sum(axis=2).sum(axis=2) for v in padded]
+
+
+def _add_at_once(values: list[jax.Array]) -> list[jax.Array]:
+    """Sums over the vocabulary as one reduction of several arrays: XLA reads what they are made of once."""
+    zeros = (jnp.zeros((), values[0].dtype),) * len(values)
+    return list(lax.reduce(tuple(values), zeros, lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True)), (2,)))
