@@ -8,17 +8,17 @@ python scripts/bench.py --model tiny --rounds 8                                 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from jaxspec import ConfigError, report
 from jaxspec.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_of
-from jaxspec.benchmark.machine import describe, environment, measure_rates
+from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
 from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
 from jaxspec.engine import DTYPES
@@ -81,8 +81,7 @@ def main(
             print("    " + summary(result), flush=True)
             if json_file:
                 json_file.write(record)
-        console = Console()
-        (console if console.is_terminal else Console(width=160)).print(table(record["cases"]))
+        print_table(table(record["cases"]))
 
 
 def parse_list(flag: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
@@ -130,7 +129,7 @@ def run_case(
 
 
 def implementations_of(workload: Workload) -> dict[str, Any]:
-    return {name: value for name, value in vars(workload.cfg).items() if name.endswith("_implementation")}
+    return asdict(workload.cfg.kernels)
 
 
 def round_seconds(parts: dict[str, Any]) -> float | None:

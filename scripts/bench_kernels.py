@@ -1,7 +1,7 @@
 """Time single ops of pallas_kernels on their named shapes: bytes moved against the measured read bandwidth.
 
 python scripts/bench_kernels.py --output-json kernels.json
-python scripts/bench_kernels.py --op attention --shape decode_b16_4k --implementation mosaic_gpu
+python scripts/bench_kernels.py --op attention --shape "batch 16, context 4k" --implementation mosaic_gpu
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import pallas_kernels
 from jaxspec import ConfigError, report
-from jaxspec.benchmark.machine import describe, environment, measure_rates
+from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.timing import smallest, time_chained
 from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
 
@@ -49,7 +48,7 @@ def option(text: str) -> Any:
 
 def main(
     op: Annotated[str | None, option("Ops, with commas between them. [default: all that have named shapes]")] = None,
-    shape: Annotated[str | None, option("Names of shapes, or parts of names. [default: all]")] = None,
+    shape: Annotated[list[str] | None, option("A shape's name or a part of it; may be given several times. [default: all]")] = None,
     implementation: Annotated[str | None, option("Implementations. [default: all]")] = None,
     repeats: Annotated[int, option("How often each is timed; medians are printed.")] = 5,
     output_json: Annotated[Path | None, option("Write everything to this file, after every op and shape.")] = None,
@@ -72,8 +71,7 @@ def main(
             print(f"{o.name} {name} {i}: {summary(result)}", flush=True)
             if json_file:
                 json_file.write(record)
-        console = Console()
-        (console if console.is_terminal else Console(width=160)).print(table(record["kernels"]))
+        print_table(table(record["kernels"]))
 
 
 def discover() -> list[Op]:
@@ -101,8 +99,8 @@ def pick_ops(ops: list[Op], names: str | None) -> list[Op]:
     return [op for op in ops if wanted is None or op.name in wanted]
 
 
-def pick_shapes(op: Op, parts: str | None) -> list[str]:
-    return [name for name in op.shapes.SHAPES if parts is None or any(part.strip() in name for part in parts.split(","))]
+def pick_shapes(op: Op, parts: list[str] | None) -> list[str]:
+    return [name for name in op.shapes.SHAPES if not parts or any(part in name for part in parts)]
 
 
 def pick_implementations(op: Op, names: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: what it is, and what it can do at best."""
+"""The machine that a benchmark runs on: what it is, what it can do at best, and how results are shown on it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from jaxspec import report
 from jaxspec.benchmark.timing import measure_bandwidth, measure_matmul_rate
@@ -49,3 +52,11 @@ def describe(record: Mapping[str, Any]) -> str:
         f"{device['kind']} ({record['driver'] or device['platform']}), jax {versions['jax']}, Python {versions['python']}\n"
         f"commit {versions['git_commit']}, flags {record['flags'] or 'none'}, device memory {memory}\nmeasured: {rates}"
     )
+
+
+def print_table(table: Table) -> None:
+    """Drawn for a terminal; into a file or a pipe as Markdown, for docs/performance.md."""
+    console = Console()
+    if not console.is_terminal:
+        table.box, console = box.MARKDOWN, Console(width=200)
+    console.print(table)
