@@ -319,9 +319,8 @@ def _attend(plan: Plan):
                 *state, blocks = carry
                 slot = lax.rem(tile - start, slots)
                 coming = tile + slots
-                after = (
-                    pages_of(coming + 1) if plan.tiles_per_cta > 1 else blocks
-                )  # one tile early: a load from device memory must not hold up the copy
+                # Looked up one tile early: a load from device memory must not hold up the copy.
+                after = pages_of(coming + 1) if plan.tiles_per_cta > 1 else blocks
 
                 plgpu.barrier_wait(k_barriers.at[slot])
 
