@@ -7,7 +7,8 @@ within 1e-5 of each other, or within the rounding of the residual), either outco
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,22 +29,27 @@ UNCERTAIN = 0.05  # of the requests at most; about one in a thousand is expected
 needs_jax_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"Mosaic's interpreter needs jax 0.11, got {jax.__version__}")
 
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Mosaic kernels traced inside run on the CPU."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        yield
+@functools.cache
+def program(implementation: str, memory: str | None, absent: frozenset[str], **static: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The compiled op. memory: what the interpreter fills memory with before it is written; None compiles for the device."""
+    return jax.jit(lambda arrays: rejection_sample(**arrays, **dict.fromkeys(absent), **static, implementation=implementation))
 
 
-def run(arguments: dict[str, Any], implementation: str = "mosaic_gpu") -> tuple[np.ndarray, np.ndarray]:
-    """A fresh trace each time: whether kernels are interpreted is no part of jit's key."""
-    static = {"rule": arguments["rule"], "sampled": arguments["sampled"], "implementation": implementation}
-    arrays = {name: jnp.asarray(value) for name, value in arguments.items() if name not in static and value is not None}
-    absent = {name: None for name, value in arguments.items() if value is None}
-    out = jax.jit(lambda arrays: rejection_sample(**arrays, **absent, **static))(arrays)
-    return np.asarray(out[0]), np.asarray(out[1])
+def run(arguments: dict[str, Any], implementation: str = "mosaic_gpu", memory: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    static = {"rule": arguments["rule"], "sampled": arguments["sampled"]}
+    absent = frozenset(name for name, value in arguments.items() if value is None)
+    arrays = {name: jnp.asarray(value) for name, value in arguments.items() if name not in static | dict.fromkeys(absent)}
+    with contextlib.ExitStack() as stack:
+        if memory is not None:
+            from jax.experimental.pallas import mosaic_gpu as plgpu
+
+            stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(uninitialized_memory=memory)))
+        tokens, num_sampled = program(implementation, memory, absent, **static)(arrays)
+        return np.asarray(tokens), np.asarray(num_sampled)
+
+
+def interpret(arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    return run(arguments, memory="nan")
 
 
 def rows(arguments: dict[str, Any], index: list[int]) -> dict[str, Any]:
@@ -88,8 +94,7 @@ def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
     lengths, uncertain, requests = set(), 0, 0
     for seed in range(2):
         arguments = make_inputs(SHAPES[name], seed)
-        with interpreted():
-            tokens, num_sampled = run(arguments)
+        tokens, num_sampled = interpret(arguments)
         uncertain += check(arguments, tokens, num_sampled)
         for got, wanted in zip((tokens, num_sampled), run(arguments, "reference"), strict=True):
             np.testing.assert_array_equal(got, wanted)
@@ -103,8 +108,7 @@ def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", ["smollm2-b1", "llama3-8b-b1-greedy"])
 def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
     arguments = make_inputs(SHAPES[name])
-    with interpreted():
-        tokens, num_sampled = run(arguments)
+    tokens, num_sampled = interpret(arguments)
     for got, wanted in zip((tokens, num_sampled), run(arguments, "reference"), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -113,12 +117,11 @@ def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
 @pytest.mark.parametrize("name", RULES.values())
 def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None:
     arguments = make_inputs(SHAPES[name])
-    with interpreted():
-        tokens, num_sampled = run(arguments)
-        for part in ([0], [3, 2], [7, 8, 9]):
-            alone = run(rows(arguments, part))
-            np.testing.assert_array_equal(alone[0], tokens[part])
-            np.testing.assert_array_equal(alone[1], num_sampled[part])
+    tokens, num_sampled = interpret(arguments)
+    for part in ([0], [3, 2], [7, 8, 9]):
+        alone = interpret(rows(arguments, part))
+        np.testing.assert_array_equal(alone[0], tokens[part])
+        np.testing.assert_array_equal(alone[1], num_sampled[part])
 
 
 @needs_jax_11
@@ -127,7 +130,7 @@ def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None
 def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy: bool) -> None:
     """NaN counts as -inf and +inf as the largest float: single entries as in the reference, whole rows stay in range."""
     arguments = make_inputs(replace(SHAPES[name], batch=8))
-    arguments["greedy"] = np.full(8, greedy)
+    arguments |= {"greedy": np.full(8, greedy), "active": np.ones(8, bool)}
     arguments["temperature"] = None  # +inf over a temperature below 1 overflows: the reference's tokens are arbitrary there too
     target, draft = arguments["target_logits"], arguments["draft_logits"]
     rng = np.random.default_rng(1)
@@ -137,8 +140,7 @@ def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy:
             draft[rng.random(draft.shape) < share] = value
     target[4, :, 650] = np.inf
     target[5], target[6], target[7] = np.nan, -np.inf, np.inf
-    with interpreted():
-        tokens, num_sampled = run(arguments)
+    tokens, num_sampled = interpret(arguments)
     emitted(tokens, num_sampled)
     assert tokens.max() < target.shape[-1]
     for got, wanted in zip((tokens, num_sampled), run(arguments, "reference"), strict=True):
@@ -156,8 +158,7 @@ def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, name: str) -> N
             arguments[key][5:] = np.nan
     arguments["draft_tokens"][5:] = 2**31 - 1
     arguments["active"] = np.arange(12) < 5
-    with interpreted():
-        tokens, num_sampled = run(arguments)
+    tokens, num_sampled = interpret(arguments)
     np.testing.assert_array_equal(tokens[:5], wanted[0][:5])
     np.testing.assert_array_equal(num_sampled[:5], wanted[1][:5])
     assert (tokens[5:] == -1).all() and (num_sampled[5:] == 0).all()
@@ -172,8 +173,7 @@ def test_a_residual_without_mass_is_the_plain_target(rule: str) -> None:
     arguments |= {"draft_logits": target[:, :1].copy(), "uniforms": np.ones((12, 1), np.float32), "active": np.ones(12, bool)}
     arguments |= {"draft_tokens": target[:, 0].argmax(-1)[:, None].astype(np.int32), "greedy": np.zeros(12, bool)}
     arguments["temperature"] = np.full(12, 0.75, np.float32)
-    with interpreted():
-        tokens, num_sampled = run(arguments)
+    tokens, num_sampled = interpret(arguments)
     assert (num_sampled == 1).all()
     assert tokens[:, 0].tolist() == (target[:, 0] / np.float32(0.75) + arguments["recover_noise"]).argmax(-1).tolist()
 
@@ -185,9 +185,19 @@ def test_the_first_of_equal_maxima_wins_across_pieces() -> None:
     arguments["target_logits"][1:, :, [600, 1200, 1299]] = 1.0
     arguments["active"] = np.ones(12, bool)
     arguments["draft_tokens"][:] = 600
-    with interpreted():
-        tokens, num_sampled = run(arguments)
+    tokens, num_sampled = interpret(arguments)
     assert tokens[0].tolist() == [0, -1, -1, -1] and (tokens[1:] == 600).all() and num_sampled.tolist() == [1] + [4] * 11
+
+
+@needs_jax_11
+def test_lanes_that_no_piece_wrote_have_no_say() -> None:
+    """Memory full of zeros looks like a piece whose best logit is 0, at id 0: the winner here, a tie with it, is 600."""
+    arguments = make_inputs(SHAPES["tiny-greedy"])
+    arguments["target_logits"] = -np.abs(arguments["target_logits"]) - 1
+    arguments["target_logits"][:, :, 600] = 0.0
+    arguments["active"] = np.ones(12, bool)
+    tokens, num_sampled = run(arguments, memory="zero")
+    assert (tokens[np.arange(12), num_sampled - 1] == 600).all()
 
 
 # ---- what the kernels refuse
