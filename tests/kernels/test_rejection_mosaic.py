@@ -200,6 +200,15 @@ def test_lanes_that_no_piece_wrote_have_no_say() -> None:
     assert (tokens[np.arange(12), num_sampled - 1] == 600).all()
 
 
+@needs_jax_11
+def test_expm1_keeps_its_digits_down_to_0() -> None:
+    from pallas_kernels.rejection_sampling.mosaic_gpu import _expm1
+
+    x = -np.concatenate([[0.0, 0.5, 0.50001, np.inf], np.logspace(-30, 2, 2000)]).astype(np.float32)
+    wanted = np.expm1(x.astype(np.float64))
+    np.testing.assert_allclose(np.asarray(_expm1(jnp.asarray(x)), np.float64), wanted, rtol=4e-7)
+
+
 # ---- what the kernels refuse
 
 
