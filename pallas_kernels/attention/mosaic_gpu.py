@@ -178,15 +178,15 @@ def paged_attention(
         has_sinks=sinks is not None,
         pdl=not interpreting(),
     )
-    limits, ranges = _bounds(plan, positions, seq_lens, window_start)
+    bounds = _bounds(plan, positions, seq_lens, window_start)
     sink_args = () if sinks is None else (sinks,)
-    attended = _attend(plan)(_pack(plan, q), k_cache, v_cache, block_table, limits, ranges, *sink_args)
+    attended = _attend(plan)(_pack(plan, q), k_cache, v_cache, block_table, bounds, *sink_args)
     if plan.parts == 1:
         (out,) = attended
     else:
         values, stats = attended
         values = values.reshape(*values.shape[:4], -1)
-        (out,) = _combine(plan)(values, stats, ranges, *sink_args)
+        (out,) = _combine(plan)(values, stats, bounds, *sink_args)
     return out.reshape(q.shape)
 
 
@@ -199,11 +199,11 @@ def _pack(plan: Plan, q: jax.Array) -> jax.Array:
     return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, plan.packed - plan.used), (0, 0)))
 
 
-def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array) -> jax.Array:
     """What the kernels need to know about which keys exist and who sees them; equal in every layer, so XLA computes it once.
 
-    limits int32 [batch, row_tiles, 2, 64]: per row of the wgmma tile, its first key and the key after its last.
-    ranges int32 [batch, row_tiles, 3]: first tile of keys that any row sees, the tile after the last, number of keys.
+    int32 [batch, row_tiles, 128 + 3]: per row of the wgmma tile, its first key (64 numbers) and the key after its last (64); first tile of
+    keys that any row sees, the tile after the last, number of keys. One array: a kernel less before the first layer.
     """
     written = jnp.minimum(seq_lens, plan.pages * plan.block_size)
     last = jnp.minimum(positions + 1, written[:, None])
@@ -217,7 +217,8 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
     everyone = jnp.broadcast_to(written[:, None], end.shape)
     ranges = jnp.stack((begin // KEYS, (end + KEYS - 1) // KEYS, everyone), axis=2)
     limits = jnp.repeat(jnp.stack((first, last), axis=2), plan.group, axis=3)
-    return jnp.pad(limits, ((0, 0), (0, 0), (0, 0), (0, ROWS - plan.used))), ranges
+    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, 0), (0, ROWS - plan.used)))
+    return jnp.concatenate((limits.reshape(*ranges.shape[:2], 2 * ROWS), ranges), axis=2)
 
 
 def _load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
@@ -264,19 +265,19 @@ def _attend(plan: Plan):
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
 
-    def body(q_ref, k_ref, v_ref, table_ref, limits_ref, ranges_ref, *rest):
+    def body(q_ref, k_ref, v_ref, table_ref, bounds_ref, *rest):
         sinks_ref, outs = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
         _begin(plan)
         request, row_tile = lax.axis_index("request"), lax.axis_index("row_tile")
         part, kv_head = lax.axis_index("part"), lax.axis_index("kv_head")
-        first_tile, stop, num_keys = (ranges_ref[request, row_tile, i] for i in range(3))
+        first_tile, stop, num_keys = (bounds_ref[request, row_tile, 2 * ROWS + i] for i in range(3))
         if single:
             start = first_tile
         else:
             index = part if plan.window is None else part + lax.div(first_tile, plan.tiles_per_cta)
             start = index * plan.tiles_per_cta
             stop = jnp.minimum(stop, start + plan.tiles_per_cta)
-            if plan.tiles_per_cta > 1:  # the only tile starts where it starts: its page is looked up without waiting for ranges_ref
+            if plan.tiles_per_cta > 1:  # the only tile starts where it starts: its page is looked up without waiting for bounds_ref
                 start = jnp.maximum(start, first_tile)
 
         def pages_of(tile):
@@ -286,8 +287,8 @@ def _attend(plan: Plan):
             return tuple(table_ref[request, jnp.minimum(tile * pieces + i, plan.pages - 1)] for i in range(pieces))
 
         ahead_blocks = [pages_of(start + ahead) for ahead in range(slots)]
-        first = _load(limits_ref.at[request, row_tile, 0], by_row, optimized=False)
-        last = _load(limits_ref.at[request, row_tile, 1], by_row, optimized=False)
+        first = _load(bounds_ref.at[request, row_tile, pl.ds(0, ROWS)], by_row, optimized=False)
+        last = _load(bounds_ref.at[request, row_tile, pl.ds(ROWS, ROWS)], by_row, optimized=False)
 
         def spread(x):
             return lax.broadcast_in_dim(x, (ROWS, head_dim), [0])
@@ -434,7 +435,7 @@ def _attend(plan: Plan):
             attend()
         else:
             # Nobody reads the part of a CTA without keys. Block ids are never negative: asking keeps their load ahead of the branch, beside
-            # that of ranges_ref, where the compiler would put it after.
+            # that of bounds_ref, where the compiler would put it after.
             pl.when((first_tile <= start) & (start < stop) & (ahead_blocks[0][0] >= 0))(attend)
 
     if single:
@@ -465,14 +466,14 @@ def _combine(plan: Plan):
     unroll = plan.tuning.tiles_per_split if nested else 8
     strided = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
 
-    def body(values_ref, stats_ref, ranges_ref, *rest):
+    def body(values_ref, stats_ref, bounds_ref, *rest):
         sinks_ref, out_ref = rest if plan.has_sinks else (None, *rest)
         _begin(plan)
         request, row_tile = lax.axis_index("request"), lax.axis_index("row_tile")
         kv_head, chunk = lax.axis_index("kv_head"), lax.axis_index("chunk")
         here = (request, row_tile, kv_head)
-        start = lax.div(ranges_ref[request, row_tile, 0], plan.tiles_per_cta)
-        stop = lax.div(ranges_ref[request, row_tile, 1] + (plan.tiles_per_cta - 1), plan.tiles_per_cta)
+        start = lax.div(bounds_ref[request, row_tile, 2 * ROWS], plan.tiles_per_cta)
+        stop = lax.div(bounds_ref[request, row_tile, 2 * ROWS + 1] + (plan.tiles_per_cta - 1), plan.tiles_per_cta)
         lane = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=strided)
 
         def splat(x, dtype=jnp.float32):
@@ -502,7 +503,7 @@ def _combine(plan: Plan):
 
         state = (splat(0.0), splat(NEVER), splat(0.0))
         if plan.window is None and plan.parts <= unroll:
-            state = fold(0, state)  # does not wait for ranges_ref
+            state = fold(0, state)  # does not wait for bounds_ref
         else:
             state = lax.fori_loop(lax.div(start, unroll), lax.div(stop + (unroll - 1), unroll), fold, state)
         sink = None
