@@ -268,7 +268,8 @@ def _attend(plan: Plan):
     def body(q_ref, k_ref, v_ref, table_ref, bounds_ref, *rest):
         sinks_ref, outs = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
         _begin(plan)
-        request, row_tile = lax.axis_index("request"), lax.axis_index("row_tile")
+        request = lax.axis_index("request")
+        row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows of a prefill chunk see most keys: they start first
         part, kv_head = lax.axis_index("part"), lax.axis_index("kv_head")
         first_tile, stop, num_keys = (bounds_ref[request, row_tile, 2 * ROWS + i] for i in range(3))
         if single:
