@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
-from jaxspec.config import AttentionConfig
-from jaxspec.kv_cache import FullCache, write
-from jaxspec.layers import apply_rope, linear, rms_norm
+from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels
+from jaxspec.kv_cache import FullCache
+from jaxspec.layers import apply_rope, linear, product, rms_norm
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import Params, ParamSpec, matrix, vector
-from pallas_kernels.attention import paged_attention
+from pallas_kernels.attention import packs, paged_attention
+from pallas_kernels.rope_cache import rope_and_write
 
 RopeTables = tuple[jax.Array, jax.Array]
 
@@ -55,20 +57,52 @@ def self_attention(
     rope: RopeTables,
     metadata: AttentionMetadata,
     cache: FullCache,
-    implementation: str = "reference",
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, FullCache]:
-    """x [batch, rows, in] -> ([batch, rows, out], the cache with these rows' keys and values written)."""
-    q, k, v = project_qkv(params, cfg, x, rope)
-    cache = write(cache, k, v, metadata.slot_mapping)
-    attended = paged_attention(
-        q,
+    """(residual +) o_proj(attention((norm of) x)): x [batch, rows, in] -> [batch, rows, out], and the cache with these rows written.
+
+    norm: the gain [in] of the RMS norm before the projections, with cfg.rms_norm_eps.
+    """
+    batch, rows = x.shape[:2]
+    names = ("q", "k", "v")
+    if cfg.qkv_bias:
+        normed = x if norm is None else rms_norm(x, norm, cfg.rms_norm_eps)
+        qkv = jnp.concatenate([linear(normed, params[f"{n}_proj"], params[f"{n}_bias"]) for n in names], axis=-1)
+    else:
+        qkv = product(x, tuple(params[f"{n}_proj"] for n in names), kernels, norm=norm, eps=cfg.rms_norm_eps)
+    cos, sin = (table.reshape(batch * rows, -1) for table in rope)
+    packed = packs(kernels.attention, rows=rows, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads)
+    q, k_cache, v_cache = rope_and_write(
+        qkv.reshape(batch * rows, -1),
+        cos,
+        sin,
+        metadata.slot_mapping.reshape(-1),
         cache.k,
         cache.v,
+        num_heads=cfg.num_heads,
+        q_norm=params["q_norm"] if cfg.qk_norm else None,
+        k_norm=params["k_norm"] if cfg.qk_norm else None,
+        eps=cfg.rms_norm_eps,
+        pack=rows if packed else None,
+        implementation=kernels.rope_cache,
+    )
+    attended = paged_attention(
+        q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim),
+        k_cache,
+        v_cache,
         metadata.block_table,
         metadata.positions,
         metadata.seq_lens,
         metadata.window_start,
         scale=cfg.head_dim**-0.5,
-        implementation=implementation,
-    )
-    return linear(attended.reshape(*x.shape[:2], -1), params["o_proj"], params.get("o_bias")), cache
+        packed_heads=cfg.num_heads if packed else None,
+        implementation=kernels.attention,
+    ).reshape(batch, rows, -1)
+    cache = FullCache(k_cache, v_cache)
+    if cfg.o_bias:
+        out = linear(attended, params["o_proj"], params["o_bias"])
+        return (out if residual is None else residual + out), cache
+    return product(attended, (params["o_proj"],), kernels, residual=residual), cache

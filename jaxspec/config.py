@@ -166,6 +166,7 @@ class EngineConfig:
     block_size: tokens a KV-cache block. max_num_batched_tokens: tokens a prefill chunk of the whole batch.
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
+    kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow (jaxspec.kernels).
     """
 
     max_model_len: int = 2048
@@ -174,6 +175,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     compilation: Compilation = "round"
     batch_buckets: tuple[int, ...] | None = None
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "block_size", "max_num_batched_tokens"):
@@ -196,12 +198,27 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """Which implementation of each op in pallas_kernels runs; chosen once, when the engine is built (jaxspec.kernels.choose)."""
+
+    attention: str = "reference"
+    matmul: str = "reference"
+    rope_cache: str = "reference"
+    rejection_sampling: str = "reference"
+
+
+REFERENCE_KERNELS = Kernels()
+
+
+@dataclass(frozen=True)
 class RoundConfig:
     """Everything static about a round: one compiled program per value (and per batch and page bucket).
 
     target, draft: the family configs; draft None decodes plainly (num_speculative_tokens 0).
     sampled: False when every request is greedy; truncated: whether any uses top-k or top-p.
     acceptance_rates: conditional rates of the synthetic rule.
+    cuda_graphs: False launches kernel by kernel, which lets one start while the one before drains; worth it only where the GPU is slower
+    than the host's launches.
     """
 
     target: Any
@@ -214,8 +231,19 @@ class RoundConfig:
     acceptance_rates: tuple[float, ...] | None = None
     sampled: bool = True
     truncated: bool = False
-    attention_implementation: str = "reference"
-    rejection_implementation: str = "reference"
+    kernels: Kernels = Kernels()
+    cuda_graphs: bool = True
+
+    @property
+    def compiler_options(self) -> tuple[tuple[str, str | bool], ...]:
+        """XLA's flags for the programs of this round, as measured on an H200 (docs/performance.md).
+
+        For what the matmul kernel leaves to XLA (prefill, large batches) cuBLAS beats the Triton products that XLA's autotuner picks.
+        """
+        if self.kernels.matmul == "reference":
+            return ()
+        graphs = () if self.cuda_graphs else (("xla_gpu_enable_command_buffer", ""),)
+        return (("xla_gpu_enable_triton_gemm", False), *graphs)
 
     @property
     def keeps_draft_logits(self) -> bool:

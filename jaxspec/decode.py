@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -111,10 +111,11 @@ def prefill(
         build_metadata(cfg.target_group, block_table, start, num_tokens, chunk),
         state.target_caches,
         aux_layers=cfg.draft.aux_layers if cfg.draft else (),
-        attention_implementation=cfg.attention_implementation,
+        kernels=cfg.kernels,
     )
     last_hidden = jnp.take_along_axis(out.hidden, last_row[:, None, None], axis=1)
-    logits = process_target_logits(family.logits(params["target"], cfg.target, last_hidden), state.sampling, truncated=cfg.truncated)
+    raw = family.logits(params["target"], cfg.target, last_hidden, cfg.kernels)
+    logits = process_target_logits(raw, state.sampling, truncated=cfg.truncated)
     noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size) if cfg.sampled else None
     first = sample(logits[:, 0], noise, state.sampling.greedy)
     verification = Verification(jnp.where(ends, first, -1)[:, None], ends.astype(jnp.int32))
@@ -150,10 +151,10 @@ def _prefill_draft(
         params,
         cfg.draft,
         shifted,
-        family.fuse(params, cfg.draft, hidden),
+        family.fuse(params, cfg.draft, hidden, cfg.kernels),
         build_metadata(cfg.draft_group, block_table, start, rows, tokens.shape[1]),
         state.draft_caches,
-        attention_implementation=cfg.attention_implementation,
+        kernels=cfg.kernels,
     )
     last_hidden = jnp.take_along_axis(hidden, last_row[:, None, None], axis=1)
     first_only = jnp.arange(pending_tokens.shape[1]) == 0
@@ -251,17 +252,38 @@ def decode_round(cfg: RoundConfig, params: Params, state: DecodeState, block_tab
 
 # The compilation modes run the same functions: a whole round as one program, a program a draft step, or none at all.
 
-_prefill = partial(jax.jit, static_argnums=0, donate_argnums=2)(prefill)
-_round = partial(jax.jit, static_argnums=0, donate_argnums=2)(decode_round)
-_verify_and_commit = partial(jax.jit, static_argnums=0, donate_argnums=2)(verify_and_commit)
-_next_step = partial(jax.jit, static_argnums=0, donate_argnums=4)(next_step)
+
+class Program:
+    """function(cfg, *args) compiled with cfg static, argument `donate` donated, and the compiler options that cfg asks for."""
+
+    def __init__(self, function: Callable[..., Any], donate: int) -> None:
+        self._function, self._donate = function, donate
+        self._compiled: dict[tuple[tuple[str, Any], ...], Any] = {}
+
+    def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
+        options = cfg.compiler_options
+        if options not in self._compiled:
+            self._compiled[options] = jax.jit(
+                self._function, static_argnums=0, donate_argnums=self._donate, compiler_options=dict(options) or None
+            )
+        return self._compiled[options](cfg, *args)
+
+    def cache_size(self) -> int:
+        """How many programs were compiled."""
+        return sum(compiled._cache_size() for compiled in self._compiled.values())
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _first_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Any, DraftInputs, DecodeState]:
+def _draft_first(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Any, DraftInputs, DecodeState]:
     inputs = draft_inputs(state, block_table)
     carry = first_step(cfg, params["draft"], inputs, state.draft_caches)
     return carry, inputs, replace(state, draft_caches=())
+
+
+_prefill = Program(prefill, donate=2)
+_round = Program(decode_round, donate=2)
+_verify_and_commit = Program(verify_and_commit, donate=2)
+_first_step = Program(_draft_first, donate=2)
+_next_step = Program(next_step, donate=4)
 
 
 def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Verification, DecodeState]:

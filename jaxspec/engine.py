@@ -8,7 +8,7 @@ import numbers
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode, synthetic
+from jaxspec import decode, kernels, synthetic
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig, SamplingParams, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.loading import Tokenizer, load_tokenizer, resolve
@@ -34,6 +34,7 @@ Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]  # the last
 MIN_PAGES_TOKENS = 128  # page tables are bucketed in powers of two from here up: attention reads all of a table
 MIN_CHUNK = 16
 MIN_STOPS = 4
+GRAPHS_BELOW_BYTES = 4 << 30  # a target whose round lasts longer than the host takes to launch its kernels does without CUDA graphs
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -123,6 +124,10 @@ class LLM:
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else tokenizer.eos_token_ids if tokenizer else ())
         self.dtype = jnp.dtype(dtype)
+        self.kernels = kernels.choose(
+            self.config.kernels, self.target_config, self.draft_config, block_size=self.config.block_size, dtype=self.dtype
+        )
+        self._target_bytes = sum(a.nbytes for a in jax.tree.leaves(target_params))
         self.params: Params = {"target": target_params, "draft": draft[1] if draft else {}}
         self._rates = _acceptance_rates(speculative) if speculative else None
         self.reset_metrics()
@@ -141,6 +146,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         compilation: str = "round",
         batch_buckets: Sequence[int] | None = None,
+        kernels: str = "auto",
     ) -> LLM:
         """Load a target and, with speculative, its draft.
 
@@ -168,6 +174,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             compilation=compilation,  # type: ignore[arg-type]  (EngineConfig checks it)
             batch_buckets=None if batch_buckets is None else tuple(batch_buckets),
+            kernels=kernels,
         )
         draft = None
         if speculative is not None:
@@ -181,7 +188,7 @@ class LLM:
         t = self.target_config
         lines = [
             f"target: {t.model_type}, {t.num_layers} layers, hidden size {t.hidden_size}, vocabulary {t.vocab_size}, {self.dtype.name} on "
-            f"{jax.devices()[0].device_kind}, attention and rejection sampling: reference"
+            f"{jax.devices()[0].device_kind}, kernels: {', '.join(f'{op} {name}' for op, name in asdict(self.kernels).items())}"
         ]
         if self.speculative:
             s, d = self.speculative, self.draft_config
@@ -320,13 +327,16 @@ class LLM:
     ) -> DecodeState:
         """Rounds until every request has ended; the state is donated. scripts/bench.py times this loop too."""
         began = time.perf_counter()
-        # On a GPU the next round is launched before this one's result is read, so that the device does not wait for Python;
-        # requests that have ended are idle there. On a CPU both would share the cores.
-        depth = 1 if jax.default_backend() == "gpu" else 0
+        # On a GPU two more rounds are launched before a round's result is read, so that the device never waits for Python, however short
+        # its rounds are; requests that have ended are idle there. On a CPU both would share the cores.
+        depth = 2 if jax.default_backend() == "gpu" else 0
+        block_table = jax.device_put(block_table)  # once: a copy to the device costs as much as a small model's round
         in_flight: list[Verification] = []
         while in_flight or not all(r.finish_reason for r in requests):
             if not all(r.finish_reason for r in requests):
                 verification, state = decode.run_round(cfg, self.params, state, block_table, self.config.compilation)
+                for result in (verification.output_tokens, verification.num_sampled):
+                    result.copy_to_host_async()
                 in_flight.append(verification)
                 self.timings.num_rounds += 1
             if len(in_flight) > depth or all(r.finish_reason for r in requests):
@@ -384,7 +394,8 @@ class LLM:
     def round_config(self, *, sampled: bool, truncated: bool) -> RoundConfig:
         """The static description of this engine's rounds, for batches in which some request samples / truncates."""
         group = CacheGroup(self.config.block_size, self.config.max_model_len)
-        cfg = RoundConfig(target=self.target_config, target_group=group, sampled=sampled, truncated=truncated)
+        cfg = RoundConfig(target=self.target_config, target_group=group, sampled=sampled, truncated=truncated, kernels=self.kernels)
+        cfg = replace(cfg, cuda_graphs=self._target_bytes < GRAPHS_BELOW_BYTES)
         if self.speculative is None:
             return cfg
         return replace(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config import RopeConfig
+from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig
 from jaxspec.params import Params, ParamSpec, matrix
+from pallas_kernels import matmul as matmul_op
+from pallas_kernels.matmul import matmul
+
+logger = logging.getLogger(__name__)
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -18,13 +26,52 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return y.astype(x.dtype)
 
 
-def vocab_logits(hidden: jax.Array, lm_head: jax.Array, *, tied: bool) -> jax.Array:
+def product(
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    transposed: bool = False,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """The matmul op on x [batch, rows, depth], normed first with the gain `norm` if there is one.
+
+    The kernel is made for the few rows of a decode step. More rows, and widths that it does not take, are XLA's: logged once, with why.
+    """
+    flat = (x if norm is None else rms_norm(x, norm, eps)).reshape(-1, x.shape[-1])
+    rows = flat.shape[0]
+    added = None if residual is None else residual.reshape(rows, -1)
+    options: dict[str, Any] = {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype or x.dtype}
+    implementation = kernels.matmul
+    if implementation != "reference":
+        padding = -rows % 8 if rows > 8 else 0
+        padded = jax.ShapeDtypeStruct((rows + padding, flat.shape[1]), flat.dtype)
+        reason = matmul_op.unsupported(padded, weights, residual=added is not None, **options)
+        if reason is not None:
+            _log_once(f"XLA multiplies by {[w.shape for w in weights]}: the kernel {reason}")
+            implementation = "reference"
+        else:
+            pad = lambda a: jnp.pad(a, ((0, padding), (0, 0))) if padding else a  # noqa: E731
+            flat, added = pad(flat), None if added is None else pad(added)
+    out = matmul(flat, weights, residual=added, **options, implementation=implementation)
+    return out[:rows].reshape(*x.shape[:-1], -1)
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
+
+
+def vocab_logits(hidden: jax.Array, lm_head: jax.Array, kernels: Kernels = REFERENCE_KERNELS, *, tied: bool) -> jax.Array:
     """Float32 logits [..., vocab] of hidden [..., embed]; lm_head is [embed, vocab], or the embedding [vocab, embed] if tied.
 
     The accumulator is kept: rounding logits to bfloat16 makes ties, and ties make greedy text depend on the path.
     """
-    subscripts = "...d,vd->...v" if tied else "...d,dv->...v"
-    return jnp.einsum(subscripts, hidden, lm_head, preferred_element_type=jnp.float32)
+    return product(hidden, (lm_head,), kernels, transposed=tied, out_dtype=jnp.float32)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -34,19 +81,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * weight.astype(x.dtype)
 
 
-def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """down(silu(gate(x)) * up(x)) with gate, up [embed, mlp] and down [mlp, embed]."""
-    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
-
-
-def mlp_block(layer: Params, eps: float, x: jax.Array) -> jax.Array:
-    """x + mlp(norm(x)), x [batch, rows, D]: the second half of a decoder layer, target's or draft's."""
-    normed = rms_norm(x, layer["post_attention_layernorm"], eps)
-    return x + swiglu(normed, layer["gate_proj"], layer["up_proj"], layer["down_proj"])
+def mlp_block(layer: Params, eps: float, x: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+    """x + down(silu(gate(norm(x))) * up(norm(x))), x [batch, rows, D]: the second half of a decoder layer, target's or draft's."""
+    gate_up = (layer["gate_proj"], layer["up_proj"])
+    inner = product(x, gate_up, kernels, norm=layer["post_attention_layernorm"], eps=eps, swiglu=True)
+    return product(inner, (layer["down_proj"],), kernels, residual=x)
 
 
 def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, ParamSpec]:
-    """The weights of `swiglu` under `prefix` ("...mlp")."""
+    """The weights of the MLP under `prefix` ("...mlp")."""
     return {
         "gate_proj": matrix(f"{prefix}.gate_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")),
         "up_proj": matrix(f"{prefix}.up_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")),

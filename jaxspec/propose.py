@@ -15,7 +15,7 @@ from flax import struct
 from jax import lax
 
 from jaxspec import drafts
-from jaxspec.config import RoundConfig
+from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.kv_cache import KVCache
 from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.params import Params
@@ -61,7 +61,7 @@ class DraftCarry:
     caches: KVCache
 
 
-@partial(jax.jit, static_argnames=("cfg", "attention_implementation"))
+@partial(jax.jit, static_argnames=("cfg", "kernels"))
 def draft_step(
     params: Params,
     tokens: jax.Array,
@@ -71,16 +71,16 @@ def draft_step(
     caches: KVCache,
     *,
     cfg: drafts.DraftConfig,
-    attention_implementation: str = "reference",
+    kernels: Kernels = REFERENCE_KERNELS,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """One pass of the draft: tokens int32 [batch, rows] and hidden [batch, rows, D] at the metadata's positions.
 
     Returns the float32 logits [batch, draft_vocab] and the feedback [batch, 1, D] of row last_row [batch], and the caches.
     """
     family = drafts.family(cfg)
-    out = family.forward(params, cfg, tokens, hidden, metadata, caches, attention_implementation=attention_implementation)
+    out = family.forward(params, cfg, tokens, hidden, metadata, caches, kernels=kernels)
     pick = lambda x: jnp.take_along_axis(x, last_row[:, None, None], axis=1)  # noqa: E731
-    return family.logits(params, cfg, pick(out.head_input)[:, 0]), pick(out.feedback), out.caches
+    return family.logits(params, cfg, pick(out.head_input)[:, 0], kernels), pick(out.feedback), out.caches
 
 
 def draft_noise(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int) -> jax.Array | None:
@@ -125,7 +125,7 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
     batch, rows = inputs.pending_tokens.shape
     start = inputs.seq_lens - inputs.num_pending
     metadata = build_metadata(cfg.draft_group, inputs.block_table, start, inputs.num_pending, rows)
-    hidden = drafts.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden)
+    hidden = drafts.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden, cfg.kernels)
     last_row = jnp.maximum(inputs.num_pending - 1, 0)
     logits, feedback, caches = draft_step(
         params,
@@ -135,7 +135,7 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
         metadata,
         caches,
         cfg=cfg.draft,
-        attention_implementation=cfg.attention_implementation,
+        kernels=cfg.kernels,
     )
     proposal, _ = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
     return DraftCarry(proposal, feedback, rebuild_draft_metadata(cfg.draft_group, metadata), caches)
@@ -156,7 +156,7 @@ def next_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.A
         carry.metadata,
         carry.caches,
         cfg=cfg.draft,
-        attention_implementation=cfg.attention_implementation,
+        kernels=cfg.kernels,
     )
     proposal, _ = write_step(cfg, params, inputs, step, logits, carry.proposal)
     rebuilt = rebuild_draft_metadata(cfg.draft_group, carry.metadata)

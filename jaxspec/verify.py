@@ -78,7 +78,7 @@ def judge(
         temperature,
         rule=cfg.rule,
         sampled=cfg.sampled,
-        implementation=cfg.rejection_implementation,
+        implementation=cfg.kernels.rejection_sampling,
     )
     verification = Verification(output_tokens, num_sampled)
     if cfg.acceptance_rates is None or cfg.rule == "synthetic":
@@ -136,7 +136,7 @@ def verify(
         metadata,
         caches,
         aux_layers=cfg.draft.aux_layers if cfg.draft else (),
-        attention_implementation=cfg.attention_implementation,
+        kernels=cfg.kernels,
     )
-    logits = family.logits(params, cfg.target, out.hidden)
+    logits = family.logits(params, cfg.target, out.hidden, cfg.kernels)
     return judge(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active), out

@@ -118,7 +118,7 @@ def run_case(
             raise
         return {"skipped": str(e)}
     rates = {"bandwidth": record["bytes_per_second"], "matmul_rate": record["flops_per_second"]}
-    result: dict[str, Any] = {"implementations": implementations_of(workload), "parts": found}
+    result: dict[str, Any] = {"implementations": asdict(workload.cfg.kernels), "parts": found}
     result["floor"] = workload.floor(plain=False, **rates)
     result["plain_floor"] = workload.floor(plain=True, **rates)
     if seconds := round_seconds(found):
@@ -126,10 +126,6 @@ def run_case(
         result["tokens_per_second"] = case.batch * case.acceptance_length / seconds
     result["targets"] = judge_targets(case, result)
     return result
-
-
-def implementations_of(workload: Workload) -> dict[str, Any]:
-    return asdict(workload.cfg.kernels)
 
 
 def round_seconds(parts: dict[str, Any]) -> float | None:

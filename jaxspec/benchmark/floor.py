@@ -77,7 +77,7 @@ def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> in
         kv += cfg.draft.num_layers * kv_token_bytes(cfg.draft.attention, itemsize)
     logits = FLOAT32 * batch * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size
     gathered = 0
-    if cfg.attention_implementation == "reference":  # one layer's keys and values at a time, and again in float32
+    if cfg.kernels.attention == "reference":  # one layer's keys and values at a time, and again in float32
         gathered = batch * slots * kv_token_bytes(cfg.target.attention, itemsize + FLOAT32)
     return itemsize * weights + batch * slots * kv + 4 * logits + gathered + RESERVE
 

@@ -19,7 +19,7 @@ from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
-from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingParams, SpeculativeConfig
+from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig, SamplingParams, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.engine import LLM, _Request
 from jaxspec.kv_cache import FullCache, KVCache
@@ -103,15 +103,15 @@ class TimedLLM(LLM):
 
 
 def implementations(text: str) -> dict[str, str]:
-    """RoundConfig's fields of "attention=reference,rejection=mosaic_gpu"; a name alone is for every op, auto is the engine's choice."""
-    ops = [f.name.removesuffix("_implementation") for f in fields(RoundConfig) if f.name.endswith("_implementation")]
+    """Fields of Kernels, from "attention=reference,matmul=mosaic_gpu"; a name alone is for every op, auto is the engine's choice."""
+    ops = [f.name for f in fields(Kernels)]
     chosen: dict[str, str] = {}
     for part in text.split(","):
         op, equals, name = part.strip().rpartition("=")
         if (equals and op not in ops) or not name:
             raise ConfigError(f"--implementation: expected auto, a name, or op=name with op among {', '.join(ops)}, got {part!r}")
-        chosen |= {f"{o}_implementation": name for o in ([op] if equals else ops)}
-    return {field: name for field, name in chosen.items() if name != "auto"}
+        chosen |= dict.fromkeys([op] if equals else ops, name)
+    return {op: name for op, name in chosen.items() if name != "auto"}
 
 
 def configure(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort) -> tuple[RoundConfig, RoundConfig, int]:
@@ -139,8 +139,9 @@ def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Para
 def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str]) -> tuple[RoundConfig, RoundConfig]:
     sampled = case.temperature > 0
     rates = synthetic.conditional_rates(synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens))
-    cfg = replace(llm.round_config(sampled=sampled, truncated=False), acceptance_rates=rates, **chosen)
-    return cfg, replace(plain.round_config(sampled=sampled, truncated=False), **chosen)
+    cfg = replace(llm.round_config(sampled=sampled, truncated=False), acceptance_rates=rates)
+    bare = plain.round_config(sampled=sampled, truncated=False)
+    return tuple(replace(c, kernels=replace(c.kernels, **chosen)) for c in (cfg, bare))  # type: ignore[return-value]
 
 
 def does_not_fit(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort, limit: int | None) -> str | None:

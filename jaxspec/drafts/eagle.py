@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
-from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig, read_int, read_number
+from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import linear, mlp_block, mlp_specs, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers import linear, mlp_block, mlp_specs, product, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, ParamSpec, matrix, vector
@@ -73,7 +73,7 @@ def target_hidden(cfg: EagleConfig, hidden: jax.Array, aux: jax.Array | None) ->
     return hidden
 
 
-def fuse(params: Params, cfg: EagleConfig, hidden: jax.Array) -> jax.Array:
+def fuse(params: Params, cfg: EagleConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
     """The target's hidden state is used as it is; fc follows in `forward`, together with the embedding."""
     return hidden
 
@@ -86,26 +86,25 @@ def forward(
     metadata: AttentionMetadata,
     caches: KVCache,
     *,
-    attention_implementation: str = "reference",
+    kernels: Kernels = REFERENCE_KERNELS,
 ) -> DraftOutput:
     """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
     rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
-    x = linear(jnp.concatenate([embedded, hidden], axis=-1), params["fc"], params.get("fc_bias"))
+    joined = jnp.concatenate([embedded, hidden], axis=-1)
+    x = linear(joined, params["fc"], params["fc_bias"]) if cfg.fc_bias else product(joined, (params["fc"],), kernels)
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        attention_input = x if i == 0 else rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
-        attended, cache = self_attention(
-            layer["self_attn"], cfg.attention, attention_input, rope, metadata, cache, attention_implementation
-        )
-        x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
+        norm = None if i == 0 else layer["input_layernorm"]
+        x, cache = self_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x)
+        x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
         new_caches.append(cache)
     return DraftOutput(x, x, tuple(new_caches))
 
 
-def logits(params: Params, cfg: EagleConfig, head_input: jax.Array) -> jax.Array:
+def logits(params: Params, cfg: EagleConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
     """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
-    return vocab_logits(head_input, params["lm_head"], tied=cfg.tied_lm_head)
+    return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
 
 
 def canonical_name(name: str) -> str:

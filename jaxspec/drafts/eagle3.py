@@ -15,10 +15,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
-from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig, read_int, read_number, read_object, refuse_unless
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    AttentionConfig,
+    ConfigError,
+    Kernels,
+    SpeculativeConfig,
+    read_int,
+    read_number,
+    read_object,
+    refuse_unless,
+)
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import linear, mlp_block, mlp_specs, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers import linear, mlp_block, mlp_specs, product, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, ParamSpec, matrix, vector
@@ -101,7 +111,7 @@ def target_hidden(cfg: Eagle3Config, hidden: jax.Array, aux: jax.Array | None) -
     return aux
 
 
-def fuse(params: Params, cfg: Eagle3Config, aux: jax.Array) -> jax.Array:
+def fuse(params: Params, cfg: Eagle3Config, aux: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
     """g = fc(aux): [batch, rows, len(aux_layers) * target_hidden] -> [batch, rows, hidden]."""
     if cfg.norm_before_fc:
         aux = rms_norm(aux, params["input_norm"], cfg.rms_norm_eps)
@@ -109,7 +119,7 @@ def fuse(params: Params, cfg: Eagle3Config, aux: jax.Array) -> jax.Array:
         parts = jnp.split(aux, len(cfg.aux_layers), axis=-1)
         normed = [rms_norm(part, weight, cfg.rms_norm_eps) for part, weight in zip(parts, params["fc_norm"], strict=True)]
         aux = jnp.concatenate(normed, axis=-1)
-    return linear(aux, params["fc"], params.get("fc_bias"))
+    return linear(aux, params["fc"], params["fc_bias"]) if cfg.fc_bias else product(aux, (params["fc"],), kernels)
 
 
 def first_layer_input(params: Params, cfg: Eagle3Config, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -135,26 +145,25 @@ def forward(
     metadata: AttentionMetadata,
     caches: KVCache,
     *,
-    attention_implementation: str = "reference",
+    kernels: Kernels = REFERENCE_KERNELS,
 ) -> DraftOutput:
     """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
     rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
     x, attention_input = first_layer_input(params, cfg, tokens, hidden)
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        norm = None
         if i > 0:
-            attention_input = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
-        attended, cache = self_attention(
-            layer["self_attn"], cfg.attention, attention_input, rope, metadata, cache, attention_implementation
-        )
-        x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
+            attention_input, norm = x, layer["input_layernorm"]
+        x, cache = self_attention(layer["self_attn"], cfg.attention, attention_input, rope, metadata, cache, kernels, norm=norm, residual=x)
+        x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
         new_caches.append(cache)
     return output(params, cfg, x, tuple(new_caches))
 
 
-def logits(params: Params, cfg: Eagle3Config, head_input: jax.Array) -> jax.Array:
+def logits(params: Params, cfg: Eagle3Config, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
     """Float32 logits [..., draft_vocab] of head_input [..., D]."""
-    return vocab_logits(head_input, params["lm_head"], tied=cfg.tied_lm_head)
+    return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
 
 
 def canonical_name(name: str) -> str:

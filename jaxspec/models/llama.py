@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
-from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, read_int, read_number, refuse_unless
+from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, ConfigError, Kernels, RopeConfig, read_int, read_number, refuse_unless
 from jaxspec.kv_cache import KVCache
 from jaxspec.layers import mlp_block, mlp_specs, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
@@ -122,7 +122,7 @@ def forward(
     caches: KVCache,
     *,
     aux_layers: tuple[int, ...] = (),
-    attention_implementation: str = "reference",
+    kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
     """One pass over tokens [batch, rows]. aux_layers are boundary ids: n is the residual stream that enters layer n
     (vLLM's and speculators' convention; n = num_layers is the stream before the final norm)."""
@@ -134,9 +134,10 @@ def forward(
         if i in aux_layers:
             aux[i] = x
         with jax.named_scope(f"layer_{i}"):
-            normed = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
-            attended, cache = self_attention(layer["self_attn"], cfg.attention, normed, rope, metadata, cache, attention_implementation)
-            x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
+            x, cache = self_attention(
+                layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=layer["input_layernorm"], residual=x
+            )
+            x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
         new_caches.append(cache)
     aux[cfg.num_layers] = x
     hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps)
@@ -144,6 +145,7 @@ def forward(
     return TargetOutput(hidden, picked, tuple(new_caches))
 
 
-def logits(params: Params, cfg: LlamaConfig, hidden: jax.Array) -> jax.Array:
+def logits(params: Params, cfg: LlamaConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
     """Float32 logits [..., vocab] of hidden [..., embed]."""
-    return vocab_logits(hidden, params["embed_tokens" if cfg.tie_word_embeddings else "lm_head"], tied=cfg.tie_word_embeddings)
+    tied = cfg.tie_word_embeddings
+    return vocab_logits(hidden, params["embed_tokens" if tied else "lm_head"], kernels, tied=tied)

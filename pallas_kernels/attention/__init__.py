@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import packing
 from pallas_kernels.attention import reference
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
+
+
+@cache
+def _compiled(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return jax.jit(function, static_argnames=("scale", "window", "packed_heads"))
 
 
 def unsupported(
@@ -33,6 +41,15 @@ def unsupported(
     )
 
 
+def packs(implementation: str, *, rows: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether `implementation` would pack the queries of so many rows a request by itself, so that packed ones save it a kernel."""
+    if implementation != "mosaic_gpu" or jax.__version_info__ < (0, 11):
+        return False
+    from pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.packs(rows, num_heads, num_kv_heads)
+
+
 def paged_attention(
     q: jax.Array,
     k_cache: jax.Array,
@@ -45,11 +62,12 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    packed_heads: int | None = None,
     implementation: str = "reference",
 ) -> jax.Array:
     """Causal grouped-query attention of a few query rows a request over its cached keys and values.
 
-    q:                [batch, rows, num_heads, head_dim]
+    q:                [batch, rows, num_heads, head_dim], or packed (see packed_heads)
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the query's own rows already written
     block_table:      int32 [batch, pages], the blocks that hold a request's tokens in order
     positions:        int32 [batch, rows]; a row sees the keys window_start .. position, below seq_lens
@@ -59,17 +77,26 @@ def paged_attention(
     scale:            factor on q . k, usually head_dim ** -0.5
     window:           a promise that no row sees more than this many keys (positions - window_start < window): the kernel then
                       starts for those pages only. It hides nothing by itself.
+    packed_heads:     num_heads if q is packed, [batch, num_kv_heads, packed_size(rows * num_heads / num_kv_heads), head_dim] as
+                      pallas_kernels.packing.pack makes it, but with anything in the padding; rows is then that of `positions`
 
     Returns [batch, rows, num_heads, head_dim] in q's dtype. Raises ValueError for shapes that do not fit together, for
     an implementation that does not exist, and for one that does not support the shapes, the dtypes or the device.
     """
-    batch, rows, num_heads, head_dim = q.shape
+    batch, rows = positions.shape
+    num_heads, head_dim = packed_heads or q.shape[2], q.shape[3]
     if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or k_cache.shape[3] != head_dim:
         raise ValueError(
             f"k_cache and v_cache: expected [blocks, block_size, kv_heads, {head_dim}] both, got {k_cache.shape} and {v_cache.shape}"
         )
     if num_heads % k_cache.shape[2]:
         raise ValueError(f"num_heads: expected a multiple of the cache's {k_cache.shape[2]} KV heads, got {num_heads}")
+    expected = (batch, rows, num_heads, head_dim)
+    if packed_heads is not None:
+        num_kv_heads = k_cache.shape[2]
+        expected = (batch, num_kv_heads, packing.packed_size(rows * num_heads // num_kv_heads), head_dim)
+    if q.shape != expected:
+        raise ValueError(f"q: expected {expected}, got {q.shape}")
     for name, array, shape in (
         ("positions", positions, (batch, rows)),
         ("window_start", window_start, (batch, rows)),
@@ -99,7 +126,10 @@ def paged_attention(
     if implementation == "mosaic_gpu":
         from pallas_kernels.attention import mosaic_gpu
 
-        return mosaic_gpu.paged_attention(
-            q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale, window=window
-        )
+        # As a function of its own, so that a model's layers share one kernel instead of lowering one each.
+        call = mosaic_gpu.paged_attention if mosaic_gpu.interpreting() else _compiled(mosaic_gpu.paged_attention)
+        options = {"scale": scale, "window": window, "packed_heads": packed_heads}
+        return call(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, **options)
+    if packed_heads is not None:
+        q = packing.unpack(q, rows, num_heads)
     return reference.paged_attention(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale)

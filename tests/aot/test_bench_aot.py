@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec.benchmark import timing, workload
 from jaxspec.benchmark.cases import Case
-from jaxspec.config import RoundConfig
+from jaxspec.config import Kernels, RoundConfig
 from jaxspec.propose import Proposal
 from jaxspec.sampling import SamplingState
 from jaxspec.verify import judge
@@ -21,7 +21,7 @@ from tests.support import h200
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
 
 BATCH, K = 16, 3
-REFERENCE = {"attention_implementation": "reference", "rejection_implementation": "reference"}
+REFERENCE = asdict(Kernels())
 
 
 def configured(rule: str, temperature: float) -> RoundConfig:

@@ -49,10 +49,10 @@ def test_step_mode_compiles_one_program_for_all_later_steps() -> None:
     cfg = model.round_config(K, max_model_len=68)  # a shape that no other test uses
     table, num_blocks = block_table(3, cfg)
     _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks)
-    before = decode._next_step._cache_size()
+    before = decode._next_step.cache_size()
     with counting_compilations() as compiled:
         _, state = decode.run_round(cfg, model.params, state, table, "step")
-    assert decode._next_step._cache_size() == before + 1
+    assert decode._next_step.cache_size() == before + 1
     assert len([name for name in compiled if "next_step" in name]) == 1, compiled
     with counting_compilations() as compiled:
         decode.run_round(cfg, model.params, state, table, "step")

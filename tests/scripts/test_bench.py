@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jaxspec.benchmark import timing, workload
 from jaxspec.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
 from jaxspec.benchmark.dimensions import MODELS
 from jaxspec.benchmark.floor import memory_needed, round_floor
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, Kernels
 from jaxspec.verify import judge
 from scripts import bench, bench_kernels
 from tests.scripts.conftest import runner
@@ -55,7 +55,7 @@ def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperatur
     assert all(part["seconds"] > 0 and len(part["samples"]) == 1 for part in case["parts"].values())
     assert 1 < case["parts"]["engine"]["acceptance_length"] <= 4 and case["parts"]["rebuild"]["share_of_round"] > 0
     assert case["floor_over_round"] > 0 and case["tokens_per_second"] > 0 and case["floor"]["bytes"] > case["plain_floor"]["bytes"]
-    assert case["implementations"]["attention_implementation"] and case["name"] in result.stdout
+    assert case["implementations"]["attention"] and case["name"] in result.stdout
     assert not extra or list(profile.rglob("*.xplane.pb"))
 
 
@@ -196,7 +196,7 @@ def test_a_tied_head_is_read_and_eagle_reads_the_targets_head_every_step():
 
 
 def test_memory_is_weights_caches_and_logits():
-    cfg, _ = configured(Case("llama-3-8b"), attention_implementation="mosaic_gpu")
+    cfg, _ = configured(Case("llama-3-8b"), kernels=Kernels(attention="mosaic_gpu"))
     base, longer = (memory_needed(cfg, 64, slots, 2) for slots in (512, 33280))
     assert 16e9 < base < 25e9 and longer - base == 64 * (33280 - 512) * 2 * 8 * 128 * 2 * 33
 
@@ -220,7 +220,7 @@ def test_forced_acceptance_has_the_rates_and_keeps_the_rules_last_token(weights,
     seq_lens = jnp.full(batch, 70, jnp.int32)
 
     def run(cfg: Any) -> tuple[np.ndarray, np.ndarray]:
-        found = judge(cfg, logits, proposal, draft["target_to_draft"], sampling, seq_lens, active)
+        found = jax.jit(judge, static_argnums=0)(cfg, logits, proposal, draft["target_to_draft"], sampling, seq_lens, active)
         return np.asarray(found.output_tokens), np.asarray(found.num_sampled)
 
     rates = (0.8, 0.5, 0.5)  # each given that those before it were accepted: 1 + 0.8 + 0.4 + 0.2 tokens a round
@@ -332,8 +332,10 @@ def test_every_kernel_package_with_shapes_is_found_by_its_public_op():
 
 def test_an_implementation_names_every_op_or_one():
     assert workload.implementations("auto") == {}
-    assert workload.implementations("rejection=fast,attention=auto") == {"rejection_implementation": "fast"}
-    everything = workload.implementations("reference")
-    assert {"attention_implementation", "rejection_implementation"} <= set(everything) and set(everything.values()) == {"reference"}
-    with pytest.raises(ConfigError, match="op=name"):
-        workload.implementations("rejection=")
+    assert workload.implementations("rejection_sampling=fast,attention=auto") == {"rejection_sampling": "fast"}
+    assert workload.implementations("fast,matmul=auto") == {f.name: "fast" for f in fields(Kernels) if f.name != "matmul"}
+    for text in ("attention=", "attentions=fast"):
+        with pytest.raises(ConfigError, match="op=name"):
+            workload.implementations(text)
+    cfg, plain, _ = workload.configure(TINY, "float32", {"attention": "fast"}, EFFORT)
+    assert cfg.kernels.attention == plain.kernels.attention == "fast" and cfg.kernels.matmul == "reference"

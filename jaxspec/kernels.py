@@ -1,0 +1,88 @@
+"""Which implementation of each op runs: chosen once, when an engine is built, from the device, the dtype and the models' shapes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.config import AttentionConfig, ConfigError, Kernels
+from pallas_kernels import attention, matmul, rope_cache
+
+logger = logging.getLogger(__name__)
+
+CHOICES = ("auto", "reference", "mosaic_gpu")
+FEW_ROWS = 8
+
+
+def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: Any) -> Kernels:
+    """The Kernels of an engine.
+
+    requested: "reference" (plain jnp everywhere), "mosaic_gpu" (ConfigError with the reason if an op cannot), or "auto": mosaic_gpu for
+    each op that supports this device, dtype and these models, and reference, with the reason logged, for each that does not.
+    """
+    if requested not in CHOICES:
+        raise ConfigError(f"kernels: expected one of {', '.join(CHOICES)}, got {requested!r}")
+    if requested == "reference":
+        return Kernels()
+    chosen = {}
+    for op, reason in _reasons(target, draft, block_size, jnp.dtype(dtype)).items():
+        if reason is not None and requested == "mosaic_gpu":
+            raise ConfigError(f"kernels 'mosaic_gpu': {op}: {reason}")
+        if reason is not None:
+            logger.info("%s: reference (the kernel %s)", op, reason)
+        chosen[op] = "mosaic_gpu" if reason is None else "reference"
+    return Kernels(**chosen)
+
+
+def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, str | None]:
+    """Why an op's kernel cannot serve these models, None if it can."""
+    device = _not_hopper()
+    models = [target] if draft is None else [target, draft]
+    attentions: list[AttentionConfig] = [m.attention for m in models]
+
+    def first(reasons: Any) -> str | None:
+        return device or next((r for r in reasons if r), None)
+
+    return {
+        "attention": first(
+            attention.unsupported(
+                "mosaic_gpu",
+                rows=FEW_ROWS,
+                num_heads=a.num_heads,
+                num_kv_heads=a.num_kv_heads,
+                head_dim=a.head_dim,
+                block_size=block_size,
+                q_dtype=dtype,
+                cache_dtype=dtype,
+            )
+            for a in attentions
+        ),
+        "rope_cache": first(rope_cache.unsupported(a.num_heads, a.num_kv_heads, a.head_dim, dtype) for a in attentions),
+        "matmul": first(
+            matmul.unsupported(jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype), (jax.ShapeDtypeStruct((depth, width), dtype),))
+            for m in models
+            for depth, width in ((m.hidden_size, m.intermediate_size), (m.intermediate_size, m.hidden_size))
+        ),
+        "rejection_sampling": first([_rejection_sampling(target, draft)]),
+    }
+
+
+def _rejection_sampling(target: Any, draft: Any) -> str | None:
+    if jax.__version_info__ < (0, 11):  # before the import: older Mosaic lacks what the kernels use
+        return f"expected jax 0.11 or later, got {jax.__version__}"
+    from pallas_kernels.rejection_sampling import mosaic_gpu
+
+    logits: Any = jax.ShapeDtypeStruct((1, 2, target.vocab_size), jnp.float32)
+    draft_logits: Any = None if draft is None else jax.ShapeDtypeStruct((1, 1, draft.draft_vocab_size), jnp.float32)
+    return mosaic_gpu.unsupported(logits, draft_logits)
+
+
+def _not_hopper() -> str | None:
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"expected an NVIDIA GPU, got {device.platform}"
+    capability = getattr(device, "compute_capability", "unknown")
+    return None if capability == "9.0" else f"expected compute capability 9.0 (Hopper), got {capability}"

@@ -1,0 +1,65 @@
+"""Matrix products of a decode step, with what stands next to them: SwiGLU or a residual sum."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.matmul import reference
+
+IMPLEMENTATIONS = ("reference", "mosaic_gpu")
+
+
+def matmul(
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    transposed: bool = False,
+    out_dtype: Any = jnp.bfloat16,
+    implementation: str = "reference",
+) -> jax.Array:
+    """[x @ w for w in weights] side by side, accumulated in float32, cast to out_dtype.
+
+    x:          [rows, depth]
+    weights:    one or more [depth, width]; [width, depth] if transposed (a tied embedding as the head)
+    residual:   [rows, width] added to the cast product
+    swiglu:     weights are (gate, up) and the result is silu(x @ gate) * (x @ up), each of the three cast in turn
+
+    Returns [rows, sum of widths] ([rows, width] with swiglu). Raises ValueError for shapes that do not fit together and for what the
+    implementation does not support, with the reason.
+    """
+    if x.ndim != 2 or not weights or any(w.ndim != 2 or w.shape[1 if transposed else 0] != x.shape[1] for w in weights):
+        raise ValueError(f"weights: expected matrices of depth {x.shape[-1]}, got {[w.shape for w in weights]} for x {x.shape}")
+    widths = [w.shape[0 if transposed else 1] for w in weights]
+    if swiglu and (len(weights) != 2 or widths[0] != widths[1]):
+        raise ValueError(f"weights: expected gate and up of one width with swiglu, got widths {widths}")
+    width = widths[0] if swiglu else sum(widths)
+    if residual is not None and residual.shape != (x.shape[0], width):
+        raise ValueError(f"residual: expected {(x.shape[0], width)}, got {residual.shape}")
+    options: dict[str, Any] = {"residual": residual, "swiglu": swiglu, "transposed": transposed}
+    if implementation == "reference":
+        return reference.matmul(x, weights, **options, out_dtype=out_dtype)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    reason = unsupported(x, weights, residual=residual is not None, swiglu=swiglu, transposed=transposed, out_dtype=out_dtype)
+    if reason:
+        raise ValueError(f"matmul, implementation {implementation!r}: {reason}")
+    return _mosaic_gpu().matmul(x, weights, **options, out_dtype=out_dtype)
+
+
+def unsupported(x: Any, weights: tuple[Any, ...], **options: Any) -> str | None:
+    """Why the Mosaic kernel cannot make this product (see mosaic_gpu.unsupported), None if it can."""
+    if jax.__version_info__ < (0, 11):
+        return f"expected jax 0.11 or later, got {jax.__version__}"
+    return _mosaic_gpu().unsupported(x, weights, **options)
+
+
+def _mosaic_gpu() -> ModuleType:
+    # Imported on use: jax 0.10, the floor on CPU, has another Mosaic.
+    return importlib.import_module("pallas_kernels.matmul.mosaic_gpu")

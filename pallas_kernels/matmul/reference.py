@@ -1,0 +1,31 @@
+"""The product in plain jnp: the specification of the op, and the path for many rows and on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def matmul(
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    transposed: bool = False,
+    out_dtype: Any = jnp.bfloat16,
+) -> jax.Array:
+    """See pallas_kernels.matmul.matmul."""
+
+    def product(w: jax.Array) -> jax.Array:
+        # The barrier keeps XLA from merging products of one x: on a GPU it would join the weights anew in every call.
+        operand = jax.lax.optimization_barrier(x)
+        return jnp.einsum("rd,nd->rn" if transposed else "rd,dn->rn", operand, w, preferred_element_type=accumulator)
+
+    # A bfloat16 product accumulates in float32 on a GPU whatever its result; asking for float32 there costs another kernel for the cast.
+    accumulator = jnp.float32 if out_dtype != jnp.bfloat16 or jax.default_backend() == "cpu" else out_dtype
+    results = [product(w).astype(out_dtype) for w in weights]
+    result = jax.nn.silu(results[0]) * results[1] if swiglu else jnp.concatenate(results, axis=-1)
+    return result if residual is None else residual + result

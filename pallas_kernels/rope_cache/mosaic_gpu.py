@@ -1,0 +1,111 @@
+"""Rotary embedding and cache write on Hopper: one launch between the projections and attention.
+
+A block takes one row: all its heads, queries, keys and values, are one tile in shared memory. Queries and keys are normed (if the model
+does) and rotated there; copies then take the queries to the output and keys and values straight to their slot of the paged cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+HEAD_DIMS = (64, 128)
+MAX_HEADS = 128
+
+
+def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) -> str | None:
+    """Why this kernel cannot run, None if it can."""
+    if dtype != jnp.bfloat16:
+        return f"expected bfloat16, got {jnp.dtype(dtype).name}"
+    if head_dim not in HEAD_DIMS:
+        return f"expected a head_dim of {HEAD_DIMS}, got {head_dim}"
+    if num_heads + 2 * num_kv_heads > MAX_HEADS:
+        return f"expected at most {MAX_HEADS} heads, keys' and values' included, got {num_heads} + 2 x {num_kv_heads}"
+    return None
+
+
+# Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
+@partial(jax.jit, static_argnames=("num_heads", "eps"))
+def rope_and_write(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slot_mapping: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    *,
+    num_heads: int,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See pallas_kernels.rope_cache.rope_and_write."""
+    rows = qkv.shape[0]
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_rotated, total, half = num_heads + num_kv_heads, num_heads + 2 * num_kv_heads, head_dim // 2
+    padded = -(-total // 64) * 64
+    num_slots = num_blocks * block_size
+    layout = plgpu.Layout.WGMMA
+    normed = q_norm is not None
+
+    def body(*refs: Any) -> None:
+        qkv_gmem, cos_gmem, sin_gmem, slot_gmem, *rest = refs
+        (q_norm_gmem, k_norm_gmem), rest = (rest[:2], rest[2:]) if normed else ((None, None), rest)
+        k_gmem, v_gmem, q_gmem, smem, barrier = rest
+        row = lax.axis_index("row")
+        plgpu.copy_gmem_to_smem(qkv_gmem.at[row], smem.at[pl.ds(0, total)], barrier)
+        slot = slot_gmem[row]
+        plgpu.barrier_wait(barrier)
+
+        def load(start: int) -> jax.Array:
+            return plgpu.load(smem.at[:, pl.ds(start, half)], layout=layout, optimized=False)
+
+        def across(ref: Any, start: int = 0) -> jax.Array:
+            vector = plgpu.load(ref.at[pl.ds(start, half)], layout=layout.reduce(0), optimized=False)
+            return lax.broadcast_in_dim(vector, (padded, half), (1,))
+
+        raw = load(0), load(half)
+        first, second = (part.astype(jnp.float32) for part in raw)
+        head = plgpu.broadcasted_iota(jnp.int32, (padded, half), 0, layout=layout)
+        if normed:
+            scale = lax.rsqrt((first * first + second * second).sum(axis=1) / head_dim + eps)
+            scale = lax.broadcast_in_dim(scale, (padded, half), (0,))
+
+            def norm(part: jax.Array, start: int) -> jax.Array:
+                gain = jnp.where(head < num_heads, across(q_norm_gmem, start), across(k_norm_gmem, start))
+                return ((part * scale).astype(qkv.dtype) * gain).astype(jnp.float32)
+
+            first, second = norm(first, 0), norm(second, half)
+        cosine, sine = across(cos_gmem.at[row]), across(sin_gmem.at[row])
+        rotates = head < num_rotated
+        smem[:, pl.ds(0, half)] = jnp.where(rotates, (first * cosine - second * sine).astype(qkv.dtype), raw[0])
+        smem[:, pl.ds(half, half)] = jnp.where(rotates, (second * cosine + first * sine).astype(qkv.dtype), raw[1])
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, num_heads)], q_gmem.at[row])
+
+        @pl.when((slot >= 0) & (slot < num_slots))
+        def _write() -> None:
+            block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(num_heads, num_kv_heads)], k_gmem.at[block, offset])
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(num_rotated, num_kv_heads)], v_gmem.at[block, offset])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    call = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows, num_heads, head_dim), qkv.dtype),
+        grid=(rows,),
+        grid_names=("row",),
+        scratch_types=[plgpu.SMEM((padded, head_dim), qkv.dtype), plgpu.Barrier()],
+    )
+    # The caches are changed where they are: a reference in, the same memory out.
+    k_ref, v_ref = jax.new_ref(k_cache), jax.new_ref(v_cache)
+    norms = (q_norm, k_norm) if normed else ()
+    q = call(qkv.reshape(rows, total, head_dim), cos, sin, slot_mapping, *norms, k_ref, v_ref)
+    return q, jax.freeze(k_ref), jax.freeze(v_ref)

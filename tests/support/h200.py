@@ -1,0 +1,93 @@
+"""Compile for an H200 on a machine that has none: jax 0.11's CUDA plugin, no driver, no GPU.
+
+What comes back is the real thing but for autotuning: optimised HLO, the kernels' machine code, ptxas's report of registers and spills.
+Needs the `aot` extra (jax-cuda13-plugin and jax-cuda13-pjrt, no nvidia-* packages).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# What the compiler asks about the device (a GpuTargetConfigProto in text form), from the vendor's data sheet and XLA's own list of devices.
+TARGET_CONFIG = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability 9.0a"
+  name: "NVIDIA H200"
+  device_address_bits: 64
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled for an H200 here; None if it can."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "needs jax-cuda13-plugin (make test-h200-aot installs it)"
+    if jax.__version_info__ < (0, 11):
+        return f"needs jax 0.11 or later, got {jax.__version__}"
+    return None
+
+
+def mesh() -> Mesh:
+    """One H200 that exists for the compiler only."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET_CONFIG, topology="1x1x1")
+    return topologies.make_mesh(topology, (1,), ("x",))
+
+
+@contextlib.contextmanager
+def ptxas_report(path: str) -> Iterator[None]:
+    """Mosaic's kernels print ptxas's -v report to standard output while this is open; see `captured_stdout` in the tests."""
+    del path
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+
+
+def compile_for_h200(function: Any, *args: Any, static_argnums: Any = (), donate_argnums: Any = (), options: dict | None = None) -> Any:
+    """The compiled executable (`.as_text()` is its HLO) of function(*args); arrays in args may be ShapeDtypeStructs."""
+    here = mesh()
+    sharding = NamedSharding(here, PartitionSpec())
+    static = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    args = tuple(a if i in static else jax.tree.map(place, a) for i, a in enumerate(args))
+    with jax.set_mesh(here):
+        jitted = jax.jit(function, static_argnums=static_argnums, donate_argnums=donate_argnums)
+        return jitted.lower(*args).compile(compiler_options=options)
