@@ -70,7 +70,7 @@ def self_attention(
     names = ("q", "k", "v")
     if cfg.qkv_bias:
         normed = x if norm is None else rms_norm(x, norm, cfg.rms_norm_eps)
-        qkv = jnp.concatenate([linear(normed, params[f"{n}_proj"], params[f"{n}_bias"]) for n in names], axis=-1)
+        qkv = jnp.concatenate([linear(normed, params[f"{n}_proj"], params.get(f"{n}_bias")) for n in names], axis=-1)
     else:
         qkv = product(x, tuple(params[f"{n}_proj"] for n in names), kernels, norm=norm, eps=cfg.rms_norm_eps)
     cos, sin = (table.reshape(batch * rows, -1) for table in rope)
@@ -103,6 +103,6 @@ def self_attention(
     ).reshape(batch, rows, -1)
     cache = FullCache(k_cache, v_cache)
     if cfg.o_bias:
-        out = linear(attended, params["o_proj"], params["o_bias"])
+        out = linear(attended, params["o_proj"], params.get("o_bias"))
         return (out if residual is None else residual + out), cache
     return product(attended, (params["o_proj"],), kernels, residual=residual), cache
