@@ -1,11 +1,14 @@
-"""Paged attention on Hopper: flash-decoding with TMA and wgmma, one warpgroup a CTA.
+"""Paged attention on Hopper: flash-decoding with TMA and wgmma, one warpgroup a CTA, one launch.
 
-FlashAttention's tiles (Dao et al., 2022, arXiv:2205.14135) and Flash-Decoding's splits over the keys (Dao et al., 2023). A CTA holds
-the query rows of one KV head (rows x group, padded to wgmma's 64 rows), streams the pages of its keys through a ring in shared memory,
-and reads each key and value once. Every tile of 64 keys is a softmax of its own (maximum, sum, weighted values); tiles are folded from
-left to right into splits of a fixed number of tokens, and splits from left to right into the row's result. That order depends on
-nothing but the row's own keys: neither on the batch, nor on the number of pages in the block table, nor on how many tiles a CTA takes.
-A tile that a row does not see leaves its state unchanged to the bit.
+FlashAttention's tiles (Dao et al., 2022, arXiv:2205.14135) and Flash-Decoding's shares of the keys (Dao et al., 2023). A CTA holds the
+query rows of one KV head (rows x group of them) and streams its tiles of 64 keys through a ring in shared memory. wgmma wants 64 rows on
+its left side: there stand keys (K Q^T) and values (V^T P^T), and the few query rows are the narrow side, padded to 8 only.
+
+Tile t belongs to class t mod 8. A class is folded from its first tile to its last, and the eight classes as a binary tree. CTAs of a
+cluster share a row's keys as 1, 2, 4 or 8 equal subtrees, whatever the context's length, and the first CTA folds their results through
+distributed shared memory. So the order of all sums depends on nothing but the keys' places: neither on the batch, nor on the block table,
+nor on the number of CTAs. A tile that a row does not see leaves its state unchanged to the bit. (A prefill chunk has CTAs enough: one
+class, and wider row tiles.)
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-KEYS = 64  # keys a tile, the granularity of everything below
-ROWS = 64  # rows of a wgmma tile
+from pallas_kernels.packing import pack, packed_size
+
+KEYS = 64  # keys a tile: the left side of a wgmma
+WIDE, NARROW = 48, 32  # query rows (row x head of the group) of a row tile: of a prefill chunk (more would spill), of a decode step
+CLASSES = 8  # of key tiles; also the largest portable cluster
 NEVER = -1e30  # the maximum of a row that has seen nothing: finite, so that no difference of two is NaN
 LOG2E = math.log2(math.e)
 SMS = 132
@@ -30,12 +36,11 @@ SMS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Static choices. Only tiles_per_split changes a result's bits."""
+    """Static choices that change no bits."""
 
-    tiles_per_split: int = 8  # tokens of a split / 64
-    slots: int = 2  # tiles in flight a CTA; with 2, an SM holds two CTAs of head_dim 128 or four of 64
-    fine_below: int = SMS  # one tile a CTA instead of one split where splits make fewer CTAs than this
-    max_split_row_tiles: int = 4  # more row tiles than this (a prefill chunk) fill the GPU without splits
+    slots: int = 2  # tiles in flight a CTA
+    fill: int = 2 * SMS  # clusters grow while there are at most this many CTAs
+    cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as `fill` says
 
 
 def interpreting() -> bool:
@@ -55,8 +60,8 @@ def unsupported(
         return f"rows: expected at least 1, got {rows}"
     if head_dim not in (64, 128):
         return f"head_dim: expected 64 or 128, got {head_dim}"
-    if num_heads // num_kv_heads > ROWS:
-        return f"num_heads / num_kv_heads: expected at most {ROWS}, got {num_heads // num_kv_heads}"
+    if num_heads // num_kv_heads > NARROW:
+        return f"num_heads / num_kv_heads: expected at most {NARROW}, got {num_heads // num_kv_heads}"
     if block_size < 8 or (KEYS % block_size and block_size % KEYS):
         return f"block_size: expected 8, 16, 32 or a multiple of {KEYS}, got {block_size}"
     if q_dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
@@ -77,7 +82,7 @@ def _not_hopper() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes that the two kernels share."""
+    """Sizes of one call."""
 
     batch: int
     rows: int
@@ -90,61 +95,52 @@ class Plan:
     scale: float
     tuning: Tuning
     has_sinks: bool
-    pdl: bool
+    interpreted: bool
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def prefill(self) -> bool:
+        """More than four row tiles of a decode step."""
+        return self.rows * self.group > 4 * NARROW
+
+    @property
     def tile_rows(self) -> int:
-        """Query rows in one wgmma tile."""
-        return min(self.rows, ROWS // self.group)
+        """Query rows in one row tile."""
+        return min(self.rows, (WIDE if self.prefill else NARROW) // self.group)
 
     @property
     def row_tiles(self) -> int:
         return -(-self.rows // self.tile_rows)
 
     @property
-    def used(self) -> int:
-        """Rows of the wgmma tile that mean something: row of the query * group + head in the group."""
-        return self.tile_rows * self.group
-
-    @property
-    def packed(self) -> int:
-        """`used`, rounded up to what shared memory is tiled by."""
-        return -(-self.used // 8) * 8
+    def columns(self) -> int:
+        """The narrow side: row * group + head in the group, padded."""
+        return packed_size(self.tile_rows * self.group)
 
     @property
     def tiles(self) -> int:
         """Tiles of keys that the block table can hold."""
         return -(-self.pages * self.block_size // KEYS)
 
-    def parts_of(self, size: int) -> int:
-        """Ranges of `size` tiles, aligned to their size, that the keys of one row tile can touch."""
-        everything = -(-self.tiles // size)
-        if self.window is None:
-            return everything
-        return min(everything, max(self.window + self.tile_rows - 3, 0) // (size * KEYS) + 2)
+    @property
+    def classes(self) -> int:
+        return 1 if self.prefill else CLASSES
 
     @property
-    def tiles_per_cta(self) -> int:
-        """1, tiles_per_split, or everything that the rows see."""
-        split = self.tuning.tiles_per_split
-        short = self.window is not None and self.window <= split * KEYS
-        if short or self.row_tiles > self.tuning.max_split_row_tiles:
-            return self.tiles
-        ctas = self.parts_of(split) * self.batch * self.row_tiles * self.num_kv_heads
-        return 1 if ctas < self.tuning.fine_below else split
-
-    @property
-    def parts(self) -> int:
+    def cluster(self) -> int:
         """CTAs that share the keys of one row tile."""
-        return self.parts_of(self.tiles_per_cta) if self.tiles_per_cta < self.tiles else 1
-
-    @property
-    def slots(self) -> int:
-        return min(self.tuning.slots, self.tiles_per_cta)
+        if self.prefill or self.tuning.cluster is not None:
+            return 1 if self.prefill else self.tuning.cluster or 1
+        tiles = self.tiles if self.window is None else min(self.tiles, max(self.window + self.tile_rows - 3, 0) // KEYS + 2)
+        cluster = 1 if self.columns <= 16 else 2  # one CTA for the whole tree has no registers left for more than 16 columns
+        ctas = self.batch * self.row_tiles * self.num_kv_heads
+        largest = 4 if self.columns > 24 and self.head_dim > 64 else CLASSES  # what the first CTA receives must fit beside its ring
+        while cluster < min(tiles, largest) and 2 * cluster * ctas <= self.tuning.fill:
+            cluster *= 2
+        return cluster
 
 
 def paged_attention(
@@ -159,15 +155,20 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    packed_heads: int | None = None,
     tuning: Tuning | None = None,
 ) -> jax.Array:
     """See pallas_kernels.attention.paged_attention; the output of a row that sees no key is 0."""
-    batch, rows, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    batch, rows = positions.shape
+    if packed_heads is not None and not packs(rows, packed_heads, k_cache.shape[2]):
+        raise ValueError(
+            f"packed queries: expected at most {NARROW} rows x heads a KV head, got {rows} x {packed_heads // k_cache.shape[2]}"
+        )
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
     plan = Plan(
         batch=batch,
         rows=rows,
-        num_heads=num_heads,
+        num_heads=packed_heads or q.shape[2],
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
@@ -176,34 +177,32 @@ def paged_attention(
         scale=scale,
         tuning=tuning or Tuning(),
         has_sinks=sinks is not None,
-        pdl=not interpreting(),
+        interpreted=interpreting(),
     )
+    packed = _pack(plan, q) if packed_heads is None else q[:, None]
     bounds = _bounds(plan, positions, seq_lens, window_start)
-    sink_args = () if sinks is None else (sinks,)
-    attended = _attend(plan)(_pack(plan, q), k_cache, v_cache, block_table, bounds, *sink_args)
-    if plan.parts == 1:
-        (out,) = attended
-    else:
-        values, stats = attended
-        values = values.reshape(*values.shape[:4], -1)
-        (out,) = _combine(plan)(values, stats, bounds, *sink_args)
-    return out.reshape(q.shape)
+    out, *_ = _attend(plan)(packed, k_cache, v_cache, block_table, bounds, *(() if sinks is None else (sinks,)))
+    return out
+
+
+def packs(rows: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether the rows of a request are one row tile, so that whoever makes the queries can write them packed."""
+    return rows * (num_heads // num_kv_heads) <= NARROW
 
 
 def _pack(plan: Plan, q: jax.Array) -> jax.Array:
-    """q [batch, rows, num_heads, head_dim] -> [batch, row_tiles, num_kv_heads, packed, head_dim]; XLA fuses it with what makes q."""
-    padded = plan.row_tiles * plan.tile_rows
-    q = jnp.pad(q, ((0, 0), (0, padded - plan.rows), (0, 0), (0, 0)))
-    q = q.reshape(plan.batch, plan.row_tiles, plan.tile_rows, plan.num_kv_heads, plan.group, plan.head_dim)
-    q = q.transpose(0, 1, 3, 2, 4, 5).reshape(plan.batch, plan.row_tiles, plan.num_kv_heads, plan.used, plan.head_dim)
-    return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, plan.packed - plan.used), (0, 0)))
+    """q [batch, rows, num_heads, head_dim] -> [batch, row_tiles, num_kv_heads, columns, head_dim]; XLA fuses it with what makes q."""
+    q = jnp.pad(q, ((0, 0), (0, plan.row_tiles * plan.tile_rows - plan.rows), (0, 0), (0, 0)))
+    q = q.reshape(plan.batch * plan.row_tiles, plan.tile_rows, plan.num_heads, plan.head_dim)
+    packed = pack(q, plan.num_kv_heads)
+    return packed.reshape(plan.batch, plan.row_tiles, *packed.shape[1:])
 
 
 def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array) -> jax.Array:
-    """What the kernels need to know about which keys exist and who sees them; equal in every layer, so XLA computes it once.
+    """What the kernel needs to know about which keys exist and who sees them; equal in every layer, so XLA computes it once.
 
-    int32 [batch, row_tiles, 128 + 3]: per row of the wgmma tile, its first key (64 numbers) and the key after its last (64); first tile of
-    keys that any row sees, the tile after the last, number of keys. One array: a kernel less before the first layer.
+    int32 [batch, row_tiles, 2 columns + 3]: per column, its row's first key and the key after its last; first tile of keys that any row
+    sees, the tile after the last, number of keys. One array: a kernel less before the first layer.
     """
     written = jnp.minimum(seq_lens, plan.pages * plan.block_size)
     last = jnp.minimum(positions + 1, written[:, None])
@@ -217,8 +216,8 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
     everyone = jnp.broadcast_to(written[:, None], end.shape)
     ranges = jnp.stack((begin // KEYS, (end + KEYS - 1) // KEYS, everyone), axis=2)
     limits = jnp.repeat(jnp.stack((first, last), axis=2), plan.group, axis=3)
-    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, 0), (0, ROWS - plan.used)))
-    return jnp.concatenate((limits.reshape(*ranges.shape[:2], 2 * ROWS), ranges), axis=2)
+    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, 0), (0, plan.columns - limits.shape[3])))
+    return jnp.concatenate((limits.reshape(*ranges.shape[:2], 2 * plan.columns), ranges), axis=2)
 
 
 def _load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
@@ -251,35 +250,62 @@ def _normalise(state: tuple, sink: jax.Array | None, spread=lambda x: x) -> jax.
 
 def _begin(plan: Plan) -> None:
     """Let the next kernel's CTAs come, then wait for what the kernels before this one write: here, everything that it reads."""
-    if plan.pdl:
+    if not plan.interpreted:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
 
 
 def _attend(plan: Plan):
-    """Kernel 1: a CTA for every (request, row tile, range of keys, KV head). Writes the output, or its part if the keys are shared."""
-    head_dim, group, slots = plan.head_dim, plan.group, plan.slots
+    """The kernel: a cluster for every (request, row tile, KV head)."""
+    head_dim, group, columns, slots = plan.head_dim, plan.group, plan.columns, plan.tuning.slots
+    classes, cluster = plan.classes, plan.cluster
+    classes_here = classes // cluster  # of one CTA
     pieces = max(KEYS // plan.block_size, 1)  # pages in a tile
     piece = KEYS // pieces
-    single = plan.parts == 1
     matrix = plgpu.Layout.WGMMA
-    by_row = matrix.reduce(1)
+    by_column = matrix.reduce(0)
+    tall, square = (head_dim, columns), (KEYS, columns)  # of values, of scores
+
+    def to_values(x):
+        return lax.broadcast_in_dim(x, tall, [1])
+
+    def to_scores(x):
+        return lax.broadcast_in_dim(x, square, [1])
+
+    def splat(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def nothing():
+        return splat(tall, 0.0, matrix), splat((columns,), NEVER, by_column), splat((columns,), 0.0, by_column)
+
+    def merge(left, right):
+        return _merge(left, right, to_values)
 
     def body(q_ref, k_ref, v_ref, table_ref, bounds_ref, *rest):
-        sinks_ref, outs = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
+        sinks_ref, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
+        out_ref, *rest = rest
+        through_memory, rest = (rest[:2], rest[2:]) if cluster > 1 and plan.interpreted else ([], rest)
+        q_smem, k_smem, v_smem, p_smem, out_smem, q_barrier, k_barriers, v_barriers, *exchange = rest
+        exchange = [*through_memory, *exchange]
         _begin(plan)
-        request = lax.axis_index("request")
+        request, kv_head = lax.axis_index("request"), lax.axis_index("kv_head")
         row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows of a prefill chunk see most keys: they start first
-        part, kv_head = lax.axis_index("part"), lax.axis_index("kv_head")
-        first_tile, stop, num_keys = (bounds_ref[request, row_tile, 2 * ROWS + i] for i in range(3))
-        if single:
-            start = first_tile
-        else:
-            index = part if plan.window is None else part + lax.div(first_tile, plan.tiles_per_cta)
-            start = index * plan.tiles_per_cta
-            stop = jnp.minimum(stop, start + plan.tiles_per_cta)
-            if plan.tiles_per_cta > 1:  # the only tile starts where it starts: its page is looked up without waiting for bounds_ref
-                start = jnp.maximum(start, first_tile)
+        rank = lax.axis_index("rank") if cluster > 1 else jnp.int32(0)
+        start, stop, num_keys = (bounds_ref[request, row_tile, 2 * columns + i] for i in range(3))
+        first_class, past_class = rank * classes_here, (rank + 1) * classes_here
+
+        def first_of(key_class):
+            return start + lax.rem(key_class - start + plan.tiles * classes, classes)
+
+        def settle(key_class, tile):
+            """A place in this CTA's order of tiles: (class, tile), moved on to the next class while the class has ended."""
+            if classes_here == 1:
+                return key_class, tile
+            return lax.while_loop(
+                lambda place: (place[1] >= stop) & (place[0] + 1 < past_class),
+                lambda place: (place[0] + 1, first_of(place[0] + 1)),
+                (key_class, tile),
+            )
 
         def pages_of(tile):
             """Block ids of a tile's pages. Those past the request's last page may be anything: their keys are masked."""
@@ -287,264 +313,202 @@ def _attend(plan: Plan):
                 return (table_ref[request, jnp.minimum(lax.div(tile * KEYS, plan.block_size), plan.pages - 1)],)
             return tuple(table_ref[request, jnp.minimum(tile * pieces + i, plan.pages - 1)] for i in range(pieces))
 
-        ahead_blocks = [pages_of(start + ahead) for ahead in range(slots)]
-        first = _load(bounds_ref.at[request, row_tile, pl.ds(0, ROWS)], by_row, optimized=False)
-        last = _load(bounds_ref.at[request, row_tile, pl.ds(ROWS, ROWS)], by_row, optimized=False)
+        def fetch(source, target, barriers, slot, tile, blocks):
+            for i, block in enumerate(blocks):
+                offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
+                plgpu.copy_gmem_to_smem(
+                    source.at[block, pl.ds(offset, piece), kv_head], target.at[slot, pl.ds(i * piece, piece)], barriers.at[slot]
+                )
 
-        def spread(x):
-            return lax.broadcast_in_dim(x, (ROWS, head_dim), [0])
+        place = settle(first_class, first_of(first_class))
+        any_tile = place[1] < stop
+        ahead = []
+        while len(ahead) <= slots:
+            ahead.append((*place, pages_of(place[1])))
+            place = settle(place[0], place[1] + classes)
+        for slot, (_class, tile, blocks) in enumerate(ahead[:slots]):
 
-        def stream(q_smem, k_smem, v_smem, p_smem, q_barrier, k_barriers, v_barriers):
-            def fetch(source, target, barriers, tile, blocks):
-                slot = lax.rem(tile - start, slots)
-                for i, block in enumerate(blocks):
-                    offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
-                    plgpu.copy_gmem_to_smem(
-                        source.at[block, pl.ds(offset, piece), kv_head],
-                        target.at[slot, pl.ds(i * piece, piece)],
-                        barriers.at[slot],
-                    )
+            @pl.when(tile < stop)
+            def _(slot=slot, tile=tile, blocks=blocks):
+                if slot == 0:
+                    plgpu.copy_gmem_to_smem(q_ref.at[request, row_tile, kv_head], q_smem, q_barrier)
+                fetch(k_ref, k_smem, k_barriers, slot, tile, blocks)
+                fetch(v_ref, v_smem, v_barriers, slot, tile, blocks)
 
-            for ahead in range(slots):
+        first = _load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False)
+        last = _load(bounds_ref.at[request, row_tile, pl.ds(columns, columns)], by_column, optimized=False)
+        pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
 
-                @pl.when(start + ahead < stop)
-                def _(ahead=ahead):
-                    blocks = ahead_blocks[ahead]
-                    if ahead == 0:
-                        plgpu.copy_gmem_to_smem(q_ref.at[request, row_tile, kv_head], q_smem.at[pl.ds(0, plan.packed)], q_barrier)
-                    fetch(k_ref, k_smem, k_barriers, start + ahead, blocks)
-                    fetch(v_ref, v_smem, v_barriers, start + ahead, blocks)
+        def step(tile, carry):
+            values, top, total, count, coming_class, coming, *blocks = carry
+            slot = lax.rem(count, slots)
+            # The page after the coming one is looked up now: a load from device memory must not hold up the copy.
+            after_class, after = settle(coming_class, coming + classes)
+            after_blocks = pages_of(after)
+            plgpu.barrier_wait(k_barriers.at[slot])
 
-            pl.when(start < stop)(lambda: plgpu.barrier_wait(q_barrier))
+            def scores_of(acc):
+                plgpu.wgmma(acc, k_smem.at[slot], q_smem.transpose((1, 0)))
+                return acc[...]
 
-            def step(tile, carry):
-                *state, blocks = carry
-                slot = lax.rem(tile - start, slots)
-                coming = tile + slots
-                # Looked up one tile early: a load from device memory must not hold up the copy.
-                after = pages_of(coming + 1) if plan.tiles_per_cta > 1 else blocks
+            scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * (plan.scale * LOG2E)
+            pl.when(coming < stop)(lambda: fetch(k_ref, k_smem, k_barriers, slot, coming, blocks))
 
-                plgpu.barrier_wait(k_barriers.at[slot])
+            key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=matrix) + tile * KEYS
+            scores = _where((key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf)
+            new = jnp.maximum(top, scores.max(axis=0))
+            old = jnp.exp2(top - new)
+            weights = jnp.exp2(scores - to_scores(new))
+            p_smem.transpose((1, 0))[...] = weights.astype(jnp.bfloat16)
 
-                def scores_of(acc):
-                    plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
-                    return acc[...]
+            plgpu.barrier_wait(v_barriers.at[slot])
 
-                scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, KEYS), jnp.float32)) * (plan.scale * LOG2E)
-                pl.when(coming < stop)(lambda: fetch(k_ref, k_smem, k_barriers, coming, blocks))
+            @pl.when((tile + 1) * KEYS > num_keys)
+            def _():
+                # Slots that nobody has written may hold NaN, and 0 * NaN is NaN.
+                row = plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=matrix) + tile * KEYS
+                v = _load(v_smem.at[slot], matrix)
+                v_smem[slot] = _where(row < num_keys, v, 0.0)
 
-                key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=matrix) + tile * KEYS
-                wide = (ROWS, KEYS)
-                seen = (key >= lax.broadcast_in_dim(first, wide, [0])) & (key < lax.broadcast_in_dim(last, wide, [0]))
-                scores = _where(seen, scores, -jnp.inf)
-                top = jnp.maximum(scores.max(axis=1), NEVER)
-                weights = jnp.exp2(scores - lax.broadcast_in_dim(top, wide, [0]))
-                total = weights.sum(axis=1)
-                p_smem[...] = weights.astype(jnp.bfloat16)
+            plgpu.commit_smem()
 
-                plgpu.barrier_wait(v_barriers.at[slot])
+            def values_of(acc):
+                plgpu.wgmma(acc, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
+                return acc[...]
 
-                @pl.when((tile + 1) * KEYS > num_keys)
-                def _():
-                    # Slots that nobody has written may hold NaN, and 0 * NaN is NaN.
-                    row = plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=matrix) + tile * KEYS
-                    v = _load(v_smem.at[slot], matrix)
-                    v_smem[slot] = _where(row < num_keys, v, 0.0)
-
-                plgpu.commit_smem()
-
-                def values_of(acc):
-                    plgpu.wgmma(acc, p_smem, v_smem.at[slot])
-                    return acc[...]
-
-                values = pl.run_scoped(values_of, plgpu.ACC((ROWS, head_dim), jnp.float32))
-                pl.when(coming < stop)(lambda: fetch(v_ref, v_smem, v_barriers, coming, blocks))
-                return *_merge(tuple(state), (values, top, total), spread), after
-
-            state = (
-                plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), matrix),
-                plgpu.layout_cast(jnp.full((ROWS,), NEVER, jnp.float32), by_row),
-                plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row),
+            added = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
+            pl.when(coming < stop)(lambda: fetch(v_ref, v_smem, v_barriers, slot, coming, blocks))
+            return (
+                values * to_values(old) + added,
+                new,
+                total * to_scores(old) + weights,  # summed over the keys when the class ends: that takes a barrier
+                count + 1,
+                after_class,
+                after,
+                *after_blocks,
             )
-            *state, _ = lax.fori_loop(start, stop, step, (*state, pages_of(start + slots) if plan.tiles_per_cta > 1 else ahead_blocks[0]))
-            return tuple(state)
 
-        def attend():
-            tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-            state = pl.run_scoped(
-                stream,
-                plgpu.SMEM((ROWS, head_dim), jnp.bfloat16, transforms=tiling),
-                plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
-                plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
-                plgpu.SMEM((ROWS, KEYS), jnp.bfloat16, transforms=tiling),
-                plgpu.Barrier(),
-                plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
-                plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+        def fold(size, base, order):
+            """Softmax over the classes base .. base + size - 1 as (values, maximum, sum), and where the order of tiles has come to."""
+            if size > 1:
+
+                def half(i, carry):
+                    state, order = carry[:3], carry[3:]
+                    right, order = fold(size // 2, base + i * (size // 2), order)
+                    return *merge(state, right), *order
+
+                carry = lax.fori_loop(0, 2, half, (*nothing(), *order))
+                return carry[:3], carry[3:]
+            begin = first_of(base)
+            values, top, _ = nothing()
+            carry = lax.fori_loop(
+                0,
+                lax.div(jnp.maximum(stop - begin, 0) + (classes - 1), classes),
+                lambda i, carry: step(begin + i * classes, carry),
+                (values, top, splat(square, 0.0, matrix), *order),
             )
-            if single:
-                write_output(state)
-            else:
-                write_part(state)
+            values, top, total = carry[:3]
+            return (values, top, total.sum(axis=0)), carry[3:]
 
-        def write_output(state):
-            (out_ref,) = outs
+        coming_class, coming, blocks = ahead[slots]
+        state, _ = fold(classes_here, first_class, (jnp.int32(0), coming_class, coming, *blocks))
+
+        def write(state):
             sink = None
             if sinks_ref is not None:
-                head = lax.rem(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row), group)
-                sink = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row)
+                head = lax.rem(plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=by_column), group)
+                sink = splat((columns,), 0.0, by_column)
                 for i in range(group):
                     sink = _where(head != i, sink, sinks_ref[kv_head * group + i])
-            out = _normalise(state, sink, spread).astype(jnp.bfloat16)
-
-            def store(smem):
-                smem[...] = out
-                plgpu.commit_smem()
-                for i in range(plan.tile_rows):
-                    row = row_tile * plan.tile_rows + i
-
-                    @pl.when(row < plan.rows)
-                    def _(i=i, row=row):
-                        plgpu.copy_smem_to_gmem(smem.at[pl.ds(i * group, group)], out_ref.at[request, row, pl.ds(kv_head * group, group)])
-
-                plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
-            pl.run_scoped(store, plgpu.SMEM((ROWS, head_dim), jnp.bfloat16))
-
-        def write_part(state):
-            values_ref, stats_ref = outs
-            values, top, total = state
-
-            def store(values_smem, top_smem, total_smem):
-                values_smem[...] = values
-                top_smem[...] = top
-                total_smem[...] = total
-                plgpu.commit_smem()
-                used = pl.ds(0, plan.packed)
-                plgpu.copy_smem_to_gmem(values_smem.at[used], values_ref.at[part, request, row_tile, kv_head])
-                plgpu.copy_smem_to_gmem(top_smem.at[used], stats_ref.at[part, request, row_tile, kv_head, 0])
-                plgpu.copy_smem_to_gmem(total_smem.at[used], stats_ref.at[part, request, row_tile, kv_head, 1])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
-            pl.run_scoped(
-                store,
-                plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))),
-                plgpu.SMEM((ROWS,), jnp.float32),
-                plgpu.SMEM((ROWS,), jnp.float32),
-            )
-
-        if single:
-            attend()
-        else:
-            # Nobody reads the part of a CTA without keys. Block ids are never negative: asking keeps their load ahead of the branch, beside
-            # that of bounds_ref, where the compiler would put it after.
-            pl.when((first_tile <= start) & (start < stop) & (ahead_blocks[0][0] >= 0))(attend)
-
-    if single:
-        out_type = (jax.ShapeDtypeStruct((plan.batch, plan.rows, plan.num_heads, head_dim), jnp.bfloat16),)
-    else:
-        lead = (plan.parts, plan.batch, plan.row_tiles, plan.num_kv_heads)
-        out_type = (
-            jax.ShapeDtypeStruct((*lead, plan.packed, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((*lead, 2, plan.packed), jnp.float32),
-        )
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        # The last axis runs fastest: neighbours in time read the KV heads of the same pages.
-        grid=(plan.batch, plan.row_tiles, plan.parts, plan.num_kv_heads),
-        grid_names=("request", "row_tile", "part", "kv_head"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="paged_attention",
-    )
-
-
-def _combine(plan: Plan):
-    """Kernel 2: folds the parts of 128 output values (one row of head_dim 128, two of 64), in the order that kernel 1 would have used."""
-    width = 128
-    rows_in = width // plan.head_dim
-    chunks = -(-plan.used // rows_in)
-    nested = plan.tiles_per_cta == 1
-    unroll = plan.tuning.tiles_per_split if nested else 8
-    strided = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
-
-    def body(values_ref, stats_ref, bounds_ref, *rest):
-        sinks_ref, out_ref = rest if plan.has_sinks else (None, *rest)
-        _begin(plan)
-        request, row_tile = lax.axis_index("request"), lax.axis_index("row_tile")
-        kv_head, chunk = lax.axis_index("kv_head"), lax.axis_index("chunk")
-        here = (request, row_tile, kv_head)
-        start = lax.div(bounds_ref[request, row_tile, 2 * ROWS], plan.tiles_per_cta)
-        stop = lax.div(bounds_ref[request, row_tile, 2 * ROWS + 1] + (plan.tiles_per_cta - 1), plan.tiles_per_cta)
-        lane = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=strided)
-
-        def splat(x, dtype=jnp.float32):
-            return plgpu.layout_cast(jnp.full((width,), x, dtype), strided)
-
-        def per_row(read):
-            """read(row of the wgmma tile) -> a scalar; here as one value a lane."""
-            row = chunk * rows_in
-            if rows_in == 1:
-                return splat(read(row))
-            return jnp.where(lane < plan.head_dim, splat(read(row)), splat(read(row + 1)))
-
-        def part(index):
-            exists = (index >= start) & (index < stop)
-            index = jnp.clip(index if plan.window is None else index - start, 0, plan.parts - 1)
-            values = _load(values_ref.at[index, *here, pl.ds(chunk * width, width)], strided)
-            stats = [per_row(lambda row, i=i: stats_ref[index, *here, i, row]) for i in range(2)]
-            # A part that was not written holds anything, NaN too.
-            return tuple(_where(exists, x, y) for x, y in zip((values, *stats), (0.0, NEVER, 0.0), strict=True))
-
-        def fold(block, state):
-            parts = [part(block * unroll + i) for i in range(unroll)]  # all loads first: their latencies overlap
-            inner = (splat(0.0), splat(NEVER), splat(0.0)) if nested else state
-            for one in parts:
-                inner = _merge(inner, one)
-            return _merge(state, inner) if nested else inner
-
-        state = (splat(0.0), splat(NEVER), splat(0.0))
-        if plan.window is None and plan.parts <= unroll:
-            state = fold(0, state)  # does not wait for bounds_ref
-        else:
-            state = lax.fori_loop(lax.div(start, unroll), lax.div(stop + (unroll - 1), unroll), fold, state)
-        sink = None
-        if sinks_ref is not None:
-            sink = per_row(lambda row: sinks_ref[kv_head * plan.group + lax.rem(row, plan.group)])
-        out = _normalise(state, sink).astype(jnp.bfloat16)
-
-        def place(row):
-            """Where a row of the wgmma tile belongs: (row of the query, first column in [num_heads * head_dim])."""
-            return row_tile * plan.tile_rows + lax.div(row, plan.group), (kv_head * plan.group + lax.rem(row, plan.group)) * plan.head_dim
-
-        if plan.group % rows_in == 0:
-            row, column = place(chunk * rows_in)
-
-            @pl.when(row < plan.rows)
-            def _():
-                out_ref[request, row, pl.ds(column, width)] = out
-
-            return
-
-        def store(smem):
-            smem[...] = out
+            out_smem.transpose((1, 0))[...] = _normalise(state, sink, to_values).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            for i in range(rows_in):
-                row, column = place(chunk * rows_in + i)
+            for i in range(plan.tile_rows):
+                row = row_tile * plan.tile_rows + i
 
-                @pl.when((row < plan.rows) & (chunk * rows_in + i < plan.used))
-                def _(i=i, row=row, column=column):
-                    columns = pl.ds(column, plan.head_dim)
-                    plgpu.copy_smem_to_gmem(smem.at[pl.ds(i * plan.head_dim, plan.head_dim)], out_ref.at[request, row, columns])
+                @pl.when(row < plan.rows)
+                def _(i=i, row=row):
+                    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(i * group, group)], out_ref.at[request, row, pl.ds(kv_head * group, group)])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
-        pl.run_scoped(store, plgpu.SMEM((width,), jnp.bfloat16))
+        if cluster == 1:
+            write(state)
+        else:
+            send, receive = transport(request, row_tile, kv_head, rank, exchange)
+            pl.when((rank > 0) | plan.interpreted)(lambda: send(state))
 
+            @pl.when(rank == 0)
+            def _():
+                plgpu.barrier_wait(exchange[-1])
+
+                def gather(base, size):
+                    if size == 1:
+                        return state if base == 0 else receive(base)
+                    return merge(gather(base, size // 2), gather(base + size // 2, size // 2))
+
+                write(gather(0, cluster))
+
+    def transport(request, row_tile, kv_head, rank, exchange):
+        """How CTAs of a cluster hand their state to the first one: send(state), and receive(rank)."""
+        values_slots, stats_slots, *plain, barrier = exchange
+        if plan.interpreted:
+            # The interpreter knows no stores to another CTA: through device memory instead.
+            here = (request, row_tile, kv_head)
+
+            def write(state):
+                values_slots[*here, rank], stats_slots[*here, rank, 0], stats_slots[*here, rank, 1] = state
+                plgpu.barrier_arrive(barrier)
+
+            return write, lambda sender: (values_slots[*here, sender], stats_slots[*here, sender, 0], stats_slots[*here, sender, 1])
+
+        def send(state):
+            values, top, total = state
+            # Only two-dimensional tiles can be sent: the maxima are the upper half of one, the sums the lower.
+            upper = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=matrix) < KEYS // 2
+            stats = jnp.where(upper, to_scores(top), to_scores(total))
+            for sent, slots_of in ((values, values_slots), (stats, stats_slots)):
+                slot = slots_of.at[rank - 1]
+                plgpu.async_store_smem(sent, slot, barrier, cluster_idx=jnp.int32(0), cluster_dim="rank", optimized=False)
+
+        def receive(sender):
+            values = _load(values_slots.at[sender - 1], matrix, optimized=False)
+            plain[0][...] = _load(stats_slots.at[sender - 1], matrix, optimized=False)  # tiled to be sent; rows can be read here
+            top, total = (_load(plain[0].at[row], by_column, optimized=False) for row in (0, KEYS // 2))
+            return values, top, total
+
+        return send, receive
+
+    tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    scratch = [
+        plgpu.SMEM((columns, head_dim), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((columns, head_dim), jnp.bfloat16),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+        plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+    ]
+    out_type = [jax.ShapeDtypeStruct((plan.batch, plan.rows, plan.num_heads, head_dim), jnp.bfloat16)]
+    if cluster > 1 and plan.interpreted:
+        lead = (plan.batch, plan.row_tiles, plan.num_kv_heads, cluster)
+        out_type += [jax.ShapeDtypeStruct((*lead, *tall), jnp.float32), jax.ShapeDtypeStruct((*lead, 2, columns), jnp.float32)]
+        scratch.append(plgpu.ClusterBarrier(collective_axes=("rank",)))
+    elif cluster > 1:
+        scratch += [
+            plgpu.SMEM((cluster - 1, *tall), jnp.float32),
+            plgpu.SMEM((cluster - 1, *square), jnp.float32),
+            plgpu.SMEM(square, jnp.float32),
+            plgpu.Barrier(num_arrivals=2 * (cluster - 1)),
+        ]
     return plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct((plan.batch, plan.rows, plan.num_heads * plan.head_dim), jnp.bfloat16),),
-        grid=(plan.batch, plan.row_tiles, plan.num_kv_heads, chunks),
-        grid_names=("request", "row_tile", "kv_head", "chunk"),
+        out_type=tuple(out_type),
+        # The last axis runs fastest: neighbours in time read the KV heads of the same pages.
+        grid=(plan.batch, plan.row_tiles, plan.num_kv_heads),
+        grid_names=("request", "row_tile", "kv_head"),
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="paged_attention_combine",
+        kernel_name="paged_attention",
+        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
     )

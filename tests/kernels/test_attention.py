@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import IMPLEMENTATIONS, paged_attention, reference, unsupported
+from pallas_kernels.attention import IMPLEMENTATIONS, packs, paged_attention, reference, unsupported
 from pallas_kernels.attention.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from pallas_kernels.packing import pack, unpack
 from tests.kernels.attention import assert_close, ground_truth, live
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
@@ -22,17 +23,18 @@ implementations = pytest.mark.parametrize(
     "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
 )
 
-# Small enough for the interpreter. Tiles hold 64 keys and splits 512, so 64, 65, 512, 513 are the edges.
+# Small enough for the interpreter. A tile holds 64 keys and there are 8 classes of tiles, so 64, 65, 512, 513 are the edges.
 SMALL = {
     "draft step, one head a group": Shape((64, 1, 65), rows=1, num_heads=2, num_kv_heads=2, head_dim=128),
     "verify, group of 4": Shape((130, 0, 63), rows=4, num_heads=8, num_kv_heads=2, head_dim=128),
     "verify, group of 3, head_dim 64": Shape((130, 2, 64), rows=4, num_heads=9, num_kv_heads=3, head_dim=64),
     "verify, group of 8, 8 rows, one page": Shape((5, 60), rows=8, num_heads=8, num_kv_heads=1, head_dim=64),
-    "around a split": Shape((512, 513), rows=2, num_heads=2, num_kv_heads=1, head_dim=64),
+    "around eight tiles": Shape((512, 513), rows=2, num_heads=2, num_kv_heads=1, head_dim=64),
+    "classes of two tiles": Shape((1000, 130), rows=3, num_heads=4, num_kv_heads=1, head_dim=64),
     "rows past the end": Shape((100, 3), rows=4, num_heads=4, num_kv_heads=1, head_dim=64, past_end=2),
     "sinks": Shape((100, 0, 7), rows=4, num_heads=6, num_kv_heads=2, head_dim=64, sinks=True),
     "window and sinks": Shape((200, 40, 0), rows=3, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True),
-    "window wider than a split": Shape((700, 520), rows=2, num_heads=2, num_kv_heads=1, head_dim=64, window=600),
+    "window of ten tiles": Shape((700, 520), rows=2, num_heads=2, num_kv_heads=1, head_dim=64, window=600),
     "prefill chunk, 2 row tiles": Shape((150, 20), rows=40, num_heads=3, num_kv_heads=1, head_dim=64),
     "prefill chunk, 5 row tiles, window": Shape((90,), rows=70, num_heads=4, num_kv_heads=1, head_dim=64, window=30),
     "blocks of 16": Shape((100, 17), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16),
@@ -95,33 +97,73 @@ def near_ties(shape: Shape, seed: int) -> dict[str, Any]:
 
 
 @needs_mosaic
-def test_bits_do_not_depend_on_batch_table_rows_or_ctas() -> None:
-    """A split of 2 tiles; the longest request has 5, so that a CTA's share, the fold over splits and one CTA for all are met."""
-    shape = Shape((290, 0, 100), rows=3, num_heads=4, num_kv_heads=2, head_dim=64)
+def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest request has 11 tiles: three classes of two tiles, the others of one."""
+    shape = Shape((690, 0, 100), rows=3, num_heads=4, num_kv_heads=2, head_dim=64)
     inputs = near_ties(shape, seed=1)
-    expected = kernel(inputs, tiles_per_split=2, fine_below=0)
-    np.testing.assert_array_equal(kernel(inputs, tiles_per_split=2, fine_below=10**6), expected, err_msg="one tile a CTA")
+    expected = kernel(inputs, cluster=1)
+    for cluster in (2, 4, 8):
+        np.testing.assert_array_equal(kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs")
+    np.testing.assert_array_equal(kernel(inputs, slots=3, cluster=1), expected, err_msg="3 slots")
 
     one = {"q", "block_table", "positions", "seq_lens", "window_start"}
     alone = {name: x[2:] if name in one else x for name, x in inputs.items()}
-    np.testing.assert_array_equal(kernel(alone, tiles_per_split=2, fine_below=0), expected[2:], err_msg="alone")
+    np.testing.assert_array_equal(kernel(alone), expected[2:], err_msg="alone")
 
     short = alone | {"block_table": alone["block_table"][:, :2]}
-    np.testing.assert_array_equal(kernel(short, tiles_per_split=2, fine_below=0), expected[2:], err_msg="a narrower block table")
+    np.testing.assert_array_equal(kernel(short), expected[2:], err_msg="a narrower block table")
 
     plain = inputs | {name: inputs[name][:, 1:2] for name in ("q", "positions", "window_start")}
-    np.testing.assert_array_equal(kernel(plain, tiles_per_split=2, fine_below=0), expected[:, 1:2], err_msg="one row of three")
+    np.testing.assert_array_equal(kernel(plain), expected[:, 1:2], err_msg="one row of three")
 
-    assert (kernel(inputs, tiles_per_split=8, fine_below=0) != expected).any(), "expected another order of sums to show"
+    from pallas_kernels.attention import mosaic_gpu
+
+    monkeypatch.setattr(mosaic_gpu, "CLASSES", 2)
+    assert (kernel(inputs, cluster=1) != expected).any(), "expected another order of sums to show"
 
 
 @needs_mosaic
-@pytest.mark.parametrize("fine_below", [0, 10**6])
-def test_the_promise_of_a_window_changes_nothing(fine_below: int) -> None:
-    """Splits of 2 tiles and a window of more than one split: CTAs start at each request's first split."""
+@pytest.mark.parametrize("cluster", [None, 1])
+def test_the_promise_of_a_window_changes_nothing(cluster: int | None) -> None:
+    """A window of three tiles or four: fewer CTAs share a row's keys, and some classes have no tile between others that have one."""
     inputs = make_inputs(Shape((300, 0, 200), rows=3, num_heads=4, num_kv_heads=2, head_dim=64, window=150), seed=2)
-    promised, silent = (kernel(inputs | {"window": w}, tiles_per_split=2, fine_below=fine_below) for w in (150, None))
+    promised, silent = (kernel(inputs | {"window": w}, cluster=cluster) for w in (150, None))
     np.testing.assert_array_equal(promised, silent)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's NumPy, about the padding
+@implementations
+@pytest.mark.parametrize("name", ["verify, group of 3, head_dim 64", "draft step, one head a group", "sinks"])
+def test_packed_queries_give_the_same_whatever_pads_them(name: str, implementation: str) -> None:
+    shape = SMALL[name]
+    inputs = make_inputs(shape, seed=5)
+    expected = run(inputs, implementation)
+    for padding in (jnp.nan, jnp.inf, 1e30):
+        np.testing.assert_array_equal(run(packed_inputs(shape, inputs, padding), implementation), expected, err_msg=str(padding))
+
+
+def packed_inputs(shape: Shape, inputs: dict[str, Any], padding: float) -> dict[str, Any]:
+    packed = pack(inputs["q"], shape.num_kv_heads)
+    used = shape.rows * shape.num_heads // shape.num_kv_heads
+    assert packed.shape[2] > used, "expected a shape with padding"
+    return inputs | {"q": packed.at[:, :, used:].set(padding), "packed_heads": shape.num_heads}
+
+
+@needs_mosaic
+def test_packs_where_the_rows_are_one_row_tile() -> None:
+    group = {"num_heads": 32, "num_kv_heads": 8}
+    assert packs("mosaic_gpu", rows=8, **group)
+    assert not packs("mosaic_gpu", rows=9, **group)
+    assert not packs("reference", rows=1, **group)
+
+
+def test_pack_and_unpack_are_inverse() -> None:
+    q = jnp.arange(2 * 3 * 6 * 4, dtype=jnp.float32).reshape(2, 3, 6, 4)
+    packed = pack(q, 2)
+    assert packed.shape == (2, 2, 16, 4)
+    np.testing.assert_array_equal(packed[1, 1, 3 * 2 + 1], q[1, 2, 3 + 1])  # row 2, head 1 of the second group
+    np.testing.assert_array_equal(packed[:, :, 9:], 0.0)
+    np.testing.assert_array_equal(unpack(packed, 3, 6), q)
 
 
 FITS = {
@@ -141,7 +183,7 @@ FITS = {
     [
         ({"head_dim": 96}, "head_dim: expected 64 or 128, got 96"),
         ({"block_size": 48}, "block_size: expected 8, 16, 32 or a multiple of 64, got 48"),
-        ({"num_heads": 256}, "num_heads / num_kv_heads: expected at most 64, got 128"),
+        ({"num_heads": 256}, "num_heads / num_kv_heads: expected at most 32, got 128"),
         ({"q_dtype": jnp.dtype("float32")}, "dtypes of q and the caches: expected bfloat16, got float32 and"),
         ({}, None),
     ],
@@ -168,6 +210,7 @@ def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
     [
         ({"sinks": jnp.zeros(5)}, "sinks: expected float32 (6,), got float32 (5,)"),
         ({"window": 0}, "window: expected at least 1 key or None, got 0"),
+        ({"packed_heads": 6}, "q: expected (3, 2, 16, 64), got (3, 4, 6, 64)"),
     ],
 )
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
@@ -204,8 +247,8 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
     inputs = near_ties(shape, seed=4)
     expected = run(inputs, "mosaic_gpu")
     np.testing.assert_array_equal(run(inputs, "mosaic_gpu"), expected, err_msg="twice")
-    for fine_below in (0, 10**6):
-        np.testing.assert_array_equal(kernel(inputs, fine_below=fine_below), expected, err_msg=f"fine_below={fine_below}")
+    for cluster in (1, 2, 4, 8):
+        np.testing.assert_array_equal(kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs")
     one = {"q", "block_table", "positions", "seq_lens", "window_start"}
     alone = {key: x[-1:] if key in one else x for key, x in inputs.items()}
     np.testing.assert_array_equal(run(alone, "mosaic_gpu"), expected[-1:], err_msg="alone")
@@ -213,3 +256,12 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
     np.testing.assert_array_equal(run(wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table")
     plain = alone | {key: alone[key][:, :1] for key in ("q", "positions", "window_start")}
     np.testing.assert_array_equal(run(plain, "mosaic_gpu"), expected[-1:, :1], err_msg="one row")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_float64_on_the_gpu(name: str, cluster: int) -> None:
+    shape = SMALL[name]
+    inputs = make_inputs(shape, seed=len(name))
+    assert_close(kernel(inputs, cluster=cluster), ground_truth(shape, inputs), live(shape))
