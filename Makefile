@@ -19,13 +19,14 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
-.PHONY: help demo fetch test test-slow test-gpu test-312 find-python312 lint format types clean
+.PHONY: help demo fetch test test-slow test-gpu test-312 test-h200-aot compile-for-h200 need-python312 find-python312 lint format types clean
 
 help:
 	@echo "make demo       generate with speculation on the default target (DEMO_ARGS='--help' for the options)"
 	@echo "make test       the tests, in $(VENV); PYTEST_ARGS='-k name' selects"
 	@echo "make test-slow  the tests marked slow        make test-gpu   the tests marked gpu"
 	@echo "make test-312   the tests on Python 3.12 with the newest supported jax, in .venv-3.12"
+	@echo "make test-h200-aot  compile kernels and rounds for an H200 and look at the result; no GPU, 1 GB more in .venv-3.12"
 	@echo "make lint       ruff check and format check  make types      pyright        make format   apply ruff's fixes"
 	@echo "make fetch      download the default target  make clean      remove environments and build files"
 	@echo "PYTHON=python3.11 chooses the interpreter (3.11 or newer)."
@@ -44,6 +45,10 @@ $(STAMPS)/package-$(ACCELERATOR): $(STAMPS)/venv pyproject.toml
 
 $(STAMPS)/pytest: $(STAMPS)/venv pyproject.toml
 	$(PIP) -e '.[test]'
+	@touch $@
+
+$(STAMPS)/aot: $(STAMPS)/pytest
+	$(PIP) -e '.[aot]'
 	@touch $@
 
 # The oracles' pins were checked on Python 3.11; on another version their tests skip with a reason.
@@ -91,9 +96,18 @@ PYTHON312 ?= $(shell for p in python3.12 $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}
 find-python312:
 	@echo "$(PYTHON312)"
 
-test-312:
-	@test -n "$(PYTHON312)" || { echo "no Python 3.12 found: run make test-312 with PYTHON312=/path/to/python3.12" >&2; exit 1; }
+need-python312:
+	@test -n "$(PYTHON312)" || { echo "no Python 3.12 found: say PYTHON312=/path/to/python3.12" >&2; exit 1; }
+
+test-312: need-python312
 	@$(MAKE) test VENV=.venv-3.12 PYTHON="$(PYTHON312)"
+
+# Optional, so not in .ci/run: the compiler for CUDA is 1 GB to fetch. JAX runs on the CPU; nothing here talks to a GPU.
+test-h200-aot: need-python312
+	@$(MAKE) compile-for-h200 VENV=.venv-3.12 PYTHON="$(PYTHON312)"
+
+compile-for-h200: $(STAMPS)/aot
+	JAX_PLATFORMS=cpu $(PYTEST) tests/aot $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
