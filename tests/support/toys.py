@@ -54,7 +54,7 @@ def _tokens_as_hidden(tokens: jax.Array) -> jax.Array:
     return tokens[..., None].astype(jnp.float32)  # exact below 2 ** 24
 
 
-def _row_of_table(params: Any, _cfg: Any, hidden: jax.Array) -> jax.Array:
+def _row_of_table(params: Any, _cfg: Any, hidden: jax.Array, _kernels: Any = None) -> jax.Array:
     return params["table"][hidden[..., 0].astype(jnp.int32)]
 
 
@@ -75,7 +75,7 @@ def _replay_forward(params: Any, _cfg: ToyDraft, tokens: jax.Array, hidden: jax.
     return DraftOutput(_tokens_as_hidden(jnp.take_along_axis(text, position, axis=1)), hidden, caches)
 
 
-def _one_hot(_params: Any, cfg: ToyDraft, head_input: jax.Array) -> jax.Array:
+def _one_hot(_params: Any, cfg: ToyDraft, head_input: jax.Array, _kernels: Any = None) -> jax.Array:
     return PEAK * jax.nn.one_hot(head_input[..., 0].astype(jnp.int32), cfg.vocab_size, dtype=jnp.float32)
 
 
@@ -83,7 +83,7 @@ def _keep_hidden(_cfg: Any, hidden: jax.Array, _aux: Any) -> jax.Array:
     return hidden
 
 
-def _fuse(_params: Any, _cfg: Any, hidden: jax.Array) -> jax.Array:
+def _fuse(_params: Any, _cfg: Any, hidden: jax.Array, _kernels: Any = None) -> jax.Array:
     return hidden[..., :1]
 
 
