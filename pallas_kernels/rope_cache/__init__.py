@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import packing
 from pallas_kernels.rope_cache import reference
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
@@ -26,6 +27,7 @@ def rope_and_write(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 0.0,
+    pack: int | None = None,
     implementation: str = "reference",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The queries, rotated [rows, num_heads, head_dim], and both caches with these rows' keys and values in their slots.
@@ -35,6 +37,8 @@ def rope_and_write(
     slot_mapping:     int32 [rows], block * block_size + offset; a slot outside the cache writes nothing (a masked row)
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
     q_norm, k_norm:   [head_dim] each: an RMS norm of every query and key head before the rotation, with eps (Qwen3)
+    pack:             rows a request, if the queries shall come back packed for attention: [rows / pack, num_kv_heads, packed_size,
+                      head_dim], see pallas_kernels.packing.pack; the padding then holds anything
 
     Raises ValueError for shapes that do not fit together and for what the implementation does not support, with the reason.
     """
@@ -51,15 +55,18 @@ def rope_and_write(
             raise ValueError(f"{name}: expected {jnp.dtype(dtype).name} {shape}, got {array.dtype} {array.shape}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm: expected both or neither")
+    if pack is not None and (pack < 1 or qkv.shape[0] % pack):
+        raise ValueError(f"pack: expected a divisor of {qkv.shape[0]} rows, got {pack}")
     options: dict[str, Any] = {"num_heads": num_heads, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
     if implementation == "reference":
-        return reference.rope_and_write(qkv, cos, sin, slot_mapping, k_cache, v_cache, **options)
+        q, k_cache, v_cache = reference.rope_and_write(qkv, cos, sin, slot_mapping, k_cache, v_cache, **options)
+        return (q if pack is None else packing.pack(q.reshape(-1, pack, num_heads, head_dim), num_kv_heads)), k_cache, v_cache
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     reason = unsupported(num_heads, num_kv_heads, head_dim, qkv.dtype)
     if reason:
         raise ValueError(f"rope_cache, implementation {implementation!r}: {reason}")
-    return _mosaic_gpu().rope_and_write(qkv, cos, sin, slot_mapping, k_cache, v_cache, **options)
+    return _mosaic_gpu().rope_and_write(qkv, cos, sin, slot_mapping, k_cache, v_cache, pack=pack, **options)
 
 
 def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) -> str | None:

@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.packing import packed_size
+
 HEAD_DIMS = (64, 128)
 MAX_HEADS = 128
 
@@ -31,7 +33,7 @@ def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) ->
 
 
 # Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
-@partial(jax.jit, static_argnames=("num_heads", "eps"))
+@partial(jax.jit, static_argnames=("num_heads", "eps", "pack", "pdl"))
 def rope_and_write(
     qkv: jax.Array,
     cos: jax.Array,
@@ -44,12 +46,14 @@ def rope_and_write(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 0.0,
+    pack: int | None = None,
+    pdl: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See pallas_kernels.rope_cache.rope_and_write."""
     rows = qkv.shape[0]
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     num_rotated, total, half = num_heads + num_kv_heads, num_heads + 2 * num_kv_heads, head_dim // 2
-    padded = -(-total // 64) * 64
+    padded, group = -(-total // 64) * 64, num_heads // num_kv_heads
     num_slots = num_blocks * block_size
     layout = plgpu.Layout.WGMMA
     normed = q_norm is not None
@@ -59,6 +63,9 @@ def rope_and_write(
         (q_norm_gmem, k_norm_gmem), rest = (rest[:2], rest[2:]) if normed else ((None, None), rest)
         k_gmem, v_gmem, q_gmem, smem, barrier = rest
         row = lax.axis_index("row")
+        if pdl:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
         plgpu.copy_gmem_to_smem(qkv_gmem.at[row], smem.at[pl.ds(0, total)], barrier)
         slot = slot_gmem[row]
         plgpu.barrier_wait(barrier)
@@ -87,7 +94,12 @@ def rope_and_write(
         smem[:, pl.ds(0, half)] = jnp.where(rotates, (first * cosine - second * sine).astype(qkv.dtype), raw[0])
         smem[:, pl.ds(half, half)] = jnp.where(rotates, (second * cosine + first * sine).astype(qkv.dtype), raw[1])
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, num_heads)], q_gmem.at[row])
+        if pack is None:
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, num_heads)], q_gmem.at[row])
+        else:
+            request, column = lax.div(row, pack), lax.rem(row, pack) * group
+            for i in range(num_kv_heads):
+                plgpu.copy_smem_to_gmem(smem.at[pl.ds(i * group, group)], q_gmem.at[request, i, pl.ds(column, group)])
 
         @pl.when((slot >= 0) & (slot < num_slots))
         def _write() -> None:
@@ -97,9 +109,10 @@ def rope_and_write(
 
         plgpu.wait_smem_to_gmem(0)
 
+    q_shape = (rows, num_heads) if pack is None else (rows // pack, num_kv_heads, packed_size(pack * group))
     call = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, num_heads, head_dim), qkv.dtype),
+        out_type=jax.ShapeDtypeStruct((*q_shape, head_dim), qkv.dtype),
         grid=(rows,),
         grid_names=("row",),
         scratch_types=[plgpu.SMEM((padded, head_dim), qkv.dtype), plgpu.Barrier()],
