@@ -112,7 +112,8 @@ def time_op(op: Op, shape_name: str, implementation: str, repeats: int, bandwidt
     shape = op.shapes.SHAPES[shape_name]
     moved = int(op.shapes.bytes_moved(shape))
     inputs = op.shapes.make_inputs(shape, 0)
-    arrays = {name: jnp.asarray(x) for name, x in inputs.items() if hasattr(x, "shape")}
+    leaves = {name: jax.tree.leaves(x) for name, x in inputs.items()}  # an argument may be a tuple of arrays
+    arrays = {name: jax.tree.map(jnp.asarray, inputs[name]) for name, found in leaves.items() if found and hasattr(found[0], "nbytes")}
     settings = {name: x for name, x in inputs.items() if name not in arrays}
     # The same values at other addresses: no copy is in the cache when its turn comes again.
     copies = [arrays, *(jax.tree.map(jnp.copy, arrays) for _ in range(count_copies(arrays, moved) - 1))]
@@ -133,11 +134,11 @@ def time_op(op: Op, shape_name: str, implementation: str, repeats: int, bandwidt
     return result | {"with_chain": timing, "chain": chain, "copies": calls}
 
 
-def count_copies(arrays: dict[str, jax.Array], moved: int) -> int:
+def count_copies(arrays: dict[str, Any], moved: int) -> int:
     """As many as twice the L2 cache takes, and enough calls for one program, within COPIES_BYTES."""
     if jax.default_backend() != "gpu":
         return 2
-    fit = int(COPIES_BYTES // sum(x.nbytes for x in arrays.values()))
+    fit = int(COPIES_BYTES // sum(x.nbytes for x in jax.tree.leaves(arrays)))
     return max(2, min(fit, max(CALLS, min(-(-int(2 * L2_BYTES) // moved), MOST_CALLS))))
 
 

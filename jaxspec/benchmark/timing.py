@@ -70,7 +70,7 @@ def back_to_back(
     return Timing(tuple(samples), min(host)), carry
 
 
-def time_chained(op: Callable[..., Any], copies: Sequence[Mapping[str, jax.Array]], *, repeats: int) -> Timing:
+def time_chained(op: Callable[..., Any], copies: Sequence[Mapping[str, Any]], *, repeats: int) -> Timing:
     """Seconds that a program of a call of op(**arrays) for each of the copies takes (see `chain`), for REPEAT_SECONDS at a time."""
     program, zero = jax.jit(chain(op)), jnp.zeros((), jnp.int32)
     step = lambda zero: program(copies, zero)  # noqa: E731
@@ -79,7 +79,7 @@ def time_chained(op: Callable[..., Any], copies: Sequence[Mapping[str, jax.Array
     return back_to_back(step, zero, count=count, repeats=repeats)[0]
 
 
-def chain(op: Callable[..., Any]) -> Callable[[Sequence[Mapping[str, jax.Array]], jax.Array], jax.Array]:
+def chain(op: Callable[..., Any]) -> Callable[[Sequence[Mapping[str, Any]], jax.Array], jax.Array]:
     """A program (copies, zero) -> zero of one call of op after the other, each on its own copy of the arguments.
 
     Each call's smallest array has a zero added that is made of the call before's results, so that none is dropped or overlapped; copies
@@ -87,7 +87,7 @@ def chain(op: Callable[..., Any]) -> Callable[[Sequence[Mapping[str, jax.Array]]
     """
     inner = jax.jit(op)  # traced and lowered once, however many calls
 
-    def program(copies: Sequence[Mapping[str, jax.Array]], zero: jax.Array) -> jax.Array:
+    def program(copies: Sequence[Mapping[str, Any]], zero: jax.Array) -> jax.Array:
         for copy in copies:
             arrays, zero = lax.optimization_barrier((dict(copy), zero))
             name = smallest_name(arrays)
@@ -98,12 +98,12 @@ def chain(op: Callable[..., Any]) -> Callable[[Sequence[Mapping[str, jax.Array]]
     return program
 
 
-def smallest_name(arrays: Mapping[str, jax.Array]) -> str:
-    """The argument that the chain goes through."""
-    return min(arrays, key=lambda name: (arrays[name].size, name))
+def smallest_name(arrays: Mapping[str, Any]) -> str:
+    """The argument that the chain goes through: an array, not a tuple of some."""
+    return min((name for name, x in arrays.items() if hasattr(x, "size")), key=lambda name: (arrays[name].size, name))
 
 
-def smallest(**arrays: jax.Array) -> jax.Array:
+def smallest(**arrays: Any) -> jax.Array:
     """An op that does nothing, for the time of the chain itself."""
     return arrays[smallest_name(arrays)]
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import hopper
 from pallas_kernels.matmul import reference
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
@@ -47,7 +48,9 @@ def matmul(
         return reference.matmul(x, weights, **options, out_dtype=out_dtype)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    reason = unsupported(x, weights, residual=residual is not None, swiglu=swiglu, transposed=transposed, out_dtype=out_dtype)
+    reason = hopper.missing() or unsupported(
+        x, weights, residual=residual is not None, swiglu=swiglu, transposed=transposed, out_dtype=out_dtype
+    )
     if reason:
         raise ValueError(f"matmul, implementation {implementation!r}: {reason}")
     return _mosaic_gpu().matmul(x, weights, **options, out_dtype=out_dtype)

@@ -24,6 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import interpreting
+
 MAX_ROWS = 64
 MAX_SMEM = 227 * 1024
 NUM_SMS = 132
@@ -34,7 +36,7 @@ RESIDENT_BYTES = 72 * 1024  # an input up to this size stays in shared memory; a
 @dataclass(frozen=True)
 class Tuning:
     """tile_k depth a step (64 or 128), warpgroups that share the depth, stages (at least 2) of each one's ring, most blocks at once
-    (they take the tiles in turn). pdl: programmatic dependent launch, which CUDA graphs ignore."""
+    (they take the tiles in turn). pdl: programmatic dependent launch, which CUDA graphs ignore and the interpreter does not know."""
 
     tile_k: int = 128
     warpgroups: int = 2
@@ -136,6 +138,7 @@ def matmul(
     products = 2 if swiglu else 1
     blocks = min(tuning.blocks, num_tiles)
     resident = is_resident(rows, depth)
+    pdl = tuning.pdl and not interpreting()
     layout = plgpu.Layout.WGMMA
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
@@ -182,7 +185,7 @@ def matmul(
         turns = steps * tiles_here
         for turn in range(stages):
             pl.when(turn < turns)(lambda turn=turn: load_weights(jnp.int32(turn)))
-        if tuning.pdl:
+        if pdl:
             plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; x does
         if resident:
             # A warpgroup brings and multiplies the same steps: nothing has to meet.
@@ -220,7 +223,7 @@ def matmul(
                         plgpu.wgmma(acc, w if transposed else w.transpose((1, 0)), x_tile)
                     plgpu.wgmma_wait(products)  # the step before is done: its slot takes a later turn
                     pl.when((turn > 0) & (turn - 1 + stages < turns))(lambda: refill(turn - 1 + stages))
-                    if tuning.pdl:
+                    if pdl:
                         # Not before the last copy is on its way: the next kernel's blocks would compete with this one's.
                         pl.when(turn == jnp.maximum(turns - stages, 0))(plgpu.griddepcontrol_launch_dependents)
 

@@ -86,7 +86,8 @@ def test_an_idle_request_is_finite_and_disturbs_nobody(implementation: str) -> N
 BAD = {
     "num_heads: expected a multiple": {"q": np.zeros((4, 2, 3, 8), np.float32)},
     "k_cache and v_cache: expected": {"v_cache": np.zeros((2, 4, 2, 8), np.float32)},
-    "positions: expected int32": {"positions": np.zeros((4, 3), np.int32)},
+    "q: expected \\(4, 3, 4, 8\\)": {"positions": np.zeros((4, 3), np.int32)},
+    "positions: expected int32": {"positions": np.zeros((4, 2), np.float32)},
     "window_start: expected int32": {"window_start": np.zeros((4, 2), np.float32)},
     "implementation: expected one of": {"implementation": "nothing"},
 }
