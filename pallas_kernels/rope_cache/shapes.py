@@ -1,0 +1,91 @@
+"""Real shapes of the rotation and cache write, shared by tests and benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PAD_SLOT = np.iinfo(np.int32).max  # of a masked row: outside every cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """`rows` of each request, the last `masked` requests without a slot. packed: the queries come back as attention reads them."""
+
+    batch: int
+    rows: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    packed: bool = True
+    masked: int = 0
+    block_size: int = 64
+    dtype: str = "bfloat16"
+
+    @property
+    def total_rows(self) -> int:
+        return self.batch * self.rows
+
+
+_LLAMA_8B: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+_QWEN3_8B: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "qk_norm": True}
+_QWEN3_0_6B: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "qk_norm": True}
+_SMOLLM2: dict[str, Any] = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+
+SHAPES = {
+    "8b, batch 1, Q 4": Shape(1, 4, **_LLAMA_8B),
+    "8b, batch 1, Q 1": Shape(1, 1, **_LLAMA_8B),
+    "8b, batch 16, Q 4": Shape(16, 4, masked=2, **_LLAMA_8B),
+    "8b, batch 64, Q 4": Shape(64, 4, masked=8, **_LLAMA_8B),
+    "8b, prefill of 2048 rows": Shape(1, 2048, packed=False, **_LLAMA_8B),
+    "qwen3-8b, batch 16, Q 4": Shape(16, 4, masked=2, **_QWEN3_8B),
+    "qwen3-0.6b, batch 16, Q 8": Shape(16, 8, masked=2, **_QWEN3_0_6B),
+    "smollm2, batch 1, Q 4": Shape(1, 4, **_SMOLLM2),
+    "smollm2, batch 64, Q 3": Shape(64, 3, masked=8, **_SMOLLM2),
+}
+
+
+def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
+    """Arguments of the public op: normal random numbers; a request's rows lie side by side and most of them cross into another block."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(shape.dtype)
+    keys = jax.random.split(jax.random.key(seed), 5)
+    half = shape.head_dim // 2
+    pages = -(-shape.rows // shape.block_size) + 1
+    num_blocks = shape.batch * pages
+    table = rng.permutation(num_blocks).reshape(shape.batch, pages)
+    # The first row goes to one of the last `rows` slots of its first block: 0 or more rows stay there, the others go on in the next.
+    first = shape.block_size - 1 - rng.integers(0, min(shape.rows, shape.block_size), shape.batch)
+    place = first[:, None] + np.arange(shape.rows)
+    slots = table[np.arange(shape.batch)[:, None], place // shape.block_size] * shape.block_size + place % shape.block_size
+    slots[shape.batch - shape.masked :] = PAD_SLOT
+    angle = (100 + place).reshape(-1, 1) * 10000.0 ** (-np.arange(half) / half)
+    cache = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    norms = 1.0 + 0.1 * jax.random.normal(keys[3], (2, shape.head_dim), dtype)
+    return {
+        "qkv": jax.random.normal(keys[0], (shape.total_rows, width), dtype),
+        "cos": jnp.asarray(np.cos(angle), jnp.float32),
+        "sin": jnp.asarray(np.sin(angle), jnp.float32),
+        "slot_mapping": jnp.asarray(slots.reshape(-1), jnp.int32),
+        "k_cache": jax.random.normal(keys[1], cache, dtype),
+        "v_cache": jax.random.normal(keys[2], cache, dtype),
+        "num_heads": shape.num_heads,
+        "q_norm": norms[0] if shape.qk_norm else None,
+        "k_norm": norms[1] if shape.qk_norm else None,
+        "eps": 1e-6 if shape.qk_norm else 0.0,
+        "pack": shape.rows if shape.packed else None,
+    }
+
+
+def bytes_moved(shape: Shape) -> int:
+    """The fewest bytes of device memory: the projections once in, queries once out, keys and values of the rows with a slot once out."""
+    itemsize = jnp.dtype(shape.dtype).itemsize
+    written = (shape.batch - shape.masked) * shape.rows
+    heads = shape.total_rows * (2 * shape.num_heads + 2 * shape.num_kv_heads) + written * 2 * shape.num_kv_heads
+    return heads * shape.head_dim * itemsize + shape.total_rows * shape.head_dim * 4
