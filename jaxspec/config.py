@@ -203,7 +203,6 @@ class Kernels:
 
     attention: str = "reference"
     matmul: str = "reference"
-    rms_norm: str = "reference"
     rope_cache: str = "reference"
     rejection_sampling: str = "reference"
 
