@@ -201,7 +201,7 @@ def _pack(plan: Plan, q: jax.Array) -> jax.Array:
 def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array) -> jax.Array:
     """What the kernel needs to know about which keys exist and who sees them; equal in every layer, so XLA computes it once.
 
-    int32 [batch, row_tiles, 2 columns + 3]: per column, its row's first key and the key after its last; first tile of keys that any row
+    int32 [batch, row_tiles, 2 columns + 4]: per column, its row's first key and the key after its last; first tile of keys that any row
     sees, the tile after the last, number of keys. One array: a kernel less before the first layer.
     """
     written = jnp.minimum(seq_lens, plan.pages * plan.block_size)
@@ -214,7 +214,8 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
     end = jnp.max(jnp.where(seen, last, 0), axis=2)
     begin = jnp.min(jnp.where(seen, first, plan.tiles * KEYS), axis=2)
     everyone = jnp.broadcast_to(written[:, None], end.shape)
-    ranges = jnp.stack((begin // KEYS, (end + KEYS - 1) // KEYS, everyone), axis=2)
+    # The fourth number is padding: a row of an odd length would leave every second request's rows unaligned for the kernel's loads.
+    ranges = jnp.stack((begin // KEYS, (end + KEYS - 1) // KEYS, everyone, everyone), axis=2)
     limits = jnp.repeat(jnp.stack((first, last), axis=2), plan.group, axis=3)
     limits = jnp.pad(limits, ((0, 0), (0, 0), (0, 0), (0, plan.columns - limits.shape[3])))
     return jnp.concatenate((limits.reshape(*ranges.shape[:2], 2 * plan.columns), ranges), axis=2)
