@@ -23,10 +23,12 @@ def _wants_gpu(config: pytest.Config) -> bool:
 
 def _share_cores() -> None:
     """Give each xdist worker its share of the cores: two workers with a thread pool as wide as the machine slow each other down."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    threads = str(max(1, len(os.sched_getaffinity(0)) // workers))
-    for name in ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # XLA's CPU client, torch, numpy
-        os.environ.setdefault(name, threads)
+    cores, workers = len(os.sched_getaffinity(0)), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    threads = max(1, cores // workers)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # torch, numpy
+        os.environ.setdefault(name, str(threads))
+    # XLA's CPU client. Mosaic's interpreter (jax 0.11) holds a thread for each warpgroup that waits: with fewer than 4 they wait for ever.
+    os.environ.setdefault("PJRT_NPROC", str(threads if jax.__version_info__ < (0, 11) else max(4, threads)))
 
 
 def _compilation_cache() -> Path:
@@ -40,8 +42,7 @@ def _compilation_cache() -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Read when a backend is first used, which no test module may do while it is imported.
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        _share_cores()
+    _share_cores()
     if not _wants_gpu(config):
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_default_matmul_precision", "highest")
