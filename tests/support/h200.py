@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -71,14 +74,36 @@ def mesh() -> Mesh:
 
 
 @contextlib.contextmanager
-def ptxas_report(path: str) -> Iterator[None]:
-    """Mosaic's kernels print ptxas's -v report to standard output while this is open; see `captured_stdout` in the tests."""
-    del path
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+def ptxas_report() -> Iterator[Callable[[], str]]:
+    """What ptxas says (-v) about the Mosaic kernels that are compiled while this is open: the function that comes back reads it.
+
+    The compiler prints it to the process's standard output, past sys.stdout. Nothing may come from the compilation cache meanwhile.
+    """
+    cached = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+
+        def read() -> str:
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
+        os.dup2(file.fileno(), 1)
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        jax.config.update("jax_enable_compilation_cache", False)
+        try:
+            yield read
+        finally:
+            jax.config.update("jax_enable_compilation_cache", cached)
+            del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def stack_and_spills(report: str) -> list[tuple[int, int, int]]:
+    """Bytes of stack, of spill stores and of spill loads of each kernel in a report of ptxas."""
+    found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    return [(int(stack), int(stores), int(loads)) for stack, stores, loads in found]
 
 
 def compile_for_h200(function: Any, *args: Any, static_argnums: Any = (), donate_argnums: Any = (), options: dict | None = None) -> Any:

@@ -1,0 +1,202 @@
+"""A whole round compiled for an H200: caches updated in place, a draft loop that is one CUDA graph, no spills, no launch too many."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import decode, drafts, models
+from jaxspec.benchmark.dimensions import MODELS, draft_config
+from jaxspec.config import CacheGroup, Kernels, RoundConfig
+from jaxspec.sampling import SamplingState
+from tests.support import h200
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+
+BATCH, PAGES = 4, 12
+GROUP = CacheGroup(64, 2048)
+
+
+@dataclass(frozen=True)
+class Round:
+    """layers: of the target, cut down where the depth says nothing more."""
+
+    model: str
+    num_speculative_tokens: int
+    sampled: bool
+    truncated: bool = False
+    layers: int = 3
+
+
+ROUNDS = {
+    "8b, K 3, sampled": Round("llama-3-8b", 3, sampled=True),
+    "8b, K 5, greedy": Round("llama-3-8b", 5, sampled=False),
+    "smollm2, K 3, greedy": Round("smollm2-135m", 3, sampled=False),
+    "smollm2, K 5, sampled": Round("smollm2-135m", 5, sampled=True),
+    "smollm2, K 5, sampled, top-k and top-p": Round("smollm2-135m", 5, sampled=True, truncated=True),
+}
+TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for top-p
+# Norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual.
+LAUNCHES_PER_LAYER = 8
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """hlo: optimised. thunks: what the host or a CUDA graph launches, in order. ptxas: its report on every Mosaic kernel."""
+
+    cfg: RoundConfig
+    hlo: str
+    thunks: Thunk
+    ptxas: str
+    aliased: int  # bytes of the results that live in donated arguments
+
+
+@dataclass
+class Thunk:
+    """A step of the executable: kind as XLA names it (kCustomKernel, kWhile, ...), and the steps inside."""
+
+    kind: str
+    inside: list[Thunk]
+
+    def launches(self) -> Counter[str]:
+        """Kinds of the kernels, copies and library calls in it."""
+        if not self.inside or self.kind == "kDynamicSliceFusion":
+            return Counter([self.kind])
+        return sum((thunk.launches() for thunk in self.inside), Counter())
+
+
+def parse_thunks(dump: str) -> Thunk:
+    """XLA's thunk_sequence dump, whose indentation is the nesting."""
+    root = Thunk("program", [])
+    open_at = [(-1, root)]
+    for line in dump.splitlines():
+        if not line.strip():
+            continue
+        kind = re.match(r"\s*(?:\d+: )?(\w+)", line)
+        assert kind is not None, line
+        indent = len(line) - len(line.lstrip())
+        if kind[1] in ("condition", "body"):  # the parts of a loop, which XLA does not indent
+            while open_at[-1][1].kind != "kWhile":
+                open_at.pop()
+            indent = open_at[-1][0] + 1
+        while indent <= open_at[-1][0]:
+            open_at.pop()
+        thunk = Thunk(kind[1], [])
+        open_at[-1][1].inside.append(thunk)
+        open_at.append((indent, thunk))
+    return root
+
+
+def configured(case: Round) -> RoundConfig:
+    dimensions = MODELS[case.model]
+    dimensions = replace(dimensions, target=replace(dimensions.target, num_layers=case.layers), aux_layers=(0, 1, 2))
+    return RoundConfig(
+        target=dimensions.target,
+        target_group=GROUP,
+        draft=draft_config(dimensions, "eagle3"),
+        draft_group=GROUP,
+        num_speculative_tokens=case.num_speculative_tokens,
+        rule="probabilistic",
+        sampled=case.sampled,
+        truncated=case.truncated,
+        kernels=Kernels(**{op.name: "mosaic_gpu" for op in fields(Kernels)}),
+    )
+
+
+def abstract_arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
+    """params, state and block table of decode_round, by their shapes alone."""
+    struct = jax.ShapeDtypeStruct
+    weights = lambda specs: jax.tree.map(lambda spec: struct(spec.shape, jnp.bfloat16), specs)  # noqa: E731
+    target = weights(models.family(cfg.target).param_specs(cfg.target))
+    draft = {"embed_tokens": target["embed_tokens"]} | dict(weights(drafts.family(cfg.draft).param_specs(cfg.draft)))
+    draft["draft_to_target"] = struct((cfg.draft.draft_vocab_size,), jnp.int32)
+    draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
+    ints, floats = struct((BATCH,), jnp.int32), struct((BATCH,), jnp.float32)
+    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
+    new = lambda sampling: decode.init_state(  # noqa: E731
+        cfg, sampling, jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32), BATCH * PAGES, jnp.bfloat16
+    )
+    return {"target": target, "draft": draft}, jax.eval_shape(new, sampling), struct((BATCH, PAGES), jnp.int32)
+
+
+@functools.cache
+def compiled(case: Round) -> Compiled:
+    cfg = configured(case)
+    with tempfile.TemporaryDirectory() as folder, h200.ptxas_report() as report:
+        options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
+        arguments = abstract_arguments(cfg)
+        executable = h200.compile_for_h200(decode.decode_round, cfg, *arguments, static_argnums=0, donate_argnums=2, options=options)
+        [thunks] = Path(folder).glob("*jit_decode_round.thunk_sequence_after_thunk_passes.txt")
+        aliased = executable.memory_analysis().alias_size_in_bytes
+        return Compiled(cfg, executable.as_text(), parse_thunks(thunks.read_text()), report(), aliased)
+
+
+@pytest.fixture(params=ROUNDS)
+def case(request: pytest.FixtureRequest) -> Compiled:
+    return compiled(ROUNDS[request.param])
+
+
+def cache_shape(cfg: RoundConfig) -> tuple[int, ...]:
+    return (BATCH * PAGES, GROUP.block_size, cfg.target.attention.num_kv_heads, cfg.target.attention.head_dim)
+
+
+def test_donated_caches_are_updated_in_place(case: Compiled) -> None:
+    shape = re.escape(f"bf16[{','.join(map(str, cache_shape(case.cfg)))}]")
+    made = re.findall(rf"= \(?[^=(]*{shape}[^=]*? (?:copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)\(.*", case.hlo)
+    assert not made
+    caches = 2 * (case.cfg.target.num_layers + case.cfg.draft.num_layers)
+    assert case.aliased >= caches * math.prod(cache_shape(case.cfg)) * 2  # bytes of bfloat16
+
+
+def test_the_draft_loop_is_one_while_of_k_minus_1_trips(case: Compiled) -> None:
+    """A known count: the host does not read the loop's condition back, so it runs ahead of the device."""
+    loops = [line for line in case.hlo.splitlines() if re.search(r" while\(", line)]
+    trips = [int(n) for line in loops for n in re.findall(r'"known_trip_count":{"n":"(\d+)"}', line)]
+    assert len(loops) == len(trips)
+    assert trips == [case.cfg.num_speculative_tokens - 1, *(TRUNCATION_TRIPS if case.cfg.truncated else [])]
+
+
+def test_a_round_is_three_cuda_graphs_and_one_of_them_is_the_loops_body(case: Compiled) -> None:
+    """What lies before, in and after the draft loop; the host launches nothing else. Truncation adds its own loops after that."""
+    kinds = [thunk.kind for thunk in case.thunks.inside]
+    assert kinds[:3] == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
+    assert len(kinds) == 3 or case.cfg.truncated
+    [body] = [part for part in case.thunks.inside[1].inside if part.kind == "body"]
+    assert [thunk.kind for thunk in body.inside] == ["kCommandBuffer"]
+
+
+def test_nothing_calls_the_host_and_nothing_sorts(case: Compiled) -> None:
+    assert set(re.findall(r'custom_call_target="([^"]*)"', case.hlo)) == {"mosaic_gpu_v2"}
+    assert not re.findall(r" (?:sort|topk|infeed|outfeed|send|recv|async-start)\(.*", case.hlo)
+
+
+def test_no_kernel_spills(case: Compiled) -> None:
+    report = h200.stack_and_spills(case.ptxas)
+    assert report, "expected ptxas's report on at least one kernel"
+    assert set(report) == {(0, 0, 0)}
+
+
+def test_one_draft_step_rebuilds_the_metadata_once(case: Compiled) -> None:
+    """Slots come from a look-up in the block table; a rebuild is the one place that makes them."""
+    table = rf"= s32\[{BATCH},1,1\]\S* gather\(.*slice_sizes={{1,1}}.*"
+    lookups = [line for line in re.findall(table, case.hlo) if "/while/body/" in line and "jit(draft_step)" not in line]
+    assert len({re.search(r"stack_frame_id=(\d+)", line)[1] for line in lookups}) == 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "smollm2-135m"])
+def test_launches_of_a_target_layer(model: str) -> None:
+    """By the difference of two depths, so that no launch escapes for want of a name."""
+    [shallow] = [r for r in ROUNDS.values() if r.model == model and r.num_speculative_tokens == 3]
+    more = compiled(replace(shallow, layers=shallow.layers + 2)).thunks.launches()
+    more.subtract(compiled(shallow).thunks.launches())
+    assert more.total() <= 2 * LAUNCHES_PER_LAYER, dict(more)
