@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import AttentionConfig, ConfigError, Kernels
-from pallas_kernels import attention, matmul, rope_cache
+from pallas_kernels import attention, hopper, matmul, rope_cache
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: A
 
 def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, str | None]:
     """Why an op's kernel cannot serve these models, None if it can."""
-    device = _not_hopper()
+    device = hopper.missing()
     models = [target] if draft is None else [target, draft]
     attentions: list[AttentionConfig] = [m.attention for m in models]
 
@@ -78,11 +78,3 @@ def _rejection_sampling(target: Any, draft: Any) -> str | None:
     logits: Any = jax.ShapeDtypeStruct((1, 2, target.vocab_size), jnp.float32)
     draft_logits: Any = None if draft is None else jax.ShapeDtypeStruct((1, 1, draft.draft_vocab_size), jnp.float32)
     return mosaic_gpu.unsupported(logits, draft_logits)
-
-
-def _not_hopper() -> str | None:
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"expected an NVIDIA GPU, got {device.platform}"
-    capability = getattr(device, "compute_capability", "unknown")
-    return None if capability == "9.0" else f"expected compute capability 9.0 (Hopper), got {capability}"

@@ -14,9 +14,7 @@ def interpreting() -> bool:
 
 
 def missing() -> str | None:
-    """Why no Hopper kernel can run here, None if one can."""
-    if jax.__version_info__ < (0, 11):
-        return f"expected jax 0.11 or later, got {jax.__version__}"
+    """Which device there is instead of a Hopper GPU, None if there is one, or the interpreter is on."""
     if interpreting():
         return None
     described = jax.sharding.get_abstract_mesh().abstract_device  # ahead-of-time compilation for a device that is not here

@@ -56,6 +56,7 @@ def main(
     ] = None,
     max_num_seqs: Annotated[int | None, option("Requests that run together. [default: 8; in the demo 1]")] = None,
     compilation: Annotated[str, option("One program a round, one a draft step, or none: round, step or eager.")] = "round",
+    kernels: Annotated[str, option("Of each op: reference (plain jnp), mosaic_gpu (Hopper), or auto for what the device allows.")] = "auto",
     output_json: Annotated[Path | None, option("Write prompts, tokens, texts, metrics and timings to this file.")] = None,
     quiet: Annotated[bool, option("Print the figures only.", "--quiet")] = False,
 ) -> None:
@@ -84,7 +85,8 @@ def main(
         keep_compiled_programs()
         # The demo shows what one user waits for: a CPU has no arithmetic to spare for the drafts of eight requests at once.
         max_num_seqs = (8 if prompt or dataset is not None else 1) if max_num_seqs is None else max_num_seqs
-        engine = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "compilation": compilation}
+        engine: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+        engine |= {"compilation": compilation, "kernels": kernels}
         llm = LLM.from_pretrained(target, speculative=speculative, **engine)
         if not quiet:
             print(llm.describe(), flush=True)

@@ -96,6 +96,8 @@ def test_another_target_needs_a_draft_of_its_own(run_generate, target):
     [
         (["--dtype", "int8"], "dtype: expected one of auto, float32, bfloat16, got 'int8'"),
         (["--compilation", "jit"], "compilation: expected one of round, step, eager, got 'jit'"),
+        (["--kernels", "triton"], "kernels: expected one of auto, reference, mosaic_gpu, got 'triton'"),
+        (["--kernels", "mosaic_gpu"], "kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu"),
         (["--max-num-seqs", "0"], "max_num_seqs: expected an integer of at least 1, got 0"),
         (["--max-model-len", "5000"], "max_model_len: expected at most the target's max_position_embeddings 4096, got 5000"),
         (["--prompt", "long " * 200], "prompt 0: expected fewer tokens than max_model_len 512, got"),

@@ -1,0 +1,148 @@
+"""Which implementation of each op an engine runs is chosen once, from the device, the dtype and the models' shapes, and it says so."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import LLM, SpeculativeConfig, kernels
+from jaxspec.benchmark.dimensions import MODELS, draft_config
+from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig
+from jaxspec.decode import Program
+from pallas_kernels import hopper
+from tests.support.tiny import tiny_model
+
+OPS = tuple(asdict(Kernels()))
+EVERY = Kernels(**dict.fromkeys(OPS, "mosaic_gpu"))
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}")
+
+
+def choose(requested: str, model: str = "llama-3-8b", dtype: Any = jnp.bfloat16, block_size: int = 64) -> Kernels:
+    dimensions = MODELS[model]
+    return kernels.choose(requested, dimensions.target, draft_config(dimensions, "eagle3"), block_size=block_size, dtype=dtype)
+
+
+@pytest.fixture
+def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as `choose` can tell. (Attention looks at the device by itself: the interpreter serves it.)"""
+    from pallas_kernels.attention import mosaic_gpu
+
+    monkeypatch.setattr(hopper, "missing", lambda: None)
+    monkeypatch.setattr(mosaic_gpu, "interpreting", lambda: True)
+
+
+def test_reference_is_asked_for_and_explained_by_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+        assert choose("reference") == Kernels() == Kernels(**dict.fromkeys(OPS, "reference"))
+    assert not caplog.records
+
+
+def test_auto_on_a_cpu_is_the_reference_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+        assert choose("auto") == Kernels()
+    assert sorted(r.getMessage() for r in caplog.records) == sorted(
+        f"{op}: reference (the kernel expected an NVIDIA GPU, got cpu)" for op in OPS
+    )
+
+
+def test_kernels_that_cannot_run_are_an_error_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu$"):
+        choose("mosaic_gpu")
+    with pytest.raises(ConfigError, match="^kernels: expected one of auto, reference, mosaic_gpu, got 'triton'$"):
+        choose("triton")
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("on_a_hopper")
+@pytest.mark.parametrize("requested", ["auto", "mosaic_gpu"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])
+def test_every_benchmarked_model_runs_on_every_kernel(model: str, requested: str) -> None:
+    assert choose(requested, model) == EVERY
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("on_a_hopper")
+def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """A block size that only attention minds, a width that products and heads mind, and a dtype that only float32 logits do not."""
+    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+        assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
+        assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
+        assert choose("auto", dtype=jnp.float32) == replace(Kernels(), rejection_sampling="mosaic_gpu")
+    messages = "\n".join(r.getMessage() for r in caplog.records)
+    assert "attention: reference (the kernel block_size: expected" in messages and ", got 24)" in messages
+    assert "matmul: reference (the kernel expected a depth and widths that are multiples of 64, got 32 and (48,))" in messages
+    assert "matmul: reference (the kernel expected bfloat16 operands, got float32 and float32)" in messages
+    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: block_size: expected .*, got 24$"):
+        choose("mosaic_gpu", block_size=24)
+
+
+def test_compiler_options_go_with_the_matmul_kernel() -> None:
+    cfg = tiny_model("eagle").round_config(2)
+    assert cfg.compiler_options == () == replace(cfg, cuda_graphs=False).compiler_options
+    assert replace(cfg, kernels=Kernels(attention="mosaic_gpu")).compiler_options == ()
+    ours = replace(cfg, kernels=Kernels(matmul="mosaic_gpu"))
+    assert ours.compiler_options == (("xla_gpu_enable_triton_gemm", False),)
+    assert dict(replace(ours, cuda_graphs=False).compiler_options) == {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_command_buffer": "",
+    }
+
+
+def test_a_program_is_compiled_once_for_each_config_and_shape_with_the_configs_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    jit = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda f, **options: given.append(options["compiler_options"]) or jit(f, **options))
+    program = Program(lambda cfg, x, y: (x + cfg.num_speculative_tokens, y), donate=2)
+    assert program.cache_size() == 0
+    cfg = tiny_model("eagle").round_config(2)
+    ours = replace(cfg, kernels=Kernels(matmul="mosaic_gpu"))
+
+    def call(cfg: RoundConfig, size: int) -> jax.Array:
+        y = jnp.zeros(size)
+        x, _ = program(cfg, jnp.zeros(size, jnp.int32), y)
+        assert y.is_deleted()
+        return x
+
+    for _ in range(2):
+        assert call(cfg, 3).tolist() == [2, 2, 2]
+    assert program.cache_size() == 1
+    call(cfg, 4)
+    call(replace(cfg, sampled=False), 4)
+    call(ours, 4)
+    assert program.cache_size() == 4
+    assert given == [None, {"xla_gpu_enable_triton_gemm": False}]
+
+
+def engine(method: str = "eagle3", **config: Any) -> LLM:
+    model = tiny_model(method)
+    return LLM(
+        (model.target, model.params["target"]),
+        (model.draft, model.params["draft"]),
+        SpeculativeConfig(method=method, num_speculative_tokens=2),
+        config=EngineConfig(max_model_len=64, block_size=16, **config),
+    )
+
+
+@pytest.mark.parametrize("requested", ["auto", "reference"])
+def test_the_engine_names_its_kernels_and_its_rounds_run_them(requested: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(kernels=requested)
+    assert "kernels: attention reference, matmul reference, rope_cache reference, rejection_sampling reference" in llm.describe()
+    chosen = Kernels(attention="mosaic_gpu", rejection_sampling="mosaic_gpu")
+    asked: list[Any] = []
+    monkeypatch.setattr(kernels, "choose", lambda *args, **options: asked.append((args[0], options["block_size"])) or chosen)
+    llm = engine(kernels=requested)
+    assert asked == [(requested, 16)]
+    assert llm.round_config(sampled=True, truncated=False).kernels == chosen
+    assert "kernels: attention mosaic_gpu, matmul reference, rope_cache reference, rejection_sampling mosaic_gpu" in llm.describe()
+
+
+def test_an_engine_refuses_kernels_that_it_cannot_run() -> None:
+    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu$"):
+        engine(kernels="mosaic_gpu")
+    with pytest.raises(ConfigError, match="^kernels: expected one of"):
+        engine(kernels="cuda")
