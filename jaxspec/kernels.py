@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import AttentionConfig, ConfigError, Kernels
-from pallas_kernels import attention, hopper, matmul, rope_cache
+from pallas_kernels import attention, hopper, matmul, rejection_sampling, rope_cache
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,6 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
 
 
 def _rejection_sampling(target: Any, draft: Any) -> str | None:
-    if jax.__version_info__ < (0, 11):  # before the import: older Mosaic lacks what the kernels use
-        return f"expected jax 0.11 or later, got {jax.__version__}"
-    from pallas_kernels.rejection_sampling import mosaic_gpu
-
     logits: Any = jax.ShapeDtypeStruct((1, 2, target.vocab_size), jnp.float32)
     draft_logits: Any = None if draft is None else jax.ShapeDtypeStruct((1, 1, draft.draft_vocab_size), jnp.float32)
-    return mosaic_gpu.unsupported(logits, draft_logits)
+    return rejection_sampling.unsupported(logits, draft_logits)

@@ -17,12 +17,24 @@ from pallas_kernels.rejection_sampling import reference
 RULES = ("strict", "probabilistic", "block", "synthetic")
 
 
-def _mosaic_gpu(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
-    if jax.__version_info__ < (0, 11):  # imported here, since the module needs what older versions lack
-        raise ValueError(f"implementation 'mosaic_gpu': expected jax 0.11 or later, got {jax.__version__}")
+def unsupported(target_logits: Any, draft_logits: Any = None) -> str | None:
+    """Why the Mosaic kernels cannot take these logits (ShapeDtypeStructs will do), None if they can."""
+    if jax.__version_info__ < (0, 11):  # before the import: older Mosaic lacks what the kernels use
+        return f"expected jax 0.11 or later, got {jax.__version__}"
     from pallas_kernels.rejection_sampling import mosaic_gpu
 
-    return mosaic_gpu.rejection_sample(*args, **kwargs)
+    return mosaic_gpu.unsupported(target_logits, draft_logits)
+
+
+def _mosaic_gpu(
+    target_logits: jax.Array, draft_tokens: jax.Array, draft_logits: jax.Array | None, *args: Any, **kwargs: Any
+) -> tuple[jax.Array, jax.Array]:
+    reason = unsupported(target_logits, draft_logits)
+    if reason is not None:
+        raise ValueError(f"rejection_sampling, implementation 'mosaic_gpu': {reason}")
+    from pallas_kernels.rejection_sampling import mosaic_gpu
+
+    return mosaic_gpu.rejection_sample(target_logits, draft_tokens, draft_logits, *args, **kwargs)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {

@@ -89,8 +89,6 @@ def cut(vocab: int, size: int) -> Pieces:
 
 def unsupported(target_logits: jax.Array, draft_logits: jax.Array | None = None, tuning: Tuning = DEFAULT) -> str | None:
     """Why the kernels cannot take these arguments of the op, None if they can. Values are not read: ShapeDtypeStructs will do."""
-    if jax.__version_info__ < (0, 11):
-        return f"expected jax 0.11 or later, got {jax.__version__}"
     vocabs = {"target": target_logits.shape[-1]} | ({} if draft_logits is None else {"draft": draft_logits.shape[-1]})
     size = min(tuning.stream, tuning.draw)
     for name, vocab in vocabs.items():
@@ -117,9 +115,6 @@ def rejection_sample(
     tuning: Tuning = DEFAULT,
 ) -> tuple[jax.Array, jax.Array]:
     """The public op's arguments and results; see ``pallas_kernels.rejection_sampling.rejection_sample``."""
-    reason = unsupported(target_logits, draft_logits, tuning)
-    if reason is not None:
-        raise ValueError(f"implementation 'mosaic_gpu' of rejection sampling: {reason}")
     batch, rows, vocab = target_logits.shape
     num_drafts = rows - 1
     if batch == 0:

@@ -49,7 +49,7 @@ def structs(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_kernels_of_a_named_shape_on_an_h200(name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_a_named_shape_on_an_h200(name: str) -> None:
     shape = SHAPES[name]
     arrays = structs(shape)
     absent = dict.fromkeys(ARGUMENTS - set(arrays))
@@ -57,13 +57,12 @@ def test_kernels_of_a_named_shape_on_an_h200(name: str, capfd: pytest.CaptureFix
     def function(arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return rejection_sample(**arrays, **absent, rule=shape.rule, sampled=shape.sampled, implementation="mosaic_gpu")
 
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    compiled = h200.compile_for_h200(function, arrays)
-    report = capfd.readouterr()
-    report = report.out + report.err
+    with h200.ptxas_report() as ptxas:
+        compiled = h200.compile_for_h200(function, arrays)
+        report = ptxas()
     wanted = KERNELS["greedy" if not shape.sampled else shape.rule]
     assert re.findall(r"Function properties for (\w+)_mosaic_gpu_kernel", report) == wanted
-    assert re.findall(r"(\d+) bytes spill (?:stores|loads)", report) == ["0"] * (2 * len(wanted))
+    assert h200.stack_and_spills(report) == [(0, 0, 0)] * len(wanted)
     program = compiled.as_text()
     entry = program[program.index("ENTRY") :]
     assert entry.count("custom-call(") == len(wanted)
