@@ -203,6 +203,7 @@ class Kernels:
 
     attention: str = "reference"
     matmul: str = "reference"
+    rms_norm: str = "reference"
     rope_cache: str = "reference"
     rejection_sampling: str = "reference"
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import AttentionConfig, ConfigError, Kernels
-from pallas_kernels import attention, hopper, matmul, rejection_sampling, rope_cache
+from pallas_kernels import attention, hopper, matmul, rejection_sampling, rms_norm, rope_cache
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
             )
             for a in attentions
         ),
+        "rms_norm": first(rms_norm.unsupported(m.hidden_size, dtype) for m in models),
         "rope_cache": first(rope_cache.unsupported(a.num_heads, a.num_kv_heads, a.head_dim, dtype) for a in attentions),
         "matmul": first(
             matmul.unsupported(jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype), (jax.ShapeDtypeStruct((depth, width), dtype),))

@@ -14,6 +14,7 @@ from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig
 from jaxspec.params import Params, ParamSpec, matrix
 from pallas_kernels import matmul as matmul_op
 from pallas_kernels.matmul import matmul
+from pallas_kernels.rms_norm import rms_norm as rms_norm_op
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def product(
 
     The kernel is made for the few rows of a decode step. More rows, and widths that it does not take, are XLA's: logged once, with why.
     """
-    flat = (x if norm is None else rms_norm(x, norm, eps)).reshape(-1, x.shape[-1])
+    flat = (x if norm is None else rms_norm(x, norm, eps, kernels)).reshape(-1, x.shape[-1])
     rows = flat.shape[0]
     added = None if residual is None else residual.reshape(rows, -1)
     options: dict[str, Any] = {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype or x.dtype}
@@ -74,11 +75,9 @@ def vocab_logits(hidden: jax.Array, lm_head: jax.Array, kernels: Kernels = REFER
     return product(hidden, (lm_head,), kernels, transposed=tied, out_dtype=jnp.float32)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMS norm in float32, cast to x's dtype, then scaled: the order of casts that Hugging Face's Llama uses."""
-    x32 = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * weight.astype(x.dtype)
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+    """The rms_norm op over the last axis of x [..., width]."""
+    return rms_norm_op(x.reshape(-1, x.shape[-1]), weight, eps=eps, implementation=kernels.rms_norm).reshape(x.shape)
 
 
 def mlp_block(layer: Params, eps: float, x: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:

@@ -114,26 +114,28 @@ def target_hidden(cfg: Eagle3Config, hidden: jax.Array, aux: jax.Array | None) -
 def fuse(params: Params, cfg: Eagle3Config, aux: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
     """g = fc(aux): [batch, rows, len(aux_layers) * target_hidden] -> [batch, rows, hidden]."""
     if cfg.norm_before_fc:
-        aux = rms_norm(aux, params["input_norm"], cfg.rms_norm_eps)
+        aux = rms_norm(aux, params["input_norm"], cfg.rms_norm_eps, kernels)
     if cfg.fc_norm:
         parts = jnp.split(aux, len(cfg.aux_layers), axis=-1)
-        normed = [rms_norm(part, weight, cfg.rms_norm_eps) for part, weight in zip(parts, params["fc_norm"], strict=True)]
+        normed = [rms_norm(part, weight, cfg.rms_norm_eps, kernels) for part, weight in zip(parts, params["fc_norm"], strict=True)]
         aux = jnp.concatenate(normed, axis=-1)
     return linear(aux, params["fc"], params["fc_bias"]) if cfg.fc_bias else product(aux, (params["fc"],), kernels)
 
 
-def first_layer_input(params: Params, cfg: Eagle3Config, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+def first_layer_input(
+    params: Params, cfg: Eagle3Config, tokens: jax.Array, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> tuple[jax.Array, jax.Array]:
     """(residual [batch, rows, D], attention input [batch, rows, 2D]): the embedding comes first in the concatenation."""
     layer = params["layers"][0]
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
-    normed = rms_norm(hidden, layer["hidden_norm"], cfg.rms_norm_eps)
-    embedded = rms_norm(embedded, layer["input_layernorm"], cfg.rms_norm_eps)
+    normed = rms_norm(hidden, layer["hidden_norm"], cfg.rms_norm_eps, kernels)
+    embedded = rms_norm(embedded, layer["input_layernorm"], cfg.rms_norm_eps, kernels)
     return (normed if cfg.norm_before_residual else hidden), jnp.concatenate([embedded, normed], axis=-1)
 
 
-def output(params: Params, cfg: Eagle3Config, x: jax.Array, caches: KVCache) -> DraftOutput:
+def output(params: Params, cfg: Eagle3Config, x: jax.Array, caches: KVCache, kernels: Kernels = REFERENCE_KERNELS) -> DraftOutput:
     """The two outputs of the last layer's x: logits read the normed one, the next step reads it only with norm_output."""
-    normed = rms_norm(x, params["norm"], cfg.rms_norm_eps)
+    normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
     return DraftOutput(normed, normed if cfg.norm_output else x, caches)
 
 
@@ -149,7 +151,7 @@ def forward(
 ) -> DraftOutput:
     """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
     rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
-    x, attention_input = first_layer_input(params, cfg, tokens, hidden)
+    x, attention_input = first_layer_input(params, cfg, tokens, hidden, kernels)
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         norm = None
@@ -158,7 +160,7 @@ def forward(
         x, cache = self_attention(layer["self_attn"], cfg.attention, attention_input, rope, metadata, cache, kernels, norm=norm, residual=x)
         x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
         new_caches.append(cache)
-    return output(params, cfg, x, tuple(new_caches))
+    return output(params, cfg, x, tuple(new_caches), kernels)
 
 
 def logits(params: Params, cfg: Eagle3Config, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:

@@ -140,7 +140,7 @@ def forward(
             x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
         new_caches.append(cache)
     aux[cfg.num_layers] = x
-    hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps)
+    hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
     picked = jnp.concatenate([aux[i] for i in aux_layers], axis=-1) if aux_layers else None
     return TargetOutput(hidden, picked, tuple(new_caches))
 

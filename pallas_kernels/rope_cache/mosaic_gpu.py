@@ -71,10 +71,10 @@ def rope_and_write(
         plgpu.barrier_wait(barrier)
 
         def load(start: int) -> jax.Array:
-            return plgpu.load(smem.at[:, pl.ds(start, half)], layout=layout, optimized=False)
+            return plgpu.load(smem.at[:, pl.ds(start, half)], layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
         def across(ref: Any, start: int = 0) -> jax.Array:
-            vector = plgpu.load(ref.at[pl.ds(start, half)], layout=layout.reduce(0), optimized=False)
+            vector = plgpu.load(ref.at[pl.ds(start, half)], layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
             return lax.broadcast_in_dim(vector, (padded, half), (1,))
 
         raw = load(0), load(half)
@@ -115,7 +115,10 @@ def rope_and_write(
         out_type=jax.ShapeDtypeStruct((*q_shape, head_dim), qkv.dtype),
         grid=(rows,),
         grid_names=("row",),
+        kernel_name=f"rope_and_write_{num_heads}_{num_kv_heads}_{head_dim}",
         scratch_types=[plgpu.SMEM((padded, head_dim), qkv.dtype), plgpu.Barrier()],
+        # Warpgroup semantics would swizzle the tile, and copies of fewer than 8 of its rows come out wrong then (seen on an H200).
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     # The caches are changed where they are: a reference in, the same memory out.
     k_ref, v_ref = jax.new_ref(k_cache), jax.new_ref(v_cache)

@@ -1,0 +1,70 @@
+"""RMS norm on Hopper, a block a row.
+
+XLA's own kernel is as fast, but it sums a row in an order that depends on how many rows there are (one row, a few, many: three programs).
+Then plain decoding and verification round differently, and greedy text depends on speculation. Here a row's bits are its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import interpreting
+
+CHUNK = 64  # a row is copied as [chunks, 64]
+MULTIPLE = 16  # chunks are padded to this many: 8 values for each of a warpgroup's 128 threads
+MAX_CHUNKS = 256  # of one copy
+
+
+def unsupported(width: int, dtype: Any) -> str | None:
+    """Why this kernel cannot run, None if it can."""
+    if dtype != jnp.bfloat16:
+        return f"expected bfloat16, got {jnp.dtype(dtype).name}"
+    if width % CHUNK or width > CHUNK * MAX_CHUNKS:
+        return f"expected rows of a multiple of {CHUNK} values up to {CHUNK * MAX_CHUNKS}, got {width}"
+    return None
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
+    """See pallas_kernels.rms_norm.rms_norm."""
+    return _rms_norm(x, weight, eps=eps, pdl=not interpreting())
+
+
+# Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
+@partial(jax.jit, static_argnames=("eps", "pdl"))
+def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.Array:
+    rows, width = x.shape
+    chunks = width // CHUNK
+    padded = -(-chunks // MULTIPLE) * MULTIPLE
+
+    def body(x_gmem: Any, weight_gmem: Any, out_gmem: Any, x_smem: Any, weight_smem: Any, barrier: Any) -> None:
+        row = lax.axis_index("row")
+        whole = pl.ds(row * 0, padded)  # past the width, copies fill with zeros on the way in and drop on the way out
+        plgpu.copy_gmem_to_smem(weight_gmem.at[whole], weight_smem, barrier.at[0])  # no kernel writes it
+        if pdl:
+            plgpu.griddepcontrol_wait()
+        plgpu.copy_gmem_to_smem(x_gmem.at[row, whole], x_smem, barrier.at[1])
+        plgpu.barrier_wait(barrier.at[1])
+        values = x_smem[...].astype(jnp.float32)
+        scale = lax.rsqrt(jnp.sum(values * values) / width + eps)
+        plgpu.barrier_wait(barrier.at[0])
+        x_smem[...] = (values * scale).astype(x.dtype) * weight_smem[...]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(x_smem, out_gmem.at[row, whole])
+        plgpu.wait_smem_to_gmem(0)
+
+    call = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows, chunks, CHUNK), x.dtype),
+        grid=(rows,),
+        grid_names=("row",),
+        kernel_name=f"rms_norm_{width}",
+        scratch_types=[plgpu.SMEM((padded, CHUNK), x.dtype), plgpu.SMEM((padded, CHUNK), weight.dtype), plgpu.Barrier(num_barriers=2)],
+    )
+    return call(x.reshape(rows, chunks, CHUNK), weight.reshape(chunks, CHUNK)).reshape(rows, width)
