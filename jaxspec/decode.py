@@ -261,19 +261,23 @@ class Program:
         self._compiled: dict[tuple[tuple[str, Any], ...], Any] = {}
 
     def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
+        return self.jitted(cfg)(cfg, *args)
+
+    def jitted(self, cfg: RoundConfig) -> Any:
+        """jax.jit's function, with the options of cfg, which it takes first."""
         options = cfg.compiler_options
         if options not in self._compiled:
             self._compiled[options] = jax.jit(
                 self._function, static_argnums=0, donate_argnums=self._donate, compiler_options=dict(options) or None
             )
-        return self._compiled[options](cfg, *args)
+        return self._compiled[options]
 
     def cache_size(self) -> int:
         """How many programs were compiled."""
         return sum(compiled._cache_size() for compiled in self._compiled.values())
 
 
-def _draft_first(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Any, DraftInputs, DecodeState]:
+def _draft_first_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Any, DraftInputs, DecodeState]:
     inputs = draft_inputs(state, block_table)
     carry = first_step(cfg, params["draft"], inputs, state.draft_caches)
     return carry, inputs, replace(state, draft_caches=())
@@ -282,7 +286,7 @@ def _draft_first(cfg: RoundConfig, params: Params, state: DecodeState, block_tab
 _prefill = Program(prefill, donate=2)
 _round = Program(decode_round, donate=2)
 _verify_and_commit = Program(verify_and_commit, donate=2)
-_first_step = Program(_draft_first, donate=2)
+_first_step = Program(_draft_first_step, donate=2)
 _next_step = Program(next_step, donate=4)
 
 

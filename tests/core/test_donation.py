@@ -24,7 +24,7 @@ HOST = re.compile(
 def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, np.ndarray]:
     table, num_blocks = block_table(3, cfg, shuffle_seed=0, guard=5)  # a pool larger than what attention gathers of it
     _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3], 1.0), table, num_blocks)
-    return decode._round.lower(cfg, model.params, state, table), state, table
+    return decode._round.jitted(cfg).lower(cfg, model.params, state, table), state, table
 
 
 @pytest.mark.parametrize("method", METHODS)
