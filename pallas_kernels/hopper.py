@@ -8,6 +8,11 @@ from jax._src import config as jax_config
 CAPABILITY = "9.0"
 
 
+def too_old() -> str | None:
+    """Which jax there is instead of one whose Mosaic the kernels are written for, None if there is one. Ask before importing a kernel."""
+    return f"expected jax 0.11 or later, got {jax.__version__}" if jax.__version_info__ < (0, 11) else None
+
+
 def interpreting() -> bool:
     """Whether plgpu.force_gpu_interpret_mode is on; its interpreter does not know the PDL instructions."""
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None

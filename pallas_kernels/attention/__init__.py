@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import packing
+from pallas_kernels import hopper, packing
 from pallas_kernels.attention import reference
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
@@ -26,8 +26,8 @@ def unsupported(
     """Why `implementation` cannot run these shapes and dtypes on this process's device; None if it can."""
     if implementation == "reference":
         return None
-    if jax.__version_info__ < (0, 11):  # before the import: older Mosaic lacks what the kernel uses
-        return f"implementation {implementation!r}: expected jax 0.11 or later, got {jax.__version__}"
+    if old := hopper.too_old():
+        return f"implementation {implementation!r}: {old}"
     from pallas_kernels.attention import mosaic_gpu
 
     return mosaic_gpu.unsupported(
@@ -43,7 +43,7 @@ def unsupported(
 
 def packs(implementation: str, *, rows: int, num_heads: int, num_kv_heads: int) -> bool:
     """Whether `implementation` would pack the queries of so many rows a request by itself, so that packed ones save it a kernel."""
-    if implementation != "mosaic_gpu" or jax.__version_info__ < (0, 11):
+    if implementation != "mosaic_gpu" or hopper.too_old():
         return False
     from pallas_kernels.attention import mosaic_gpu
 
@@ -127,7 +127,7 @@ def paged_attention(
         from pallas_kernels.attention import mosaic_gpu
 
         # As a function of its own, so that a model's layers share one kernel instead of lowering one each.
-        call = mosaic_gpu.paged_attention if mosaic_gpu.interpreting() else _compiled(mosaic_gpu.paged_attention)
+        call = mosaic_gpu.paged_attention if hopper.interpreting() else _compiled(mosaic_gpu.paged_attention)
         options = {"scale": scale, "window": window, "packed_heads": packed_heads}
         return call(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, **options)
     if packed_heads is not None:

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper
 from pallas_kernels.packing import pack, packed_size
 
 KEYS = 64  # keys a tile: the left side of a wgmma
@@ -43,19 +43,12 @@ class Tuning:
     cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as `fill` says
 
 
-def interpreting() -> bool:
-    """Whether plgpu.force_gpu_interpret_mode is on; its interpreter does not know the PDL instructions."""
-    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
-
-
 def unsupported(
     *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any
 ) -> str | None:
     """Why the kernel cannot run these shapes and dtypes on this device; None if it can."""
-    if jax.__version_info__ < (0, 11):
-        return f"the Mosaic GPU kernel: expected jax 0.11 or later, got {jax.__version__}"
-    if not interpreting() and (device := _not_hopper()) is not None:
-        return f"device: expected compute capability 9.0 (Hopper), got {device}"
+    if device := hopper.missing():
+        return f"device: {device}"
     if rows < 1:
         return f"rows: expected at least 1, got {rows}"
     if head_dim not in (64, 128):
@@ -67,17 +60,6 @@ def unsupported(
     if q_dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
         return f"dtypes of q and the caches: expected bfloat16, got {q_dtype} and {cache_dtype}"
     return None
-
-
-def _not_hopper() -> str | None:
-    """The name of the device that is compiled for, if it is no Hopper GPU."""
-    described = jax.sharding.get_abstract_mesh().abstract_device  # ahead-of-time compilation for a device that is not here
-    if described is not None:
-        return None if any(name in described.device_kind for name in ("H100", "H200", "GH200")) else described.device_kind
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return device.platform
-    return None if device.compute_capability == "9.0" else f"{device.device_kind} ({device.compute_capability})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +159,7 @@ def paged_attention(
         scale=scale,
         tuning=tuning or Tuning(),
         has_sinks=sinks is not None,
-        interpreted=interpreting(),
+        interpreted=hopper.interpreting(),
     )
     packed = _pack(plan, q) if packed_heads is None else q[:, None]
     bounds = _bounds(plan, positions, seq_lens, window_start)

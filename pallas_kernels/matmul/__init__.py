@@ -58,9 +58,7 @@ def matmul(
 
 def unsupported(x: Any, weights: tuple[Any, ...], **options: Any) -> str | None:
     """Why the Mosaic kernel cannot make this product (see mosaic_gpu.unsupported), None if it can."""
-    if jax.__version_info__ < (0, 11):
-        return f"expected jax 0.11 or later, got {jax.__version__}"
-    return _mosaic_gpu().unsupported(x, weights, **options)
+    return hopper.too_old() or _mosaic_gpu().unsupported(x, weights, **options)
 
 
 def _mosaic_gpu() -> ModuleType:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import hopper
 from pallas_kernels.rejection_sampling import reference
 
 RULES = ("strict", "probabilistic", "block", "synthetic")
@@ -19,8 +20,8 @@ RULES = ("strict", "probabilistic", "block", "synthetic")
 
 def unsupported(target_logits: Any, draft_logits: Any = None) -> str | None:
     """Why the Mosaic kernels cannot take these logits (ShapeDtypeStructs will do), None if they can."""
-    if jax.__version_info__ < (0, 11):  # before the import: older Mosaic lacks what the kernels use
-        return f"expected jax 0.11 or later, got {jax.__version__}"
+    if old := hopper.too_old():
+        return old
     from pallas_kernels.rejection_sampling import mosaic_gpu
 
     return mosaic_gpu.unsupported(target_logits, draft_logits)

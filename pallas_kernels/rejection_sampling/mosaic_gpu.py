@@ -22,11 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config as jax_config  # the interpret mode in force has no public reader
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref
+
+from pallas_kernels.hopper import interpreting
 
 LANES = 128  # threads of a warpgroup, and the most pieces that a row may have
 LOG2_E = 1.4426950408889634
@@ -168,10 +169,6 @@ class Refs(SimpleNamespace):
         return None
 
 
-def _interpreting() -> bool:
-    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
-
-
 def _launch(
     body: Callable[[Refs, jax.Array], None],
     grid: int,
@@ -181,7 +178,7 @@ def _launch(
 ) -> dict[str, jax.Array]:
     """Run body(refs, block) for every block of the grid, one warpgroup each."""
     present = {name: array for name, array in inputs.items() if array is not None}
-    overlapped = not _interpreting()  # the interpreter does not know dependent launches
+    overlapped = not interpreting()  # the interpreter does not know dependent launches
 
     def kernel(*refs: Any) -> None:
         if overlapped:
@@ -530,7 +527,7 @@ def _prefixes(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str
 
 def _gather(pieces: Pieces, row_ref: Any, indices: jax.Array) -> jax.Array:
     """row_ref[indices] for a piece of indices: each thread reads its own from device memory (Pallas has no such read)."""
-    if _interpreting():
+    if interpreting():
         return jnp.take(row_ref[...], indices)
 
     @plgpu.inline_mgpu(

@@ -34,9 +34,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, implementation: str
 
 def unsupported(width: int, dtype: Any) -> str | None:
     """Why the Mosaic kernel cannot run, None if it can."""
-    if jax.__version_info__ < (0, 11):
-        return f"expected jax 0.11 or later, got {jax.__version__}"
-    return _mosaic_gpu().unsupported(width, dtype)
+    return hopper.too_old() or _mosaic_gpu().unsupported(width, dtype)
 
 
 def _mosaic_gpu() -> ModuleType:

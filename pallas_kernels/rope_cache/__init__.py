@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import packing
+from pallas_kernels import hopper, packing
 from pallas_kernels.rope_cache import reference
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
@@ -71,9 +71,7 @@ def rope_and_write(
 
 def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) -> str | None:
     """Why the Mosaic kernel cannot run, None if it can."""
-    if jax.__version_info__ < (0, 11):
-        return f"expected jax 0.11 or later, got {jax.__version__}"
-    return _mosaic_gpu().unsupported(num_heads, num_kv_heads, head_dim, dtype)
+    return hopper.too_old() or _mosaic_gpu().unsupported(num_heads, num_kv_heads, head_dim, dtype)
 
 
 def _mosaic_gpu() -> ModuleType:
