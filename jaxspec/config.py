@@ -207,6 +207,14 @@ class Kernels:
     rope_cache: str = "reference"
     rejection_sampling: str = "reference"
 
+    def __str__(self) -> str:
+        """ "reference", or "mosaic_gpu (rms_norm reference)": the commonest, then the ops that differ."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self)}
+        names = list(chosen.values())
+        most = max(dict.fromkeys(names), key=names.count)
+        others = ", ".join(f"{op} {name}" for op, name in chosen.items() if name != most)
+        return f"{most} ({others})" if others else most
+
 
 REFERENCE_KERNELS = Kernels()
 

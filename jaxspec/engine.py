@@ -8,7 +8,7 @@ import numbers
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -188,7 +188,7 @@ class LLM:
         t = self.target_config
         lines = [
             f"target: {t.model_type}, {t.num_layers} layers, hidden size {t.hidden_size}, vocabulary {t.vocab_size}, {self.dtype.name} on "
-            f"{jax.devices()[0].device_kind}, kernels: {', '.join(f'{op} {name}' for op, name in asdict(self.kernels).items())}"
+            f"{jax.devices()[0].device_kind}, kernels: {self.kernels}"
         ]
         if self.speculative:
             s, d = self.speculative, self.draft_config
