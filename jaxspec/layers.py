@@ -15,6 +15,7 @@ from jaxspec.params import Params, ParamSpec, matrix
 from pallas_kernels import matmul as matmul_op
 from pallas_kernels.matmul import matmul
 from pallas_kernels.rms_norm import rms_norm as rms_norm_op
+from pallas_kernels.rope_cache.reference import rotate
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,4 @@ def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[
 
 def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate x [batch, rows, heads, head_dim], halves paired (Hugging Face's rotate_half layout), in float32."""
-    cos, sin = tables
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotate(x, *tables)

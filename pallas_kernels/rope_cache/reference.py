@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rms_norm.reference import rms_norm
+
 
 def rope_and_write(
     qkv: jax.Array,
@@ -24,19 +26,14 @@ def rope_and_write(
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
     q, k, v = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if q_norm is not None and k_norm is not None:
-        q, k = _norm(q, q_norm, eps), _norm(k, k_norm, eps)
-    return _rotate(q, cos, sin), _write(k_cache, _rotate(k, cos, sin), slot_mapping), _write(v_cache, v, slot_mapping)
-
-
-def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * weight.astype(x.dtype)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        q, k = rms_norm(q, q_norm, eps=eps), rms_norm(k, k_norm, eps=eps)
     cos, sin = cos[:, None], sin[:, None]
+    return rotate(q, cos, sin), _write(k_cache, rotate(k, cos, sin), slot_mapping), _write(v_cache, v, slot_mapping)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x [..., heads, head_dim] by cos, sin [..., 1, head_dim / 2], halves paired (Hugging Face's rotate_half layout), in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
