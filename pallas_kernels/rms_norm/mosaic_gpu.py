@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import interpreting
 
 CHUNK = 64  # a row is copied as [chunks, 64]
-MULTIPLE = 16  # chunks: 8 values for each of a warpgroup's 128 threads
+TILE = 16  # chunks that a warpgroup reads at once: 8 values for each of its 128 threads
 MAX_CHUNKS = 256  # of one copy
 
 
@@ -25,8 +26,8 @@ def unsupported(width: int, dtype: Any) -> str | None:
     """Why this kernel cannot run, None if it can."""
     if dtype != jnp.bfloat16:
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
-    if width % (CHUNK * MULTIPLE) or width > CHUNK * MAX_CHUNKS:
-        return f"expected rows of a multiple of {CHUNK * MULTIPLE} values up to {CHUNK * MAX_CHUNKS}, got {width}"
+    if width % CHUNK or width > CHUNK * MAX_CHUNKS:
+        return f"expected rows of a multiple of {CHUNK} values up to {CHUNK * MAX_CHUNKS}, got {width}"
     return None
 
 
@@ -40,20 +41,25 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
 def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.Array:
     rows, width = x.shape
     chunks = width // CHUNK
+    padded = -(-chunks // TILE) * TILE  # what lies past the row in shared memory is never written, and counts as zero
+    layout = plgpu.Layout.WG_STRIDED((padded, CHUNK), vec_size=8)
 
     def body(x_gmem: Any, weight_gmem: Any, out_gmem: Any, x_smem: Any, weight_smem: Any, barrier: Any) -> None:
         row = lax.axis_index("row")
-        plgpu.copy_gmem_to_smem(weight_gmem, weight_smem, barrier.at[0])  # no kernel writes it
+        row_in_smem = pl.ds(0, chunks)
+        plgpu.copy_gmem_to_smem(weight_gmem, weight_smem.at[row_in_smem], barrier.at[0])  # no kernel writes it
         if pdl:
             plgpu.griddepcontrol_wait()
-        plgpu.copy_gmem_to_smem(x_gmem.at[row], x_smem, barrier.at[1])
+        plgpu.copy_gmem_to_smem(x_gmem.at[row], x_smem.at[row_in_smem], barrier.at[1])
         plgpu.barrier_wait(barrier.at[1])
-        values = x_smem[...].astype(jnp.float32)
+        values = plgpu.load(x_smem, layout=layout).astype(jnp.float32)
+        if padded > chunks:
+            values = jnp.where(plgpu.broadcasted_iota(jnp.int32, (padded, CHUNK), 0, layout=layout) < chunks, values, 0.0)
         scale = lax.rsqrt(jnp.sum(values * values) / width + eps)
         plgpu.barrier_wait(barrier.at[0])
-        x_smem[...] = (values * scale).astype(x.dtype) * weight_smem[...]
+        x_smem[...] = (values * scale).astype(x.dtype) * plgpu.load(weight_smem, layout=layout)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(x_smem, out_gmem.at[row])
+        plgpu.copy_smem_to_gmem(x_smem.at[row_in_smem], out_gmem.at[row])
         plgpu.wait_smem_to_gmem(0)
 
     call = plgpu.kernel(
@@ -62,6 +68,8 @@ def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.
         grid=(rows,),
         grid_names=("row",),
         kernel_name=f"rms_norm_{width}",
-        scratch_types=[plgpu.SMEM((chunks, CHUNK), x.dtype), plgpu.SMEM((chunks, CHUNK), weight.dtype), plgpu.Barrier(num_barriers=2)],
+        scratch_types=[plgpu.SMEM((padded, CHUNK), x.dtype), plgpu.SMEM((padded, CHUNK), weight.dtype), plgpu.Barrier(num_barriers=2)],
+        # Warpgroup semantics may swizzle the tiles, which copies of a part of their rows do not survive (seen on an H200).
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return call(x.reshape(rows, chunks, CHUNK), weight.reshape(chunks, CHUNK)).reshape(rows, width)

@@ -13,7 +13,7 @@ from tests.support import h200
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b rows 4", "llama-3-8b rows 1", "EAGLE-3 of llama-3-8b, fused rows 64"])
+@pytest.mark.parametrize("name", ["llama-3-8b rows 4", "llama-3-8b rows 1", "EAGLE-3 of llama-3-8b, fused rows 64", "smollm2 rows 4"])
 def test_compiles_for_an_h200_without_spills(name: str) -> None:
     shape = SHAPES[name]
     args = (jax.ShapeDtypeStruct((shape.rows, shape.width), jnp.bfloat16), jax.ShapeDtypeStruct((shape.width,), jnp.bfloat16))

@@ -38,7 +38,7 @@ def check(shape: Shape, implementation: str) -> None:
 
 
 @implementations
-@pytest.mark.parametrize("shape", [Shape(1, 1024), Shape(3, 2048)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(1, 1024), Shape(3, 2048), Shape(3, 576)], ids=str)
 def test_equals_float64(shape: Shape, implementation: str) -> None:
     check(shape, implementation)
 
@@ -58,12 +58,13 @@ def check_alone(width: int) -> None:
 
 
 @needs_mosaic
-def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
-    check_alone(1024)
+@pytest.mark.parametrize("width", [1024, 576])
+def test_a_rows_bits_do_not_depend_on_its_neighbours(width: int) -> None:
+    check_alone(width)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [1024, 4096])
+@pytest.mark.parametrize("width", [1024, 4096, 576])
 def test_a_rows_bits_do_not_depend_on_its_neighbours_on_the_gpu(width: int) -> None:
     check_alone(width)
 
@@ -85,7 +86,7 @@ def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: 
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("width", "dtype", "sentence"), [(576, jnp.bfloat16, "a multiple of 1024"), (4096, jnp.float32, "bfloat16")])
+@pytest.mark.parametrize(("width", "dtype", "sentence"), [(600, jnp.bfloat16, "a multiple of 64"), (4096, jnp.float32, "bfloat16")])
 def test_the_kernel_says_what_it_does_not_take(width: int, dtype: Any, sentence: str) -> None:
     from pallas_kernels.rms_norm import mosaic_gpu
 
