@@ -24,7 +24,7 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None) ->
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if value is None or not _is_int(value) or value < 1:
+    if value is None or not is_int(value) or value < 1:
         raise ConfigError(f"config.json: expected {key} to be an integer of at least 1, got {value!r}")
     return int(value)
 
@@ -34,7 +34,7 @@ def read_number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         return default
-    if not _is_number(value) or value <= 0:
+    if not is_number(value) or value <= 0:
         raise ConfigError(f"config.json: expected {key} to be a positive number, got {value!r}")
     return float(value)
 
@@ -123,42 +123,6 @@ class CacheGroup:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution alone."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int = 16
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.stop_token_ids, Iterable):
-            raise ConfigError(f"stop_token_ids: expected a list of token ids, got {self.stop_token_ids!r}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not _is_number(self.temperature) or self.temperature < 0:
-            raise ConfigError(f"temperature: expected a number of at least 0, got {self.temperature}")
-        if 0 < self.temperature < 1e-5:
-            raise ConfigError(f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature}")
-        if not _is_int(self.top_k) or not -1 <= self.top_k < 2**31:
-            raise ConfigError(f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p: expected a number in (0, 1], got {self.top_p}")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise ConfigError(f"max_tokens: expected an integer of at least 1, got {self.max_tokens}")
-        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
-            raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed}")
-        if not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids: expected token ids from 0 to 2**31 - 1, got {self.stop_token_ids}")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-
-@dataclass(frozen=True)
 class EngineConfig:
     """How the engine runs; nothing here changes what a request's distribution is.
 
@@ -180,14 +144,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "block_size", "max_num_batched_tokens"):
             value = getattr(self, name)
-            if not _is_int(value) or value < 1:
+            if not is_int(value) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         if self.compilation not in get_args(Compilation):
             raise ConfigError(f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}")
         buckets = self.batch_buckets
         if buckets is None:
             buckets = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
-        right = isinstance(buckets, Iterable) and all(_is_int(b) and b >= 1 for b in buckets)
+        right = isinstance(buckets, Iterable) and all(is_int(b) and b >= 1 for b in buckets)
         buckets = tuple(sorted(set(buckets))) if right else ()
         if not buckets or buckets[-1] < self.max_num_seqs:
             raise ConfigError(
@@ -301,10 +265,10 @@ class SpeculativeConfig:
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name}: expected true, false or none, got {getattr(self, name)!r}")
-        for name, is_right in (("synthetic_acceptance_rates", _is_number), ("eagle_aux_hidden_state_layer_ids", _is_int)):
+        for name, is_right in (("synthetic_acceptance_rates", is_number), ("eagle_aux_hidden_state_layer_ids", is_int)):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, list | tuple) and all(map(is_right, value))):
-                raise ConfigError(f"{name}: expected a list of {'numbers' if is_right is _is_number else 'integers'}, got {value!r}")
+                raise ConfigError(f"{name}: expected a list of {'numbers' if is_right is is_number else 'integers'}, got {value!r}")
         set_field("rejection_sample_method", _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method))
         set_field("draft_sample_method", _DRAFT_ALIASES.get(self.draft_sample_method, self.draft_sample_method))
         for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
@@ -312,7 +276,7 @@ class SpeculativeConfig:
                 set_field(name, tuple(getattr(self, name)))
         if self.method not in METHODS:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
-        if not _is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
+        if not is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
             raise ConfigError(f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens}")
         if self.rejection_sample_method not in get_args(RejectionRule):
             raise ConfigError(
@@ -323,7 +287,7 @@ class SpeculativeConfig:
                 f"draft_sample_method: expected one of {', '.join(get_args(DraftSampling))}, got {self.draft_sample_method!r}"
             )
         for name in ("synthetic_acceptance_length", "synthetic_acceptance_rate"):
-            if getattr(self, name) is not None and not _is_number(getattr(self, name)):
+            if getattr(self, name) is not None and not is_number(getattr(self, name)):
                 raise ConfigError(f"{name}: expected a number, got {getattr(self, name)!r}")
         given = [n for n in ("rates", "length", "rate") if getattr(self, f"synthetic_acceptance_{n}") is not None]
         if (self.rejection_sample_method == "synthetic") != (len(given) == 1) or len(given) > 1:
@@ -342,9 +306,9 @@ class SpeculativeConfig:
         return cls(**values)
 
 
-def _is_number(x: Any) -> bool:
+def is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def _is_int(x: Any) -> bool:
+def is_int(x: Any) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)

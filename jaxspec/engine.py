@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decode, kernels, synthetic
-from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig, SamplingParams, SpeculativeConfig
+from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.loading import Tokenizer, load_tokenizer, resolve
 from jaxspec.loading.model import load_draft, load_target
@@ -25,6 +25,7 @@ from jaxspec.loading.tokenizer import eos_token_ids, has_tokenizer
 from jaxspec.metrics import SpecDecodeMetrics, Timings
 from jaxspec.params import Params
 from jaxspec.sampling import SamplingState
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import Verification
 
 logger = logging.getLogger(__name__)

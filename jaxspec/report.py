@@ -17,9 +17,10 @@ from typing import Any, Literal
 import jax
 from rich.table import Table
 
-from jaxspec.config import ConfigError, SamplingParams, SpeculativeConfig
+from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.engine import RequestOutput
 from jaxspec.metrics import SpecDecodeMetrics, Timings
+from jaxspec.sampling_params import SamplingParams
 
 RULER = "-" * 50
 

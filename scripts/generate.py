@@ -75,7 +75,7 @@ def main(
         if compare and speculative is None:
             raise ConfigError("--compare: expected speculation to compare with plain decoding, got --no-speculation")
         compare = speculative is not None and (not prompt and dataset is None if compare is None else compare)
-        base = SamplingParams(temperature, top_k, top_p, seed, max_tokens, ignore_eos)
+        base = SamplingParams(temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos)
         texts = choose_prompts(prompt, dataset, num_prompts)
         params = [replace(base, seed=(seed + i) % 2**64) for i in range(len(texts))]
         json_file = report.JsonFile(output_json) if output_json else None

@@ -23,7 +23,7 @@ LAYERS = (
     ("jaxspec.propose", "jaxspec.verify"),
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.sampling", "jaxspec.synthetic"),
     ("jaxspec.attention", "jaxspec.layers"),
-    ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.config"),
+    ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
 )
 LEAVES = ("jaxspec.metrics",)  # import nothing of jaxspec, and anything may import them
 KERNEL_CALLERS = ("jaxspec.attention", "jaxspec.kernels", "jaxspec.layers", "jaxspec.sampling", "jaxspec.verify")

@@ -19,7 +19,7 @@ from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
-from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig, SamplingParams, SpeculativeConfig
+from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.engine import LLM, _Request
 from jaxspec.kv_cache import FullCache, KVCache
@@ -29,6 +29,7 @@ from jaxspec.metrics import SpecDecodeMetrics
 from jaxspec.params import Params, init_random
 from jaxspec.propose import DraftInputs, Proposal, propose
 from jaxspec.sampling import SamplingState
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import judge
 
 BLOCK_SIZE = 64

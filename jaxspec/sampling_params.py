@@ -1,0 +1,158 @@
+"""SamplingParams: how one request is sampled and when it ends, in vLLM's words; and what a batch of them needs of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from jaxspec.config import ConfigError, is_int, is_number
+
+MAX_LOGPROBS = 20  # the most alternatives a token; vLLM's default limit
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. The defaults leave the model's distribution alone and sample from it.
+
+    Applied in this order, as by vLLM's plain sampler, with and without speculation:
+    allowed_token_ids: nothing else is generated; None: every token. banned_token_ids: never generated.
+    min_tokens: no end-of-text or stop token before this many tokens (ignore_eos or not).
+    logit_bias: token id -> -100 to 100, added to its logit.
+    repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the text so far.
+    frequency_penalty, presence_penalty: taken off a token's logit for each time, and once if ever, that it was generated.
+    temperature: divides the logits; 0 is greedy, and needs none of the four that follow.
+    min_p: drops tokens less likely than min_p times the likeliest; 0: off. top_k: keeps this many; 0 or -1: off.
+    top_p: keeps the fewest whose mass reaches top_p; 1: off.
+    seed: the same seed, prompt and parameters give the same text; None: another text each time.
+
+    max_tokens: the text's length at most. ignore_eos: go on after an end-of-text token. stop_token_ids: more tokens that end the text.
+    stop: strings that end it; they are cut off unless include_stop_str_in_output.
+    logprobs: log-probabilities of each generated token and of this many likeliest alternatives (0 to 20), of the model's own logits,
+    before anything above is applied; prompt_logprobs: the same of the prompt's tokens. None: off. n: texts a prompt.
+    """
+
+    temperature: float = 1.0
+    _: KW_ONLY
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        self._settle("stop", _strings("stop", self.stop))
+        for name in ("banned_token_ids", "stop_token_ids"):
+            self._settle(name, _token_ids(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            self._settle("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not set(self.allowed_token_ids) - set(self.banned_token_ids):
+                raise ConfigError(f"allowed_token_ids: expected at least one id that is not banned, got {self.allowed_token_ids}")
+        self._settle("logit_bias", _biases(self.logit_bias))
+        self._check_numbers()
+        self._check_counts()
+
+    def _settle(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        if not is_number(self.temperature) or self.temperature < 0:
+            raise ConfigError(f"temperature: expected a number of at least 0, got {self.temperature}")
+        if 0 < self.temperature < 1e-5:
+            raise ConfigError(f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature}")
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p: expected a number in (0, 1], got {self.top_p}")
+        # The lower end keeps float32 from dividing by 0.
+        for name, low, high in (
+            ("min_p", 0, 1),
+            ("repetition_penalty", 0.01, 100),
+            ("presence_penalty", -2, 2),
+            ("frequency_penalty", -2, 2),
+        ):
+            value = getattr(self, name)
+            if not is_number(value) or not low <= value <= high:
+                raise ConfigError(f"{name}: expected a number from {low} to {high}, got {value}")
+
+    def _check_counts(self) -> None:
+        if not is_int(self.top_k) or not -1 <= self.top_k < 2**31:
+            raise ConfigError(f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k}")
+        if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
+            raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed}")
+        if not is_int(self.max_tokens) or self.max_tokens < 1:
+            raise ConfigError(f"max_tokens: expected an integer of at least 1, got {self.max_tokens}")
+        if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(f"min_tokens: expected an integer from 0 to max_tokens {self.max_tokens}, got {self.min_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (not is_int(value) or not 0 <= value <= MAX_LOGPROBS):
+                raise ConfigError(f"{name}: expected an integer from 0 to {MAX_LOGPROBS} or None, got {value}")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
+        if not is_int(self.n) or self.n < 1:
+            raise ConfigError(f"n: expected an integer of at least 1, got {self.n}")
+        if self.greedy and self.n > 1:
+            raise ConfigError(f"n: expected 1 with temperature 0, whose texts would all be the same, got {self.n}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def check_vocabulary(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """ConfigError for ids that a target's vocabulary does not have, or where min_tokens would leave nothing to generate."""
+        for name in ("allowed_token_ids", "banned_token_ids", "logit_bias", "stop_token_ids"):
+            wrong = [t for t in getattr(self, name) or () if t >= vocab_size]
+            if wrong:
+                raise ConfigError(f"{name}: expected token ids in 0..{vocab_size - 1}, got {wrong[0]}")
+        left = set(range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids) - set(self.banned_token_ids)
+        if not left:
+            raise ConfigError(f"banned_token_ids: expected fewer than the vocabulary's {vocab_size}, got all of them")
+        if self.min_tokens and not left - {*eos_token_ids, *self.stop_token_ids}:
+            raise ConfigError(
+                f"min_tokens: expected 0, since allowed_token_ids and banned_token_ids leave end-of-text and stop tokens only, "
+                f"got {self.min_tokens}"
+            )
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    listed = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else () if value is None else (value,)
+    if not all(isinstance(s, str) and s for s in listed):
+        raise ConfigError(f"{name}: expected a string or a list of strings, none of them empty, got {value!r}")
+    return listed
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name}: expected a list of token ids, got {value!r}")
+    listed = tuple(value)
+    if not all(is_int(t) and 0 <= t < 2**31 for t in listed):
+        raise ConfigError(f"{name}: expected token ids from 0 to 2**31 - 1, got {value!r:.200}")
+    return tuple(int(t) for t in listed)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"logit_bias: expected numbers by token id, got {value!r:.200}")
+    biases = dict(value or {})
+    for token, bias in biases.items():
+        if not is_int(token) or not 0 <= token < 2**31:
+            raise ConfigError(f"logit_bias: expected token ids from 0 to 2**31 - 1, got {token!r}")
+        if not is_number(bias) or not -100 <= bias <= 100:
+            raise ConfigError(f"logit_bias: expected numbers from -100 to 100, got {bias!r} for token {token}")
+    return biases
