@@ -34,6 +34,8 @@ def attention_specs(prefix: str, cfg: AttentionConfig, input_size: int, output_s
     if cfg.qk_norm:
         specs["q_norm"] = vector(f"{prefix}.q_norm.weight", cfg.head_dim)
         specs["k_norm"] = vector(f"{prefix}.k_norm.weight", cfg.head_dim)
+    if cfg.sinks:
+        specs["sinks"] = ParamSpec(f"{prefix}.sinks", (cfg.num_heads,), ("heads",), dtype="float32")
     return specs
 
 
@@ -61,10 +63,12 @@ def self_attention(
     *,
     norm: jax.Array | None = None,
     residual: jax.Array | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, FullCache]:
     """(residual +) o_proj(attention((norm of) x)): x [batch, rows, in] -> [batch, rows, out], and the cache with these rows written.
 
     norm: the gain [in] of the RMS norm before the projections, with cfg.rms_norm_eps.
+    window: the most keys that a row of this metadata sees, by its window_start; None for all.
     """
     batch, rows = x.shape[:2]
     names = ("q", "k", "v")
@@ -97,7 +101,9 @@ def self_attention(
         metadata.positions,
         metadata.seq_lens,
         metadata.window_start,
+        params["sinks"] if cfg.sinks else None,
         scale=cfg.head_dim**-0.5,
+        window=window,
         packed_heads=cfg.num_heads if packed else None,
         implementation=kernels.attention,
     ).reshape(batch, rows, -1)

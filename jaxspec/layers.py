@@ -98,8 +98,15 @@ def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Inverse frequencies [head_dim / 2], float32; llama3 scaling as in Llama 3.1's reference code."""
+    """Inverse frequencies [head_dim / 2], float32; llama3 scaling as in Llama 3.1's reference code, YaRN as in its paper's section 3.2."""
     inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.rope_type == "yarn":
+        turns = np.array([rope.beta_fast, rope.beta_slow])
+        ends = head_dim * np.log(rope.original_max_position_embeddings / (turns * 2 * np.pi)) / (2 * np.log(rope.theta))
+        low, high = (np.floor(ends[0]), np.ceil(ends[1])) if rope.truncate else ends
+        low, high = max(low, 0.0), min(high, head_dim - 1.0)
+        interpolated = np.clip((np.arange(head_dim // 2) - low) / (high - low or 0.001), 0.0, 1.0)
+        inverse = inverse * (interpolated / rope.factor + (1 - interpolated))
     if rope.rope_type == "llama3":
         wavelength = 2 * np.pi / inverse
         original = rope.original_max_position_embeddings
@@ -112,7 +119,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32 [batch, rows, 1, head_dim / 2], for positions [batch, rows]; shared by a pass's layers."""
     angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope, head_dim))
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if rope.attention_factor == 1.0 else (cos * rope.attention_factor, sin * rope.attention_factor)
 
 
 def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:

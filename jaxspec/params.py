@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Params = Any  # a pytree (dicts and lists) of arrays
 
@@ -17,18 +19,47 @@ class ParamSpec:
 
     name: the tensor's name in a Hugging Face checkpoint.
     shape: our shape; a matrix is [in, out], the transpose of the checkpoint's [out, in] (``transpose=True``).
-    axes: a logical axis name per dimension ("vocab", "embed", "heads", "kv_heads", "mlp" or None), for sharding.
+    axes: a logical axis name per dimension ("vocab", "embed", "heads", "kv_heads", "mlp", "experts" or None), for sharding.
+    dtype: what it is kept in whatever the model's dtype is ("float32", "uint8"), None for the model's.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     transpose: bool = False
+    dtype: str | None = None
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in the checkpoint file."""
         return self.shape[::-1] if self.transpose else self.shape
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the checkpoint that it is made of."""
+        return {self.name: self.checkpoint_shape}
+
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Our array from these tensors, in their order."""
+        return arrays[0].T if self.transpose else arrays[0]
+
+
+@dataclass(frozen=True)
+class AssembledSpec(ParamSpec):
+    """A weight made of several tensors (an expert each), of a part of one, or of a packed one. `name` says so in messages.
+
+    sources: name and shape of each tensor; build: their arrays, in this order -> ours.
+    """
+
+    sources: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    build: Callable[[Sequence[np.ndarray]], np.ndarray] = np.stack
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.sources)
+
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return self.build(arrays)
 
 
 def matrix(name: str, rows_in: int, rows_out: int, axes: tuple[str | None, str | None]) -> ParamSpec:
@@ -49,11 +80,15 @@ def init_random(specs: Params, key: jax.Array, dtype: jnp.dtype, scale: float | 
     leaves, treedef = jax.tree.flatten(specs)
 
     def draw(spec: ParamSpec, key: jax.Array) -> jax.Array:
+        if spec.dtype == "uint8":  # MXFP4: every code, and exponents that make weights of about 1/8
+            low, high = (122, 125) if spec.name.endswith("scales") else (0, 256)
+            return jax.random.randint(key, spec.shape, low, high).astype(jnp.uint8)
+        own = spec.dtype or dtype
         noise = jax.random.normal(key, spec.shape, jnp.float32)
-        if len(spec.shape) == 1:
-            bias = spec.name.endswith("bias")
-            return ((0.0 if bias else 1.0) + 0.1 * noise).astype(dtype)
-        fan_in = spec.shape[0] if spec.transpose else spec.shape[-1]
-        return (noise * (scale or fan_in**-0.5)).astype(dtype)
+        bias = spec.name.endswith("bias")
+        if bias or len(spec.shape) == 1:
+            return ((0.0 if bias else 1.0) + 0.1 * noise).astype(own)
+        fan_in = spec.shape[0] if spec.transpose else spec.shape[-2 if len(spec.shape) > 2 else -1]
+        return (noise * (scale or fan_in**-0.5)).astype(own)
 
     return treedef.unflatten(draw(s, k) for s, k in zip(leaves, jax.random.split(key, len(leaves)), strict=True))

@@ -26,13 +26,13 @@ def check_shapes(
 
     ignore: names that may be there without being in the table (a tied lm_head, rotary tables). It never excuses a missing one.
     """
-    wanted = {spec.name: spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec)}
+    wanted = {name: shape for spec in jax.tree.leaves(specs, is_leaf=_is_spec) for name, shape in spec.tensors.items()}
     missing = [name for name in wanted if name not in shapes]
     extra = [name for name in shapes if name not in wanted and not ignore(name)]
     misshapen = [
-        f"{name} (expected {spec.checkpoint_shape}, got {tuple(shapes[name])})"
-        for name, spec in wanted.items()
-        if name in shapes and tuple(shapes[name]) != spec.checkpoint_shape
+        f"{name} (expected {shape}, got {tuple(shapes[name])})"
+        for name, shape in wanted.items()
+        if name in shapes and tuple(shapes[name]) != shape
     ]
     problems = [_listed(*p) for p in (("missing", missing), ("unexpected", extra), ("misshapen", misshapen)) if p[1]]
     if problems:
@@ -49,15 +49,15 @@ def load_params(
 ) -> Params:
     """Read every tensor of the table, floats cast to ``dtype``, matrices turned to our [in, out]; checked as in check_shapes.
 
-    One tensor at a time goes to the device, so that the host never holds the whole model beside it. Integers become
-    int32 (jax's default; a value that does not fit is an error), booleans stay.
+    One weight at a time goes to the device, so that the host never holds the whole model beside it. Integers become
+    int32 (jax's default; a value that does not fit is an error), booleans and uint8 (packed weights) stay.
     """
     check_shapes(specs, {name: tensor.shape for name, tensor in tensors.items()}, ignore=ignore, source=source)
 
     def load(spec: ParamSpec) -> jax.Array:
-        array = _cast(tensors[spec.name].read(), np.dtype(dtype), f"{source}: {spec.name}")
+        array = spec.assemble([tensors[name].read() for name in spec.tensors])
         # waiting bounds the host copies in flight to one
-        return jax.block_until_ready(jax.device_put(array.T if spec.transpose else array))
+        return jax.block_until_ready(jax.device_put(_cast(array, np.dtype(spec.dtype or dtype), f"{source}: {spec.name}")))
 
     return jax.tree.map(load, specs, is_leaf=_is_spec)
 
@@ -65,6 +65,8 @@ def load_params(
 def _cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     if jnp.issubdtype(array.dtype, jnp.floating):
         return array.astype(dtype, copy=False)
+    if array.dtype == np.uint8:
+        return array
     if jnp.issubdtype(array.dtype, jnp.integer):
         bounds = np.iinfo(np.int32)
         if array.size and not (bounds.min <= array.min() and array.max() <= bounds.max):

@@ -110,7 +110,7 @@ EAGLE3: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     ),
     "activation": (layer(hidden_act="gelu"), {}, r"hidden_act: expected 'silu' .*got 'gelu'"),
     "mixed_windows": (layer(layer_types=["chunked_attention"]), {}, r"layer_types: expected .*chunked"),
-    "rope_type": (layer(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), {}, r"rope_type: expected .*got 'yarn'"),
+    "rope_type": (layer(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), {}, r"rope_type: expected .*got 'longrope'"),
     "missing_key": (
         lambda f: edit_config(f, lambda c: c["transformer_layer_config"].pop("intermediate_size")),
         {},
