@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
@@ -218,12 +218,33 @@ class Kernels:
 REFERENCE_KERNELS = Kernels()
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingFeatures:
+    """What some request of a batch asks for; the compiled round holds nothing of what none does.
+
+    sampled: a temperature above 0. truncated: top-k or top-p. logit_bias: biases, allowed and banned tokens. prompt_logprobs is
+    prefill's. A request's tokens are the same whichever of these its neighbours need (jaxspec.sampling_params.features_of).
+    """
+
+    sampled: bool = True
+    truncated: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    logit_bias: bool = False
+    min_tokens: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+
+    def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
+        """What either needs."""
+        return SamplingFeatures(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(SamplingFeatures)})
+
+
 @dataclass(frozen=True)
-class RoundConfig:
+class RoundConfig(SamplingFeatures):
     """Everything static about a round: one compiled program per value (and per batch and page bucket).
 
     target, draft: the family configs; draft None decodes plainly (num_speculative_tokens 0).
-    sampled: False when every request is greedy; truncated: whether any uses top-k or top-p.
     acceptance_rates: conditional rates of the synthetic rule.
     cuda_graphs: False launches kernel by kernel, which lets one start while the one before drains; worth it only where the GPU is slower
     than the host's launches.
@@ -237,8 +258,6 @@ class RoundConfig:
     rule: RejectionRule = "strict"
     draft_sampling: DraftSampling = "probabilistic"
     acceptance_rates: tuple[float, ...] | None = None
-    sampled: bool = True
-    truncated: bool = False
     kernels: Kernels = Kernels()
     cuda_graphs: bool = True
 
@@ -257,6 +276,10 @@ class RoundConfig:
     def keeps_draft_logits(self) -> bool:
         """Whether q is needed: drafts are sampled, some request samples, and the rule reads q."""
         return self.draft_sampling == "probabilistic" and self.sampled and self.rule in ("probabilistic", "block")
+
+    def with_features(self, features: SamplingFeatures) -> RoundConfig:
+        """The same round for a batch that needs these features."""
+        return replace(self, **{f.name: getattr(features, f.name) for f in fields(SamplingFeatures)})
 
 
 _RULE_ALIASES = {"standard": "probabilistic"}  # vLLM's later name

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from jaxspec.config import ConfigError, is_int, is_number
+from jaxspec.config import ConfigError, SamplingFeatures, is_int, is_number
 
 MAX_LOGPROBS = 20  # the most alternatives a token; vLLM's default limit
 
@@ -126,6 +126,22 @@ class SamplingParams:
                 f"min_tokens: expected 0, since allowed_token_ids and banned_token_ids leave end-of-text and stop tokens only, "
                 f"got {self.min_tokens}"
             )
+
+
+def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
+    """What the rounds of a batch of these requests must hold. A greedy request needs no truncation: the argmax survives it."""
+    requests = list(requests)
+    sampled = [p for p in requests if not p.greedy]
+    return SamplingFeatures(
+        sampled=bool(sampled),
+        truncated=any(p.top_k > 0 or p.top_p < 1 for p in sampled),
+        min_p=any(p.min_p > 0 for p in sampled),
+        penalties=any(p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in requests),
+        logit_bias=any(p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None for p in requests),
+        min_tokens=any(p.min_tokens > 0 for p in requests),
+        logprobs=any(p.logprobs is not None for p in requests),
+        prompt_logprobs=any(p.prompt_logprobs is not None for p in requests),
+    )
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
