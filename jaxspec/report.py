@@ -7,10 +7,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from rich.table import Table
 
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.engine import RequestOutput
+from jaxspec.losslessness import Difference
 from jaxspec.metrics import SpecDecodeMetrics, Timings
 from jaxspec.sampling_params import SamplingParams
 
@@ -78,11 +77,16 @@ class Comparison:
     expected: Agreement
     speculative: Timings
     plain: Timings
-    first_difference: dict[str, int | None] | None
+    differences: list[Difference]
+    num_prompts: int
+
+    @property
+    def texts_agree(self) -> bool:
+        return not self.differences
 
     @property
     def failed(self) -> bool:
-        return self.expected == "tokens" and self.first_difference is not None
+        return self.expected == "tokens" and not self.texts_agree
 
     @property
     def speed_up(self) -> float:
@@ -90,12 +94,10 @@ class Comparison:
         return tokens_per_second(self.speculative) / plain if plain else 0.0
 
     def lines(self) -> list[str]:
-        agree, d = self.first_difference is None, self.first_difference or {}
-        where = (
-            "" if agree else f" (prompt {d['prompt']}, token {d['position']}: {d['speculative_token_id']} against {d['plain_token_id']})"
-        )
+        agree, where = self.texts_agree, "; ".join(map(str, self.differences))
+        count = f"{self.num_prompts - len(self.differences)} of {self.num_prompts}"
         verdict = {
-            "tokens": f"texts agree: {'yes' if agree else 'NO'}{where}",
+            "tokens": f"texts agree: yes ({count})" if agree else f"texts agree: NO, {count} ({where})",
             "distribution": f"texts agree: {'yes' if agree else 'no'}; under this rejection rule only their distribution is the same",
             "nothing": "texts agree: not compared; the synthetic schedule accepts drafts whatever the target says",
         }[self.expected]
@@ -104,23 +106,15 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "texts_agree": self.first_difference is None,
+            "texts_agree": self.texts_agree,
+            "num_prompts": self.num_prompts,
             "expected_to_agree_in": self.expected,
-            "first_difference": self.first_difference,
+            "differences": [d.to_dict() for d in self.differences],
             "speed_up": self.speed_up,
             "speculative_tokens_per_second": tokens_per_second(self.speculative),
             "plain_tokens_per_second": tokens_per_second(self.plain),
             "plain_timings": self.plain.to_dict(),
         }
-
-
-def first_difference(speculative: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> dict[str, int | None] | None:
-    """Where the token ids part first, by prompt and position from 0; an id is None where that text has ended already."""
-    for prompt, (a, b) in enumerate(zip(speculative, plain, strict=True)):
-        for position, (x, y) in enumerate(zip_longest(a.token_ids, b.token_ids)):
-            if x != y:
-                return {"prompt": prompt, "position": position, "speculative_token_id": x, "plain_token_id": y}
-    return None
 
 
 # --- the JSON record ----------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig, report
+from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig, losslessness, report
 from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
 from jaxspec.prompts import read_prompts
 
@@ -82,9 +82,8 @@ def find_differences(runs: dict[str, tuple[LLM, list[RequestOutput]]]) -> list[s
             a, b = getattr(expected.metrics, name), getattr(engine.metrics, name)
             if a != b:
                 found.append(f"{name}: {first} {a}, {mode} {b}")
-        if d := report.first_difference(expected_outputs, outputs):
-            ids = f"{first} {d['speculative_token_id']}, {mode} {d['plain_token_id']}"
-            found.append(f"prompt {d['prompt']}, token {d['position']}: {ids}")
+        for d in losslessness.find_differences(expected_outputs, outputs)[:1]:
+            found.append(f"prompt {d.prompt}, token {d.position}: {first} {d.speculative_token_id}, {mode} {d.plain_token_id}")
     return found
 
 

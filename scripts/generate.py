@@ -18,6 +18,7 @@ from rich.console import Console
 from jaxspec import LLM, ConfigError, RequestOutput, SamplingParams, SpeculativeConfig, prompts, report
 from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
 from jaxspec.loading.default_target import is_default_target
+from jaxspec.losslessness import find_differences, with_margins
 
 DEFAULT_DRAFT = "smollm2-135m-instruct-eagle3"  # fits the default target only
 
@@ -148,10 +149,12 @@ def compare_with_plain(llm: LLM, inputs: Any, params: list[SamplingParams], outp
         config=llm.config,
         dtype=llm.dtype,
     )
-    difference = report.first_difference(outputs, generate(plain, inputs, params, quiet))
+    differences = find_differences(outputs, generate(plain, inputs, params, quiet))
     assert llm.speculative is not None
     expected = report.expected_agreement(params[0], llm.speculative)
-    return report.Comparison(expected, llm.timings, plain.timings, difference)
+    if expected == "tokens":
+        differences = with_margins(llm.target_config, llm.params["target"], outputs, differences)
+    return report.Comparison(expected, llm.timings, plain.timings, differences, len(outputs))
 
 
 def show(llm: LLM, texts: list[str], outputs: list[RequestOutput], comparison: report.Comparison | None, quiet: bool) -> None:
@@ -173,15 +176,14 @@ def show(llm: LLM, texts: list[str], outputs: list[RequestOutput], comparison: r
 def record(
     llm: LLM, texts: list[str], outputs: list[RequestOutput], comparison: report.Comparison | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """What --output-json holds; texts_agree and first_difference are null without --compare."""
+    """What --output-json holds; texts_agree and comparison are null without --compare."""
     return {
         "description": llm.describe().splitlines(),
         "settings": settings | {"speculative": asdict(llm.speculative) if llm.speculative else None},
         "total_num_output_tokens": llm.timings.num_output_tokens,
         "metrics": llm.metrics.to_dict(),
         "timings": llm.timings.to_dict(),
-        "texts_agree": comparison and comparison.first_difference is None,
-        "first_difference": comparison and comparison.first_difference,
+        "texts_agree": comparison and comparison.texts_agree,
         "comparison": comparison and comparison.to_dict(),
         "requests": [report.request_record(output, text) for output, text in zip(outputs, texts, strict=True)],
         **report.environment(),

@@ -17,7 +17,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "scripts", "tests")
 LAYERS = (
     ("jaxspec",),  # the package's __init__, which only gathers names: nothing inside the package imports it
     ("jaxspec.report", "jaxspec.benchmark"),
-    ("jaxspec.engine", "jaxspec.training"),
+    ("jaxspec.engine", "jaxspec.training", "jaxspec.losslessness"),
     ("jaxspec.cli",),
     ("jaxspec.scheduler", "jaxspec.loading", "jaxspec.decode", "jaxspec.kernels"),
     ("jaxspec.propose", "jaxspec.verify"),

@@ -1,0 +1,107 @@
+"""Where two decodings of the same prompts part, and how near to a tie the target was there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import models
+from jaxspec.config import CacheGroup
+from jaxspec.kv_cache import init_cache
+from jaxspec.metadata import build_metadata
+from jaxspec.params import Params
+
+BLOCK = 64
+BUCKET = 256  # prefixes are padded to multiples of this many tokens, so that few lengths compile
+BFLOAT16_BITS = 7  # of the mantissa, the leading one not counted
+
+
+class Decoded(Protocol):
+    """What is read of a RequestOutput."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token in which two texts of a prompt differ; positions from 0, an id None where that text has ended already.
+
+    margin: how far the float32 logits of the two tokens are apart, after the tokens that the texts share; ulp: one unit in the last
+    place of bfloat16 at the larger of these logits. A margin below one ulp is a tie to bfloat16. None: not computed.
+    """
+
+    prompt: int
+    position: int
+    speculative_token_id: int | None
+    plain_token_id: int | None
+    margin: float | None = None
+    ulp: float | None = None
+
+    @property
+    def is_tie(self) -> bool:
+        return self.margin is not None and self.ulp is not None and self.margin < self.ulp
+
+    def __str__(self) -> str:
+        where = f"prompt {self.prompt}, token {self.position}: {self.speculative_token_id} against {self.plain_token_id}"
+        if self.margin is None or self.ulp is None:
+            return where
+        return f"{where}, {self.margin:.3g} apart in float32, {self.margin / self.ulp:.2f} bfloat16 ulp"
+
+    to_dict = asdict
+
+
+def find_differences(speculative: Sequence[Decoded], plain: Sequence[Decoded]) -> list[Difference]:
+    """One for each prompt whose token ids differ, in the order of the prompts."""
+    return list(_differences(speculative, plain))
+
+
+def _differences(speculative: Sequence[Decoded], plain: Sequence[Decoded]) -> Iterator[Difference]:
+    for prompt, (a, b) in enumerate(zip(speculative, plain, strict=True)):
+        for position, (x, y) in enumerate(zip_longest(a.token_ids, b.token_ids)):
+            if x != y:
+                yield Difference(prompt, position, x, y)
+                break
+
+
+def with_margins(cfg: models.TargetConfig, params: Params, outputs: Sequence[Decoded], found: Sequence[Difference]) -> list[Difference]:
+    """The differences with their margins: the target's weights, as they are, multiplied in float32 over the text that both share."""
+    done = []
+    for d in found:
+        if d.speculative_token_id is None or d.plain_token_id is None:  # one text is the other's beginning: no two logits to compare
+            done.append(d)
+            continue
+        output = outputs[d.prompt]
+        logits = _last_logits(cfg, params, [*output.prompt_token_ids, *output.token_ids[: d.position]])
+        a, b = float(logits[d.speculative_token_id]), float(logits[d.plain_token_id])
+        ulp = 2.0 ** (math.floor(math.log2(max(abs(a), abs(b), 2.0**-126))) - BFLOAT16_BITS)
+        done.append(Difference(d.prompt, d.position, d.speculative_token_id, d.plain_token_id, abs(a - b), ulp))
+    return done
+
+
+def _last_logits(cfg: models.TargetConfig, params: Params, tokens: Sequence[int]) -> np.ndarray:
+    """float32 logits [vocab] after tokens."""
+    rows = -(-len(tokens) // BUCKET) * BUCKET
+    padded = np.zeros((1, rows), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_forward(cfg, params, padded, np.asarray([len(tokens)], np.int32)))
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(cfg: Any, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    family, pages = models.family(cfg), tokens.shape[1] // BLOCK
+    table = jnp.arange(pages, dtype=jnp.int32)[None]
+    metadata = build_metadata(CacheGroup(BLOCK, tokens.shape[1]), table, jnp.zeros_like(length), length, tokens.shape[1])
+    caches = init_cache(cfg.attention, cfg.num_layers, pages, BLOCK, jnp.float32)
+    params = jax.tree.map(lambda w: w.astype(jnp.float32), params)  # in here, so that the copies live no longer than their use
+    with jax.default_matmul_precision("highest"):
+        hidden = family.forward(params, cfg, tokens, metadata, caches).hidden
+        return family.logits(params, cfg, hidden[:, length[0] - 1])[0]
