@@ -12,7 +12,8 @@ from typing import Any
 
 from jaxspec.config import ConfigError
 from jaxspec.models import llama, qwen2, qwen3
-from jaxspec.models.llama import LlamaConfig, TargetOutput
+from jaxspec.models.decoder import TargetOutput
+from jaxspec.models.llama import LlamaConfig
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
 TargetConfig = LlamaConfig

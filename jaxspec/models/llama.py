@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, ConfigError, Kernels, RopeConfig, read_int, read_number, refuse_unless
-from jaxspec.kv_cache import KVCache
-from jaxspec.layers import mlp_block, mlp_specs, rms_norm, rope_tables, vocab_logits
+from jaxspec.kv_cache import FullCache, KVCache
+from jaxspec.layers import mlp_block, mlp_specs, rope_tables
 from jaxspec.metadata import AttentionMetadata
-from jaxspec.params import Params, ParamSpec, matrix, vector
+from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
+from jaxspec.params import Params, vector
+
+__all__ = ["LlamaConfig", "TargetOutput", "config_from_hf", "decoder_config", "forward", "ignored_tensor", "logits", "param_specs"]
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,6 @@ class LlamaConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """hidden [batch, rows, embed] after the final norm; aux [batch, rows, len(aux_layers) * embed] or None; the caches."""
-
-    hidden: jax.Array
-    aux: jax.Array | None
-    caches: KVCache
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
@@ -88,14 +81,7 @@ def decoder_config(config: Mapping[str, Any], *, qkv_bias: bool = False, o_bias:
 
 def param_specs(cfg: LlamaConfig) -> Params:
     """The weights: a ParamSpec per array, in the structure of the params."""
-    specs: dict[str, Any] = {
-        "embed_tokens": ParamSpec("model.embed_tokens.weight", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed")),
-        "layers": [layer_specs(f"model.layers.{i}", cfg) for i in range(cfg.num_layers)],
-        "norm": vector("model.norm.weight", cfg.hidden_size),
-    }
-    if not cfg.tie_word_embeddings:
-        specs["lm_head"] = matrix("lm_head.weight", cfg.hidden_size, cfg.vocab_size, ("embed", "vocab"))
-    return specs
+    return decoder_specs(cfg, lambda i, prefix: layer_specs(prefix, cfg))
 
 
 def layer_specs(prefix: str, cfg: LlamaConfig) -> Params:
@@ -109,11 +95,6 @@ def layer_specs(prefix: str, cfg: LlamaConfig) -> Params:
     }
 
 
-def ignored_tensor(cfg: LlamaConfig, name: str) -> bool:
-    """Tensors that a checkpoint may hold and the decoder does not need: derived tables, a tied head saved twice."""
-    return name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")
-
-
 def forward(
     params: Params,
     cfg: LlamaConfig,
@@ -124,28 +105,13 @@ def forward(
     aux_layers: tuple[int, ...] = (),
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
-    """One pass over tokens [batch, rows]. aux_layers are boundary ids: n is the residual stream that enters layer n
-    (vLLM's and speculators' convention; n = num_layers is the stream before the final norm)."""
-    x = params["embed_tokens"][tokens]
+    """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
     rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
-    aux: dict[int, jax.Array] = {}
-    new_caches = []
-    for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        if i in aux_layers:
-            aux[i] = x
-        with jax.named_scope(f"layer_{i}"):
-            x, cache = self_attention(
-                layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=layer["input_layernorm"], residual=x
-            )
-            x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
-        new_caches.append(cache)
-    aux[cfg.num_layers] = x
-    hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
-    picked = jnp.concatenate([aux[i] for i in aux_layers], axis=-1) if aux_layers else None
-    return TargetOutput(hidden, picked, tuple(new_caches))
 
+    def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
+        x, cache = self_attention(
+            layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=layer["input_layernorm"], residual=x
+        )
+        return mlp_block(layer, cfg.rms_norm_eps, x, kernels), cache
 
-def logits(params: Params, cfg: LlamaConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
-    """Float32 logits [..., vocab] of hidden [..., embed]."""
-    tied = cfg.tie_word_embeddings
-    return vocab_logits(hidden, params["embed_tokens" if tied else "lm_head"], kernels, tied=tied)
+    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)

@@ -1,0 +1,193 @@
+"""Mixture of experts: routers, and the experts' products by the way that reads the fewest weights.
+
+A decode step has few rows, and its time is that of reading weights: 4 rows that choose 4 of 32 experts read at most half of them.
+Which way is taken follows from shapes alone (`experts`), so that it is fixed when a program is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.config import REFERENCE_KERNELS, Kernels
+from jaxspec.layers import mlp_specs, product, rms_norm
+from jaxspec.mxfp4 import dequantise
+from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix
+
+# Up to here every expert is given all rows: reading the experts outlasts multiplying them, even with the rows that did not choose them.
+FEW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The static part of one layer's experts.
+
+    gate: "silu" (SwiGLU), or "clamped" (gpt-oss: both halves clamped to `limit`, sigmoid(alpha * gate), one added to the up half).
+    num_groups, top_groups, routed_scaling, norm_top_k: of the sigmoid router. shared_size: width of the experts that every row takes.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    gate: Literal["silu", "clamped"] = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+    num_groups: int = 1
+    top_groups: int = 1
+    routed_scaling: float = 1.0
+    norm_top_k: bool = True
+    shared_size: int = 0
+
+
+def route_softmax(logits: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """Experts int32 [rows, top_k] and weights float32 [rows, top_k] from logits [rows, experts]: the softmax of the chosen ones."""
+    chosen, ids = lax.top_k(logits.astype(jnp.float32), top_k)
+    return ids, jax.nn.softmax(chosen, axis=-1)
+
+
+def route_sigmoid(logits: jax.Array, bias: jax.Array, cfg: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    """DeepSeek-V3's router (2412.19437, section 2.1.2): as route_softmax, from float32 logits and the correction bias [experts].
+
+    The bias helps to be chosen and never weighs. With groups, experts compete within the top_groups groups whose best two sum highest.
+    """
+    rows, num_experts = logits.shape
+    scores = jax.nn.sigmoid(logits)
+    for_choice = scores + bias
+    if cfg.num_groups > 1:
+        grouped = for_choice.reshape(rows, cfg.num_groups, -1)
+        best_two = lax.top_k(grouped, 2)[0].sum(-1)
+        _, kept = lax.top_k(best_two, cfg.top_groups)
+        allowed = jnp.any(kept[:, :, None] == jnp.arange(cfg.num_groups), axis=1)
+        for_choice = jnp.where(jnp.repeat(allowed, num_experts // cfg.num_groups, axis=1), for_choice, -jnp.inf)
+    _, ids = lax.top_k(for_choice, cfg.top_k)
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    if cfg.norm_top_k:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return ids, weights * cfg.routed_scaling
+
+
+def expert_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, ParamSpec]:
+    """gate_up and down of experts that a checkpoint stores one by one, `prefix`.N.{gate,up,down}_proj."""
+    size, count = cfg.intermediate_size, cfg.num_experts
+
+    def one_by_one(name: str, parts: tuple[str, ...], checkpoint_shape: tuple[int, int], axes: tuple[str | None, ...]) -> ParamSpec:
+        sources = tuple((f"{prefix}.{n}.{part}_proj.weight", checkpoint_shape) for n in range(count) for part in parts)
+
+        def build(arrays: Sequence[np.ndarray]) -> np.ndarray:
+            pairs = [arrays[i : i + len(parts)] for i in range(0, len(arrays), len(parts))]
+            return np.stack([np.concatenate(pair).T for pair in pairs])
+
+        shape = (count, checkpoint_shape[1], len(parts) * checkpoint_shape[0])
+        return AssembledSpec(f"{prefix}.*.{name}", shape, axes, sources=sources, build=build)
+
+    return {
+        "gate_up": one_by_one("gate_up", ("gate", "up"), (size, hidden_size), ("experts", "embed", "mlp")),
+        "down": one_by_one("down", ("down",), (hidden_size, size), ("experts", "mlp", "embed")),
+    }
+
+
+def sigmoid_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, Any]:
+    """The weights of `sigmoid_moe_block` under `prefix` ("...mlp"), named as DeepSeek-V3 and GLM name them."""
+    return {
+        "router": matrix(f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", "experts")),
+        # Rounded to bfloat16 it would choose other experts.
+        "router_bias": ParamSpec(f"{prefix}.gate.e_score_correction_bias", (cfg.num_experts,), ("experts",), dtype="float32"),
+        "experts": expert_specs(f"{prefix}.experts", cfg, hidden_size),
+        "shared": mlp_specs(f"{prefix}.shared_experts", hidden_size, cfg.shared_size),
+    }
+
+
+def router_logits(normed: jax.Array, router: jax.Array) -> jax.Array:
+    """Float32 [rows, experts] of normed [rows, D]."""
+    return jnp.matmul(normed, router, preferred_element_type=jnp.float32)
+
+
+def sigmoid_moe_block(layer: Params, cfg: MoEConfig, eps: float, x: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+    """x + experts(norm(x)) + shared(norm(x)), x [batch, rows, D]: what stands for mlp_block in a layer of DeepSeek-V3 or GLM."""
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps, kernels)
+    shared = layer["shared"]
+    inner = product(normed, (shared["gate_proj"], shared["up_proj"]), kernels, swiglu=True)
+    x = product(inner, (shared["down_proj"],), kernels, residual=x)
+    flat = normed.reshape(-1, normed.shape[-1])
+    ids, weights = route_sigmoid(router_logits(flat, layer["router"]), layer["router_bias"], cfg)
+    return x + experts(layer["experts"], cfg, flat, ids, weights).reshape(x.shape)
+
+
+def experts(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sum over each row's experts, weighted: x [rows, D], ids and weights [rows, top_k] -> [rows, D].
+
+    params: gate_up [experts, D, 2 * intermediate] (gate first) and down [experts, intermediate, D], each an array or MXFP4's
+    {"blocks", "scales"}, perhaps with gate_up_bias and down_bias.
+
+    rows * top_k < experts: the chosen experts are gathered, a copy for each row that chose one.
+    rows <= FEW_ROWS: about all experts are hit; each is read once and given every row.
+    more rows (prefill): rows sorted by expert, one grouped product, nothing multiplied that was not chosen.
+    """
+    if ids.size < cfg.num_experts:
+        return _gathered(params, cfg, x, ids, weights)
+    if x.shape[0] <= FEW_ROWS:
+        return _all_experts(params, cfg, x, ids, weights)
+    return _grouped(params, cfg, x, ids, weights)
+
+
+def _gathered(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    def product(x: jax.Array, name: str) -> jax.Array:
+        weight = weight_of(jax.tree.map(lambda w: w[ids], params[name]), x.dtype)
+        return _with_bias(jnp.einsum("tkd,tkdf->tkf", x, weight, preferred_element_type=jnp.float32), params, name, ids).astype(x.dtype)
+
+    spread = jnp.broadcast_to(x[:, None], (*ids.shape, x.shape[-1]))
+    out = product(gated(cfg, product(spread, "gate_up")), "down")
+    return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32)).astype(x.dtype)
+
+
+def _all_experts(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    every = jnp.arange(cfg.num_experts)[:, None]
+
+    def product(x: jax.Array, name: str, equation: str) -> jax.Array:
+        y = jnp.einsum(equation, x, weight_of(params[name], x.dtype), preferred_element_type=jnp.float32)
+        return _with_bias(y, params, name, every).astype(x.dtype)
+
+    out = product(gated(cfg, product(x, "gate_up", "td,edf->etf")), "down", "etf,efd->etd")
+    of_expert = jnp.where(ids == every[..., None], weights, 0.0).sum(-1)  # [experts, rows]: 0 for what a row did not choose
+    return jnp.einsum("et,etd->td", of_expert, out.astype(jnp.float32)).astype(x.dtype)
+
+
+def _grouped(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    rows, top_k = ids.shape
+    expert = ids.reshape(-1)
+    order = jnp.argsort(expert)  # stable
+    expert, row = expert[order], order // top_k
+    sizes = jnp.bincount(expert, length=cfg.num_experts).astype(jnp.int32)
+
+    def product(x: jax.Array, name: str) -> jax.Array:
+        y = lax.ragged_dot(x, weight_of(params[name], x.dtype), sizes, preferred_element_type=jnp.float32)
+        return _with_bias(y, params, name, expert).astype(x.dtype)
+
+    out = product(gated(cfg, product(x[row], "gate_up")), "down")
+    unsorted = jnp.zeros_like(out).at[order].set(out).reshape(rows, top_k, -1)
+    return jnp.einsum("tk,tkd->td", weights, unsorted.astype(jnp.float32)).astype(x.dtype)
+
+
+def _with_bias(y: jax.Array, params: Params, name: str, expert: jax.Array) -> jax.Array:
+    bias = params.get(f"{name}_bias")
+    return y if bias is None else y + bias[expert].astype(jnp.float32)
+
+
+def gated(cfg: MoEConfig, gate_up: jax.Array) -> jax.Array:
+    """The experts' activation [..., 2 * intermediate] -> [..., intermediate], in float32."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    if cfg.gate == "silu":
+        return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+    gate, up = jnp.minimum(gate, cfg.limit), jnp.clip(up, -cfg.limit, cfg.limit)
+    return ((up + 1) * gate * jax.nn.sigmoid(cfg.alpha * gate)).astype(gate_up.dtype)
+
+
+def weight_of(weight: Any, dtype: Any) -> jax.Array:
+    """[..., in, out]: the array itself, or what MXFP4's {"blocks", "scales"} stand for."""
+    return dequantise(weight["blocks"], weight["scales"], dtype) if isinstance(weight, dict) else weight

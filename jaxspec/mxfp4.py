@@ -1,0 +1,34 @@
+"""MXFP4 weights (OCP microscaling formats 1.0, as gpt-oss ships them): 32 4-bit floats that share a power of two.
+
+blocks uint8 [..., out, in / 32, 16]: a byte holds two codes, the low nibble first. scales uint8 [..., out, in / 32]: the exponent of the
+power of two, biased by 127. Both functions return our [..., in, out]; every value is exact in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 32
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code: sign, 2 exponent, 1 mantissa
+
+
+def dequantise_on_host(blocks_and_scales: Sequence[np.ndarray]) -> np.ndarray:
+    """Float32 [..., in, out], when weights are loaded."""
+    blocks, scales = blocks_and_scales
+    codes = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
+    values = np.ldexp(np.array(VALUES, np.float32)[codes], scales[..., None].astype(np.int32) - 127)
+    return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2)
+
+
+def dequantise(blocks: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """[..., in, out] in dtype, inside a program. A scale of 0 (2 ** -127) counts as 0: it is below what a GPU keeps."""
+    codes = jnp.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
+    power = lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
+    values = jnp.asarray(VALUES, jnp.float32)[codes] * power[..., None]
+    return jnp.swapaxes(values.reshape(*scales.shape[:-1], -1), -1, -2).astype(dtype)
