@@ -14,10 +14,11 @@ from flax import struct
 from jaxspec import drafts, models
 from jaxspec.config import RoundConfig
 from jaxspec.kv_cache import KVCache, init_cache
+from jaxspec.logits_processing import count_tokens, process_target_logits
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import DraftInputs, Proposal, first_step, next_step, propose
-from jaxspec.sampling import SamplingState, gumbel_noise, process_target_logits, sample
+from jaxspec.sampling import SamplingState, gumbel_noise, sample
 from jaxspec.verify import Verification, verify
 
 
@@ -115,14 +116,14 @@ def prefill(
     )
     last_hidden = jnp.take_along_axis(out.hidden, last_row[:, None, None], axis=1)
     raw = family.logits(params["target"], cfg.target, last_hidden, cfg.kernels)
-    logits = process_target_logits(raw, state.sampling, truncated=cfg.truncated)
+    logits = process_target_logits(cfg, raw, state.sampling, seq_lens)
     noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size) if cfg.sampled else None
     first = sample(logits[:, 0], noise, state.sampling.greedy)
     verification = Verification(jnp.where(ends, first, -1)[:, None], ends.astype(jnp.int32))
     state = replace(state, seq_lens=seq_lens, target_caches=out.caches)
     if cfg.draft is not None:
         state = _prefill_draft(cfg, params["draft"], state, block_table, tokens, start, num_tokens, next_prompt_token, ends, first, out)
-    return verification, _advance(replace(state, active=state.active | ends), verification)
+    return verification, _advance(cfg, replace(state, active=state.active | ends), verification)
 
 
 def _prefill_draft(
@@ -218,11 +219,14 @@ def verify_and_commit(
             pending_hidden=jnp.where(live[:, None, None], hidden, pending_hidden),
             num_pending=jnp.where(live, verification.num_sampled, num_pending),
         )
-    return verification, _advance(state, verification)
+    return verification, _advance(cfg, state, verification)
 
 
-def _advance(state: DecodeState, verification: Verification) -> DecodeState:
-    """Take over the last sampled token, count, and end requests at a stop token or max_tokens."""
+def _advance(cfg: RoundConfig, state: DecodeState, verification: Verification) -> DecodeState:
+    """Take over the last sampled token, count, and end requests at a stop token or max_tokens.
+
+    What a round sampled past a request's end is counted too; nothing reads it.
+    """
     tokens, num_sampled = verification.output_tokens, verification.num_sampled
     sampled = num_sampled > 0
     last = jnp.take_along_axis(tokens, jnp.maximum(num_sampled - 1, 0)[:, None], axis=1)[:, 0]
@@ -233,6 +237,7 @@ def _advance(state: DecodeState, verification: Verification) -> DecodeState:
         next_token=jnp.where(sampled, last, state.next_token),
         num_generated=num_generated,
         active=state.active & ~stopped & (num_generated < state.max_tokens),
+        sampling=count_tokens(cfg, state.sampling, tokens),
     )
 
 

@@ -1,4 +1,4 @@
-"""Logits processing and the named random streams.
+"""Sampling: per-request state, the named random streams, and Gumbel-max.
 
 Every random number of a request is a function of its key, a stream's name, and two integers. "sample" is keyed by the
 position of the token it draws, so a seed gives the same text with and without speculation (rule "strict" and plain
@@ -14,9 +14,28 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels.truncation import truncate
-
 STREAMS = {"sample": 0, "draft": 1, "accept": 2, "recover": 3}
+
+
+@struct.dataclass
+class Penalties:
+    """repetition, presence, frequency: float32 [batch]; 1, 0 and 0 are off.
+    output_counts: int32 [batch, vocab], how often each token was generated. prompt_seen: bool [batch, vocab], whether the prompt has it."""
+
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    output_counts: jax.Array
+    prompt_seen: jax.Array
+
+
+@struct.dataclass
+class MinTokens:
+    """min_len: int32 [batch], tokens that a request must hold, prompt included, before one of stop_token_ids, int32 [batch, stops]
+    padded with -1, may follow."""
+
+    min_len: jax.Array
+    stop_token_ids: jax.Array
 
 
 @struct.dataclass
@@ -27,12 +46,19 @@ class SamplingState:
     temperature: float32 [batch], 0 is greedy
     top_k:       int32 [batch], 0 is off
     top_p:       float32 [batch], 1 is off
+    min_p:       float32 [batch], 0 is off
+    logit_bias:  float32 [batch, vocab], -inf forbids a token
+    The last four are None unless the round's features ask for them (jaxspec.config.SamplingFeatures).
     """
 
     keys: jax.Array
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
+    min_p: jax.Array | None = None
+    logit_bias: jax.Array | None = None
+    penalties: Penalties | None = None
+    min_tokens: MinTokens | None = None
 
     @property
     def greedy(self) -> jax.Array:
@@ -69,15 +95,6 @@ def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array
     """logits [batch, ..., vocab] over temperature [batch]; greedy rows are left as they are."""
     divisor = jnp.where(temperature == 0.0, 1.0, temperature)
     return logits / divisor.reshape(-1, *([1] * (logits.ndim - 1)))
-
-
-def process_target_logits(logits: jax.Array, sampling: SamplingState, *, truncated: bool) -> jax.Array:
-    """The distribution that a request is sampled from: temperature, then top-k, then top-p. float32 [batch, rows, vocab].
-
-    truncated is static: whether any request of the batch uses top-k or top-p. Greedy rows come back undivided.
-    """
-    scaled = scale_by_temperature(logits, sampling.temperature)
-    return truncate(scaled, sampling.top_k, sampling.top_p) if truncated else scaled
 
 
 def sample(logits: jax.Array, noise: jax.Array | None, greedy: jax.Array) -> jax.Array:

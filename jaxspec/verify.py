@@ -12,10 +12,11 @@ from flax import struct
 from jaxspec import models
 from jaxspec.config import RoundConfig
 from jaxspec.kv_cache import KVCache
+from jaxspec.logits_processing import adjust_logits, narrow_logits
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import Proposal
-from jaxspec.sampling import SamplingState, gumbel_noise, process_target_logits, scale_by_temperature, uniform_noise
+from jaxspec.sampling import SamplingState, gumbel_noise, scale_by_temperature, uniform_noise
 from pallas_kernels.rejection_sampling import rejection_sample
 
 
@@ -61,8 +62,9 @@ def judge(
     """Rejection sampling of a proposal against raw float32 target_logits [batch, K+1, vocab] for the active [batch] requests."""
     noise = verify_noise(cfg, sampling, seq_lens)
     draft_logits, temperature = proposal.draft_logits, sampling.temperature
-    if cfg.truncated:  # top-p cuts what is already divided; else rejection sampling divides as it reads
-        target_logits, temperature = process_target_logits(target_logits, sampling, truncated=True), None
+    target_logits = adjust_logits(cfg, target_logits, sampling, seq_lens + 1, proposal.draft_tokens)
+    if cfg.truncated or cfg.min_p:  # they cut what is already divided; else rejection sampling divides as it reads
+        target_logits, temperature = narrow_logits(cfg, target_logits, sampling), None
         draft_logits = None if draft_logits is None else scale_by_temperature(draft_logits, sampling.temperature)
     output_tokens, num_sampled = rejection_sample(
         target_logits,

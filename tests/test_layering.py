@@ -21,13 +21,13 @@ LAYERS = (
     ("jaxspec.cli",),
     ("jaxspec.scheduler", "jaxspec.loading", "jaxspec.decode", "jaxspec.kernels"),
     ("jaxspec.propose", "jaxspec.verify"),
-    ("jaxspec.models", "jaxspec.drafts", "jaxspec.sampling", "jaxspec.synthetic"),
+    ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.sampling", "jaxspec.synthetic"),
     ("jaxspec.moe", "jaxspec.mla"),
     ("jaxspec.attention", "jaxspec.layers", "jaxspec.mxfp4"),
     ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
 )
 LEAVES = ("jaxspec.metrics",)  # import nothing of jaxspec, and anything may import them
-KERNEL_CALLERS = ("jaxspec.attention", "jaxspec.kernels", "jaxspec.layers", "jaxspec.mla", "jaxspec.sampling", "jaxspec.verify")
+KERNEL_CALLERS = ("jaxspec.attention", "jaxspec.kernels", "jaxspec.layers", "jaxspec.mla", "jaxspec.logits_processing", "jaxspec.verify")
 KERNEL_IMPORTS = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
 
 
