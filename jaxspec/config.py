@@ -148,13 +148,15 @@ class AttentionConfig:
 class CacheGroup:
     """The layers that share a block table, and the geometry that their metadata is built from.
 
-    window: sliding-window length in tokens, or None for full attention.
     max_model_len: no row at this position or beyond is ever written.
+    window: a row sees this many tokens, itself included. chunk: a row sees back to the last multiple of this position (Llama 4).
+    None for full attention; at most one of the two.
     """
 
     block_size: int
     max_model_len: int
     window: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,11 @@ class EngineConfig:
     """How the engine runs; nothing here changes what a request's distribution is.
 
     max_model_len: tokens a request may hold, prompt included. max_num_seqs: requests that run together.
-    block_size: tokens a KV-cache block. max_num_batched_tokens: tokens a prefill chunk of the whole batch.
+    block_size: tokens a KV-cache block. max_num_batched_tokens: tokens of one prefill call, of all requests together; a longer prompt
+    is prefilled in chunks, with a round of the other requests after each.
+    gpu_memory_utilization: the share of the device's memory that weights, KV cache and everything else may take together.
+    num_gpu_blocks_override: KV-cache blocks, on a GPU or a CPU; None: what that share leaves (on a CPU 4 GiB), and no more than
+    max_num_seqs requests of max_model_len need. enable_prefix_caching: prompts that start alike share the blocks of what they share.
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
     kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow (jaxspec.kernels).
@@ -175,8 +181,18 @@ class EngineConfig:
     compilation: Compilation = "round"
     batch_buckets: tuple[int, ...] | None = None
     kernels: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {self.gpu_memory_utilization!r}")
+        blocks = self.num_gpu_blocks_override
+        if blocks is not None and (not is_int(blocks) or blocks < 1):
+            raise ConfigError(f"num_gpu_blocks_override: expected an integer of at least 1 or None, got {blocks!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching: expected true or false, got {self.enable_prefix_caching!r}")
         for name in ("max_model_len", "max_num_seqs", "block_size", "max_num_batched_tokens"):
             value = getattr(self, name)
             if not is_int(value) or value < 1:
@@ -246,6 +262,8 @@ class RoundConfig(SamplingFeatures):
 
     target, draft: the family configs; draft None decodes plainly (num_speculative_tokens 0).
     acceptance_rates: conditional rates of the synthetic rule.
+    limits_drafts: whether some request is allowed fewer drafts than K, by its own parameters or by
+    draft_max_model_len, the longest context that the draft is asked about (None: any).
     cuda_graphs: False launches kernel by kernel, which lets one start while the one before drains; worth it only where the GPU is slower
     than the host's launches.
     """
@@ -259,6 +277,8 @@ class RoundConfig(SamplingFeatures):
     draft_sampling: DraftSampling = "probabilistic"
     acceptance_rates: tuple[float, ...] | None = None
     kernels: Kernels = Kernels()
+    limits_drafts: bool = False
+    draft_max_model_len: int | None = None
     cuda_graphs: bool = True
 
     @property
@@ -296,6 +316,9 @@ class SpeculativeConfig:
     draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's temperature).
     synthetic_acceptance_rates: unconditional rate per position, non-increasing; or give
     synthetic_acceptance_length (mean length, bonus token included) or synthetic_acceptance_rate (mean over positions).
+    num_speculative_tokens_per_batch_size: (first, last, K) for batches of first to last running requests, K from 0 to
+    num_speculative_tokens, which other batch sizes keep; a sampled request's text then depends on how many run beside it.
+    draft_max_model_len: the longest context in tokens that the draft is asked about; longer requests go on without drafts.
     eagle_aux_hidden_state_layer_ids, norm_*, fc_norm: override what the checkpoint's config says (None: keep it).
     """
 
@@ -312,6 +335,8 @@ class SpeculativeConfig:
     norm_before_fc: bool | None = None
     fc_norm: bool | None = None
     norm_output: bool | None = None
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    draft_max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
@@ -336,6 +361,9 @@ class SpeculativeConfig:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if not is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
             raise ConfigError(f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens}")
+        set_field("num_speculative_tokens_per_batch_size", self._read_schedule())
+        if self.draft_max_model_len is not None and (not is_int(self.draft_max_model_len) or self.draft_max_model_len < 1):
+            raise ConfigError(f"draft_max_model_len: expected an integer of at least 1 or none, got {self.draft_max_model_len!r}")
         if self.rejection_sample_method not in get_args(RejectionRule):
             raise ConfigError(
                 f"rejection_sample_method: expected one of {', '.join(get_args(RejectionRule))}, got {self.rejection_sample_method!r}"
@@ -353,6 +381,25 @@ class SpeculativeConfig:
                 "synthetic_acceptance_rates, _length or _rate: expected exactly one with rejection_sample_method 'synthetic' and none "
                 f"with another method, got {given or 'none'} with {self.rejection_sample_method!r}"
             )
+
+    def _read_schedule(self) -> tuple[tuple[int, int, int], ...]:
+        given, K = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
+        if not isinstance(given, list | tuple) or not all(
+            isinstance(r, list | tuple) and len(r) == 3 and all(map(is_int, r)) and 1 <= r[0] <= r[1] and 0 <= r[2] <= K for r in given
+        ):
+            raise ConfigError(
+                f"num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with 1 <= first <= last and K from 0 to "
+                f"num_speculative_tokens {K}, got {given!r}"
+            )
+        ranges = tuple(sorted(tuple(r) for r in given))
+        if any(before[1] >= after[0] for before, after in zip(ranges, ranges[1:], strict=False)):
+            raise ConfigError(f"num_speculative_tokens_per_batch_size: expected ranges that do not overlap, got {given!r}")
+        return ranges
+
+    def num_drafts(self, batch_size: int) -> int:
+        """K for so many running requests."""
+        schedule = self.num_speculative_tokens_per_batch_size
+        return next((K for first, last, K in schedule if first <= batch_size <= last), self.num_speculative_tokens)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:

@@ -119,6 +119,15 @@ def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
     return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
 
 
+def consume_pending(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache) -> KVCache:
+    """Step 0's pass over the pending rows without its draft: the caches of a round with K = 0."""
+    assert cfg.draft_group is not None
+    family, rows = drafts.family(cfg.draft), inputs.pending_tokens.shape[1]
+    metadata = build_metadata(cfg.draft_group, inputs.block_table, inputs.seq_lens - inputs.num_pending, inputs.num_pending, rows)
+    hidden = family.fuse(params, cfg.draft, inputs.pending_hidden, cfg.kernels)
+    return family.forward(params, cfg.draft, inputs.pending_tokens, hidden, metadata, caches, kernels=cfg.kernels).caches
+
+
 def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:
     """Step 0: consume the pending rows (rejected ones are masked), draft the first token from the last real row."""
     assert cfg.draft_group is not None

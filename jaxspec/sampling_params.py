@@ -30,6 +30,7 @@ class SamplingParams:
     stop: strings that end it; they are cut off unless include_stop_str_in_output.
     logprobs: log-probabilities of each generated token and of this many likeliest alternatives (0 to 20), of the model's own logits,
     before anything above is applied; prompt_logprobs: the same of the prompt's tokens. None: off. n: texts a prompt.
+    num_speculative_tokens: draft tokens a round at most, 0 for none (not vLLM's); None, or more than the engine's K: the engine's K.
     """
 
     temperature: float = 1.0
@@ -53,6 +54,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._settle("stop", _strings("stop", self.stop))
@@ -105,6 +107,9 @@ class SamplingParams:
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
         if not is_int(self.n) or self.n < 1:
             raise ConfigError(f"n: expected an integer of at least 1, got {self.n}")
+        most = self.num_speculative_tokens
+        if most is not None and (not is_int(most) or most < 0):
+            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 0 or None, got {most}")
         if self.greedy and self.n > 1:
             raise ConfigError(f"n: expected 1 with temperature 0, whose texts would all be the same, got {self.n}")
 
