@@ -12,7 +12,17 @@ from typing import Any
 import jax
 
 from jaxspec.attention import attention_specs, self_attention
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, ConfigError, Kernels, RopeConfig, read_int, read_number, refuse_unless
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    AttentionConfig,
+    CacheGroup,
+    ConfigError,
+    Kernels,
+    RopeConfig,
+    read_int,
+    read_number,
+    refuse_unless,
+)
 from jaxspec.kv_cache import FullCache, KVCache
 from jaxspec.layers import mlp_block, mlp_specs, rope_tables
 from jaxspec.metadata import AttentionMetadata
@@ -35,6 +45,10 @@ class LlamaConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
+        """All layers alike."""
+        return CacheGroup(block_size, max_model_len)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:

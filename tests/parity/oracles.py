@@ -43,6 +43,9 @@ def randomise(module: Any, seed: int) -> Any:
         else:
             value = noise if "embed_tokens" in name else noise * parameter.shape[-1] ** -0.5
         parameter.copy_(torch.from_numpy(value.astype(np.float32)))
+    for name, buffer in sorted(module.named_buffers()):
+        if name.endswith("e_score_correction_bias"):  # of a router; zero in a new model
+            buffer.copy_(torch.from_numpy((0.3 * rng.normal(size=tuple(buffer.shape))).astype(np.float32)))
     return module
 
 

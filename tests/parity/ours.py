@@ -35,7 +35,7 @@ def shuffled_block_table(batch: int, block_size: int, seed: int = 0) -> np.ndarr
 
 @partial(jax.jit, static_argnames=("cfg", "group", "aux_layers"))
 def _target_pass(
-    params: Params, cfg: Any, group: CacheGroup, aux_layers: tuple[int, ...], table: Any, tokens: Any, start: Any, num: Any, caches: Any
+    params: Params, cfg: Any, group: Any, aux_layers: tuple[int, ...], table: Any, tokens: Any, start: Any, num: Any, caches: Any
 ) -> Any:
     metadata = build_metadata(group, table, start, num, tokens.shape[1])
     family = models.family(cfg)
@@ -48,7 +48,7 @@ class PagedTarget:
 
     def __init__(self, cfg: models.TargetConfig, params: Params, batch: int, block_size: int, aux_layers: tuple[int, ...] = ()) -> None:
         self.cfg, self.params, self.aux_layers = cfg, params, aux_layers
-        self.group = CacheGroup(block_size, MAX_MODEL_LEN)
+        self.group = cfg.cache_groups(block_size, MAX_MODEL_LEN)
         self.table = shuffled_block_table(batch, block_size)
         self.caches = init_cache(cfg.attention, cfg.num_layers, self.table.size, block_size, params["embed_tokens"].dtype)
         self.logits, self.hidden, self.aux = ([{} for _ in range(batch)] for _ in range(3))

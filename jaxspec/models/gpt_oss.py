@@ -1,0 +1,211 @@
+"""gpt-oss: window and full attention in turn, attention sinks, YaRN, and experts with a clamped SwiGLU, stored in MXFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxspec.attention import attention_specs, self_attention
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    AttentionConfig,
+    CacheGroup,
+    ConfigError,
+    Kernels,
+    RopeConfig,
+    read_int,
+    read_number,
+    read_object,
+    refuse_unless,
+)
+from jaxspec.kv_cache import FullCache, KVCache
+from jaxspec.layers import rms_norm, rope_tables
+from jaxspec.metadata import AttentionMetadata
+from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
+from jaxspec.moe import MoEConfig, experts, route_softmax, router_logits
+from jaxspec.mxfp4 import BLOCK, dequantise_on_host
+from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
+
+__all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
+
+KINDS = ("full_attention", "sliding_attention")
+# What transformers assumes where a config says nothing of rope.
+DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+@dataclass(frozen=True)
+class GptOssConfig:
+    """Static shape of the decoder. layer_types: one of KINDS a layer, which is the index of its KV-cache group.
+
+    mxfp4: how the experts are stored and kept: None (plain arrays in the checkpoint), "dequantised" when they are loaded, or "packed",
+    a quarter of the memory, and dequantised when they are used.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    layer_types: tuple[str, ...]
+    sliding_window: int
+    attention: AttentionConfig
+    moe: MoEConfig
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    mxfp4: Literal["dequantised", "packed"] | None = None
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of one expert."""
+        return self.moe.intermediate_size
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """As KINDS."""
+        return CacheGroup(block_size, max_model_len), CacheGroup(block_size, max_model_len, self.sliding_window)
+
+
+def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
+    """From a checkpoint's config.json. MXFP4 experts are dequantised; for packed ones replace mxfp4."""
+    refuse_unless(config, "hidden_act", "silu")
+    num_layers = read_int(config, "num_hidden_layers")
+    layer_types = tuple(config.get("layer_types") or [KINDS[(i + 1) % 2] for i in range(num_layers)])
+    if len(layer_types) != num_layers or not set(layer_types) <= set(KINDS):
+        raise ConfigError(f"layer_types: expected {num_layers} of {', '.join(KINDS)}, got {list(layer_types)}")
+    quantization = read_object(config, "quantization_config").get("quant_method")
+    if quantization not in (None, "mxfp4"):
+        raise ConfigError(f"quantization_config: expected quant_method 'mxfp4' or none for model_type 'gpt_oss', got {quantization!r}")
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_parameters": DEFAULT_ROPE}
+    num_heads = read_int(config, "num_attention_heads", 64)
+    bias = bool(config.get("attention_bias", True))
+    eps = read_number(config, "rms_norm_eps", 1e-5)
+    attention = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=read_int(config, "num_key_value_heads", 8),
+        head_dim=read_int(config, "head_dim", 64),
+        rope=RopeConfig.from_hf(config, default_theta=150000.0),
+        qkv_bias=bias,
+        o_bias=bias,
+        rms_norm_eps=eps,
+        sinks=True,
+    )
+    moe = MoEConfig(
+        num_experts=read_int(config, "num_local_experts"),
+        top_k=read_int(config, "num_experts_per_tok", read_int(config, "experts_per_token", 4)),
+        intermediate_size=read_int(config, "intermediate_size"),
+        gate="clamped",
+        alpha=read_number(config, "swiglu_alpha", 1.702),
+        limit=read_number(config, "swiglu_limit", 7.0),
+    )
+    return GptOssConfig(
+        model_type=config["model_type"],
+        vocab_size=read_int(config, "vocab_size"),
+        hidden_size=read_int(config, "hidden_size"),
+        num_layers=num_layers,
+        layer_types=layer_types,
+        sliding_window=read_int(config, "sliding_window", 128),
+        attention=attention,
+        moe=moe,
+        rms_norm_eps=eps,
+        max_position_embeddings=read_int(config, "max_position_embeddings", 131072),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        mxfp4="dequantised" if quantization else None,
+    )
+
+
+def param_specs(cfg: GptOssConfig) -> Params:
+    """The weights: a ParamSpec per array, in the structure of the params."""
+
+    def layer_specs(i: int, prefix: str) -> Params:
+        hidden = cfg.hidden_size
+        return {
+            "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
+            "self_attn": attention_specs(f"{prefix}.self_attn", cfg.attention, hidden, hidden),
+            "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+            "router": matrix(f"{prefix}.mlp.router.weight", hidden, cfg.moe.num_experts, ("embed", "experts")),
+            "router_bias": vector(f"{prefix}.mlp.router.bias", cfg.moe.num_experts, "experts"),
+            "experts": _expert_specs(f"{prefix}.mlp.experts", cfg),
+        }
+
+    return decoder_specs(cfg, layer_specs)
+
+
+def _expert_specs(prefix: str, cfg: GptOssConfig) -> Params:
+    count, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
+    gate_up = _weight_spec(cfg, f"{prefix}.gate_up_proj", (count, hidden, 2 * size), ("experts", "embed", "mlp"), interleaved=True)
+    bias = f"{prefix}.gate_up_proj_bias"
+    return {
+        "gate_up": gate_up,
+        "gate_up_bias": _assembled(bias, (count, 2 * size), ("experts", "mlp"), ((bias, (count, 2 * size)),), _halves),
+        "down": _weight_spec(cfg, f"{prefix}.down_proj", (count, size, hidden), ("experts", "mlp", "embed"), interleaved=False),
+        "down_bias": ParamSpec(f"{prefix}.down_proj_bias", (count, hidden), ("experts", "embed")),
+    }
+
+
+def _weight_spec(cfg: GptOssConfig, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, interleaved: bool) -> Any:
+    """One projection of all experts. The checkpoint has gate and up in turn along the output; ours has the gate's half first."""
+    if cfg.mxfp4 is None:
+        return _assembled(name, shape, axes, ((name, shape),), _halves) if interleaved else ParamSpec(name, shape, axes)
+    count, depth, width = shape
+    scales = (count, width, depth // BLOCK)
+    sources = ((f"{name}_blocks", (*scales, BLOCK // 2)), (f"{name}_scales", scales))
+    if cfg.mxfp4 == "dequantised":
+        return _assembled(name, shape, axes, sources, partial(_dequantised, interleaved=interleaved))
+    swapped = (axes[0], axes[2], axes[1])
+    order = partial(_halves, axis=1) if interleaved else _as_it_is
+    return {
+        "blocks": AssembledSpec(sources[0][0], sources[0][1], (*swapped, None), dtype="uint8", sources=sources[:1], build=order),
+        "scales": AssembledSpec(sources[1][0], sources[1][1], swapped, dtype="uint8", sources=sources[1:], build=order),
+    }
+
+
+def _assembled(name: str, shape: Any, axes: Any, sources: Any, build: Any) -> AssembledSpec:
+    return AssembledSpec(name, shape, axes, sources=sources, build=build)
+
+
+def _halves(arrays: Sequence[np.ndarray], axis: int = -1) -> np.ndarray:
+    """Every other entry, then the rest: [gate, up, gate, up, ...] -> [gates, ups]."""
+    (array,) = arrays
+    moved = np.moveaxis(array, axis, 0)
+    return np.moveaxis(np.concatenate([moved[0::2], moved[1::2]]), 0, axis)
+
+
+def _dequantised(arrays: Sequence[np.ndarray], *, interleaved: bool) -> np.ndarray:
+    array = dequantise_on_host(arrays)
+    return _halves([array]) if interleaved else array
+
+
+def _as_it_is(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0]
+
+
+def forward(
+    params: Params,
+    cfg: GptOssConfig,
+    tokens: jax.Array,
+    metadata: tuple[AttentionMetadata, ...],
+    caches: KVCache,
+    *,
+    aux_layers: tuple[int, ...] = (),
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> TargetOutput:
+    """One pass over tokens [batch, rows], with the metadata of each of cfg's cache groups; aux_layers: see run_layers."""
+    windows = (None, cfg.sliding_window)
+    rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata[0].positions)
+
+    def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
+        group, norm = KINDS.index(cfg.layer_types[i]), layer["input_layernorm"]
+        x, cache = self_attention(
+            layer["self_attn"], cfg.attention, x, rope, metadata[group], cache, kernels, norm=norm, residual=x, window=windows[group]
+        )
+        normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
+        flat = normed.reshape(-1, cfg.hidden_size)
+        chosen = route_softmax(router_logits(flat, layer["router"]) + layer["router_bias"].astype("float32"), cfg.moe.top_k)
+        return x + experts(layer["experts"], cfg.moe, flat, *chosen).reshape(x.shape), cache
+
+    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)

@@ -1,0 +1,85 @@
+"""The three ways through the experts give the same sum, each expert's rows in plain numpy; routers by their definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import moe
+from jaxspec.moe import MoEConfig
+
+CFG = MoEConfig(num_experts=6, top_k=2, intermediate_size=10)
+DIM = 8
+WAYS = {"gathered": moe._gathered, "all": moe._all_experts, "grouped": moe._grouped}
+
+
+def weights(rng: Any, bias: bool) -> dict[str, jax.Array]:
+    shapes = {"gate_up": (6, DIM, 20), "down": (6, 10, DIM)} | ({"gate_up_bias": (6, 20), "down_bias": (6, DIM)} if bias else {})
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def by_hand(params: Any, x: np.ndarray, ids: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    out = np.zeros_like(x)
+    for row in range(len(x)):
+        for expert, w in zip(ids[row], weight[row], strict=True):
+            gate, up = np.split(x[row] @ params["gate_up"][expert] + params.get("gate_up_bias", np.zeros((6, 1)))[expert], 2)
+            inner = gate / (1 + np.exp(-gate)) * up
+            out[row] += w * (inner @ params["down"][expert] + params.get("down_bias", np.zeros((6, 1)))[expert])
+    return out
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_the_sum_over_the_chosen_experts(way: str, bias: bool) -> None:
+    rng = np.random.default_rng(0)
+    params = weights(rng, bias)
+    x = rng.normal(size=(9, DIM)).astype(np.float32)
+    ids = np.stack([rng.permutation(6)[:2] for _ in x]).astype(np.int32)  # some experts for several rows, perhaps some for none
+    ids[0], ids[1] = (5, 0), (5, 0)
+    weight = rng.random((9, 2)).astype(np.float32)
+    host = {name: np.asarray(a) for name, a in params.items()}
+    out = WAYS[way](params, CFG, jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weight))
+    np.testing.assert_allclose(out, by_hand(host, x, ids, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "way"), [(1, "gathered"), (2, "gathered"), (3, "all"), (64, "all"), (65, "grouped")])
+def test_the_way_follows_from_the_shapes(rows: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for name, function in (("gathered", "_gathered"), ("all", "_all_experts"), ("grouped", "_grouped")):
+        monkeypatch.setattr(moe, function, lambda *args, name=name: taken.append(name))
+    moe.experts({}, CFG, jnp.zeros((rows, DIM)), jnp.zeros((rows, 2), jnp.int32), jnp.zeros((rows, 2)))
+    assert taken == [way]
+
+
+def test_few_rows_gather_no_more_than_the_experts_they_chose() -> None:
+    """No array of the size of all experts but the weights themselves is made."""
+    params = weights(np.random.default_rng(0), bias=False)
+    args = (jnp.zeros((2, DIM)), jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2)))
+    jaxpr = jax.make_jaxpr(lambda p, *a: moe.experts(p, CFG, *a))(params, *args)
+    made = max(v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars)
+    assert made <= 4 * DIM * 20 < 6 * DIM * 20
+
+
+def test_the_bias_of_a_sigmoid_router_chooses_and_does_not_weigh() -> None:
+    logits = jnp.asarray([[0.0, 1.0, 2.0, 3.0, -1.0, -2.0]])
+    bias = jnp.asarray([9.0, 0, 0, 0, 0, 0])
+    cfg = replace(CFG, routed_scaling=2.0)
+    ids, weight = moe.route_sigmoid(logits, bias, cfg)
+    chosen = jax.nn.sigmoid(jnp.asarray([0.0, 3.0]))
+    assert ids.tolist() == [[0, 3]]
+    np.testing.assert_allclose(weight[0], 2 * chosen / chosen.sum(), rtol=1e-6)
+
+
+def test_groups_compete_by_their_best_two() -> None:
+    """Experts 0 and 1 hold the single best score, 2 and 3 the best pair."""
+    logits = jnp.asarray([[4.0, -9.0, 1.0, 1.5, -9.0, -9.0]])
+    cfg = replace(CFG, num_groups=3, top_groups=1)
+    ids, _ = moe.route_sigmoid(logits, jnp.zeros(6), cfg)
+    assert sorted(ids[0].tolist()) == [2, 3]
+    ids, _ = moe.route_sigmoid(logits, jnp.zeros(6), replace(cfg, top_groups=2))
+    assert sorted(ids[0].tolist()) == [0, 3]

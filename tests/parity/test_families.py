@@ -1,0 +1,130 @@
+"""Families with experts, windows or latent caches against transformers, as test_targets does for the Llama-like ones: logits and hidden
+states of every position, in chunks, row by row, and with rejected rows, across window and block boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.loading.model import load_target
+from jaxspec.params import Params
+from tests.parity.oracles import TOLERANCE, hf_outputs, hf_target
+from tests.parity.ours import PagedTarget, by_position
+from tests.parity.test_targets import AUX, run_all, sequences
+
+pytestmark = pytest.mark.oracle("transformers")
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+GPT_OSS = dict(
+    model_type="gpt_oss",
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    sliding_window=6,  # shorter than the prompts, and no multiple of a block
+    swiglu_limit=1.0,  # so that both clamps are felt
+    rope_parameters=YARN,
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_truncated_yarn": {**GPT_OSS, "rope_parameters": {**YARN, "truncate": True}, "sliding_window": 1},
+    "gpt_oss_no_bias": {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention"]},
+}
+
+
+@pytest.mark.parametrize(("case", "block_size"), [*((case, 4) for case in FAMILIES), ("gpt_oss", 16)])
+def test_targets_equal_transformers_however_their_rows_arrive(case: str, block_size: int, tmp_path: Path) -> None:
+    model = hf_target(tmp_path, **FAMILIES[case])
+    cfg, params = load_target(tmp_path, jnp.float32)
+    tokens = sequences(cfg.vocab_size)
+    target = run_all(cfg, params, tokens, block_size)
+    for i, sequence in enumerate(tokens):
+        expected = hf_outputs(model, np.array(sequence))
+        np.testing.assert_allclose(by_position(target.logits[i]), expected.logits, **TOLERANCE)
+        np.testing.assert_allclose(by_position(target.hidden[i]), expected.hidden, **TOLERANCE)
+        aux = np.split(by_position(target.aux[i]), len(AUX), axis=-1)
+        for layer, ours in zip(AUX, aux, strict=True):
+            np.testing.assert_allclose(ours, expected.boundary[layer], **TOLERANCE, err_msg=f"boundary {layer}")
+
+
+Change = Callable[[Any, Params], tuple[Any, Params]]
+
+
+def error_of(case: str, change: Change, folder: Path) -> float:
+    """The largest difference of a prompt's logits, with a mistake made on purpose."""
+    model = hf_target(folder, **FAMILIES[case])
+    cfg, params = change(*load_target(folder, jnp.float32))
+    tokens = sequences(cfg.vocab_size)[2]
+    target = PagedTarget(cfg, params, 1, block_size=4)
+    target.prefill([tokens], chunk=len(tokens))
+    return float(np.abs(by_position(target.logits[0]) - hf_outputs(model, np.array(tokens)).logits).max())
+
+
+def _layers(**changes: Callable[[Any], Any]) -> Change:
+    """Another value for some weights of every layer that has them, by their path ("experts.down")."""
+
+    def edit(layer: Params, path: list[str], change: Callable[[Any], Any]) -> Params:
+        if path[0] not in layer:
+            return layer
+        value = change(layer[path[0]]) if len(path) == 1 else edit(layer[path[0]], path[1:], change)
+        return {**layer, path[0]: value}
+
+    def apply(cfg: Any, params: Params) -> tuple[Any, Params]:
+        layers = params["layers"]
+        for path, change in changes.items():
+            layers = [edit(layer, path.split("__"), change) for layer in layers]
+        return cfg, {**params, "layers": layers}
+
+    return apply
+
+
+def _moe(**changes: Any) -> Change:
+    return lambda cfg, params: (replace(cfg, moe=replace(cfg.moe, **changes)), params)
+
+
+def _rope(**changes: Any) -> Change:
+    return lambda cfg, params: (replace(cfg, attention=replace(cfg.attention, rope=replace(cfg.attention.rope, **changes))), params)
+
+
+def _config(**changes: Any) -> Change:
+    return lambda cfg, params: (replace(cfg, **changes), params)
+
+
+def _swapped_halves(weight: jax.Array) -> jax.Array:
+    return jnp.roll(weight, weight.shape[-1] // 2, axis=-1)
+
+
+MISTAKES: dict[str, tuple[str, Change]] = {
+    "sinks_dropped": ("gpt_oss", _layers(self_attn__sinks=lambda s: jnp.full_like(s, -1e9))),
+    "window_one_longer": ("gpt_oss", _config(sliding_window=7)),
+    "kinds_of_layer_swapped": ("gpt_oss", _config(layer_types=("full_attention", "sliding_attention"))),
+    "plain_swiglu": ("gpt_oss", _moe(gate="silu")),
+    "clamp_off": ("gpt_oss", _moe(limit=100.0)),
+    "gate_and_up_swapped": ("gpt_oss", _layers(experts__gate_up=_swapped_halves)),
+    "router_bias_dropped": ("gpt_oss", _layers(router_bias=jnp.zeros_like)),
+    "one_expert_fewer": ("gpt_oss", _moe(top_k=1)),
+    "expert_bias_dropped": ("gpt_oss", _layers(experts__down_bias=jnp.zeros_like)),
+    "experts_transposed": ("gpt_oss", _layers(experts__down=lambda w: jnp.swapaxes(w, 1, 2).reshape(w.shape))),
+    "yarn_temperature_dropped": ("gpt_oss", _rope(attention_factor=1.0)),
+    "yarn_truncated": ("gpt_oss", _rope(truncate=True)),
+    "yarn_off": ("gpt_oss", _rope(rope_type="default")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_sees_a_mistake(mistake: str, tmp_path: Path) -> None:
+    case, change = MISTAKES[mistake]
+    assert error_of(case, change, tmp_path) > 10 * TOLERANCE["atol"]
