@@ -16,7 +16,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "scripts", "tests")
 # package of that name and everything inside it; the longest name that fits decides.
 LAYERS = (
     ("jaxspec",),  # the package's __init__, which only gathers names: nothing inside the package imports it
-    ("jaxspec.report", "jaxspec.benchmark"),
+    ("jaxspec.report", "jaxspec.benchmark", "jaxspec.acceptance"),
     ("jaxspec.engine", "jaxspec.training", "jaxspec.losslessness"),
     ("jaxspec.cli",),
     ("jaxspec.scheduler", "jaxspec.loading", "jaxspec.decode", "jaxspec.kernels"),

@@ -1,0 +1,285 @@
+"""A record of scripts/acceptance.py as tables, sentences, Markdown and a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from jaxspec.acceptance.summary import (
+    Result,
+    estimate,
+    expected_per_position,
+    figures,
+    length,
+    per_position,
+    rate,
+    standard_error,
+)
+from jaxspec.config import ConfigError
+
+Record = dict[str, Any]
+BEGIN, END = "<!-- begin: scripts/acceptance.py -->", "<!-- end: scripts/acceptance.py -->"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table before it is laid out."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def rich(self) -> Table:
+        table = Table(title=self.title)
+        for heading in self.headings:
+            table.add_column(heading, justify="right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [self.headings, ("---",) * len(self.headings), *self.rows]
+        return "\n".join([f"**{self.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def results(record: Record) -> list[Result]:
+    return [Result.from_dict(r) for r in record["results"]]
+
+
+def tables(record: Record) -> list[Table]:
+    return [grid.rich() for grid in grids(record)]
+
+
+def grids(record: Record) -> list[Grid]:
+    """At the record's K; by K; theory on the same rounds. A table without rows is left out."""
+    made = (_at_k(record), _by_k(record), _theory(record))
+    return [grid for grid in made if grid.rows]
+
+
+def _percent(values: Sequence[float]) -> str:
+    return " / ".join(f"{100 * v:.1f}" for v in values)
+
+
+def _kind(result: Result) -> tuple[str, str, str]:
+    """Temperature, rule and drafts as a table says them."""
+    case = result.case
+    greedy = case.temperature == 0
+    return f"{case.temperature:g}", "-" if greedy else case.rule, "greedy" if case.drafts == "greedy" or greedy else "sampled"
+
+
+def _at_k(record: Record) -> Grid:
+    K = record["num_speculative_tokens"]
+    headings = ("prompts", "T", "rule", "drafts", "rounds", "tokens", "length", "rate, %", "per position, %", "expected length")
+    rows = []
+    for result in results(record):
+        if result.case.num_speculative_tokens != K:
+            continue
+        f = figures(result)
+        expected = ("-", "-", "-")
+        if result.counts.expected:
+            own = f[f"expected_per_position_{result.case.rule}"]
+            error = f["measured_minus_expected_length_standard_error"]
+            off = f["measured_minus_expected_length"]
+            expected = (f"{1 + sum(own):.3f}", _percent(own), f"{off:+.3f} ± {error:.3f}")
+        rows.append(
+            (
+                f"{result.case.dataset} ({f['num_prompts']})",
+                *_kind(result),
+                str(f["num_rounds"]),
+                str(f["num_output_tokens"]),
+                f"{f['mean_acceptance_length']:.3f} ± {f['mean_acceptance_length_standard_error']:.3f}",
+                f"{100 * f['acceptance_rate']:.1f} ± {100 * f['acceptance_rate_standard_error']:.1f}",
+                _percent(f["per_position"]),
+                *expected,
+            )
+        )
+    return Grid(f"Acceptance at K = {K}", (*headings, "expected per position, %", "measured - expected length"), rows)
+
+
+def _sweeps(record: Record) -> dict[tuple[str, str, str], list[Result]]:
+    """The first data set's results that came with several K, by (T, rule, drafts)."""
+    found: dict[tuple[str, str, str], list[Result]] = {}
+    listed = results(record)
+    for result in listed:
+        if result.case.dataset == listed[0].case.dataset:
+            found.setdefault(_kind(result), []).append(result)
+    return {kind: sorted(group, key=lambda r: r.case.num_speculative_tokens) for kind, group in found.items() if len(group) > 1}
+
+
+def _by_k(record: Record) -> Grid:
+    groups = _sweeps(record)
+    ks = sorted({r.case.num_speculative_tokens for group in groups.values() for r in group})
+    rows = []
+    for (temperature, rule, drafts), group in groups.items():
+        cells = {}
+        for r in group:
+            expected = f" ({_expected_length(r):.2f})" if r.counts.expected else ""
+            cells[r.case.num_speculative_tokens] = f"{estimate(length, r.counts):.2f}{expected}"
+        rows.append((temperature, rule, drafts, *(cells.get(k, "-") for k in ks)))
+    return Grid("Mean acceptance length by K, expected in brackets", ("T", "rule", "drafts", *(f"K = {k}" for k in ks)), rows)
+
+
+def _expected_length(result: Result, rule: str | None = None) -> float:
+    return 1 + float(estimate(expected_per_position(rule or result.case.rule), result.counts).sum())
+
+
+def _theory(record: Record) -> Grid:
+    K = record["num_speculative_tokens"]
+    rules = ("strict", "probabilistic", "block")
+    rows = []
+    for result in results(record):
+        if result.case.num_speculative_tokens == K and result.counts.expected and result.case.drafts == "probabilistic":
+            lengths = [_expected_length(result, rule) for rule in rules]
+            cells = [f"{n:.3f} ({100 * (n - 1) / K:.1f})" for n in lengths]
+            rows.append((result.case.dataset, f"{result.case.temperature:g}", result.case.rule, *cells))
+    title = "Expected length (rate, %) of each rule on the same rounds, sampled drafts"
+    return Grid(title, ("prompts", "T", "rounds of", *rules), rows)
+
+
+# --- sentences ----------------------------------------------------------------------------------------------------------------------
+
+
+def sentences(record: Record) -> list[str]:
+    """The comparisons that the tables are read for."""
+    found, K = results(record), record["num_speculative_tokens"]
+    at_k = {(r.case.dataset, *_kind(r)): r for r in found if r.case.num_speculative_tokens == K}
+    first = found[0].case.dataset
+    lines = []
+    for better, worse in (("probabilistic", "strict"), ("block", "probabilistic")):
+        for (dataset, temperature, rule, drafts), a in at_k.items():
+            b = at_k.get((dataset, temperature, worse, drafts))
+            if rule == better and b is not None and temperature != "0":
+                lines.append(_gain(a, b, K, drafts))
+    for (dataset, temperature, rule, drafts), r in at_k.items():
+        base = at_k.get((first, temperature, rule, drafts))
+        if dataset != first and base is not None:
+            ours, theirs = (float(estimate(length, x.counts)) for x in (r, base))
+            share = f"{100 * (ours / theirs - 1):+.1f} %"
+            lines.append(f"{r.case.name}: length {ours:.3f}, {share} against {theirs:.3f} on {first}")
+    for r in at_k.values():
+        if r.counts.expected:
+            f = figures(r)
+            lines.append(
+                f"{r.case.name}: -log p of the text less the entropy of p is {f['surprise_minus_entropy']:+.4f} a token, "
+                f"{f['surprise_minus_entropy_standard_errors']:+.1f} standard errors from the 0 of the target's own text"
+            )
+    if record["check"]:
+        lines += _check(record, found[0].case.dataset)
+    return [*lines, f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} cases, compilation included"]
+
+
+def _gain(a: Result, b: Result, K: int, drafts: str) -> str:
+    """Measured, and on one and the same set of rounds as theory has it."""
+    points = 100 * float(estimate(rate, a.counts) - estimate(rate, b.counts))
+    error = 100 * float(standard_error(rate, a.counts, b.counts))
+    theory = [100 * (_expected_length(x, a.case.rule) - _expected_length(x, b.case.rule)) / K for x in (a, b)]
+    lengths = [float(estimate(length, x.counts)) for x in (a, b)]
+    return (
+        f"{a.case.dataset}, T = {a.case.temperature:g}, {drafts} drafts: {a.case.rule} over {b.case.rule} {points:+.2f} ± {error:.2f} "
+        f"points of acceptance rate (theory {theory[0]:+.2f} on the rounds of {a.case.rule}, {theory[1]:+.2f} on those of {b.case.rule}), "
+        f"length {lengths[0]:.3f} against {lengths[1]:.3f}"
+    )
+
+
+def _check(record: Record, dataset: str) -> list[str]:
+    """The greedy case as the engine and as training's evaluation count it."""
+    counted = {name: m["mean_acceptance_length"] for name, m in record["check"].items()}
+    engine, training = counted["engine"], counted["training_evaluation"]
+    text = f"{dataset}, T = 0: LLM.generate has length {engine:.3f}, training's evaluation {training:.3f}"
+    own = [r for r in results(record) if r.case.temperature == 0 and r.case.num_speculative_tokens == record["num_speculative_tokens"]]
+    here = f", this script {float(estimate(length, own[0].counts)):.3f}" if own else ""
+    return [f"{text} ({100 * (training / engine - 1):+.2f} %){here}"]
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------------------------
+
+
+def check_markers(path: Path) -> None:
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ConfigError(f"--markdown {path}: expected a file with the lines {BEGIN} and {END}, got none or not in this order")
+
+
+def write_markdown(path: Path, records: Sequence[Record]) -> None:
+    """Replace what stands between the markers."""
+    text = path.read_text(encoding="utf-8")
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    path.write_text("\n\n".join([before, *(markdown(record) for record in records), after]), encoding="utf-8")
+
+
+def markdown(record: Record) -> str:
+    s, devices = record["settings"], record["devices"]
+    versions = record["versions"]
+    device = f"{len(devices)} x {devices[0]['kind']}" if devices else "no device"
+    head = (
+        f"### {s['draft']} ({s['method']})\n\n{device}, jax {versions['jax']}, commit {str(versions['git_commit'])[:12]}; at most "
+        f"{s['max_tokens']} tokens a prompt, {s['max_num_seqs']} requests together, seed {s['seed']} and on.\n\n    "
+    )
+    described = "\n    ".join(record["description"])
+    bullets = "\n".join(f"- {line}" for line in sentences(record))
+    return "\n\n".join([head + described, *(grid.markdown() for grid in grids(record)), bullets])
+
+
+# --- the figure ---------------------------------------------------------------------------------------------------------------------
+
+COLOURS = {"-": "black", "strict": "tab:red", "probabilistic": "tab:blue", "block": "tab:green"}
+
+
+def draw(path: Path, records: Sequence[Record]) -> None:
+    """Left: mean length over K, theory as rings. Right: acceptance by position at the record's K. Of records after the first T = 0."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as e:
+        raise ConfigError("--plot: expected the package matplotlib, got none; `pip install matplotlib` brings it") from e
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for i, record in enumerate(records):
+        style = ("-", "--", ":")[i % 3]
+        for (temperature, rule, drafts), group in _sweeps(record).items():
+            if i and temperature != "0":
+                continue
+            ks = [r.case.num_speculative_tokens for r in group]
+            lengths = [float(estimate(length, r.counts)) for r in group]
+            name = f"{record['settings']['method']}, T = {temperature}" + ("" if temperature == "0" else f", {rule}, {drafts} drafts")
+            left.plot(ks, lengths, style, marker=".", color=COLOURS[rule], label=name)
+            if group[0].counts.expected:
+                left.plot(ks, [_expected_length(r) for r in group], "o", fillstyle="none", color=COLOURS[rule])
+    left.set(xlabel="K, drafts a round", ylabel="mean acceptance length", title="Mean acceptance length (rings: expected)")
+    _draw_positions(right, records[0])
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_positions(axis: Any, record: Record) -> None:
+    K, listed = record["num_speculative_tokens"], results(record)
+    first = listed[0].case.dataset
+    chosen = [
+        r
+        for r in listed
+        if r.case.dataset == first and r.case.num_speculative_tokens == K and (_kind(r)[2] == "sampled" or not r.counts.expected)
+    ]
+    width = 0.8 / max(len(chosen), 1)
+    for i, r in enumerate(chosen):
+        x = np.arange(K) + (i - (len(chosen) - 1) / 2) * width
+        temperature, rule, _ = _kind(r)
+        name = f"T = {temperature}" + ("" if temperature == "0" else f", {rule}")
+        axis.bar(
+            x,
+            estimate(per_position, r.counts),
+            width,
+            yerr=standard_error(per_position, r.counts),
+            color=COLOURS[rule],
+            alpha=0.6,
+            label=name,
+        )
+        if r.counts.expected:
+            axis.plot(x, estimate(expected_per_position(r.case.rule), r.counts), "_", color="black", markersize=14)
+    axis.set(xlabel="position", ylabel="share of rounds that accept it", title=f"Acceptance by position, K = {K} (dashes: expected)")
+    axis.set_xticks(range(K))

@@ -1,0 +1,124 @@
+"""Acceptance figures of one case with their standard errors, by bootstrap over prompts; differences are paired, prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxspec.acceptance.rounds import Counts
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was run: drafts are "greedy" or "probabilistic" (sampled); rule as SpeculativeConfig names it."""
+
+    dataset: str
+    temperature: float
+    rule: str
+    drafts: str
+    num_speculative_tokens: int
+
+    @property
+    def name(self) -> str:
+        rule = "greedy" if self.temperature == 0 else f"{self.rule}, {'sampled' if self.drafts == 'probabilistic' else 'greedy'} drafts"
+        return f"{self.dataset}, T = {self.temperature:g}, {rule}, K = {self.num_speculative_tokens}"
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    counts: Counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the sums of each prompt, from which everything else is computed again, and the figures."""
+        counts = {k: {r: v.tolist() for r, v in x.items()} if isinstance(x, dict) else x.tolist() for k, x in vars(self.counts).items()}
+        return {"case": vars(self.case), "figures": figures(self), "counts_per_prompt": counts}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Result:
+        counts = record["counts_per_prompt"]
+        arrays: dict[str, Any] = {
+            k: {r: np.asarray(v) for r, v in x.items()} if isinstance(x, dict) else np.asarray(x) for k, x in counts.items()
+        }
+        return cls(Case(**record["case"]), Counts(**arrays))
+
+
+Weights = np.ndarray  # [resamples, prompts] how often each prompt is drawn
+Statistic = Callable[[Counts, Weights], np.ndarray]  # -> [resamples, ...]
+
+
+def per_position(counts: Counts, weights: Weights) -> np.ndarray:
+    """[resamples, K] the share of rounds that accept drafts 0..i."""
+    return (weights @ counts.accepted) / (weights @ counts.rounds)[:, None]
+
+
+def expected_per_position(rule: str) -> Statistic:
+    return lambda counts, weights: (weights @ counts.expected[rule]) / (weights @ counts.rounds)[:, None]
+
+
+def length(counts: Counts, weights: Weights) -> np.ndarray:
+    """[resamples] mean acceptance length: 1 + accepted drafts a round."""
+    return 1 + per_position(counts, weights).sum(axis=1)
+
+
+def rate(counts: Counts, weights: Weights) -> np.ndarray:
+    """[resamples] accepted drafts over drafted ones."""
+    return per_position(counts, weights).mean(axis=1)
+
+
+def excess(rule: str) -> Statistic:
+    """Measured minus expected accepted drafts a round: 0 in the mean."""
+    return lambda counts, weights: length(counts, weights) - 1 - expected_per_position(rule)(counts, weights).sum(axis=1)
+
+
+def estimate(statistic: Statistic, counts: Counts) -> np.ndarray:
+    return statistic(counts, np.ones((1, len(counts.rounds))))[0]
+
+
+def standard_error(statistic: Statistic, *samples: Counts) -> np.ndarray:
+    """Of the statistic; of two samples over the same prompts, of its difference."""
+    prompts = len(samples[0].rounds)
+    weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES).astype(np.float64)
+    values = [statistic(counts, weights) for counts in samples]
+    return np.std(values[0] if len(values) == 1 else values[0] - values[1], axis=0)
+
+
+def figures(result: Result) -> dict[str, Any]:
+    """What a table shows of a case. Shares, not percent; per_position is unconditional (it never increases)."""
+    counts, rule = result.counts, result.case.rule
+    positions = estimate(per_position, counts)
+    found: dict[str, Any] = {
+        "num_prompts": len(counts.rounds),
+        "num_rounds": int(counts.rounds.sum()),
+        "num_output_tokens": int(counts.tokens.sum()),
+        "mean_acceptance_length": float(estimate(length, counts)),
+        "mean_acceptance_length_standard_error": float(standard_error(length, counts)),
+        "acceptance_rate": float(estimate(rate, counts)),
+        "acceptance_rate_standard_error": float(standard_error(rate, counts)),
+        "per_position": positions.tolist(),
+        "per_position_standard_error": standard_error(per_position, counts).tolist(),
+        "per_position_given_the_ones_before": [float(p / q) if q else 0.0 for p, q in zip(positions, [1.0, *positions[:-1]], strict=True)],
+    }
+    if counts.expected:
+        for name in counts.expected:
+            found[f"expected_per_position_{name}"] = estimate(expected_per_position(name), counts).tolist()
+        found["measured_minus_expected_length"] = float(estimate(excess(rule), counts))
+        found["measured_minus_expected_length_standard_error"] = float(standard_error(excess(rule), counts))
+        found |= text_check(counts)
+    return found
+
+
+def text_check(counts: Counts) -> dict[str, float]:
+    """Is the text the target's? -log p minus the entropy of p, a token of the text, has mean 0 then: the mean and its distance from 0 in
+    standard errors (those of a sum of martingale differences)."""
+    tokens, difference = counts.tokens.sum() - len(counts.tokens), (counts.surprise - counts.entropy).sum()
+    squares = counts.squares.sum()
+    return {
+        "surprise_minus_entropy": float(difference / max(tokens, 1)),
+        "surprise_minus_entropy_standard_errors": float(difference / np.sqrt(squares)) if squares else 0.0,
+    }

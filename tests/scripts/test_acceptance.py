@@ -1,0 +1,168 @@
+"""scripts/acceptance.py on the tiny models: the engine's own tokens and counts, theory within its error, and what is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec.acceptance import show
+from jaxspec.acceptance.rounds import Pair, Recorder, Requests
+from jaxspec.acceptance.summary import Case, Result, figures, length, rate, standard_error
+from scripts import acceptance
+from tests.scripts.conftest import runner
+
+PROMPTS = ["Hello there", "Why?", "A longer prompt, so that one of them takes more than a single chunk of tokens to be read."]
+MAX_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def llm(target: Path, draft: Path) -> LLM:
+    return load(target, draft, "probabilistic", "probabilistic", 3)
+
+
+def load(target: Path, draft: Path, rule: str, drafts: str, K: int) -> LLM:
+    speculative = SpeculativeConfig(
+        model=str(draft), num_speculative_tokens=K, rejection_sample_method=rule, draft_sample_method=drafts, norm_output=True
+    )
+    return LLM.from_pretrained(str(target), speculative=speculative, dtype="float32", max_model_len=512, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def recorder(llm: LLM) -> Recorder:
+    pair = Pair(llm.target_config, llm.draft_config, llm.params, 4, llm.eos_token_ids, llm.dtype, llm.kernels)
+    return Recorder(pair, max_num_seqs=4, max_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def encoded(llm: LLM) -> list[list[int]]:
+    assert llm.tokenizer is not None
+    return [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafts", "temperature"),
+    [("probabilistic", "greedy", 0.0), ("strict", "probabilistic", 1.0), ("block", "probabilistic", 1.0), ("probabilistic", "greedy", 1.0)],
+)
+def test_masked_drafts_are_the_engine_with_fewer(target, draft, recorder, encoded, rule, drafts, temperature):
+    """Tokens and counts: a program for K = 4 with 3 drafts wanted, against LLM.generate with K = 3 and the same seeds."""
+    engine = load(target, draft, rule, drafts, 3)
+    params = [SamplingParams(temperature, seed=7 + i, max_tokens=MAX_TOKENS) for i in range(len(encoded))]
+    outputs = engine.generate(encoded, params)
+    counts, texts = recorder.run(Requests(encoded, temperature, MAX_TOKENS, seed=7), rule, drafts, 3)
+    assert texts == [output.token_ids for output in outputs]
+    assert counts.rounds.sum() == engine.metrics.num_drafts
+    assert counts.accepted.sum(axis=0).tolist() == engine.metrics.accepted_per_position
+    assert counts.tokens.tolist() == [len(output.token_ids) for output in outputs]
+    assert engine.metrics.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
+def test_measured_acceptance_is_what_theory_expects(recorder, encoded, rule):
+    """96 requests from three prompts: in mean length and in each position, within 4.5 standard errors; and the text is the target's."""
+    counts, _ = recorder.run(Requests(encoded * 32, 1.0, MAX_TOKENS, seed=100), rule, "probabilistic", 4)
+    f = figures(Result(Case("prompts", 1.0, rule, "probabilistic", 4), counts))
+    assert abs(f["measured_minus_expected_length"]) < 4.5 * f["measured_minus_expected_length_standard_error"]
+    expected = np.array(f[f"expected_per_position_{rule}"])
+    off = (counts.accepted - counts.expected[rule]) / 1.0
+    error = np.sqrt((off**2).sum(axis=0)) / counts.rounds.sum()
+    assert (np.abs(np.array(f["per_position"]) - expected) < 4.5 * error).all()
+    assert expected[0] > 0.2 and f["measured_minus_expected_length_standard_error"] < 0.05
+    assert abs(f["surprise_minus_entropy_standard_errors"]) < 4.5
+
+
+def test_a_seed_gives_the_same_counts_again(recorder, encoded):
+    a, b = (recorder.run(Requests(encoded, 1.0, 12, seed=3), "probabilistic", "probabilistic", 2)[0] for _ in range(2))
+    assert a.accepted.tolist() == b.accepted.tolist() and a.accepted.shape == (3, 2)
+
+
+def test_standard_errors_are_those_of_repeated_samples(recorder, encoded):
+    """Of independent prompts: the bootstrap against the spread over many draws; a paired difference of equal samples has none."""
+    rng = np.random.default_rng(0)
+
+    def draw():
+        base, _ = recorder.run(Requests(encoded[:1], 1.0, 2, seed=0), "probabilistic", "probabilistic", 2)
+        rounds = rng.integers(10, 30, 60)
+        accepted = np.stack([rng.binomial(rounds, 0.6), np.zeros(60, int)], axis=1)
+        accepted[:, 1] = rng.binomial(accepted[:, 0], 0.5)
+        return type(base)(**(vars(base) | {"rounds": rounds, "accepted": accepted, "tokens": rounds, "expected": {}}))
+
+    samples = [draw() for _ in range(60)]
+    spread = np.std([1 + s.accepted.sum() / s.rounds.sum() for s in samples])
+    assert float(standard_error(length, samples[0])) == pytest.approx(spread, rel=0.35)
+    assert float(standard_error(rate, samples[0], samples[0])) == 0
+
+
+@pytest.fixture(scope="module")
+def files(target, draft, tmp_path_factory) -> Path:
+    """What a run over two data sets leaves."""
+    folder = tmp_path_factory.mktemp("acceptance")
+    for name, texts in (("one", PROMPTS[:2]), ("two", PROMPTS[2:])):
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": t}) for t in texts))
+    (folder / "page.md").write_text(f"before\n\n{show.BEGIN}\nold\n{show.END}\n\nafter\n")
+    args = ["--target", target, "--draft", draft, "--dataset", folder / "one.jsonl", "--dataset", folder / "two.jsonl", "--max-num-seqs", 4]
+    args += ["--num-speculative-tokens", 2, "--sweep", 3, "--max-tokens", 12, "--rules", "strict,probabilistic", "--dtype", "float32"]
+    args += ["--drafts", "probabilistic", "--check-engine", "--output-json", folder / "run.json"]
+    result = runner(acceptance.main)(*args, "--markdown", folder / "page.md", "--plot", folder / "figure.png")
+    assert result.exit_code == 0, result.output
+    (folder / "stdout").write_text(result.stdout)
+    return folder
+
+
+def test_every_case_is_written(files):
+    record = json.loads((files / "run.json").read_text())
+    cases = [tuple(r["case"].values()) for r in record["results"]]
+    greedy = [("one", 0.0, "probabilistic", "greedy", k) for k in (1, 2, 3)] + [("two", 0.0, "probabilistic", "greedy", 2)]
+    sampled = [("one", 1.0, rule, "probabilistic", k) for rule in ("strict", "probabilistic") for k in (1, 2, 3)]
+    assert cases == [*greedy, *sampled, ("two", 1.0, "probabilistic", "probabilistic", 2)]
+    assert record["num_programs"] == 5  # greedy, strict, probabilistic, and prefill greedy and sampled
+    ours = next(r for r in record["results"] if tuple(r["case"].values()) == greedy[1])["figures"]
+    for counted in record["check"].values():
+        assert counted["mean_acceptance_length"] == pytest.approx(ours["mean_acceptance_length"])
+        assert counted["num_drafts"] == ours["num_rounds"]
+
+
+def test_tables_sentences_and_figure(files):
+    page, shown = (files / "page.md").read_text(), (files / "stdout").read_text()
+    assert page.startswith("before\n") and page.endswith(f"{show.END}\n\nafter\n") and "\nold\n" not in page
+    for text in (
+        "Acceptance at K = 2",
+        "Mean acceptance length by K",
+        "of each rule on the same rounds",
+        "probabilistic over strict",
+        "on one",
+    ):
+        assert text in page and text in shown, text
+    assert (files / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(LLM, "from_pretrained", None)
+    again = tmp_path / "page.md"
+    again.write_text(f"before\n\n{show.BEGIN}\n{show.END}\n\nafter\n")
+    result = runner(acceptance.main)("--from-json", files / "run.json", "--markdown", again)
+    assert result.exit_code == 0, result.output
+    assert again.read_text() == (files / "page.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ([], "--dataset: expected at least one"),
+        (["--dataset", "x.jsonl", "--rules", "stern"], "--rules: expected some of strict, probabilistic, block"),
+        (["--dataset", "nowhere.jsonl"], "--dataset nowhere.jsonl: expected"),
+        (["--dataset", "x.jsonl", "--num-speculative-tokens", 0], "--num-speculative-tokens: expected at least 1, got 0"),
+        (["--from-json", "x.jsonl"], "--from-json x.jsonl: expected a file that --output-json wrote"),
+        (["--dataset", "x.jsonl", "--markdown", "x.jsonl"], "--markdown x.jsonl: expected a file with the lines"),
+    ],
+)
+def test_bad_input_is_one_sentence(args, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_text('{"prompt": "Why?"}\n')
+    run: Callable = runner(acceptance.main)
+    result = run(*args)
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {sentence}"), result.output
