@@ -21,7 +21,7 @@ LAYERS = (
     ("jaxspec.cli",),
     ("jaxspec.scheduler", "jaxspec.loading", "jaxspec.decode", "jaxspec.kernels"),
     ("jaxspec.propose", "jaxspec.verify"),
-    ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.sampling", "jaxspec.synthetic"),
+    ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.sampling", "jaxspec.sampling_rows", "jaxspec.synthetic"),
     ("jaxspec.moe", "jaxspec.mla"),
     ("jaxspec.attention", "jaxspec.layers", "jaxspec.mxfp4"),
     ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
