@@ -17,7 +17,7 @@ from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.logits_processing import count_tokens, process_target_logits
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
-from jaxspec.propose import DraftInputs, Proposal, first_step, next_step, propose
+from jaxspec.propose import DraftInputs, Proposal, consume_pending, first_step, next_step, propose
 from jaxspec.sampling import SamplingState, gumbel_noise, sample
 from jaxspec.verify import Verification, verify
 
@@ -32,6 +32,7 @@ class DecodeState:
     num_generated:  int32 [batch]
     max_tokens:     int32 [batch], where a request ends by length
     stop_token_ids: int32 [batch, stops], where it ends by content, padded with -1
+    max_drafts:     int32 [batch], drafts of a round that a request is allowed, read where RoundConfig.limits_drafts
     pending_tokens, pending_hidden, num_pending: the target rows that the draft has not consumed (DraftInputs); None
                     without a draft
     target_caches, draft_caches: a FullCache a layer
@@ -43,6 +44,7 @@ class DecodeState:
     num_generated: jax.Array
     max_tokens: jax.Array
     stop_token_ids: jax.Array
+    max_drafts: jax.Array
     sampling: SamplingState
     pending_tokens: jax.Array | None
     pending_hidden: jax.Array | None
@@ -73,6 +75,7 @@ def init_state(
         num_generated=zeros(),
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
+        max_drafts=jnp.full(batch, cfg.num_speculative_tokens, jnp.int32),
         sampling=sampling,
         pending_tokens=pending_tokens,
         pending_hidden=pending_hidden,
@@ -99,6 +102,9 @@ def prefill(
     if the prompt ends here. The draft's row of a position pairs the target's hidden state with the token after it: the
     chunk's own next one, for its last row the next prompt token. Only the prompt's very last row stays pending, until the
     token after it is sampled, here. Returns that first token (num_sampled 1 where a prompt ended) and the state.
+
+    A request that has generated already (num_generated above 0: it was preempted) has all its tokens but the last for a prompt; the
+    last is its next_token, and nothing is sampled (num_sampled 0).
     """
     family = models.family(cfg.target)
     chunk = tokens.shape[1]
@@ -118,8 +124,9 @@ def prefill(
     raw = family.logits(params["target"], cfg.target, last_hidden, cfg.kernels)
     logits = process_target_logits(cfg, raw, state.sampling, seq_lens)
     noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size) if cfg.sampled else None
-    first = sample(logits[:, 0], noise, state.sampling.greedy)
-    verification = Verification(jnp.where(ends, first, -1)[:, None], ends.astype(jnp.int32))
+    is_new = state.num_generated == 0
+    first = jnp.where(is_new, sample(logits[:, 0], noise, state.sampling.greedy), state.next_token)
+    verification = Verification(jnp.where(ends & is_new, first, -1)[:, None], (ends & is_new).astype(jnp.int32))
     state = replace(state, seq_lens=seq_lens, target_caches=out.caches)
     if cfg.draft is not None:
         state = _prefill_draft(cfg, params["draft"], state, block_table, tokens, start, num_tokens, next_prompt_token, ends, first, out)
@@ -192,8 +199,12 @@ def verify_and_commit(
 ) -> tuple[Verification, DecodeState]:
     """Judge a proposal, then advance: seq_lens by what was accepted plus one, pending rows for the draft, finished requests.
 
+    The state may have more pending rows than this round has drafts (K was chosen by the batch's size).
+
     A rejection needs no rollback: seq_lens does not pass the rejected rows, so they are masked, then overwritten.
     """
+    if cfg.limits_drafts:
+        proposal = limit_drafts(cfg, state, proposal)
     verification, out = verify(
         cfg,
         params["target"],
@@ -213,10 +224,12 @@ def verify_and_commit(
         # that the draft reads next, rejected rows masked by num_pending.
         hidden = drafts.family(cfg.draft).target_hidden(cfg.draft, out.hidden, out.aux)
         pending_tokens, pending_hidden, num_pending = _pending(state)
+        unused = pending_tokens.shape[1] - hidden.shape[1]
+        tokens = jnp.pad(jnp.maximum(verification.output_tokens, 0), ((0, 0), (0, unused)))
         state = replace(
             state,
-            pending_tokens=jnp.where(live[:, None], jnp.maximum(verification.output_tokens, 0), pending_tokens),
-            pending_hidden=jnp.where(live[:, None, None], hidden, pending_hidden),
+            pending_tokens=jnp.where(live[:, None], tokens, pending_tokens),
+            pending_hidden=jnp.where(live[:, None, None], jnp.pad(hidden, ((0, 0), (0, unused), (0, 0))), pending_hidden),
             num_pending=jnp.where(live, verification.num_sampled, num_pending),
         )
     return verification, _advance(cfg, state, verification)
@@ -241,6 +254,18 @@ def _advance(cfg: RoundConfig, state: DecodeState, verification: Verification) -
     )
 
 
+def limit_drafts(cfg: RoundConfig, state: DecodeState, proposal: Proposal) -> Proposal:
+    """Placeholders (-1), which verification rejects without bias, for the drafts past max_drafts and past the draft's own context.
+
+    Draft i of a round comes from a context of seq_lens + i tokens.
+    """
+    most = state.max_drafts
+    if cfg.draft_max_model_len is not None:
+        most = jnp.minimum(most, cfg.draft_max_model_len + 1 - state.seq_lens)
+    allowed = jnp.arange(proposal.draft_tokens.shape[1], dtype=jnp.int32) < most[:, None]
+    return replace(proposal, draft_tokens=jnp.where(allowed, proposal.draft_tokens, -1))
+
+
 def no_proposal(batch: int) -> Proposal:
     """What plain decoding verifies: K = 0."""
     return Proposal(jnp.zeros((batch, 0), jnp.int32), None)
@@ -249,8 +274,11 @@ def no_proposal(batch: int) -> Proposal:
 def decode_round(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Verification, DecodeState]:
     """propose, verify, commit. params: {"target": ..., "draft": ...}. Without a draft this is one step of plain decoding,
     the oracle that greedy speculative decoding has to equal."""
-    if cfg.draft is None:
-        return verify_and_commit(cfg, params, state, block_table, no_proposal(block_table.shape[0]))
+    if cfg.num_speculative_tokens == 0:
+        if cfg.draft is not None:  # it reads its pending rows, to be up to date when it drafts again
+            caches = consume_pending(cfg, params["draft"], draft_inputs(state, block_table), state.draft_caches)
+            state = replace(state, draft_caches=caches)
+        return verify_and_commit(cfg, params, state, block_table, no_proposal(state.active.shape[0]))
     carry = propose(cfg, params["draft"], draft_inputs(state, block_table), state.draft_caches)
     return verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_table, carry.proposal)
 
@@ -296,7 +324,7 @@ _next_step = Program(next_step, donate=4)
 
 
 def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Verification, DecodeState]:
-    if cfg.draft is None:
+    if cfg.num_speculative_tokens == 0:
         return _round(cfg, params, state, block_table)
     carry, inputs, state = _first_step(cfg, params, state, block_table)
     for step in range(1, cfg.num_speculative_tokens):

@@ -87,6 +87,8 @@ def gumbel_noise(keys: jax.Array, stream: str, position: jax.Array, offset: jax.
 
 def uniform_noise(keys: jax.Array, stream: str, position: jax.Array, size: int) -> jax.Array:
     """Uniform on [0, 1), float32 [batch, size]: column i is the number of offset i."""
+    if size == 0:
+        return jnp.zeros((*position.shape, 0), jnp.float32)
     columns = [jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(stream_keys(keys, stream, position, i)) for i in range(size)]
     return jnp.stack(columns, axis=1)
 

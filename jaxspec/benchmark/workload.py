@@ -321,6 +321,7 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> D
         num_generated=jnp.zeros(batch, jnp.int32),
         max_tokens=jnp.full(batch, NEVER, jnp.int32),
         stop_token_ids=jnp.full((batch, 4), -1, jnp.int32),
+        max_drafts=jnp.full(batch, K, jnp.int32),
         sampling=sampling,
         pending_tokens=tokens(batch, K + 1),
         pending_hidden=_normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),

@@ -1,0 +1,285 @@
+"""Which request runs where and when: slots, blocks, admission, prefill in chunks, preemption. Host logic alone, no jax.
+
+A request waits until a slot and blocks for its known tokens are free, is prefilled in chunks between the others' rounds, and then
+generates in every round until it ends. The device runs ahead of what the host has read, so a request holds blocks for every token
+that its unread rounds may bring, and for one round more. Where blocks run out, the request admitted last gives its own up and waits again
+at the head of the queue: it is prefilled anew over its prompt and all that it generated, and nothing of that is sampled again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from jaxspec.block_pool import BlockPool, hash_blocks
+from jaxspec.request import FinishReason, Request
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """buckets: batch sizes that rounds are compiled for, ascending. max_num_batched_tokens: of one prefill call, which is made of tiles of
+    prefill_tile rows, each of one request. head_room: positions past a request's cached ones that a round may write, K + 1.
+    has_draft: whether prefix blocks hold a draft's keys and values as well."""
+
+    max_num_seqs: int
+    buckets: tuple[int, ...]
+    max_model_len: int
+    max_num_batched_tokens: int
+    prefill_tile: int
+    block_size: int
+    head_room: int = 1
+    has_draft: bool = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Known tokens of one request that are prefilled together. next_token: the known one after them, -1 where they are the last."""
+
+    request: Request
+    start: int
+    token_ids: list[int]
+    next_token: int
+
+    @property
+    def ends(self) -> bool:
+        return self.next_token < 0
+
+
+@dataclass
+class Step:
+    """What the device is to do before the next round, in this order.
+
+    cleared: slots whose row must stop generating, as the host alone knows that it has ended. sources: the row that each row of the new
+    batch comes from (-1: an idle one), None if rows stay. admitted: requests whose parameters go to their slots. chunks: prefill.
+    """
+
+    cleared: list[int] = field(default_factory=list)
+    sources: list[int] | None = None
+    admitted: list[Request] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass
+class Round:
+    """requests: who generates in the next round (nobody: there is none). cleared: as in Step. wait: blocks are short, read first."""
+
+    requests: list[Request] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
+    wait: bool = False
+
+
+class Scheduler:
+    """Over one pool a KV-cache group. `schedule`, then `schedule_round`, over and over; `read` for every result."""
+
+    def __init__(self, config: SchedulerConfig, pools: Sequence[BlockPool]) -> None:
+        self.config, self.pools = config, tuple(pools)
+        self.waiting: deque[Request] = deque()
+        self.rows: list[Request | None] = [None] * config.buckets[0]
+        self.num_preemptions = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0  # known tokens that were looked up, and found, when requests were admitted
+        self._cleared: list[int] = []
+        self._admissions = 0
+
+    @property
+    def running(self) -> Iterator[Request]:
+        return (r for r in self.rows if r is not None)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting) or any(True for _ in self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    # --- before a round -----------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """Admit whom there is room for, and choose the next tiles of prefill."""
+        step = Step(admitted=self._admit(), cleared=self._take_cleared())
+        step.sources = self._arrange(len(step.admitted))
+        free = (i for i, r in enumerate(self.rows) if r is None)
+        for request, slot in zip(step.admitted, free, strict=False):
+            self.rows[slot], request.slot = request, slot
+        step.chunks = self._next_chunks()
+        return step
+
+    def _take_cleared(self) -> list[int]:
+        cleared, self._cleared = self._cleared, []
+        return cleared
+
+    def _admit(self) -> list[Request]:
+        admitted: list[Request] = []
+        num_running = sum(1 for _ in self.running)
+        while self.waiting and num_running + len(admitted) < self.config.max_num_seqs:
+            # Whoever runs may need a block soon; admitting somebody into the last ones would only preempt him again.
+            if not self._give_blocks(self.waiting[0], spare=num_running + len(admitted)):
+                break
+            request = self.waiting.popleft()
+            self._admissions += 1
+            request.admitted = self._admissions
+            admitted.append(request)
+        return admitted
+
+    def _give_blocks(self, request: Request, spare: int) -> bool:
+        """Blocks for the request's known tokens and its first round: shared ones for a cached prefix, and new ones."""
+        shared, num_shared = self._find_prefix(request)
+        count = self._num_blocks(request, request.num_known + self.config.head_room) - num_shared
+        for pool, blocks in zip(self.pools, shared, strict=True):
+            if pool.num_free - pool.num_idle(blocks) < count + spare:
+                return False
+        request.blocks = []
+        for pool, blocks in zip(self.pools, shared, strict=True):
+            pool.take(blocks)
+            new = pool.allocate(count)
+            assert new is not None
+            request.blocks.append(blocks + new)
+        request.num_prefilled = num_shared * self.config.block_size
+        request.num_registered, request.num_cached = num_shared, 0
+        self.num_prefix_queries += request.num_known
+        self.num_prefix_hits += request.num_prefilled
+        return True
+
+    def _find_prefix(self, request: Request) -> tuple[list[list[int]], int]:
+        """The cached blocks of each pool that the request can start from, and how many they are: of every pool as many.
+
+        At least one token is left to compute, for the logits after it. With a draft the last block that matches is left out too: the
+        draft's row at position p depends on token p + 1, and for a block's last row that token lies in the next block. Where the next block
+        matches as well, it is the same token.
+        """
+        size = self.config.block_size
+        known = request.all_token_ids[: request.num_known]
+        if request.params.prompt_logprobs is not None or not all(pool.enable_prefix_caching for pool in self.pools):
+            return [[] for _ in self.pools], 0  # (a prompt's log-probabilities need all of its rows)
+        hash_blocks(known, size, request.hashes)
+        matches = [pool.match(request.hashes[: len(known) // size]) for pool in self.pools]
+        count = min(map(len, matches))
+        count = max(0, count - 1) if self.config.has_draft else min(count, (len(known) - 1) // size)
+        return [blocks[:count] for blocks in matches], count
+
+    def _num_blocks(self, request: Request, num_tokens: int) -> int:
+        """Blocks that hold so many tokens of the request, or all that it can ever write."""
+        last_round = len(request.prompt_token_ids) + request.max_tokens + self.config.head_room - 1
+        return -(-min(num_tokens, last_round, self.config.max_model_len) // self.config.block_size)
+
+    def _arrange(self, num_new: int) -> list[int] | None:
+        """Take the smallest batch that holds everybody; those in rows past its end move into free ones before it."""
+        needed = sum(1 for _ in self.running) + num_new
+        size = next(b for b in self.config.buckets if b >= needed)
+        if size == len(self.rows):
+            return None
+        sources = [i if i < len(self.rows) and self.rows[i] is not None else -1 for i in range(size)]
+        free = (i for i in range(size) if sources[i] < 0)
+        rows = [*self.rows[:size], *[None] * (size - len(self.rows))]
+        for request in self.rows[size:]:
+            if request is not None:
+                assert request.slot is not None
+                to = next(free)
+                sources[to], rows[to], request.slot = request.slot, request, to
+        self.rows = rows
+        return sources
+
+    def _next_chunks(self) -> list[Chunk]:
+        """Tiles of prefill within the budget, first come first served; a chunk of several tiles is one request's."""
+        tile = self.config.prefill_tile
+        tiles = max(1, self.config.max_num_batched_tokens // tile)
+        chunks: list[Chunk] = []
+        for request in sorted(self.running, key=lambda r: r.admitted):
+            start, known = request.num_prefilled, request.num_known
+            if request.is_prefilled or tiles == 0:
+                continue
+            end = min(known, start + tiles * tile)
+            tiles -= -(-(end - start) // tile)
+            ends = end == known
+            chunks.append(Chunk(request, start, request.all_token_ids[start:end], -1 if ends else request.all_token_ids[end]))
+            request.num_prefilled = end
+            if ends:
+                request.num_cached = end
+                request.num_unread += request.num_generated == 0  # a request that goes on samples nothing here
+            self._register(request, end - (ends and self.config.has_draft))
+        return chunks
+
+    def schedule_round(self) -> Round:
+        """Who generates next, each with blocks for it."""
+        found = Round()
+        for request in sorted(self.running, key=lambda r: r.admitted):
+            if request.slot is None or not (request.is_prefilled and request.may_generate):
+                continue  # (without a slot: preempted a moment ago)
+            while request.slot is not None and not self._reserve(request):
+                if any(r.num_unread for r in self.running):
+                    return Round(wait=True)
+                self._preempt_last()
+            if request.slot is not None:
+                found.requests.append(request)
+        found.cleared = self._take_cleared()
+        for request in found.requests:
+            request.num_unread += 1
+            request.num_unread_rounds += 1
+        return found
+
+    def _reserve(self, request: Request) -> bool:
+        """Blocks for all that the unread rounds may write, and the next."""
+        count = self._num_blocks(request, request.num_cached + (request.num_unread_rounds + 1) * self.config.head_room)
+        for pool, blocks in zip(self.pools, request.blocks, strict=True):
+            if count > len(blocks):
+                new = pool.allocate(count - len(blocks))
+                if new is None:
+                    return False
+                blocks += new
+        return True
+
+    def _preempt_last(self) -> None:
+        """The request admitted last gives up its slot and its blocks, and is the next to be admitted."""
+        request = max(self.running, key=lambda r: r.admitted)
+        self._cleared.append(self._leave(request))
+        request.num_prefilled = request.num_cached = 0
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    # --- after a round ------------------------------------------------------------------------------------------------------------
+
+    def read(self, request: Request, tokens: Sequence[int], *, is_round: bool) -> int:
+        """A result of the device for a request: the tokens that it sampled. Returns how many of them count."""
+        request.num_unread -= 1
+        request.num_unread_rounds -= is_round
+        if request.finish_reason is not None:
+            return 0
+        consumed = request.num_cached  # by the draft: it reads a round's rows in the round after
+        if is_round:
+            request.num_cached += len(tokens)
+        kept = request.extend(tokens)
+        if request.finish_reason is not None:
+            slot = self._leave(request)
+            if request.finish_reason == "stop" and request.all_token_ids[-1] not in request.stop_token_ids:
+                self._cleared.append(slot)  # a stop string: the device does not know of it
+        else:
+            self._register(request, consumed if self.config.has_draft else request.num_cached)
+        return kept
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request from outside: cancelled, or with an error; nothing happens to one that has ended."""
+        if request.finish_reason is None:
+            request.finish_reason = reason
+            if request.slot is None:
+                self.waiting.remove(request)
+            else:
+                self._cleared.append(self._leave(request))
+
+    def _leave(self, request: Request) -> int:
+        assert request.slot is not None
+        for pool, blocks in zip(self.pools, request.blocks, strict=True):
+            pool.free(blocks)
+        slot, request.slot, request.blocks = request.slot, None, []
+        self.rows[slot] = None
+        return slot
+
+    def _register(self, request: Request, num_tokens: int) -> None:
+        """Let others share the blocks that hold the first num_tokens, which both models have consumed."""
+        size = self.config.block_size
+        if num_tokens // size <= request.num_registered or not self.pools[0].enable_prefix_caching:
+            return
+        hash_blocks(request.all_token_ids[:num_tokens], size, request.hashes)
+        for i in range(request.num_registered, num_tokens // size):
+            for pool, blocks in zip(self.pools, request.blocks, strict=True):
+                pool.register(blocks[i], request.hashes[i])
+        request.num_registered = num_tokens // size
