@@ -15,6 +15,7 @@ from jaxspec import drafts, models
 from jaxspec.config import RoundConfig
 from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.logits_processing import count_tokens, process_target_logits
+from jaxspec.logprobs import score_hidden, score_tokens
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import DraftInputs, Proposal, consume_pending, first_step, next_step, propose
@@ -127,6 +128,12 @@ def prefill(
     is_new = state.num_generated == 0
     first = jnp.where(is_new, sample(logits[:, 0], noise, state.sampling.greedy), state.next_token)
     verification = Verification(jnp.where(ends & is_new, first, -1)[:, None], (ends & is_new).astype(jnp.int32))
+    if cfg.logprobs:
+        verification = replace(verification, logprobs=score_tokens(raw, verification.output_tokens))
+    if cfg.prompt_logprobs:
+        logits_of = lambda hidden: family.logits(params["target"], cfg.target, hidden, cfg.kernels)  # noqa: E731
+        scores = score_hidden(logits_of, cfg.target.vocab_size, out.hidden, _following(tokens, last_row, next_prompt_token))
+        verification = replace(verification, prompt_logprobs=scores)
     state = replace(state, seq_lens=seq_lens, target_caches=out.caches)
     if cfg.draft is not None:
         state = _prefill_draft(cfg, params["draft"], state, block_table, tokens, start, num_tokens, next_prompt_token, ends, first, out)
@@ -151,8 +158,7 @@ def _prefill_draft(
     pending_tokens, pending_hidden, num_pending = _pending(state)
     family = drafts.family(cfg.draft)
     last_row = jnp.maximum(num_tokens - 1, 0)
-    is_last = jnp.arange(tokens.shape[1]) == last_row[:, None]
-    shifted = jnp.where(is_last, jnp.maximum(next_prompt_token, 0)[:, None], jnp.roll(tokens, -1, axis=1))
+    shifted = _following(tokens, last_row, next_prompt_token)
     rows = num_tokens - ends.astype(jnp.int32)
     hidden = family.target_hidden(cfg.draft, out.hidden, out.aux)
     drafted = family.forward(
@@ -173,6 +179,12 @@ def _prefill_draft(
         pending_hidden=jnp.where(ends[:, None, None] & first_only[:, None], last_hidden, pending_hidden),
         num_pending=jnp.where(ends, 1, num_pending),
     )
+
+
+def _following(tokens: jax.Array, last_row: jax.Array, next_prompt_token: jax.Array) -> jax.Array:
+    """The token after each of a chunk's rows, int32 [batch, chunk]; 0 after a prompt's very last."""
+    is_last = jnp.arange(tokens.shape[1]) == last_row[:, None]
+    return jnp.where(is_last, jnp.maximum(next_prompt_token, 0)[:, None], jnp.roll(tokens, -1, axis=1))
 
 
 def _pending(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxspec import models
 from jaxspec.config import RoundConfig
 from jaxspec.kv_cache import KVCache
 from jaxspec.logits_processing import adjust_logits, narrow_logits
+from jaxspec.logprobs import Scores, score_tokens
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import Proposal
@@ -23,10 +25,15 @@ from pallas_kernels.rejection_sampling import rejection_sample
 @struct.dataclass
 class Verification:
     """What a round produced. output_tokens: int32 [batch, K+1], padded with -1; num_sampled: int32 [batch], accepted
-    drafts plus the recovered or bonus token, 0 for an idle request."""
+    drafts plus the recovered or bonus token, 0 for an idle request.
+
+    logprobs: of output_tokens; prompt_logprobs: of the token after each row of a prefill's chunk. None where no request asks for them.
+    """
 
     output_tokens: jax.Array
     num_sampled: jax.Array
+    logprobs: Scores | None = None
+    prompt_logprobs: Scores | None = None
 
 
 @struct.dataclass
@@ -52,17 +59,17 @@ def verify_noise(cfg: RoundConfig, sampling: SamplingState, seq_lens: jax.Array)
 
 def judge(
     cfg: RoundConfig,
-    target_logits: jax.Array,
+    raw_logits: jax.Array,
     proposal: Proposal,
     target_to_draft: jax.Array | None,
     sampling: SamplingState,
     seq_lens: jax.Array,
     active: jax.Array,
 ) -> Verification:
-    """Rejection sampling of a proposal against raw float32 target_logits [batch, K+1, vocab] for the active [batch] requests."""
+    """Rejection sampling of a proposal against the model's own float32 logits [batch, K+1, vocab] for the active [batch] requests."""
     noise = verify_noise(cfg, sampling, seq_lens)
     draft_logits, temperature = proposal.draft_logits, sampling.temperature
-    target_logits = adjust_logits(cfg, target_logits, sampling, seq_lens + 1, proposal.draft_tokens)
+    target_logits = adjust_logits(cfg, raw_logits, sampling, seq_lens + 1, proposal.draft_tokens)
     if cfg.truncated or cfg.min_p:  # they cut what is already divided; else rejection sampling divides as it reads
         target_logits, temperature = narrow_logits(cfg, target_logits, sampling), None
         draft_logits = None if draft_logits is None else scale_by_temperature(draft_logits, sampling.temperature)
@@ -83,9 +90,11 @@ def judge(
         implementation=cfg.kernels.rejection_sampling,
     )
     verification = Verification(output_tokens, num_sampled)
-    if cfg.acceptance_rates is None or cfg.rule == "synthetic":
-        return verification
-    return force_acceptance(cfg.acceptance_rates, proposal.draft_tokens, verification, sampling, seq_lens)
+    if cfg.acceptance_rates is not None and cfg.rule != "synthetic":
+        verification = force_acceptance(cfg.acceptance_rates, proposal.draft_tokens, verification, sampling, seq_lens)
+    if cfg.logprobs:
+        verification = replace(verification, logprobs=score_tokens(raw_logits, verification.output_tokens))
+    return verification
 
 
 def force_acceptance(

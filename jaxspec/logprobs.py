@@ -1,0 +1,76 @@
+"""Log-probabilities of tokens, and of the likeliest in their places, under the model's own logits: before any processing, as vLLM's are.
+
+The device scores the rows that a prefill or a round computed anyway; the host turns a request's rows into what RequestOutput holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec.sampling_params import MAX_LOGPROBS
+
+PIECE_BYTES = 256 << 20  # of float32 logits at a time: a chunk of a prompt has more rows than a round
+
+
+@struct.dataclass
+class Scores:
+    """Per row. logprob: float32 [batch, rows], of the row's token; rank: int32 [batch, rows], how many tokens are as likely or likelier.
+    top_ids, top_logprobs: int32, float32 [batch, rows, MAX_LOGPROBS or vocab], the likeliest tokens in their order."""
+
+    logprob: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """logprob: natural logarithm. rank: 1 for the likeliest token of the place."""
+
+    logprob: float
+    rank: int
+
+
+def score_tokens(logits: jax.Array, tokens: jax.Array) -> Scores:
+    """tokens int32 [batch, rows] under raw float32 logits [batch, rows, vocab]; what a row of token -1 holds is not used."""
+    log_sum_exp = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)
+    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    return Scores(
+        logprob=(chosen - log_sum_exp)[..., 0],
+        rank=jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32),
+        top_ids=top_ids,
+        top_logprobs=top - log_sum_exp,
+    )
+
+
+def score_hidden(logits_of: Callable[[jax.Array], jax.Array], vocab_size: int, hidden: jax.Array, tokens: jax.Array) -> Scores:
+    """score_tokens of the logits of hidden [batch, rows, D], a piece of the rows at a time."""
+    batch, rows = tokens.shape
+    size = max(1, min(rows, PIECE_BYTES // (4 * batch * vocab_size)))
+
+    def split(x: jax.Array) -> jax.Array:
+        """[batch, rows, ...] -> [pieces, batch, size, ...]"""
+        padded = jnp.pad(x, [(0, 0), (0, -rows % size), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(padded.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
+
+    pieces = lax.map(lambda piece: score_tokens(logits_of(piece[0]), piece[1]), (split(hidden), split(tokens)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :rows], pieces)
+
+
+def logprobs_of(scores: Scores, row: int, tokens: Sequence[int], num_logprobs: int) -> list[dict[int, Logprob]]:
+    """Of each of tokens, which the first columns of a row score (NumPy arrays): itself, then the num_logprobs likeliest."""
+    found = []
+    for i, token in enumerate(tokens):
+        place = {token: Logprob(float(scores.logprob[row, i]), int(scores.rank[row, i]))}
+        top = zip(scores.top_ids[row, i, :num_logprobs], scores.top_logprobs[row, i], strict=False)
+        for rank, (other, logprob) in enumerate(top, start=1):
+            place.setdefault(int(other), Logprob(float(logprob), rank))
+        found.append(place)
+    return found
