@@ -145,6 +145,38 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """The static part of one layer of multi-head latent attention (DeepSeek-V2, 2405.04434).
+
+    A token's cache entry is one vector: its latent of kv_lora_rank and a key of rope_head_dim, shared by all heads.
+    q_lora_rank: None for a full query projection. bias: on the projections from and to the residual stream.
+    rope_interleave: how the checkpoint orders the rotated dimensions; weights are put in our order when they are loaded.
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    rope_interleave: bool = True
+    bias: bool = False
+    rms_norm_eps: float = 1e-5
+    num_kv_heads: int = 1  # as the attention op sees the cache
+
+    @property
+    def head_dim(self) -> int:
+        """Of a cache entry, and of a query that has absorbed the key projection."""
+        return self.kv_lora_rank + self.rope_head_dim
+
+    @property
+    def scale(self) -> float:
+        """On the scores: by the head's own width, before absorption."""
+        return (self.nope_head_dim + self.rope_head_dim) ** -0.5 * self.rope.softmax_factor
+
+
+@dataclass(frozen=True)
 class CacheGroup:
     """The layers that share a block table, and the geometry that their metadata is built from.
 

@@ -11,11 +11,18 @@ from types import ModuleType
 from typing import Any
 
 from jaxspec.config import ConfigError
-from jaxspec.models import gpt_oss, llama, qwen2, qwen3
+from jaxspec.models import deepseek_v3, glm4_moe_lite, gpt_oss, llama, qwen2, qwen3
 from jaxspec.models.decoder import TargetOutput
 from jaxspec.models.llama import LlamaConfig
 
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "gpt_oss": gpt_oss}
+FAMILIES: dict[str, ModuleType] = {
+    "deepseek_v3": deepseek_v3,
+    "glm4_moe_lite": glm4_moe_lite,
+    "gpt_oss": gpt_oss,
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
 TargetConfig = LlamaConfig
 
 __all__ = ["FAMILIES", "TargetConfig", "TargetOutput", "config_from_hf", "family"]

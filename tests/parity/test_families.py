@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import moe
 from jaxspec.loading.model import load_target
 from jaxspec.params import Params
-from tests.parity.oracles import TOLERANCE, hf_outputs, hf_target
+from tests.parity.oracles import TOLERANCE, edit_config, hf_outputs, hf_target
 from tests.parity.ours import PagedTarget, by_position
 from tests.parity.test_targets import AUX, run_all, sequences
 
@@ -38,7 +39,26 @@ GPT_OSS = dict(
     swiglu_limit=1.0,  # so that both clamps are felt
     rope_parameters=YARN,
 )
+MLA = dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    head_dim=8,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=20,
+)
+GLM = dict(model_type="glm4_moe_lite", **MLA)
+DEEPSEEK = dict(model_type="deepseek_v3", **MLA, n_group=4, topk_group=2, first_k_dense_replace=1)
+DEEPSEEK_YARN = dict(rope_type="yarn", rope_theta=150.0, factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.8)
 FAMILIES: dict[str, dict[str, Any]] = {
+    "glm": GLM,
+    "glm_no_query_latent": {**GLM, "q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2},
+    "deepseek": DEEPSEEK,
+    "deepseek_yarn_bias": {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN, "attention_bias": True, "norm_topk_prob": False},
     "gpt_oss": GPT_OSS,
     "gpt_oss_truncated_yarn": {**GPT_OSS, "rope_parameters": {**YARN, "truncate": True}, "sliding_window": 1},
     "gpt_oss_no_bias": {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention"]},
@@ -121,6 +141,18 @@ MISTAKES: dict[str, tuple[str, Change]] = {
     "yarn_temperature_dropped": ("gpt_oss", _rope(attention_factor=1.0)),
     "yarn_truncated": ("gpt_oss", _rope(truncate=True)),
     "yarn_off": ("gpt_oss", _rope(rope_type="default")),
+    "router_bias_not_in_the_choice": ("glm", _layers(router_bias=jnp.zeros_like)),
+    "routed_scaling_dropped": ("glm", _moe(routed_scaling=1.0)),
+    "weights_not_normalised": ("glm", _moe(norm_top_k=False)),
+    "shared_expert_dropped": ("glm", _layers(shared__down_proj=jnp.zeros_like)),
+    "groups_ignored": ("deepseek", _moe(num_groups=1)),
+    "one_group_more": ("deepseek", _moe(top_groups=3)),
+    "softmax_temperature_dropped": ("deepseek_yarn_bias", _rope(softmax_factor=1.0)),
+    "latent_bias_dropped": ("deepseek_yarn_bias", _layers(self_attn__kv_a_bias=jnp.zeros_like)),
+    "rope_on_another_part": (
+        "glm",
+        _layers(self_attn__kv_a_proj=lambda w: jnp.roll(w, 4, axis=1)),
+    ),
 }
 
 
@@ -128,3 +160,20 @@ MISTAKES: dict[str, tuple[str, Change]] = {
 def test_the_comparison_sees_a_mistake(mistake: str, tmp_path: Path) -> None:
     case, change = MISTAKES[mistake]
     assert error_of(case, change, tmp_path) > 10 * TOLERANCE["atol"]
+
+
+def test_rotated_pairs_read_as_halves_are_seen(tmp_path: Path) -> None:
+    def reread(cfg: Any, params: Params) -> tuple[Any, Params]:
+        return load_target(edit_config(tmp_path, lambda config: config.update(rope_interleave=False)), jnp.float32)
+
+    assert error_of("glm", reread, tmp_path) > 10 * TOLERANCE["atol"]
+
+
+def test_a_router_bias_in_the_weights_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def biased(logits: jax.Array, bias: jax.Array, cfg: Any) -> tuple[jax.Array, jax.Array]:
+        chosen, ids = jax.lax.top_k(jax.nn.sigmoid(logits) + bias, cfg.top_k)
+        return ids, chosen / chosen.sum(-1, keepdims=True) * cfg.routed_scaling
+
+    monkeypatch.setattr(moe, "route_sigmoid", biased)
+    another_program = _config(max_position_embeddings=999)
+    assert error_of("glm", another_program, tmp_path) > 10 * TOLERANCE["atol"]

@@ -1,0 +1,132 @@
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1), with its key and value projections absorbed.
+
+A token caches a latent c and a rotated key r. Head h's key is [K_h c, r] and its value V_h c, so that q . key is
+(K_h^T q_nope) . c + q_rope . r, and the weighted sum of values is V_h times that of latents. Attention then reads the latents as they are
+cached, as one KV head for all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.attention import RopeTables
+from jaxspec.config import REFERENCE_KERNELS, Kernels, MLAConfig
+from jaxspec.kv_cache import LatentCache, write_rows
+from jaxspec.layers import apply_rope, linear, product, rms_norm
+from jaxspec.metadata import AttentionMetadata
+from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from pallas_kernels.attention import paged_attention
+
+LATENT_NORM_EPS = 1e-6  # of the norms on the latents, whatever the model's rms_norm_eps says
+
+
+def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, ParamSpec]:
+    """The layer's weights under `prefix` ("...self_attn"). kv_b_proj is read twice: as each head's key and value projection."""
+    heads, rank, nope, rope, v = cfg.num_heads, cfg.kv_lora_rank, cfg.nope_head_dim, cfg.rope_head_dim, cfg.v_head_dim
+    kv_b = ((f"{prefix}.kv_b_proj.weight", (heads * (nope + v), rank)),)
+    split = partial(_head_part, heads=heads, nope=nope)
+
+    def rotated(name: str, depth: int, num_heads: int, before: int, axes: tuple[str | None, str | None]) -> ParamSpec:
+        """A projection whose output is, for each head, `before` plain dimensions and then the rotated ones."""
+        width = num_heads * (before + rope)
+        if not cfg.rope_interleave:
+            return matrix(f"{prefix}.{name}.weight", depth, width, axes)
+        order = partial(_halves_of_pairs, num_heads=num_heads, before=before)
+        return AssembledSpec(
+            f"{prefix}.{name}.weight", (depth, width), axes, sources=((f"{prefix}.{name}.weight", (width, depth)),), build=order
+        )
+
+    specs: dict[str, ParamSpec] = {
+        "kv_a_proj": rotated("kv_a_proj_with_mqa", hidden_size, 1, rank, ("embed", None)),
+        "kv_a_norm": vector(f"{prefix}.kv_a_layernorm.weight", rank),
+        "k_b_proj": AssembledSpec(kv_b[0][0], (heads, nope, rank), ("heads", None, None), sources=kv_b, build=partial(split, part="k")),
+        "v_b_proj": AssembledSpec(kv_b[0][0], (heads, rank, v), ("heads", None, None), sources=kv_b, build=partial(split, part="v")),
+        "o_proj": matrix(f"{prefix}.o_proj.weight", heads * v, hidden_size, ("heads", "embed")),
+    }
+    if cfg.q_lora_rank is None:
+        specs["q_proj"] = rotated("q_proj", hidden_size, heads, nope, ("embed", "heads"))
+    else:
+        specs["q_a_proj"] = matrix(f"{prefix}.q_a_proj.weight", hidden_size, cfg.q_lora_rank, ("embed", None))
+        specs["q_a_norm"] = vector(f"{prefix}.q_a_layernorm.weight", cfg.q_lora_rank)
+        specs["q_b_proj"] = rotated("q_b_proj", cfg.q_lora_rank, heads, nope, (None, "heads"))
+    if cfg.bias:
+        specs["kv_a_bias"] = _rotated_bias(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, rank, cfg.rope_interleave)
+        specs["o_bias"] = vector(f"{prefix}.o_proj.bias", hidden_size)
+        if cfg.q_lora_rank is not None:
+            specs["q_a_bias"] = vector(f"{prefix}.q_a_proj.bias", cfg.q_lora_rank)
+    return specs
+
+
+def _rotated_bias(name: str, size: int, before: int, interleave: bool) -> ParamSpec:
+    if not interleave:
+        return vector(name, size)
+    order = partial(_halves_of_pairs, num_heads=1, before=before)
+    return AssembledSpec(name, (size,), (None,), sources=((name, (size,)),), build=order)
+
+
+def _halves_of_pairs(arrays: Sequence[np.ndarray], *, num_heads: int, before: int) -> np.ndarray:
+    """Rows of each head after `before`, rotated as pairs (0, 1), (2, 3), ... -> rotated as halves; then [out, in] -> [in, out]."""
+    (array,) = arrays
+    per_head = array.reshape(num_heads, -1, *array.shape[1:])
+    ordered = np.concatenate([per_head[:, :before], per_head[:, before::2], per_head[:, before + 1 :: 2]], axis=1)
+    return ordered.reshape(array.shape).T
+
+
+def _head_part(arrays: Sequence[np.ndarray], *, heads: int, nope: int, part: str) -> np.ndarray:
+    """kv_b_proj [heads * (nope + v), rank] -> keys [heads, nope, rank] or values [heads, rank, v]."""
+    (array,) = arrays
+    per_head = array.reshape(heads, -1, array.shape[1])
+    return per_head[:, :nope] if part == "k" else per_head[:, nope:].swapaxes(1, 2)
+
+
+def latent_attention(
+    params: Params,
+    cfg: MLAConfig,
+    x: jax.Array,
+    rope: RopeTables,
+    metadata: AttentionMetadata,
+    cache: LatentCache,
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    norm: jax.Array,
+    residual: jax.Array,
+) -> tuple[jax.Array, LatentCache]:
+    """residual + o_proj(attention(norm of x)): x [batch, rows, D] -> the same, and the cache with these rows written.
+
+    norm: the gain [D] of the RMS norm before the projections. rope: tables of rope_head_dim.
+    """
+    batch, rows = x.shape[:2]
+    normed = rms_norm(x, norm, cfg.rms_norm_eps, kernels)
+    if cfg.q_lora_rank is None:
+        q = product(normed, (params["q_proj"],), kernels)
+    else:
+        q = rms_norm(linear(normed, params["q_a_proj"], params.get("q_a_bias")), params["q_a_norm"], LATENT_NORM_EPS)
+        q = product(q, (params["q_b_proj"],), kernels)
+    q_nope, q_rope = jnp.split(q.reshape(batch, rows, cfg.num_heads, -1), [cfg.nope_head_dim], axis=-1)
+    latent, k_rope = jnp.split(linear(normed, params["kv_a_proj"], params.get("kv_a_bias")), [cfg.kv_lora_rank], axis=-1)
+    latent = rms_norm(latent, params["kv_a_norm"], LATENT_NORM_EPS)
+    entry = jnp.concatenate([latent[:, :, None], apply_rope(k_rope[:, :, None], rope)], axis=-1)
+    pool = write_rows(cache.latent, entry, metadata.slot_mapping)
+
+    absorbed = jnp.einsum("brhn,hnc->brhc", q_nope, params["k_b_proj"], preferred_element_type=jnp.float32).astype(x.dtype)
+    attended = paged_attention(
+        jnp.concatenate([absorbed, apply_rope(q_rope, rope)], axis=-1),
+        pool,
+        pool,  # of whose entries only the latent part is a value
+        metadata.block_table,
+        metadata.positions,
+        metadata.seq_lens,
+        metadata.window_start,
+        scale=cfg.scale,
+        implementation=kernels.attention,
+    )[..., : cfg.kv_lora_rank]
+    values = jnp.einsum("brhc,hcv->brhv", attended, params["v_b_proj"], preferred_element_type=jnp.float32).astype(x.dtype)
+    values = values.reshape(batch, rows, -1)
+    if cfg.bias:
+        return residual + linear(values, params["o_proj"], params["o_bias"]), LatentCache(pool)
+    return product(values, (params["o_proj"],), kernels, residual=residual), LatentCache(pool)

@@ -1,0 +1,169 @@
+"""DeepSeek-V3: latent attention, a few dense layers, then experts behind a sigmoid router and one that every row takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    CacheGroup,
+    ConfigError,
+    Kernels,
+    MLAConfig,
+    RopeConfig,
+    read_int,
+    read_number,
+    refuse_unless,
+)
+from jaxspec.kv_cache import KVCache, LatentCache
+from jaxspec.layers import mlp_block, mlp_specs, rope_tables
+from jaxspec.metadata import AttentionMetadata
+from jaxspec.mla import latent_attention, mla_specs
+from jaxspec.models import decoder
+from jaxspec.models.decoder import TargetOutput, decoder_specs, logits, run_layers
+from jaxspec.moe import MoEConfig, sigmoid_moe_block, sigmoid_moe_specs
+from jaxspec.params import Params, vector
+
+__all__ = ["DeepseekV3Config", "config_from_hf", "decoder_layer", "forward", "ignored_tensor", "layer_specs", "logits", "param_specs"]
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config:
+    """Static shape of the decoder. num_dense_layers: the first ones, whose MLP is intermediate_size wide and has no experts.
+
+    num_mtp_layers: modules of multi-token prediction that the checkpoint holds after the layers; drafts/mtp.py reads them.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_dense_layers: int
+    attention: MLAConfig
+    moe: MoEConfig
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    num_mtp_layers: int = 0
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
+        """All layers alike."""
+        return CacheGroup(block_size, max_model_len)
+
+
+def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
+    """From a checkpoint's config.json. (The original weights in float8 are refused.)"""
+    return mla_moe_config(config, num_dense_layers=int(config.get("first_k_dense_replace", 3)))
+
+
+def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> DeepseekV3Config:
+    """The keys that the families of this decoder share."""
+    for key, expected in (("hidden_act", "silu"), ("quantization_config", None), ("pretraining_tp", 1)):
+        refuse_unless(config, key, expected)
+    for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1), ("ep_size", 1)):
+        refuse_unless(config, key, expected)  # DeepSeek's own config.json has them, transformers' has not
+    num_layers = read_int(config, "num_hidden_layers")
+    if not 0 <= num_dense_layers <= num_layers:
+        raise ConfigError(f"first_k_dense_replace: expected at most the model's {num_layers} layers, got {num_dense_layers}")
+    eps = read_number(config, "rms_norm_eps", 1e-6)
+    attention = MLAConfig(
+        num_heads=read_int(config, "num_attention_heads"),
+        kv_lora_rank=read_int(config, "kv_lora_rank"),
+        q_lora_rank=read_int(config, "q_lora_rank") if config.get("q_lora_rank") is not None else None,
+        nope_head_dim=read_int(config, "qk_nope_head_dim"),
+        rope_head_dim=read_int(config, "qk_rope_head_dim"),
+        v_head_dim=read_int(config, "v_head_dim"),
+        rope=RopeConfig.from_hf(config),
+        rope_interleave=bool(config.get("rope_interleave", True)),
+        bias=bool(config.get("attention_bias", False)),
+        rms_norm_eps=eps,
+    )
+    size = read_int(config, "moe_intermediate_size")
+    moe = MoEConfig(
+        num_experts=read_int(config, "n_routed_experts"),
+        top_k=read_int(config, "num_experts_per_tok"),
+        intermediate_size=size,
+        num_groups=read_int(config, "n_group", 1),
+        top_groups=read_int(config, "topk_group", 1),
+        routed_scaling=read_number(config, "routed_scaling_factor", 1.0),
+        norm_top_k=bool(config.get("norm_topk_prob", True)),
+        shared_size=size * read_int(config, "n_shared_experts", 1),
+    )
+    if moe.num_experts % moe.num_groups:
+        raise ConfigError(f"n_group: expected a divisor of n_routed_experts {moe.num_experts}, got {moe.num_groups}")
+    return DeepseekV3Config(
+        model_type=config["model_type"],
+        vocab_size=read_int(config, "vocab_size"),
+        hidden_size=read_int(config, "hidden_size"),
+        intermediate_size=read_int(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_dense_layers=num_dense_layers,
+        attention=attention,
+        moe=moe,
+        rms_norm_eps=eps,
+        max_position_embeddings=read_int(config, "max_position_embeddings"),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        num_mtp_layers=int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0),
+    )
+
+
+def param_specs(cfg: DeepseekV3Config) -> Params:
+    """The weights: a ParamSpec per array, in the structure of the params."""
+    return decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, prefix, dense=i < cfg.num_dense_layers))
+
+
+def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> Params:
+    """One decoder layer's weights."""
+    hidden = cfg.hidden_size
+    return {
+        "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
+        "self_attn": mla_specs(f"{prefix}.self_attn", cfg.attention, hidden),
+        "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+        **(mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size) if dense else sigmoid_moe_specs(f"{prefix}.mlp", cfg.moe, hidden)),
+    }
+
+
+def ignored_tensor(cfg: DeepseekV3Config, name: str) -> bool:
+    """As any decoder's, and the modules of multi-token prediction."""
+    mtp = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.num_mtp_layers))
+    return decoder.ignored_tensor(cfg, name) or name.startswith(mtp)
+
+
+def decoder_layer(
+    layer: Params,
+    cfg: DeepseekV3Config,
+    x: jax.Array,
+    metadata: AttentionMetadata,
+    cache: LatentCache,
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> tuple[jax.Array, LatentCache]:
+    """One layer on x [batch, rows, D], dense or with experts as its weights say; also that of an MTP module."""
+    rope = rope_tables(cfg.attention.rope, cfg.attention.rope_head_dim, metadata.positions)
+    norm = layer["input_layernorm"]
+    x, cache = latent_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x)
+    if "experts" in layer:
+        return sigmoid_moe_block(layer, cfg.moe, cfg.rms_norm_eps, x, kernels), cache
+    return mlp_block(layer, cfg.rms_norm_eps, x, kernels), cache
+
+
+def forward(
+    params: Params,
+    cfg: DeepseekV3Config,
+    tokens: jax.Array,
+    metadata: AttentionMetadata,
+    caches: KVCache,
+    *,
+    aux_layers: tuple[int, ...] = (),
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> TargetOutput:
+    """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
+
+    def run_layer(i: int, layer: Params, x: jax.Array, cache: LatentCache) -> tuple[jax.Array, LatentCache]:
+        return decoder_layer(layer, cfg, x, metadata, cache, kernels)
+
+    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)
