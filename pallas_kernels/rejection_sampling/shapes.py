@@ -76,7 +76,8 @@ def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
     noise = 0.0 if shape.draft_vocab is None else -np.log(rng.exponential(size=draft.shape)) * ~greedy[:, None, None]
     tokens = kept[(draft / divisor + noise).argmax(-1)].astype(np.int32)
     missing = (rng.random((B, K)) < 0.05) & shape.mixed
-    gumbel = lambda *dims: -np.log(rng.standard_exponential(dims, np.float32))  # noqa: E731
+    least = np.finfo(np.float32).tiny  # among millions of float32 draws one is 0
+    gumbel = lambda *dims: -np.log(np.maximum(rng.standard_exponential(dims, np.float32), least))  # noqa: E731
     needs_uniforms = (shape.sampled and shape.rule != "strict") or shape.rule == "synthetic"
     return {
         "target_logits": target,
