@@ -203,3 +203,11 @@ def test_uniforms_are_in_the_half_open_unit_interval_and_uniform() -> None:
     assert drawn.min() >= 0 and drawn.max() < 1 and drawn.dtype == np.float32
     for column in drawn.T:
         assert within_limit(*chi_square(np.bincount((column * 100).astype(int), minlength=100), np.full(100, 0.01)))
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 255, 256, 257, 1000])
+def test_argmax_is_the_first_of_the_largest(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    x = rng.integers(-3, 4, (60, vocab)).astype(np.float32)
+    x[0], x[1, : vocab - 1] = -np.inf, -np.inf
+    np.testing.assert_array_equal(sampling.argmax(jnp.asarray(x)), np.argmax(x, axis=-1))
