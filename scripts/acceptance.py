@@ -62,7 +62,7 @@ def main(
     with errors_as_sentences():
         json_file = report.JsonFile(output_json) if output_json else None
         if markdown:
-            show.check_markers(markdown)
+            show.check_markers(markdown, show.SCRIPT)
         if from_json:
             records = [read_record(path) for path in from_json]
         else:
@@ -87,10 +87,10 @@ def main(
             records = [make_record(llm, measured, check, settings, num_speculative_tokens)]
             if json_file:
                 json_file.write(records[0])
-        Console(width=200).print(*show.tables(records[0]))
+        Console(width=220).print(*show.tables(records[0]))
         print("\n".join(show.sentences(records[0])))
         if markdown:
-            show.write_markdown(markdown, records)
+            show.write_section(markdown, show.SCRIPT, "\n\n".join(map(show.markdown, records)))
         if plot:
             show.draw(plot, records)
 

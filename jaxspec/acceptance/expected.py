@@ -20,10 +20,14 @@ from jax import lax
 
 @struct.dataclass
 class Expected:
-    """float32 [batch, K] each: the probability that drafts 0..i are all accepted; 0 past a round's last draft."""
+    """float32 [batch, K] each: the probability that drafts 0..i are all accepted; 0 past a round's last draft.
+
+    given_drafts is probabilistic's without averaging over the last draft, so of the same mean: what block is compared with, draft by draft.
+    """
 
     strict: jax.Array
     probabilistic: jax.Array
+    given_drafts: jax.Array
     block: jax.Array
 
 
@@ -65,6 +69,7 @@ def expected_acceptance(
     return Expected(
         strict=jnp.where(valid, _before(agreement_ratio) * agreement, 0.0),
         probabilistic=jnp.where(valid, _before(ratio) * last, 0.0),
+        given_drafts=jnp.where(valid, jnp.cumprod(ratio, axis=1), 0.0),
         block=_block(p_known, q, outside, log_p_draft, valid, q_draft),
     )
 

@@ -25,9 +25,6 @@ from jaxspec.params import Params
 from jaxspec.propose import Proposal, propose
 from jaxspec.sampling import SamplingState
 
-BLOCK_SIZE = 64
-CHUNK = 64  # prompt tokens a prefill call
-AHEAD = 8  # rounds launched before the host asks whether all requests have ended
 Corrupt = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -62,7 +59,7 @@ def recorded_round(
     """
     K = cfg.num_speculative_tokens
     inputs = decode.draft_inputs(state, block_table)
-    before = draft_logits
+    before, live = draft_logits, state.active
     buffers = Proposal(jnp.zeros((block_table.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None)
     carry = propose(cfg, params["draft"], inputs, state.draft_caches, buffers)
     tokens = jnp.where(jnp.arange(K) < num_drafts, carry.proposal.draft_tokens, -1)
@@ -86,6 +83,7 @@ def recorded_round(
     entropy = -(jnp.exp(log_p) * log_p).sum(axis=-1)
     surprise = -jnp.take_along_axis(log_p, jnp.maximum(output, 0)[..., None], axis=-1)[..., 0]
     real = output >= 0
+    written = jnp.where(live[:, None, None], written, before)
     return Round(output, count, expected, jnp.where(real, surprise, 0.0), jnp.where(real, entropy, 0.0)), state, written
 
 
@@ -145,12 +143,13 @@ class Recorder:
     """Compiled rounds of one pair, for batches of max_num_seqs requests of at most max_tokens tokens, prompt included.
 
     Programs compile in threads when they are announced, once for each (rule, drafts, sampled or greedy), and serve every K and data set.
+    chunk: prompt tokens a prefill call. ahead: rounds launched before the host asks whether all requests have ended.
     """
 
-    def __init__(self, pair: Pair, *, max_num_seqs: int, max_tokens: int) -> None:
-        self.pair, self.batch = pair, max_num_seqs
-        pages = -(-(max_tokens + 2 * (pair.max_drafts + 1)) // BLOCK_SIZE)
-        self.group = CacheGroup(BLOCK_SIZE, pages * BLOCK_SIZE)
+    def __init__(self, pair: Pair, *, max_num_seqs: int, max_tokens: int, block_size: int = 64, chunk: int = 64, ahead: int = 8) -> None:
+        self.pair, self.batch, self.chunk, self.ahead = pair, max_num_seqs, chunk, ahead
+        pages = -(-(max_tokens + 2 * (pair.max_drafts + 1)) // block_size)
+        self.group = CacheGroup(block_size, pages * block_size)
         self.num_blocks = max_num_seqs * pages
         self.table = jnp.arange(self.num_blocks, dtype=jnp.int32).reshape(max_num_seqs, pages)
         self._pool = ThreadPoolExecutor(4)
@@ -186,7 +185,7 @@ class Recorder:
         prefill = self._prefill_config(sampled)
         if prefill not in self._compiled:
             ints = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-            chunk = jax.ShapeDtypeStruct((self.batch, CHUNK), jnp.int32)
+            chunk = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
             jitted = jax.jit(decode.prefill, static_argnums=0, donate_argnums=2, compiler_options=dict(prefill.compiler_options) or None)
             prefill_args = (self.pair.params, state, self.table, chunk, ints, ints, ints)
             self._compiled[prefill] = self._pool.submit(lambda: jitted.lower(prefill, *prefill_args).compile())
@@ -224,13 +223,13 @@ class Recorder:
             keys = [requests.seed + begin + i for i in range(len(prompts))]
             state = self._state(cfg, keys, requests.temperature, requests.max_tokens)
             first = np.full(self.batch, -1, np.int32)
-            for chunk in _chunks(prompts, self.batch):
+            for chunk in _chunks(prompts, self.batch, self.chunk):
                 verification, state = prefill(self.pair.params, state, self.table, *chunk)
                 first = np.maximum(first, np.asarray(verification.output_tokens)[:, 0])
             rounds: list[Round] = []
             while not rounds or bool(jax.device_get(state.active).any()):
                 launched = []
-                for _ in range(AHEAD):  # rounds past a request's end are idle and count nothing
+                for _ in range(self.ahead):  # rounds past a request's end are idle and count nothing
                     record, state, buffer = program(self.pair.params, state, buffer, self.table, np.int32(num_drafts))
                     launched.append(record)
                 rounds += jax.device_get(launched)
@@ -241,16 +240,16 @@ class Recorder:
         return join(parts), texts
 
 
-def _chunks(prompts: Sequence[Sequence[int]], batch: int) -> list[tuple[np.ndarray, ...]]:
-    """tokens [batch, CHUNK], start, num_tokens and next_prompt_token [batch] of one prefill call after another."""
+def _chunks(prompts: Sequence[Sequence[int]], batch: int, chunk: int) -> list[tuple[np.ndarray, ...]]:
+    """tokens [batch, chunk], start, num_tokens and next_prompt_token [batch] of one prefill call after another."""
     chunks = []
-    for begin in range(0, max(map(len, prompts)), CHUNK):
-        tokens, num_tokens, following = np.zeros((batch, CHUNK), np.int32), np.zeros(batch, np.int32), np.full(batch, -1, np.int32)
+    for begin in range(0, max(map(len, prompts)), chunk):
+        tokens, num_tokens, following = np.zeros((batch, chunk), np.int32), np.zeros(batch, np.int32), np.full(batch, -1, np.int32)
         for row, prompt in enumerate(prompts):
-            part = prompt[begin : begin + CHUNK]
+            part = prompt[begin : begin + chunk]
             tokens[row, : len(part)], num_tokens[row] = part, len(part)
-            if begin + CHUNK < len(prompt):
-                following[row] = prompt[begin + CHUNK]
+            if begin + chunk < len(prompt):
+                following[row] = prompt[begin + chunk]
         chunks.append((tokens, np.full(batch, begin, np.int32), num_tokens, following))
     return chunks
 

@@ -16,6 +16,8 @@ from jaxspec.acceptance.summary import (
     expected_per_position,
     figures,
     length,
+    minus,
+    on_the_same_rounds,
     per_position,
     rate,
     standard_error,
@@ -23,7 +25,7 @@ from jaxspec.acceptance.summary import (
 from jaxspec.config import ConfigError
 
 Record = dict[str, Any]
-BEGIN, END = "<!-- begin: scripts/acceptance.py -->", "<!-- end: scripts/acceptance.py -->"
+SCRIPT = "scripts/acceptance.py"
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ def _by_k(record: Record) -> Grid:
     return Grid("Mean acceptance length by K, expected in brackets", ("T", "rule", "drafts", *(f"K = {k}" for k in ks)), rows)
 
 
-def _expected_length(result: Result, rule: str | None = None) -> float:
-    return 1 + float(estimate(expected_per_position(rule or result.case.rule), result.counts).sum())
+def _expected_length(result: Result) -> float:
+    return 1 + float(estimate(expected_per_position(result.case.rule), result.counts).sum())
 
 
 def _theory(record: Record) -> Grid:
@@ -134,7 +136,7 @@ def _theory(record: Record) -> Grid:
     rows = []
     for result in results(record):
         if result.case.num_speculative_tokens == K and result.counts.expected and result.case.drafts == "probabilistic":
-            lengths = [_expected_length(result, rule) for rule in rules]
+            lengths = [float(estimate(on_the_same_rounds(rule), result.counts)) for rule in rules]
             cells = [f"{n:.3f} ({100 * (n - 1) / K:.1f})" for n in lengths]
             rows.append((result.case.dataset, f"{result.case.temperature:g}", result.case.rule, *cells))
     title = "Expected length (rate, %) of each rule on the same rounds, sampled drafts"
@@ -177,11 +179,12 @@ def _gain(a: Result, b: Result, K: int, drafts: str) -> str:
     """Measured, and on one and the same set of rounds as theory has it."""
     points = 100 * float(estimate(rate, a.counts) - estimate(rate, b.counts))
     error = 100 * float(standard_error(rate, a.counts, b.counts))
-    theory = [100 * (_expected_length(x, a.case.rule) - _expected_length(x, b.case.rule)) / K for x in (a, b)]
+    gain = minus(on_the_same_rounds(a.case.rule), on_the_same_rounds(b.case.rule))
+    theory = [f"{100 * estimate(gain, x.counts) / K:+.2f} ± {100 * standard_error(gain, x.counts) / K:.2f}" for x in (a, b)]
     lengths = [float(estimate(length, x.counts)) for x in (a, b)]
     return (
         f"{a.case.dataset}, T = {a.case.temperature:g}, {drafts} drafts: {a.case.rule} over {b.case.rule} {points:+.2f} ± {error:.2f} "
-        f"points of acceptance rate (theory {theory[0]:+.2f} on the rounds of {a.case.rule}, {theory[1]:+.2f} on those of {b.case.rule}), "
+        f"points of acceptance rate (theory {theory[0]} on the rounds of {a.case.rule}, {theory[1]} on those of {b.case.rule}), "
         f"length {lengths[0]:.3f} against {lengths[1]:.3f}"
     )
 
@@ -199,30 +202,42 @@ def _check(record: Record, dataset: str) -> list[str]:
 # --- Markdown -----------------------------------------------------------------------------------------------------------------------
 
 
-def check_markers(path: Path) -> None:
+def markers(script: str) -> tuple[str, str]:
+    """The lines between which a script's output stands."""
+    return f"<!-- begin: {script} -->", f"<!-- end: {script} -->"
+
+
+def check_markers(path: Path, script: str) -> None:
+    begin, end = markers(script)
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ConfigError(f"--markdown {path}: expected a file with the lines {BEGIN} and {END}, got none or not in this order")
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ConfigError(f"--markdown {path}: expected a file with the lines {begin} and {end}, got none or not in this order")
 
 
-def write_markdown(path: Path, records: Sequence[Record]) -> None:
+def write_section(path: Path, script: str, section: str) -> None:
     """Replace what stands between the markers."""
+    begin, end = markers(script)
     text = path.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    path.write_text("\n\n".join([before, *(markdown(record) for record in records), after]), encoding="utf-8")
+    before, after = text[: text.index(begin) + len(begin)], text[text.index(end) :]
+    path.write_text(f"{before}\n\n{section}\n\n{after}", encoding="utf-8")
+
+
+def ran_on(record: Record) -> str:
+    """Hardware, versions and settings of a run, in a line."""
+    s, devices, versions = record["settings"], record["devices"], record["versions"]
+    device = f"{len(devices)} x {devices[0]['kind']}" if devices else "no device"
+    return (
+        f"{device}, {s['dtype']}, jax {versions['jax']}, commit {str(versions['git_commit'])[:12]}; at most {s['max_tokens']} tokens a "
+        f"prompt, {s['max_num_seqs']} requests together, seed {s['seed']} and on."
+    )
 
 
 def markdown(record: Record) -> str:
-    s, devices = record["settings"], record["devices"]
-    versions = record["versions"]
-    device = f"{len(devices)} x {devices[0]['kind']}" if devices else "no device"
-    head = (
-        f"### {s['draft']} ({s['method']})\n\n{device}, jax {versions['jax']}, commit {str(versions['git_commit'])[:12]}; at most "
-        f"{s['max_tokens']} tokens a prompt, {s['max_num_seqs']} requests together, seed {s['seed']} and on.\n\n    "
-    )
-    described = "\n    ".join(record["description"])
+    s = record["settings"]
+    described = "\n".join(f"    {line}" for line in record["description"])
     bullets = "\n".join(f"- {line}" for line in sentences(record))
-    return "\n\n".join([head + described, *(grid.markdown() for grid in grids(record)), bullets])
+    head = [f"### {s['draft']} ({s['method']})", ran_on(record), described]
+    return "\n\n".join([*head, *(grid.markdown() for grid in grids(record)), bullets])
 
 
 # --- the figure ---------------------------------------------------------------------------------------------------------------------

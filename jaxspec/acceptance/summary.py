@@ -61,6 +61,19 @@ def expected_per_position(rule: str) -> Statistic:
     return lambda counts, weights: (weights @ counts.expected[rule]) / (weights @ counts.rounds)[:, None]
 
 
+def on_the_same_rounds(rule: str) -> Statistic:
+    """[resamples] the mean length that theory expects of a rule, whatever rule's rounds these are.
+
+    block's closed form is given all drafts. Its difference to probabilistic's given all drafts is less noisy than itself.
+    """
+
+    def statistic(counts: Counts, weights: Weights) -> np.ndarray:
+        signs = {"block": 1, "given_drafts": -1, "probabilistic": 1} if rule == "block" else {rule: 1}
+        return 1 + np.sum([sign * expected_per_position(name)(counts, weights).sum(axis=1) for name, sign in signs.items()], axis=0)
+
+    return statistic
+
+
 def length(counts: Counts, weights: Weights) -> np.ndarray:
     """[resamples] mean acceptance length: 1 + accepted drafts a round."""
     return 1 + per_position(counts, weights).sum(axis=1)
@@ -86,6 +99,10 @@ def standard_error(statistic: Statistic, *samples: Counts) -> np.ndarray:
     weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES).astype(np.float64)
     values = [statistic(counts, weights) for counts in samples]
     return np.std(values[0] if len(values) == 1 else values[0] - values[1], axis=0)
+
+
+def minus(a: Statistic, b: Statistic) -> Statistic:
+    return lambda counts, weights: a(counts, weights) - b(counts, weights)
 
 
 def figures(result: Result) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tests.scripts.conftest import runner
 
 PROMPTS = ["Hello there", "Why?", "A longer prompt, so that one of them takes more than a single chunk of tokens to be read."]
 MAX_TOKENS = 40
+BEGIN, END = show.markers(show.SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def files(target, draft, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("acceptance")
     for name, texts in (("one", PROMPTS[:2]), ("two", PROMPTS[2:])):
         (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": t}) for t in texts))
-    (folder / "page.md").write_text(f"before\n\n{show.BEGIN}\nold\n{show.END}\n\nafter\n")
+    (folder / "page.md").write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     args = ["--target", target, "--draft", draft, "--dataset", folder / "one.jsonl", "--dataset", folder / "two.jsonl", "--max-num-seqs", 4]
     args += ["--num-speculative-tokens", 2, "--sweep", 3, "--max-tokens", 12, "--rules", "strict,probabilistic", "--dtype", "float32"]
     args += ["--drafts", "probabilistic", "--check-engine", "--output-json", folder / "run.json"]
@@ -128,7 +129,7 @@ def test_every_case_is_written(files):
 
 def test_tables_sentences_and_figure(files):
     page, shown = (files / "page.md").read_text(), (files / "stdout").read_text()
-    assert page.startswith("before\n") and page.endswith(f"{show.END}\n\nafter\n") and "\nold\n" not in page
+    assert page.startswith("before\n") and page.endswith(f"{END}\n\nafter\n") and "\nold\n" not in page
     for text in (
         "Acceptance at K = 2",
         "Mean acceptance length by K",
@@ -143,7 +144,7 @@ def test_tables_sentences_and_figure(files):
 def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch):
     monkeypatch.setattr(LLM, "from_pretrained", None)
     again = tmp_path / "page.md"
-    again.write_text(f"before\n\n{show.BEGIN}\n{show.END}\n\nafter\n")
+    again.write_text(f"before\n\n{BEGIN}\n{END}\n\nafter\n")
     result = runner(acceptance.main)("--from-json", files / "run.json", "--markdown", again)
     assert result.exit_code == 0, result.output
     assert again.read_text() == (files / "page.md").read_text()

@@ -1,0 +1,257 @@
+"""What happens when the draft logits of steps 1 and on are not the ones that the drafts were drawn from (docs/acceptance.md).
+
+python scripts/experiment_draft_logits.py                                   # a tiny random model, exact probabilities
+python scripts/experiment_draft_logits.py --dataset mt_bench.jsonl          # and SmolLM2 with its head
+
+The rounds are the real propose and verify. Between them this script replaces the logits: by zeros, or by what the buffer held before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from rich.console import Console
+
+from jaxspec import LLM, ConfigError, SpeculativeConfig, drafts, models, prompts, report
+from jaxspec.acceptance import show
+from jaxspec.acceptance.rounds import Corrupt, Counts, Pair, Recorder, Requests
+from jaxspec.acceptance.show import Grid
+from jaxspec.acceptance.summary import estimate, length, per_position, standard_error, text_check
+from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
+from jaxspec.config import AttentionConfig
+from jaxspec.loading.model import bind_draft
+from jaxspec.params import init_random
+from jaxspec.training.target import target_states
+
+SCRIPT = "scripts/experiment_draft_logits.py"
+VOCAB, HIDDEN, K = 6, 32, 3
+PROMPT = [1, 4, 2, 5]
+LENGTH = 4  # tokens of a tiny text: the first is prefill's, the second every first round's position 0
+SAMPLING_TRIALS = 200
+
+
+def zeros(written: jax.Array, before: jax.Array) -> jax.Array:
+    """Step 0's logits, and nothing for the later steps."""
+    del before
+    return written.at[:, 1:].set(0.0)
+
+
+def stale(written: jax.Array, before: jax.Array) -> jax.Array:
+    """Step 0's logits, and for the later steps those of the slot's last round."""
+    return jnp.concatenate([written[:, :1], before[:, 1:]], axis=1)
+
+
+CONDITIONS: dict[str, Corrupt | None] = {"right": None, "zero": zeros, "stale": stale}
+
+
+def option(text: str) -> Any:
+    return typer.Option(help=text, show_default=True)
+
+
+def main(
+    samples: Annotated[int, option("Texts that are sampled from the tiny model in each condition.")] = 60_000,
+    dataset: Annotated[str | None, option("JSON Lines with prompts, or a hub id: run a real pair on them too.")] = None,
+    target: Annotated[str | None, option("Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]")] = None,
+    draft: Annotated[str, option("Folder, name under checkpoints/ or hub id of the EAGLE head.")] = "smollm2-135m-instruct-eagle3",
+    method: Annotated[str, option("eagle or eagle3.")] = "eagle3",
+    num_prompts: Annotated[int | None, option("At most this many prompts.")] = None,
+    max_tokens: Annotated[int, option("At most this many tokens a prompt.")] = 256,
+    max_num_seqs: Annotated[int, option("Requests that run together.")] = 80,
+    seed: Annotated[int, option("Of the first prompt; the i-th has seed + i.")] = 0,
+    dtype: Annotated[str, option("float32, bfloat16 or auto, of the real pair.")] = "auto",
+    kernels: Annotated[str, option("reference, mosaic_gpu or auto, of the real pair.")] = "auto",
+    output_json: Annotated[Path | None, option("Write the figures to this file.")] = None,
+    markdown: Annotated[Path | None, option("Replace the tables between the markers of this file.")] = None,
+) -> None:
+    """Acceptance and the text's distribution with right, zero and stale draft logits at steps 1 and on; temperature 1, K = 3."""
+    with errors_as_sentences():
+        if samples < 100:
+            raise ConfigError(f"--samples: expected at least 100, got {samples}")
+        json_file = report.JsonFile(output_json) if output_json else None
+        if markdown:
+            show.check_markers(markdown, SCRIPT)
+        texts = None if dataset is None else prompts.read_prompts(dataset)[:num_prompts]
+        keep_compiled_programs()
+        if dtype == "float32":
+            exact_float32()
+        settings = {"dtype": dtype, "max_num_seqs": max_num_seqs, "kernels": kernels}
+        with jax.default_matmul_precision("highest"):
+            grids, record = [], {"tiny": tiny_experiment(samples)}
+        grids.append(tiny_grid(record["tiny"]))
+        Console(width=220).print(grids[0].rich())
+        if texts is not None:
+            speculative = SpeculativeConfig(model=draft, method=method, num_speculative_tokens=K)
+            llm = LLM.from_pretrained(target, speculative=speculative, batch_buckets=[max_num_seqs], **settings)
+            counts = model_experiment(llm, texts, max_tokens, seed)
+            grids.append(model_grid(counts, Path(str(dataset)).stem))
+            record["model"] = {name: model_figures(c) for name, c in counts.items()}
+            Console(width=220).print(grids[1].rich())
+        settings |= {"max_tokens": max_tokens, "seed": seed, "samples": samples, "draft": draft, "dataset": dataset}
+        record |= {"settings": settings, **report.environment()}
+        if json_file:
+            json_file.write(record)
+        if markdown:
+            show.write_section(markdown, SCRIPT, "\n\n".join([show.ran_on(record), *(grid.markdown() for grid in grids)]))
+
+
+# --- the tiny model, whose probabilities are exact -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Total variation between the sampled texts and the exact distribution, beside that of samples of the exact distribution itself."""
+
+    total_variation: float
+    from_sampling_alone: float
+    standard_deviation: float
+
+    @property
+    def standard_deviations_off(self) -> float:
+        return (self.total_variation - self.from_sampling_alone) / self.standard_deviation
+
+
+def tiny_pair() -> Pair:
+    """A random llama and a random EAGLE-3 head on VOCAB tokens, the draft surer of itself than the target."""
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    target = models.TargetConfig("llama", VOCAB, HIDDEN, 48, 2, attention, 1e-5, 4096, False)
+    draft = drafts.Eagle3Config(HIDDEN, HIDDEN, 48, 1, attention, 1e-5, VOCAB, VOCAB, (0, 1, 2))
+    keys = jax.random.split(jax.random.key(0), 2)
+    target_params = init_random(models.family(target).param_specs(target), keys[0], jnp.float32)
+    own = init_random(drafts.family(draft).param_specs(draft), keys[1], jnp.float32)
+    target_params["lm_head"], own["lm_head"] = (spread(p["lm_head"], s) for p, s in ((target_params, 1.2), (own, 2.5)))
+    return Pair(target, draft, {"target": target_params, "draft": bind_draft(draft, own, target_params, None)}, K, stop_token_ids=())
+
+
+def spread(head: jax.Array, deviation: float) -> jax.Array:
+    """An output head [hidden, vocab] whose logits of a normed hidden state have about this standard deviation."""
+    return head * (deviation / (jnp.std(head) * HIDDEN**0.5))
+
+
+def exact_probabilities(pair: Pair) -> np.ndarray:
+    """[VOCAB] * LENGTH: the probability of each text after PROMPT at temperature 1, token by token from the target itself."""
+    joint = np.ones(())
+    for length_so_far in range(LENGTH):
+        tokens = np.array([[*PROMPT, *prefix] for prefix in itertools.product(range(VOCAB), repeat=length_so_far)], np.int32)
+        lengths = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
+        hidden, _ = target_states(pair.params["target"], pair.target, jnp.asarray(tokens), lengths, ())
+        logits = models.family(pair.target).logits(pair.params["target"], pair.target, hidden[:, -1])
+        p = np.asarray(jax.nn.softmax(logits), np.float64).reshape(*(VOCAB,) * length_so_far, VOCAB)
+        joint = joint[..., None] * p / p.sum(axis=-1, keepdims=True)
+    return joint
+
+
+def distance(counts: np.ndarray, probabilities: np.ndarray, rng: np.random.Generator) -> Distance:
+    """Of counts of texts against their probabilities, both of one shape."""
+    p, total = probabilities.ravel() / probabilities.sum(), int(counts.sum())
+    apart = lambda x: 0.5 * np.abs(x / total - p).sum(axis=-1)  # noqa: E731
+    alone = apart(rng.multinomial(total, p, SAMPLING_TRIALS))
+    return Distance(float(apart(counts.ravel())), float(alone.mean()), float(alone.std()))
+
+
+def tiny_experiment(samples: int, batch: int = 2000) -> dict[str, Any]:
+    """For each condition: acceptance by position, the distance of each token's distribution from the target's, and of whole texts."""
+    pair = tiny_pair()
+    exact = exact_probabilities(pair)
+    recorder = Recorder(pair, max_num_seqs=min(batch, samples), max_tokens=len(PROMPT) + LENGTH, block_size=8, chunk=4, ahead=3)
+    requests = Requests([PROMPT] * samples, temperature=1.0, max_tokens=LENGTH)
+    found = {}
+    for name, corrupt in CONDITIONS.items():
+        counts, texts = recorder.run(requests, "probabilistic", "probabilistic", K, corrupt=corrupt)
+        seen = np.zeros(exact.shape, np.int64)
+        np.add.at(seen, tuple(np.array(texts).T), 1)
+        rng = np.random.default_rng(0)
+        distances = {}
+        for i in range(LENGTH):
+            others = tuple(axis for axis in range(LENGTH) if axis != i)
+            distances[f"token {i}"] = distance(seen.sum(axis=others), exact.sum(axis=others), rng)
+        distances["text"] = distance(seen, exact, rng)
+        record = {key: asdict(d) | {"standard_deviations_off": d.standard_deviations_off} for key, d in distances.items()}
+        found[name] = {"acceptance": acceptance_figures(counts), "distances": record}
+    return {"vocabulary": VOCAB, "samples": samples, "conditions": found}
+
+
+def acceptance_figures(counts: Counts) -> dict[str, Any]:
+    """Unconditional acceptance by position and mean length, with standard errors over requests."""
+    return {
+        "rounds": int(counts.rounds.sum()),
+        "per_position": estimate(per_position, counts).tolist(),
+        "per_position_standard_error": standard_error(per_position, thin(counts)).tolist(),
+        "mean_acceptance_length": float(estimate(length, counts)),
+    }
+
+
+def thin(counts: Counts, groups: int = 400) -> Counts:
+    """Thousands of requests summed up in groups: a bootstrap over groups has the same error."""
+    if len(counts.rounds) <= groups:
+        return counts
+    group = np.arange(len(counts.rounds)) * groups // len(counts.rounds)
+    sums = lambda x: np.stack([x[group == g].sum(axis=0) for g in range(groups)])  # noqa: E731
+    return replace(counts, rounds=sums(counts.rounds), accepted=sums(counts.accepted))
+
+
+def tiny_grid(record: dict[str, Any]) -> Grid:
+    def cell(d: dict[str, float]) -> str:
+        return f"{d['total_variation']:.4f} ({d['standard_deviations_off']:+.0f} sd)"
+
+    conditions = record["conditions"]
+    keys = list(conditions["right"]["distances"])
+    rows = []
+    for name, found in conditions.items():
+        rows.append((name, *positions(found["acceptance"]), *(cell(found["distances"][k]) for k in keys)))
+    alone = [conditions["right"]["distances"][k] for k in keys]
+    rows.append(("sampling alone", *["-"] * K, *(f"{d['from_sampling_alone']:.4f} ± {d['standard_deviation']:.4f}" for d in alone)))
+    heading = tuple(f"accepted at {i}, %" for i in range(K)), tuple(f"TV of {'the whole text' if k == 'text' else k}" for k in keys)
+    title = f"Tiny model, vocabulary {VOCAB}, {record['samples']} texts of {LENGTH} tokens in each condition, T = 1, K = {K}"
+    return Grid(title, ("logits of steps 1+", *heading[0], *heading[1]), rows)
+
+
+def positions(figures: dict[str, Any]) -> list[str]:
+    shares = zip(figures["per_position"], figures["per_position_standard_error"], strict=True)
+    return [f"{100 * share:.1f} ± {100 * error:.1f}" for share, error in shares]
+
+
+# --- a real pair --------------------------------------------------------------------------------------------------------------------
+
+
+def model_experiment(llm: LLM, texts: list[str], max_tokens: int, seed: int) -> dict[str, Counts]:
+    """The same prompts and seeds in each condition."""
+    if llm.tokenizer is None:
+        raise ConfigError("--target: expected a folder with a tokenizer, got none")
+    encoded = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    pair = Pair(llm.target_config, llm.draft_config, llm.params, K, llm.eos_token_ids, llm.dtype, llm.kernels)
+    longest = max(map(len, encoded))
+    recorder = Recorder(pair, max_num_seqs=min(llm.config.max_num_seqs, len(texts)), max_tokens=longest + max_tokens)
+    for corrupt in CONDITIONS.values():
+        recorder.announce("probabilistic", "probabilistic", sampled=True, corrupt=corrupt)
+    requests = Requests(encoded, 1.0, max_tokens, seed)
+    return {name: recorder.run(requests, "probabilistic", "probabilistic", K, corrupt=c)[0] for name, c in CONDITIONS.items()}
+
+
+def model_figures(counts: Counts) -> dict[str, Any]:
+    return acceptance_figures(counts) | text_check(counts)
+
+
+def model_grid(counts: dict[str, Counts], dataset: str) -> Grid:
+    rows = []
+    for name, c in counts.items():
+        f, right = model_figures(c), counts["right"]
+        moved = 100 * (estimate(per_position, c) - estimate(per_position, right))
+        error = 100 * standard_error(per_position, c, right)
+        change = " / ".join(f"{m:+.1f} ± {e:.1f}" for m, e in zip(moved, error, strict=True)) if name != "right" else "-"
+        surprise = f"{f['surprise_minus_entropy']:+.3f} ({f['surprise_minus_entropy_standard_errors']:+.1f})"
+        rows.append((name, str(f["rounds"]), *positions(f), change, f"{f['mean_acceptance_length']:.3f}", surprise))
+    headings = ("logits of steps 1+", "rounds", *(f"accepted at {i}, %" for i in range(K)), "against right, points", "length")
+    prompts_of = f"{len(counts['right'].rounds)} prompts of {dataset}"
+    title = f"Target and head, {prompts_of}, T = 1, K = {K}; the last column is 0 for the target's own text"
+    return Grid(title, (*headings, "-log p less entropy, a token (standard errors)"), rows)
+
+
+if __name__ == "__main__":
+    run_program(main)
