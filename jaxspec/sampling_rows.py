@@ -64,11 +64,11 @@ def _row(
     row: dict[str, Any] = {
         "keys": np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
         "temperature": np.float32(params.temperature),
-        "top_k": np.int32(max(params.top_k, 0)),
-        "top_p": np.float32(params.top_p),
+        "top_k": np.int32(0 if params.greedy else max(params.top_k, 0)),
+        "top_p": np.float32(1 if params.greedy else params.top_p),
     }
     if features.min_p:
-        row["min_p"] = np.float32(params.min_p)
+        row["min_p"] = np.float32(0 if params.greedy else params.min_p)
     if features.logit_bias:
         row["logit_bias"] = _dense_bias(params, vocab_size)
     if features.penalties:

@@ -163,14 +163,19 @@ def start(
     num_blocks: int,
     *,
     max_tokens: int | Sequence[int] = 64,
+    stop_token_ids: np.ndarray | None = None,
     chunk: int | None = None,
     compilation: str = "round",
 ) -> tuple[np.ndarray, DecodeState]:
-    """Prefill; returns the first token of each request (-1: an empty prompt, a padding row) and the state."""
+    """Prefill; returns the first token of each request (-1: an empty prompt, a padding row) and the state.
+
+    stop_token_ids: int32 [batch, stops], padded with -1; None: no request stops before max_tokens.
+    """
     batch = len(prompts)
     limits = jnp.asarray(np.broadcast_to(np.asarray(max_tokens, np.int32), batch))
     sampling = jax.tree.map(jnp.asarray, sampling)
-    state = decode.init_state(cfg, sampling, limits, jnp.full((batch, 1), -1, jnp.int32), num_blocks, jnp.float32)
+    stops = np.full((batch, 1), -1, np.int32) if stop_token_ids is None else stop_token_ids
+    state = decode.init_state(cfg, sampling, limits, jnp.asarray(stops), num_blocks, jnp.float32)
     longest = max(len(p) for p in prompts)
     first = np.full(batch, -1, np.int32)
     for begin in range(0, longest, chunk or longest):
@@ -188,13 +193,25 @@ def generate(
     sampling: SamplingState,
     *,
     max_tokens: int | Sequence[int] = 16,
+    stop_token_ids: np.ndarray | None = None,
     chunk: int | None = None,
     compilation: str = "round",
     shuffle_seed: int | None = None,
 ) -> Run:
-    """Prompts to token ids, by prefill and rounds. An empty prompt is a padding row."""
+    """Prompts to token ids, by prefill and rounds. An empty prompt is a padding row. A text goes on to the end of its last round."""
     table, num_blocks = block_table(len(prompts), cfg, shuffle_seed=shuffle_seed)
-    first, state = start(cfg, params, prompts, sampling, table, num_blocks, max_tokens=max_tokens, chunk=chunk, compilation=compilation)
+    first, state = start(
+        cfg,
+        params,
+        prompts,
+        sampling,
+        table,
+        num_blocks,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        chunk=chunk,
+        compilation=compilation,
+    )
     texts = [[int(t)] if t >= 0 else [] for t in first]
     accepted = []
     while np.asarray(state.active).any():
