@@ -1,0 +1,57 @@
+"""Query, key and value projections in one array are the three of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import models
+from jaxspec.attention import join_projections
+from jaxspec.config import AttentionConfig, CacheGroup
+from jaxspec.kv_cache import init_cache
+from jaxspec.metadata import build_metadata
+from jaxspec.params import init_random
+from tests.support.tiny import generate, random_prompts, sampling_state, tiny_model
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_computes_the_same(bias: bool) -> None:
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=bias, o_bias=bias)
+    target = replace(tiny_model("eagle").target, attention=attention)
+    params = init_random(models.family(target).param_specs(target), jax.random.key(0), jnp.float32)
+    joined = join_projections(params)
+    np.testing.assert_allclose(hidden(target, joined), hidden(target, params), rtol=1e-5, atol=1e-5)
+    names = sorted(joined["layers"][0]["self_attn"])
+    assert names == (["o_bias", "o_proj", "qkv_bias", "qkv_proj"] if bias else ["o_proj", "qkv_proj"])
+    assert joined["layers"][0]["self_attn"]["qkv_proj"].shape == (32, (4 + 2 * 2) * 8)
+    assert sorted(params["layers"][0]["self_attn"])[0] != "qkv_proj", "the weights that were given stay as they are"
+
+
+def hidden(target: Any, params: Any) -> np.ndarray:
+    rows = 6
+    zero = jnp.zeros(1, jnp.int32)
+    metadata = build_metadata(CacheGroup(8, 8), zero[None], zero, zero + rows, rows)
+    caches = init_cache(target.attention, target.num_layers, 1, 8, jnp.dtype(jnp.float32))
+    tokens = jnp.arange(rows, dtype=jnp.int32)[None]
+    return np.asarray(models.family(target).forward(params, target, tokens, metadata, caches).hidden)
+
+
+def test_joining_again_changes_nothing() -> None:
+    once = join_projections(tiny_model("eagle3").params)
+    assert jax.tree.structure(join_projections(once)) == jax.tree.structure(once)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_rounds_on_joined_projections_give_the_same_text(method: str) -> None:
+    model = tiny_model(method)
+    cfg, prompts = model.round_config(3, sampled=False), random_prompts((5, 9))
+    texts = [
+        generate(cfg, params, prompts, sampling_state([0] * 2), max_tokens=(12, 12)).token_ids
+        for params in (model.params, join_projections(model.params))
+    ]
+    assert texts[0] == texts[1]
