@@ -1,7 +1,18 @@
 """jaxspec: EAGLE-type speculative decoding for causal language models, in JAX."""
 
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.engine import LLM, RequestOutput
+from jaxspec.llm import LLM
+from jaxspec.outputs import CompletionOutput, Increment, Interrupted, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 
-__all__ = ["LLM", "ConfigError", "EngineConfig", "RequestOutput", "SamplingParams", "SpeculativeConfig"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "Increment",
+    "Interrupted",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+]

@@ -77,14 +77,23 @@ class SpecDecodeMetrics:
 class Timings:
     """Wall-clock seconds of an engine, compilation included where it happened; num_rounds counts decode rounds of any batch.
 
-    A result's time counts to what it is the result of, from when the one before was read. num_preemptions: requests that gave their
-    blocks up and were prefilled again. num_prefix_queries, num_prefix_hits: tokens to prefill, and those of them found in the prefix cache.
+    A result's time counts to what it is the result of, from when the one before was read.
     """
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     num_rounds: int = 0
     num_output_tokens: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class SchedulerCounts:
+    """num_preemptions: times that a request gave its blocks up and was prefilled again. num_prefix_queries, num_prefix_hits: tokens to
+    prefill, and those of them that the prefix cache had."""
+
     num_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0

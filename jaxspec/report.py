@@ -16,9 +16,9 @@ import jax
 from rich.table import Table
 
 from jaxspec.config import ConfigError, SpeculativeConfig
-from jaxspec.engine import RequestOutput
 from jaxspec.losslessness import Difference
 from jaxspec.metrics import SpecDecodeMetrics, Timings
+from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 
 RULER = "-" * 50

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.block_pool import BlockPool, hash_blocks
+from jaxspec.metrics import SchedulerCounts
 from jaxspec.request import FinishReason, Request
 
 
@@ -76,8 +77,8 @@ class Scheduler:
         self.config, self.pools = config, tuple(pools)
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * config.buckets[0]
-        self.num_preemptions = 0
-        self.num_prefix_queries = self.num_prefix_hits = 0  # known tokens that were looked up, and found, when requests were admitted
+        self.counts = SchedulerCounts()
+        self.changes = 0  # counts admissions and departures: who compares it knows whether others run
         self._cleared: list[int] = []
         self._admissions = 0
 
@@ -91,6 +92,16 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+
+    def place(self, request: Request, slot: int, blocks: list[list[int]]) -> None:
+        """A request that is prefilled already, in a slot and in blocks of the caller's choice: for benchmarks of rounds."""
+        for pool, chosen in zip(self.pools, blocks, strict=True):
+            pool.take(chosen)
+        request.slot, request.blocks, self.rows[slot] = slot, blocks, request
+        request.num_prefilled = request.num_cached = len(request.prompt_token_ids)
+        self._admissions += 1
+        self.changes += 1
+        request.admitted = self._admissions
 
     # --- before a round -----------------------------------------------------------------------------------------------------------
 
@@ -118,6 +129,7 @@ class Scheduler:
             request = self.waiting.popleft()
             self._admissions += 1
             request.admitted = self._admissions
+            self.changes += 1
             admitted.append(request)
         return admitted
 
@@ -136,8 +148,8 @@ class Scheduler:
             request.blocks.append(blocks + new)
         request.num_prefilled = num_shared * self.config.block_size
         request.num_registered, request.num_cached = num_shared, 0
-        self.num_prefix_queries += request.num_known
-        self.num_prefix_hits += request.num_prefilled
+        self.counts.num_prefix_queries += request.num_known
+        self.counts.num_prefix_hits += request.num_prefilled
         return True
 
     def _find_prefix(self, request: Request) -> tuple[list[list[int]], int]:
@@ -234,7 +246,7 @@ class Scheduler:
         self._cleared.append(self._leave(request))
         request.num_prefilled = request.num_cached = 0
         self.waiting.appendleft(request)
-        self.num_preemptions += 1
+        self.counts.num_preemptions += 1
 
     # --- after a round ------------------------------------------------------------------------------------------------------------
 
@@ -271,6 +283,7 @@ class Scheduler:
             pool.free(blocks)
         slot, request.slot, request.blocks = request.slot, None, []
         self.rows[slot] = None
+        self.changes += 1
         return slot
 
     def _register(self, request: Request, num_tokens: int) -> None:

@@ -1,26 +1,22 @@
 """The rows of a resident DecodeState: requests come, move and go while the caches stay where they are.
 
 The state always has as many rows as the batch bucket that runs, so that a round touches nothing else; when the bucket changes, one small
-program moves rows. Prefill works on tiles, [tiles, rows of a tile], each with the block table of its request: in every layer all keys
-and values are written before attention reads, so the tiles of one prompt see each other, and one shape serves any mixture of prompts.
+program moves rows. Prefill works on a state of its own rows, one a tile (a few tokens of one request), taken from the slots and put back
+where a tile ends a prompt: in every layer all keys and values are written before attention reads, so the tiles of one prompt see each
+other, and one shape serves any mixture of prompts. All programs here are small; they compile for each batch and prefill bucket.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec import decode
-from jaxspec.config import RoundConfig
-from jaxspec.decode import DecodeState, Program
-from jaxspec.params import Params
+from jaxspec.decode import DecodeState
 from jaxspec.sampling import SamplingState
-from jaxspec.verify import Verification
 
 
 @struct.dataclass
@@ -67,6 +63,15 @@ def _move(rows: DecodeState, sources: jax.Array) -> DecodeState:
     return replace(moved, active=moved.active & (sources >= 0))
 
 
+def _take(rows: DecodeState, at: jax.Array) -> DecodeState:
+    taken = jax.tree.map(lambda x: x[jnp.minimum(at, x.shape[0] - 1)], rows)
+    return replace(taken, active=jnp.zeros_like(taken.active))
+
+
+def _put_back(rows: DecodeState, at: jax.Array, taken: DecodeState) -> DecodeState:
+    return jax.tree.map(partial(_put, at), rows, taken)
+
+
 def _deactivate(active: jax.Array, ended: jax.Array) -> jax.Array:
     return active & ~ended
 
@@ -77,39 +82,6 @@ def _put(slots: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
 
 admit = jax.jit(_admit, donate_argnums=0)  # slots int32 [n], out of range: nobody
 move = jax.jit(_move)  # sources int32 [rows of the new batch], -1: an idle row
+take = jax.jit(_take)  # at int32 [tiles], out of range for a tile that ends no prompt: it gets any row, and loses it again
+put_back = jax.jit(_put_back, donate_argnums=0)
 deactivate = jax.jit(_deactivate, donate_argnums=0)  # active, ended: bool [batch]
-
-
-def prefill_tiles(
-    cfg: RoundConfig,
-    params: Params,
-    state: DecodeState,
-    slots: jax.Array,
-    block_table: jax.Array,
-    tokens: jax.Array,
-    start: jax.Array,
-    num_tokens: jax.Array,
-    next_prompt_token: jax.Array,
-) -> tuple[Verification, DecodeState]:
-    """decode.prefill of tiles: int32 [tiles, rows] tokens of any requests, with the block table of each.
-
-    slots: int32 [tiles], where a tile that ends a prompt puts its row; out of range for the other tiles, which change the caches only.
-    The result's rows are the tiles'.
-    """
-    at = jnp.minimum(slots, state.active.shape[0] - 1)
-    rows = jax.tree.map(lambda x: x[at], without_caches(state))
-    rows = with_caches(replace(rows, active=jnp.zeros_like(rows.active)), state)
-    verification, after = decode.prefill(cfg, params, rows, block_table, tokens, start, num_tokens, next_prompt_token)
-    put = partial(_put, slots)
-    return verification, with_caches(jax.tree.map(put, without_caches(state), without_caches(after)), after)
-
-
-_prefill_tiles = Program(prefill_tiles, donate=2)
-
-
-def run_prefill(cfg: RoundConfig, params: Params, state: DecodeState, *args: Any, compilation: str) -> tuple[Verification, DecodeState]:
-    """One call of prefill_tiles in the given compilation mode; args as it takes them after the state."""
-    if compilation == "eager":
-        with jax.disable_jit():
-            return prefill_tiles(cfg, params, state, *(jnp.asarray(x) for x in args))
-    return _prefill_tiles(cfg, params, state, *args)

@@ -21,7 +21,7 @@ from jaxspec.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
 from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
-from jaxspec.engine import DTYPES
+from jaxspec.llm import DTYPES
 
 
 def option(text: str, *names: str) -> Any:

@@ -21,13 +21,15 @@ from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
 from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig, SpeculativeConfig
 from jaxspec.decode import DecodeState
-from jaxspec.engine import LLM, _Request
+from jaxspec.engine import Engine
 from jaxspec.kv_cache import FullCache, KVCache
+from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
 from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.metrics import SpecDecodeMetrics
 from jaxspec.params import Params, init_random
 from jaxspec.propose import DraftInputs, Proposal, propose
+from jaxspec.request import Request
 from jaxspec.sampling import SamplingState
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import judge
@@ -91,15 +93,15 @@ class Weights:
 # --- a case ready to run --------------------------------------------------------------------------------------------------------------
 
 
-class TimedLLM(LLM):
+class TimedEngine(Engine):
     """The engine, with the time at which each round's result was read."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.read_at: list[float] = []
 
-    def _collect(self, requests: Any, verification: Any, advance: Any, *, drafted: bool) -> None:
-        super()._collect(requests, verification, advance, drafted=drafted)
+    def _read(self) -> None:
+        super()._read()
         self.read_at.append(time.perf_counter())
 
 
@@ -121,7 +123,7 @@ def configure(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort) ->
     return *_round_configs(case, llm, plain, chosen), pages
 
 
-def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Params) -> tuple[TimedLLM, TimedLLM, int]:
+def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Params) -> tuple[LLM, LLM, int]:
     """Engines over these weights, with and without the draft, and pages for the context and every timed round at its longest."""
     dimensions, K = MODELS[case.model], case.num_speculative_tokens
     pages = -(-(case.context + (effort.rounds + DISCARDED + 2) * (K + 1)) // BLOCK_SIZE)
@@ -131,18 +133,19 @@ def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Para
         block_size=BLOCK_SIZE,
         compilation=case.compilation,  # type: ignore[arg-type]
         batch_buckets=(case.batch,),
+        num_gpu_blocks_override=case.batch * pages,
     )
     speculative = SpeculativeConfig(method=case.method, num_speculative_tokens=K, rejection_sample_method=case.rule)
-    llm = TimedLLM((dimensions.target, target), (draft_config(dimensions, case.method), draft), speculative, config=config, dtype=dtype)
-    return llm, TimedLLM((dimensions.target, target), config=config, dtype=dtype), pages
+    llm = LLM((dimensions.target, target), (draft_config(dimensions, case.method), draft), speculative, config=config, dtype=dtype)
+    return llm, LLM((dimensions.target, target), config=config, dtype=dtype), pages
 
 
 def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str]) -> tuple[RoundConfig, RoundConfig]:
-    sampled = case.temperature > 0
     rates = synthetic.conditional_rates(synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens))
-    cfg = replace(llm.round_config(sampled=sampled, truncated=False), acceptance_rates=rates)
-    bare = plain.round_config(sampled=sampled, truncated=False)
-    return tuple(replace(c, kernels=replace(c.kernels, **chosen)) for c in (cfg, bare))  # type: ignore[return-value]
+    for engine in (llm, plain):
+        engine.runner.overrides = {"kernels": replace(engine.kernels, **chosen)}
+    llm.runner.overrides["acceptance_rates"] = rates
+    return tuple(engine.round_config(sampled=case.temperature > 0, truncated=False) for engine in (llm, plain))  # type: ignore[return-value]
 
 
 def does_not_fit(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort, limit: int | None) -> str | None:
@@ -161,6 +164,7 @@ class Workload:
         self.case, self.effort, self.dtype = case, effort, weights.dtype
         self.llm, self.plain_llm, pages = _engines(case, weights.dtype, effort, *weights.get(case))
         self.cfg, self.plain_cfg = _round_configs(case, self.llm, self.plain_llm, chosen)
+        self.engine = TimedEngine(self.llm.runner)
         blocks = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
         self.host_table = blocks.reshape(case.batch, pages)
         self.block_table = jnp.asarray(self.host_table)
@@ -262,19 +266,24 @@ class Workload:
     def time_engine(self) -> dict[str, Any]:
         """Wall clock a round in the engine's own loop, which reads each round's result: the steady state, while all requests are live."""
         seconds = [self._engine_round() for _ in range(self.effort.repeats + 1)][1:]  # the first one warms the loop up
-        return Timing(tuple(seconds)).to_dict() | {"acceptance_length": self.llm.metrics.mean_acceptance_length}
+        return Timing(tuple(seconds)).to_dict() | {"acceptance_length": self.engine.stats.metrics.mean_acceptance_length}
 
     def _engine_round(self) -> float:
-        llm, case = self.llm, self.case
+        engine, case = self.engine, self.case
         tokens = int((self.effort.rounds - 1) * case.acceptance_length)
         params = SamplingParams(case.temperature, max_tokens=tokens)
-        metrics = lambda: SpecDecodeMetrics(case.num_speculative_tokens)  # noqa: E731
-        requests = [_Request([], [], params, tokens, (), metrics()) for _ in range(case.batch)]
-        llm.read_at = []
         ended: list[int] = []  # rounds read when a request ended
-        state = jax.block_until_ready(self.rewind(self.state, tokens))
-        self.state = llm._run_rounds(self.cfg, requests, state, self.host_table, lambda _: ended.append(len(llm.read_at)))
-        read = llm.read_at[min(DISCARDED, ended[0] - 2) : ended[0]]
+        note_end = lambda request, _: request.finish_reason and ended.append(len(engine.read_at))  # noqa: E731
+        engine.runner.adopt(jax.block_until_ready(self.rewind(self.state, tokens)))
+        engine.read_at = []
+        for slot, blocks in enumerate(self.host_table.tolist()):
+            request = Request([0] * case.context, params, tokens, max_drafts=case.num_speculative_tokens, on_tokens=note_end)
+            request.metrics = SpecDecodeMetrics(case.num_speculative_tokens)
+            engine.scheduler.place(request, slot, [blocks])
+        while engine.has_requests:
+            engine.step()
+        self.state = engine.runner.release()
+        read = engine.read_at[min(DISCARDED, ended[0] - 2) : ended[0]]
         return (read[-1] - read[0]) / (len(read) - 1)
 
     def trace(self, folder: Path, rounds: int = 3) -> None:

@@ -1,0 +1,51 @@
+"""What a caller may give as a prompt, and how it becomes token ids."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxspec.config import ConfigError
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]  # the last: vLLM's {"prompt": ...}, {"prompt_token_ids": ...}
+
+
+class Encoder(Protocol):
+    """What is asked of a tokenizer here."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several? A text, a list of ids and a list of messages are one each."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts: expected texts, token ids or chats, got {prompts!r:.200}")
+    items = list(prompts)
+    first = items[0] if items else None
+    if isinstance(first, numbers.Integral) or (isinstance(first, Mapping) and "role" in first):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
+    """The token ids of the index-th prompt; ConfigError, with the index, for what is none."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", prompt)
+    listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping)
+    items: list[Any] = list(prompt) if listed else []
+    if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
+        return [int(t) for t in items]
+    is_chat = bool(items) and all(isinstance(m, Mapping) for m in items)
+    if not is_chat and not isinstance(prompt, str):
+        if listed and not items:
+            return []
+        raise ConfigError(f"prompt {index}: expected a text, token ids or a list of chat messages, got {prompt!r:.200}")
+    if tokenizer is None:
+        raise ConfigError(f"prompt {index}: expected token ids (the target comes without a tokenizer), got text")
+    return tokenizer.encode_chat(items) if is_chat else tokenizer.encode(str(prompt))

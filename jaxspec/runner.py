@@ -1,0 +1,410 @@
+"""The device's side of the engine: the resident state, the KV pool, and which compiled program runs for which batch.
+
+Everything here dispatches and returns at once; nothing waits for the device. Shapes come from few buckets: rows of the batch, tiles of a
+prefill call, and, on a CPU, pages of the block table (attention over padding doubles the time there; on a GPU the table is whole).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import decode, slots
+from jaxspec.config import CacheGroup, ConfigError, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
+from jaxspec.decode import DecodeState
+from jaxspec.params import Params
+from jaxspec.request import Request
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_rows import ends_of, sampling_rows, with_features
+from jaxspec.scheduler import Chunk
+from jaxspec.slots import Admission
+from jaxspec.verify import Verification
+
+logger = logging.getLogger(__name__)
+
+GRAPHS_BELOW_BYTES = 4 << 30  # a target whose round lasts longer than the host takes to launch its kernels does without CUDA graphs
+CPU_POOL_BYTES = 4 << 30
+RESERVE_BYTES = 1 << 30  # for programs, and what the allocator cannot use
+MIN_PAGES_TOKENS = 128  # page tables are bucketed in powers of two from here up
+MIN_STOPS = 4
+MIN_PREFILL_TOKENS = 256  # of a prefill call's bucket on a GPU, where fewer take as long
+ADMISSIONS = 8  # slots that one call of slots.admit fills
+GREEDY = SamplingFeatures(sampled=False)
+
+
+class ModelRunner:
+    """Target, draft, and the state of the requests that run. `state` is donated to whatever runs and taken back from it."""
+
+    def __init__(
+        self,
+        target_config: Any,
+        draft_config: Any,
+        params: Params,
+        speculative: SpeculativeConfig | None,
+        config: EngineConfig,
+        *,
+        kernels: Kernels,
+        dtype: Any,
+        acceptance_rates: tuple[float, ...] | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.target_config, self.draft_config, self.params = target_config, draft_config, params
+        self.speculative, self.config, self.kernels, self.dtype = speculative, config, kernels, jnp.dtype(dtype)
+        self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
+        self.acceptance_rates = acceptance_rates
+        self.overrides: dict[str, Any] = {}  # fields of every RoundConfig; for benchmarks
+        self.on_gpu = jax.default_backend() == "gpu"
+        # A tile holds whole row tiles of the attention kernel (48 rows); jnp gathers a request's keys for each tile, so it has fewer.
+        self.prefill_tile = 48 if kernels.attention == "mosaic_gpu" else 32
+        self.weight_bytes = sum(a.nbytes for a in jax.tree.leaves(params["target"]))
+        self.eos_token_ids = eos_token_ids
+        self._features = GREEDY  # those that the state's sampling parameters have the structure of
+        self._state: DecodeState | None = None
+        self._num_blocks: int | None = None
+        self._table = np.zeros((0, 0), np.int32)  # [rows, pages], and in _in_table who each row is of: request's admission, its blocks
+        self._in_table: list[tuple[int, int]] = []
+        self._device_table: Any = None
+
+    # --- what is static ----------------------------------------------------------------------------------------------------------
+
+    def round_config(self, features: SamplingFeatures, *, num_drafts: int | None = None, limits_drafts: bool = False) -> RoundConfig:
+        """The static description of rounds of K = num_drafts (None: the engine's K) for requests that need these features."""
+        group = CacheGroup(self.config.block_size, self.config.max_model_len)
+        values: dict[str, Any] = {f.name: getattr(features, f.name) for f in fields(SamplingFeatures)}
+        values |= {"kernels": self.kernels, "cuda_graphs": self.weight_bytes < GRAPHS_BELOW_BYTES}
+        if self.speculative is not None:
+            K = self.num_speculative_tokens if num_drafts is None else num_drafts
+            longest = self.speculative.draft_max_model_len
+            limit = group.max_model_len if longest is None else min(longest, group.max_model_len)
+            values |= {
+                "draft": self.draft_config,
+                "draft_group": replace(group, max_model_len=limit, window=self.draft_config.sliding_window),
+                "num_speculative_tokens": K,
+                "rule": self.speculative.rejection_sample_method,
+                "draft_sampling": self.speculative.draft_sample_method,
+                "acceptance_rates": None if self.acceptance_rates is None else self.acceptance_rates[:K],
+                "limits_drafts": limits_drafts and K > 0,
+                "draft_max_model_len": longest if limits_drafts and K > 0 else None,
+            }
+        return RoundConfig(target=self.target_config, target_group=group, **(values | self.overrides))
+
+    def num_drafts(self, batch_size: int) -> int:
+        return self.speculative.num_drafts(batch_size) if self.speculative else 0
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.config.max_model_len // self.config.block_size)
+
+    def pages_bucket(self, num_blocks: int) -> int:
+        """Columns of the block table for requests of at most so many blocks."""
+        if self.on_gpu:
+            return self.max_pages
+        size = self.config.block_size
+        return min(-(-power_of_two(max(num_blocks * size, MIN_PAGES_TOKENS)) // size), self.max_pages)
+
+    def tiles_bucket(self, num_tiles: int) -> int:
+        """Tiles of a prefill call that holds at least so many."""
+        least = -(-MIN_PREFILL_TOKENS // self.prefill_tile) if self.on_gpu else 1
+        return min(power_of_two(max(num_tiles, least)), self.max_tiles)
+
+    def pages_buckets(self, shortest: int, longest: int) -> list[int]:
+        """Every bucket of requests that hold from shortest to longest tokens."""
+        size = self.config.block_size
+        return sorted({self.pages_bucket(n) for n in range(-(-shortest // size), -(-min(longest, self.config.max_model_len) // size) + 1)})
+
+    def tiles_buckets(self, fewest: int, most: int) -> list[int]:
+        """Every bucket of prefill calls of that many tiles."""
+        return sorted({self.tiles_bucket(n) for n in range(min(fewest, self.max_tiles), min(most, self.max_tiles) + 1)})
+
+    @property
+    def max_tiles(self) -> int:
+        return max(1, self.config.max_num_batched_tokens // self.prefill_tile)
+
+    # --- memory ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one KV-cache block in all layers, target's and draft's."""
+        cfg = self.round_config(GREEDY)
+        state = jax.eval_shape(partial(_init_state, cfg, 1, MIN_STOPS, num_blocks=1, dtype=self.dtype.name))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.target_caches, state.draft_caches)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the KV pool; settled once, from what the device has free by then."""
+        if self._num_blocks is None:
+            self._num_blocks = self._settle_num_blocks()
+        return self._num_blocks
+
+    def _settle_num_blocks(self) -> int:
+        config, block_bytes = self.config, max(1, self.block_bytes)
+        least, most = self.max_pages, self.max_pages * config.max_num_seqs
+        source = f"num_gpu_blocks_override {config.num_gpu_blocks_override}"
+        num_blocks = config.num_gpu_blocks_override
+        if num_blocks is None:
+            room, source = self._room()
+            num_blocks = min(most, max(0, room) // block_bytes)
+        if num_blocks < least:
+            raise ConfigError(
+                f"KV cache: expected {least} blocks of {config.block_size} tokens ({least * block_bytes / 1e9:.2f} GB), what one request "
+                f"of max_model_len {config.max_model_len} takes, got {num_blocks} from {source}; lower max_model_len or max_num_seqs, or "
+                "give more"
+            )
+        logger.info("KV cache: %d blocks of %d tokens, %.2f GB", num_blocks, config.block_size, num_blocks * block_bytes / 1e9)
+        return num_blocks
+
+    def _room(self) -> tuple[int, str]:
+        """Bytes for the KV pool, and where the number is from."""
+        stats = jax.local_devices()[0].memory_stats() if self.on_gpu else None
+        if not stats or "bytes_limit" not in stats:
+            return CPU_POOL_BYTES, f"{CPU_POOL_BYTES / 1e9:.1f} GB of host memory"
+        share, limit, used = self.config.gpu_memory_utilization, stats["bytes_limit"], stats["bytes_in_use"]
+        working = self.working_bytes()
+        source = (
+            f"gpu_memory_utilization {share} of {limit / 1e9:.1f} GB, of which {used / 1e9:.1f} GB are in use and {working / 1e9:.1f} GB "
+            "kept for computing"
+        )
+        return int(share * limit) - used - working, source
+
+    def working_bytes(self) -> int:
+        """An estimate of what the largest programs need beside weights and caches: logits with the sampler's copies, prefill's rows."""
+        target, rows = self.target_config, self.config.max_num_batched_tokens
+        logits = 4 * min(4 * self.config.max_num_seqs * (self.num_speculative_tokens + 1) * target.vocab_size, 1 << 30)
+        logits = max(logits, 4 * 4 * self.max_tiles * target.vocab_size)
+        width = 8 * target.hidden_size + 3 * getattr(target, "intermediate_size", 4 * target.hidden_size)
+        return logits + 2 * rows * width * self.dtype.itemsize + RESERVE_BYTES
+
+    # --- the state ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> DecodeState:
+        if self._state is None:
+            assert self.config.batch_buckets is not None
+            batch, stops = self.config.batch_buckets[0], power_of_two(max(MIN_STOPS, len(self.eos_token_ids)))
+            cfg, dtype = self.round_config(GREEDY), self.dtype.name
+            self._state = _init_state(cfg, batch, stops, num_blocks=self.num_blocks, dtype=dtype)
+            self._features = GREEDY
+            self._new_table(batch)
+        assert self._state is not None
+        return self._state
+
+    def _new_table(self, batch: int) -> None:
+        self._table, self._in_table = np.zeros((batch, self.max_pages), np.int32), [(0, 0)] * batch
+        self._device_table = None
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self._state = state
+
+    def adopt(self, state: DecodeState) -> None:
+        """Go on with a state made elsewhere (a benchmark's), of greedy rows' structure."""
+        self._state, self._features = state, GREEDY
+        self._new_table(state.active.shape[0])
+
+    def release(self) -> DecodeState:
+        """The state, which is forgotten here, caches and all; the next use makes a new one."""
+        state, self._state = self._state, None
+        assert state is not None, "expected a state, got none: nothing has run"
+        return state
+
+    def forget(self) -> None:
+        self._state = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.state.active.shape[0]
+
+    def _set_rows(self, rows: DecodeState) -> None:
+        self.state = slots.with_caches(rows, self.state)
+
+    def move(self, sources: Sequence[int]) -> None:
+        """Row i of the new batch is row sources[i] of the old one, an idle row for -1. From bucket to next bucket, so that few
+        programs compile."""
+        buckets = self.config.batch_buckets
+        assert buckets is not None
+        at, to = buckets.index(self.num_rows), buckets.index(len(sources))
+        wanted = np.asarray(sources, np.int32)
+        while at != to:
+            at += 1 if to > at else -1
+            rows = np.full(buckets[at], -1, np.int32)
+            count = min(len(wanted), len(rows))
+            rows[:count] = wanted[:count]
+            self._set_rows(slots.move(slots.without_caches(self.state), rows))
+            wanted = np.arange(len(wanted), dtype=np.int32)
+            wanted[len(rows) :] = -1
+        self._new_table(len(sources))
+
+    def deactivate(self, cleared: Sequence[int]) -> None:
+        """These rows stop generating."""
+        if cleared:
+            ended = np.zeros(self.num_rows, bool)
+            ended[list(cleared)] = True
+            self.state = replace(self.state, active=slots.deactivate(self.state.active, ended))
+
+    def use(self, features: SamplingFeatures, params: Iterable[SamplingParams]) -> None:
+        """Give the state the structure that requests with these parameters need; most often it has it already."""
+        features = structure_of(features)
+        width = self.state.stop_token_ids.shape[1]
+        stops = power_of_two(max([width, *(len(ends_of(p, self.eos_token_ids)) for p in params)]))
+        if features == self._features and stops == width:
+            return
+        state, vocab = self.state, self.target_config.vocab_size
+        ends = jnp.pad(state.stop_token_ids, ((0, 0), (0, stops - width)), constant_values=-1)
+        sampling = with_features(features, state.sampling, vocab_size=vocab, num_stops=stops)
+        self.state, self._features = replace(state, stop_token_ids=ends, sampling=sampling), features
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Their parameters into their slots. `use` their features first."""
+        for first in range(0, max(1, len(requests)), ADMISSIONS):
+            self._admit(requests[first : first + ADMISSIONS])
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        idle = ADMISSIONS - len(requests)
+        at = np.asarray([*map(self._slot_or_none, requests), *[self.num_rows] * idle], np.int32)
+        width = self.state.stop_token_ids.shape[1]
+        ends = np.full((ADMISSIONS, width), -1, np.int32)
+        for row, request in enumerate(requests):
+            ends[row, : len(request.stop_token_ids)] = request.stop_token_ids
+
+        def column(value: Callable[[Request], int]) -> Any:
+            return np.asarray([*map(value, requests), *[0] * idle], np.int32)
+
+        sampling = sampling_rows(
+            self._features,
+            [r.params for r in requests],
+            [r.seed for r in requests],
+            [r.prompt_token_ids for r in requests],
+            [r.token_ids for r in requests],
+            vocab_size=self.target_config.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            num_stops=width,
+            batch=ADMISSIONS,
+        )
+        new = Admission(
+            next_token=column(lambda r: r.all_token_ids[-1] if r.num_generated else 0),
+            num_generated=column(lambda r: r.num_generated),
+            max_tokens=column(lambda r: r.max_tokens),
+            stop_token_ids=ends,  # type: ignore[arg-type]
+            max_drafts=column(lambda r: r.max_drafts),
+            sampling=sampling,
+        )
+        self._set_rows(slots.admit(slots.without_caches(self.state), at, new))
+
+    def _slot_or_none(self, request: Request) -> int:
+        """A slot past the batch, which writes nothing, for a request that has just lost its own."""
+        return self.num_rows if request.slot is None else request.slot
+
+    # --- programs ----------------------------------------------------------------------------------------------------------------
+
+    def prefill(self, features: SamplingFeatures, chunks: Sequence[Chunk]) -> tuple[Verification, list[int]]:
+        """Dispatch one prefill call. Returns its result, and the row of it that holds each chunk's last tile."""
+        tile = self.prefill_tile
+        tiles: list[tuple[Chunk, int]] = []
+        last: list[int] = []
+        for chunk in chunks:
+            tiles += [(chunk, offset) for offset in range(0, len(chunk.token_ids), tile)]
+            last.append(len(tiles) - 1)
+        size = self.tiles_bucket(len(tiles))
+        pages = self.pages_bucket(max(len(chunk.request.blocks[0]) for chunk in chunks))
+        table, tokens = np.zeros((size, pages), np.int32), np.zeros((size, tile), np.int32)
+        at, start = np.full(size, self.num_rows, np.int32), np.zeros(size, np.int32)
+        num_tokens, following = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+        for row, (chunk, offset) in enumerate(tiles):
+            part = chunk.token_ids[offset : offset + tile]
+            tokens[row, : len(part)], num_tokens[row], start[row] = part, len(part), chunk.start + offset
+            blocks = chunk.request.blocks[0]
+            table[row, : len(blocks)] = blocks
+            ends_chunk = offset + tile >= len(chunk.token_ids)
+            following[row] = chunk.next_token if ends_chunk else chunk.token_ids[offset + tile]
+            if ends_chunk and chunk.ends:
+                at[row] = self._slot_or_none(chunk.request)
+        return self._prefill(self.round_config(features), at, table, tokens, start, num_tokens, following), last
+
+    def _prefill(self, cfg: RoundConfig, at: np.ndarray, table: np.ndarray, *chunk: np.ndarray) -> Verification:
+        tiles = slots.with_caches(slots.take(slots.without_caches(self.state), at), self.state)
+        verification, after = decode.run_prefill(cfg, self.params, tiles, table, *chunk, compilation=self.config.compilation)
+        rows = slots.put_back(slots.without_caches(self.state), at, slots.without_caches(after))
+        self.state = slots.with_caches(rows, after)
+        return verification
+
+    def round(self, features: SamplingFeatures, requests: Iterable[Request], *, num_drafts: int, limits_drafts: bool) -> Verification:
+        """Dispatch one round; its result's rows are the slots."""
+        most = 0
+        for request in requests:
+            assert request.slot is not None
+            blocks = request.blocks[0]
+            most = max(most, len(blocks))
+            held = (request.admitted, len(blocks))
+            if self._in_table[request.slot] != held:
+                self._table[request.slot, : len(blocks)] = blocks
+                self._in_table[request.slot], self._device_table = held, None
+        pages = self.pages_bucket(most)
+        if self._device_table is None or self._device_table.shape != (self.num_rows, pages):
+            # A copy to the device costs as much as a small model's round, so it is made when the table has changed; of a copy of the
+            # array, since the device may read it later.
+            self._device_table = jax.device_put(self._table[:, :pages].copy())
+        return self._round(self.round_config(features, num_drafts=num_drafts, limits_drafts=limits_drafts), self._device_table)
+
+    def _round(self, cfg: RoundConfig, table: Any) -> Verification:
+        verification, self.state = decode.run_round(cfg, self.params, self.state, table, self.config.compilation)
+        return verification
+
+    def warm(
+        self,
+        features: SamplingFeatures,
+        *,
+        batches: Iterable[int],
+        round_pages: Iterable[int],
+        prefills: Iterable[tuple[int, int]],
+        limits_drafts: bool,
+    ) -> int:
+        """Run every program of these buckets once, on idle rows; prefills are (tiles, pages). Returns how many rounds and prefills ran."""
+        self.use(features, [])
+        count = 0
+        round_features = replace(features, prompt_logprobs=False)
+        for batch in batches:
+            self.move([-1] * batch)
+            self.admit([])
+            self.deactivate([0])
+            for tiles, pages in prefills:
+                idle = np.zeros(tiles, np.int32)
+                chunk = np.zeros((tiles, self.prefill_tile), np.int32)
+                self._prefill(self.round_config(features), idle + batch, np.zeros((tiles, pages), np.int32), chunk, idle, idle, idle)
+                count += 1
+            for K in self._drafts_of(batch):
+                cfg = self.round_config(round_features, num_drafts=K, limits_drafts=limits_drafts)
+                for pages in round_pages:
+                    jax.block_until_ready(self._round(cfg, jnp.zeros((batch, pages), jnp.int32)))
+                    count += 1
+        return count
+
+    def _drafts_of(self, batch: int) -> set[int]:
+        """Every K that a bucket's rounds can have: it holds fewer requests too."""
+        buckets = self.config.batch_buckets
+        assert buckets is not None
+        fewer = max((b for b in buckets if b < batch), default=0)
+        return {self.num_drafts(n) for n in range(fewer + 1, batch + 1)}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("num_blocks", "dtype"))
+def _init_state(cfg: RoundConfig, batch: int, stops: int, *, num_blocks: int, dtype: str) -> DecodeState:
+    """Idle rows over empty caches."""
+    rows = sampling_rows(GREEDY, [], [], [], [], vocab_size=cfg.target.vocab_size, batch=batch)
+    ends = jnp.full((batch, stops), -1, jnp.int32)
+    return decode.init_state(cfg, jax.tree.map(jnp.asarray, rows), jnp.zeros(batch, jnp.int32), ends, num_blocks, jnp.dtype(dtype))
+
+
+def structure_of(features: SamplingFeatures) -> SamplingFeatures:
+    """The features that the state's structure depends on."""
+    return replace(GREEDY, **{name: getattr(features, name) for name in ("min_p", "penalties", "logit_bias", "min_tokens")})
+
+
+def power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
