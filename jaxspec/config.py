@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
 DraftSampling = Literal["greedy", "probabilistic"]
 Compilation = Literal["round", "step", "eager"]
-METHODS = ("eagle", "eagle3")
+METHODS = ("eagle", "eagle3", "mtp")
 
 
 class ConfigError(ValueError):
@@ -137,6 +137,11 @@ class AttentionConfig:
     rms_norm_eps: float = 1e-5
     sinks: bool = False  # a learned logit per head that joins the softmax's denominator only (gpt-oss)
 
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim
+
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_attention_heads: expected a multiple of num_key_value_heads {self.num_kv_heads}, got {self.num_heads}")
@@ -164,6 +169,11 @@ class MLAConfig:
     bias: bool = False
     rms_norm_eps: float = 1e-5
     num_kv_heads: int = 1  # as the attention op sees the cache
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.rope_head_dim
 
     @property
     def head_dim(self) -> int:
@@ -342,7 +352,7 @@ _DRAFT_ALIASES = {"gumbel": "probabilistic"}
 class SpeculativeConfig:
     """What drafts, how many tokens, and how they are judged; the keys are vLLM's.
 
-    method: "eagle" (EAGLE-1) or "eagle3".
+    method: "eagle" (EAGLE-1), "eagle3", or "mtp" (the module of multi-token prediction in the target's own checkpoint).
     model: a folder, a hub id, or a name under checkpoints/ that holds the draft head.
     rejection_sample_method: "strict" | "probabilistic" (vLLM's "standard") | "block" | "synthetic".
     draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's temperature).
@@ -352,6 +362,7 @@ class SpeculativeConfig:
     num_speculative_tokens, which other batch sizes keep; a sampled request's text then depends on how many run beside it.
     draft_max_model_len: the longest context in tokens that the draft is asked about; longer requests go on without drafts.
     eagle_aux_hidden_state_layer_ids, norm_*, fc_norm: override what the checkpoint's config says (None: keep it).
+    mtp_zero_first_embedding: whether an MTP module's row of position 0 goes without an embedding (None: as drafts/mtp.py says).
     """
 
     model: str | None = None
@@ -369,6 +380,7 @@ class SpeculativeConfig:
     norm_output: bool | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     draft_max_model_len: int | None = None
+    mtp_zero_first_embedding: bool | None = None
 
     def __post_init__(self) -> None:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
@@ -377,7 +389,7 @@ class SpeculativeConfig:
         for name in ("method", "rejection_sample_method", "draft_sample_method", "model"):
             if not isinstance(getattr(self, name), str) and not (name == "model" and self.model is None):
                 raise ConfigError(f"{name}: expected a name, got {getattr(self, name)!r}")
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mtp_zero_first_embedding"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name}: expected true, false or none, got {getattr(self, name)!r}")
         for name, is_right in (("synthetic_acceptance_rates", is_number), ("eagle_aux_hidden_state_layer_ids", is_int)):

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
-from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
+from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, refuse_eagle3_switches
+from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.kv_cache import KVCache
 from jaxspec.layers import linear, mlp_block, mlp_specs, product, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
@@ -118,9 +119,7 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
     if "bias" in config and bool(config["bias"]) != fc_bias:
         got = "one" if fc_bias else "none"
         raise ConfigError(f"fc.bias: expected what the draft's config says (bias {config['bias']}), got {got} in the file")
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids"):
-        if getattr(overrides, name) is not None:
-            raise ConfigError(f"{name}: expected it only with method 'eagle3', got it with 'eagle'")
+    refuse_eagle3_switches(overrides, "eagle")
     for key, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(key) != ours:
             raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {config.get(key)}")

@@ -27,6 +27,7 @@ from jaxspec.config import (
     refuse_unless,
 )
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
+from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.kv_cache import KVCache
 from jaxspec.layers import linear, mlp_block, mlp_specs, product, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, read_int, read_number, refuse_unless
+from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, SpeculativeConfig, read_int, read_number, refuse_unless
 from jaxspec.kv_cache import KVCache
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -51,6 +51,13 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
     )
 
 
+def refuse_eagle3_switches(overrides: SpeculativeConfig, method: str) -> None:
+    """ConfigError for a switch of the speculative config that this method does not have."""
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids"):
+        if getattr(overrides, name) is not None:
+            raise ConfigError(f"{name}: expected it only with method 'eagle3', got it with {method!r}")
+
+
 def draft_window(layer: Mapping[str, Any]) -> int | None:
     """The sliding window of the draft's layers in tokens (speculators 0.9 gives new drafts one), None for full attention."""
     kinds = set(layer.get("layer_types") or ["full_attention"])
@@ -63,3 +70,8 @@ def draft_window(layer: Mapping[str, Any]) -> int | None:
             f"got {sorted(kinds)}"
         )
     return read_int(layer, "sliding_window")
+
+
+def ignored_tensor(cfg: Any, name: str) -> bool:
+    """Tensors of a draft's checkpoint that are no weights of the draft's layers: the vocabulary maps, which loading reads by itself."""
+    return name in ("d2t", "t2d")

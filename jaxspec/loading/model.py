@@ -15,8 +15,6 @@ from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.weights import LazyTensor, load_params
 from jaxspec.params import Params
 
-VOCABULARY_MAPS = ("d2t", "t2d")
-
 
 def load_target(folder: Path, dtype: Any) -> tuple[models.TargetConfig, Params]:
     """The target in a Hugging Face folder, float tensors cast to dtype."""
@@ -44,9 +42,8 @@ def load_draft(
         cfg = family.config_from_checkpoint(checkpoint.config, shapes, target, speculative)
     except KeyError as e:
         raise ConfigError(f"{folder}/config.json: expected the key {e} of an {speculative.method} draft, got none") from e
-    params = load_params(
-        family.param_specs(cfg), tensors, dtype, ignore=lambda name: name in VOCABULARY_MAPS, source=f"{speculative.method} draft {folder}"
-    )
+    ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
+    params = load_params(family.param_specs(cfg), tensors, dtype, ignore=ignore, source=f"{speculative.method} draft {folder}")
     draft_to_target = _draft_to_target(cfg, tensors, str(folder))
     return cfg, bind_draft(cfg, params, target_params, draft_to_target)
 

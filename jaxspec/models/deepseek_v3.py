@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.attention import RopeTables
 from jaxspec.config import (
     REFERENCE_KERNELS,
     CacheGroup,
@@ -138,12 +139,12 @@ def decoder_layer(
     layer: Params,
     cfg: DeepseekV3Config,
     x: jax.Array,
+    rope: RopeTables,
     metadata: AttentionMetadata,
     cache: LatentCache,
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> tuple[jax.Array, LatentCache]:
     """One layer on x [batch, rows, D], dense or with experts as its weights say; also that of an MTP module."""
-    rope = rope_tables(cfg.attention.rope, cfg.attention.rope_head_dim, metadata.positions)
     norm = layer["input_layernorm"]
     x, cache = latent_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x)
     if "experts" in layer:
@@ -162,8 +163,9 @@ def forward(
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
     """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
+    rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
 
     def run_layer(i: int, layer: Params, x: jax.Array, cache: LatentCache) -> tuple[jax.Array, LatentCache]:
-        return decoder_layer(layer, cfg, x, metadata, cache, kernels)
+        return decoder_layer(layer, cfg, x, rope, metadata, cache, kernels)
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)

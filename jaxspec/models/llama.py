@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.attention import attention_specs, self_attention
+from jaxspec.attention import RopeTables, attention_specs, self_attention
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -29,7 +29,18 @@ from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.params import Params, vector
 
-__all__ = ["LlamaConfig", "TargetOutput", "config_from_hf", "decoder_config", "forward", "ignored_tensor", "logits", "param_specs"]
+__all__ = [
+    "LlamaConfig",
+    "TargetOutput",
+    "config_from_hf",
+    "decoder_config",
+    "decoder_layer",
+    "forward",
+    "ignored_tensor",
+    "layer_specs",
+    "logits",
+    "param_specs",
+]
 
 
 @dataclass(frozen=True)
@@ -95,10 +106,10 @@ def decoder_config(config: Mapping[str, Any], *, qkv_bias: bool = False, o_bias:
 
 def param_specs(cfg: LlamaConfig) -> Params:
     """The weights: a ParamSpec per array, in the structure of the params."""
-    return decoder_specs(cfg, lambda i, prefix: layer_specs(prefix, cfg))
+    return decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, prefix))
 
 
-def layer_specs(prefix: str, cfg: LlamaConfig) -> Params:
+def layer_specs(cfg: LlamaConfig, prefix: str) -> Params:
     """One decoder layer's weights."""
     hidden = cfg.hidden_size
     return {
@@ -107,6 +118,21 @@ def layer_specs(prefix: str, cfg: LlamaConfig) -> Params:
         "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
         **mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size),
     }
+
+
+def decoder_layer(
+    layer: Params,
+    cfg: LlamaConfig,
+    x: jax.Array,
+    rope: RopeTables,
+    metadata: AttentionMetadata,
+    cache: FullCache,
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> tuple[jax.Array, FullCache]:
+    """One layer on x [batch, rows, D]."""
+    norm = layer["input_layernorm"]
+    x, cache = self_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x)
+    return mlp_block(layer, cfg.rms_norm_eps, x, kernels), cache
 
 
 def forward(
@@ -120,12 +146,9 @@ def forward(
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
     """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
-    rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
+    rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
 
     def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
-        x, cache = self_attention(
-            layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=layer["input_layernorm"], residual=x
-        )
-        return mlp_block(layer, cfg.rms_norm_eps, x, kernels), cache
+        return decoder_layer(layer, cfg, x, rope, metadata, cache, kernels)
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)

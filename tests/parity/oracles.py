@@ -119,7 +119,7 @@ class DraftOracle:
         """Logits [T + s, draft_vocab] and feedback [T + s, D]."""
         import torch
 
-        width = self.module.fc.weight.shape[0]
+        width = self.module.fc.weight.shape[0] if hasattr(self.module, "fc") else hidden.shape[1]
         stacked = np.asarray(feedback, np.float32).reshape(-1, width)
         args = (torch.from_numpy(np.ascontiguousarray(hidden)), torch.from_numpy(np.asarray(tokens, np.int64)), torch.from_numpy(stacked))
         with torch.no_grad():

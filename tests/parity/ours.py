@@ -194,7 +194,7 @@ _propose = jax.jit(propose, static_argnums=0)
 @partial(jax.jit, static_argnames=("cfg", "group"))
 def _consume(params: Params, cfg: Any, group: CacheGroup, table: Any, tokens: Any, hidden: Any, num: Any, caches: KVCache) -> KVCache:
     family = drafts.family(cfg)
-    hidden = family.fuse(params, cfg, hidden.astype(caches[0].k.dtype))
+    hidden = family.fuse(params, cfg, hidden.astype(jax.tree.leaves(caches)[0].dtype))
     metadata = build_metadata(group, table, jnp.zeros_like(num), num, tokens.shape[1])
     return family.forward(params, cfg, tokens, hidden, metadata, caches).caches
 

@@ -1,0 +1,23 @@
+"""MiMo: Qwen2's decoder, with modules of multi-token prediction beside it (drafts/mtp.py reads them)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.config import refuse_unless
+from jaxspec.models import decoder
+from jaxspec.models.llama import LlamaConfig, decoder_config, decoder_layer, forward, layer_specs, logits, param_specs
+
+__all__ = ["config_from_hf", "decoder_layer", "forward", "ignored_tensor", "layer_specs", "logits", "param_specs"]
+
+
+def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
+    """From a checkpoint's config.json."""
+    refuse_unless(config, "use_sliding_window", False)
+    return decoder_config(config, qkv_bias=bool(config.get("attention_bias", True)))
+
+
+def ignored_tensor(cfg: LlamaConfig, name: str) -> bool:
+    """As any decoder's, and the modules of multi-token prediction."""
+    return decoder.ignored_tensor(cfg, name) or name.startswith("model.mtp_layers.")
