@@ -2,6 +2,7 @@
 
 python scripts/experiment_draft_logits.py                                   # a tiny random model, exact probabilities
 python scripts/experiment_draft_logits.py --dataset mt_bench.jsonl          # and SmolLM2 with its head
+python scripts/experiment_draft_logits.py --from-json tiny.json --from-json model.json --markdown docs/acceptance.md
 
 The rounds are the real propose and verify. Between them this script replaces the logits: by zeros, or by what the buffer held before.
 """
@@ -9,6 +10,7 @@ The rounds are the real propose and verify. Between them this script replaces th
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,7 +58,7 @@ def option(text: str) -> Any:
 
 
 def main(
-    samples: Annotated[int, option("Texts that are sampled from the tiny model in each condition.")] = 60_000,
+    samples: Annotated[int, option("Texts of the tiny model in each condition; 0 leaves it out.")] = 60_000,
     dataset: Annotated[str | None, option("JSON Lines with prompts, or a hub id: run a real pair on them too.")] = None,
     target: Annotated[str | None, option("Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]")] = None,
     draft: Annotated[str, option("Folder, name under checkpoints/ or hub id of the EAGLE head.")] = "smollm2-135m-instruct-eagle3",
@@ -67,38 +69,60 @@ def main(
     seed: Annotated[int, option("Of the first prompt; the i-th has seed + i.")] = 0,
     dtype: Annotated[str, option("float32, bfloat16 or auto, of the real pair.")] = "auto",
     kernels: Annotated[str, option("reference, mosaic_gpu or auto, of the real pair.")] = "auto",
-    output_json: Annotated[Path | None, option("Write the figures to this file.")] = None,
+    output_json: Annotated[Path | None, option("Write figures and tables to this file.")] = None,
+    from_json: Annotated[list[Path] | None, option("Run nothing: show these files again.")] = None,
     markdown: Annotated[Path | None, option("Replace the tables between the markers of this file.")] = None,
 ) -> None:
     """Acceptance and the text's distribution with right, zero and stale draft logits at steps 1 and on; temperature 1, K = 3."""
     with errors_as_sentences():
-        if samples < 100:
-            raise ConfigError(f"--samples: expected at least 100, got {samples}")
+        if samples and samples < 100:
+            raise ConfigError(f"--samples: expected 0 or at least 100, got {samples}")
         json_file = report.JsonFile(output_json) if output_json else None
         if markdown:
             show.check_markers(markdown, SCRIPT)
-        texts = None if dataset is None else prompts.read_prompts(dataset)[:num_prompts]
-        keep_compiled_programs()
-        if dtype == "float32":
-            exact_float32()
-        settings = {"dtype": dtype, "max_num_seqs": max_num_seqs, "kernels": kernels}
-        with jax.default_matmul_precision("highest"):
-            grids, record = [], {"tiny": tiny_experiment(samples)}
-        grids.append(tiny_grid(record["tiny"]))
-        Console(width=220).print(grids[0].rich())
-        if texts is not None:
-            speculative = SpeculativeConfig(model=draft, method=method, num_speculative_tokens=K)
-            llm = LLM.from_pretrained(target, speculative=speculative, batch_buckets=[max_num_seqs], **settings)
-            counts = model_experiment(llm, texts, max_tokens, seed)
-            grids.append(model_grid(counts, Path(str(dataset)).stem))
-            record["model"] = {name: model_figures(c) for name, c in counts.items()}
-            Console(width=220).print(grids[1].rich())
-        settings |= {"max_tokens": max_tokens, "seed": seed, "samples": samples, "draft": draft, "dataset": dataset}
-        record |= {"settings": settings, **report.environment()}
-        if json_file:
-            json_file.write(record)
+        if from_json:
+            records = [read_record(path) for path in from_json]
+        else:
+            texts = None if dataset is None else prompts.read_prompts(dataset)[:num_prompts]
+            keep_compiled_programs()
+            if dtype == "float32":
+                exact_float32()
+            settings = {"dtype": dtype, "max_num_seqs": max_num_seqs, "kernels": kernels}
+            records, tables = [{}], []
+            if samples:
+                with jax.default_matmul_precision("highest"):
+                    records[0]["tiny"] = tiny_experiment(samples)
+                tables.append(tiny_grid(records[0]["tiny"]))
+            if texts is not None:
+                speculative = SpeculativeConfig(model=draft, method=method, num_speculative_tokens=K)
+                llm = LLM.from_pretrained(target, speculative=speculative, batch_buckets=[max_num_seqs], **settings)
+                counts = model_experiment(llm, texts, max_tokens, seed)
+                records[0]["model"] = {name: model_figures(c) for name, c in counts.items()}
+                tables.append(model_grid(counts, Path(str(dataset)).stem, draft))
+            settings |= {"max_tokens": max_tokens, "seed": seed, "samples": samples, "draft": draft, "dataset": dataset}
+            records[0] |= {"tables": [asdict(grid) for grid in tables], "settings": settings, **report.environment()}
+            if json_file:
+                json_file.write(records[0])
+        shown = [(record, Grid(**table)) for record in records for table in record["tables"]]
+        for _, grid in shown:
+            Console(width=220).print(grid.rich())
         if markdown:
-            show.write_section(markdown, SCRIPT, "\n\n".join([show.ran_on(record), *(grid.markdown() for grid in grids)]))
+            parts = [f"{grid.markdown()}\n\n{where(record)}" for record, grid in shown]
+            show.write_section(markdown, SCRIPT, "\n\n".join(parts))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["tables"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"--from-json {path}: expected a file that --output-json wrote, got another") from e
+    return record
+
+
+def where(record: dict[str, Any]) -> str:
+    device, versions = record["devices"][0]["kind"], record["versions"]
+    return f"{device}, jax {versions['jax']}, commit {str(versions['git_commit'])[:12]}."
 
 
 # --- the tiny model, whose probabilities are exact -----------------------------------------------------------------------------------
@@ -238,7 +262,7 @@ def model_figures(counts: Counts) -> dict[str, Any]:
     return acceptance_figures(counts) | text_check(counts)
 
 
-def model_grid(counts: dict[str, Counts], dataset: str) -> Grid:
+def model_grid(counts: dict[str, Counts], dataset: str, draft: str) -> Grid:
     rows = []
     for name, c in counts.items():
         f, right = model_figures(c), counts["right"]
@@ -249,7 +273,7 @@ def model_grid(counts: dict[str, Counts], dataset: str) -> Grid:
         rows.append((name, str(f["rounds"]), *positions(f), change, f"{f['mean_acceptance_length']:.3f}", surprise))
     headings = ("logits of steps 1+", "rounds", *(f"accepted at {i}, %" for i in range(K)), "against right, points", "length")
     prompts_of = f"{len(counts['right'].rounds)} prompts of {dataset}"
-    title = f"Target and head, {prompts_of}, T = 1, K = {K}; the last column is 0 for the target's own text"
+    title = f"{draft}, {prompts_of}, T = 1, K = {K}; the last column is 0 for the target's own text"
     return Grid(title, (*headings, "-log p less entropy, a token (standard errors)"), rows)
 
 

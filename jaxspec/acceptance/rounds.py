@@ -6,6 +6,7 @@ sampling takes for the end of the proposal. The draws before them are those of a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -152,7 +153,7 @@ class Recorder:
         self.group = CacheGroup(block_size, pages * block_size)
         self.num_blocks = max_num_seqs * pages
         self.table = jnp.arange(self.num_blocks, dtype=jnp.int32).reshape(max_num_seqs, pages)
-        self._pool = ThreadPoolExecutor(4)
+        self._pool = ThreadPoolExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
         self._compiled: dict[Any, Future[Any]] = {}
 
     def config(self, rule: str, drafts: str, *, sampled: bool) -> RoundConfig:
