@@ -250,7 +250,7 @@ def draw(path: Path, records: Sequence[Record]) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as e:
-        raise ConfigError("--plot: expected the package matplotlib, got none; `pip install matplotlib` brings it") from e
+        raise ConfigError("--plot: expected the package matplotlib, got none; `pip install 'jaxspec[train]'` brings it") from e
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for i, record in enumerate(records):
