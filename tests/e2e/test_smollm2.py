@@ -105,3 +105,14 @@ def test_sampled_text_repeats_with_its_seed_among_other_neighbours(models: Model
     among = llm.generate([CHATS[1], CHATS[2], CHATS[0]], [PARAMS, SamplingParams(temperature=1.0, seed=1, max_tokens=16), sampled])[2]
     assert alone.token_ids == among.token_ids
     assert alone.token_ids != llm.generate([CHATS[0]], SamplingParams(temperature=0.8, top_p=0.9, seed=6, max_tokens=16))[0].token_ids
+
+
+@pytest.mark.gpu
+def test_bfloat16_text_of_a_gpu_is_the_plain_one_at_batch_1() -> None:
+    """Every kernel of the target sums a row in one order, whether there are K + 1 rows or one. MT-bench's 80: docs/performance.md."""
+    chats = [[{"role": "user", "content": text}] for text in DEMO]
+    params = SamplingParams(temperature=0.0, max_tokens=96)
+    llm = LLM.from_pretrained(speculative={"model": HEAD, "num_speculative_tokens": 3}, dtype="bfloat16", max_num_seqs=1)
+    plain = LLM.from_pretrained(dtype="bfloat16", max_num_seqs=1)
+    assert token_ids(llm.generate(chats, params)) == token_ids(plain.generate(chats, params))
+    assert llm.metrics.mean_acceptance_length > 1.5
