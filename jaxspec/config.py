@@ -303,6 +303,8 @@ class RoundConfig(SamplingFeatures):
     """Everything static about a round: one compiled program per value (and per batch and page bucket).
 
     target, draft: the family configs; draft None decodes plainly (num_speculative_tokens 0).
+    target_group: the KV-cache group of the target's layers, or a tuple of them where they differ (the target's cache_groups).
+    draft_group: that of the draft's, whose metadata is all that a draft step builds.
     acceptance_rates: conditional rates of the synthetic rule.
     limits_drafts: whether some request is allowed fewer drafts than K, by its own parameters or by
     draft_max_model_len, the longest context that the draft is asked about (None: any).
@@ -311,7 +313,7 @@ class RoundConfig(SamplingFeatures):
     """
 
     target: Any
-    target_group: CacheGroup
+    target_group: CacheGroup | tuple[CacheGroup, ...]
     draft: Any = None
     draft_group: CacheGroup | None = None
     num_speculative_tokens: int = 0
@@ -322,6 +324,11 @@ class RoundConfig(SamplingFeatures):
     limits_drafts: bool = False
     draft_max_model_len: int | None = None
     cuda_graphs: bool = True
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block, in every group."""
+        return (self.target_group[0] if isinstance(self.target_group, tuple) else self.target_group).block_size
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str | bool], ...]:

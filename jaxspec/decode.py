@@ -63,12 +63,11 @@ def init_state(
     pending_tokens = pending_hidden = num_pending = None
     draft_caches: KVCache = ()
     if cfg.draft is not None:
-        assert cfg.draft_group is not None
         rows = cfg.num_speculative_tokens + 1
         width = cfg.target.hidden_size * max(len(cfg.draft.aux_layers), 1)
         pending_tokens, num_pending = jnp.zeros((batch, rows), jnp.int32), zeros()
         pending_hidden = jnp.zeros((batch, rows, width), dtype)
-        draft_caches = init_cache(cfg.draft.attention, cfg.draft.num_layers, num_blocks, cfg.draft_group.block_size, dtype)
+        draft_caches = init_cache(cfg.draft.attention, cfg.draft.num_layers, num_blocks, cfg.block_size, dtype)
     return DecodeState(
         seq_lens=zeros(),
         next_token=zeros(),
@@ -81,7 +80,7 @@ def init_state(
         pending_tokens=pending_tokens,
         pending_hidden=pending_hidden,
         num_pending=num_pending,
-        target_caches=init_cache(cfg.target.attention, cfg.target.num_layers, num_blocks, cfg.target_group.block_size, dtype),
+        target_caches=init_cache(cfg.target.attention, cfg.target.num_layers, num_blocks, cfg.block_size, dtype),
         draft_caches=draft_caches,
     )
 
