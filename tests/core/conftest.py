@@ -8,7 +8,12 @@ import pytest
 from jaxspec import drafts, models
 from tests.support import toys
 
-OPTIMISED = ("test_distribution", "test_sampling", "test_donation")  # run long, or look at the optimised program
+OPTIMISED = (
+    "test_distribution",
+    "test_sampled_distribution",
+    "test_sampling",
+    "test_donation",
+)  # run long, or look at the optimised program
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,6 +20,7 @@ from jaxspec.sampling import SamplingState
 from jaxspec.sampling_params import SamplingParams, features_of
 from jaxspec.sampling_rows import sampling_rows, with_features
 from jaxspec.verify import judge
+from tests.support.sampling_specification import specification
 from tests.support.toys import toy_config
 
 V, EOS = 40, (7, 11)
@@ -114,35 +115,6 @@ def test_a_parameter_does_what_transformers_does(name: str) -> None:
 # ---- the whole order
 
 
-def specification(params: SamplingParams, logits: np.ndarray, text: Sequence[int]) -> np.ndarray:
-    """vLLM's plain sampler in float64, a token at a time: the logits that the next token of a text is sampled from."""
-    x = logits.astype(np.float64)
-    if params.allowed_token_ids is not None:
-        x[[t for t in range(V) if t not in params.allowed_token_ids]] = -np.inf
-    x[list(params.banned_token_ids)] = -np.inf
-    if len(text) < params.min_tokens:
-        x[[*EOS, *params.stop_token_ids]] = -np.inf
-    for token, bias in params.logit_bias.items():
-        x[token] += bias
-    for token in {*PROMPT, *text}:
-        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
-    for token in text:
-        x[token] -= params.frequency_penalty
-    for token in set(text):
-        x[token] -= params.presence_penalty
-    if params.greedy:
-        return x
-    x = x / params.temperature
-    p = np.exp(x - x.max())
-    x[p / p.sum() < params.min_p * (p / p.sum()).max()] = -np.inf
-    if params.top_k > 0:
-        x[x < np.sort(x)[-params.top_k]] = -np.inf
-    order = np.argsort(-x, kind="stable")
-    p = np.exp(x[order] - x.max())
-    kept = order[: int(np.searchsorted(np.cumsum(p / p.sum()), params.top_p)) + 1] if params.top_p < 1 else order
-    return np.where(np.isin(np.arange(V), kept), x, -np.inf)
-
-
 EVERYTHING: dict[str, Any] = {
     "min_p": 0.02,
     "top_k": 20,
@@ -182,7 +154,7 @@ def test_every_row_of_a_window_follows_the_specification_of_plain_decoding() -> 
     for row, params in enumerate(REQUESTS):
         for i in range(K + 1):
             text = [*texts[row], *drafts[row, :i].tolist()]
-            expected = specification(params, logits[row, i], text)
+            expected = specification(params, logits[row, i], PROMPT, text, EOS)
             np.testing.assert_array_equal(np.isinf(window[row, i]), np.isinf(expected), err_msg=f"{params} row {i}")
             np.testing.assert_allclose(window[row, i], expected, rtol=2e-6, atol=2e-6, err_msg=f"{params} row {i}")
         is_plain = np.allclose(window[row], logits[row] / (params.temperature or 1))
