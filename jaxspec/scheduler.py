@@ -155,18 +155,15 @@ class Scheduler:
     def _find_prefix(self, request: Request) -> tuple[list[list[int]], int]:
         """The cached blocks of each pool that the request can start from, and how many they are: of every pool as many.
 
-        At least one token is left to compute, for the logits after it. With a draft the last block that matches is left out too: the
-        draft's row at position p depends on token p + 1, and for a block's last row that token lies in the next block. Where the next block
-        matches as well, it is the same token.
+        At least one token is left to compute, for the logits after it. (With a draft that is the one after the last hash, see hash_blocks.)
         """
         size = self.config.block_size
         known = request.all_token_ids[: request.num_known]
         if request.params.prompt_logprobs is not None or not all(pool.enable_prefix_caching for pool in self.pools):
             return [[] for _ in self.pools], 0  # (a prompt's log-probabilities need all of its rows)
-        hash_blocks(known, size, request.hashes)
-        matches = [pool.match(request.hashes[: len(known) // size]) for pool in self.pools]
+        hash_blocks(known, size, request.hashes, has_draft=self.config.has_draft)
+        matches = [pool.match(request.hashes[: (len(known) - 1) // size]) for pool in self.pools]
         count = min(map(len, matches))
-        count = max(0, count - 1) if self.config.has_draft else min(count, (len(known) - 1) // size)
         return [blocks[:count] for blocks in matches], count
 
     def _num_blocks(self, request: Request, num_tokens: int) -> int:
@@ -291,7 +288,7 @@ class Scheduler:
         size = self.config.block_size
         if num_tokens // size <= request.num_registered or not self.pools[0].enable_prefix_caching:
             return
-        hash_blocks(request.all_token_ids[:num_tokens], size, request.hashes)
+        hash_blocks(request.all_token_ids[: num_tokens + 1], size, request.hashes, has_draft=self.config.has_draft)
         for i in range(request.num_registered, num_tokens // size):
             for pool, blocks in zip(self.pools, request.blocks, strict=True):
                 pool.register(blocks[i], request.hashes[i])

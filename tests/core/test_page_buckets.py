@@ -17,11 +17,11 @@ from tests.support.tiny import random_prompts, tiny_model
 K, BUCKET = 5, 128
 
 
-def engine(model: Any, speculative: bool) -> LLM:
+def engine(model: Any, speculative: bool, limit: int = 512) -> LLM:
     spec = SpeculativeConfig(method="eagle", num_speculative_tokens=K) if speculative else None
     draft = (model.draft, model.params["draft"]) if speculative else None
     target = (model.target, model.params["target"])
-    return LLM(target, draft, spec, config=EngineConfig(max_model_len=512, max_num_seqs=2, block_size=16))
+    return LLM(target, draft, spec, config=EngineConfig(max_model_len=limit, max_num_seqs=2, block_size=16))
 
 
 @pytest.mark.parametrize("prompt_len, max_tokens", [(103, 25), (110, 18), (100, 28 - K), (99, 30)])
@@ -50,17 +50,17 @@ def test_rows_past_the_block_table_write_nothing() -> None:
     assert (int(metadata.seq_lens[0]), int(metadata.num_pages[0])) == (BUCKET, 2)
 
 
-@pytest.mark.parametrize("limit, lengths", [(100, None), (96, [70])])
-def test_warm_up_covers_prompts_longer_than_the_last_power_of_two(limit: int, lengths: list[int] | None, monkeypatch: Any) -> None:
-    """Every shape that generate can ask for within the lengths is one that warmup ran."""
-    model = tiny_model("eagle")
-    spec = SpeculativeConfig(method="eagle", num_speculative_tokens=K)
-    config = EngineConfig(max_model_len=limit, max_num_seqs=1, block_size=16)
-    llm = LLM((model.target, model.params["target"]), (model.draft, model.params["draft"]), spec, config=config)
-    warmed = set()
-    monkeypatch.setattr(llm, "_warm", lambda cfg, shape: warmed.add(shape))
+@pytest.mark.parametrize("limit, lengths", [(100, None), (96, [70]), (300, [140, 290])])
+def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(limit: int, lengths: list[int] | None, monkeypatch: Any) -> None:
+    llm = engine(tiny_model("eagle"), True, limit)
+    warmed: dict[str, Any] = {}
+    monkeypatch.setattr(llm.engine, "warm", lambda _features, **buckets: warmed.update(buckets) or 0)
     llm.warmup(lengths=lengths)
-    for total in range(2, (max(lengths) if lengths else limit) + 1):
-        for prompt in range(1, total):
-            if lengths is None or total == max(lengths):
-                assert llm._shape(1, total, prompt) in warmed, (total, prompt)
+    runner = llm.runner
+    for total in range(min(lengths or [1]), max(lengths or [limit]) + 1):
+        blocks = -(-min(total + K + 1, limit) // 16)
+        assert runner.pages_bucket(blocks) in warmed["round_pages"]
+        for running in (1, 2):
+            tiles = runner.tiles_bucket(min(running * -(-total // runner.prefill_tile), runner.max_tiles))
+            assert (tiles, runner.pages_bucket(blocks)) in warmed["prefills"], (total, running)
+    assert list(warmed["batches"]) == [1, 2]

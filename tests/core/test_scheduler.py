@@ -1,0 +1,354 @@
+"""The scheduler against a fake device that remembers what every cache slot holds and checks all that a program reads."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.block_pool import BlockPool
+from jaxspec.request import Request
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.scheduler import Round, Scheduler, SchedulerConfig, Step
+
+VOCAB, STOP = 7, 0
+
+
+def next_token(text: list[int]) -> int:
+    """The language: a function of the text, so that equal prefixes stay equal."""
+    return (3 * text[-1] + 5 * text[len(text) // 2] + len(text)) % VOCAB
+
+
+def alone(request: Request) -> list[int]:
+    text = list(request.prompt_token_ids)
+    while len(text) < len(request.prompt_token_ids) + request.max_tokens:
+        text.append(next_token(text))
+        if text[-1] in request.stop_token_ids:
+            break
+    return text[len(request.prompt_token_ids) :]
+
+
+@dataclass
+class Row:
+    """What the device knows of a slot: the text with its last token, which is not cached, and from where on the draft is behind."""
+
+    request: Request
+    text: list[int]
+    draft_from: int
+    active: bool = True
+
+
+@dataclass
+class FakeDevice:
+    """Runs programs at once, and hands out their results later. target[block, offset] is the token whose key lies there, draft[...] that
+    token and the one after it."""
+
+    config: SchedulerConfig
+    rng: random.Random
+    rows: dict[int, Row] = field(default_factory=dict)
+    target: dict[tuple[int, int], int] = field(default_factory=dict)
+    draft: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def place(self, request: Request, position: int) -> tuple[int, int]:
+        page, offset = divmod(position, self.config.block_size)
+        assert page < len(request.blocks[0]), f"position {position} has no block"
+        return request.blocks[0][page], offset
+
+    def check_context(self, request: Request, text: list[int], num_cached: int, drafted: int) -> None:
+        """Everything that attention would read holds what it should."""
+        for p in range(num_cached):
+            assert self.target[self.place(request, p)] == text[p], f"the target's row {p} is another request's"
+        for p in range(drafted if self.config.has_draft else 0):
+            assert self.draft[self.place(request, p)] == (text[p], text[p + 1]), f"the draft's row {p} is another request's"
+
+    def apply(self, step: Step) -> list[tuple[Request, list[int]]]:
+        for slot in step.cleared:
+            self.rows.pop(slot, None)
+        if step.sources is not None:
+            self.rows = {to: self.rows[at] for to, at in enumerate(step.sources) if at in self.rows}
+        for request in step.admitted:
+            assert request.slot is not None
+            self.rows.pop(request.slot, None)
+            for p in range(request.num_prefilled if not step.chunks else 0):
+                assert self.target[self.place(request, p)] == request.all_token_ids[p]
+        results = []
+        tile = self.config.prefill_tile
+        assert sum(-(-len(c.token_ids) // tile) for c in step.chunks) * tile <= max(tile, self.config.max_num_batched_tokens)
+        for chunk in step.chunks:
+            request, end = chunk.request, chunk.start + len(chunk.token_ids)
+            text = request.all_token_ids
+            assert chunk.token_ids == text[chunk.start : end]
+            self.check_context(request, text, chunk.start, chunk.start)
+            for p in range(chunk.start, end):
+                self.target[self.place(request, p)] = text[p]
+                if p + 1 < end or not chunk.ends:
+                    self.draft[self.place(request, p)] = (text[p], text[p + 1])
+            if chunk.ends:
+                assert request.slot is not None
+                known = text[:end]
+                first = next_token(known)
+                self.rows[request.slot] = Row(request, [*known, first], end - 1)
+                assert not request.num_generated or text[end:] == [first], "a request that goes on is not sampled anew"
+                if not request.num_generated:
+                    results.append((request, [first]))
+                    self.end(self.rows[request.slot], 1)
+        return results
+
+    def end(self, row: Row, num_new: int) -> None:
+        generated = len(row.text) - len(row.request.prompt_token_ids)
+        row.active = generated < row.request.max_tokens and not set(row.text[-num_new:]) & set(row.request.stop_token_ids)
+
+    def round(self, found: Round) -> list[tuple[Request, list[int]]]:
+        for slot in found.cleared:
+            self.rows.pop(slot, None)
+        results = []
+        K = self.config.head_room - 1
+        for request in found.requests:
+            assert request.slot is not None
+            row = self.rows[request.slot]
+            assert row.request is request
+            if not row.active:
+                results.append((request, []))
+                continue
+            text, cached = row.text, len(row.text) - 1
+            self.check_context(request, text, cached, row.draft_from)
+            for p in range(row.draft_from, cached):
+                self.draft[self.place(request, p)] = (text[p], text[p + 1])
+            for p in range(cached, min(cached + K + 1, self.config.max_model_len)):  # drafts and their verification: rows to be overwritten
+                self.target[self.place(request, p)] = self.draft[self.place(request, p)] = -1  # type: ignore[assignment]
+            new: list[int] = []
+            for _ in range(self.rng.randint(0, K) + 1):
+                new.append(next_token([*text, *new]))
+            row.draft_from = cached
+            for p, token in enumerate([text[-1], *new[:-1]], start=cached):
+                if p < self.config.max_model_len:
+                    self.target[self.place(request, p)] = token
+            text += new
+            self.end(row, len(new))
+            results.append((request, new))
+        for slot, row in self.rows.items():
+            assert not row.active or self.owner(slot) is row.request, "a row that nobody waits for still generates"
+        return results
+
+    def owner(self, slot: int) -> Any:
+        return self.scheduler.rows[slot] if slot < len(self.scheduler.rows) else None
+
+    scheduler: Scheduler = None  # type: ignore[assignment]
+
+
+def run(
+    requests: list[Request],
+    config: SchedulerConfig,
+    num_blocks: int,
+    *,
+    depth: int = 0,
+    seed: int = 0,
+    arrivals: list[int] | None = None,
+    cancelled: dict[int, int] | None = None,
+    caching: bool = True,
+) -> Scheduler:
+    """Until nothing is left, as the engine does it. arrivals[i]: the step before which request i comes; cancelled: step -> request."""
+    scheduler = Scheduler(config, [BlockPool(num_blocks, enable_prefix_caching=caching)])
+    device = FakeDevice(config, random.Random(seed))
+    device.scheduler = scheduler
+    in_flight: deque[tuple[bool, list[tuple[Request, list[int]]]]] = deque()
+    arrivals = arrivals or [0] * len(requests)
+
+    def read() -> None:
+        is_round, results = in_flight.popleft()
+        for request, tokens in results:
+            scheduler.read(request, tokens, is_round=is_round)
+
+    def launch(is_round: bool, results: list[tuple[Request, list[int]]]) -> None:
+        in_flight.append((is_round, results))
+        while len(in_flight) > depth:
+            read()
+
+    for at in range(5000):
+        for request, arrival in zip(requests, arrivals, strict=True):
+            if arrival == at:
+                scheduler.add(request)
+        if cancelled and at in cancelled and arrivals[cancelled[at]] <= at:
+            scheduler.finish(requests[cancelled[at]], "cancelled")
+        step = scheduler.schedule()
+        assert sum(1 for _ in scheduler.running) <= config.max_num_seqs and len(scheduler.rows) in config.buckets
+        results = device.apply(step)
+        if step.chunks:
+            launch(False, results)
+        found = scheduler.schedule_round()
+        while found.wait:
+            assert in_flight, "waits for results when none are on their way"
+            read()
+            found = scheduler.schedule_round()
+        if found.requests:
+            launch(True, device.round(found))
+        elif not step.chunks and in_flight:
+            read()
+        if not scheduler.has_requests and not in_flight and at >= max(arrivals):
+            return scheduler
+    raise AssertionError("the scheduler hangs")
+
+
+def request(prompt: list[int], max_tokens: int = 8, stops: tuple[int, ...] = ()) -> Request:
+    return Request(list(prompt), SamplingParams(temperature=0, max_tokens=max_tokens), max_tokens, stops)
+
+
+def settings_of(**changes: Any) -> SchedulerConfig:
+    values = {"max_num_seqs": 4, "buckets": (1, 2, 4), "max_model_len": 64, "max_num_batched_tokens": 16, "prefill_tile": 4}
+    return SchedulerConfig(**(values | {"block_size": 4, "head_room": 4, "has_draft": True} | changes))
+
+
+PREFIX = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(data: st.DataObject) -> None:
+    """Shared prefixes, a pool that is far too small, arrivals and cancellations at any time, results read late."""
+    K, has_draft = data.draw(st.sampled_from([(3, True), (1, True), (0, False)]))
+    size = data.draw(st.sampled_from([1, 2, 4]))
+    config = settings_of(head_room=K + 1, has_draft=has_draft, block_size=size, max_num_batched_tokens=data.draw(st.sampled_from([4, 16])))
+    requests = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        prompt = PREFIX[: data.draw(st.integers(0, 12))] + data.draw(st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12))
+        stops = data.draw(st.sampled_from([(), (STOP,)]))
+        requests.append(request(prompt, data.draw(st.integers(1, 20)), stops))
+    most = len(requests) - 1
+    num_blocks = data.draw(st.integers(64 // size, 64 // size + 10))
+    cancelled = data.draw(st.dictionaries(st.integers(0, 30), st.integers(0, most), max_size=2))
+    scheduler = run(
+        requests,
+        config,
+        num_blocks,
+        depth=data.draw(st.integers(0, 2)),
+        seed=data.draw(st.integers(0, 99)),
+        arrivals=data.draw(st.lists(st.integers(0, 10), min_size=most + 1, max_size=most + 1)),
+        cancelled=cancelled,
+        caching=data.draw(st.booleans()),
+    )
+    assert scheduler.pools[0].num_free == num_blocks
+    for r in requests:
+        assert r.finish_reason in ("stop", "length", "cancelled")
+        assert alone(r)[: r.num_generated] == r.token_ids
+        assert r.finish_reason == "cancelled" or r.token_ids == alone(r)
+        assert r.num_unread == r.num_unread_rounds == 0
+
+
+def test_a_pool_too_small_for_all_preempts_and_loses_nothing() -> None:
+    requests = [request([i, 1, 2], 40) for i in range(1, 6)]
+    scheduler = run(requests, settings_of(), 18, depth=2)
+    assert scheduler.counts.num_preemptions > 0
+    assert [r.token_ids for r in requests] == [alone(r) for r in requests]
+
+
+def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk() -> None:
+    """Between two of its chunks the others have a round."""
+    scheduler = Scheduler(settings_of(), [BlockPool(64)])
+    short, long = request([1, 2], 30), request(list(range(1, 7)) * 9)
+    scheduler.add(short)
+    device = FakeDevice(scheduler.config, random.Random(0))
+    device.scheduler = scheduler
+    device.apply(scheduler.schedule())
+    scheduler.read(short, [next_token([1, 2])], is_round=False)
+    scheduler.add(long)
+    for count in range(3):
+        step = scheduler.schedule()
+        assert [(c.request, len(c.token_ids)) for c in step.chunks] == [(long, 16)]
+        device.apply(step)
+        found = scheduler.schedule_round()
+        assert found.requests == [short]
+        for r, tokens in device.round(found):
+            scheduler.read(r, tokens, is_round=True)
+        assert short.num_generated > count
+
+
+def test_a_prefix_is_shared_up_to_the_token_before_the_last() -> None:
+    """With a draft and without: blocks of a text that goes on alike, and one token at least is left to compute."""
+    for has_draft in (True, False):
+        for length, shared in ((9, 8), (8, 4), (12, 8), (13, 12)):
+            scheduler, device = started(has_draft=has_draft)
+            first = request([*PREFIX, 3, 3], 1)
+            prefill(scheduler, device, first)
+            second = request([*PREFIX, 3][:length])
+            assert prefill(scheduler, device, second) == shared == scheduler.counts.num_prefix_hits, (has_draft, length)
+
+
+@pytest.mark.parametrize(("has_draft", "shared"), [(True, 4), (False, 8)])
+def test_with_a_draft_a_block_is_shared_only_where_the_next_token_is_the_same(has_draft: bool, shared: int) -> None:
+    """The draft's row p depends on token p + 1, so the last row of a block belongs to one continuation."""
+    scheduler, device = started(has_draft=has_draft)
+    prefill(scheduler, device, request([*PREFIX[:8], 1, 1], 1))
+    assert prefill(scheduler, device, request([*PREFIX[:8], 2, 2])) == shared
+
+
+def test_blocks_of_two_continuations_are_not_put_together() -> None:
+    """The first text's block 0 and the second text's block 1 both match the third text; the draft's last row of that block 0 does not."""
+    scheduler, device = started()
+    prefill(scheduler, device, request([1, 2, 3, 4, 1, 1, 1, 1, 1], 1))
+    prefill(scheduler, device, request([1, 2, 3, 4, 2, 2, 2, 2, 2], 1))
+    assert prefill(scheduler, device, request([1, 2, 3, 4, 2, 2, 2, 2, 3])) == 4
+
+
+def started(**changes: Any) -> tuple[Scheduler, FakeDevice]:
+    scheduler = Scheduler(settings_of(**changes), [BlockPool(64)])
+    device = FakeDevice(scheduler.config, random.Random(0))
+    device.scheduler = scheduler
+    return scheduler, device
+
+
+def prefill(scheduler: Scheduler, device: FakeDevice, request: Request) -> int:
+    """Admit and prefill a request whose prompt is one chunk, and read its first token; how much of it was there already."""
+    scheduler.add(request)
+    step = scheduler.schedule()
+    device.apply(step)
+    scheduler.read(request, [next_token(request.prompt_token_ids)], is_round=False)
+    return step.chunks[0].start
+
+
+def test_a_block_is_not_shared_before_the_draft_has_consumed_it() -> None:
+    """The last rows of a round wait as pending ones: they are the draft's only after the next."""
+    config = settings_of(block_size=1, max_model_len=32)
+    scheduler = Scheduler(config, [BlockPool(64)])
+    one = request([1, 2, 3], 12)
+    scheduler.add(one)
+    scheduler.schedule()
+    assert one.num_registered == 2, "the prompt's last row is pending"
+    scheduler.read(one, [4], is_round=False)
+    scheduler.schedule_round()
+    scheduler.read(one, [5, 6], is_round=True)
+    assert one.num_registered == 3
+    scheduler.schedule_round()
+    scheduler.read(one, [1], is_round=True)
+    assert one.num_registered == 5
+
+
+def test_rows_are_kept_compact_when_requests_leave() -> None:
+    scheduler = Scheduler(settings_of(), [BlockPool(64)])
+    requests = [request([i], 10) for i in (1, 2, 3, 4)]
+    for r in requests:
+        scheduler.add(r)
+    assert scheduler.schedule().sources == [-1, -1, -1, -1]
+    for r in requests[:3]:
+        scheduler.finish(r, "cancelled")
+    step = scheduler.schedule()
+    assert sorted(step.cleared) == [0, 1, 2] and step.sources == [3] and requests[3].slot == 0
+
+
+def test_a_request_of_one_token_ends_after_prefill() -> None:
+    scheduler = Scheduler(settings_of(), [BlockPool(64)])
+    scheduler.add(request([1, 2], 1))
+    assert scheduler.schedule().chunks and scheduler.schedule_round().requests == []
+
+
+def test_prompt_logprobs_need_the_whole_prompt() -> None:
+    scheduler = Scheduler(settings_of(), [BlockPool(64)])
+    for params in (SamplingParams(0), SamplingParams(0, prompt_logprobs=1)):
+        scheduler.add(Request(list(PREFIX), params, 1))
+        step = scheduler.schedule()
+        assert step.chunks[0].start == 0
+        scheduler.read(step.chunks[0].request, [1], is_round=False)
