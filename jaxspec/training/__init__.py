@@ -1,12 +1,20 @@
 """Training a draft on its target's own text.
 
-generation  the target writes chats: its own decode step, many rows, continuously refilled
-data        chats as flat token arrays, prompts and their 13-gram check, batches of one length
-target      the target's hidden states of a batch, recomputed online
-vocabulary  which target tokens the draft may propose (d2t, t2d)
-losses      pure functions over logits and masks
-eagle3      training-time test: the dense forward over several draft steps
-loop        optimiser, schedule, the compiled train step
-checkpoint  a head on disk, in the speculators format
-evaluation  acceptance through the real propose and verify
+generation      the target writes chats: its own decode step, many rows, continuously refilled
+openings        first words of a user's turn, which the target continues
+data            chats as flat token arrays, prompts and their 13-gram check, batches of one length
+target          the target's hidden states of a batch, recomputed online
+vocabulary      which target tokens the draft may propose (d2t, t2d)
+config          what a run is, apart from the head's shape
+heads           a head's shape and first weights, fresh or from another head
+losses          pure functions over logits, hidden states and masks
+step_attention  what a row sees while it drafts
+eagle3, eagle   training-time test: the dense forward of each head over several draft steps
+objective       the target's side of a batch, the loss, the sums that metrics are made of
+optimizer       AdamW or Muon, and the schedule
+loop            the compiled train step, data-parallel, and the loop around it
+resume          masters and optimiser state on disk
+checkpoint      a head on disk, in the speculators (EAGLE-3) or SafeAI (EAGLE-1) format
+evaluation      acceptance through the real propose and verify
+card, plot      a head's README.md and the picture of its run
 """

@@ -1,4 +1,4 @@
-"""A trained head on disk: the speculators format, which vLLM loads, without the target's embedding."""
+"""A trained head on disk: the speculators format (EAGLE-3) or SafeAI's (EAGLE-1), which vLLM loads, without the target's embedding."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxspec import drafts
 from jaxspec.config import ConfigError
-from jaxspec.drafts import eagle3
-from jaxspec.drafts.eagle3 import Eagle3Config
+from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig
 from jaxspec.params import Params, ParamSpec
 from jaxspec.training.vocabulary import vocabulary_maps
 
@@ -73,21 +73,51 @@ def speculators_config(cfg: Eagle3Config, target: str, max_position_embeddings: 
     }
 
 
-def save_draft(
-    folder: Path, cfg: Eagle3Config, params: Params, draft_ids: np.ndarray, *, target: str, max_position_embeddings: int
-) -> None:
+def safeai_config(cfg: EagleConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """config.json of an EAGLE-1 head as SafeAI's repository writes it, with rope_theta, whose default would not be the target's."""
+    attention, rope = cfg.attention, cfg.attention.rope
+    scaling = None
+    if rope.rope_type != "default":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        scaling = {"rope_type": rope.rope_type} | {name: getattr(rope, name) for name in names}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.intermediate_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": False,
+        "bias": cfg.fc_bias,
+        "rms_norm_eps": cfg.rms_norm_eps,
+        "max_position_embeddings": max_position_embeddings,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": cfg.tied_lm_head,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def save_draft(folder: Path, cfg: DraftConfig, params: Params, draft_ids: np.ndarray, *, target: str, max_position_embeddings: int) -> None:
     """Write the head, weights in bfloat16, atomically: the folder holds the old head until the new one is whole.
 
-    params: what eagle3.param_specs(cfg) names; anything beside it (the target's embedding, maps) is not written.
+    EAGLE-3 in the speculators format, EAGLE-1 in SafeAI's. params: what the draft's param_specs names; anything beside it (the
+    target's embedding, maps) is not written.
     """
-    d2t, t2d = vocabulary_maps(draft_ids, cfg.vocab_size)
-    tensors: dict[str, np.ndarray] = {"d2t": d2t, "t2d": t2d}
+    tensors: dict[str, np.ndarray] = {}
+    if cfg.maps_vocabulary:
+        tensors["d2t"], tensors["t2d"] = vocabulary_maps(draft_ids, cfg.vocab_size)
 
     def add(spec: ParamSpec, array: jax.Array) -> None:
         host = np.asarray(jax.device_get(array)).astype(ml_dtypes.bfloat16)
         tensors[spec.name] = np.ascontiguousarray(host.T if spec.transpose else host)
 
-    specs = eagle3.param_specs(cfg)
+    specs = drafts.family(cfg).param_specs(cfg)
     jax.tree.map(add, specs, {name: params[name] for name in specs}, is_leaf=lambda x: isinstance(x, ParamSpec))
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
@@ -96,7 +126,8 @@ def save_draft(
     fresh.mkdir()
     save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
     (fresh / WEIGHTS).chmod(0o644)  # safetensors' temporary file is the owner's only
-    config = speculators_config(cfg, target, max_position_embeddings)
+    eagle1 = cfg.method == "eagle"
+    config = safeai_config(cfg, max_position_embeddings) if eagle1 else speculators_config(cfg, target, max_position_embeddings)
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         os.replace(folder, old)

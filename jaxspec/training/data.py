@@ -80,6 +80,25 @@ def pack(sequences: Sequence[np.ndarray], answer_start: Any, temperature: Any, d
     return Chats(tokens, offsets, np.asarray(answer_start, np.int32), np.asarray(temperature, np.float32))
 
 
+def merge(parts: Sequence[Chats], seed: int = 0) -> Chats:
+    """All chats of several files in random order, each once: two processes may answer the same prompt with the same text."""
+    seen: set[bytes] = set()
+    sequences: list[np.ndarray] = []
+    answer_start: list[int] = []
+    temperature: list[float] = []
+    for part in parts:
+        for i in range(len(part)):
+            sequence = part.sequence(i)
+            if (key := sequence.tobytes()) not in seen:
+                seen.add(key)
+                sequences.append(sequence)
+                answer_start.append(int(part.answer_start[i]))
+                temperature.append(float(part.temperature[i]))
+    dtype = np.result_type(*(part.tokens.dtype for part in parts))
+    merged = pack(sequences, answer_start, temperature, dtype)
+    return merged.select(np.random.default_rng(seed).permutation(len(merged)))
+
+
 def token_dtype(vocab: int) -> type:
     """The smallest of uint16 and int32 that holds the ids."""
     return np.uint16 if vocab <= 1 << 16 else np.int32
@@ -103,17 +122,18 @@ def batch_of(chats: Chats, indices: np.ndarray, rows: int) -> Batch:
     return Batch(tokens, lengths, chats.answer_start[indices].astype(np.int32))
 
 
-def epoch(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, rng: np.random.Generator) -> Iterator[Batch]:
-    """Every chat once in random order, in batches of tokens_per_batch; chats of a batch share the smallest bucket that holds them.
+def epoch(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, rng: np.random.Generator, multiple: int = 1) -> Iterator[Batch]:
+    """Every chat once in random order, in batches of about tokens_per_batch; chats of a batch share the smallest bucket that holds them.
 
-    One compiled train step a bucket, and little padding. A bucket's last chats, too few for a batch, wait for another epoch.
+    One compiled train step a bucket, and little padding. A batch holds a multiple of `multiple` chats, so that it can be cut
+    evenly. A bucket's last chats, too few for a batch, wait for another epoch.
     """
     ordered = sorted(buckets)
     place = np.minimum(np.searchsorted(ordered, chats.lengths), len(ordered) - 1)
     plan: list[tuple[int, np.ndarray]] = []
     for bucket, rows in enumerate(ordered):
         indices = rng.permutation(np.flatnonzero(place == bucket))
-        size = max(tokens_per_batch // rows, 1)
+        size = max(tokens_per_batch // rows // multiple, 1) * multiple
         plan += [(rows, indices[i : i + size]) for i in range(0, len(indices) - size + 1, size)]
     if not plan:
         raise ConfigError(f"training data: expected enough chats for one batch of {tokens_per_batch} tokens, got {len(chats)} chats")
@@ -122,11 +142,11 @@ def epoch(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, rng: np.r
         yield batch_of(chats, indices, rows)
 
 
-def batches(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, seed: int) -> Iterator[tuple[int, Batch]]:
+def batches(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, seed: int, multiple: int = 1) -> Iterator[tuple[int, Batch]]:
     """(epoch, batch) without end."""
     number = 0
     while True:
-        for batch in epoch(chats, buckets, tokens_per_batch, np.random.default_rng((seed, number))):
+        for batch in epoch(chats, buckets, tokens_per_batch, np.random.default_rng((seed, number)), multiple):
             yield number, batch
         number += 1
 

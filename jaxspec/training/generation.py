@@ -1,7 +1,8 @@
 """The target writes the training data: its own decode step over many rows, finished rows refilled as they end.
 
 Free-running chats (2406.08464, "Magpie"): the chat template up to where the user speaks is the prompt, the target samples
-a user's turn, then answers it. Prompts of files are answered the same way.
+a user's turn, then answers it. Opened chats are the same with the turn's first words given (jaxspec/training/openings.py).
+Prompts of files are answered the same way.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +30,10 @@ from jaxspec.training.data import Chats, OverlapFilter, pack, token_dtype
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """num_slots rows decode together, each up to max_len tokens; a refill prefills prefill_rows of them; steps decode steps a dispatch."""
+    """num_slots rows decode together, each up to max_len tokens; a refill prefills prefill_rows of them; steps decode steps a dispatch.
+
+    file_share: of new chats, while prompts from files last; opened_share: of the rest, those whose user's turn has an opening.
+    """
 
     num_slots: int = 1024
     max_len: int = 512
@@ -39,6 +43,8 @@ class GenerationConfig:
     max_user_tokens: int = 160
     max_answer_tokens: int = 320
     greedy_share: float = 0.6
+    file_share: float = 0.25
+    opened_share: float = 0.5
     temperatures: tuple[float, float] = (0.6, 1.0)
     user_temperatures: tuple[float, float] = (0.8, 1.0)
     seed: int = 0
@@ -73,7 +79,7 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt (int32 [n]) to continue; is_user: what comes is a user's turn, to be answered next."""
+    """A prompt (int32 [n]) to continue; is_user: what comes is a user's turn, or the rest of one, to be answered next."""
 
     prompt: np.ndarray
     temperature: float
@@ -91,7 +97,7 @@ class GenerationReport:
     dropped_user_turns: int = 0
     removed_by_overlap: int = 0
     seconds: float = 0.0
-    sources: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=lambda: {"file": 0, "opened": 0, "free": 0})
 
     @property
     def tokens_per_second(self) -> float:
@@ -247,18 +253,20 @@ def generate_chats(
     deadline: float,
     max_chats: int,
     prompts: Iterable[np.ndarray] = (),
+    openings: Sequence[np.ndarray] = (),
     decode_text: Callable[[np.ndarray], str] | None = None,
     overlap: OverlapFilter | None = None,
     log: Callable[[str], None] = print,
 ) -> tuple[Chats, GenerationReport]:
-    """Chats until deadline (time.monotonic) or max_chats: prompts (token ids up to the answer) first in turn with free-running ones.
+    """Chats until deadline (time.monotonic) or max_chats: prompts (token ids up to the answer) in turn with opened and free-running ones.
 
-    decode_text turns a user's turn into text for the overlap filter. A chat that is unfinished at the deadline is left out.
+    openings: token ids of the first words of a user's turn. decode_text turns a user's turn into text for the overlap filter.
+    A chat that is unfinished at the deadline is left out.
     """
     rng = np.random.default_rng(cfg.seed)
     waiting, given = deque[Request](), deque(prompts)
     generator = Generator(cfg, target, params, chat.stop_token_ids, dtype)
-    opening = np.asarray(chat.before_user, np.int32)
+    before_user = np.asarray(chat.before_user, np.int32)
     stops, special = set(chat.stop_token_ids), np.asarray(chat.special_token_ids)
     report, seen = GenerationReport(), set[bytes]()
     sequences: list[np.ndarray] = []
@@ -272,21 +280,24 @@ def generate_chats(
     def next_request() -> Request | None:
         if waiting:
             return waiting.popleft()
-        if given and rng.random() < 0.25:
-            report.sources["file"] = report.sources.get("file", 0) + 1
+        if given and rng.random() < cfg.file_share:
+            report.sources["file"] += 1
             return answer(given.popleft())
-        report.sources["free"] = report.sources.get("free", 0) + 1
-        return Request(opening, float(rng.uniform(*cfg.user_temperatures)), cfg.max_user_tokens, True)
+        kind, prompt = "free", before_user
+        if openings and rng.random() < cfg.opened_share:
+            kind, prompt = "opened", np.concatenate([before_user, openings[int(rng.integers(len(openings)))]])
+        report.sources[kind] += 1
+        return Request(prompt, float(rng.uniform(*cfg.user_temperatures)), cfg.max_user_tokens, True)
 
     def take_user_turn(sequence: np.ndarray) -> None:
-        turn = sequence[len(opening) :]
+        turn = sequence[len(before_user) :]
         body = turn[:-1]
         complete = int(turn[-1]) in stops and len(body) > 0 and not np.isin(body, special).any() and body.tobytes() not in seen
         if complete and overlap is not None and decode_text is not None and not overlap.admits(decode_text(body)):
             report.removed_by_overlap += 1
         elif complete:
             seen.add(body.tobytes())
-            waiting.append(answer(np.concatenate([opening, body, np.asarray(chat.before_answer, np.int32)])))
+            waiting.append(answer(np.concatenate([before_user, body, np.asarray(chat.before_answer, np.int32)])))
         else:
             report.dropped_user_turns += 1
 

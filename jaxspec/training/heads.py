@@ -1,0 +1,117 @@
+"""A head before training: its shape for a target, and its first weights, fresh or from another head."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import drafts, models
+from jaxspec.config import ConfigError
+from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig
+from jaxspec.params import Params, ParamSpec, init_random
+from jaxspec.training.target import head_columns
+
+
+def eagle3_config(
+    target: models.TargetConfig,
+    *,
+    draft_vocab_size: int,
+    intermediate_size: int | None = None,
+    aux_layers: tuple[int, ...] | None = None,
+    norm_before_residual: bool = True,
+    fc_norm: bool = True,
+    norm_output: bool = True,
+) -> Eagle3Config:
+    """One layer of the target's width; by default its MLP and the aux layers (2, n // 2, n - 3)."""
+    n = target.num_layers
+    return Eagle3Config(
+        target_hidden_size=target.hidden_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
+        num_layers=1,
+        attention=dataclasses.replace(target.attention, qk_norm=False, qkv_bias=False, o_bias=False),
+        rms_norm_eps=target.rms_norm_eps,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=aux_layers or (2, n // 2, n - 3),
+        norm_before_residual=norm_before_residual,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+    )
+
+
+def eagle_config(target: models.TargetConfig, *, intermediate_size: int | None = None) -> EagleConfig:
+    """One layer of the target's width, without fc's bias: what vLLM reads."""
+    return EagleConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
+        num_layers=1,
+        attention=dataclasses.replace(target.attention, qk_norm=False, qkv_bias=False, o_bias=False),
+        rms_norm_eps=target.rms_norm_eps,
+        vocab_size=target.vocab_size,
+        fc_bias=False,
+        own_embedding=False,
+        tied_lm_head=target.tie_word_embeddings,
+    )
+
+
+def initial_params(cfg: DraftConfig, target_cfg: models.TargetConfig, target: Params, draft_ids: np.ndarray, seed: int) -> Params:
+    """Random matrices, norms of one; a final norm and lm_head start as the target's own, for the draft's tokens."""
+    specs = drafts.family(cfg).param_specs(cfg)
+    params = init_random(specs, jax.random.key(seed), jnp.float32)
+    one = lambda spec, x: jnp.ones_like(x) if x.ndim == 1 and not spec.name.endswith("bias") else x  # noqa: E731
+    params = jax.tree.map(one, specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
+    if "norm" in specs:
+        params["norm"] = target["norm"].astype(jnp.float32)
+    if "lm_head" in specs:
+        params["lm_head"] = head_columns(target, target_cfg, jnp.asarray(draft_ids)).astype(jnp.float32)
+    if cfg.method == "eagle":
+        # Embeddings are often far smaller than normed hidden states (17 times in SmolLM2); fc's two halves start even.
+        rms = lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))  # noqa: E731
+        halves = jnp.concatenate([jnp.full(cfg.hidden_size, rms(target[name])) for name in ("embed_tokens", "norm")])
+        params["fc"] = params["fc"] / halves[:, None]
+    return params
+
+
+def continued_params(cfg: DraftConfig, fresh: Params, draft_ids: np.ndarray, old: Params, old_ids: np.ndarray) -> Params:
+    """Weights that begin where a trained head ended: fresh ones (initial_params) overwritten by the old head's.
+
+    The new head may have another vocabulary (tokens the old one lacks keep their fresh column) and a wider MLP (the new
+    columns of gate and up are fresh, their rows of down zero, so it computes what the old one did).
+    """
+    params = dict(fresh)
+    for name in fresh:
+        if name == "layers":
+            params[name] = [_continued_layer(new, had) for new, had in zip(fresh[name], old[name], strict=True)]
+        elif name == "lm_head":
+            column = np.full(cfg.vocab_size, -1)
+            column[old_ids] = np.arange(len(old_ids))
+            kept = column[draft_ids]
+            params[name] = jnp.where(jnp.asarray(kept >= 0), old[name][:, np.maximum(kept, 0)], fresh[name])
+        else:
+            _same_shapes(name, fresh[name], old[name])
+            params[name] = old[name]
+    return params
+
+
+def _continued_layer(new: Params, had: Params) -> Params:
+    width = had["down_proj"].shape[0]
+    if width > new["down_proj"].shape[0]:
+        raise ConfigError(f"intermediate_size: expected at least the {width} of the head to continue from, got {new['down_proj'].shape[0]}")
+    mlp = {
+        "gate_proj": new["gate_proj"].at[:, :width].set(had["gate_proj"]),
+        "up_proj": new["up_proj"].at[:, :width].set(had["up_proj"]),
+        "down_proj": jnp.zeros_like(new["down_proj"]).at[:width].set(had["down_proj"]),
+    }
+    rest = {name: had[name] for name in new if name not in mlp}
+    _same_shapes("layers", {name: new[name] for name in rest}, rest)
+    return {**rest, **mlp}
+
+
+def _same_shapes(name: str, new: Params, old: Params) -> None:
+    shapes = [jax.tree.map(jnp.shape, tree) for tree in (new, old)]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(f"{name}: expected the head to continue from to have the shapes {shapes[0]}, got {shapes[1]}")

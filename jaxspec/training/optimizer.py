@@ -1,0 +1,53 @@
+"""The optimiser and its schedule, from optax."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+from jaxspec.params import Params
+from jaxspec.training.config import TrainConfig
+
+# Moonlight (2502.16982): with updates of this root mean square Muon takes AdamW's learning rate and weight decay.
+MUON_RMS = 0.2
+
+
+def _is_matrix(params: Params) -> Params:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def _muon_dimensions(params: Params) -> Params:
+    """Muon for the matrices inside the head; lm_head, norms and biases keep Adam, as is the custom."""
+    dims = contrib.MuonDimensionNumbers()
+    return {
+        name: None if name == "lm_head" else jax.tree.map(lambda x: dims if x.ndim == 2 else None, part) for name, part in params.items()
+    }
+
+
+def optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
+    """Updates at learning rate 1; the step multiplies them by the schedule's. Decay spares norms and biases."""
+    clip = optax.clip_by_global_norm(cfg.clip)
+    if cfg.optimizer == "muon":
+        muon = contrib.muon(
+            1.0,
+            adam_learning_rate=0.5,  # Muon's matrices bear twice Adam's rate and more
+            weight_decay=cfg.weight_decay,
+            adam_b1=cfg.betas[0],
+            adam_b2=cfg.betas[1],
+            muon_weight_dimension_numbers=_muon_dimensions,
+            consistent_rms=MUON_RMS,
+        )
+        return optax.chain(clip, muon)
+    return optax.chain(clip, optax.adamw(1.0, b1=cfg.betas[0], b2=cfg.betas[1], weight_decay=cfg.weight_decay, mask=_is_matrix))
+
+
+def learning_rate(cfg: TrainConfig, step: jax.Array, progress: jax.Array) -> jax.Array:
+    """Linear warm-up over steps, times a cosine from 1 to the final rate over progress 0 .. 1 (of steps or of time); all float32 [].
+
+    Progress is not a count of steps, so that a run with a time budget ends at the final rate too.
+    """
+    warmup = optax.schedules.linear_schedule(1.0 / max(cfg.warmup_steps, 1), 1.0, max(cfg.warmup_steps - 1, 0))
+    cosine = optax.schedules.cosine_decay_schedule(cfg.learning_rate, 1, alpha=cfg.final_learning_rate / cfg.learning_rate)
+    return jnp.asarray(warmup(step) * cosine(progress), jnp.float32)
