@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxspec import kernels as kernel_choice
 from jaxspec import synthetic
+from jaxspec.attention import join_projections
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
@@ -78,7 +79,7 @@ class LLM:
         self.kernels = kernel_choice.choose(
             self.config.kernels, self.target_config, self.draft_config, block_size=self.config.block_size, dtype=self.dtype
         )
-        self.params: Params = {"target": target_params, "draft": draft[1] if draft else {}}
+        self.params: Params = {"target": join_projections(target_params), "draft": join_projections(draft[1]) if draft else {}}
         self.runner = ModelRunner(
             self.target_config,
             self.draft_config,
