@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
@@ -14,11 +14,12 @@ import numpy as np
 
 from jaxspec.block_pool import BlockPool
 from jaxspec.config import ConfigError, SamplingFeatures
+from jaxspec.logprobs import Scores, logprobs_of
 from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.request import FinishReason, Request
 from jaxspec.runner import GREEDY, ModelRunner
 from jaxspec.sampling_params import features_of
-from jaxspec.scheduler import Scheduler, SchedulerConfig
+from jaxspec.scheduler import Chunk, Scheduler, SchedulerConfig
 from jaxspec.verify import Verification
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,14 @@ class Stats:
 
 @dataclass
 class InFlight:
-    """A result on its way. rows: the requests that it brings tokens for, and their rows in it. num_drafts: the round's K."""
+    """A result on its way. rows: the requests that it brings tokens for, and their rows in it. num_drafts: the round's K.
+    prompts: chunks of prefill whose tokens' log-probabilities are asked for, and the rows of their tiles."""
 
     verification: Verification
     rows: list[tuple[Request, int]]
     is_round: bool
     num_drafts: int = 0
+    prompts: list[tuple[Chunk, range]] = field(default_factory=list)
 
 
 class Engine:
@@ -138,8 +141,10 @@ class Engine:
             runner.admit(step.admitted)
         if step.chunks:
             verification, rows = runner.prefill(features, step.chunks)
-            new = [(c.request, row) for c, row in zip(step.chunks, rows, strict=True) if c.ends and c.request.num_generated == 0]
-            self._launched(InFlight(verification, new, is_round=False))
+            chunks = list(zip(step.chunks, rows, strict=True))
+            new = [(c.request, tiles[-1]) for c, tiles in chunks if c.ends and c.request.num_generated == 0]
+            prompts = [(c, tiles) for c, tiles in chunks if c.request.params.prompt_logprobs is not None]
+            self._launched(InFlight(verification, new, is_round=False, prompts=prompts))
         launched = self._launch_round() or bool(step.chunks)
         if not launched and self._in_flight:
             self._read()
@@ -191,21 +196,28 @@ class Engine:
     def _read(self) -> None:
         """Wait for the oldest result, here and nowhere else, and hand each request its tokens."""
         result = self._in_flight.popleft()
-        tokens, num_sampled = np.asarray(result.verification.output_tokens), np.asarray(result.verification.num_sampled)
+        verification = jax.tree.map(np.asarray, result.verification)
+        tokens, num_sampled = verification.output_tokens, verification.num_sampled
         now = time.perf_counter()
         if result.is_round:
             self.stats.timings.decode_seconds += now - self._clock
         else:
             self.stats.timings.prefill_seconds += now - self._clock
         self._clock = now
+        for chunk, tiles in result.prompts:
+            add_prompt_logprobs(chunk, tiles, verification.prompt_logprobs)
         for request, row in result.rows:
-            self._hand_over(request, tokens[row, : num_sampled[row]].tolist(), result, now)
+            sampled = tokens[row, : num_sampled[row]].tolist()
+            if request.params.logprobs is not None and request.finish_reason is None:
+                request.logprobs += logprobs_of(verification.logprobs, row, sampled, request.params.logprobs)
+            self._hand_over(request, sampled, result, now)
 
     def _hand_over(self, request: Request, tokens: list[int], result: InFlight, now: float) -> None:
         num_drafted = self._num_drafts(request, result.num_drafts)
         kept = self.scheduler.read(request, tokens, is_round=result.is_round)
         if kept == 0:
             return
+        del request.logprobs[request.num_generated :]
         if result.is_round:
             stopped = request.detokenizer is not None and request.detokenizer.stopped
             num_accepted = min(len(tokens) - 1, kept) if stopped else len(tokens) - 1
@@ -259,3 +271,16 @@ class Engine:
             f"({config.gpu_memory_utilization}), max_num_seqs ({config.max_num_seqs}), max_num_batched_tokens "
             f"({config.max_num_batched_tokens}) or max_model_len ({config.max_model_len})"
         )
+
+
+def add_prompt_logprobs(chunk: Chunk, tiles: Iterable[int], scores: Scores) -> None:
+    """Of the tokens after a chunk's rows; a request that is prefilled again has the first of them already."""
+    request, tile, num = chunk.request, scores.logprob.shape[1], chunk.request.params.prompt_logprobs
+    assert num is not None
+    found = request.prompt_logprobs or [None]
+    for i, row in enumerate(tiles):
+        start = chunk.start + i * tile
+        following = request.prompt_token_ids[start + 1 : min(start + tile, chunk.start + len(chunk.token_ids)) + 1]
+        new = logprobs_of(scores, row, following, num)
+        found += new[len(found) - start - 1 :]
+    request.prompt_logprobs = found

@@ -328,7 +328,8 @@ class LLM:
         for index, group in grouped.items():
             if not finished_only or all(r.finish_reason in ("stop", "length") for r in group):
                 texts = [self._completion(r) for r in group]
-                outputs.append(RequestOutput(group[0].prompt, group[0].prompt_token_ids, texts, index))
+                scores = group[0].prompt_logprobs if group[0].params.prompt_logprobs is not None else None
+                outputs.append(RequestOutput(group[0].prompt, group[0].prompt_token_ids, texts, index, scores))
         return outputs
 
     def _completion(self, request: Request) -> CompletionOutput:
@@ -339,7 +340,8 @@ class LLM:
         elif self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids)
         reason = request.finish_reason or "cancelled"
-        return CompletionOutput(request.sample, token_ids, text, reason, request.metrics, request.times, request.error)
+        scores = None if request.params.logprobs is None else request.logprobs
+        return CompletionOutput(request.sample, token_ids, text, reason, request.metrics, request.times, request.error, scores)
 
     # --- compiling ahead -----------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.inputs import Prompt
+from jaxspec.logprobs import Logprob
 from jaxspec.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.request import FinishReason
 
@@ -25,16 +26,26 @@ class CompletionOutput:
     metrics: SpecDecodeMetrics
     times: RequestTimes
     error: BaseException | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass
 class RequestOutput:
-    """One prompt's result; index: its place in the call. token_ids, text, ... are those of the first (most often the only) text."""
+    """One prompt's result; index: its place in the call. token_ids, text, ... are those of the first (most often the only) text.
+
+    logprobs of a text, prompt_logprobs: by token id, of each generated token and of each of the prompt's (None for its first), and of the
+    likeliest in their places; None where SamplingParams did not ask.
+    """
 
     prompt: Prompt
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     index: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        return self.outputs[0].logprobs
 
     @property
     def token_ids(self) -> list[int]:

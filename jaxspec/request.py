@@ -1,4 +1,4 @@
-"""A request while it runs: what was asked for, what was generated, and where it stands in the engine. No jax, no scheduling."""
+"""A request while it runs: what was asked for, what was generated, and where it stands in the engine. No scheduling."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxspec.detokenizer import Detokenizer
+from jaxspec.logprobs import Logprob
 from jaxspec.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
 
@@ -32,7 +33,8 @@ class Request:
     max_tokens: params' own, or what max_model_len leaves. stop_token_ids: those that end it, end-of-text ids included.
     max_drafts: draft tokens a round at most, the engine's K or fewer. seed: 64 bits, settled here, so that a request that is
     prefilled again goes on as it would have. index, sample: the prompt's place in the call, and the text's among its n.
-    on_tokens is called once a round with the number of tokens that were new.
+    on_tokens is called once a round with the number of tokens that were new. logprobs: of each generated token; prompt_logprobs: of each
+    prompt token, None for the first; both empty where nobody asked.
 
     The scheduler's part: slot, its row on the device; blocks of each pool; hashes of its full blocks, of which num_registered may be
     shared; num_prefilled known tokens sent to prefill; num_cached tokens in the target's cache by the results read so far;
@@ -56,6 +58,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     all_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
     slot: int | None = None
     admitted: int = 0

@@ -76,16 +76,16 @@ class ModelRunner:
 
     def round_config(self, features: SamplingFeatures, *, num_drafts: int | None = None, limits_drafts: bool = False) -> RoundConfig:
         """The static description of rounds of K = num_drafts (None: the engine's K) for requests that need these features."""
-        group = CacheGroup(self.config.block_size, self.config.max_model_len)
+        block_size, max_model_len = self.config.block_size, self.config.max_model_len
         values: dict[str, Any] = {f.name: getattr(features, f.name) for f in fields(SamplingFeatures)}
         values |= {"kernels": self.kernels, "cuda_graphs": self.weight_bytes < GRAPHS_BELOW_BYTES}
         if self.speculative is not None:
             K = self.num_speculative_tokens if num_drafts is None else num_drafts
             longest = self.speculative.draft_max_model_len
-            limit = group.max_model_len if longest is None else min(longest, group.max_model_len)
+            limit = max_model_len if longest is None else min(longest, max_model_len)
             values |= {
                 "draft": self.draft_config,
-                "draft_group": replace(group, max_model_len=limit, window=self.draft_config.sliding_window),
+                "draft_group": CacheGroup(block_size, limit, window=self.draft_config.sliding_window),
                 "num_speculative_tokens": K,
                 "rule": self.speculative.rejection_sample_method,
                 "draft_sampling": self.speculative.draft_sample_method,
@@ -93,7 +93,8 @@ class ModelRunner:
                 "limits_drafts": limits_drafts and K > 0,
                 "draft_max_model_len": longest if limits_drafts and K > 0 else None,
             }
-        return RoundConfig(target=self.target_config, target_group=group, **(values | self.overrides))
+        groups = self.target_config.cache_groups(block_size, max_model_len)
+        return RoundConfig(target=self.target_config, target_group=groups, **(values | self.overrides))
 
     def num_drafts(self, batch_size: int) -> int:
         return self.speculative.num_drafts(batch_size) if self.speculative else 0
@@ -303,14 +304,15 @@ class ModelRunner:
 
     # --- programs ----------------------------------------------------------------------------------------------------------------
 
-    def prefill(self, features: SamplingFeatures, chunks: Sequence[Chunk]) -> tuple[Verification, list[int]]:
-        """Dispatch one prefill call. Returns its result, and the row of it that holds each chunk's last tile."""
+    def prefill(self, features: SamplingFeatures, chunks: Sequence[Chunk]) -> tuple[Verification, list[range]]:
+        """Dispatch one prefill call. Returns its result, and the rows of it that hold each chunk's tiles."""
         tile = self.prefill_tile
         tiles: list[tuple[Chunk, int]] = []
-        last: list[int] = []
+        rows: list[range] = []
         for chunk in chunks:
+            first = len(tiles)
             tiles += [(chunk, offset) for offset in range(0, len(chunk.token_ids), tile)]
-            last.append(len(tiles) - 1)
+            rows.append(range(first, len(tiles)))
         size = self.tiles_bucket(len(tiles))
         pages = self.pages_bucket(max(len(chunk.request.blocks[0]) for chunk in chunks))
         table, tokens = np.zeros((size, pages), np.int32), np.zeros((size, tile), np.int32)
@@ -325,7 +327,7 @@ class ModelRunner:
             following[row] = chunk.next_token if ends_chunk else chunk.token_ids[offset + tile]
             if ends_chunk and chunk.ends:
                 at[row] = self._slot_or_none(chunk.request)
-        return self._prefill(self.round_config(features), at, table, tokens, start, num_tokens, following), last
+        return self._prefill(self.round_config(features), at, table, tokens, start, num_tokens, following), rows
 
     def _prefill(self, cfg: RoundConfig, at: np.ndarray, table: np.ndarray, *chunk: np.ndarray) -> Verification:
         tiles = slots.with_caches(slots.take(slots.without_caches(self.state), at), self.state)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from jaxspec import models
 from jaxspec.config import RoundConfig
@@ -20,6 +22,8 @@ from jaxspec.params import Params
 from jaxspec.propose import Proposal
 from jaxspec.sampling import SamplingState, gumbel_noise, scale_by_temperature, uniform_noise
 from pallas_kernels.rejection_sampling import rejection_sample
+
+MAX_LOGITS_BYTES = 1 << 30  # float32 logits of a batch that are in memory at a time
 
 
 @struct.dataclass
@@ -91,14 +95,14 @@ def judge(
     )
     verification = Verification(output_tokens, num_sampled)
     if cfg.acceptance_rates is not None and cfg.rule != "synthetic":
-        verification = force_acceptance(cfg.acceptance_rates, proposal.draft_tokens, verification, sampling, seq_lens)
+        verification = force_acceptance(cfg, proposal.draft_tokens, verification, sampling, seq_lens)
     if cfg.logprobs:
         verification = replace(verification, logprobs=score_tokens(raw_logits, verification.output_tokens))
     return verification
 
 
 def force_acceptance(
-    rates: Sequence[float], draft_tokens: jax.Array, verification: Verification, sampling: SamplingState, seq_lens: jax.Array
+    cfg: RoundConfig, draft_tokens: jax.Array, verification: Verification, sampling: SamplingState, seq_lens: jax.Array
 ) -> Verification:
     """Another count of accepted drafts, at the conditional rates [K], in place of the one that a real rule reached; for benchmarks only.
 
@@ -110,7 +114,10 @@ def force_acceptance(
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # murmur3's finalizer
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     uniform = ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
-    num_accepted = (uniform[:, None] < jnp.asarray(np.cumprod(rates), jnp.float32)).sum(axis=1, dtype=jnp.int32)
+    rates = jnp.asarray(np.cumprod(cfg.acceptance_rates or ()), jnp.float32)
+    num_accepted = (uniform[:, None] < rates).sum(axis=1, dtype=jnp.int32)
+    if cfg.limits_drafts:  # the placeholders come last
+        num_accepted = jnp.minimum(num_accepted, (draft_tokens >= 0).sum(axis=1, dtype=jnp.int32))
     active = verification.num_sampled > 0
     last = jnp.take_along_axis(verification.output_tokens, jnp.maximum(verification.num_sampled - 1, 0)[:, None], axis=1)
     index = jnp.arange(draft_tokens.shape[1] + 1, dtype=jnp.int32)
@@ -149,5 +156,24 @@ def verify(
         aux_layers=cfg.draft.aux_layers if cfg.draft else (),
         kernels=cfg.kernels,
     )
-    logits = family.logits(params, cfg.target, out.hidden, cfg.kernels)
-    return judge(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active), out
+
+    def judged(hidden: jax.Array, proposal: Proposal, sampling: SamplingState, seq_lens: jax.Array, active: jax.Array) -> Verification:
+        logits = family.logits(params, cfg.target, hidden, cfg.kernels)
+        return judge(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active)
+
+    return in_pieces(judged, piece_size(cfg, active.shape[0]), out.hidden, proposal, sampling, seq_lens, active), out
+
+
+def piece_size(cfg: RoundConfig, batch: int) -> int:
+    """Requests that are judged at a time: all, or as many as divide the batch and have at most MAX_LOGITS_BYTES of logits."""
+    most = MAX_LOGITS_BYTES // (4 * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size)
+    return next(size for size in range(batch, 0, -1) if size == 1 or (size <= most and batch % size == 0))
+
+
+def in_pieces(judged: Callable[..., Verification], size: int, *rows: Any) -> Verification:
+    """judged(*rows) of `size` requests after `size` requests; rows are pytrees of arrays [batch, ...], each request's for itself."""
+    batch = jax.tree.leaves(rows)[0].shape[0]
+    if size == batch:
+        return judged(*rows)
+    pieces = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows)
+    return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), lax.map(lambda piece: judged(*piece), pieces))

@@ -30,6 +30,9 @@ class ToyTarget:
     max_position_embeddings: int = 1 << 20
     attention: AttentionConfig = ATTENTION
 
+    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
+        return CacheGroup(block_size, max_model_len)
+
 
 @dataclass(frozen=True)
 class ToyDraft:
