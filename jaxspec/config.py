@@ -328,7 +328,16 @@ class RoundConfig(SamplingFeatures):
     @property
     def block_size(self) -> int:
         """Tokens a block, in every group."""
-        return (self.target_group[0] if isinstance(self.target_group, tuple) else self.target_group).block_size
+        return self._a_group.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a request may hold in the target's cache."""
+        return self._a_group.max_model_len
+
+    @property
+    def _a_group(self) -> CacheGroup:
+        return self.target_group[0] if isinstance(self.target_group, tuple) else self.target_group
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str | bool], ...]:

@@ -97,7 +97,9 @@ def forward(
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         norm = None if i == 0 else layer["input_layernorm"]
-        x, cache = self_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x)
+        x, cache = self_attention(
+            layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x, window=cfg.sliding_window
+        )
         x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
         new_caches.append(cache)
     return DraftOutput(x, x, tuple(new_caches))

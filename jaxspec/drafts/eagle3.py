@@ -158,7 +158,18 @@ def forward(
         norm = None
         if i > 0:
             attention_input, norm = x, layer["input_layernorm"]
-        x, cache = self_attention(layer["self_attn"], cfg.attention, attention_input, rope, metadata, cache, kernels, norm=norm, residual=x)
+        x, cache = self_attention(
+            layer["self_attn"],
+            cfg.attention,
+            attention_input,
+            rope,
+            metadata,
+            cache,
+            kernels,
+            norm=norm,
+            residual=x,
+            window=cfg.sliding_window,
+        )
         x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
         new_caches.append(cache)
     return output(params, cfg, x, tuple(new_caches), kernels)

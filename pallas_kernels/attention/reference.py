@@ -28,8 +28,10 @@ def paged_attention(
     v = v_cache[block_table].reshape(batch, -1, num_kv_heads, head_dim)
     key = jnp.arange(k.shape[1], dtype=jnp.int32)
     written = key < seq_lens[:, None]  # [batch, keys]
-    # What lies in slots that nobody has written must not leak in: 0 * NaN is NaN.
-    v = jnp.where(written[..., None, None], v, jnp.zeros((), v.dtype))
+    # What lies in slots that nobody has written, or before every row's window (where blocks may be another's by now), must not leak in:
+    # 0 * NaN is NaN.
+    seen = written & (key >= window_start.min(axis=1)[:, None])
+    v = jnp.where(seen[..., None, None], v, jnp.zeros((), v.dtype))
     visible = written[:, None, :] & (key <= positions[..., None]) & (key >= window_start[..., None])  # [batch, rows, keys]
 
     grouped = q.reshape(batch, rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -35,10 +35,9 @@ class Model:
 
     def round_config(self, K: int, *, block_size: int = 4, max_model_len: int = 64, **changes: Any) -> RoundConfig:
         """Rounds with this draft; K = 0 is plain decoding."""
-        group = CacheGroup(block_size, max_model_len)
-        plain = RoundConfig(self.target, group)
+        plain = RoundConfig(self.target, self.target.cache_groups(block_size, max_model_len))
         if K:
-            window = replace(group, window=self.draft.sliding_window)
+            window = CacheGroup(block_size, max_model_len, self.draft.sliding_window)
             plain = replace(plain, draft=self.draft, draft_group=window, num_speculative_tokens=K)
         return replace(plain, **changes)
 
@@ -118,7 +117,7 @@ def sampling_state(
 
 def block_table(batch: int, cfg: RoundConfig, *, shuffle_seed: int | None = None, guard: int = 0) -> tuple[np.ndarray, int]:
     """(block table [batch, pages], number of blocks). Blocks are shuffled with a seed; `guard` blocks belong to nobody."""
-    pages = -(-cfg.target_group.max_model_len // cfg.target_group.block_size)
+    pages = -(-cfg.max_model_len // cfg.block_size)
     blocks = np.arange(batch * pages, dtype=np.int32)
     if shuffle_seed is not None:
         blocks = np.random.default_rng(shuffle_seed).permutation(batch * pages + guard).astype(np.int32)[: batch * pages]

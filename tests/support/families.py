@@ -1,0 +1,98 @@
+"""Tiny models of every family with a draft that mostly agrees with them, made without any other library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import drafts, models
+from jaxspec.config import AttentionConfig
+from jaxspec.drafts import Eagle3Config, EagleConfig, MtpConfig
+from jaxspec.loading.model import bind_draft
+from jaxspec.params import Params, init_random
+from tests.support.tiny import HIDDEN, VOCAB, Model
+
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=4096,
+)
+_MLA = dict(
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+)
+TARGETS: dict[str, dict[str, Any]] = {
+    "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=5),
+    "glm4_moe_lite": _MLA,
+    "deepseek_v3": dict(**_MLA, n_group=4, topk_group=2, first_k_dense_replace=1),
+    "mimo": {},
+}
+# (family, method): every family, every method, each with the KV-cache groups that it brings.
+PAIRS = (("gpt_oss", "eagle3"), ("gpt_oss", "eagle"), ("glm4_moe_lite", "mtp"), ("deepseek_v3", "mtp"), ("mimo", "mtp"))
+
+
+@cache
+def family_model(model_type: str, method: str, *, seed: int = 0, window: int | None = None, disturbance: float = 0.15) -> Model:
+    """Target and draft are nearly functions of the last token alone: their layers add little (`disturbance`) to the embedding.
+
+    window: of an EAGLE draft's own layers.
+    """
+    target = models.config_from_hf({"model_type": model_type, **_COMMON, **TARGETS[model_type]})
+    keys = jax.random.split(jax.random.key(seed), 2)
+    params = _agreeing(init_random(models.family(target).param_specs(target), keys[0], jnp.float32), disturbance)
+    params["embed_tokens"] = 5 * params["embed_tokens"]
+    params["norm"] = jnp.ones_like(params["norm"])
+    draft = _draft_config(method, target, window)
+    own = _agreeing(init_random(drafts.family(draft).param_specs(draft), keys[1], jnp.float32), disturbance)
+    eye = jnp.eye(HIDDEN, dtype=jnp.float32)
+    joined = {"mtp": "projection", "eagle": "fc"}.get(method)
+    if joined:  # the embedding goes through, with a little of the hidden state
+        halves = [eye, 0.05 * own[joined][HIDDEN:]]
+        hidden_first = method == "mtp" and draft.layout.hidden_first
+        own[joined] = jnp.concatenate(halves[::-1] if hidden_first else halves)
+    own |= {name: jnp.ones_like(own[name]) for name in ("norm", "embedding_norm") if name in own}
+    return Model(target, draft, {"target": params, "draft": bind_draft(draft, own, params, None)})
+
+
+def _draft_config(method: str, target: Any, window: int | None) -> Any:
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    if method == "mtp":
+        return MtpConfig(target, zero_first_embedding=True)
+    if method == "eagle":
+        return EagleConfig(HIDDEN, 48, 1, attention, 1e-5, VOCAB, False, False, False, sliding_window=window)
+    return Eagle3Config(HIDDEN, HIDDEN, 48, 1, attention, 1e-5, VOCAB, VOCAB, (0, 1, 2), own_lm_head=False, sliding_window=window)
+
+
+def _agreeing(params: Params, scale: float) -> dict[str, Any]:
+    def quieten(layer: Params) -> Params:
+        quiet = dict(layer)
+        quiet["self_attn"] = {k: scale * v if k in ("o_proj", "o_bias") else v for k, v in layer["self_attn"].items()}
+        for name in ("down_proj",):
+            if name in layer:
+                quiet[name] = scale * layer[name]
+        for group in ("experts", "shared"):
+            if group in layer:
+                quiet[group] = {k: scale * v if k.startswith("down") else v for k, v in layer[group].items()}
+        return quiet
+
+    return {**params, "layers": [quieten(layer) for layer in params["layers"]]}
+
+
+def with_target(model: Model, **changes: Any) -> Model:
+    """The model with another target config."""
+    return replace(model, target=replace(model.target, **changes))
