@@ -12,8 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,12 +80,18 @@ def main(
             engine: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "max_num_seqs": max_num_seqs, "batch_buckets": [max_num_seqs]}
             llm = LLM.from_pretrained(target, speculative=speculative, **engine)
             print(llm.describe(), flush=True)
-            measured = measure(llm, sets, cases, max(ks), max_tokens, seed)
-            check = compare_with_engine(llm, sets, max_tokens) if check_engine else None
             settings = {"draft": draft, "method": method, "max_tokens": max_tokens, "seed": seed, **engine}
-            records = [make_record(llm, measured, check, settings, num_speculative_tokens)]
-            if json_file:
-                json_file.write(records[0])
+            record = {"description": llm.describe().splitlines(), "settings": settings, "num_speculative_tokens": num_speculative_tokens}
+            record |= {"check": None, **report.environment()}
+            for measured in measure(llm, sets, cases, max(ks), max_tokens, seed):
+                record |= measured
+                if json_file:  # after each case: a run that is cut short leaves what it has
+                    json_file.write(record)
+            if check_engine:
+                record["check"] = compare_with_engine(llm, sets, max_tokens)
+                if json_file:
+                    json_file.write(record)
+            records = [record]
         Console(width=220).print(*show.tables(records[0]))
         print("\n".join(show.sentences(records[0])))
         if markdown:
@@ -134,15 +139,10 @@ def plan(datasets: list[str], temperatures: list[float], rules: list[str], draft
     return cases
 
 
-@dataclass
-class Measured:
-    results: list[Result]
-    num_programs: int
-    seconds: float
-
-
-def measure(llm: LLM, sets: dict[str, list[str]], cases: list[Case], max_drafts: int, max_tokens: int, seed: int) -> Measured:
-    """Run every case on one set of weights; a line for each as it ends."""
+def measure(
+    llm: LLM, sets: dict[str, list[str]], cases: list[Case], max_drafts: int, max_tokens: int, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Run every case on one set of weights; after each a line on the screen, and what is known so far for the record."""
     began = time.perf_counter()
     if llm.tokenizer is None:
         raise ConfigError("--target: expected a folder with a tokenizer, got none")
@@ -154,15 +154,16 @@ def measure(llm: LLM, sets: dict[str, list[str]], cases: list[Case], max_drafts:
     recorder = Recorder(pair, max_num_seqs=llm.config.max_num_seqs, max_tokens=longest + max_tokens)
     for case in cases:
         recorder.announce(case.rule, case.drafts, sampled=case.temperature > 0)
-    results = []
+    results: list[dict[str, Any]] = []
     for case in cases:
         start = time.perf_counter()
         requests = Requests(encoded[case.dataset], case.temperature, max_tokens, seed)
         counts, _ = recorder.run(requests, case.rule, case.drafts, case.num_speculative_tokens)
-        results.append(Result(case, counts))
+        results.append(Result(case, counts).to_dict())
         accepted = 1 + counts.accepted.sum() / counts.rounds.sum()
         print(f"{case.name}: length {accepted:.3f} in {counts.rounds.sum()} rounds, {time.perf_counter() - start:.1f} s", flush=True)
-    return Measured(results, recorder.num_programs, time.perf_counter() - began)
+        seconds = round(time.perf_counter() - began, 1)
+        yield {"results": results, "num_programs": recorder.num_programs, "seconds": seconds}
 
 
 def compare_with_engine(llm: LLM, sets: dict[str, list[str]], max_tokens: int) -> dict[str, Any]:
@@ -183,20 +184,6 @@ def compare_with_engine(llm: LLM, sets: dict[str, list[str]], max_tokens: int) -
         dtype=llm.dtype,
     )
     return {"engine": llm.metrics.to_dict(), "training_evaluation": training.to_dict()}
-
-
-def make_record(llm: LLM, measured: Measured, check: dict[str, Any] | None, settings: dict[str, Any], K: int) -> dict[str, Any]:
-    """What --output-json holds and the tables are made from."""
-    return {
-        "description": llm.describe().splitlines(),
-        "settings": settings,
-        "num_speculative_tokens": K,
-        "num_programs": measured.num_programs,
-        "seconds": round(measured.seconds, 1),
-        "check": check,
-        "results": [result.to_dict() for result in measured.results],
-        **report.environment(),
-    }
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ def main(
             settings = {"dtype": dtype, "max_num_seqs": max_num_seqs, "kernels": kernels}
             records, tables = [{}], []
             if samples:
-                with jax.default_matmul_precision("highest"):
-                    records[0]["tiny"] = tiny_experiment(samples)
+                exact_float32()
+                records[0]["tiny"] = tiny_experiment(samples)
                 tables.append(tiny_grid(records[0]["tiny"]))
             if texts is not None:
                 speculative = SpeculativeConfig(model=draft, method=method, num_speculative_tokens=K)

@@ -47,7 +47,12 @@ def encoded(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("rule", "drafts", "temperature"),
-    [("probabilistic", "greedy", 0.0), ("strict", "probabilistic", 1.0), ("block", "probabilistic", 1.0), ("probabilistic", "greedy", 1.0)],
+    [
+        ("probabilistic", "greedy", 0.0),
+        ("block", "probabilistic", 1.0),
+        pytest.param("strict", "probabilistic", 1.0, marks=pytest.mark.slow),
+        pytest.param("probabilistic", "greedy", 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_masked_drafts_are_the_engine_with_fewer(target, draft, recorder, encoded, rule, drafts, temperature):
     """Tokens and counts: a program for K = 4 with 3 drafts wanted, against LLM.generate with K = 3 and the same seeds."""
@@ -62,7 +67,9 @@ def test_masked_drafts_are_the_engine_with_fewer(target, draft, recorder, encode
     assert engine.metrics.num_accepted_tokens > 5
 
 
-@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
+@pytest.mark.parametrize(
+    "rule", ["block", pytest.param("strict", marks=pytest.mark.slow), pytest.param("probabilistic", marks=pytest.mark.slow)]
+)
 def test_measured_acceptance_is_what_theory_expects(recorder, encoded, rule):
     """96 requests from three prompts: in mean length and in each position, within 4.5 standard errors; and the text is the target's."""
     counts, _ = recorder.run(Requests(encoded * 32, 1.0, MAX_TOKENS, seed=100), rule, "probabilistic", 4)
@@ -107,8 +114,8 @@ def files(target, draft, tmp_path_factory) -> Path:
     (folder / "page.md").write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     args = ["--target", target, "--draft", draft, "--dataset", folder / "one.jsonl", "--dataset", folder / "two.jsonl", "--max-num-seqs", 4]
     args += ["--num-speculative-tokens", 2, "--sweep", 3, "--max-tokens", 12, "--rules", "strict,probabilistic", "--dtype", "float32"]
-    args += ["--drafts", "probabilistic", "--check-engine", "--output-json", folder / "run.json"]
-    result = runner(acceptance.main)(*args, "--markdown", folder / "page.md", "--plot", folder / "figure.png")
+    args += ["--temperature", 1, "--drafts", "probabilistic", "--output-json", folder / "run.json"]
+    result = runner(acceptance.main)(*args, "--markdown", folder / "page.md")
     assert result.exit_code == 0, result.output
     (folder / "stdout").write_text(result.stdout)
     return folder
@@ -117,17 +124,44 @@ def files(target, draft, tmp_path_factory) -> Path:
 def test_every_case_is_written(files):
     record = json.loads((files / "run.json").read_text())
     cases = [tuple(r["case"].values()) for r in record["results"]]
-    greedy = [("one", 0.0, "probabilistic", "greedy", k) for k in (1, 2, 3)] + [("two", 0.0, "probabilistic", "greedy", 2)]
-    sampled = [("one", 1.0, rule, "probabilistic", k) for rule in ("strict", "probabilistic") for k in (1, 2, 3)]
-    assert cases == [*greedy, *sampled, ("two", 1.0, "probabilistic", "probabilistic", 2)]
-    assert record["num_programs"] == 5  # greedy, strict, probabilistic, and prefill greedy and sampled
-    ours = next(r for r in record["results"] if tuple(r["case"].values()) == greedy[1])["figures"]
+    first = [("one", 1.0, rule, "probabilistic", k) for rule in ("strict", "probabilistic") for k in (1, 2, 3)]
+    assert cases == [*first, ("two", 1.0, "probabilistic", "probabilistic", 2)]
+    assert record["num_programs"] == 3  # strict, probabilistic, and prefill
+
+
+def test_greedy_cases_and_other_kinds_of_drafts_are_planned():
+    cases = [tuple(vars(c).values()) for c in acceptance.plan(["a", "b"], [0.0, 0.5], ["block"], ["probabilistic", "greedy"], 2, [1, 2])]
+    greedy = [("a", 0.0, "probabilistic", "greedy", 1), ("a", 0.0, "probabilistic", "greedy", 2), ("b", 0.0, "probabilistic", "greedy", 2)]
+    sampled = [("a", 0.5, "block", "probabilistic", 1), ("a", 0.5, "block", "probabilistic", 2), ("a", 0.5, "block", "greedy", 2)]
+    assert cases == [*greedy, *sampled, ("b", 0.5, "probabilistic", "probabilistic", 2)]
+
+
+@pytest.mark.slow
+def test_the_engine_and_training_count_the_same(target, draft, files, tmp_path):
+    args = ["--target", target, "--draft", draft, "--dataset", files / "one.jsonl", "--max-num-seqs", 4, "--num-speculative-tokens", 2]
+    args += [
+        "--sweep",
+        0,
+        "--max-tokens",
+        24,
+        "--temperature",
+        0,
+        "--dtype",
+        "float32",
+        "--check-engine",
+        "--output-json",
+        tmp_path / "run.json",
+    ]
+    result = runner(acceptance.main)(*args)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "run.json").read_text())
+    [ours] = [r["figures"] for r in record["results"]]
     for counted in record["check"].values():
         assert counted["mean_acceptance_length"] == pytest.approx(ours["mean_acceptance_length"])
         assert counted["num_drafts"] == ours["num_rounds"]
 
 
-def test_tables_sentences_and_figure(files):
+def test_tables_and_sentences(files):
     page, shown = (files / "page.md").read_text(), (files / "stdout").read_text()
     assert page.startswith("before\n") and page.endswith(f"{END}\n\nafter\n") and "\nold\n" not in page
     for text in (
@@ -138,7 +172,13 @@ def test_tables_sentences_and_figure(files):
         "on one",
     ):
         assert text in page and text in shown, text
-    assert (files / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figure_is_drawn(files, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = runner(acceptance.main)("--from-json", files / "run.json", "--plot", tmp_path / "figure.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch):

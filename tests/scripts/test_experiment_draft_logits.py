@@ -11,7 +11,7 @@ from jaxspec.acceptance import show
 from scripts import experiment_draft_logits as experiment
 from tests.scripts.conftest import runner
 
-SAMPLES = 12_000
+SAMPLES = 6_000
 BEGIN, END = show.markers(experiment.SCRIPT)
 
 
@@ -53,6 +53,7 @@ def test_distance_of_exact_samples_is_that_of_sampling_alone():
     assert experiment.distance(counts, p, rng).standard_deviations_off > 4.5
 
 
+@pytest.mark.slow
 def test_a_real_pair_is_run_and_shown_again(target, draft, tmp_path):
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": t}) for t in ("Hello there", "Why?")))
     (tmp_path / "page.md").write_text(f"before\n{BEGIN}\n{END}\nafter\n")
