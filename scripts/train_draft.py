@@ -412,6 +412,8 @@ def parser() -> argparse.ArgumentParser:
     about.add_argument(
         "--evaluation", type=Path, action="append", default=[], help="an evaluation.json of `evaluate` to add to training.json"
     )
+    about.add_argument("--about-target", default="", help="what follows the target's name: its licence, its file")
+    about.add_argument("--licence", default="Apache-2.0", help="the head's")
     about.add_argument("--note", action="append", default=[], help="a paragraph of the card; repeatable")
     split = commands.add_parser("split", help="FILE -> FOLDER/FILE.000, ...")
     split.add_argument("file", type=Path)
@@ -439,7 +441,9 @@ def run(args: argparse.Namespace) -> None:
         more = [json.loads(path.read_text(encoding="utf-8"))["evaluation"] for path in args.evaluation]
         record["evaluations"] = record.get("evaluations", []) + more
         (args.head / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (args.head / "README.md").write_text(card(args.head.name, record, args.note), encoding="utf-8")
+        (args.head / "README.md").write_text(
+            card(args.head.name, record, about_target=args.about_target, licence=args.licence, notes=args.note), encoding="utf-8"
+        )
         return
     if args.dry_run:
         shrink(args)

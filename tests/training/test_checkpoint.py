@@ -20,7 +20,9 @@ from jaxspec.config import ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
 from jaxspec.loading.model import load_draft
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
+from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.evaluation import evaluate_acceptance, trim
+from jaxspec.training.heads import continued_params, eagle_config, initial_params
 from jaxspec.training.target import target_states
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
 
@@ -45,6 +47,49 @@ def test_a_saved_head_loads_as_it_was(tmp_path: Path, switches: dict[str, bool])
         np.testing.assert_array_equal(params[name], pair.bound[name])
 
 
+def test_an_eagle_1_head_is_saved_in_safeais_layout_and_loads_as_it_was(tmp_path: Path) -> None:
+    pair = make_pair(3)
+    attention = dataclasses.replace(pair.target_cfg.attention, rope=RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192))
+    cfg = dataclasses.replace(eagle_config(pair.target_cfg), attention=attention)
+    params = initial_params(cfg, pair.target_cfg, pair.target, np.arange(VOCAB), 0)
+    save_draft(tmp_path / "head", cfg, params, np.arange(VOCAB), target="tiny", max_position_embeddings=256)
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    layer = ("post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
+    assert set(tensors) == {"fc.weight", *(f"layers.0.{name}.weight" for name in layer)} and tensors["fc.weight"].shape == (32, 64)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["bias"] is False and config["rope_theta"] == 5e5
+    loaded_cfg, loaded = load_draft(tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(method="eagle"), jnp.float32)
+    assert loaded_cfg == cfg
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    jax.tree.map(np.testing.assert_array_equal, {name: loaded[name] for name in expected}, expected)
+    assert loaded["lm_head"] is pair.target["embed_tokens"]  # tied: the target's own
+
+
+def test_a_head_that_continues_another_computes_what_it_did() -> None:
+    """With a wider MLP and another vocabulary: the old tokens keep their logits."""
+    old = make_pair(5)
+    wider = dataclasses.replace(old.draft_cfg, intermediate_size=56, draft_vocab_size=DRAFT_VOCAB + 4)
+    ids = np.sort(np.concatenate([old.draft_ids[2:], np.setdiff1d(np.arange(VOCAB), old.draft_ids)[:6]]))
+    fresh = initial_params(wider, old.target_cfg, old.target, ids, 1)
+    params = continued_params(wider, fresh, ids, old.draft, old.draft_ids)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, VOCAB, (1, 6)), jnp.int32)
+    aux = jnp.asarray(rng.normal(size=(1, 6, 96)), jnp.float32)
+    logits = []
+    for cfg, weights in ((old.draft_cfg, old.draft), (wider, params)):
+        weights = {**weights, "embed_tokens": old.target["embed_tokens"]}
+        logits.append(eagle3.logits(weights, cfg, forward_steps(weights, cfg, tokens, aux, 2)[1]))
+    kept = np.isin(ids, old.draft_ids)
+    np.testing.assert_allclose(logits[1][..., kept], logits[0][..., 2:], atol=1e-5)
+    np.testing.assert_array_equal(params["lm_head"][:, ~kept], old.target["embed_tokens"][ids[~kept]].T)
+    with pytest.raises(ConfigError, match="intermediate_size: expected at least the 40"):
+        continued_params(wider, {**fresh, "layers": [narrow(fresh["layers"][0])]}, ids, old.draft, old.draft_ids)
+
+
+def narrow(layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {**layer, "down_proj": layer["down_proj"][:8]}
+
+
 def test_tensors_are_those_of_the_speculators_layout(tmp_path: Path) -> None:
     pair = make_pair(3)
     save(pair, tmp_path / "head")
@@ -62,8 +107,6 @@ def test_speculators_reads_the_config_and_computes_the_same_logits(tmp_path: Pat
     import torch
     from safetensors.torch import load_file as load_torch
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-
-    from jaxspec.training.eagle3 import forward_steps
 
     pair = make_pair(4, **SWITCHES)
     save(pair, tmp_path / "head")

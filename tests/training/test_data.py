@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError
-from jaxspec.training.data import Chats, OverlapFilter, batch_of, batches, epoch, ngrams, pack, token_dtype
+from jaxspec.training.data import Chats, OverlapFilter, batch_of, batches, epoch, merge, ngrams, pack, token_dtype
 from jaxspec.training.vocabulary import choose_vocabulary, coverage, vocabulary_maps
 
 
@@ -26,6 +26,19 @@ def test_chats_come_back_from_disk_and_split(tmp_path: Path) -> None:
     training, held_out = loaded.split(1)
     assert [training.sequence(i).tolist() for i in range(2)] == [[0] * 5, [1] * 3] and held_out.sequence(0).tolist() == [2] * 9
     assert training.num_answer_tokens == 4 and held_out.answer_start.tolist() == [7]
+
+
+def test_merged_files_hold_each_chat_once_and_are_shuffled() -> None:
+    first, second = some_chats(list(range(3, 40))), some_chats([3, 4, 9])
+    merged = merge([first, second])
+    sequences = [merged.sequence(i).tolist() for i in range(len(merged))]
+    assert len(merged) == 38 and sorted(sequences) == sorted([[i] * (i + 3) for i in range(37)] + [[2] * 9])
+    assert sequences != sorted(sequences) and all(len(s) - a == 2 for s, a in zip(sequences, merged.answer_start, strict=True))
+
+
+def test_batches_can_be_cut_evenly() -> None:
+    sizes = {batch.tokens.shape for batch in epoch(some_chats([4] * 20 + [8] * 20), (4, 8), 26, np.random.default_rng(0), multiple=2)}
+    assert sizes == {(6, 4), (2, 8)}
 
 
 def test_only_answers_are_counted() -> None:

@@ -72,3 +72,23 @@ def test_accepted_prefix_needs_every_earlier_step() -> None:
     matches = [jnp.asarray(m, bool) for m in ([1, 1, 1, 0, 1], [1, 0, 1, 1, 1], [1, 1, 0, 1, 1])]
     counted = jnp.asarray([1, 1, 1, 1, 0], bool)
     np.testing.assert_allclose(losses.accepted_prefix(matches, counted), [3, 2, 1])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_head_logits_have_the_gradient_of_the_plain_product(tied: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, head, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 3, 8), (8, 12), (2, 3, 12)))
+    head = head.T if tied else head
+    plain = lambda x, head: jnp.sum(weight * jnp.tanh(x @ (head.T if tied else head)))  # noqa: E731
+    ours = lambda x, head: jnp.sum(weight * jnp.tanh(losses.head_logits(x, head, tied)))  # noqa: E731
+    for a, b in zip(jax.grad(plain, (0, 1))(x, head), jax.grad(ours, (0, 1))(x, head), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.oracle("torch")
+def test_smooth_l1_equals_torchs() -> None:
+    import torch
+
+    a, b = 3 * logits(6), logits(7)
+    expected = torch.nn.functional.smooth_l1_loss(torch.tensor(a), torch.tensor(b), reduction="none").mean(-1)
+    np.testing.assert_allclose(losses.smooth_l1(jnp.asarray(a), jnp.asarray(b)), expected.numpy(), rtol=TOLERANCE)
