@@ -215,7 +215,7 @@ class LLM:
         standard error. callback is called with each Increment as it is read; an exception in it ends that text (finish_reason "error")
         and no other. Ctrl-C raises Interrupted, a KeyboardInterrupt with the outputs that were finished, and leaves the engine usable.
         """
-        requests = self._requests(prompts, sampling_params, streams=callback is not None)
+        requests = self.make_requests(prompts, sampling_params, streams=callback is not None)
         with _progress_bar(self._label, len(requests)) if progress else contextlib.nullcontext(_ignore) as advance:
             waiting = _Waiting(requests, advance, callback)
             try:
@@ -241,7 +241,7 @@ class LLM:
 
         Closing the iterator (or dropping it) cancels what has not finished. Several streams may run at once, and generate beside them.
         """
-        return self._stream(self._requests(prompts, sampling_params, streams=True))
+        return self._stream(self.make_requests(prompts, sampling_params, streams=True))
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[Increment]:
         increments: deque[Increment] = deque()
@@ -264,14 +264,14 @@ class LLM:
 
     # --- requests ------------------------------------------------------------------------------------------------------------------
 
-    def _requests(
+    def make_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         streams: bool = False,
     ) -> list[Request]:
-        """Tokenise and check every prompt; n requests for each."""
+        """Tokenise and check every prompt; n requests for each. For who drives `engine` himself (jaxspec.benchmark.throughput)."""
         listed = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
@@ -379,7 +379,7 @@ class LLM:
     ) -> int:
         """Compile just what generate(prompts, sampling_params) may run, so that it can be timed without compilation;
         returns the number of programs. Checks the prompts as generate does."""
-        requests = self._requests(prompts, sampling_params)
+        requests = self.make_requests(prompts, sampling_params)
         if not requests:
             return 0
         runner = self.runner

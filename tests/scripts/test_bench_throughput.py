@@ -1,0 +1,78 @@
+"""scripts/bench_throughput.py on a CPU with tiny dimensions: every row of vLLM's table, for every rule. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxspec.benchmark import throughput
+from scripts import bench_throughput
+from tests.scripts.conftest import runner
+
+run_bench = runner(bench_throughput.main)
+# PR #37639's rows.
+ROWS = (
+    *("successful requests", "failed requests", "maximum request concurrency", "benchmark duration (s)", "total input tokens"),
+    *("total generated tokens", "request throughput (req/s)", "output token throughput (tok/s)", "peak output token throughput (tok/s)"),
+    *("peak concurrent requests", "total token throughput (tok/s)"),
+    *(f"{of} {name} (ms)" for name in ("TTFT", "TPOT", "ITL") for of in ("mean", "median", "P99")),
+)
+DRAFT_ROWS = ("acceptance rate (%)", "acceptance length", "drafts", "draft tokens", "accepted tokens")
+
+
+def test_a_run_has_every_row_and_counts_every_token(tmp_path):
+    path = tmp_path / "throughput.json"
+    flags = [
+        "--model",
+        "tiny",
+        "--methods",
+        "plain,strict",
+        "--concurrency",
+        2,
+        "--num-prompts",
+        5,
+        "--input-len",
+        20,
+        "--output-len",
+        "9,1",
+    ]
+    result = run_bench(*flags, "--request-rate", 500, "--output-json", path)
+    assert result.exit_code == 0, result.output
+    record = json.loads(path.read_text())
+    assert [(r["method"], r["output_len"]) for r in record["runs"]] == [("plain", 9), ("plain", 1), ("strict", 9), ("strict", 1)]
+    for run in record["runs"]:
+        found = run["results"]
+        assert set(ROWS) <= set(found)
+        assert (found["successful requests"], found["failed requests"]) == (5, 0)
+        assert (found["total input tokens"], found["total generated tokens"]) == (100, 5 * run["output_len"])
+        assert found["peak concurrent requests"] <= 2
+        if run["method"] == "strict":
+            assert set(DRAFT_ROWS) <= set(found) and "acceptance at position 2 (%)" in found
+            assert run["output_len"] == 1 or found["draft tokens"] == 3 * found["drafts"] > 0
+    assert all(row in result.stdout for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--model", "gpt-5"), "--model: expected smollm2 or one of"),
+        (("--methods", "lossy"), "--methods: expected among plain, strict"),
+        (("--concurrency", "0"), "--concurrency: expected integers of at least 1"),
+        (("--request-rate", "0"), "--request-rate: expected requests a second, or inf, got 0"),
+        (("--dataset", "x.jsonl"), "--dataset: expected a real target"),
+        (("--target", "somewhere"), "--draft: expected a draft head for somewhere"),
+    ],
+)
+def test_bad_flags_are_one_sentence(flags, sentence):
+    result = run_bench(*flags)
+    assert result.exit_code == 2 and sentence in result.stderr
+
+
+def test_poisson_arrivals_have_the_rate_and_the_seed():
+    load = throughput.Load(50.0, 4, seed=3)
+    gaps = np.diff(load.arrivals(4000), prepend=0)
+    assert gaps.min() >= 0 and gaps.mean() == pytest.approx(1 / 50, rel=0.05) and gaps.std() == pytest.approx(1 / 50, rel=0.1)
+    np.testing.assert_array_equal(load.arrivals(10), throughput.Load(50.0, 1, seed=3).arrivals(10))
+    assert not throughput.Load(float("inf"), 4).arrivals(3).any()
