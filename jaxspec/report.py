@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,10 @@ import jax
 from rich.table import Table
 
 from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.logprobs import Logprob
 from jaxspec.losslessness import Difference
 from jaxspec.metrics import SpecDecodeMetrics, Timings
-from jaxspec.outputs import RequestOutput
+from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 
 RULER = "-" * 50
@@ -143,15 +145,29 @@ class JsonFile:
 
 
 def request_record(output: RequestOutput, text: str) -> dict[str, Any]:
-    """One request; text is the prompt as the user gave it."""
-    return {
-        "prompt": text,
-        "prompt_token_ids": output.prompt_token_ids,
+    """One request; text is the prompt as the user gave it. Of several texts, those after the first are "further_texts"."""
+    record = {"prompt": text, "prompt_token_ids": output.prompt_token_ids, **_text_record(output.outputs[0])}
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [None if place is None else _places(place) for place in output.prompt_logprobs]
+    if output.outputs[1:]:
+        record["further_texts"] = [_text_record(each) for each in output.outputs[1:]]
+    return record
+
+
+def _text_record(output: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
         "token_ids": output.token_ids,
         "text": output.text,
         "finish_reason": output.finish_reason,
         "metrics": output.metrics.to_dict(),
     }
+    if output.logprobs is not None:
+        record["logprobs"] = [_places(place) for place in output.logprobs]
+    return record
+
+
+def _places(place: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
+    return {token: asdict(score) for token, score in place.items()}
 
 
 def environment() -> dict[str, Any]:

@@ -123,6 +123,8 @@ class SamplingParams:
             wrong = [t for t in getattr(self, name) or () if t >= vocab_size]
             if wrong:
                 raise ConfigError(f"{name}: expected token ids in 0..{vocab_size - 1}, got {wrong[0]}")
+        if self.allowed_token_ids is None and not self.banned_token_ids:
+            return
         left = set(range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids) - set(self.banned_token_ids)
         if not left:
             raise ConfigError(f"banned_token_ids: expected fewer than the vocabulary's {vocab_size}, got all of them")

@@ -48,9 +48,23 @@ def main(
     temperature: Annotated[float, option("0 is greedy.")] = 0.0,
     top_p: Annotated[float, option("Sample within this probability mass.")] = 1.0,
     top_k: Annotated[int, option("Sample among this many tokens; 0: all.")] = 0,
+    min_p: Annotated[float, option("Sample among tokens at least this likely beside the likeliest; 0: all.")] = 0.0,
+    repetition_penalty: Annotated[float, option("Above 1: fewer tokens that the prompt or the text has.")] = 1.0,
+    presence_penalty: Annotated[float, option("Above 0: fewer tokens that the text has.")] = 0.0,
+    frequency_penalty: Annotated[float, option("Above 0: fewer tokens, the more often the text has them.")] = 0.0,
+    logit_bias: Annotated[str | None, option('What is added to logits, by token id, as JSON: {"42": -1.5}.')] = None,
+    allowed_token_ids: Annotated[str | None, option("Generate only these token ids, with commas between them.")] = None,
+    banned_token_ids: Annotated[str | None, option("Never generate these token ids.")] = None,
     max_tokens: Annotated[int, option("At most this many tokens a prompt.")] = 128,
-    seed: Annotated[int, option("Of the first prompt; the i-th has seed + i.")] = 0,
+    min_tokens: Annotated[int, option("No end before this many tokens.")] = 0,
+    stop: Annotated[list[str] | None, option("A string that ends a text; may be given several times.")] = None,
+    include_stop_str_in_output: Annotated[bool, option("Keep that string.", "--include-stop-str-in-output")] = False,
+    stop_token_ids: Annotated[str | None, option("Token ids that end a text, beside end-of-text.")] = None,
     ignore_eos: Annotated[bool, option("Go on to max-tokens.", "--ignore-eos")] = False,
+    logprobs: Annotated[int | None, option("With --output-json: of each token and of this many of the likeliest.")] = None,
+    prompt_logprobs: Annotated[int | None, option("The same of the prompts' tokens.")] = None,
+    n: Annotated[int, option("Texts a prompt.")] = 1,
+    seed: Annotated[int, option("Of the first prompt; the i-th has seed + i.")] = 0,
     dtype: Annotated[str | None, option("float32, bfloat16 or auto. [default: float32 with --compare, else auto]")] = None,
     max_model_len: Annotated[
         int | None, option("Tokens a request may hold, prompt included. [default: 2048, or the target's limit if that is less]")
@@ -76,7 +90,28 @@ def main(
         if compare and speculative is None:
             raise ConfigError("--compare: expected speculation to compare with plain decoding, got --no-speculation")
         compare = speculative is not None and (not prompt and dataset is None if compare is None else compare)
-        base = SamplingParams(temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        base = SamplingParams(
+            temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=parse_bias(logit_bias),
+            allowed_token_ids=parse_ids("--allowed-token-ids", allowed_token_ids),
+            banned_token_ids=parse_ids("--banned-token-ids", banned_token_ids) or (),
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
+            stop=stop or (),
+            include_stop_str_in_output=include_stop_str_in_output,
+            stop_token_ids=parse_ids("--stop-token-ids", stop_token_ids) or (),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            n=n,
+        )
         texts = choose_prompts(prompt, dataset, num_prompts)
         params = [replace(base, seed=(seed + i) % 2**64) for i in range(len(texts))]
         json_file = report.JsonFile(output_json) if output_json else None
@@ -106,6 +141,20 @@ def parse_rates(text: str | None) -> list[float] | None:
         return None if text is None else [float(rate) for rate in text.split(",")]
     except ValueError as e:
         raise ConfigError(f"--synthetic-acceptance-rates: expected numbers with commas between them, got {text!r}") from e
+
+
+def parse_ids(flag: str, text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(token) for token in text.split(",")]
+    except ValueError as e:
+        raise ConfigError(f"{flag}: expected token ids with commas between them, got {text!r}") from e
+
+
+def parse_bias(text: str | None) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in json.loads(text or "{}").items()}
+    except (AttributeError, ValueError) as e:
+        raise ConfigError(f"--logit-bias: expected a JSON object of numbers by token id, got {text!r}") from e
 
 
 def read_speculative(text: str | None, flags: dict[str, Any], target: str | None) -> SpeculativeConfig:
@@ -161,7 +210,9 @@ def show(llm: LLM, texts: list[str], outputs: list[RequestOutput], comparison: r
     """Texts, then the acceptance table, then the figures."""
     for i, (text, output) in enumerate(zip(texts, outputs, strict=True), start=1):
         if not quiet:
-            print(f"\n[{i}/{len(texts)}] prompt: {text}\ntext ({len(output.token_ids)} tokens, {output.finish_reason}): {output.text}")
+            print(f"\n[{i}/{len(texts)}] prompt: {text}")
+            for each in output.outputs:
+                print(f"text ({len(each.token_ids)} tokens, {each.finish_reason}): {each.text}")
     print()
     if llm.speculative is not None:
         Console().print(report.acceptance_table(llm.metrics))

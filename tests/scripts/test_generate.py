@@ -113,6 +113,64 @@ def test_ignore_eos_goes_on(run_tiny, edited, target, tmp_path):
     assert outcome(path)["requests"][0]["token_ids"] == first
 
 
+def test_every_sampling_parameter_has_its_option(run_tiny, tmp_path):
+    path = tmp_path / "run.json"
+    flags = {
+        "--temperature": 0.8,
+        "--top-p": 0.9,
+        "--top-k": 200,
+        "--min-p": 0.001,
+        "--repetition-penalty": 1.1,
+        "--presence-penalty": 0.2,
+        "--frequency-penalty": 0.3,
+        "--logit-bias": '{"97": 3, "98": -2.5}',
+        "--allowed-token-ids": ",".join(map(str, range(90, 200))),
+        "--banned-token-ids": "100,101",
+        "--min-tokens": 4,
+        "--stop": "zz",
+        "--stop-token-ids": "99",
+        "--logprobs": 1,
+        "--prompt-logprobs": 0,
+        "--n": 2,
+    }
+    result = run_tiny(
+        *(x for flag in flags.items() for x in flag), "--include-stop-str-in-output", "--max-tokens", 8, "--output-json", path
+    )
+    assert result.exit_code == 0, result.output
+    run = outcome(path)
+    settings = run["settings"]
+    for flag, value in flags.items():
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+            value = [int(token) for token in value.split(",")]
+        expected = {"logit_bias": {"97": 3, "98": -2.5}, "stop": ["zz"]}.get(name, value)
+        assert settings[name] == expected, name
+    assert settings["include_stop_str_in_output"] is True
+    for request in run["requests"]:
+        assert [len(place) for place in request["prompt_logprobs"][1:]] == [1] * (len(request["prompt_token_ids"]) - 1)
+        assert request["prompt_logprobs"][0] is None
+        for text in (request, *request["further_texts"]):
+            assert set(text["token_ids"]) <= set(range(90, 200)) - {100, 101} and 99 not in text["token_ids"][:4]
+            assert all(str(token) in place for token, place in zip(text["token_ids"], text["logprobs"], strict=True))
+        assert len(request["further_texts"]) == 1
+    assert result.stdout.count("text (") == 4
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "sentence"),
+    [
+        ("--logit-bias", "[1]", "--logit-bias: expected a JSON object of numbers by token id, got '[1]'"),
+        ("--logit-bias", "{", "--logit-bias: expected a JSON object"),
+        ("--stop-token-ids", "1;2", "--stop-token-ids: expected token ids with commas between them, got '1;2'"),
+        ("--min-p", 2, "min_p: expected a number from 0 to 1, got 2.0"),
+        ("--banned-token-ids", 999999, "banned_token_ids: expected token ids in 0..258, got 999999"),
+    ],
+)
+def test_a_wrong_sampling_option_is_one_sentence(run_tiny, flag, value, sentence):
+    result = run_tiny(flag, value)
+    assert result.exit_code == 2 and sentence in result.stderr and "Traceback" not in result.output
+
+
 def test_raw_prompts_skip_the_chat_template(run_tiny, tmp_path):
     path = tmp_path / "run.json"
     assert run_tiny("--no-chat-template", "--quiet", "--output-json", path).exit_code == 0
