@@ -103,7 +103,7 @@ def matmul(
     assert tuning is not None and not transposed  # the public op has asked `unsupported`
     tile, pdl = tuning.tile, tuning.pdl and not interpreting()
     side_by_side, above = (1, 1) if interpreting() else tuning.cluster  # the interpreter has no multicast
-    # Of 504 that a thread of each of the three has together. SwiGLU's second pass needs most; the many steps of a great depth, a producer's.
+    # Of 504 that three threads share, one of each warpgroup. A second pass needs most; the many steps of a great depth, a producer's.
     producer_registers, consumer_registers = (24, 240) if swiglu else (40, 232)
     steps = depth // TILE_K
     turns = steps * len(weights)
