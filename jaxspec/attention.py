@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels
+from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels, MLAConfig
 from jaxspec.kv_cache import FullCache
 from jaxspec.layers import apply_rope, linear, product, rms_norm
 from jaxspec.metadata import AttentionMetadata
-from jaxspec.params import Params, ParamSpec, matrix, vector
+from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
 from pallas_kernels.attention import packs, paged_attention
 from pallas_kernels.rope_cache import rope_and_write
 
@@ -23,12 +25,13 @@ def attention_specs(prefix: str, cfg: AttentionConfig, input_size: int, output_s
     """The layer's weights under `prefix` ("...self_attn"); an EAGLE-3 layer reads 2D wide and writes D wide."""
     q_size, kv_size = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     specs = {
-        "q_proj": matrix(f"{prefix}.q_proj.weight", input_size, q_size, ("embed", "heads")),
-        "k_proj": matrix(f"{prefix}.k_proj.weight", input_size, kv_size, ("embed", "kv_heads")),
+        "q_proj": rotated_matrix(f"{prefix}.q_proj.weight", input_size, cfg.num_heads, 0, cfg, ("embed", "heads")),
+        "k_proj": rotated_matrix(f"{prefix}.k_proj.weight", input_size, cfg.num_kv_heads, 0, cfg, ("embed", "kv_heads")),
         "v_proj": matrix(f"{prefix}.v_proj.weight", input_size, kv_size, ("embed", "kv_heads")),
         "o_proj": matrix(f"{prefix}.o_proj.weight", q_size, output_size, ("heads", "embed")),
     }
     if cfg.qkv_bias:
+        assert not cfg.rope_interleave  # no family has both
         specs["q_bias"] = vector(f"{prefix}.q_proj.bias", q_size, "heads")
         specs["k_bias"] = vector(f"{prefix}.k_proj.bias", kv_size, "kv_heads")
         specs["v_bias"] = vector(f"{prefix}.v_proj.bias", kv_size, "kv_heads")
@@ -73,6 +76,25 @@ def _biased_product(x: jax.Array, weights: tuple[jax.Array, ...], bias: jax.Arra
     return (product(x, weights, kernels, out_dtype=jnp.float32, **options) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
+def rotated_matrix(
+    name: str, depth: int, num_heads: int, before: int, cfg: AttentionConfig | MLAConfig, axes: tuple[str | None, str | None]
+) -> ParamSpec:
+    """A projection whose output is, for each head, `before` plain dimensions and then the rotated ones, as halves."""
+    width = num_heads * (before + cfg.rope_dim)
+    if not cfg.rope_interleave:
+        return matrix(name, depth, width, axes)
+    order = partial(halves_of_pairs, num_heads=num_heads, before=before)
+    return AssembledSpec(name, (depth, width), axes, sources=((name, (width, depth)),), build=order)
+
+
+def halves_of_pairs(arrays: Sequence[np.ndarray], *, num_heads: int, before: int) -> np.ndarray:
+    """Rows of each head after `before`, rotated as pairs (0, 1), (2, 3), ... -> rotated as halves; then [out, in] -> [in, out]."""
+    (array,) = arrays
+    per_head = array.reshape(num_heads, -1, *array.shape[1:])
+    ordered = np.concatenate([per_head[:, :before], per_head[:, before::2], per_head[:, before + 1 :: 2]], axis=1)
+    return ordered.reshape(array.shape).T
+
+
 def project_qkv(params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x [batch, rows, in] -> q [batch, rows, num_heads, head_dim] and k, v with num_kv_heads; normed and rotated."""
 
@@ -98,16 +120,17 @@ def self_attention(
     norm: jax.Array | None = None,
     residual: jax.Array | None = None,
     window: int | None = None,
+    query_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, FullCache]:
     """(residual +) o_proj(attention((norm of) x)): x [batch, rows, in] -> [batch, rows, out], and the cache with these rows written.
 
     norm: the gain [in] of the RMS norm before the projections, with cfg.rms_norm_eps.
-    window: the most keys that a row of this metadata sees, by its window_start; None for all.
+    window: the most keys that a row of this metadata sees, by its window_start; None for all. query_scale: [batch, rows], on the queries.
     """
     batch, rows = x.shape[:2]
     qkv = _qkv(params, cfg, x, kernels, norm)
     cos, sin = (table.reshape(batch * rows, -1) for table in rope)
-    packed = packs(kernels.attention, rows=rows, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads)
+    packed = query_scale is None and packs(kernels.attention, rows=rows, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads)
     q, k_cache, v_cache = rope_and_write(
         qkv.reshape(batch * rows, -1),
         cos,
@@ -122,8 +145,11 @@ def self_attention(
         pack=rows if packed else None,
         implementation=kernels.rope_cache,
     )
+    q = q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim)
+    if query_scale is not None:
+        q = (q * query_scale[..., None, None]).astype(q.dtype)
     attended = paged_attention(
-        q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim),
+        q,
         k_cache,
         v_cache,
         metadata.block_table,

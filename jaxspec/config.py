@@ -136,6 +136,7 @@ class AttentionConfig:
     o_bias: bool = False
     rms_norm_eps: float = 1e-5
     sinks: bool = False  # a learned logit per head that joins the softmax's denominator only (gpt-oss)
+    rope_interleave: bool = False  # rotated pairs stand side by side in the checkpoint (Llama 4); put in our order when loaded
 
     @property
     def rope_dim(self) -> int:

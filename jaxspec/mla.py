@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.attention import RopeTables
+from jaxspec.attention import RopeTables, halves_of_pairs, rotated_matrix
 from jaxspec.config import REFERENCE_KERNELS, Kernels, MLAConfig
 from jaxspec.kv_cache import LatentCache, write_rows
 from jaxspec.layers import apply_rope, linear, product, rms_norm
@@ -31,29 +31,19 @@ def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, ParamS
     kv_b = ((f"{prefix}.kv_b_proj.weight", (heads * (nope + v), rank)),)
     split = partial(_head_part, heads=heads, nope=nope)
 
-    def rotated(name: str, depth: int, num_heads: int, before: int, axes: tuple[str | None, str | None]) -> ParamSpec:
-        """A projection whose output is, for each head, `before` plain dimensions and then the rotated ones."""
-        width = num_heads * (before + rope)
-        if not cfg.rope_interleave:
-            return matrix(f"{prefix}.{name}.weight", depth, width, axes)
-        order = partial(_halves_of_pairs, num_heads=num_heads, before=before)
-        return AssembledSpec(
-            f"{prefix}.{name}.weight", (depth, width), axes, sources=((f"{prefix}.{name}.weight", (width, depth)),), build=order
-        )
-
     specs: dict[str, ParamSpec] = {
-        "kv_a_proj": rotated("kv_a_proj_with_mqa", hidden_size, 1, rank, ("embed", None)),
+        "kv_a_proj": rotated_matrix(f"{prefix}.kv_a_proj_with_mqa.weight", hidden_size, 1, rank, cfg, ("embed", None)),
         "kv_a_norm": vector(f"{prefix}.kv_a_layernorm.weight", rank),
         "k_b_proj": AssembledSpec(kv_b[0][0], (heads, nope, rank), ("heads", None, None), sources=kv_b, build=partial(split, part="k")),
         "v_b_proj": AssembledSpec(kv_b[0][0], (heads, rank, v), ("heads", None, None), sources=kv_b, build=partial(split, part="v")),
         "o_proj": matrix(f"{prefix}.o_proj.weight", heads * v, hidden_size, ("heads", "embed")),
     }
     if cfg.q_lora_rank is None:
-        specs["q_proj"] = rotated("q_proj", hidden_size, heads, nope, ("embed", "heads"))
+        specs["q_proj"] = rotated_matrix(f"{prefix}.q_proj.weight", hidden_size, heads, nope, cfg, ("embed", "heads"))
     else:
         specs["q_a_proj"] = matrix(f"{prefix}.q_a_proj.weight", hidden_size, cfg.q_lora_rank, ("embed", None))
         specs["q_a_norm"] = vector(f"{prefix}.q_a_layernorm.weight", cfg.q_lora_rank)
-        specs["q_b_proj"] = rotated("q_b_proj", cfg.q_lora_rank, heads, nope, (None, "heads"))
+        specs["q_b_proj"] = rotated_matrix(f"{prefix}.q_b_proj.weight", cfg.q_lora_rank, heads, nope, cfg, (None, "heads"))
     if cfg.bias:
         specs["kv_a_bias"] = _rotated_bias(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, rank, cfg.rope_interleave)
         specs["o_bias"] = vector(f"{prefix}.o_proj.bias", hidden_size)
@@ -65,16 +55,8 @@ def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, ParamS
 def _rotated_bias(name: str, size: int, before: int, interleave: bool) -> ParamSpec:
     if not interleave:
         return vector(name, size)
-    order = partial(_halves_of_pairs, num_heads=1, before=before)
+    order = partial(halves_of_pairs, num_heads=1, before=before)
     return AssembledSpec(name, (size,), (None,), sources=((name, (size,)),), build=order)
-
-
-def _halves_of_pairs(arrays: Sequence[np.ndarray], *, num_heads: int, before: int) -> np.ndarray:
-    """Rows of each head after `before`, rotated as pairs (0, 1), (2, 3), ... -> rotated as halves; then [out, in] -> [in, out]."""
-    (array,) = arrays
-    per_head = array.reshape(num_heads, -1, *array.shape[1:])
-    ordered = np.concatenate([per_head[:, :before], per_head[:, before::2], per_head[:, before + 1 :: 2]], axis=1)
-    return ordered.reshape(array.shape).T
 
 
 def _head_part(arrays: Sequence[np.ndarray], *, heads: int, nope: int, part: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxspec.config import ConfigError
-from jaxspec.models import deepseek_v3, glm4_moe_lite, gpt_oss, llama, mimo, qwen2, qwen3
+from jaxspec.models import deepseek_v3, glm4_moe_lite, gpt_oss, llama, llama4_text, mimo, qwen2, qwen3
 from jaxspec.models.decoder import TargetOutput
 from jaxspec.models.llama import LlamaConfig
 
@@ -20,6 +20,7 @@ FAMILIES: dict[str, ModuleType] = {
     "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
     "llama": llama,
+    "llama4_text": llama4_text,
     "mimo": mimo,
     "qwen2": qwen2,
     "qwen3": qwen3,

@@ -54,7 +54,24 @@ MLA = dict(
 GLM = dict(model_type="glm4_moe_lite", **MLA)
 DEEPSEEK = dict(model_type="deepseek_v3", **MLA, n_group=4, topk_group=2, first_k_dense_replace=1)
 DEEPSEEK_YARN = dict(rope_type="yarn", rope_theta=150.0, factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.8)
+LLAMA4 = dict(
+    model_type="llama4_text",
+    num_local_experts=8,
+    intermediate_size_mlp=64,
+    attention_chunk_size=6,  # shorter than the prompts, and no multiple of a block
+    no_rope_layers=[1, 0],
+    floor_scale=4,  # so that queries without rope are scaled
+    attn_scale=0.5,
+)
 FAMILIES: dict[str, dict[str, Any]] = {
+    "llama4": LLAMA4,
+    "llama4_two_experts": {
+        **LLAMA4,
+        "num_experts_per_tok": 2,
+        "moe_layers": [1],
+        "use_qk_norm": False,
+        "layer_types": ["full_attention", "chunked_attention"],
+    },
     "glm": GLM,
     "glm_no_query_latent": {**GLM, "q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2},
     "deepseek": DEEPSEEK,
@@ -141,6 +158,10 @@ MISTAKES: dict[str, tuple[str, Change]] = {
     "yarn_temperature_dropped": ("gpt_oss", _rope(attention_factor=1.0)),
     "yarn_truncated": ("gpt_oss", _rope(truncate=True)),
     "yarn_off": ("gpt_oss", _rope(rope_type="default")),
+    "chunk_one_longer": ("llama4", _config(chunk_size=7)),
+    "rope_everywhere": ("llama4", _config(rope_layers=(True, True))),
+    "temperature_tuning_off": ("llama4", _config(attn_scale=0.0)),
+    "no_norm_of_queries": ("llama4", lambda cfg, params: (replace(cfg, attention=replace(cfg.attention, qk_norm=False)), params)),
     "router_bias_not_in_the_choice": ("glm", _layers(router_bias=jnp.zeros_like)),
     "routed_scaling_dropped": ("glm", _moe(routed_scaling=1.0)),
     "weights_not_normalised": ("glm", _moe(norm_top_k=False)),

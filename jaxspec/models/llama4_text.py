@@ -1,0 +1,212 @@
+"""Llama 4's text decoder: chunked attention with rope and full attention without, and experts beside one that every row takes.
+
+Layers with rope norm each query and key to unit mean square; those without scale their queries by position (2501.19399).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.attention import attention_specs, self_attention
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    AttentionConfig,
+    CacheGroup,
+    ConfigError,
+    Kernels,
+    RopeConfig,
+    read_int,
+    read_number,
+    refuse_unless,
+)
+from jaxspec.kv_cache import FullCache, KVCache
+from jaxspec.layers import mlp_block, mlp_specs, product, rms_norm, rope_tables
+from jaxspec.metadata import AttentionMetadata
+from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
+from jaxspec.moe import MoEConfig, experts, router_logits
+from jaxspec.params import Params, ParamSpec, matrix, vector
+
+__all__ = ["Llama4Config", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
+
+KINDS = ("full_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class Llama4Config:
+    """Static shape of the decoder. layer_types: one of KINDS a layer, which is the index of its KV-cache group.
+
+    rope_layers, moe_layers: whether a layer rotates queries and keys, and whether it has experts; the others are dense_size wide.
+    attn_scale, floor_scale: of the queries without rope, 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)); 0 for none.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    layer_types: tuple[str, ...]
+    rope_layers: tuple[bool, ...]
+    moe_layers: tuple[bool, ...]
+    chunk_size: int
+    attention: AttentionConfig
+    moe: MoEConfig
+    dense_size: int
+    attn_scale: float
+    floor_scale: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of one expert."""
+        return self.moe.intermediate_size
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """As KINDS."""
+        return CacheGroup(block_size, max_model_len), CacheGroup(block_size, max_model_len, chunk=self.chunk_size)
+
+
+def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
+    """From a checkpoint's config.json (of the text model: Llama 4's own files hold one with a vision tower, whose text_config this is)."""
+    for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("quantization_config", None)):
+        refuse_unless(config, key, expected)
+    n = read_int(config, "num_hidden_layers")
+    every = read_int(config, "no_rope_layer_interval", 4)
+    rope = [bool(x) for x in config.get("no_rope_layers") or [(i + 1) % every for i in range(n)]]
+    kinds = tuple(config.get("layer_types") or [KINDS[x] for x in rope])
+    step = read_int(config, "interleave_moe_layer_step", 1)
+    moe_layers = config.get("moe_layers")
+    moe_layers = range(step - 1, n, step) if moe_layers is None else moe_layers
+    for key, found in (("layer_types", kinds), ("no_rope_layers", rope)):
+        if len(found) != n or not set(kinds) <= set(KINDS):
+            raise ConfigError(f"{key}: expected one of {', '.join(KINDS)} for each of {n} layers, got {list(found)}")
+    num_heads, hidden = read_int(config, "num_attention_heads"), read_int(config, "hidden_size")
+    eps = read_number(config, "rms_norm_eps", 1e-5)
+    size = read_int(config, "intermediate_size")
+    attention = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=read_int(config, "num_key_value_heads", num_heads),
+        head_dim=read_int(config, "head_dim", hidden // num_heads),
+        rope=RopeConfig.from_hf(config, default_theta=500000.0),
+        qk_norm=bool(config.get("use_qk_norm", True)),
+        rms_norm_eps=eps,
+        rope_interleave=True,
+    )
+    tuned = config.get("attn_temperature_tuning", True)
+    return Llama4Config(
+        model_type=config["model_type"],
+        vocab_size=read_int(config, "vocab_size"),
+        hidden_size=hidden,
+        num_layers=n,
+        layer_types=kinds,
+        rope_layers=tuple(rope),
+        moe_layers=tuple(i in moe_layers for i in range(n)),
+        chunk_size=read_int(config, "attention_chunk_size", 8192),
+        attention=attention,
+        moe=MoEConfig(read_int(config, "num_local_experts"), read_int(config, "num_experts_per_tok", 1), size, shared_size=size),
+        dense_size=read_int(config, "intermediate_size_mlp"),
+        attn_scale=read_number(config, "attn_scale", 0.1) if tuned else 0.0,
+        floor_scale=read_number(config, "floor_scale", 8192),
+        rms_norm_eps=eps,
+        max_position_embeddings=read_int(config, "max_position_embeddings"),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def param_specs(cfg: Llama4Config) -> Params:
+    """The weights: a ParamSpec per array, in the structure of the params."""
+    hidden = cfg.hidden_size
+
+    def layer_specs(i: int, prefix: str) -> Params:
+        # The norm of queries and keys has no gain.
+        attention = attention_specs(f"{prefix}.self_attn", replace(cfg.attention, qk_norm=False), hidden, hidden)
+        block = _moe_specs if cfg.moe_layers[i] else _dense_specs
+        return {
+            "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
+            "self_attn": attention,
+            "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+            **block(f"{prefix}.feed_forward", cfg),
+        }
+
+    return decoder_specs(cfg, layer_specs)
+
+
+def _dense_specs(prefix: str, cfg: Llama4Config) -> dict[str, Any]:
+    return dict(mlp_specs(prefix, cfg.hidden_size, cfg.dense_size))
+
+
+def _moe_specs(prefix: str, cfg: Llama4Config) -> dict[str, Any]:
+    count, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
+    return {
+        "router": matrix(f"{prefix}.router.weight", hidden, count, ("embed", "experts")),
+        "experts": {
+            "gate_up": ParamSpec(f"{prefix}.experts.gate_up_proj", (count, hidden, 2 * size), ("experts", "embed", "mlp")),
+            "down": ParamSpec(f"{prefix}.experts.down_proj", (count, size, hidden), ("experts", "mlp", "embed")),
+        },
+        "shared": mlp_specs(f"{prefix}.shared_expert", hidden, cfg.moe.shared_size),
+    }
+
+
+def forward(
+    params: Params,
+    cfg: Llama4Config,
+    tokens: jax.Array,
+    metadata: tuple[AttentionMetadata, ...],
+    caches: KVCache,
+    *,
+    aux_layers: tuple[int, ...] = (),
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> TargetOutput:
+    """One pass over tokens [batch, rows], with the metadata of each of cfg's cache groups; aux_layers: see run_layers."""
+    positions = metadata[0].positions
+    cos, sin = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions)
+    unit_gain = jnp.ones(cfg.attention.head_dim, params["norm"].dtype)
+    with_rope = (cfg.attention, (cos, sin), {"q_norm": unit_gain, "k_norm": unit_gain} if cfg.attention.qk_norm else {}, None)
+    grown = jnp.floor((positions.astype(jnp.float32) + 1) / cfg.floor_scale)
+    scale = 1 + cfg.attn_scale * jnp.log1p(grown) if cfg.attn_scale else None
+    without = (replace(cfg.attention, qk_norm=False), (jnp.ones_like(cos), jnp.zeros_like(sin)), {}, scale)
+
+    def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
+        group = KINDS.index(cfg.layer_types[i])
+        attention, rope, norms, query_scale = with_rope if cfg.rope_layers[i] else without
+        x, cache = self_attention(
+            layer["self_attn"] | norms,
+            attention,
+            x,
+            rope,
+            metadata[group],
+            cache,
+            kernels,
+            norm=layer["input_layernorm"],
+            residual=x,
+            window=(None, cfg.chunk_size)[group],
+            query_scale=query_scale,
+        )
+        block = _moe_block if cfg.moe_layers[i] else _dense_block
+        return block(layer, cfg, x, kernels), cache
+
+    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)
+
+
+def _dense_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels) -> jax.Array:
+    return mlp_block(layer, cfg.rms_norm_eps, x, kernels)
+
+
+def _moe_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels) -> jax.Array:
+    """x + shared(norm(x)) + experts(sigmoid(score) * norm(x)): the score weighs what goes into an expert, not what comes out."""
+    normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
+    shared = layer["shared"]
+    inner = product(normed, (shared["gate_proj"], shared["up_proj"]), kernels, swiglu=True)
+    x = product(inner, (shared["down_proj"],), kernels, residual=x)
+    flat = normed.reshape(-1, cfg.hidden_size)
+    scores, ids = jax.lax.top_k(router_logits(flat, layer["router"]), cfg.moe.top_k)
+    # Each (row, expert) pair has an input of its own: rows of their own with one expert each.
+    weighed = (flat[:, None] * jax.nn.sigmoid(scores)[..., None].astype(flat.dtype)).reshape(-1, cfg.hidden_size)
+    ids = ids.reshape(-1, 1)
+    routed = experts(layer["experts"], cfg.moe, weighed, ids, jnp.ones(ids.shape, jnp.float32))
+    return x + routed.reshape(*flat.shape[:1], cfg.moe.top_k, -1).sum(axis=1).reshape(x.shape)
