@@ -65,12 +65,12 @@ def _forbid_ends(logits: jax.Array, min_tokens: MinTokens, positions: jax.Array)
 
 def _penalise(logits: jax.Array, penalties: Penalties, draft_tokens: jax.Array | None) -> jax.Array:
     """Repetition, frequency and presence penalties, with the window's own drafts counted as the rows that follow them see them."""
-    vocab = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    counts = [penalties.output_counts]
-    for i in range(logits.shape[1] - 1):
+    rows, vocab = logits.shape[1:]
+    row, token = jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.arange(vocab, dtype=jnp.int32)
+    counts = penalties.output_counts[:, None]
+    for i in range(rows - 1):
         assert draft_tokens is not None
-        counts.append(counts[-1] + (draft_tokens[:, i, None] == vocab).astype(jnp.int32))
-    counts = jnp.stack(counts, axis=1)
+        counts = counts + ((draft_tokens[:, i, None, None] == token) & (row > i)).astype(jnp.int32)
     generated = counts > 0
     column = lambda x: x[:, None, None]  # noqa: E731
     repetition = column(penalties.repetition)

@@ -30,6 +30,7 @@ TARGET = 1.2 * RNG.normal(size=(V, V)).astype(np.float32)
 DRAFT = TARGET + RNG.normal(size=(V, V)).astype(np.float32)
 
 REQUESTS = {
+    "min_p": SamplingParams(0.7, min_p=0.12),
     "penalties": SamplingParams(1.0, repetition_penalty=1.6, presence_penalty=0.7, frequency_penalty=0.9),
     "everything": SamplingParams(
         0.9,
@@ -102,6 +103,7 @@ def statistic(params: SamplingParams, tokens: np.ndarray) -> tuple[float, int]:
         ("probabilistic", "probabilistic", "everything"),
         ("probabilistic", "greedy", "penalties"),
         ("block", "probabilistic", "everything"),
+        ("block", "probabilistic", "min_p"),
     ],
 )
 def test_the_first_tokens_together_follow_the_processed_target(rule: str, draft_sampling: str, request_: str) -> None:
