@@ -29,12 +29,14 @@ from tests.parity.oracles import (
     speculators_head,
 )
 from tests.parity.ours import MAX_MODEL_LEN, load, shuffled_block_table
+from tests.parity.test_families import GPT_OSS, YARN
 
 K, ROUNDS, CHUNK, BLOCK_SIZE = 3, 7, 4, 4
 PROMPTS = (1, 6, 11)
 TARGETS: dict[str, dict[str, Any]] = {
     "llama": dict(model_type="llama", num_hidden_layers=3),
     "llama_tied": dict(model_type="llama", num_hidden_layers=2, tie_word_embeddings=True),
+    "gpt_oss": dict(**GPT_OSS),
     "qwen3": dict(model_type="qwen3", num_hidden_layers=7, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
 }
 HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -43,6 +45,17 @@ HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "qwen3",
         "eagle3",
         dict(draft_vocab=128, aux_layers=None, norm_output=True, fc_norm=True, layer=dict(model_type="qwen3")),
+    ),
+    "eagle3_gpt_oss": (
+        "gpt_oss",
+        "eagle3",
+        dict(
+            draft_vocab=112,
+            aux_layers=(0, 1, 2),
+            norm_before_residual=True,
+            norm_before_fc=True,
+            layer=dict(sliding_window=5, layer_types=["sliding_attention"], use_sliding_window=True, rope_parameters=YARN),
+        ),
     ),
     "eagle1": ("llama_tied", "eagle", {}),
 }
@@ -82,8 +95,9 @@ def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(head: st
     draft_cfg, draft = load(tmp_path / "draft", method, shared=target, target=target_cfg)
     if options.get("aux_layers", ()) is None:
         assert draft_cfg.aux_layers == (2, 3, 4)
-    group = CacheGroup(BLOCK_SIZE, MAX_MODEL_LEN)
-    cfg = RoundConfig(target_cfg, group, draft_cfg, group, K, "probabilistic", "probabilistic")
+    groups = target_cfg.cache_groups(BLOCK_SIZE, MAX_MODEL_LEN)
+    own = CacheGroup(BLOCK_SIZE, MAX_MODEL_LEN, draft_cfg.sliding_window)
+    cfg = RoundConfig(target_cfg, groups, draft_cfg, own, K, "probabilistic", "probabilistic")
     params = {"target": target, "draft": draft}
     texts, state, table = prefill(cfg, params)
     compiled_propose = jax.jit(propose, static_argnums=0)
