@@ -103,8 +103,8 @@ def matmul(
     assert tuning is not None and not transposed  # the public op has asked `unsupported`
     tile, pdl = tuning.tile, tuning.pdl and not interpreting()
     side_by_side, above = (1, 1) if interpreting() else tuning.cluster  # the interpreter has no multicast
-    # Of 504 that three threads share, one of each warpgroup. A second pass needs most; the many steps of a great depth, a producer's.
-    producer_registers, consumer_registers = (24, 240) if swiglu else (40, 232)
+    # Of 504 that three threads share, one of each warpgroup. The second pass over a wide tile needs most; a producer is better off with 40.
+    producer_registers, consumer_registers = (24, 240) if swiglu and tile > 192 else (40, 232)
     steps = depth // TILE_K
     turns = steps * len(weights)
     stages = min(tuning.stages, turns)
