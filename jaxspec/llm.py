@@ -307,7 +307,7 @@ class LLM:
             detokenizer = Detokenizer(self.tokenizer.decode, params.stop, include_stop=params.include_stop_str_in_output)
         return Request(
             prompt_token_ids=token_ids,
-            params=params,
+            params=params if sample == 0 else replace(params, prompt_logprobs=None),  # the prompt is scored once
             max_tokens=min(params.max_tokens, self.config.max_model_len - len(token_ids)),
             stop_token_ids=tuple(sorted({*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids})),
             max_drafts=K if own is None else min(K, own),

@@ -27,8 +27,11 @@ BFLOAT16_BITS = 7  # of the mantissa, the leading one not counted
 class Decoded(Protocol):
     """What is read of a RequestOutput."""
 
-    prompt_token_ids: list[int]
-    token_ids: list[int]
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
 
 
 @dataclass(frozen=True)

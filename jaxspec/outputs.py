@@ -28,6 +28,13 @@ class CompletionOutput:
     error: BaseException | None = None
     logprobs: list[dict[int, Logprob]] | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The text's log-probability under the model's own distribution, where logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(place[token].logprob for token, place in zip(self.token_ids, self.logprobs, strict=True))
+
 
 @dataclass
 class RequestOutput:
@@ -46,6 +53,10 @@ class RequestOutput:
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         return self.outputs[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.outputs[0].cumulative_logprob
 
     @property
     def token_ids(self) -> list[int]:
