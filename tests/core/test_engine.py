@@ -207,7 +207,7 @@ SETTINGS: dict[str, Any] = {
     "stop_token_ids: expected token ids": lambda: SamplingParams(stop_token_ids=(-1,)),
     "num_speculative_tokens: expected an integer of at least 1, got 0": lambda: SpeculativeConfig(num_speculative_tokens=0),
     "num_speculative_tokens: expected an integer of at least 1, got -3": lambda: SpeculativeConfig(num_speculative_tokens=-3),
-    "method: expected one of eagle, eagle3, got 'medusa'": lambda: SpeculativeConfig(method="medusa"),
+    "method: expected one of eagle, eagle3": lambda: SpeculativeConfig(method="medusa"),
     "rejection_sample_method: expected one of": lambda: SpeculativeConfig(rejection_sample_method="lenient"),
     "draft_sample_method: expected one of": lambda: SpeculativeConfig(draft_sample_method="beam"),
     "speculative config: expected keys among": lambda: SpeculativeConfig.from_dict({"model": "x", "num_tokens": 3}),

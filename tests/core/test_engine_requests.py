@@ -286,7 +286,7 @@ def test_past_draft_max_model_len_a_request_goes_on_without_drafts() -> None:
 def test_k_follows_the_batch_size_and_greedy_text_does_not() -> None:
     """Rounds without drafts keep the draft's cache up to date: it is accepted again afterwards."""
     spec = {"num_speculative_tokens_per_batch_size": [(2, 3, 1), (4, 4, 0)]}
-    scheduled = make(spec=spec, batch_buckets=(1, 2, 4), num_gpu_blocks_override=LIMIT)
+    scheduled = make(spec=spec, batch_buckets=(1, 2, 4), num_gpu_blocks_override=LIMIT, max_num_batched_tokens=128)
     usual, params = make(), [SamplingParams(0.0, max_tokens=n, ignore_eos=True) for n in (4, 9, 16, 40)]
     prompts = [[20, 21], [22], [23, 24, 25], [26]]
     outputs, expected = scheduled.generate(prompts, params), usual.generate(prompts, params)
