@@ -20,7 +20,7 @@ LAYERS = (
     ("jaxspec.llm", "jaxspec.training", "jaxspec.losslessness"),
     ("jaxspec.engine", "jaxspec.inputs", "jaxspec.outputs"),
     ("jaxspec.cli", "jaxspec.runner"),
-    ("jaxspec.scheduler", "jaxspec.slots", "jaxspec.loading", "jaxspec.decode", "jaxspec.kernels"),
+    ("jaxspec.memory_plan", "jaxspec.scheduler", "jaxspec.slots", "jaxspec.loading", "jaxspec.decode", "jaxspec.kernels"),
     ("jaxspec.request", "jaxspec.block_pool", "jaxspec.detokenizer", "jaxspec.propose", "jaxspec.verify"),
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.logprobs", "jaxspec.synthetic"),
     ("jaxspec.sampling", "jaxspec.sampling_rows"),

@@ -40,7 +40,7 @@ DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "origina
 
 @dataclass(frozen=True)
 class GptOssConfig:
-    """Static shape of the decoder. layer_types: one of KINDS a layer, which is the index of its KV-cache group.
+    """Static shape of the decoder. layer_types: one of KINDS a layer, each a KV-cache group.
 
     mxfp4: how the experts are stored and kept: None (plain arrays in the checkpoint), "dequantised" when they are loaded, or "packed",
     a quarter of the memory, and dequantised when they are used.
@@ -63,6 +63,11 @@ class GptOssConfig:
     def intermediate_size(self) -> int:
         """Of one expert."""
         return self.moe.intermediate_size
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Index into cache_groups."""
+        return tuple(KINDS.index(kind) for kind in self.layer_types)
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
         """As KINDS."""
@@ -199,7 +204,7 @@ def forward(
     rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata[0].positions)
 
     def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
-        group, norm = KINDS.index(cfg.layer_types[i]), layer["input_layernorm"]
+        group, norm = cfg.group_of_layer[i], layer["input_layernorm"]
         x, cache = self_attention(
             layer["self_attn"], cfg.attention, x, rope, metadata[group], cache, kernels, norm=norm, residual=x, window=windows[group]
         )

@@ -38,7 +38,7 @@ KINDS = ("full_attention", "chunked_attention")
 
 @dataclass(frozen=True)
 class Llama4Config:
-    """Static shape of the decoder. layer_types: one of KINDS a layer, which is the index of its KV-cache group.
+    """Static shape of the decoder. layer_types: one of KINDS a layer, each a KV-cache group.
 
     rope_layers, moe_layers: whether a layer rotates queries and keys, and whether it has experts; the others are dense_size wide.
     attn_scale, floor_scale: of the queries without rope, 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)); 0 for none.
@@ -65,6 +65,11 @@ class Llama4Config:
     def intermediate_size(self) -> int:
         """Of one expert."""
         return self.moe.intermediate_size
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Index into cache_groups."""
+        return tuple(KINDS.index(kind) for kind in self.layer_types)
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
         """As KINDS."""
@@ -172,7 +177,7 @@ def forward(
     without = (replace(cfg.attention, qk_norm=False), (jnp.ones_like(cos), jnp.zeros_like(sin)), {}, scale)
 
     def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
-        group = KINDS.index(cfg.layer_types[i])
+        group = cfg.group_of_layer[i]
         attention, rope, norms, query_scale = with_rope if cfg.rope_layers[i] else without
         x, cache = self_attention(
             layer["self_attn"] | norms,

@@ -1,0 +1,126 @@
+"""What a target and a draft take of a GPU's memory, from their configurations alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import drafts, models
+from jaxspec.config import CacheGroup, ConfigError
+from jaxspec.kv_cache import init_cache
+from jaxspec.params import Params, ParamSpec
+
+GIB = 1 << 30
+# Bytes of memory as the data sheets give them.
+GPUS = {"h200": 141e9, "h100": 80e9, "a100-80": 80e9, "a100-40": 40e9, "l40s": 48e9, "rtx-4090": 24e9, "b200": 180e9}
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One KV-cache group. token_bytes: of all its layers together. window: tokens that a request needs of it, None for all."""
+
+    name: str
+    num_layers: int
+    token_bytes: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of weights and of the buffers that max_num_seqs requests bring, and what is left for the KV cache."""
+
+    target_weights: int
+    draft_weights: int
+    groups: tuple[GroupPlan, ...]
+    draft_buffers: int
+    logits: int
+    usable: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(g.token_bytes for g in self.groups)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is left for keys and values; negative if the weights do not fit."""
+        return self.usable - self.target_weights - self.draft_weights - self.draft_buffers - self.logits
+
+    @property
+    def cache_tokens(self) -> int:
+        """In whole blocks, each of every group's layers (blocks that have left a window are not freed yet)."""
+        return max(0, self.cache_bytes // (self.token_bytes * self.block_size)) * self.block_size
+
+    @property
+    def num_requests(self) -> int:
+        """Of max_model_len tokens each."""
+        return self.cache_tokens // (-(-self.max_model_len // self.block_size) * self.block_size)
+
+
+def memory_plan(
+    target: Any,
+    draft: Any,
+    *,
+    memory: float,
+    dtype: Any,
+    max_model_len: int,
+    max_num_seqs: int,
+    num_speculative_tokens: int,
+    block_size: int = 64,
+    utilization: float = 0.9,
+) -> MemoryPlan:
+    """The plan of a target and a draft (None for plain decoding) on a GPU with so many bytes, of which `utilization` may be used."""
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"utilization: expected a share in (0, 1], got {utilization}")
+    K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
+    groups = group_plans("target", target, target.cache_groups(block_size, max_model_len), dtype)
+    draft_weights = buffers = 0
+    if draft is not None:
+        draft_weights = weight_bytes(drafts.family(draft).param_specs(draft), dtype)
+        groups += group_plans("draft", draft, CacheGroup(block_size, max_model_len, draft.sliding_window), dtype)
+        width = target.hidden_size * max(len(draft.aux_layers), 1)
+        pending = (K + 1) * (width * itemsize + 4)
+        buffers = max_num_seqs * (pending + K * (draft.draft_vocab_size * 4 + 4))
+    return MemoryPlan(
+        target_weights=weight_bytes(models.family(target).param_specs(target), dtype),
+        draft_weights=draft_weights,
+        groups=groups,
+        draft_buffers=buffers,
+        logits=max_num_seqs * (K + 1) * target.vocab_size * 4,
+        usable=int(memory * utilization),
+        block_size=block_size,
+        max_model_len=max_model_len,
+    )
+
+
+def weight_bytes(specs: Params, dtype: Any) -> int:
+    """Of the arrays of a parameter table."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize for spec in leaves)
+
+
+def group_plans(owner: str, cfg: Any, groups: CacheGroup | tuple[CacheGroup, ...], dtype: Any) -> tuple[GroupPlan, ...]:
+    """A model's KV-cache groups, those without layers left out."""
+    one_layer = jax.eval_shape(lambda: init_cache(cfg.attention, 1, 1, 1, dtype))
+    layer_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(one_layer))
+    of_layer = cfg.group_of_layer if isinstance(groups, tuple) else (0,) * cfg.num_layers
+    listed = groups if isinstance(groups, tuple) else (groups,)
+    counts = [of_layer.count(i) for i in range(len(listed))]
+    return tuple(
+        GroupPlan(f"{owner}: {_kind(cfg, group)}", count, count * layer_bytes, group.window or group.chunk)
+        for group, count in zip(listed, counts, strict=True)
+        if count
+    )
+
+
+def _kind(cfg: Any, group: CacheGroup) -> str:
+    if group.window is not None:
+        return f"window of {group.window}"
+    if group.chunk is not None:
+        return f"chunks of {group.chunk}"
+    return "latent" if hasattr(cfg.attention, "kv_lora_rank") else "full"

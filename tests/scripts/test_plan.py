@@ -1,0 +1,94 @@
+"""scripts/plan.py: from configs alone, figures that follow from the published dimensions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxspec import models
+from jaxspec.config import SpeculativeConfig
+from jaxspec.drafts import mtp
+from jaxspec.memory_plan import memory_plan
+from scripts import plan as script
+from tests.support.full_size import CONFIGS, tensors
+
+
+def plan_of(name: str, **changes: object) -> object:
+    target = models.config_from_hf(CONFIGS[name])
+    options: dict = dict(memory=141e9, dtype="bfloat16", max_model_len=8192, max_num_seqs=16, num_speculative_tokens=3) | changes
+    draft = options.pop("draft", None)
+    return memory_plan(target, draft, **options)
+
+
+def test_llama_takes_two_bytes_a_parameter_and_128_kib_a_token() -> None:
+    plan = plan_of("Llama-3.1-8B")
+    assert plan.target_weights == 2 * 8_030_261_248
+    assert plan.token_bytes == 32 * 2 * 8 * 128 * 2 == 128 * 1024
+    assert plan.draft_weights == plan.draft_buffers == 0
+    assert plan.logits == 16 * 128256 * 4
+
+
+def test_gpt_oss_has_two_groups_of_twelve_layers() -> None:
+    plan = plan_of("gpt-oss-20b")
+    assert [(g.name, g.num_layers, g.token_bytes, g.window) for g in plan.groups] == [
+        ("target: full", 12, 12 * 2048, None),
+        ("target: window of 128", 12, 12 * 2048, 128),
+    ]
+
+
+def test_a_latent_cache_holds_576_numbers_a_token_and_the_mtp_layer_its_own() -> None:
+    target = models.config_from_hf(CONFIGS["GLM-4.7-Flash"])
+    draft = mtp.config_from_checkpoint(CONFIGS["GLM-4.7-Flash"], tensors("GLM-4.7-Flash"), target, SpeculativeConfig(method="mtp"))
+    plan = plan_of("GLM-4.7-Flash", draft=draft)
+    assert [(g.name, g.token_bytes) for g in plan.groups] == [("target: latent", 47 * 576 * 2), ("draft: latent", 576 * 2)]
+    assert plan.draft_buffers == 16 * (4 * (2048 * 2 + 4) + 3 * (154880 * 4 + 4))
+
+
+def test_what_fits_is_in_whole_blocks_and_whole_requests() -> None:
+    plan = plan_of("Llama-3.1-8B", block_size=64, max_model_len=1000)
+    assert (
+        plan.cache_tokens % 64 == 0
+        and plan.cache_tokens * plan.token_bytes <= plan.cache_bytes < (plan.cache_tokens + 64) * plan.token_bytes
+    )
+    assert plan.num_requests == plan.cache_tokens // 1024
+
+
+@pytest.fixture
+def runner() -> tuple[CliRunner, object]:
+    import typer
+
+    app = typer.Typer()
+    app.command()(script.main)
+    return CliRunner(), app
+
+
+def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["GLM-4.7-Flash"]))
+    cli, app = runner
+    done = cli.invoke(app, ["--target", str(tmp_path), "--method", "mtp", "--gpu", "h200"])
+    assert done.exit_code == 0, done.output
+    assert "target: latent" in done.output and "draft: latent" in done.output and "fits:" in done.output
+    small = cli.invoke(app, ["--target", str(tmp_path / "config.json"), "--gpu", "24"])
+    assert small.exit_code == 1 and "does not fit" in small.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "tpu"], "--gpu: expected one of"),
+        (["--packed"], "--packed: expected a target with MXFP4 weights"),
+        (["--dtype", "int8"], "dtype: expected bfloat16 or float32"),
+        (["--utilization", "0"], "utilization: expected a share"),
+        (["--method", "mtp", "--draft", "checkpoints/smollm2-135m-instruct-eagle3"], "method 'mtp': expected the target's own checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], message: str, runner: tuple, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["GLM-4.7-Flash"]))
+    cli, app = runner
+    done = cli.invoke(app, ["--target", str(tmp_path), *arguments])
+    assert done.exit_code == 2 and message in done.output
