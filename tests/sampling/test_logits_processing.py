@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.logits_processing import adjust_logits, count_tokens, process_target_logits
+from jaxspec.logits_processing import adjust_logits, count_tokens, narrow_logits, process_target_logits
 from jaxspec.propose import Proposal
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling import SamplingState, scale_by_temperature
 from jaxspec.sampling_params import SamplingParams, features_of
 from jaxspec.sampling_rows import sampling_rows, with_features
 from jaxspec.verify import judge
@@ -241,6 +241,8 @@ def test_a_feature_that_is_off_leaves_nothing_behind() -> None:
     logits, tokens = jnp.zeros((2, 3, V)), jnp.zeros((2, 2), jnp.int32)
     assert adjust_logits(features, logits, state, jnp.zeros(2, jnp.int32), tokens) is logits
     assert count_tokens(features, state, tokens) is state
+    division = jax.make_jaxpr(scale_by_temperature)(logits, state.temperature)
+    assert str(jax.make_jaxpr(partial(narrow_logits, features))(logits, state).jaxpr.eqns) == str(division.jaxpr.eqns)
 
 
 def test_greedy_requests_are_not_truncated() -> None:

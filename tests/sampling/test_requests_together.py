@@ -91,11 +91,25 @@ def test_outputs_hold_the_logprobs_that_were_asked_for(alone: dict[int, RequestO
     for i, params in enumerate(REQUESTS):
         output = run_alone(alone, i)
         assert (output.logprobs is None) == (params.logprobs is None)
+        assert (output.cumulative_logprob is None) == (params.logprobs is None)
         assert (output.prompt_logprobs is None) == (params.prompt_logprobs is None)
         whole = [*PROMPTS[i], *output.token_ids]
         places = [*(output.prompt_logprobs or [None] * len(PROMPTS[i])), *(output.logprobs or [None] * len(output.token_ids))]
         assert len(places) == len(whole) and places[0] is None
+        total = sum(expected[a, b] for a, b in zip(whole[len(PROMPTS[i]) - 1 :], output.token_ids, strict=False))
+        assert output.cumulative_logprob in (None, pytest.approx(total, abs=1e-4))
         for before, token, place in zip(whole, whole[1:], places[1:], strict=False):
             for other, score in (place or {}).items():
                 assert score.logprob == pytest.approx(expected[before, other], abs=1e-5)
             assert place is None or next(iter(place)) == token
+
+
+def test_n_texts_of_a_prompt_each_have_their_logprobs_and_the_prompt_has_one() -> None:
+    params = SamplingParams(1.0, seed=4, n=2, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    output = engine().generate([PROMPTS[1]], params)[0]
+    first, second = output.outputs
+    assert first.token_ids != second.token_ids
+    assert first.logprobs is not None and second.logprobs is not None
+    assert [next(iter(place)) for place in second.logprobs] == second.token_ids
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(PROMPTS[1])
+    assert None not in output.prompt_logprobs[1:]

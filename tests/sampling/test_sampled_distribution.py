@@ -23,7 +23,7 @@ from tests.statistics import chi_square, within_limit
 from tests.support.sampling_specification import softmax, specification
 from tests.support.toys import toy_config
 
-V, K, LENGTH, TRIALS = 12, 3, 3, 60_000
+V, K, LENGTH, TRIALS = 12, 3, 3, 40_000
 PROMPT, FIRST, STOP = [4, 1, 1], 6, 9  # FIRST was generated already: what a round starts from
 RNG = np.random.default_rng(0)
 TARGET = 1.2 * RNG.normal(size=(V, V)).astype(np.float32)
