@@ -82,7 +82,7 @@ def memory_plan(
     draft_weights = buffers = 0
     if draft is not None:
         draft_weights = weight_bytes(drafts.family(draft).param_specs(draft), dtype)
-        groups += group_plans("draft", draft, CacheGroup(block_size, max_model_len, draft.sliding_window), dtype)
+        groups += group_plans("draft", draft, draft.cache_groups(block_size, max_model_len), dtype)
         width = target.hidden_size * max(len(draft.aux_layers), 1)
         pending = (K + 1) * (width * itemsize + 4)
         buffers = max_num_seqs * (pending + K * (draft.draft_vocab_size * 4 + 4))

@@ -17,7 +17,7 @@ from rich.table import Table
 from jaxspec import models
 from jaxspec.cli import errors_as_sentences, run_program
 from jaxspec.config import ConfigError, SpeculativeConfig
-from jaxspec.drafts import FAMILIES
+from jaxspec.drafts import family_of_checkpoint
 from jaxspec.loading.checkpoint import open_checkpoint, read_json
 from jaxspec.loading.resolve import own_drafts
 from jaxspec.memory_plan import GIB, GPUS, MemoryPlan, memory_plan
@@ -93,9 +93,9 @@ def read_config(name: str) -> dict[str, Any]:
 
 def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     """A draft's config. Its tensors' shapes, where its files are at hand; else what its config implies."""
-    family = FAMILIES[speculative.method]
     folder = own_drafts().get(name, Path(name).expanduser())
     config = read_config(name)
+    family = family_of_checkpoint(speculative.method, config)
     if folder.is_dir() and list(folder.glob("*.safetensors")):
         shapes = {family.canonical_name(n): shape for n, shape in open_checkpoint(folder).shapes.items()}
     elif speculative.method == "mtp":

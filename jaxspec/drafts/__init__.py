@@ -7,21 +7,27 @@ Its config names it by `method`, which is how propose finds the functions (throu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from jaxspec.drafts import eagle, eagle3, mtp
+from jaxspec.drafts import eagle, eagle3, eagle_llama4, mtp
 from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.drafts.eagle3 import Eagle3Config
 from jaxspec.drafts.layer import DraftOutput
 from jaxspec.drafts.mtp import MtpConfig
 
-FAMILIES: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3, "mtp": mtp}
+FAMILIES: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3, "eagle_llama4": eagle_llama4, "mtp": mtp}
 DraftConfig = Any  # EagleConfig | Eagle3Config, or any frozen config with the same fields that a new method brings
 
-__all__ = ["FAMILIES", "DraftConfig", "DraftOutput", "Eagle3Config", "EagleConfig", "MtpConfig", "family"]
+__all__ = ["FAMILIES", "DraftConfig", "DraftOutput", "Eagle3Config", "EagleConfig", "MtpConfig", "family", "family_of_checkpoint"]
 
 
 def family(cfg: DraftConfig) -> ModuleType:
     """The functions of a config's method."""
     return FAMILIES[cfg.method]
+
+
+def family_of_checkpoint(method: str, config: Mapping[str, Any]) -> ModuleType:
+    """The functions of a checkpoint with this config.json: EAGLE-1 heads for Llama 4 are made of its own layers."""
+    return eagle_llama4 if method == "eagle" and config.get("model_type") in eagle_llama4.MODEL_TYPES else FAMILIES[method]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, self_attention
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
+from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.kv_cache import KVCache
@@ -41,6 +41,10 @@ class EagleConfig:
     sliding_window: int | None = None
     maps_vocabulary: bool = False
     method: str = "eagle"
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
+        """The draft's own group."""
+        return CacheGroup(block_size, max_model_len, self.sliding_window)
 
     @property
     def draft_vocab_size(self) -> int:

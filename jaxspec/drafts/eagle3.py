@@ -18,6 +18,7 @@ from jaxspec.attention import attention_specs, self_attention
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
+    CacheGroup,
     ConfigError,
     Kernels,
     SpeculativeConfig,
@@ -65,6 +66,10 @@ class Eagle3Config:
     sliding_window: int | None = None  # of the draft's own KV-cache group
     tied_lm_head: bool = False  # only with the target's head: it is the target's embedding
     method: str = "eagle3"
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
+        """The draft's own group."""
+        return CacheGroup(block_size, max_model_len, self.sliding_window)
 
     @property
     def maps_vocabulary(self) -> bool:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import models
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, ConfigError, Kernels, MLAConfig, SpeculativeConfig
+from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, MLAConfig, SpeculativeConfig
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
 from jaxspec.kv_cache import KVCache
 from jaxspec.layers import product, rms_norm, rope_tables, vocab_logits
@@ -72,6 +72,10 @@ class MtpConfig:
     aux_layers: tuple[int, ...] = ()  # it reads the target's last hidden state
     sliding_window: int | None = None
     maps_vocabulary: bool = False
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
+        """The draft's own group."""
+        return self.target.cache_groups(block_size, max_model_len)
 
     @property
     def layout(self) -> MtpLayout:

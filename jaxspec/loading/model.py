@@ -30,7 +30,7 @@ def load_draft(
 ) -> tuple[drafts.DraftConfig, Params]:
     """The draft head of speculative.method in a folder, made to fit a loaded target: see bind_draft for what is shared."""
     checkpoint = open_checkpoint(folder)
-    family = drafts.FAMILIES[speculative.method]
+    family = drafts.family_of_checkpoint(speculative.method, checkpoint.config)
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         canonical = family.canonical_name(name)

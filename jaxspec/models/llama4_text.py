@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import attention_specs, self_attention
+from jaxspec.attention import RopeTables, attention_specs, self_attention
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -125,20 +125,19 @@ def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
 
 def param_specs(cfg: Llama4Config) -> Params:
     """The weights: a ParamSpec per array, in the structure of the params."""
+    return decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, i, prefix))
+
+
+def layer_specs(cfg: Llama4Config, i: int, prefix: str) -> Params:
+    """The weights of layer i."""
     hidden = cfg.hidden_size
-
-    def layer_specs(i: int, prefix: str) -> Params:
-        # The norm of queries and keys has no gain.
-        attention = attention_specs(f"{prefix}.self_attn", replace(cfg.attention, qk_norm=False), hidden, hidden)
-        block = _moe_specs if cfg.moe_layers[i] else _dense_specs
-        return {
-            "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
-            "self_attn": attention,
-            "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-            **block(f"{prefix}.feed_forward", cfg),
-        }
-
-    return decoder_specs(cfg, layer_specs)
+    block = _moe_specs if cfg.moe_layers[i] else _dense_specs
+    return {
+        "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
+        "self_attn": attention_specs(f"{prefix}.self_attn", replace(cfg.attention, qk_norm=False), hidden, hidden),
+        "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+        **block(f"{prefix}.feed_forward", cfg),
+    }
 
 
 def _dense_specs(prefix: str, cfg: Llama4Config) -> dict[str, Any]:
@@ -168,34 +167,53 @@ def forward(
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
     """One pass over tokens [batch, rows], with the metadata of each of cfg's cache groups; aux_layers: see run_layers."""
-    positions = metadata[0].positions
-    cos, sin = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions)
-    unit_gain = jnp.ones(cfg.attention.head_dim, params["norm"].dtype)
-    with_rope = (cfg.attention, (cos, sin), {"q_norm": unit_gain, "k_norm": unit_gain} if cfg.attention.qk_norm else {}, None)
-    grown = jnp.floor((positions.astype(jnp.float32) + 1) / cfg.floor_scale)
-    scale = 1 + cfg.attn_scale * jnp.log1p(grown) if cfg.attn_scale else None
-    without = (replace(cfg.attention, qk_norm=False), (jnp.ones_like(cos), jnp.zeros_like(sin)), {}, scale)
+    rope = layer_rope(cfg, metadata[0].positions)
 
     def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
-        group = cfg.group_of_layer[i]
-        attention, rope, norms, query_scale = with_rope if cfg.rope_layers[i] else without
-        x, cache = self_attention(
-            layer["self_attn"] | norms,
-            attention,
-            x,
-            rope,
-            metadata[group],
-            cache,
-            kernels,
-            norm=layer["input_layernorm"],
-            residual=x,
-            window=(None, cfg.chunk_size)[group],
-            query_scale=query_scale,
-        )
-        block = _moe_block if cfg.moe_layers[i] else _dense_block
-        return block(layer, cfg, x, kernels), cache
+        return decoder_layer(layer, cfg, i, x, rope, metadata[cfg.group_of_layer[i]], cache, kernels)
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)
+
+
+def layer_rope(cfg: Llama4Config, positions: jax.Array) -> tuple[tuple[RopeTables, jax.Array | None], tuple[RopeTables, None]]:
+    """Rope tables and scale of the queries (None: 1) of layers without and with rope, for positions [batch, rows]."""
+    cos, sin = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions)
+    grown = jnp.floor((positions.astype(jnp.float32) + 1) / cfg.floor_scale)
+    scale = 1 + cfg.attn_scale * jnp.log1p(grown) if cfg.attn_scale else None
+    return ((jnp.ones_like(cos), jnp.zeros_like(sin)), scale), ((cos, sin), None)
+
+
+def decoder_layer(
+    layer: Params,
+    cfg: Llama4Config,
+    i: int,
+    x: jax.Array,
+    rope: tuple[tuple[RopeTables, jax.Array | None], ...],
+    metadata: AttentionMetadata,
+    cache: FullCache,
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> tuple[jax.Array, FullCache]:
+    """Layer i on x [batch, rows, D], with layer_rope's tables and the metadata of its own group; also that of an EAGLE draft."""
+    normed = cfg.attention.qk_norm and cfg.rope_layers[i]
+    tables, query_scale = rope[cfg.rope_layers[i]]
+    weights = layer["self_attn"]
+    if normed:  # by their mean square alone: the norm has no gain
+        gain = jnp.ones(cfg.attention.head_dim, x.dtype)
+        weights = {**weights, "q_norm": gain, "k_norm": gain}
+    x, cache = self_attention(
+        weights,
+        replace(cfg.attention, qk_norm=normed),
+        x,
+        tables,
+        metadata,
+        cache,
+        kernels,
+        norm=layer["input_layernorm"],
+        residual=x,
+        window=(None, cfg.chunk_size)[cfg.group_of_layer[i]],
+        query_scale=query_scale,
+    )
+    return (_moe_block if cfg.moe_layers[i] else _dense_block)(layer, cfg, x, kernels), cache
 
 
 def _dense_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels) -> jax.Array:

@@ -131,8 +131,8 @@ class PagedDraft:
     ) -> None:
         batch = len(hidden)
         self.params = params
-        group = CacheGroup(block_size, MAX_MODEL_LEN, cfg.sliding_window)
-        self.cfg = RoundConfig(target, CacheGroup(block_size, MAX_MODEL_LEN), cfg, group, K, draft_sampling="greedy")
+        group = cfg.cache_groups(block_size, MAX_MODEL_LEN)
+        self.cfg = RoundConfig(target, target.cache_groups(block_size, MAX_MODEL_LEN), cfg, group, K, draft_sampling="greedy")
         lens = np.array([len(t) for t in tokens], np.int32)
         pending = np.asarray(num_pending, np.int32)
         width = int(max(lens - pending))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jaxspec import drafts, models
 from jaxspec.config import AttentionConfig
 from jaxspec.drafts import Eagle3Config, EagleConfig, MtpConfig
+from jaxspec.drafts.eagle_llama4 import EagleLlama4Config
 from jaxspec.loading.model import bind_draft
 from jaxspec.params import Params, init_random
 from tests.support.tiny import HIDDEN, VOCAB, Model
@@ -40,10 +40,25 @@ TARGETS: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=5),
     "glm4_moe_lite": _MLA,
     "deepseek_v3": dict(**_MLA, n_group=4, topk_group=2, first_k_dense_replace=1),
+    "llama4_text": dict(
+        num_local_experts=8,
+        intermediate_size_mlp=32,
+        attention_chunk_size=5,
+        no_rope_layers=[1, 0],
+        floor_scale=4,
+        interleave_moe_layer_step=2,
+    ),
     "mimo": {},
 }
 # (family, method): every family, every method, each with the KV-cache groups that it brings.
-PAIRS = (("gpt_oss", "eagle3"), ("gpt_oss", "eagle"), ("glm4_moe_lite", "mtp"), ("deepseek_v3", "mtp"), ("mimo", "mtp"))
+PAIRS = (
+    ("gpt_oss", "eagle3"),
+    ("gpt_oss", "eagle"),
+    ("glm4_moe_lite", "mtp"),
+    ("deepseek_v3", "mtp"),
+    ("mimo", "mtp"),
+    ("llama4_text", "eagle_llama4"),
+)
 
 
 @cache
@@ -60,7 +75,7 @@ def family_model(model_type: str, method: str, *, seed: int = 0, window: int | N
     draft = _draft_config(method, target, window)
     own = _agreeing(init_random(drafts.family(draft).param_specs(draft), keys[1], jnp.float32), disturbance)
     eye = jnp.eye(HIDDEN, dtype=jnp.float32)
-    joined = {"mtp": "projection", "eagle": "fc"}.get(method)
+    joined = {"mtp": "projection", "eagle": "fc", "eagle_llama4": "fc"}.get(method)
     if joined:  # the embedding goes through, with a little of the hidden state
         halves = [eye, 0.05 * own[joined][HIDDEN:]]
         hidden_first = method == "mtp" and draft.layout.hidden_first
@@ -73,6 +88,10 @@ def _draft_config(method: str, target: Any, window: int | None) -> Any:
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
     if method == "mtp":
         return MtpConfig(target, zero_first_embedding=True)
+    if method == "eagle_llama4":
+        one_layer = {**_COMMON, **TARGETS["llama4_text"], "num_hidden_layers": 1, "no_rope_layers": [1], "interleave_moe_layer_step": 1}
+        layer = models.config_from_hf({"model_type": "llama4_text", **one_layer})
+        return EagleLlama4Config(layer, own_embedding=False, tied_lm_head=False)
     if method == "eagle":
         return EagleConfig(HIDDEN, 48, 1, attention, 1e-5, VOCAB, False, False, False, sliding_window=window)
     return Eagle3Config(HIDDEN, HIDDEN, 48, 1, attention, 1e-5, VOCAB, VOCAB, (0, 1, 2), own_lm_head=False, sliding_window=window)
@@ -82,17 +101,11 @@ def _agreeing(params: Params, scale: float) -> dict[str, Any]:
     def quieten(layer: Params) -> Params:
         quiet = dict(layer)
         quiet["self_attn"] = {k: scale * v if k in ("o_proj", "o_bias") else v for k, v in layer["self_attn"].items()}
-        for name in ("down_proj",):
-            if name in layer:
-                quiet[name] = scale * layer[name]
+        if "down_proj" in layer:
+            quiet["down_proj"] = scale * layer["down_proj"]
         for group in ("experts", "shared"):
             if group in layer:
                 quiet[group] = {k: scale * v if k.startswith("down") else v for k, v in layer[group].items()}
         return quiet
 
     return {**params, "layers": [quieten(layer) for layer in params["layers"]]}
-
-
-def with_target(model: Model, **changes: Any) -> Model:
-    """The model with another target config."""
-    return replace(model, target=replace(model.target, **changes))

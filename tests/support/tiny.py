@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decode, drafts, models
-from jaxspec.config import AttentionConfig, CacheGroup, RoundConfig
+from jaxspec.config import AttentionConfig, RoundConfig
 from jaxspec.decode import DecodeState
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.loading.model import bind_draft
@@ -37,7 +37,7 @@ class Model:
         """Rounds with this draft; K = 0 is plain decoding."""
         plain = RoundConfig(self.target, self.target.cache_groups(block_size, max_model_len))
         if K:
-            window = CacheGroup(block_size, max_model_len, self.draft.sliding_window)
+            window = self.draft.cache_groups(block_size, max_model_len)
             plain = replace(plain, draft=self.draft, draft_group=window, num_speculative_tokens=K)
         return replace(plain, **changes)
 
