@@ -104,12 +104,13 @@ def with_features(features: SamplingFeatures, sampling: SamplingState, *, vocab_
 
     The requests that are running keep what they use, so the host need not know what the rounds in flight have generated.
     """
-    batch, nothing = sampling.temperature.shape[0], [()] * sampling.temperature.shape[0]
-    neutral = sampling_rows(features, [NEUTRAL] * batch, [0] * batch, nothing, nothing, vocab_size=vocab_size, num_stops=num_stops)
+    batch = sampling.temperature.shape[0]
+    neutral = sampling_rows(features, [NEUTRAL], [0], [()], [()], vocab_size=vocab_size, num_stops=num_stops)
+    fill = lambda x: jnp.broadcast_to(jnp.asarray(x), (batch, *x.shape[1:]))  # noqa: E731  (one row crosses to the device)
     kept: dict[str, Any] = {}
     for name in ("min_p", "logit_bias", "penalties", "min_tokens"):
         held, wanted = getattr(sampling, name), getattr(neutral, name)
-        kept[name] = None if wanted is None else jax.tree.map(jnp.asarray, wanted) if held is None else held
+        kept[name] = None if wanted is None else jax.tree.map(fill, wanted) if held is None else held
     if kept["min_tokens"] is not None:
         ids = kept["min_tokens"].stop_token_ids
         padded = jnp.pad(ids, ((0, 0), (0, max(0, num_stops - ids.shape[1]))), constant_values=-1)
