@@ -59,7 +59,8 @@ class ModelRunner:
         self.speculative, self.config, self.kernels, self.dtype = speculative, config, kernels, jnp.dtype(dtype)
         self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
         self.acceptance_rates = acceptance_rates
-        self.overrides: dict[str, Any] = {}  # fields of every RoundConfig; for benchmarks
+        self._overrides: dict[str, Any] = {}
+        self._configs: dict[tuple[SamplingFeatures, int | None, bool], RoundConfig] = {}  # one object each: jit compares them every round
         self.on_gpu = jax.default_backend() == "gpu"
         # A tile holds whole row tiles of the attention kernel (48 rows); jnp gathers a request's keys for each tile, so it has fewer.
         self.prefill_tile = 48 if kernels.attention == "mosaic_gpu" else 32
@@ -74,8 +75,19 @@ class ModelRunner:
 
     # --- what is static ----------------------------------------------------------------------------------------------------------
 
+    def override(self, **values: Any) -> None:
+        """Fields of every RoundConfig from now on: for benchmarks."""
+        self._overrides |= values
+        self._configs.clear()
+
     def round_config(self, features: SamplingFeatures, *, num_drafts: int | None = None, limits_drafts: bool = False) -> RoundConfig:
         """The static description of rounds of K = num_drafts (None: the engine's K) for requests that need these features."""
+        key = (features, num_drafts, limits_drafts)
+        if key not in self._configs:
+            self._configs[key] = self._round_config(*key)
+        return self._configs[key]
+
+    def _round_config(self, features: SamplingFeatures, num_drafts: int | None, limits_drafts: bool) -> RoundConfig:
         block_size, max_model_len = self.config.block_size, self.config.max_model_len
         values: dict[str, Any] = {f.name: getattr(features, f.name) for f in fields(SamplingFeatures)}
         values |= {"kernels": self.kernels, "cuda_graphs": self.weight_bytes < GRAPHS_BELOW_BYTES}
@@ -94,7 +106,7 @@ class ModelRunner:
                 "draft_max_model_len": longest if limits_drafts and K > 0 else None,
             }
         groups = self.target_config.cache_groups(block_size, max_model_len)
-        return RoundConfig(target=self.target_config, target_group=groups, **(values | self.overrides))
+        return RoundConfig(target=self.target_config, target_group=groups, **(values | self._overrides))
 
     def num_drafts(self, batch_size: int) -> int:
         return self.speculative.num_drafts(batch_size) if self.speculative else 0

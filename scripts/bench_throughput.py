@@ -148,7 +148,7 @@ def random_llm(
         return LLM((dimensions.target, target), config=config, dtype=weights.dtype)
     llm = LLM((dimensions.target, target), (draft_config(dimensions, method), draft), speculative, config=config, dtype=weights.dtype)
     rates = synthetic.rates_from_length(acceptance_length, speculative.num_speculative_tokens)
-    llm.runner.overrides["acceptance_rates"] = synthetic.conditional_rates(rates)
+    llm.runner.override(acceptance_rates=synthetic.conditional_rates(rates))
     return llm
 
 

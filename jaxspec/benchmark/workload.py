@@ -143,8 +143,8 @@ def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Para
 def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str]) -> tuple[RoundConfig, RoundConfig]:
     rates = synthetic.conditional_rates(synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens))
     for engine in (llm, plain):
-        engine.runner.overrides = {"kernels": replace(engine.kernels, **chosen)}
-    llm.runner.overrides["acceptance_rates"] = rates
+        engine.runner.override(kernels=replace(engine.kernels, **chosen))
+    llm.runner.override(acceptance_rates=rates)
     return tuple(engine.round_config(sampled=case.temperature > 0, truncated=False) for engine in (llm, plain))  # type: ignore[return-value]
 
 

@@ -246,6 +246,16 @@ def test_a_pool_too_small_for_all_preempts_and_loses_nothing() -> None:
     assert [r.token_ids for r in requests] == [alone(r) for r in requests]
 
 
+def test_a_preempted_request_is_the_next_to_be_admitted() -> None:
+    scheduler, device = started()
+    requests = [request([i, 1, 2, 3], 30) for i in (1, 2, 3)]
+    for r in requests[:2]:
+        prefill(scheduler, device, r)
+    scheduler.add(requests[2])
+    scheduler._preempt_last()
+    assert list(scheduler.waiting) == [requests[1], requests[2]]
+
+
 def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk() -> None:
     """Between two of its chunks the others have a round."""
     scheduler = Scheduler(settings_of(), [BlockPool(64)])
