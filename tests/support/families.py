@@ -62,12 +62,14 @@ PAIRS = (
 
 
 @cache
-def family_model(model_type: str, method: str, *, seed: int = 0, window: int | None = None, disturbance: float = 0.15) -> Model:
+def family_model(
+    model_type: str, method: str, *, seed: int = 0, window: int | None = None, disturbance: float = 0.15, vocab: int = VOCAB
+) -> Model:
     """Target and draft are nearly functions of the last token alone: their layers add little (`disturbance`) to the embedding.
 
     window: of an EAGLE draft's own layers.
     """
-    target = models.config_from_hf({"model_type": model_type, **_COMMON, **TARGETS[model_type]})
+    target = models.config_from_hf({"model_type": model_type, **_COMMON, **TARGETS[model_type], "vocab_size": vocab})
     keys = jax.random.split(jax.random.key(seed), 2)
     params = _agreeing(init_random(models.family(target).param_specs(target), keys[0], jnp.float32), disturbance)
     params["embed_tokens"] = 5 * params["embed_tokens"]
@@ -90,11 +92,13 @@ def _draft_config(method: str, target: Any, window: int | None) -> Any:
         return MtpConfig(target, zero_first_embedding=True)
     if method == "eagle_llama4":
         one_layer = {**_COMMON, **TARGETS["llama4_text"], "num_hidden_layers": 1, "no_rope_layers": [1], "interleave_moe_layer_step": 1}
-        layer = models.config_from_hf({"model_type": "llama4_text", **one_layer})
+        layer = models.config_from_hf({"model_type": "llama4_text", **one_layer, "vocab_size": target.vocab_size})
         return EagleLlama4Config(layer, own_embedding=False, tied_lm_head=False)
     if method == "eagle":
-        return EagleConfig(HIDDEN, 48, 1, attention, 1e-5, VOCAB, False, False, False, sliding_window=window)
-    return Eagle3Config(HIDDEN, HIDDEN, 48, 1, attention, 1e-5, VOCAB, VOCAB, (0, 1, 2), own_lm_head=False, sliding_window=window)
+        return EagleConfig(HIDDEN, 48, 1, attention, 1e-5, target.vocab_size, False, False, False, sliding_window=window)
+    return Eagle3Config(
+        HIDDEN, HIDDEN, 48, 1, attention, 1e-5, target.vocab_size, target.vocab_size, (0, 1, 2), own_lm_head=False, sliding_window=window
+    )
 
 
 def _agreeing(params: Params, scale: float) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""Sampled text of a hybrid and of a latent-attention model follows the target's distribution, jointly over several rounds.
+
+The vocabulary is small enough for every text to be enumerated: its probability comes from passes of the target alone over the whole text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import decode, models
+from jaxspec.metadata import build_metadata
+from tests.statistics import chi_square, within_limit
+from tests.support.families import family_model
+from tests.support.tiny import Model, block_table, sampling_state, start
+
+VOCAB, LENGTH, K, BATCH, BATCHES = 5, 4, 2, 2_000, 12
+PROMPT = [1, 0, 3, 2, 2, 4, 1]  # longer than the target's window of 5, and through two blocks
+
+
+def probabilities(model: Model) -> np.ndarray:
+    """Of every text of LENGTH tokens after PROMPT, [VOCAB] * LENGTH, float64."""
+    cfg, params = model.target, model.params["target"]
+    texts = np.array(list(itertools.product(range(VOCAB), repeat=LENGTH)), np.int32)
+    tokens = np.concatenate([np.tile(np.array(PROMPT, np.int32), (len(texts), 1)), texts], axis=1)[:, :-1]
+    batch, rows = tokens.shape
+    table = jnp.arange(batch, dtype=jnp.int32)[:, None]  # a block holds a text
+
+    @jax.jit
+    def logits() -> jax.Array:
+        metadata = build_metadata(cfg.cache_groups(rows, rows), table, jnp.zeros(batch, jnp.int32), jnp.full(batch, rows), rows)
+        caches = decode.init_cache(cfg.attention, cfg.num_layers, batch, rows, jnp.float32)
+        family = models.family(cfg)
+        return family.logits(params, cfg, family.forward(params, cfg, jnp.asarray(tokens), metadata, caches).hidden)
+
+    log_p = np.asarray(jax.nn.log_softmax(logits()), np.float64)[:, len(PROMPT) - 1 :]
+    return np.exp(np.take_along_axis(log_p, texts[..., None], axis=2).sum((1, 2))).reshape((VOCAB,) * LENGTH)
+
+
+def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
+    """How often each text came out of prefill and rounds, and the numbers of accepted drafts that were seen."""
+    cfg = model.round_config(K, max_model_len=24, rule=rule)
+    table, num_blocks = block_table(BATCH, cfg)
+    counts, accepted = np.zeros((VOCAB,) * LENGTH), set()
+    for batch in range(BATCHES):
+        seeds = range(batch * BATCH, (batch + 1) * BATCH)
+        first, state = start(cfg, model.params, [PROMPT] * BATCH, sampling_state(seeds, 1.0), table, num_blocks, max_tokens=99)
+        emitted = [np.asarray(first)[:, None]]
+        for _ in range(LENGTH - 1):  # each round emits a token at least
+            verification, state = decode.run_round(cfg, model.params, state, table, "round")
+            emitted.append(np.asarray(verification.output_tokens))
+            accepted |= set((np.asarray(verification.num_sampled) - 1).tolist())
+        flat = np.concatenate(emitted, axis=1)
+        kept = np.take_along_axis(flat, np.argsort(flat < 0, axis=1, kind="stable"), axis=1)[:, :LENGTH]
+        np.add.at(counts, tuple(kept.T), 1)
+    return counts, accepted
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "rule"),
+    [("gpt_oss", "eagle", "probabilistic"), ("glm4_moe_lite", "mtp", "probabilistic"), ("deepseek_v3", "mtp", "block")],
+)
+def test_text_follows_the_target_jointly_over_rounds(family: str, method: str, rule: str) -> None:
+    model = flattened(family_model(family, method, window=4, disturbance=1.0, vocab=VOCAB))
+    expected = probabilities(model)
+    assert expected.sum() == pytest.approx(1, abs=1e-4)
+    counts, accepted = sampled(model, rule)
+    assert accepted == set(range(K + 1))
+    statistic, freedom = chi_square(counts, expected / expected.sum())
+    assert within_limit(statistic, freedom), (statistic, freedom)
+
+
+def flattened(model: Model) -> Model:
+    """Less certain heads, so that drafts are accepted and rejected and every text is seen."""
+    target, draft = dict(model.params["target"]), dict(model.params["draft"])
+    target["lm_head"] = 0.5 * target["lm_head"]
+    draft["lm_head"] = target["lm_head"]
+    params: Any = {"target": target, "draft": draft}
+    return Model(model.target, model.draft, params)
