@@ -24,6 +24,7 @@ from jaxspec.params import Params
 from tests.parity.oracles import TOLERANCE, DraftOracle, edit_config, edit_tensors, hf_outputs, hf_target, randomise
 from tests.parity.ours import PagedDraft, load
 from tests.parity.test_families import DEEPSEEK, GLM
+from tests.parity.test_rounds import assert_proposals_equal
 
 K = 5
 TARGETS: dict[str, dict[str, Any]] = {
@@ -134,6 +135,20 @@ def test_the_row_of_position_0_can_go_without_its_embedding(checkpoint: Checkpoi
     plain = expected(checkpoint.oracle, hidden, tokens, drafted[:, :K])
     np.testing.assert_allclose(stepped[:, :K], zeroed, **TOLERANCE)
     assert np.abs(zeroed - plain).max() > 0.01
+
+
+@pytest.mark.oracle("transformers")
+def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(checkpoint: Checkpoint) -> None:
+    """Through prefill in chunks, accepted and rejected drafts: each row pairs the hidden state of a position with the token after it."""
+    target, params = load_target(checkpoint.folder, jnp.float32)
+    params = {**params, "lm_head": 0.3 * params["lm_head"]}  # flat distributions overlap: some drafts are accepted
+    flat = DraftOracle(checkpoint.oracle.module, checkpoint.oracle.to_target, lambda *args: _scaled(checkpoint.oracle._run(*args)))
+    draft = load(checkpoint.folder, "mtp", shared=params, target=target, mtp_zero_first_embedding=False)
+    assert_proposals_equal((target, params), draft, checkpoint.model, flat)
+
+
+def _scaled(output: tuple[Any, Any]) -> tuple[Any, Any]:
+    return 0.3 * output[0], output[1]
 
 
 def test_what_each_family_does_with_position_0_is_stated() -> None:

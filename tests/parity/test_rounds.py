@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import decode
-from jaxspec.config import CacheGroup, RoundConfig
+from jaxspec.config import RoundConfig
 from jaxspec.loading.model import load_target
 from jaxspec.propose import propose
 from jaxspec.sampling import SamplingState
@@ -95,8 +95,14 @@ def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(head: st
     draft_cfg, draft = load(tmp_path / "draft", method, shared=target, target=target_cfg)
     if options.get("aux_layers", ()) is None:
         assert draft_cfg.aux_layers == (2, 3, 4)
+    assert_proposals_equal((target_cfg, target), (draft_cfg, draft), model, oracle)
+
+
+def assert_proposals_equal(target_pair: tuple[Any, Any], draft_pair: tuple[Any, Any], model: Any, oracle: DraftOracle) -> None:
+    """Prefill in chunks, then rounds at temperature 1; before each verification the proposal is compared."""
+    (target_cfg, target), (draft_cfg, draft) = target_pair, draft_pair
     groups = target_cfg.cache_groups(BLOCK_SIZE, MAX_MODEL_LEN)
-    own = CacheGroup(BLOCK_SIZE, MAX_MODEL_LEN, draft_cfg.sliding_window)
+    own = draft_cfg.cache_groups(BLOCK_SIZE, MAX_MODEL_LEN)
     cfg = RoundConfig(target_cfg, groups, draft_cfg, own, K, "probabilistic", "probabilistic")
     params = {"target": target, "draft": draft}
     texts, state, table = prefill(cfg, params)
