@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxspec.sampling import argmax
 from jaxspec.sampling_params import MAX_LOGPROBS
 
 PIECE_BYTES = 256 << 20  # of float32 logits at a time: a chunk of a prompt has more rows than a round
@@ -41,13 +42,31 @@ def score_tokens(logits: jax.Array, tokens: jax.Array) -> Scores:
     """tokens int32 [batch, rows] under raw float32 logits [batch, rows, vocab]; what a row of token -1 holds is not used."""
     log_sum_exp = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)
-    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    most = min(MAX_LOGPROBS, logits.shape[-1])
+    top, top_ids = lax.platform_dependent(cpu=lambda: tuple(lax.top_k(logits, most)), default=lambda: likeliest(logits, most))
     return Scores(
         logprob=(chosen - log_sum_exp)[..., 0],
         rank=jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32),
         top_ids=top_ids,
         top_logprobs=top - log_sum_exp,
     )
+
+
+def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """lax.top_k of [batch, rows, vocab] in `count` passes that read the row and write nothing: on a GPU top_k sorts the vocabulary."""
+    flat, index = logits.reshape(-1, logits.shape[-1]), jnp.arange(logits.shape[-1], dtype=jnp.int32)
+
+    def step(last: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        value, at = last
+        left = (flat < value) | ((flat == value) & (index > at))
+        at = argmax(jnp.where(left, flat, -jnp.inf))[:, None]
+        found = (jnp.take_along_axis(flat, at, axis=-1), at)
+        return found, found
+
+    start = (jnp.full((flat.shape[0], 1), jnp.inf, flat.dtype), jnp.full((flat.shape[0], 1), -1, jnp.int32))
+    values, ids = lax.scan(step, start, None, count)[1]
+    values, ids = (x[..., 0].T.reshape(*logits.shape[:-1], count) for x in (values, ids))
+    return values, ids
 
 
 def score_hidden(logits_of: Callable[[jax.Array], jax.Array], vocab_size: int, hidden: jax.Array, tokens: jax.Array) -> Scores:

@@ -13,7 +13,7 @@ import pytest
 from jaxspec import decode, logprobs
 from jaxspec.config import CacheGroup, RoundConfig
 from jaxspec.loading.model import load_target
-from jaxspec.logprobs import Logprob, Scores, logprobs_of, score_hidden, score_tokens
+from jaxspec.logprobs import Logprob, Scores, likeliest, logprobs_of, score_hidden, score_tokens
 from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams, features_of
 from jaxspec.sampling_rows import sampling_rows
 from tests.parity.oracles import TARGETS, hf_outputs, hf_target
@@ -124,6 +124,12 @@ def test_scores_do_not_depend_on_the_pieces_that_a_prompt_is_scored_in(monkeypat
         monkeypatch.setattr(logprobs, "PIECE_BYTES", 4 * 2 * 30 * rows)
         scores = score_hidden(lambda x: x @ head, 30, hidden, tokens)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), scores, expected)
+
+
+def test_the_likeliest_in_passes_are_those_of_a_sort() -> None:
+    """What a GPU runs; ties in the order of their ids."""
+    logits = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 3, 100)), jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(likeliest, static_argnums=1)(logits, 20), tuple(jax.lax.top_k(logits, 20)))
 
 
 def test_a_vocabulary_smaller_than_the_list_is_listed_whole_and_ties_share_a_rank() -> None:
