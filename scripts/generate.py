@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxspec import LLM, ConfigError, RequestOutput, SamplingParams, SpeculativeConfig, prompts, report
+from jaxspec import LLM, ConfigError, Interrupted, RequestOutput, SamplingParams, SpeculativeConfig, prompts, report
 from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
 from jaxspec.loading.default_target import is_default_target
 from jaxspec.losslessness import find_differences, with_margins
@@ -127,7 +127,11 @@ def main(
         if not quiet:
             print(llm.describe(), flush=True)
         inputs = [[{"role": "user", "content": text}] for text in texts] if chat_template else texts
-        outputs = generate(llm, inputs, params, quiet)
+        try:
+            outputs = generate(llm, inputs, params, quiet)
+        except Interrupted as e:
+            show(llm, [texts[output.index] for output in e.outputs], e.outputs, None, quiet)
+            raise
         comparison = compare_with_plain(llm, inputs, params, outputs, quiet) if compare else None
         show(llm, texts, outputs, comparison, quiet)
         if json_file:

@@ -53,7 +53,7 @@ def check(result, sentence: str) -> None:
         (["--seed", str(2**64)], "seed: expected a 64-bit integer"),
         (["--num-speculative-tokens", "0"], "num_speculative_tokens: expected an integer of at least 1, got 0"),
         (["--num-speculative-tokens", "-3"], "num_speculative_tokens: expected an integer of at least 1, got -3"),
-        (["--method", "medusa"], "method: expected one of eagle, eagle3, got 'medusa'"),
+        (["--method", "medusa"], "method: expected one of eagle, eagle3, mtp, got 'medusa'"),
         (["--rejection-sample-method", "lenient"], "rejection_sample_method: expected one of strict"),
         (["--draft-sample-method", "beam"], "draft_sample_method: expected one of greedy"),
         (["--rejection-sample-method", "synthetic"], "expected exactly one with rejection_sample_method 'synthetic'"),

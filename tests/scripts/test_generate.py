@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxspec import LLM, prompts, report
+from jaxspec import LLM, Interrupted, prompts, report
 from jaxspec.loading.resolve import CHECKPOINTS
 from scripts import generate
 
@@ -308,6 +308,20 @@ def test_a_failed_run_leaves_the_old_file(run_tiny, tmp_path, monkeypatch, failu
     result = run_tiny("--output-json", path, "--quiet")
     assert result.exit_code == code and len(result.stderr.splitlines()) == 1, result.output
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_ctrl_c_shows_the_texts_that_were_finished(run_tiny, monkeypatch):
+    decode = LLM.generate
+
+    def interrupted(self, *args, **kwargs):
+        raise Interrupted(decode(self, *args, **kwargs)[1:])
+
+    whole = run_tiny()
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    result = run_tiny()
+    assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "interrupted"
+    second = whole.stdout[whole.stdout.index("[2/2]") :].splitlines()[:2]
+    assert "\n".join(second).replace("[2/2]", "[1/1]") in result.stdout and "[2/" not in result.stdout
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
