@@ -370,7 +370,7 @@ class SpeculativeConfig:
     """What drafts, how many tokens, and how they are judged; the keys are vLLM's.
 
     method: "eagle" (EAGLE-1), "eagle3", or "mtp" (the module of multi-token prediction in the target's own checkpoint).
-    model: a folder, a hub id, or a name under checkpoints/ that holds the draft head.
+    model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; None with "mtp": the target's.
     rejection_sample_method: "strict" | "probabilistic" (vLLM's "standard") | "block" | "synthetic".
     draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's temperature).
     synthetic_acceptance_rates: unconditional rate per position, non-increasing; or give

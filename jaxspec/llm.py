@@ -119,7 +119,7 @@ class LLM:
         if isinstance(speculative, Mapping):
             speculative = SpeculativeConfig.from_dict(speculative)
         if speculative is not None:
-            if speculative.model is None:
+            if speculative.model is None and speculative.method != "mtp":
                 raise ConfigError("speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none")
             _acceptance_rates(speculative)  # found wrong before the weights are read, not after
         if dtype != "auto" and dtype not in DTYPES:
@@ -136,7 +136,8 @@ class LLM:
             config = EngineConfig(**engine, max_model_len=min(2048, loaded[0].max_position_embeddings))
         draft = None
         if speculative is not None:
-            draft = load_draft(resolve(speculative.model, kind="draft"), *loaded, speculative, resolved)
+            own = speculative.model is None  # an MTP module is in the target's own checkpoint
+            draft = load_draft(folder if own else resolve(speculative.model, kind="draft"), *loaded, speculative, resolved)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
         return cls(loaded, draft, speculative, tokenizer=tokenizer, eos_token_ids=eos, config=config, dtype=resolved)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decode, slots
-from jaxspec.config import CacheGroup, ConfigError, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
+from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.params import Params
 from jaxspec.request import Request
@@ -97,7 +97,7 @@ class ModelRunner:
             limit = max_model_len if longest is None else min(longest, max_model_len)
             values |= {
                 "draft": self.draft_config,
-                "draft_group": CacheGroup(block_size, limit, window=self.draft_config.sliding_window),
+                "draft_group": self.draft_config.cache_groups(block_size, limit),
                 "num_speculative_tokens": K,
                 "rule": self.speculative.rejection_sample_method,
                 "draft_sampling": self.speculative.draft_sample_method,

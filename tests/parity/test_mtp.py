@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec import drafts
+from jaxspec import LLM, SamplingParams, drafts
 from jaxspec.config import ConfigError
 from jaxspec.drafts import mtp
 from jaxspec.layers import rms_norm
@@ -149,6 +150,14 @@ def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(checkpoi
 
 def _scaled(output: tuple[Any, Any]) -> tuple[Any, Any]:
     return 0.3 * output[0], output[1]
+
+
+@pytest.mark.oracle("transformers")
+def test_the_targets_folder_alone_is_enough(checkpoint: Checkpoint) -> None:
+    load_it = partial(LLM.from_pretrained, str(checkpoint.folder), dtype="float32", max_model_len=64, max_num_seqs=1)
+    llm, plain = load_it(speculative={"method": "mtp", "num_speculative_tokens": 2}), load_it()
+    texts = [engine.generate([[3, 1, 2]], SamplingParams(temperature=0, max_tokens=6))[0].token_ids for engine in (llm, plain)]
+    assert texts[0] == texts[1] and llm.metrics.num_drafts > 0
 
 
 def test_what_each_family_does_with_position_0_is_stated() -> None:

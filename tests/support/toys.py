@@ -44,6 +44,9 @@ class ToyDraft:
     sliding_window: int | None = None
     own_vocab_size: int | None = None  # a vocabulary of the draft's own, smaller than the target's
 
+    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
+        return CacheGroup(block_size, max_model_len)
+
     @property
     def maps_vocabulary(self) -> bool:
         return self.own_vocab_size is not None
