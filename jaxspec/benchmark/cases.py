@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from jaxspec.benchmark.dimensions import MODELS
-from jaxspec.config import Compilation, ConfigError
+from jaxspec.config import METHODS, Compilation, ConfigError
 
-METHODS = ("eagle", "eagle3")  # that have dimensions here
 RULES = ("strict", "probabilistic", "block")
 
 
@@ -124,7 +123,13 @@ def axes_cases() -> list[Case]:
     return cases + product({"model": ("qwen3-8b", "mimo-7b"), "batch": (1, 16), "temperature": (0.0, 1.0)}, SHORT)
 
 
-PRESETS = {"issue": issue_cases, "axes": axes_cases, "full": full_cases}
+def hybrid_cases() -> list[Case]:
+    """Issue 6's: EAGLE-3 on gpt-oss-20b, GLM-4.7-Flash with its own module."""
+    axes = {"batch": (1, 16), "num_speculative_tokens": (3, 5), "temperature": (0.0, 1.0)}
+    return product(axes, Case("gpt-oss-20b")) + product(axes, Case("glm-4.7-flash", method="mtp"))
+
+
+PRESETS = {"issue": issue_cases, "axes": axes_cases, "full": full_cases, "hybrid": hybrid_cases}
 
 
 def select(preset: str | None, given: Mapping[str, Sequence[Any]]) -> list[Case]:

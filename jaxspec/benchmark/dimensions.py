@@ -1,13 +1,15 @@
-"""The dimensions of the models that are benchmarked, and of the EAGLE heads on them; weights are random."""
+"""The dimensions of the models that are benchmarked, and of the drafts on them; weights are random."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.config import AttentionConfig, RopeConfig
-from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig
-from jaxspec.models import TargetConfig
+from jaxspec import models
+from jaxspec.config import AttentionConfig, ConfigError, MLAConfig, RopeConfig
+from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig, MtpConfig
+from jaxspec.drafts.mtp import LAYOUTS
+from jaxspec.models.llama import LlamaConfig
 
 POSITIONS = 131072  # every benchmarked context fits; how long a model was trained for changes no timing
 
@@ -16,7 +18,7 @@ POSITIONS = 131072  # every benchmarked context fits; how long a model was train
 class Dimensions:
     """A target, and what its EAGLE-3 head does not take from it."""
 
-    target: TargetConfig
+    target: Any
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
 
@@ -37,23 +39,64 @@ def _dimensions(
 ) -> Dimensions:
     """heads: query heads, key/value heads, head_dim; switches: qk_norm, qkv_bias."""
     attention = AttentionConfig(*heads, rope=RopeConfig(theta), **switches)
-    target = TargetConfig(model_type, vocab_size, hidden_size, intermediate_size, num_layers, attention, 1e-5, POSITIONS, tied)
+    target = LlamaConfig(model_type, vocab_size, hidden_size, intermediate_size, num_layers, attention, 1e-5, POSITIONS, tied)
     return Dimensions(target, draft_vocab_size, aux_layers or (2, num_layers // 2, num_layers - 3))
 
 
+# Published dimensions; the experts of gpt-oss dequantised.
+_GPT_OSS_20B = dict(
+    model_type="gpt_oss",
+    num_hidden_layers=24,
+    num_local_experts=32,
+    num_experts_per_tok=4,
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    max_position_embeddings=POSITIONS,
+)
+_GLM_4_7_FLASH = dict(
+    model_type="glm4_moe_lite",
+    num_hidden_layers=47,
+    vocab_size=154880,
+    hidden_size=2048,
+    intermediate_size=10240,
+    moe_intermediate_size=1536,
+    num_attention_heads=20,
+    q_lora_rank=768,
+    kv_lora_rank=512,
+    qk_nope_head_dim=192,
+    qk_rope_head_dim=64,
+    v_head_dim=256,
+    n_routed_experts=64,
+    num_experts_per_tok=4,
+    max_position_embeddings=POSITIONS,
+)
+# Experts, and attention of several types or of latents.
+HYBRID: dict[str, Dimensions] = {
+    "gpt-oss-20b": Dimensions(models.config_from_hf(_GPT_OSS_20B), 64000, (2, 12, 21)),
+    "glm-4.7-flash": Dimensions(models.config_from_hf(_GLM_4_7_FLASH), 154880, ()),
+}
 MODELS: dict[str, Dimensions] = {
     "llama-3-8b": _dimensions("llama", 32, 4096, 14336, (32, 8, 128), 128256, 32000, theta=5e5),
     "smollm2-135m": _dimensions("llama", 30, 576, 1536, (9, 3, 64), 49152, 16000, theta=1e5, tied=True),
     "qwen3-8b": _dimensions("qwen3", 36, 4096, 12288, (32, 8, 128), 151936, 32000, theta=1e6, qk_norm=True),
     "mimo-7b": _dimensions("qwen2", 36, 4096, 11008, (32, 8, 128), 151680, 32000, theta=6.4e5, qkv_bias=True),
+    **HYBRID,
     # For trying the scripts out: seconds on a CPU.
     "tiny": _dimensions("llama", 2, 32, 48, (4, 2, 8), 96, 64, theta=1e4, aux_layers=(0, 1, 2)),
 }
 
 
 def draft_config(dimensions: Dimensions, method: str) -> DraftConfig:
-    """One Llama layer of the target's width and head counts; EAGLE-3's attention reads 2D and its head has its own vocabulary."""
+    """One Llama layer of the target's width and head counts; EAGLE-3's attention reads 2D and its head has its own vocabulary. MTP: one of
+    the target's own layers, for those that have such a module."""
     target = dimensions.target
+    if method == "mtp":
+        if target.model_type not in LAYOUTS:
+            raise ConfigError(f"--method mtp: expected a model of {', '.join(LAYOUTS)}, got one of {target.model_type}")
+        return MtpConfig(target, zero_first_embedding=False)
+    if isinstance(target.attention, MLAConfig):
+        raise ConfigError(f"--method {method}: expected mtp with latent attention, whose heads are no Llama layer's")
     heads = target.attention
     attention = AttentionConfig(heads.num_heads, heads.num_kv_heads, heads.head_dim, rope=heads.rope)
     if method == "eagle":

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from jaxspec import drafts, models
-from jaxspec.config import AttentionConfig, RoundConfig
+from jaxspec.config import AttentionConfig, MLAConfig, RoundConfig
+from jaxspec.moe import MoEConfig
 
 FLOAT32 = 4
 RESERVE = 1 << 30  # bytes for activations, programs and what the allocator cannot use
@@ -19,7 +20,8 @@ RESERVE = 1 << 30  # bytes for activations, programs and what the allocator cann
 class Floor:
     """Bytes and floating-point operations of one round (or of a plain step: K = 0).
 
-    target_weights, draft_weights: each matrix once a pass (the draft's K times, EAGLE-3's fc once), of an embedding the used rows.
+    target_weights, draft_weights: each matrix once a pass (the draft's K times, EAGLE-3's fc once), of an embedding the used rows, of
+    experts those that are hit when every row draws its own at random.
     kv: keys and values read, by the target once and by each draft step. logits: float32, written and read once each.
     noise: Gumbel noise over the vocabulary, written and read; 0 for a greedy batch. flops: matrix products and attention.
     """
@@ -46,26 +48,47 @@ def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Fl
     K, target = cfg.num_speculative_tokens, cfg.target
     rows = batch * (K + 1)
     vocabulary = batch * (K + 1) * target.vocab_size
-    weights = _target_matrices(cfg)
+    weights, experts = _target_matrices(cfg)
     draft_bytes = kv_draft = draft_flops = draft_logits = 0
     if cfg.draft is not None:
-        each, once, head = _draft_matrices(cfg)
+        each, once, head, draft_experts = _draft_matrices(cfg)
         # step 0 reads K+1 rows a request, the head always the last one
         draft_bytes = itemsize * (K * (each + head) + once + (rows + (K - 1) * batch) * cfg.draft.hidden_size)
         draft_flops = 2 * (each * (rows + (K - 1) * batch) + once * rows + head * K * batch)
+        if draft_experts:  # an MTP module's layer is the target's
+            hit = share_hit(target.moe, rows) + (K - 1) * share_hit(target.moe, batch)
+            draft_bytes += int(itemsize * draft_experts * hit)
+            draft_flops += int(2 * draft_experts * target.moe.top_k / target.moe.num_experts * (rows + (K - 1) * batch))
         window = cfg.draft.sliding_window or context
         kv_draft = K * batch * min(window, context) * cfg.draft.num_layers * kv_token_bytes(cfg.draft.attention, itemsize)
         draft_logits = batch * K * cfg.draft.draft_vocab_size
     attention = target.attention
-    attention_flops = 4 * rows * context * target.num_layers * attention.num_heads * attention.head_dim
+    tokens = sum(seen_tokens(cfg, context))
+    attention_flops = 4 * rows * tokens * attention.num_heads * attention.head_dim
+    read, used = weights, float(weights)
+    if experts:
+        read += int(experts * share_hit(target.moe, rows))
+        used += experts * target.moe.top_k / target.moe.num_experts
     return Floor(
-        target_weights=itemsize * (weights + rows * target.hidden_size),
+        target_weights=itemsize * (read + rows * target.hidden_size),
         draft_weights=draft_bytes,
-        kv=batch * context * target.num_layers * kv_token_bytes(attention, itemsize) + kv_draft,
+        kv=batch * tokens * kv_token_bytes(attention, itemsize) + kv_draft,
         logits=2 * FLOAT32 * (vocabulary + draft_logits),
         noise=2 * FLOAT32 * _noise(cfg, batch),
-        flops=2 * weights * rows + attention_flops + draft_flops,
+        flops=int(2 * used * rows) + attention_flops + draft_flops,
     )
+
+
+def share_hit(moe: MoEConfig, rows: int) -> float:
+    """Of a layer's experts, those that some row chose."""
+    return 1 - (1 - moe.top_k / moe.num_experts) ** rows
+
+
+def seen_tokens(cfg: RoundConfig, context: int) -> list[int]:
+    """For each layer of the target, the tokens of a request that its last row sees."""
+    groups = cfg.target_group if isinstance(cfg.target_group, tuple) else (cfg.target_group,)
+    of_layer = cfg.target.group_of_layer if isinstance(cfg.target_group, tuple) else (0,) * cfg.target.num_layers
+    return [min(groups[i].window or groups[i].chunk or context, context) for i in of_layer]
 
 
 def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> int:
@@ -82,23 +105,31 @@ def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> in
     return itemsize * weights + batch * slots * kv + 4 * logits + gathered + RESERVE
 
 
-def kv_token_bytes(attention: AttentionConfig, itemsize: int) -> int:
-    """One token's keys and values in one layer."""
-    return 2 * attention.num_kv_heads * attention.head_dim * itemsize
+def kv_token_bytes(attention: AttentionConfig | MLAConfig, itemsize: int) -> int:
+    """One token's keys and values (or its latent) in one layer."""
+    arrays = 1 if isinstance(attention, MLAConfig) else 2
+    return arrays * attention.num_kv_heads * attention.head_dim * itemsize
 
 
-def _target_matrices(cfg: RoundConfig) -> int:
-    """Numbers that one target pass reads: everything but the embedding, which counts where it is the head too."""
+def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
+    """Numbers that one target pass reads whatever it chooses, and those of all experts. The embedding counts where it is the head too."""
     specs = models.family(cfg.target).param_specs(cfg.target)
-    return _size({name: spec for name, spec in specs.items() if name != "embed_tokens" or cfg.target.tie_word_embeddings})
+    size = _size({name: spec for name, spec in specs.items() if name != "embed_tokens" or cfg.target.tie_word_embeddings})
+    experts = _expert_size(specs)
+    return size - experts, experts
 
 
-def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int]:
-    """Numbers that every draft step reads without the head, that a round reads once, and in the head."""
+def _expert_size(specs: Any) -> int:
+    return sum(_size(layer["experts"]) for layer in specs["layers"] if "experts" in layer)
+
+
+def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int]:
+    """Numbers that every draft step reads without head and experts, that a round reads once, in the head, and in the experts."""
     specs = drafts.family(cfg.draft).param_specs(cfg.draft)
     fused = ("fc", "fc_bias", "fc_norm", "input_norm") if cfg.draft.method == "eagle3" else ()
     each = {name: spec for name, spec in specs.items() if name not in (*fused, "embed_tokens", "lm_head")}
-    return _size(each), _size({n: s for n, s in specs.items() if n in fused}), cfg.draft.hidden_size * cfg.draft.draft_vocab_size
+    experts, head = _expert_size(specs), cfg.draft.hidden_size * cfg.draft.draft_vocab_size
+    return _size(each) - experts, _size({n: s for n, s in specs.items() if n in fused}), head, experts
 
 
 def _noise(cfg: RoundConfig, batch: int) -> int:

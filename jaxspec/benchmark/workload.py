@@ -22,12 +22,12 @@ from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chain
 from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.engine import Engine
-from jaxspec.kv_cache import FullCache, KVCache
+from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
 from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.metrics import SpecDecodeMetrics
-from jaxspec.params import Params, init_random
+from jaxspec.params import Params, ParamSpec, init_random
 from jaxspec.propose import DraftInputs, Proposal, propose
 from jaxspec.request import Request
 from jaxspec.sampling import SamplingState
@@ -60,7 +60,8 @@ def random_params(specs: Params, key: jax.Array, dtype: Any) -> Params:
     """init_random on the device, one array at a time (float32 copies of a whole model do not fit), one program a shape."""
     leaves, treedef = jax.tree.flatten(specs)
     # the name says whether a vector is a bias; programs are shared by what has the same shape and kind
-    kinds = [replace(spec, name="bias" if spec.name.endswith("bias") else "weight", axes=(None,) * len(spec.shape)) for spec in leaves]
+    name = lambda spec: next((end for end in ("bias", "scales") if spec.name.endswith(end)), "weight")  # noqa: E731
+    kinds = [ParamSpec(name(s), s.shape, (None,) * len(s.shape), s.transpose, s.dtype) for s in leaves]
     keys = jax.random.split(key, len(leaves))
     return treedef.unflatten(_draw(kind, k, jnp.dtype(dtype)) for kind, k in zip(kinds, keys, strict=True))
 
@@ -341,10 +342,9 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> D
 
 
 def _random_caches(cfg: Any, num_blocks: int, dtype: Any, key: jax.Array) -> KVCache:
-    shape = (num_blocks, BLOCK_SIZE, cfg.attention.num_kv_heads, cfg.attention.head_dim)
-    keys = iter(jax.random.split(key, 2 * cfg.num_layers))
-    draw = lambda: _normal(shape, jnp.dtype(dtype).name, next(keys))  # noqa: E731
-    return tuple(FullCache(draw(), draw()) for _ in range(cfg.num_layers))
+    pools, treedef = jax.tree.flatten(jax.eval_shape(lambda: init_cache(cfg.attention, cfg.num_layers, num_blocks, BLOCK_SIZE, dtype)))
+    keys = jax.random.split(key, len(pools))
+    return treedef.unflatten(_normal(pool.shape, jnp.dtype(dtype).name, k) for pool, k in zip(pools, keys, strict=True))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, SpeculativeConfig, kernels
-from jaxspec.benchmark.dimensions import MODELS, draft_config
+from jaxspec.benchmark.dimensions import HYBRID, MODELS, draft_config
 from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig
 from jaxspec.decode import Program
 from pallas_kernels import hopper
@@ -57,7 +57,7 @@ def test_kernels_that_cannot_run_are_an_error_with_the_reason() -> None:
 @needs_mosaic
 @pytest.mark.usefixtures("on_a_hopper")
 @pytest.mark.parametrize("requested", ["auto", "mosaic_gpu"])
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("tiny", *HYBRID)])
 def test_every_real_model_runs_on_every_kernel(model: str, requested: str) -> None:
     assert choose(requested, model) == EVERY
 

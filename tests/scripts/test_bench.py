@@ -19,7 +19,7 @@ import pytest
 from jaxspec import decode, models
 from jaxspec.benchmark import timing, workload
 from jaxspec.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
-from jaxspec.benchmark.dimensions import MODELS
+from jaxspec.benchmark.dimensions import HYBRID, MODELS
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.config import ConfigError, Kernels
 from jaxspec.verify import judge
@@ -105,7 +105,7 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
     [
         (["--model", "gpt-5"], "--model: expected among llama-3-8b"),
         (["--batch", "one"], "--batch: expected numbers with commas between them, got 'one'"),
-        (["--preset", "all"], "--preset: expected one of issue, axes, full, got 'all'"),
+        (["--preset", "all"], "--preset: expected one of issue, axes, full, hybrid, got 'all'"),
         (["--preset", "issue", "--batch", "4"], "--preset issue: expected settings that some of its cases have"),
         (["--acceptance-length", "5"], "synthetic_acceptance_length: expected a number in [1, 4], got 5"),
         (["--implementation", "matmuls=x"], "--implementation: expected auto, a name, or op=name with op among"),
@@ -135,7 +135,7 @@ def test_the_presets_reach_every_value_of_the_matrix(preset):
     for name, values in MATRIX.items():
         assert {getattr(case, name) for case in cases} >= set(values), name
     assert {c.batch for c in cases if c.acceptance_length == 1} == {1, 2}
-    assert {c.model for c in cases} == set(MODELS) - {"tiny"}
+    assert {c.model for c in cases} == set(MODELS) - {"tiny", *HYBRID}
     assert len({case.name for case in cases}) == len(cases) and len(cases) < 700
     models_in_order = [case.model for case in cases]
     assert sorted(models_in_order, key=list(MODELS).index) == models_in_order  # weights are made once a model
@@ -144,7 +144,7 @@ def test_the_presets_reach_every_value_of_the_matrix(preset):
 def test_flags_pick_from_a_preset_and_greedy_rules_are_one():
     assert {c.batch for c in select("full", {"batch": [1, 4]})} == {1, 4}
     assert len(select(None, {"model": ["tiny"], "temperature": [0.0], "rule": ["strict", "probabilistic"]})) == 1
-    assert set(PRESETS) == {"issue", "axes", "full"}
+    assert set(PRESETS) == {"issue", "axes", "full", "hybrid"}
 
 
 # --- the floor ------------------------------------------------------------------------------------------------------------------------
@@ -199,6 +199,30 @@ def test_memory_is_weights_caches_and_logits():
     cfg, _ = configured(Case("llama-3-8b"), kernels=Kernels(attention="mosaic_gpu"))
     base, longer = (memory_needed(cfg, 64, slots, 2) for slots in (512, 33280))
     assert 16e9 < base < 25e9 and longer - base == 64 * (33280 - 512) * 2 * 8 * 128 * 2 * 33
+
+
+def test_the_floor_counts_the_experts_that_are_hit_and_the_tokens_that_a_window_shows():
+    """gpt-oss-20b: 2.4 GB that every pass reads, 32 experts of 49.8 MB in each of 24 layers."""
+    cfg, plain = configured(Case("gpt-oss-20b"))
+    one, four = round_floor(plain, 1, 4000, 2), round_floor(cfg, 1, 4000, 2)
+    experts = 24 * 32 * (2880 * 2 * 2880 + 2880 * 2880 + 3 * 2880) * 2
+    fixed = one.target_weights - experts * 4 / 32
+    assert fixed == pytest.approx(2 * (201088 * 2880 + 24 * 26.6e6), rel=0.01)  # the head, and attention
+    assert four.target_weights - fixed == pytest.approx(experts * (1 - (1 - 4 / 32) ** 4), rel=1e-2)
+    assert one.kv == 12 * (4000 + 128) * 2 * 8 * 64 * 2
+
+
+def test_the_floor_of_an_mtp_module_is_that_of_a_layer_of_the_target():
+    cfg, _ = configured(Case("glm-4.7-flash", method="mtp"))
+    floor = round_floor(cfg, 1, 400, 2)
+    head, attention, expert = 2048 * 154880, 21e6, 3 * 2048 * 1536
+    hit = 64 * ((1 - (1 - 4 / 64) ** 4) + 2 * 4 / 64)
+    assert floor.draft_weights == pytest.approx(2 * (3 * (head + attention + 2 * 2048 * 2048 + expert) + hit * expert), rel=0.05)
+    assert floor.kv == 400 * 576 * 2 * (47 + 3)
+    with pytest.raises(ConfigError, match="--method eagle3: expected mtp with latent attention"):
+        configured(Case("glm-4.7-flash"))
+    with pytest.raises(ConfigError, match="--method mtp: expected a model of"):
+        configured(Case("llama-3-8b", method="mtp"))
 
 
 # --- forced acceptance ----------------------------------------------------------------------------------------------------------------
