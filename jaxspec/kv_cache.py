@@ -50,5 +50,7 @@ def write(cache: FullCache, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
 def write_rows(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax.Array:
     """The pool [num_blocks, block_size, heads, width] with rows [batch, rows, heads, width] at slot_mapping [batch, rows]."""
     flat = pool.reshape(-1, *pool.shape[2:])
-    rows = rows.reshape(-1, *rows.shape[2:]).astype(pool.dtype)
-    return flat.at[slot_mapping.reshape(-1)].set(rows, mode="drop", unique_indices=False).reshape(pool.shape)
+    rows, slots = rows.reshape(-1, *rows.shape[2:]).astype(pool.dtype), slot_mapping.reshape(-1)
+    if slots.shape[0] == 1:  # XLA makes a scatter of one row a choice between two whole caches: a copy of each, every step
+        rows, slots = jnp.concatenate([rows, rows]), jnp.concatenate([slots, jnp.full(1, PAD_SLOT, slots.dtype)])
+    return flat.at[slots].set(rows, mode="drop", unique_indices=False).reshape(pool.shape)

@@ -39,4 +39,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def _write(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     flat = cache.reshape(-1, *cache.shape[2:])
+    if slots.shape[0] == 1:  # XLA makes a scatter of one row a choice between two whole caches: a copy of each, every step
+        slots = jnp.concatenate([slots, jnp.full(1, flat.shape[0], slots.dtype)])
+        rows = jnp.concatenate([rows, rows])
     return flat.at[slots].set(rows.astype(cache.dtype), mode="drop").reshape(cache.shape)

@@ -71,3 +71,13 @@ def test_no_cache_is_copied(method: str) -> None:
     kept = jax.jit(partial(decode.decode_round, cfg)).lower(model.params, state, table).compile()
     assert len(cache_copies(kept.as_text(), caches)) >= len(caches)
     assert kept.memory_analysis().alias_size_in_bytes == 0
+
+
+def test_no_cache_is_copied_by_a_plain_step_of_one_request() -> None:
+    """One row to write: XLA likes to make that a choice between the old cache and the new one."""
+    model = agreeing_model("eagle")
+    cfg = model.round_config(0)
+    table, num_blocks = block_table(1, cfg, guard=5)
+    _, state = start(cfg, model.params, random_prompts((5,)), sampling_state([1], 1.0), table, num_blocks)
+    text = decode._round.jitted(cfg).lower(cfg, model.params, state, table).compile().as_text()
+    assert not cache_copies(text, jax.tree.leaves(state.target_caches))
