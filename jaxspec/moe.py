@@ -22,6 +22,7 @@ from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix
 
 # Up to here every expert is given all rows: reading the experts outlasts multiplying them, even with the rows that did not choose them.
 FEW_ROWS = 64
+BLOCK_ROWS, BLOCKS_AT_ONCE = 128, 16  # of a grouped product; the weights of so many blocks are copied at a time
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def experts(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weight
 
     rows * top_k < experts: the chosen experts are gathered, a copy for each row that chose one.
     rows <= FEW_ROWS: about all experts are hit; each is read once and given every row.
-    more rows (prefill): rows sorted by expert, one grouped product, nothing multiplied that was not chosen.
+    more rows (prefill): rows sorted by expert, each multiplied by what it chose.
     """
     if ids.size < cfg.num_experts:
         return _gathered(params, cfg, x, ids, weights)
@@ -139,7 +140,10 @@ def experts(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weight
 def _gathered(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = weight_of(jax.tree.map(lambda w: w[ids], params[name]), x.dtype)
-        return _with_bias(jnp.einsum("tkd,tkdf->tkf", x, weight, preferred_element_type=jnp.float32), params, name, ids).astype(x.dtype)
+        # Spelt out: of a dot with a bias XLA makes a matrix product, for which it copies the gathered weights (in float32) first.
+        # The sum it fuses with the gather, which then reads the weights once.
+        y = jnp.sum(x[..., None].astype(jnp.float32) * weight.astype(jnp.float32), axis=-2)
+        return _with_bias(y, params, name, ids).astype(x.dtype)
 
     spread = jnp.broadcast_to(x[:, None], (*ids.shape, x.shape[-1]))
     out = product(gated(cfg, product(spread, "gate_up")), "down")
@@ -149,28 +153,45 @@ def _gathered(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weig
 def _all_experts(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
     every = jnp.arange(cfg.num_experts)[:, None]
 
-    def product(x: jax.Array, name: str, equation: str) -> jax.Array:
-        y = jnp.einsum(equation, x, weight_of(params[name], x.dtype), preferred_element_type=jnp.float32)
+    def product(x: jax.Array, name: str) -> jax.Array:
+        y = jnp.einsum("etd,edf->etf", x, weight_of(params[name], x.dtype), preferred_element_type=jnp.float32)
         return _with_bias(y, params, name, every).astype(x.dtype)
 
-    out = product(gated(cfg, product(x, "gate_up", "td,edf->etf")), "down", "etf,efd->etd")
+    # A copy of the rows for each expert: with one operand for all, XLA transposes the weights at every call.
+    spread = jnp.broadcast_to(x, (cfg.num_experts, *x.shape))
+    out = product(gated(cfg, product(spread, "gate_up")), "down")
     of_expert = jnp.where(ids == every[..., None], weights, 0.0).sum(-1)  # [experts, rows]: 0 for what a row did not choose
     return jnp.einsum("et,etd->td", of_expert, out.astype(jnp.float32)).astype(x.dtype)
 
 
 def _grouped(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """Rows sorted by expert, each expert's padded to whole blocks of BLOCK_ROWS; a block is multiplied by its one expert.
+
+    (lax.ragged_dot is no grouped product on a GPU: XLA multiplies every sorted row by every expert, zeros in place of the others' rows.)
+    """
     rows, top_k = ids.shape
     expert = ids.reshape(-1)
     order = jnp.argsort(expert)  # stable
-    expert, row = expert[order], order // top_k
-    sizes = jnp.bincount(expert, length=cfg.num_experts).astype(jnp.int32)
+    expert = expert[order]
+    sizes = jnp.bincount(expert, length=cfg.num_experts)
+    blocks = -(-sizes // BLOCK_ROWS)
+    ends = jnp.cumsum(blocks)
+    place = (ends - blocks)[expert] * BLOCK_ROWS + jnp.arange(rows * top_k) - (jnp.cumsum(sizes) - sizes)[expert]
+    num_blocks = -(-rows * top_k // BLOCK_ROWS) + cfg.num_experts  # enough, however the rows choose
+    of_block = jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), cfg.num_experts - 1)
+    row = jnp.zeros(num_blocks * BLOCK_ROWS, order.dtype).at[place].set(order // top_k)
 
-    def product(x: jax.Array, name: str) -> jax.Array:
-        y = lax.ragged_dot(x, weight_of(params[name], x.dtype), sizes, preferred_element_type=jnp.float32)
-        return _with_bias(y, params, name, expert).astype(x.dtype)
+    def run(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        expert, row = block
 
-    out = product(gated(cfg, product(x[row], "gate_up")), "down")
-    unsorted = jnp.zeros_like(out).at[order].set(out).reshape(rows, top_k, -1)
+        def product(x: jax.Array, name: str) -> jax.Array:
+            weight = weight_of(jax.tree.map(lambda w: w[expert], params[name]), x.dtype)
+            return _with_bias(jnp.matmul(x, weight, preferred_element_type=jnp.float32), params, name, expert).astype(x.dtype)
+
+        return product(gated(cfg, product(x[row], "gate_up")), "down")
+
+    out = lax.map(run, (of_block, row.reshape(num_blocks, BLOCK_ROWS)), batch_size=BLOCKS_AT_ONCE).reshape(-1, x.shape[-1])
+    unsorted = jnp.zeros((rows * top_k, x.shape[-1]), x.dtype).at[order].set(out[place]).reshape(rows, top_k, -1)
     return jnp.einsum("tk,tkd->td", weights, unsorted.astype(jnp.float32)).astype(x.dtype)
 
 

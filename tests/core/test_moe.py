@@ -47,6 +47,20 @@ def test_every_way_is_the_sum_over_the_chosen_experts(way: str, bias: bool) -> N
     np.testing.assert_allclose(out, by_hand(host, x, ids, weight), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("favourite", [0, 3, 5])
+def test_grouped_rows_fill_whole_blocks_and_parts_of_them(favourite: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row chooses the same expert first, three blocks of it and a part; of the others some are chosen by none."""
+    monkeypatch.setattr(moe, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(moe, "BLOCKS_AT_ONCE", 3)
+    rng = np.random.default_rng(favourite)
+    params, x = weights(rng, bias=True), rng.normal(size=(14, DIM)).astype(np.float32)
+    ids = np.stack([[favourite, (favourite + 1 + i % 2) % 6] for i in range(14)]).astype(np.int32)
+    weight = rng.random((14, 2)).astype(np.float32)
+    out = moe._grouped(params, CFG, jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weight))
+    host = {name: np.asarray(a) for name, a in params.items()}
+    np.testing.assert_allclose(out, by_hand(host, x, ids, weight), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("rows", "way"), [(1, "gathered"), (2, "gathered"), (3, "all"), (64, "all"), (65, "grouped")])
 def test_the_way_follows_from_the_shapes(rows: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
