@@ -1,4 +1,4 @@
-"""Targets, one file per family, named by the Hugging Face model_type.
+"""Targets, one file per family, named by the Hugging Face model_type; decoder.py is what they share.
 
 A family is a module with config_from_hf, param_specs, ignored_tensor, forward and logits. Its config names it by
 `model_type`, which is how propose and verify (through `family`) find the functions.
