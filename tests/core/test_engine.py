@@ -168,6 +168,13 @@ def test_metrics_count_a_last_round_whole_as_vllm_does() -> None:
     assert output.token_ids == counted(1, 11) and output.metrics.num_accepted_tokens == 8
 
 
+def test_drafts_past_a_stop_string_are_not_counted() -> None:
+    """Prefill gives 1, rounds give 2 3 4 5 | 6 7 8 9, and 7 ends the text."""
+    (output,) = engine(tokenizer=Digits()).generate([[0]], SamplingParams(0.0, max_tokens=30, stop="7"))
+    assert output.token_ids == counted(1, 7) and output.text == "1 2 3 4 5 6 " and output.finish_reason == "stop"
+    assert output.metrics.acceptance_histogram == [0, 0, 1, 1] and output.metrics.num_accepted_tokens == 3 + 2
+
+
 def test_engine_metrics_are_the_sum_over_requests_and_can_be_reset() -> None:
     llm = engine(wrong_after=(5, 8, 20))
     outputs = llm.generate([[0], [4], [19], [7], [30]], GREEDY)
