@@ -34,7 +34,7 @@ CPU_POOL_BYTES = 4 << 30
 RESERVE_BYTES = 1 << 30  # for programs, and what the allocator cannot use
 MIN_PAGES_TOKENS = 128  # page tables are bucketed in powers of two from here up
 MIN_STOPS = 4
-MIN_PREFILL_TOKENS = 256  # of a prefill call's bucket on a GPU, where fewer take as long
+MIN_PREFILL_TOKENS = 192  # of a prefill call's bucket on a GPU, where fewer take as long
 ADMISSIONS = 8  # slots that one call of slots.admit fills
 GREEDY = SamplingFeatures(sampled=False)
 

@@ -85,13 +85,16 @@ def main(
         print(describe(record), flush=True)
         for rule, size in itertools.product(rules, sizes):
             count = num_prompts or size
-            engine = {
-                "max_model_len": max_model_len or (input_len + max(lengths) if texts is None else 2048),
+            longest = max_model_len or (input_len + max(lengths) if texts is None else 2048)
+            engine: dict[str, Any] = {
+                "max_model_len": longest,
                 "max_num_seqs": min(size, count),
                 "batch_buckets": (min(size, count),),
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "enable_prefix_caching": prefix_caching,
             }
+            if not is_real:  # caches of one size for every concurrency: they share the programs of prefill
+                engine["num_gpu_blocks_override"] = max(sizes) * -(-longest // EngineConfig.block_size)
             spec = None if rule == "plain" else SpeculativeConfig(draft, method, num_speculative_tokens, rejection_sample_method=rule)
             if is_real:
                 llm = LLM.from_pretrained(target, speculative=spec, dtype=dtype, **engine)
