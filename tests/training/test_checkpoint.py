@@ -21,7 +21,7 @@ from jaxspec.drafts import eagle3
 from jaxspec.loading.model import load_draft
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
 from jaxspec.training.eagle3 import forward_steps
-from jaxspec.training.evaluation import evaluate_acceptance, trim
+from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
 from jaxspec.training.target import target_states
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
@@ -190,10 +190,6 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
     # A round yields its accepted drafts and one token; the first token is prefill's. What ran past the end is not in the answers.
     written = sum(map(len, answers)) - len(prompts)
     assert metrics.num_accepted_tokens + metrics.num_drafts >= written > metrics.num_accepted_tokens + metrics.num_drafts - 3 * len(prompts)
-
-
-def test_trim_keeps_the_stop_token_and_the_limit() -> None:
-    assert trim(np.asarray([5, 6, 2, 7]), 8, [2]).tolist() == [5, 6, 2] and trim(np.asarray([5, 6, 7]), 2, [2]).tolist() == [5, 6]
 
 
 def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
