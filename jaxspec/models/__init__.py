@@ -25,7 +25,7 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
 }
-TargetConfig = LlamaConfig
+TargetConfig = LlamaConfig  # the commonest; the others have its fields that propose, verify and the drafts read
 
 __all__ = ["FAMILIES", "TargetConfig", "TargetOutput", "config_from_hf", "family"]
 

@@ -1,0 +1,69 @@
+"""Whole rounds of the hybrid and the latent-attention model compiled for an H200: caches in place, weights not copied, kernels chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import decode, drafts, kernels, models
+from jaxspec.benchmark.dimensions import HYBRID, draft_config
+from jaxspec.config import Kernels, RoundConfig
+from jaxspec.sampling import SamplingState
+from pallas_kernels import hopper
+from tests.support import h200
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+BATCH, PAGES, K = 16, 16, 3
+EVERY = Kernels(*["mosaic_gpu"] * 5)
+CASES = {
+    "gpt-oss-20b": ("eagle3", EVERY),
+    "glm-4.7-flash": ("mtp", replace(EVERY, attention="reference", rope_cache="reference")),  # no kernel for heads of 576
+}
+
+
+def configured(model: str, method: str) -> RoundConfig:
+    """Two layers of the real width, one of each kind of attention."""
+    target = replace(HYBRID[model].target, num_layers=2)
+    if model == "gpt-oss-20b":
+        target = replace(target, layer_types=target.layer_types[:2])
+    draft = draft_config(replace(HYBRID[model], target=target, aux_layers=(0, 1, 2)), method)
+    chosen = kernels.choose("auto", target, draft, block_size=64, dtype=jnp.bfloat16)
+    groups, own = (cfg.cache_groups(64, 64 * PAGES) for cfg in (target, draft))
+    return RoundConfig(target, groups, draft, own, K, rule="probabilistic", kernels=chosen)
+
+
+def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
+    """params, state and block table of decode_round, by their shapes alone."""
+    struct = jax.ShapeDtypeStruct
+    weights = lambda specs: jax.tree.map(lambda s: struct(s.shape, jnp.dtype(s.dtype or "bfloat16")), specs)  # noqa: E731
+    target = weights(models.family(cfg.target).param_specs(cfg.target))
+    shared = {name: target[name] for name in ("embed_tokens", "lm_head")}
+    draft = shared | dict(weights(drafts.family(cfg.draft).param_specs(cfg.draft)))
+    if cfg.draft.maps_vocabulary:
+        draft["draft_to_target"] = struct((cfg.draft.draft_vocab_size,), jnp.int32)
+        draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
+    ints, floats = struct((BATCH,), jnp.int32), struct((BATCH,), jnp.float32)
+    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
+    zeros = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32)
+    state = jax.eval_shape(lambda s: decode.init_state(cfg, s, *zeros, BATCH * PAGES, jnp.bfloat16), sampling)
+    return {"target": target, "draft": draft}, state, struct((BATCH, PAGES), jnp.int32)
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_a_round_compiles_without_copies_of_weights_or_caches(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "missing", lambda: None)
+    monkeypatch.setattr(hopper, "too_old", lambda: None)
+    method, expected = CASES[model]
+    cfg = configured(model, method)
+    assert cfg.kernels == expected
+    params, state, table = arguments(cfg)
+    options = dict(cfg.compiler_options)
+    compiled = h200.compile_for_h200(decode.decode_round, cfg, params, state, table, static_argnums=0, donate_argnums=2, options=options)
+    memory = compiled.memory_analysis()
+    caches = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((state.target_caches, state.draft_caches)))
+    assert memory.alias_size_in_bytes >= caches
+    assert memory.temp_size_in_bytes < 128e6  # logits, and the rows beside each expert; the experts of one layer are 0.9 GB and more
