@@ -200,7 +200,7 @@ def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "training.json").read_text())
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
     assert len(losses) == 3 and losses[-1] < losses[0]
-    assert record["evaluation"]["num_drafts"] > 0 and record["generation"]["num_chats"] >= 48
+    assert record["evaluation"]["num_drafts"] > 0 and record["generation"][0]["num_chats"] >= 48
     assert (tmp_path / "chats.npz").is_file() and (tmp_path / "head" / "model.safetensors").is_file()
     assert {p.name for p in (tmp_path / "pieces").iterdir()} == {"config.json", "model.safetensors.000", "model.safetensors.sha256"}
 
