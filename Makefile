@@ -44,7 +44,7 @@ $(STAMPS)/package-$(ACCELERATOR): $(STAMPS)/venv pyproject.toml
 	@touch $@
 
 $(STAMPS)/pytest: $(STAMPS)/venv pyproject.toml
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test,train]'
 	@touch $@
 
 $(STAMPS)/aot: $(STAMPS)/pytest
