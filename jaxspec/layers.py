@@ -19,10 +19,6 @@ from pallas_kernels.rope_cache.reference import rotate
 
 logger = logging.getLogger(__name__)
 
-# Which products of more rows than matmul_op.FEW_ROWS the kernel makes, of "swiglu", "residual" and "plain": those that measured faster than
-# cuBLAS on an H200. The others are XLA's.
-MANY_ROWS_PRODUCTS: frozenset[str] = frozenset()
-
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [..., in] @ weight [in, out] (+ bias [out]), accumulated in float32, in x's dtype."""
@@ -54,12 +50,9 @@ def product(
     options: dict[str, Any] = {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype or x.dtype}
     implementation = kernels.matmul
     if implementation != "reference":
-        many, kind = rows > matmul_op.FEW_ROWS, "swiglu" if swiglu else "plain" if residual is None else "residual"
-        padding = -rows % (128 if many else 8) if rows > 8 else 0
+        padding = -rows % 8 if rows > 8 else 0
         padded = jax.ShapeDtypeStruct((rows + padding, flat.shape[1]), flat.dtype)
         reason = matmul_op.unsupported(padded, weights, residual=added is not None, **options)
-        if many and kind not in MANY_ROWS_PRODUCTS:
-            reason = f"is not the faster one for {rows} rows"
         if reason is not None:
             _log_once(f"XLA multiplies by {[w.shape for w in weights]}: the kernel {reason}")
             implementation = "reference"

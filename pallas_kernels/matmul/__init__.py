@@ -13,7 +13,6 @@ from pallas_kernels import hopper
 from pallas_kernels.matmul import reference
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
-FEW_ROWS = 64  # more belong to a kernel of their own
 
 
 def matmul(
@@ -54,14 +53,14 @@ def matmul(
     )
     if reason:
         raise ValueError(f"matmul, implementation {implementation!r}: {reason}")
-    return _mosaic_gpu(x.shape[0]).matmul(x, weights, **options, out_dtype=out_dtype)
+    return _mosaic_gpu().matmul(x, weights, **options, out_dtype=out_dtype)
 
 
 def unsupported(x: Any, weights: tuple[Any, ...], **options: Any) -> str | None:
-    """Why the Mosaic kernel cannot make this product (see its module's `unsupported`), None if it can."""
-    return hopper.too_old() or _mosaic_gpu(x.shape[0]).unsupported(x, weights, **options)
+    """Why the Mosaic kernel cannot make this product (see mosaic_gpu.unsupported), None if it can."""
+    return hopper.too_old() or _mosaic_gpu().unsupported(x, weights, **options)
 
 
-def _mosaic_gpu(rows: int) -> ModuleType:
+def _mosaic_gpu() -> ModuleType:
     # Imported on use: jax 0.10, the floor on CPU, has another Mosaic.
-    return importlib.import_module("pallas_kernels.matmul." + ("mosaic_gpu" if rows <= FEW_ROWS else "mosaic_gpu_many_rows"))
+    return importlib.import_module("pallas_kernels.matmul.mosaic_gpu")

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 ROWS = (1, 4, 8, 16, 64)
-MANY_ROWS = 256  # batch 64 with four rows each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +47,6 @@ _PRODUCTS: dict[str, dict[str, Any]] = {
 }
 
 SHAPES = {f"{name} rows {rows}": Shape(rows, **product) for name, product in _PRODUCTS.items() for rows in ROWS}
-# What the kernel of many rows takes: one weight (query, key and value lie in one array), or gate and up; a bfloat16 result.
-SHAPES |= {
-    f"{name} rows {MANY_ROWS}": Shape(MANY_ROWS, **product)
-    for name, product in {
-        "llama-3-8b fused qkv": {"depth": 4096, "widths": (6144,)},
-        **{f"llama-3-8b {part}": _PRODUCTS[f"llama-3-8b {part}"] for part in ("o", "gate_up", "down")},
-        **{f"smollm2 {part}": _PRODUCTS[f"smollm2 {part}"] for part in ("o", "gate_up", "down")},
-    }.items()
-}
 
 
 def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
