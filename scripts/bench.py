@@ -31,7 +31,7 @@ def option(text: str, *names: str) -> Any:
 def main(
     preset: Annotated[str | None, option(f"{', '.join(PRESETS)}; the flags below then pick among its cases.")] = None,
     model: Annotated[str | None, option("llama-3-8b, smollm2-135m, qwen3-8b, mimo-7b or tiny. [default: llama-3-8b]")] = None,
-    method: Annotated[str | None, option("eagle3, eagle. [default: eagle3]", "--method", "--draft")] = None,
+    method: Annotated[str | None, option("eagle3, eagle, mtp. [default: eagle3]", "--method", "--draft")] = None,
     batch: Annotated[str | None, option("[default: 1]")] = None,
     context: Annotated[str | None, option("Tokens each request holds when the timing starts. [default: 400]")] = None,
     num_speculative_tokens: Annotated[str | None, option("K. [default: 3]")] = None,
