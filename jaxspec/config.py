@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
@@ -452,8 +453,8 @@ class SpeculativeConfig:
                 f"num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with 1 <= first <= last and K from 0 to "
                 f"num_speculative_tokens {K}, got {given!r}"
             )
-        ranges = tuple(sorted(tuple(r) for r in given))
-        if any(before[1] >= after[0] for before, after in zip(ranges, ranges[1:], strict=False)):
+        ranges = tuple(sorted((r[0], r[1], r[2]) for r in given))
+        if any(before[1] >= after[0] for before, after in pairwise(ranges)):
             raise ConfigError(f"num_speculative_tokens_per_batch_size: expected ranges that do not overlap, got {given!r}")
         return ranges
 

@@ -52,12 +52,13 @@ def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.
             plgpu.griddepcontrol_wait()
         plgpu.copy_gmem_to_smem(x_gmem.at[row], x_smem.at[row_in_smem], barrier.at[1])
         plgpu.barrier_wait(barrier.at[1])
-        values = plgpu.load(x_smem, layout=layout).astype(jnp.float32)
+        values = plgpu.load(x_smem, layout=layout).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
         if padded > chunks:
             values = jnp.where(plgpu.broadcasted_iota(jnp.int32, (padded, CHUNK), 0, layout=layout) < chunks, values, 0.0)
         scale = lax.rsqrt(jnp.sum(values * values) / width + eps)
         plgpu.barrier_wait(barrier.at[0])
-        x_smem[...] = (values * scale).astype(x.dtype) * plgpu.load(weight_smem, layout=layout)
+        gain = plgpu.load(weight_smem, layout=layout)  # pyright: ignore[reportCallIssue]
+        x_smem[...] = (values * scale).astype(x.dtype) * gain
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(x_smem.at[row_in_smem], out_gmem.at[row])
         plgpu.wait_smem_to_gmem(0)

@@ -51,7 +51,9 @@ def test_rows_past_the_block_table_write_nothing() -> None:
 
 
 @pytest.mark.parametrize("limit, lengths", [(100, None), (96, [70]), (300, [140, 290])])
-def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(limit: int, lengths: list[int] | None, monkeypatch: Any) -> None:
+def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(
+    limit: int, lengths: list[int] | None, monkeypatch: Any
+) -> None:
     llm = engine(tiny_model("eagle"), True, limit)
     warmed: dict[str, Any] = {}
     monkeypatch.setattr(llm.engine, "warm", lambda _features, **buckets: warmed.update(buckets) or 0)

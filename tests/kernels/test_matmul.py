@@ -21,8 +21,8 @@ implementations = pytest.mark.parametrize(
 )
 
 # Largest error, in units of the value's size plus the root mean square of the result. bfloat16 rounds a value to within 2^-8 of itself
-# (half an ulp is 2^-9 at best, 2^-8 at worst); a residual sum rounds twice. SwiGLU rounds gate, up, silu and product. float32 keeps the sum itself,
-# whose last bit Hopper's tensor cores cut off after every 16 terms: depth / 16 times 2^-24, 14336 deep at most.
+# (half an ulp is 2^-9 at best, 2^-8 at worst); a residual sum rounds twice. SwiGLU rounds gate, up, silu and product. float32 keeps the sum
+# itself, whose last bit Hopper's tensor cores cut off after every 16 terms: depth / 16 times 2^-24, 14336 deep at most.
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "swiglu": 5 * 2.0**-8, "float32": 6e-5}
 # The same for the median, which a wrong tile or a lost partial sum moves.
 MEDIAN = {"bfloat16": 2.0**-9, "swiglu": 2.0**-8, "float32": 2e-5}
