@@ -216,6 +216,9 @@ class EngineConfig:
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
     kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow (jaxspec.kernels).
+    batch_invariant: rounds of one batch size and prefill calls of one size, the largest, whatever runs. A product's last bits depend on how
+    many rows it has, so in bfloat16 a request's text can depend on its neighbours where its logits tie; with this it does not (unless
+    a preempted request is prefilled again). In float32 it makes no difference. It costs a request that runs alone the time of a full batch.
     """
 
     max_model_len: int = 2048
@@ -228,6 +231,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
@@ -235,8 +239,9 @@ class EngineConfig:
         blocks = self.num_gpu_blocks_override
         if blocks is not None and (not is_int(blocks) or blocks < 1):
             raise ConfigError(f"num_gpu_blocks_override: expected an integer of at least 1 or None, got {blocks!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching: expected true or false, got {self.enable_prefix_caching!r}")
+        for name in ("enable_prefix_caching", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
         for name in ("max_model_len", "max_num_seqs", "block_size", "max_num_batched_tokens"):
             value = getattr(self, name)
             if not is_int(value) or value < 1:
@@ -245,7 +250,8 @@ class EngineConfig:
             raise ConfigError(f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}")
         buckets = self.batch_buckets
         if buckets is None:
-            buckets = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
+            powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
+            buckets = (self.max_num_seqs,) if self.batch_invariant else powers
         right = isinstance(buckets, Iterable) and all(is_int(b) and b >= 1 for b in buckets)
         buckets = tuple(sorted(set(buckets))) if right else ()
         if not buckets or buckets[-1] < self.max_num_seqs:
@@ -253,6 +259,8 @@ class EngineConfig:
                 f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, "
                 f"got {self.batch_buckets}"
             )
+        if self.batch_invariant and len(buckets) > 1:
+            raise ConfigError(f"batch_buckets: expected one batch size with batch_invariant, got {buckets}")
         object.__setattr__(self, "batch_buckets", buckets)
 
 

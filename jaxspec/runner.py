@@ -124,6 +124,8 @@ class ModelRunner:
 
     def tiles_bucket(self, num_tiles: int) -> int:
         """Tiles of a prefill call that holds at least so many."""
+        if self.config.batch_invariant:
+            return self.max_tiles
         least = -(-MIN_PREFILL_TOKENS // self.prefill_tile) if self.on_gpu else 1
         return min(power_of_two(max(num_tiles, least)), self.max_tiles)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
-from jaxspec.config import EngineConfig
+from jaxspec.config import ConfigError, EngineConfig
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import VOCAB, Model, agreeing_model, random_prompts
 from tests.support.toys import ToyDraft, ToyTarget
@@ -68,3 +68,18 @@ def test_one_compilation_for_each_bucket(compilation: str) -> None:
     with counting_compilations() as compiled:
         llm.generate(random_prompts((7, 8, 9), seed=1), greedy)
     assert len([name for name in compiled if re.search(r"round|step|verify_and_commit", name)]) == len(rounds), "a new bucket"
+
+
+def test_batch_invariant_programs_have_one_shape_whatever_runs() -> None:
+    """Then a product's rows, and with them its bits, are the same for a request alone and among others."""
+    llm = engine(agreeing_model("eagle"), batch_invariant=True, max_num_batched_tokens=128, max_model_len=40)
+    assert llm.config.batch_buckets == (4,)
+    greedy = SamplingParams(0.0, max_tokens=6)
+    with counting_compilations() as compiled:
+        llm.generate(random_prompts((5,)), greedy)
+    assert len([name for name in compiled if re.search(r"decode_round|prefill", name)]) == 2, compiled
+    with counting_compilations() as compiled:
+        llm.generate(random_prompts((7, 20, 30, 2), seed=1), greedy)
+    assert not compiled
+    with pytest.raises(ConfigError, match=r"batch_buckets: expected one batch size with batch_invariant, got \(2, 4\)"):
+        EngineConfig(max_num_seqs=4, batch_buckets=(2, 4), batch_invariant=True)

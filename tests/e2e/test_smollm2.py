@@ -119,3 +119,17 @@ def test_bfloat16_text_of_a_gpu_is_the_plain_one_at_batch_1() -> None:
     plain = LLM.from_pretrained(dtype="bfloat16", max_num_seqs=1)
     assert token_ids(llm.generate(chats, params)) == token_ids(plain.generate(chats, params))
     assert llm.metrics.mean_acceptance_length > 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bfloat16_text_of_a_gpu_does_not_depend_on_neighbours(temperature: float) -> None:
+    """With batch_invariant, alone and among others; scripts/compare_batching.py does it for 64 of MT-bench's prompts."""
+    chats = [[{"role": "user", "content": text}] for text in DEMO]
+    speculative = {"model": HEAD, "num_speculative_tokens": 3}
+    llm = LLM.from_pretrained(
+        speculative=speculative, dtype="bfloat16", max_num_seqs=8, batch_invariant=True, enable_prefix_caching=False, max_model_len=512
+    )
+    params = [SamplingParams(temperature, seed=i, max_tokens=48) for i in range(len(chats))]
+    together = token_ids(llm.generate(chats, params))
+    assert [token_ids(llm.generate([chat], p))[0] for chat, p in zip(chats, params, strict=True)] == together
