@@ -215,7 +215,8 @@ class EngineConfig:
     max_num_seqs requests of max_model_len need. enable_prefix_caching: prompts that start alike share the blocks of what they share.
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
-    kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow (jaxspec.kernels).
+    kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow; "op=name,op=name" for single ops
+    (jaxspec.kernels).
     batch_invariant: rounds of one batch size and prefill calls of one size, the largest, whatever runs. A product's last bits depend on how
     many rows it has, so in bfloat16 a request's text can depend on its neighbours where its logits tie; with this it does not (unless
     a preempted request is prefilled again). In float32 it makes no difference. It costs a request that runs alone the time of a full batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -17,23 +18,37 @@ CHOICES = ("auto", "reference", "mosaic_gpu")
 FEW_ROWS = 8
 
 
+def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
+    """Op -> name, for every op: from one name for all, or "attention=reference,matmul=mosaic_gpu" (the others: auto). Later parts win."""
+    ops = [f.name for f in fields(Kernels)]
+    named = dict.fromkeys(ops, "auto")
+    for part in text.split(","):
+        op, equals, name = part.strip().rpartition("=")
+        if (equals and op not in ops) or not name:
+            raise ConfigError(f"{flag}: expected auto, a name, or op=name with op among {', '.join(ops)}, got {part!r}")
+        named |= dict.fromkeys([op] if equals else ops, name)
+    return named
+
+
 def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: Any) -> Kernels:
     """The Kernels of an engine.
 
     requested: "reference" (plain jnp everywhere), "mosaic_gpu" (ConfigError with the reason if an op cannot), or "auto": mosaic_gpu for
-    each op that supports this device, dtype and these models, and reference, with the reason logged, for each that does not.
+    each op that supports this device, dtype and these models, and reference, with the reason logged, for each that does not. Or one of
+    these for single ops, as parse reads it.
     """
-    if requested not in CHOICES:
-        raise ConfigError(f"kernels: expected one of {', '.join(CHOICES)}, got {requested!r}")
-    if requested == "reference":
+    wanted = parse(requested)
+    if unknown := [name for name in wanted.values() if name not in CHOICES]:
+        raise ConfigError(f"kernels: expected one of {', '.join(CHOICES)}, got {unknown[0]!r}")
+    if set(wanted.values()) == {"reference"}:
         return Kernels()
     chosen = {}
     for op, reason in _reasons(target, draft, block_size, jnp.dtype(dtype)).items():
-        if reason is not None and requested == "mosaic_gpu":
+        if reason is not None and wanted[op] == "mosaic_gpu":
             raise ConfigError(f"kernels 'mosaic_gpu': {op}: {reason}")
-        if reason is not None:
+        if reason is not None and wanted[op] == "auto":
             logger.info("%s: reference (the kernel %s)", op, reason)
-        chosen[op] = "mosaic_gpu" if reason is None else "reference"
+        chosen[op] = "mosaic_gpu" if reason is None and wanted[op] != "reference" else "reference"
     return Kernels(**chosen)
 
 

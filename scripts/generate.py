@@ -71,7 +71,7 @@ def main(
     ] = None,
     max_num_seqs: Annotated[int | None, option("Requests that run together. [default: 8; in the demo 1]")] = None,
     compilation: Annotated[str, option("One program a round, one a draft step, or none: round, step or eager.")] = "round",
-    kernels: Annotated[str, option("Of each op: reference (plain jnp), mosaic_gpu (Hopper), or auto for what the device allows.")] = "auto",
+    kernels: Annotated[str, option("reference (plain jnp), mosaic_gpu (Hopper), auto for what runs, or op=name,op=name.")] = "auto",
     output_json: Annotated[Path | None, option("Write prompts, tokens, texts, metrics and timings to this file.")] = None,
     quiet: Annotated[bool, option("Print the figures only.", "--quiet")] = False,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import decode, drafts, models, synthetic
+from jaxspec import decode, drafts, kernels, models, synthetic
 from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
-from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig, SpeculativeConfig
+from jaxspec.config import EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.engine import Engine
 from jaxspec.kv_cache import KVCache, init_cache
@@ -108,14 +108,7 @@ class TimedEngine(Engine):
 
 def implementations(text: str) -> dict[str, str]:
     """Fields of Kernels, from "attention=reference,matmul=mosaic_gpu"; a name alone is for every op, auto is the engine's choice."""
-    ops = [f.name for f in fields(Kernels)]
-    chosen: dict[str, str] = {}
-    for part in text.split(","):
-        op, equals, name = part.strip().rpartition("=")
-        if (equals and op not in ops) or not name:
-            raise ConfigError(f"--implementation: expected auto, a name, or op=name with op among {', '.join(ops)}, got {part!r}")
-        chosen |= dict.fromkeys([op] if equals else ops, name)
-    return {op: name for op, name in chosen.items() if name != "auto"}
+    return {op: name for op, name in kernels.parse(text, flag="--implementation").items() if name != "auto"}
 
 
 def configure(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort) -> tuple[RoundConfig, RoundConfig, int]:

@@ -143,6 +143,24 @@ def test_kernels_name_the_commonest_and_what_differs() -> None:
     assert str(replace(EVERY, rms_norm="reference")) == "mosaic_gpu (rms_norm reference)"
 
 
+def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': matmul: expected an NVIDIA GPU, got cpu$"):
+        choose("matmul=mosaic_gpu")
+    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+        assert choose("attention=reference,rms_norm=auto") == Kernels()
+    assert not any(r.getMessage().startswith("attention") for r in caplog.records), "asked for, not fallen back to"
+    with pytest.raises(
+        ConfigError, match="^kernels: expected auto, a name, or op=name with op among attention, .*, got 'norm=auto'$"
+    ):
+        choose("norm=auto")
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("on_a_hopper")
+def test_one_op_exchanged_leaves_the_others() -> None:
+    assert choose("rope_cache=reference", "llama-3-8b") == replace(EVERY, rope_cache="reference")
+
+
 def test_an_engine_refuses_kernels_that_it_cannot_run() -> None:
     with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu$"):
         engine(kernels="mosaic_gpu")

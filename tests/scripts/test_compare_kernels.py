@@ -1,0 +1,64 @@
+"""scripts/compare_kernels.py: one op after the other is exchanged; a change of acceptance is an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxspec import kernels, llm
+from jaxspec.config import Kernels
+from scripts import compare_kernels
+from tests.scripts.conftest import runner
+
+run = runner(compare_kernels.main)
+
+
+def test_without_kernels_there_is_nothing_to_exchange(target: Path, draft: Path) -> None:
+    result = run("--target", target, "--draft", draft)
+    assert result.exit_code != 0 and "kernels: expected an op that is not the reference already" in result.stderr
+
+
+def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
+    target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has one implementation: the engine is told of two others and runs the reference, and one of them draws other drafts."""
+    asked: list[str] = []
+    chosen = Kernels(attention="mosaic_gpu", rms_norm="mosaic_gpu")
+
+    class Named(llm.LLM):
+        @property
+        def kernels(self) -> Kernels:
+            return chosen
+
+        @kernels.setter
+        def kernels(self, _: Kernels) -> None: ...
+
+    def choose(requested: str, *_: object, **__: object) -> Kernels:
+        asked.append(requested)
+        return Kernels()
+
+    monkeypatch.setattr(kernels, "choose", choose)
+    monkeypatch.setattr(compare_kernels, "LLM", Named)
+    monkeypatch.setattr(llm.ModelRunner, "__init__", reference_runner(llm.ModelRunner.__init__))
+    args = ("--target", target, "--draft", draft, "--max-tokens", 8, "--output-json", tmp_path / "run.json", "--dtype", "float32")
+    assert run(*args).exit_code == 0
+    wanted = [kernels.parse(text) for text in asked]
+    differing = [[op for op, name in w.items() if name == "mosaic_gpu"] for w in wanted[1:]]
+    assert differing == [["attention", "rms_norm"], ["rms_norm"], ["attention"], []]
+    assert all(r["points_moved"] == 0 for r in json.loads((tmp_path / "run.json").read_text())["runs"].values())
+    monkeypatch.setattr(compare_kernels, "MOST_POINTS", -1.0)
+    assert run(*args).exit_code == 1
+
+
+def reference_runner(init):
+    return lambda self, *args, **kwargs: init(self, *args, **(kwargs | {"kernels": Kernels()}))
+
+
+def test_the_largest_change_is_the_one_that_counts() -> None:
+    metrics = [compare_kernels.SpecDecodeMetrics(2) for _ in range(2)]
+    for m, accepted in zip(metrics, ((2, 1, 0, 0), (2, 2, 2, 1)), strict=True):
+        for n in accepted:
+            m.observe(n)
+    assert compare_kernels.points_moved(*metrics) == pytest.approx(50.0) and compare_kernels.points_moved(metrics[0], metrics[0]) == 0
