@@ -64,6 +64,7 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()
         self._features, self._featured = GREEDY, -1
         self._clock = 0.0
+        self._stepping = False
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -99,13 +100,19 @@ class Engine:
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """End a request; nothing happens to one that has ended."""
         if request.finish_reason is None:
-            self.scheduler.finish(request, reason)
+            if "scheduler" in vars(self):
+                self.scheduler.finish(request, reason)
+            request.finish_reason = reason
             self._notify(request, 0)
 
     def step(self) -> None:
         """Dispatch the next prefill chunk and the next round, and read the results that are due. An exception (Ctrl-C is one) may have
-        torn the device's state apart: every request is then cancelled, and the engine starts anew."""
+        torn the device's state apart: every request is then cancelled, and the engine starts anew. ConfigError from inside a callback:
+        a result is being handed out, and one that is read meanwhile would come before the rest of it."""
+        if self._stepping:
+            raise ConfigError("callback: expected no generating inside it, got a call that generates")
         assert self.scheduler is not None  # a pool that is too small is found here
+        self._stepping = True
         try:
             self._step()
         except BaseException as e:
@@ -113,6 +120,8 @@ class Engine:
             if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
                 raise ConfigError(self._out_of_memory()) from e
             raise
+        finally:
+            self._stepping = False
 
     def reset(self) -> None:
         """Cancel every request and forget the device's state."""
@@ -130,6 +139,7 @@ class Engine:
 
     def _step(self) -> None:
         scheduler, runner = self.scheduler, self.runner
+        self._drop_idle_results()
         if not self._in_flight:
             self._clock = time.perf_counter()
         step = scheduler.schedule()
@@ -148,6 +158,11 @@ class Engine:
         launched = self._launch_round() or bool(step.chunks)
         if not launched and self._in_flight:
             self._read()
+
+    def _drop_idle_results(self) -> None:
+        """Where nobody runs, what is in flight are the rounds that were launched before the last request's end was read."""
+        if next(self.scheduler.running, None) is None:
+            self._in_flight.clear()
 
     def _settle_features(self) -> SamplingFeatures:
         """What the running requests ask of sampling, looked at anew when others run."""
@@ -246,9 +261,9 @@ class Engine:
 
     def warm(self, features: Iterable[SamplingFeatures], **buckets: object) -> int:
         """Compile what these buckets run; only between requests."""
-        if self.has_requests or self._in_flight:
+        if self.has_requests:
             raise ConfigError("warmup: expected no requests in the engine, got some that have not finished")
-        assert self.scheduler is not None
+        self._drop_idle_results()
         try:
             count = sum(self.runner.warm(f, **buckets) for f in features)  # type: ignore[arg-type]
         except jax.errors.JaxRuntimeError as e:

@@ -391,7 +391,8 @@ class LLM:
         prompt_tokens = sorted(len(r.prompt_token_ids) for r in requests)
         longest = max(len(r.prompt_token_ids) + r.max_tokens for r in requests) + runner.num_speculative_tokens + 1
         in_tiles = [-(-n // runner.prefill_tile) for n in prompt_tokens]
-        tiles = runner.tiles_buckets(in_tiles[0], sum(in_tiles[-running:]))
+        least = 1 if self.config.enable_prefix_caching else in_tiles[0]  # what a prefix of others leaves of a prompt
+        tiles = runner.tiles_buckets(least, sum(in_tiles[-running:]))
         return self._warm([r.params for r in requests], batches, runner.pages_buckets(prompt_tokens[0], longest), tiles)
 
     def _warm(self, kinds: Sequence[SamplingParams], batches: Sequence[int], pages: Sequence[int], tiles: Sequence[int]) -> int:

@@ -382,11 +382,13 @@ class ModelRunner:
         limits_drafts: bool,
     ) -> int:
         """Run every program of these buckets once, on idle rows; prefills are (tiles, pages). Returns how many rounds and prefills ran."""
-        self.use(features, [])
-        count = 0
+        count, sizes = 0, list(batches)
         round_features = replace(features, prompt_logprobs=False)
-        for batch in batches:
+        self.use(features, [])
+        for batch in sizes:
             self.move([-1] * batch)
+            for wanted in (GREEDY, features):  # taking features on is a few small programs for each batch
+                self.use(wanted, [])
             self.admit([])
             self.deactivate([0])
             for tiles, pages in prefills:
@@ -399,6 +401,7 @@ class ModelRunner:
                 for pages in round_pages:
                     jax.block_until_ready(self._round(cfg, jnp.zeros((batch, pages), jnp.int32)))
                     count += 1
+        self.move([-1] * sizes[0])  # and down again, in this structure
         return count
 
     def _drafts_of(self, batch: int) -> set[int]:

@@ -269,10 +269,10 @@ class Scheduler:
         """End a request from outside: cancelled, or with an error; nothing happens to one that has ended."""
         if request.finish_reason is None:
             request.finish_reason = reason
-            if request.slot is None:
-                self.waiting.remove(request)
-            else:
+            if request.slot is not None:
                 self._cleared.append(self._leave(request))
+            elif request in self.waiting:  # else Ctrl-C came before it was added
+                self.waiting.remove(request)
 
     def _leave(self, request: Request) -> int:
         assert request.slot is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ LENGTHS, K = (5, 9, 1), 3
 
 
 def engine(model: Model, rule: str = "probabilistic", **changes: Any) -> LLM:
-    config = EngineConfig(**({"max_model_len": 64, "max_num_seqs": 4, "block_size": 16} | changes))
+    values: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 16}
+    config = EngineConfig(**(values | changes))
     speculative = SpeculativeConfig(method=model.draft.method, num_speculative_tokens=K, rejection_sample_method=rule)
     return LLM((model.target, model.params["target"]), (model.draft, model.params["draft"]), speculative, config=config)
 
@@ -46,6 +48,31 @@ def test_nothing_compiles_after_warm_up(speculative: bool) -> None:
             for mixture in (kinds[:1] * 4, [*kinds, kinds[0]], kinds[1:2] * 4):
                 llm.generate(random_prompts(lengths, seed), mixture[: len(lengths)])
     assert not compiled
+
+
+@pytest.mark.usefixtures("toy_families")
+def test_nothing_compiles_when_requests_bring_features_and_batches_shrink() -> None:
+    table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
+    config = EngineConfig(max_model_len=40, max_num_seqs=2, block_size=16, max_num_batched_tokens=32)
+    llm = LLM((ToyTarget(VOCAB), table), config=config)
+    kinds = [SamplingParams(0.0), SamplingParams(0.0, presence_penalty=1.0, min_tokens=1)]
+    llm.warmup(sampling_params=kinds)
+    with counting_compilations() as compiled:
+        for mixture in ([kinds[0]] * 2, [kinds[1]] * 2, kinds, kinds[::-1]):
+            llm.generate(random_prompts((3, 5)), [replace(p, max_tokens=n) for p, n in zip(mixture, (3, 8), strict=True)])
+    assert not compiled
+
+
+@pytest.mark.usefixtures("toy_families")
+def test_nothing_compiles_after_warmup_for_where_the_prefix_cache_shortens_prompts() -> None:
+    table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
+    config = EngineConfig(max_model_len=128, max_num_seqs=1, block_size=16, max_num_batched_tokens=128)
+    llm = LLM((ToyTarget(VOCAB), table), config=config)
+    prompts, params = [[*range(8, 24)] * 5 + [t] for t in (1, 2)], SamplingParams(0.0, max_tokens=3)
+    llm.warmup_for(prompts, params)
+    with counting_compilations() as compiled:
+        llm.generate(prompts, params)
+    assert not compiled and llm.scheduling.num_prefix_hits == 80
 
 
 @pytest.mark.parametrize("compilation", ["round", "step"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +113,44 @@ def test_requests_that_arrive_while_others_run_have_their_own_text(llm: LLM, col
     assert [found[i] for i in range(24)] == expected and all_free(llm)
 
 
+@pytest.fixture
+def ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """As on a GPU: two rounds are launched before a result is read."""
+    monkeypatch.setattr(llm.engine, "depth", 2)
+    return llm
+
+
+def test_requests_have_their_own_text_and_counts_with_two_rounds_in_flight(ahead: LLM, cold: LLM) -> None:
+    """Stop strings end a request that the device goes on with; its blocks and its slot are another's by then."""
+    prompts, params = random_requests(60, seed=11)
+    rng = np.random.default_rng(12)
+    params = [replace(p, stop=[chr(65 + t) for t in rng.integers(0, VOCAB, 2 * (i % 2))]) for i, p in enumerate(params)]
+    ahead.reset_metrics()
+    together = ahead.generate(prompts, params)
+    assert ahead.scheduling.num_preemptions > 0 and ahead.scheduling.num_prefix_hits > 0
+    assert sum(len(o.text) < len(o.token_ids) for o in together) > 5, "stopped by a string"
+    for i, output in enumerate(together):
+        (alone,) = cold.generate([prompts[i]], params[i])
+        assert (output.token_ids, output.text, output.finish_reason) == (alone.token_ids, alone.text, alone.finish_reason), i
+        assert output.metrics == alone.metrics, i
+    assert all_free(ahead)
+
+
+def test_rounds_in_flight_past_the_last_request_count_for_nothing(ahead: LLM) -> None:
+    """Neither as requests that run, when compiling ahead, nor as time that the next call took."""
+    params = SamplingParams(0.0, max_tokens=24, ignore_eos=True)
+    (whole,) = ahead.generate([[20, 21]], params)
+    ended = replace(params, stop_token_ids=(whole.token_ids[4],))
+    ahead.generate([[20, 21]], ended)
+    assert ahead.engine.warm([]) == 0
+    ahead.generate([[20, 21]], ended)
+    ahead.reset_metrics()
+    time.sleep(0.5)
+    began = time.perf_counter()
+    assert ahead.generate([[20, 21]], params)[0].token_ids == whole.token_ids
+    assert ahead.timings.prefill_seconds + ahead.timings.decode_seconds <= time.perf_counter() - began
+
+
 def test_prefix_caching_changes_no_greedy_text(llm: LLM, cold: LLM) -> None:
     """With a draft, whose keys and values are shared too: the same acceptance."""
     start = np.random.default_rng(5).integers(8, VOCAB, 40).tolist()
@@ -145,6 +185,21 @@ def test_a_callback_that_raises_ends_its_own_request_only(llm: LLM) -> None:
     for i in (0, 2):
         assert "".join(s.text for s in seen if s.index == i) == expected[i].text
         assert [s.finish_reason for s in seen if s.index == i][-1] == "length"
+
+
+def test_a_callback_that_generates_ends_its_own_request_only(llm: LLM) -> None:
+    """Its tokens would be read before those of the round that is being handed out."""
+    prompts, params = [[9], [10], [11]], SamplingParams(0.0, max_tokens=20, ignore_eos=True)
+    expected = llm.generate(prompts, params)
+
+    def callback(increment: Increment) -> None:
+        if increment.index == 1:
+            llm.generate([[12]], params)
+
+    outputs = llm.generate(prompts, params, callback=callback)
+    assert [outputs[i].token_ids for i in (0, 2)] == [expected[i].token_ids for i in (0, 2)]
+    assert outputs[1].finish_reason == "error" and str(outputs[1].error).startswith("callback: expected no generating inside it")
+    assert all_free(llm)
 
 
 def test_a_closed_stream_cancels_the_rest_and_leaves_the_engine_usable(llm: LLM) -> None:
@@ -189,6 +244,25 @@ def test_ctrl_c_leaves_what_was_finished_and_a_usable_engine(llm: LLM, monkeypat
     assert [(o.index, o.token_ids) for o in raised.value.outputs] == [(0, expected[0]), (2, expected[2])]
     assert isinstance(raised.value, KeyboardInterrupt)
     assert [o.token_ids for o in llm.generate([[9], [10], [11]], params)] == expected and all_free(llm)
+
+
+@pytest.mark.parametrize("added", [0, 1])
+def test_ctrl_c_while_requests_are_added_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch, added: int) -> None:
+    count, add = [], engine_module.Engine.add
+
+    def interrupted(self: Any, request: Any) -> None:
+        if len(count) == added:
+            raise KeyboardInterrupt
+        count.append(1)
+        add(self, request)
+
+    params = SamplingParams(0.0, max_tokens=3, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module.Engine, "add", interrupted)
+        with pytest.raises(Interrupted) as raised:
+            llm.generate([[9], [10], [11]], params)
+    assert raised.value.outputs == [] and all_free(llm)
+    assert len(llm.generate([[9]], params)[0].token_ids) == 3
 
 
 def test_out_of_device_memory_is_one_sentence_with_numbers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
