@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxspec.config import ConfigError
 
 
-def hash_blocks(token_ids: Sequence[int], block_size: int, hashes: list[bytes], *, has_draft: bool = False, extra: Hashable = None) -> None:
+def hash_blocks(token_ids: Sequence[int], block_size: int, hashes: list[bytes], *, has_draft: bool = False) -> None:
     """Append to `hashes` those of the full blocks of token_ids that it lacks.
 
-    A block's hash covers every token up to its end (a chain over the block before), and `extra`: whatever else its keys and values
-    depend on, such as an adapter's name. SHA-256, so that no two texts share a block.
+    A block's hash covers every token up to its end (a chain over the block before). SHA-256, so that no two texts share a block.
 
     With a draft it covers the token after the block as well, and a block has no hash before that is known: the draft's row at position p is
     made of token p + 1. vLLM leaves out the last block that matches instead. That costs a block each time, and is not enough: of two texts
@@ -28,7 +27,7 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, hashes: list[bytes], 
     """
     ahead = int(has_draft)
     for i in range(len(hashes), (len(token_ids) - ahead) // block_size):
-        digest = hashlib.sha256(hashes[-1] if hashes else repr(extra).encode())
+        digest = hashlib.sha256(hashes[-1] if hashes else b"")
         digest.update(np.asarray(token_ids[i * block_size : (i + 1) * block_size + ahead], np.int64).tobytes())
         hashes.append(digest.digest())
 
@@ -97,11 +96,6 @@ class BlockPool:
                 self._free[block] = None
                 if block not in self._hash_of:
                     self._free.move_to_end(block, last=False)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget what the blocks hold (after the caches on the device were made anew)."""
-        self._hash_of.clear()
-        self._block_of.clear()
 
     def _forget(self, block: int) -> None:
         digest = self._hash_of.pop(block, None)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import drafts, models
+from jaxspec import models
 from jaxspec.cli import errors_as_sentences
 from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import DraftConfig
@@ -42,6 +42,7 @@ from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.generation import ChatFormat, GenerationConfig, generate_chats
 from jaxspec.training.heads import continued_params, eagle3_config, eagle_config, initial_params
 from jaxspec.training.loop import TrainState, data_mesh, init_train_state, train
+from jaxspec.training.objective import FORWARDS
 from jaxspec.training.openings import all_openings
 from jaxspec.training.plot import plot_history
 from jaxspec.training.vocabulary import choose_vocabulary, coverage
@@ -346,7 +347,7 @@ def parser() -> argparse.ArgumentParser:
     add("--target", help="folder, .gguf file or hub id of the target (default: SmolLM2-135M-Instruct)")
     add("--target-name", help="what the head's config calls its target (default: the folder's name)")
     add("--output", type=Path, required=True, help="chats.npz, head/, pieces/ and training.json go here")
-    add("--method", default="eagle3", choices=sorted(drafts.FAMILIES), help="eagle: EAGLE-1, with the target's whole vocabulary")
+    add("--method", default="eagle3", choices=sorted(FORWARDS), help="eagle: EAGLE-1, with the target's whole vocabulary")
     add(
         "--dtype",
         default="bfloat16",

@@ -210,3 +210,9 @@ def test_a_missing_target_is_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith(f"error: {tmp_path}") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_method_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/train_draft.py", "all", "--dry-run", "--method", "mtp", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "invalid choice: 'mtp'" in done.stderr and not (tmp_path / "out").exists()
