@@ -187,7 +187,6 @@ class Engine:
         limits = any(self._num_drafts(r, num_drafts, longest=True) < num_drafts for r in found.requests)
         verification = runner.round(features, found.requests, num_drafts=num_drafts, limits_drafts=limits)
         rows = [(r, r.slot) for r in found.requests if r.slot is not None]
-        self.stats.timings.num_rounds += 1
         self._launched(InFlight(verification, rows, is_round=True, num_drafts=num_drafts))
         return True
 
@@ -216,6 +215,7 @@ class Engine:
         now = time.perf_counter()
         if result.is_round:
             self.stats.timings.decode_seconds += now - self._clock
+            self.stats.timings.num_rounds += bool(num_sampled.any())
         else:
             self.stats.timings.prefill_seconds += now - self._clock
         self._clock = now

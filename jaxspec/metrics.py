@@ -75,7 +75,8 @@ class SpecDecodeMetrics:
 
 @dataclass
 class Timings:
-    """Wall-clock seconds of an engine, compilation included where it happened; num_rounds counts decode rounds of any batch.
+    """Wall-clock seconds of an engine, compilation included where it happened; num_rounds counts decode rounds of any batch
+    in which somebody sampled (the last that were launched ahead may be idle).
 
     A result's time counts to what it is the result of, from when the one before was read.
     """
