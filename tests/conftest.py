@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
+MOST_MAPS = 20_000
 CACHE = Path(os.environ.get("JAXSPEC_CACHE") or Path.home() / ".cache" / "jaxspec")
 
 
@@ -67,3 +69,14 @@ def standard_promotion() -> Iterator[None]:
     """For tests that run optax: its Adam raises a Python float to an int32 power, which strict promotion refuses."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_memory_maps() -> Iterator[None]:
+    """Every program that XLA compiles for a CPU holds some 30 memory maps, of 65,530 that Linux allows a process; past that, compiling
+    or reading the cache ends in a segmentation fault. What a worker has compiled is dropped before (and read again from the cache)."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
