@@ -101,6 +101,7 @@ def main(
             else:
                 llm = random_llm(model, method, spec, EngineConfig(**engine), weights, acceptance_length)
             for length in lengths:
+                llm.engine.reset()  # the prompts are those of the length before: none is in the prefix cache
                 # the last `size` prompts are the warm-up's
                 inputs: list[Any] = random_prompts(llm, count + size, input_len, seed)
                 if texts is not None:

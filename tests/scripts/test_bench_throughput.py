@@ -54,6 +54,15 @@ def test_a_run_has_every_row_and_counts_every_token(tmp_path):
     assert all(row in result.stdout for row in ROWS)
 
 
+def test_no_run_finds_the_prompts_of_another_in_the_prefix_cache(tmp_path):
+    path = tmp_path / "throughput.json"
+    flags = ["--model", "tiny", "--methods", "plain", "--concurrency", "1,6", "--num-prompts", 2, "--input-len", 70, "--output-len", "2,1"]
+    assert run_bench(*flags, "--output-json", path).exit_code == 0
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["results"]["prefix queries"] for run in runs] == [140] * 4
+    assert [run["results"]["prefix hits"] for run in runs] == [0] * 4
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
