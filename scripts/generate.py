@@ -30,7 +30,7 @@ def option(text: str, *names: str) -> Any:
 def main(
     target: Annotated[str | None, option("Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]")] = None,
     draft: Annotated[str | None, option("Folder, name under checkpoints/ or hub id of the EAGLE head.")] = None,
-    method: Annotated[str | None, option("eagle or eagle3. [default: eagle3]")] = None,
+    method: Annotated[str | None, option("eagle, eagle3, or mtp: the module in the target's own folder. [default: eagle3]")] = None,
     num_speculative_tokens: Annotated[int | None, option("K, the draft tokens a round. [default: 3]")] = None,
     rejection_sample_method: Annotated[str | None, option("strict, probabilistic, block or synthetic. [default: probabilistic]")] = None,
     draft_sample_method: Annotated[str | None, option("greedy or probabilistic. [default: probabilistic]")] = None,
@@ -168,7 +168,7 @@ def read_speculative(text: str | None, flags: dict[str, Any], target: str | None
         if not isinstance(values, dict):
             raise ConfigError(f"--speculative-config: expected a JSON object, got a {type(values).__name__}")
         values |= {key: value for key, value in flags.items() if value is not None}
-        if values.get("model") is None:
+        if values.get("model") is None and values.get("method") != "mtp":  # an MTP module is in the target's own folder
             if not is_default_target(target):
                 raise ConfigError(f"--draft: expected a draft head for {target} (or --no-speculation), got none")
             values["model"] = DEFAULT_DRAFT

@@ -384,3 +384,10 @@ def test_as_a_program(target, draft, tmp_path, monkeypatch):
 
     out, err = unknown.communicate(timeout=240)
     assert unknown.returncode == 2 and "No such option" in err and "Traceback" not in err
+
+
+def test_an_mtp_module_needs_no_draft():
+    """It is in the target's own folder."""
+    assert generate.read_speculative(None, {"method": "mtp"}, "somewhere").model is None
+    assert generate.read_speculative('{"method": "mtp", "model": "elsewhere"}', {}, "somewhere").model == "elsewhere"
+    assert generate.read_speculative(None, {}, None).model == generate.DEFAULT_DRAFT
