@@ -189,6 +189,48 @@ class MLAConfig:
 
 
 @dataclass(frozen=True)
+class CompressedAttentionConfig:
+    """The static part of DeepSeek-V4's attention, whose layers differ in kind.
+
+    A layer sees the last sliding_window tokens, and what its kind compresses of all tokens: nothing ("sliding_attention"), one entry for
+    every sparse_rate tokens, of which an indexer chooses index_top_k ("compressed_sparse_attention"), or one for every heavy_rate
+    ("heavily_compressed_attention"). layer_types: the kind of each layer that this config's caches are made for.
+    rope: of layers that compress nothing; compressed_rope: of the others.
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    layer_types: tuple[str, ...]
+    sparse_rate: int
+    heavy_rate: int
+    index_heads: int
+    index_head_dim: int
+    index_top_k: int
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    compressed_rope: RopeConfig = field(default_factory=RopeConfig)
+    rms_norm_eps: float = 1e-6
+    num_kv_heads: int = 1  # one vector a token is key and value of all heads
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.o_groups:
+            raise ConfigError(f"o_groups: expected a divisor of num_attention_heads {self.num_heads}, got {self.o_groups}")
+        if self.rope_head_dim % 2 or self.rope_head_dim > min(self.head_dim, self.index_head_dim):
+            raise ConfigError(
+                f"qk_rope_head_dim: expected an even number of at most head_dim {self.head_dim} and index_head_dim {self.index_head_dim}, "
+                f"got {self.rope_head_dim}"
+            )
+
+    def rate(self, kind: str) -> int | None:
+        """Tokens of one compressed entry in a layer of this kind."""
+        return {"compressed_sparse_attention": self.sparse_rate, "heavily_compressed_attention": self.heavy_rate}.get(kind)
+
+
+@dataclass(frozen=True)
 class CacheGroup:
     """The layers that share a block table, and the geometry that their metadata is built from.
 

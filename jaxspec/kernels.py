@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import AttentionConfig, ConfigError, Kernels
+from jaxspec.config import AttentionConfig, CompressedAttentionConfig, ConfigError, Kernels
 from pallas_kernels import attention, hopper, matmul, rejection_sampling, rms_norm, rope_cache
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,14 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
     models = [target] if draft is None else [target, draft]
     attentions: list[AttentionConfig] = [m.attention for m in models]
 
+    compressed = "has no attention over compressed entries" if isinstance(target.attention, CompressedAttentionConfig) else None
+
     def first(reasons: Any) -> str | None:
         return device or next((r for r in reasons if r), None)
 
     return {
-        "attention": first(
+        "attention": compressed
+        or first(
             attention.unsupported(
                 "mosaic_gpu",
                 rows=FEW_ROWS,
@@ -76,7 +79,7 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
             for a in attentions
         ),
         "rms_norm": first(rms_norm.unsupported(m.hidden_size, dtype) for m in models),
-        "rope_cache": first(rope_cache.unsupported(a.num_heads, a.num_kv_heads, a.head_dim, dtype) for a in attentions),
+        "rope_cache": compressed or first(rope_cache.unsupported(a.num_heads, a.num_kv_heads, a.head_dim, dtype) for a in attentions),
         "matmul": first(
             matmul.unsupported(jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype), (jax.ShapeDtypeStruct((depth, width), dtype),))
             for m in models

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.config import AttentionConfig, MLAConfig
+from jaxspec.config import AttentionConfig, CompressedAttentionConfig, MLAConfig
 
 # A masked row's slot. It is out of range of any cache, so a scatter with mode="drop" leaves the cache alone;
 # -1 would wrap around and dynamic_update_slice would clamp, both overwriting good data.
@@ -31,15 +31,58 @@ class LatentCache:
     latent: jax.Array
 
 
-KVCache = tuple[Any, ...]  # a FullCache or a LatentCache a layer
+@struct.dataclass
+class CompressorCache:
+    """What one compressor keeps, addressed by position like keys and values, so that a rejection leaves nothing to roll back.
+
+    inputs:  float32 [num_blocks, block_size, 1, 2 * series * width], each token's values and gates, at the token's slot.
+    entries: [num_blocks, entries a block, 1, width], each in the block of the last token that it was made of.
+    """
+
+    inputs: jax.Array
+    entries: jax.Array
 
 
-def init_cache(attention: AttentionConfig | MLAConfig, num_layers: int, num_blocks: int, block_size: int, dtype: jnp.dtype) -> KVCache:
+@struct.dataclass
+class CompressedCache:
+    """One layer of DeepSeek-V4. kv: [num_blocks, block_size, 1, head_dim]; compressor, indexer: None where the layer has none."""
+
+    kv: jax.Array
+    compressor: CompressorCache | None
+    indexer: CompressorCache | None
+
+
+KVCache = tuple[Any, ...]  # a FullCache, a LatentCache or a CompressedCache a layer
+
+
+def init_cache(
+    attention: AttentionConfig | MLAConfig | CompressedAttentionConfig, num_layers: int, num_blocks: int, block_size: int, dtype: jnp.dtype
+) -> KVCache:
     """Empty caches for num_layers layers: one array pair each, since a stacked pool is copied at every kernel call."""
     shape = (num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
+    if isinstance(attention, CompressedAttentionConfig):
+        assert len(attention.layer_types) == num_layers
+        return tuple(_compressed_cache(attention, kind, shape, dtype) for kind in attention.layer_types)
     if isinstance(attention, MLAConfig):
         return tuple(LatentCache(jnp.zeros(shape, dtype)) for _ in range(num_layers))
     return tuple(FullCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
+
+
+def _compressed_cache(cfg: CompressedAttentionConfig, kind: str, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> CompressedCache:
+    rate, sparse = cfg.rate(kind), kind == "compressed_sparse_attention"
+
+    def compressor(width: int) -> CompressorCache:
+        assert rate is not None
+        inputs = jnp.zeros((*shape[:3], 2 * (2 if sparse else 1) * width), jnp.float32)
+        return CompressorCache(inputs, jnp.zeros((shape[0], entries_a_block(shape[1], rate), 1, width), dtype))
+
+    kv = jnp.zeros(shape, dtype)
+    return CompressedCache(kv, compressor(cfg.head_dim) if rate else None, compressor(cfg.index_head_dim) if sparse else None)
+
+
+def entries_a_block(block_size: int, rate: int) -> int:
+    """The most entries of `rate` tokens each whose last tokens lie in one block: ends are `rate` apart."""
+    return -(-block_size // rate)
 
 
 def write(cache: FullCache, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> FullCache:

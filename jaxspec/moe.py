@@ -29,14 +29,15 @@ BLOCK_ROWS, BLOCKS_AT_ONCE = 128, 16  # of a grouped product; the weights of so 
 class MoEConfig:
     """The static part of one layer's experts.
 
-    gate: "silu" (SwiGLU), or "clamped" (gpt-oss: both halves clamped to `limit`, sigmoid(alpha * gate), one added to the up half).
+    gate: "silu" (SwiGLU), "clamped" (gpt-oss: both halves clamped to `limit`, sigmoid(alpha * gate), one added to the up half), or
+    "clamped_silu" (DeepSeek-V4: SwiGLU of halves clamped in the same way).
     num_groups, top_groups, routed_scaling, norm_top_k: of the sigmoid router. shared_size: width of the experts that every row takes.
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
-    gate: Literal["silu", "clamped"] = "silu"
+    gate: Literal["silu", "clamped", "clamped_silu"] = "silu"
     alpha: float = 1.702
     limit: float = 7.0
     num_groups: int = 1
@@ -73,12 +74,29 @@ def route_sigmoid(logits: jax.Array, bias: jax.Array, cfg: MoEConfig) -> tuple[j
     return ids, weights * cfg.routed_scaling
 
 
-def expert_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, ParamSpec]:
-    """gate_up and down of experts that a checkpoint stores one by one, `prefix`.N.{gate,up,down}_proj."""
+def route_sqrt_softplus(
+    logits: jax.Array, bias: jax.Array | None, cfg: MoEConfig, looked_up: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """DeepSeek-V4's router: as route_sigmoid, without groups, with scores sqrt(softplus(logits)).
+
+    looked_up: int32 [rows, top_k], experts that are chosen whatever the scores say (a table by the token's id); there is no bias then.
+    """
+    scores = jnp.sqrt(jax.nn.softplus(logits))
+    if looked_up is None:
+        assert bias is not None
+        looked_up = lax.top_k(scores + bias, cfg.top_k)[1]
+    weights = jnp.take_along_axis(scores, looked_up, axis=1)
+    return looked_up, weights / (weights.sum(-1, keepdims=True) + 1e-20) * cfg.routed_scaling
+
+
+def expert_specs(
+    prefix: str, cfg: MoEConfig, hidden_size: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, ParamSpec]:
+    """gate_up and down of experts that a checkpoint stores one by one, `prefix`.N.NAME for the names of gate, up and down."""
     size, count = cfg.intermediate_size, cfg.num_experts
 
     def one_by_one(name: str, parts: tuple[str, ...], checkpoint_shape: tuple[int, int], axes: tuple[str | None, ...]) -> ParamSpec:
-        sources = tuple((f"{prefix}.{n}.{part}_proj.weight", checkpoint_shape) for n in range(count) for part in parts)
+        sources = tuple((f"{prefix}.{n}.{part}.weight", checkpoint_shape) for n in range(count) for part in parts)
 
         def build(arrays: Sequence[np.ndarray]) -> np.ndarray:
             pairs = [arrays[i : i + len(parts)] for i in range(0, len(arrays), len(parts))]
@@ -88,8 +106,8 @@ def expert_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, Par
         return AssembledSpec(f"{prefix}.*.{name}", shape, axes, sources=sources, build=build)
 
     return {
-        "gate_up": one_by_one("gate_up", ("gate", "up"), (size, hidden_size), ("experts", "embed", "mlp")),
-        "down": one_by_one("down", ("down",), (hidden_size, size), ("experts", "mlp", "embed")),
+        "gate_up": one_by_one("gate_up", names[:2], (size, hidden_size), ("experts", "embed", "mlp")),
+        "down": one_by_one("down", names[2:], (hidden_size, size), ("experts", "mlp", "embed")),
     }
 
 
@@ -206,6 +224,8 @@ def gated(cfg: MoEConfig, gate_up: jax.Array) -> jax.Array:
     if cfg.gate == "silu":
         return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
     gate, up = jnp.minimum(gate, cfg.limit), jnp.clip(up, -cfg.limit, cfg.limit)
+    if cfg.gate == "clamped_silu":
+        return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
     return ((up + 1) * gate * jax.nn.sigmoid(cfg.alpha * gate)).astype(gate_up.dtype)
 
 

@@ -62,6 +62,14 @@ class AssembledSpec(ParamSpec):
         return self.build(arrays)
 
 
+@dataclass(frozen=True)
+class IndexSpec(ParamSpec):
+    """A table of indices, int32, each in [0, below)."""
+
+    below: int = 1
+    dtype: str | None = "int32"
+
+
 def matrix(name: str, rows_in: int, rows_out: int, axes: tuple[str | None, str | None]) -> ParamSpec:
     """A projection [in, out], stored [out, in] in the checkpoint as torch's Linear does."""
     return ParamSpec(name, (rows_in, rows_out), axes, transpose=True)
@@ -83,6 +91,8 @@ def init_random(specs: Params, key: jax.Array, dtype: jnp.dtype, scale: float | 
         if spec.dtype == "uint8":  # MXFP4: every code, and exponents that make weights of about 1/8
             low, high = (122, 125) if spec.name.endswith("scales") else (0, 256)
             return jax.random.randint(key, spec.shape, low, high).astype(jnp.uint8)
+        if isinstance(spec, IndexSpec):
+            return jax.random.randint(key, spec.shape, 0, spec.below)
         own = spec.dtype or dtype
         noise = jax.random.normal(key, spec.shape, jnp.float32)
         bias = spec.name.endswith("bias")

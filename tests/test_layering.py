@@ -24,7 +24,7 @@ LAYERS = (
     ("jaxspec.request", "jaxspec.block_pool", "jaxspec.detokenizer", "jaxspec.propose", "jaxspec.verify"),
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.logprobs", "jaxspec.synthetic"),
     ("jaxspec.sampling", "jaxspec.sampling_rows"),
-    ("jaxspec.moe", "jaxspec.mla"),
+    ("jaxspec.moe", "jaxspec.mla", "jaxspec.compressed_attention", "jaxspec.hyper_connections"),
     ("jaxspec.attention", "jaxspec.layers", "jaxspec.mxfp4"),
     ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
 )
