@@ -64,7 +64,7 @@ def init_state(
     draft_caches: KVCache = ()
     if cfg.draft is not None:
         rows = cfg.num_speculative_tokens + 1
-        width = cfg.target.hidden_size * max(len(cfg.draft.aux_layers), 1)
+        width = drafts.hidden_width(cfg.draft, cfg.target)
         pending_tokens, num_pending = jnp.zeros((batch, rows), jnp.int32), zeros()
         pending_hidden = jnp.zeros((batch, rows, width), dtype)
         draft_caches = init_cache(cfg.draft.attention, cfg.draft.num_layers, num_blocks, cfg.block_size, dtype)

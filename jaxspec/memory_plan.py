@@ -83,7 +83,7 @@ def memory_plan(
     if draft is not None:
         draft_weights = weight_bytes(drafts.family(draft).param_specs(draft), dtype)
         groups += group_plans("draft", draft, draft.cache_groups(block_size, max_model_len), dtype)
-        width = target.hidden_size * max(len(draft.aux_layers), 1)
+        width = drafts.hidden_width(draft, target)
         pending = (K + 1) * (width * itemsize + 4)
         buffers = max_num_seqs * (pending + K * (draft.draft_vocab_size * 4 + 4))
     return MemoryPlan(
@@ -106,16 +106,17 @@ def weight_bytes(specs: Params, dtype: Any) -> int:
 
 def group_plans(owner: str, cfg: Any, groups: CacheGroup | tuple[CacheGroup, ...], dtype: Any) -> tuple[GroupPlan, ...]:
     """A model's KV-cache groups, those without layers left out."""
-    one_layer = jax.eval_shape(lambda: init_cache(cfg.attention, 1, 1, 1, dtype))
-    layer_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(one_layer))
-    of_layer = cfg.group_of_layer if isinstance(groups, tuple) else (0,) * cfg.num_layers
     listed = groups if isinstance(groups, tuple) else (groups,)
-    counts = [of_layer.count(i) for i in range(len(listed))]
-    return tuple(
-        GroupPlan(f"{owner}: {_kind(cfg, group)}", count, count * layer_bytes, group.window or group.chunk)
-        for group, count in zip(listed, counts, strict=True)
-        if count
-    )
+    block_size = listed[0].block_size
+    caches = jax.eval_shape(lambda: init_cache(cfg.attention, cfg.num_layers, 1, block_size, dtype))
+    of_layer = cfg.group_of_layer if isinstance(groups, tuple) else (0,) * cfg.num_layers
+    plans = []
+    for i, group in enumerate(listed):
+        arrays = [jax.tree.leaves(cache) for cache, own in zip(caches, of_layer, strict=True) if own == i]
+        block_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for layer in arrays for a in layer)
+        if arrays:
+            plans.append(GroupPlan(f"{owner}: {_kind(cfg, group)}", len(arrays), block_bytes // block_size, group.window or group.chunk))
+    return tuple(plans)
 
 
 def _kind(cfg: Any, group: CacheGroup) -> str:

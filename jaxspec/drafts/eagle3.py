@@ -33,6 +33,7 @@ from jaxspec.kv_cache import KVCache
 from jaxspec.layers import linear, mlp_block, mlp_specs, product, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
+from jaxspec.models.deepseek_v4 import DeepseekV4Config
 from jaxspec.params import Params, ParamSpec, matrix, vector
 
 logger = logging.getLogger(__name__)
@@ -204,6 +205,11 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
     SafeAI / SpecForge: a flat config whose rope_theta defaults to 10000, never the target's. speculators: the layer is
     under transformer_layer_config. Tensors that contradict the result are refused by the strict loading that follows.
     """
+    if isinstance(target, DeepseekV4Config):
+        raise ConfigError(
+            f"method 'eagle3': expected a target with one residual stream, got model_type {target.model_type!r}, "
+            f"which has {target.residual.streams}"
+        )
     speculators = "transformer_layer_config" in config
     layer = read_object(config, "transformer_layer_config") if speculators else config
     hidden = read_int(layer, "hidden_size")

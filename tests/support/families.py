@@ -12,6 +12,7 @@ from jaxspec import drafts, models
 from jaxspec.config import AttentionConfig
 from jaxspec.drafts import Eagle3Config, EagleConfig, MtpConfig
 from jaxspec.drafts.eagle_llama4 import EagleLlama4Config
+from jaxspec.drafts.mtp_deepseek_v4 import DeepseekV4MtpConfig
 from jaxspec.loading.model import bind_draft
 from jaxspec.params import Params, init_random
 from tests.support.tiny import HIDDEN, VOCAB, Model
@@ -49,6 +50,26 @@ TARGETS: dict[str, dict[str, Any]] = {
         interleave_moe_layer_step=2,
     ),
     "mimo": {},
+    "deepseek_v4": dict(
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        qk_rope_head_dim=4,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=8,
+        sliding_window=5,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 7},
+        index_n_heads=8,
+        index_head_dim=8,
+        index_topk=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        num_hash_layers=1,
+        hc_mult=2,
+        hc_sinkhorn_iters=4,
+    ),
 }
 # (family, method): every family, every method, each with the KV-cache groups that it brings.
 PAIRS = (
@@ -57,6 +78,7 @@ PAIRS = (
     ("glm4_moe_lite", "mtp"),
     ("deepseek_v3", "mtp"),
     ("mimo", "mtp"),
+    ("deepseek_v4", "mtp"),
     ("llama4_text", "eagle_llama4"),
 )
 
@@ -78,16 +100,20 @@ def family_model(
     own = _agreeing(init_random(drafts.family(draft).param_specs(draft), keys[1], jnp.float32), disturbance)
     eye = jnp.eye(HIDDEN, dtype=jnp.float32)
     joined = {"mtp": "projection", "eagle": "fc", "eagle_llama4": "fc"}.get(method)
-    if joined:  # the embedding goes through, with a little of the hidden state
+    if joined in own:  # the embedding goes through, with a little of the hidden state
         halves = [eye, 0.05 * own[joined][HIDDEN:]]
         hidden_first = method == "mtp" and draft.layout.hidden_first
         own[joined] = jnp.concatenate(halves[::-1] if hidden_first else halves)
+    if "embedding_projection" in own:
+        own |= {"embedding_projection": eye, "hidden_projection": 0.05 * own["hidden_projection"]}
     own |= {name: jnp.ones_like(own[name]) for name in ("norm", "embedding_norm") if name in own}
     return Model(target, draft, {"target": params, "draft": bind_draft(draft, own, params, None)})
 
 
 def _draft_config(method: str, target: Any, window: int | None) -> Any:
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    if method == "mtp" and target.model_type == "deepseek_v4":
+        return DeepseekV4MtpConfig(target)
     if method == "mtp":
         return MtpConfig(target, zero_first_embedding=True)
     if method == "eagle_llama4":
@@ -104,7 +130,7 @@ def _draft_config(method: str, target: Any, window: int | None) -> Any:
 def _agreeing(params: Params, scale: float) -> dict[str, Any]:
     def quieten(layer: Params) -> Params:
         quiet = dict(layer)
-        quiet["self_attn"] = {k: scale * v if k in ("o_proj", "o_bias") else v for k, v in layer["self_attn"].items()}
+        quiet["self_attn"] = {k: scale * v if k in ("o_proj", "o_bias", "o_b_proj") else v for k, v in layer["self_attn"].items()}
         if "down_proj" in layer:
             quiet["down_proj"] = scale * layer["down_proj"]
         for group in ("experts", "shared"):
