@@ -16,9 +16,10 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, compressed_attention, kv_cache
 from jaxspec.config import ConfigError, RopeConfig
+from jaxspec.drafts import mtp_deepseek_v4
 from jaxspec.loading.model import load_target
 from jaxspec.models import config_from_hf, deepseek_v4
-from jaxspec.params import Params
+from jaxspec.params import Params, ParamSpec
 from tests.parity import test_rounds
 from tests.parity.deepseek_v4 import CONFIG, YARN, save_module, save_target, streams
 from tests.parity.oracles import TOLERANCE, DraftOracle, edit_tensors, hf_outputs
@@ -253,6 +254,15 @@ def test_the_targets_folder_alone_is_enough(checkpoint: Any) -> None:
         )
         texts.append([llm.generate([p], sampling)[0].token_ids for p in prompts])
     assert texts[0] == texts[1]
+
+
+def test_the_modules_tensors_are_those_of_the_original_files() -> None:
+    """DeepSeek-V4-Flash's files hold 1,575 tensors of mtp.0, of which 778 are the scales of matrices in float8 and float4."""
+    flash = {**ORIGINAL, "n_routed_experts": 256, "num_experts_per_tok": 6}
+    target: Any = config_from_hf(flash)
+    specs = mtp_deepseek_v4.param_specs(mtp_deepseek_v4.DeepseekV4MtpConfig(target))
+    names = [name for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec)) for name in spec.tensors]
+    assert len(names) == len(set(names)) == 1575 - 778 and all(name.startswith("mtp.0.") for name in names)
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
