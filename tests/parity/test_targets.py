@@ -69,8 +69,8 @@ def _rope(**changes: Any) -> Callable[[TargetConfig, Params], tuple[TargetConfig
 
 def _without(*names: str) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
     def change(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
-        strip = lambda layer: {**layer, "self_attn": {k: v for k, v in layer["self_attn"].items() if k not in names}}  # noqa: E731
-        return cfg, {**params, "layers": [strip(layer) for layer in params["layers"]]}
+        zero = lambda layer: layer["self_attn"] | {name: jnp.zeros_like(layer["self_attn"][name]) for name in names}  # noqa: E731
+        return cfg, {**params, "layers": [{**layer, "self_attn": zero(layer)} for layer in params["layers"]]}
 
     return change
 

@@ -30,7 +30,7 @@ def test_right_logits_give_the_targets_text(tiny):
 def test_corrupted_logits_are_seen(tiny, name):
     """The text is far off, from the first token that a later position may have drafted; acceptance rises there, and not at position 0."""
     distances, acceptance, right = tiny[name]["distances"], tiny[name]["acceptance"], tiny["right"]["acceptance"]
-    assert distances["text"]["standard_deviations_off"] > 15 and distances["token 2"]["standard_deviations_off"] > 8
+    assert distances["text"]["standard_deviations_off"] > 7 and distances["token 2"]["standard_deviations_off"] > 8
     assert distances["token 1"]["standard_deviations_off"] < 4.5
     rise = np.array(acceptance["per_position"]) - right["per_position"]
     error = np.hypot(acceptance["per_position_standard_error"], right["per_position_standard_error"])
