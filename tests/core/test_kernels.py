@@ -149,9 +149,7 @@ def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jaxspec.kernels"):
         assert choose("attention=reference,rms_norm=auto") == Kernels()
     assert not any(r.getMessage().startswith("attention") for r in caplog.records), "asked for, not fallen back to"
-    with pytest.raises(
-        ConfigError, match="^kernels: expected auto, a name, or op=name with op among attention, .*, got 'norm=auto'$"
-    ):
+    with pytest.raises(ConfigError, match="^kernels: expected auto, a name, or op=name with op among attention, .*, got 'norm=auto'$"):
         choose("norm=auto")
 
 
