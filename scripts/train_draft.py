@@ -252,12 +252,14 @@ def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float,
         return {"acceptance": found} if (found := evaluate(args, target, head, records)) else {}
 
     state = init_train_state(cfg, params)
+    records["history"] = []
     if args.resume:
         from jaxspec.training.resume import restore_state
 
         state = restore_state(args.output / "state", state)
+        records["history"] = earlier_history(args.output / "training.json", int(state.step))
         log(f"train: goes on from step {int(state.step)}")
-    _, records["history"] = train(
+    train(
         cfg,
         draft,
         target.cfg,
@@ -272,6 +274,7 @@ def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float,
         save=save,
         save_every_seconds=args.save_seconds,
         log=log,
+        history=records["history"],
     )
     write_records(args, records)
     try:
@@ -279,6 +282,12 @@ def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float,
     except ImportError as e:
         log(f"train: no loss.png: {e} (the extra 'train' brings it)")
     return head
+
+
+def earlier_history(path: Path, step: int) -> list[dict[str, Any]]:
+    """What the run that is gone on with had recorded up to this step."""
+    recorded = json.loads(path.read_text(encoding="utf-8")).get("history", []) if path.is_file() else []
+    return [entry for entry in recorded if entry["step"] <= step]
 
 
 def load_head(args: argparse.Namespace, folder: Path, target: Target, dtype: Any) -> tuple[DraftConfig, Params]:

@@ -230,16 +230,17 @@ def train(
     save: Callable[[TrainState, int], dict[str, Any]],
     save_every_seconds: float = 150.0,
     log: Callable[[str], None] = print,
+    history: list[dict[str, Any]] | None = None,
 ) -> tuple[TrainState, list[dict[str, Any]]]:
     """Train until max_steps or deadline (time.monotonic), whichever the schedule's progress says is nearer.
 
     save(state, step) is called on the way, so that a run that is killed leaves a usable head, and at the end; what it returns (an
     evaluation, say) joins the record. state may come from an earlier run: the stream of batches then goes on where it was.
-    Returns the last state and a record (step, seconds, metrics) per log line.
+    Returns the last state and a record (step, seconds, metrics) per log line, appended to history as they come.
     """
     step = begin = int(state.step)
     ids, target, state = replicate(mesh, (jnp.asarray(draft_ids, jnp.int32), target, state))
-    history: list[dict[str, Any]] = []
+    history = [] if history is None else history
     recent: list[StepMetrics] = []
     validation = validation_batches(cfg, held_out, mesh.size)
     start = last_log = last_save = time.monotonic()

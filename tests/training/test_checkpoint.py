@@ -24,6 +24,7 @@ from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
 from jaxspec.training.target import target_states
+from scripts.train_draft import earlier_history
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,3 +217,10 @@ def test_a_method_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/train_draft.py", "all", "--dry-run", "--method", "mtp", "--output", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "invalid choice: 'mtp'" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_run_that_is_gone_on_with_keeps_its_record_up_to_there(tmp_path: Path) -> None:
+    recorded = [{"step": 50, "loss": 3.0}, {"step": 100, "loss": 2.0}, {"step": 150, "loss": 1.9}]
+    (tmp_path / "training.json").write_text(json.dumps({"history": recorded}))
+    assert earlier_history(tmp_path / "training.json", 100) == recorded[:2]
+    assert earlier_history(tmp_path / "nothing.json", 100) == []
