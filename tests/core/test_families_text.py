@@ -10,9 +10,9 @@ from tests.support.families import PAIRS, family_model
 from tests.support.tiny import generate, random_prompts, sampling_state
 
 LENGTHS, MAX_TOKENS = (5, 9, 1), (22, 17, 3)
-QUICK = {"deepseek_v4": (5,)}  # the others: 3 and 5
+QUICK = {"deepseek_v4": (5,)}  # the others: 3
 CASES = [
-    pytest.param(*pair, K, (4, 1, 16)[(K + i) % 3], marks=() if K in QUICK.get(pair[0], (3, 5)) else pytest.mark.slow)
+    pytest.param(*pair, K, (4, 1, 16)[(K + i) % 3], marks=() if K in QUICK.get(pair[0], (3,)) else pytest.mark.slow)
     for i, pair in enumerate(PAIRS)
     for K in range(1, 6)
 ]

@@ -11,6 +11,7 @@ from jaxspec.acceptance import show
 from scripts import experiment_draft_logits as experiment
 from tests.scripts.conftest import runner
 
+pytestmark = pytest.mark.slow
 SAMPLES = 6_000
 BEGIN, END = show.markers(experiment.SCRIPT)
 

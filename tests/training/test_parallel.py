@@ -36,7 +36,8 @@ def fresh(pair: Pair, cfg: TrainConfig) -> TrainState:
     return init_train_state(cfg, initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_micro_batches_equal_one_batch(pair: Pair, optimizer: str) -> None:
     mesh = data_mesh(jax.devices()[:1])
     batch = batch_of(some_chats(), np.arange(4), 24)
