@@ -142,6 +142,19 @@ class LLM:
         eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
         return cls(loaded, draft, speculative, tokenizer=tokenizer, eos_token_ids=eos, config=config, dtype=resolved)
 
+    def on_same_weights(self, *, speculative: bool = True, **changes: Any) -> LLM:
+        """Another engine over these weights, with these fields of EngineConfig changed; speculative False decodes plainly."""
+        drafts = speculative and self.speculative is not None
+        return type(self)(
+            (self.target_config, self.params["target"]),
+            (self.draft_config, self.params["draft"]) if drafts else None,
+            self.speculative if drafts else None,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            config=replace(self.config, **changes),
+            dtype=self.dtype,
+        )
+
     def describe(self) -> str:
         """What runs, with the draft's aux layers and norm switches as they were resolved, in a line or two."""
         t = self.target_config

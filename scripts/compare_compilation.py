@@ -5,9 +5,8 @@ python scripts/compare_compilation.py --dataset mt_bench.jsonl --output-json doc
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -58,16 +57,7 @@ def main(
 
 def run_mode(loaded: LLM, mode: str, texts: list[str], params: SamplingParams) -> tuple[LLM, list[RequestOutput]]:
     """The same weights, draft included, in an engine of another compilation mode; timed warm."""
-    draft_params: Any = loaded.params["draft"]
-    llm = LLM(
-        (loaded.target_config, loaded.params["target"]),
-        (loaded.draft_config, draft_params),
-        loaded.speculative,
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
-        config=replace(loaded.config, compilation=mode),  # type: ignore[arg-type]
-        dtype=loaded.dtype,
-    )
+    llm = loaded.on_same_weights(compilation=mode)
     chats = [[{"role": "user", "content": text}] for text in texts]
     llm.warmup_for(chats, params)
     return llm, llm.generate(chats, params, progress=True)

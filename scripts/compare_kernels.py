@@ -67,15 +67,7 @@ def main(
 def acceptance(loaded: LLM, kernels: Kernels, texts: list[str], max_tokens: int) -> SpecDecodeMetrics:
     """The same weights and prompts on these kernels."""
     named = ",".join(f"{op}={name}" for op, name in asdict(kernels).items())
-    llm = LLM(
-        (loaded.target_config, loaded.params["target"]),
-        (loaded.draft_config, loaded.params["draft"]),
-        loaded.speculative,
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
-        config=replace(loaded.config, kernels=named),
-        dtype=loaded.dtype,
-    )
+    llm = loaded.on_same_weights(kernels=named)
     llm.generate([[{"role": "user", "content": text}] for text in texts], SamplingParams(0.0, max_tokens=max_tokens))
     return llm.metrics
 

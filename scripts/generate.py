@@ -195,13 +195,7 @@ def generate(llm: LLM, inputs: Any, params: list[SamplingParams], quiet: bool) -
 
 def compare_with_plain(llm: LLM, inputs: Any, params: list[SamplingParams], outputs: list[RequestOutput], quiet: bool) -> report.Comparison:
     """The same prompts without speculation, on the same weights."""
-    plain = LLM(
-        (llm.target_config, llm.params["target"]),
-        tokenizer=llm.tokenizer,
-        eos_token_ids=llm.eos_token_ids,
-        config=llm.config,
-        dtype=llm.dtype,
-    )
+    plain = llm.on_same_weights(speculative=False)
     differences = find_differences(outputs, generate(plain, inputs, params, quiet))
     assert llm.speculative is not None
     expected = report.expected_agreement(params[0], llm.speculative)
