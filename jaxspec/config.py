@@ -316,6 +316,7 @@ class Kernels:
     rms_norm: str = "reference"
     rope_cache: str = "reference"
     rejection_sampling: str = "reference"
+    moe: str = "reference"
 
     def __str__(self) -> str:
         """ "reference", or "mosaic_gpu (rms_norm reference)": the commonest, then the ops that differ."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import AttentionConfig, CompressedAttentionConfig, ConfigError, Kernels
-from pallas_kernels import attention, hopper, matmul, rejection_sampling, rms_norm, rope_cache
+from pallas_kernels import attention, hopper, matmul, moe, rejection_sampling, rms_norm, rope_cache
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,19 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
             for depth, width in ((m.hidden_size, m.intermediate_size), (m.intermediate_size, m.hidden_size))
         ),
         "rejection_sampling": first([_rejection_sampling(target, draft)]),
+        "moe": first([_moe(target, dtype)]),  # a draft's experts are the target's
     }
+
+
+def _moe(target: Any, dtype: Any) -> str | None:
+    if not hasattr(target, "moe"):
+        return None
+    if getattr(target, "mxfp4", None) == "packed":
+        return "expected plain experts, got packed MXFP4"
+    cfg, depth = target.moe, target.hidden_size
+    gate_up = jax.ShapeDtypeStruct((cfg.num_experts, depth, 2 * cfg.intermediate_size), dtype)
+    down = jax.ShapeDtypeStruct((cfg.num_experts, cfg.intermediate_size, depth), dtype)
+    return moe.unsupported(FEW_ROWS, cfg.top_k, gate_up, down, dtype)
 
 
 def _rejection_sampling(target: Any, draft: Any) -> str | None:

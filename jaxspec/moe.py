@@ -19,6 +19,7 @@ from jaxspec.config import REFERENCE_KERNELS, Kernels
 from jaxspec.layers import mlp_specs, product, rms_norm
 from jaxspec.mxfp4 import dequantise
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix
+from pallas_kernels import moe as moe_op
 
 # Up to here every expert is given all rows: reading the experts outlasts multiplying them, even with the rows that did not choose them.
 FEW_ROWS = 64
@@ -135,24 +136,46 @@ def sigmoid_moe_block(layer: Params, cfg: MoEConfig, eps: float, x: jax.Array, k
     x = product(inner, (shared["down_proj"],), kernels, residual=x)
     flat = normed.reshape(-1, normed.shape[-1])
     ids, weights = route_sigmoid(router_logits(flat, layer["router"]), layer["router_bias"], cfg)
-    return x + experts(layer["experts"], cfg, flat, ids, weights).reshape(x.shape)
+    return x + experts(layer["experts"], cfg, flat, ids, weights, kernels).reshape(x.shape)
 
 
-def experts(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+def experts(
+    params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """The sum over each row's experts, weighted: x [rows, D], ids and weights [rows, top_k] -> [rows, D].
 
     params: gate_up [experts, D, 2 * intermediate] (gate first) and down [experts, intermediate, D], each an array or MXFP4's
     {"blocks", "scales"}, perhaps with gate_up_bias and down_bias.
 
+    With the kernel, up to moe_op.MAX_ROWS rows: it reads each expert that was hit once. Without it, or with more rows (prefill):
     rows * top_k < experts: the chosen experts are gathered, a copy for each row that chose one.
     rows <= FEW_ROWS: about all experts are hit; each is read once and given every row.
     more rows (prefill): rows sorted by expert, each multiplied by what it chose.
     """
+    if kernels.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS:
+        return _by_the_op(params, cfg, x, ids, weights, kernels.moe)
     if ids.size < cfg.num_experts:
         return _gathered(params, cfg, x, ids, weights)
     if x.shape[0] <= FEW_ROWS:
-        return _all_experts(params, cfg, x, ids, weights)
+        return _by_the_op(params, cfg, x, ids, weights, "reference")
     return _grouped(params, cfg, x, ids, weights)
+
+
+def _by_the_op(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array, implementation: str) -> jax.Array:
+    gate_up, down = (weight_of(params[name], x.dtype) for name in ("gate_up", "down"))
+    return moe_op.experts(
+        x,
+        ids,
+        weights,
+        gate_up,
+        down,
+        gate_up_bias=params.get("gate_up_bias"),
+        down_bias=params.get("down_bias"),
+        gate=cfg.gate,
+        alpha=cfg.alpha,
+        limit=cfg.limit,
+        implementation=implementation,
+    )
 
 
 def _gathered(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
@@ -166,20 +189,6 @@ def _gathered(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weig
     spread = jnp.broadcast_to(x[:, None], (*ids.shape, x.shape[-1]))
     out = product(gated(cfg, product(spread, "gate_up")), "down")
     return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32)).astype(x.dtype)
-
-
-def _all_experts(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-    every = jnp.arange(cfg.num_experts)[:, None]
-
-    def product(x: jax.Array, name: str) -> jax.Array:
-        y = jnp.einsum("etd,edf->etf", x, weight_of(params[name], x.dtype), preferred_element_type=jnp.float32)
-        return _with_bias(y, params, name, every).astype(x.dtype)
-
-    # A copy of the rows for each expert: with one operand for all, XLA transposes the weights at every call.
-    spread = jnp.broadcast_to(x, (cfg.num_experts, *x.shape))
-    out = product(gated(cfg, product(spread, "gate_up")), "down")
-    of_expert = jnp.where(ids == every[..., None], weights, 0.0).sum(-1)  # [experts, rows]: 0 for what a row did not choose
-    return jnp.einsum("et,etd->td", of_expert, out.astype(jnp.float32)).astype(x.dtype)
 
 
 def _grouped(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
@@ -220,13 +229,7 @@ def _with_bias(y: jax.Array, params: Params, name: str, expert: jax.Array) -> ja
 
 def gated(cfg: MoEConfig, gate_up: jax.Array) -> jax.Array:
     """The experts' activation [..., 2 * intermediate] -> [..., intermediate], in float32."""
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    if cfg.gate == "silu":
-        return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
-    gate, up = jnp.minimum(gate, cfg.limit), jnp.clip(up, -cfg.limit, cfg.limit)
-    if cfg.gate == "clamped_silu":
-        return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
-    return ((up + 1) * gate * jax.nn.sigmoid(cfg.alpha * gate)).astype(gate_up.dtype)
+    return moe_op.reference.gated(gate_up, cfg.gate, alpha=cfg.alpha, limit=cfg.limit)
 
 
 def weight_of(weight: Any, dtype: Any) -> jax.Array:

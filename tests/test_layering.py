@@ -20,8 +20,9 @@ LAYERS = (
     ("jaxspec.llm", "jaxspec.training", "jaxspec.losslessness"),
     ("jaxspec.engine", "jaxspec.inputs", "jaxspec.outputs"),
     ("jaxspec.cli", "jaxspec.runner"),
+    ("jaxspec.block_tables", "jaxspec.pool_sizes"),
     ("jaxspec.memory_plan", "jaxspec.scheduler", "jaxspec.slots", "jaxspec.loading", "jaxspec.decode", "jaxspec.kernels"),
-    ("jaxspec.request", "jaxspec.block_pool", "jaxspec.detokenizer", "jaxspec.propose", "jaxspec.verify"),
+    ("jaxspec.request", "jaxspec.block_pool", "jaxspec.group_blocks", "jaxspec.detokenizer", "jaxspec.propose", "jaxspec.verify"),
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.logprobs", "jaxspec.synthetic"),
     ("jaxspec.sampling", "jaxspec.sampling_rows"),
     ("jaxspec.moe", "jaxspec.mla", "jaxspec.compressed_attention", "jaxspec.hyper_connections"),
@@ -29,7 +30,15 @@ LAYERS = (
     ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
 )
 LEAVES = ("jaxspec.metrics",)  # import nothing of jaxspec, and anything may import them
-KERNEL_CALLERS = ("jaxspec.attention", "jaxspec.kernels", "jaxspec.layers", "jaxspec.mla", "jaxspec.logits_processing", "jaxspec.verify")
+KERNEL_CALLERS = (
+    "jaxspec.attention",
+    "jaxspec.kernels",
+    "jaxspec.layers",
+    "jaxspec.logits_processing",
+    "jaxspec.mla",
+    "jaxspec.moe",
+    "jaxspec.verify",
+)
 KERNEL_IMPORTS = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
 
 

@@ -253,7 +253,7 @@ def _moe(layer: Params, cfg: MoEConfig, normed: jax.Array, tokens: jax.Array, ke
     scores = router_logits(flat, layer["router"])
     looked_up = layer["expert_of_token"][tokens.reshape(-1)] if "expert_of_token" in layer else None
     chosen = route_sqrt_softplus(scores, layer.get("router_bias"), cfg, looked_up)
-    return product(inner, (shared["down_proj"],), kernels) + experts(layer["experts"], cfg, flat, *chosen).reshape(normed.shape)
+    return product(inner, (shared["down_proj"],), kernels) + experts(layer["experts"], cfg, flat, *chosen, kernels).reshape(normed.shape)
 
 
 def forward(

@@ -211,6 +211,6 @@ def forward(
         normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
         flat = normed.reshape(-1, cfg.hidden_size)
         chosen = route_softmax(router_logits(flat, layer["router"]) + layer["router_bias"].astype("float32"), cfg.moe.top_k)
-        return x + experts(layer["experts"], cfg.moe, flat, *chosen).reshape(x.shape), cache
+        return x + experts(layer["experts"], cfg.moe, flat, *chosen, kernels).reshape(x.shape), cache
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)

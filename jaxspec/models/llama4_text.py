@@ -231,5 +231,5 @@ def _moe_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels)
     # Each (row, expert) pair has an input of its own: rows of their own with one expert each.
     weighed = (flat[:, None] * jax.nn.sigmoid(scores)[..., None].astype(flat.dtype)).reshape(-1, cfg.hidden_size)
     ids = ids.reshape(-1, 1)
-    routed = experts(layer["experts"], cfg.moe, weighed, ids, jnp.ones(ids.shape, jnp.float32))
+    routed = experts(layer["experts"], cfg.moe, weighed, ids, jnp.ones(ids.shape, jnp.float32), kernels)
     return x + routed.reshape(*flat.shape[:1], cfg.moe.top_k, -1).sum(axis=1).reshape(x.shape)

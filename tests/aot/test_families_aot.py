@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from tests.support import h200
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
 BATCH, PAGES, K = 16, 16, 3
-EVERY = Kernels(*["mosaic_gpu"] * 5)
+EVERY = Kernels(**{op.name: "mosaic_gpu" for op in fields(Kernels)})
 CASES = {
     "gpt-oss-20b": ("eagle3", EVERY),
     "glm-4.7-flash": ("mtp", replace(EVERY, attention="reference", rope_cache="reference")),  # no kernel for heads of 576

@@ -69,7 +69,7 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jaxspec.kernels"):
         assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
         assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
-        assert choose("auto", dtype=jnp.float32) == replace(Kernels(), rejection_sampling="mosaic_gpu")
+        assert choose("auto", dtype=jnp.float32) == replace(Kernels(), rejection_sampling="mosaic_gpu", moe="mosaic_gpu")  # no experts
     messages = "\n".join(r.getMessage() for r in caplog.records)
     assert "attention: reference (the kernel block_size: expected" in messages and ", got 24)" in messages
     assert "matmul: reference (the kernel expected a depth and widths that are multiples of 64, got 32 and (48,))" in messages
@@ -151,6 +151,19 @@ def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
     assert not any(r.getMessage().startswith("attention") for r in caplog.records), "asked for, not fallen back to"
     with pytest.raises(ConfigError, match="^kernels: expected auto, a name, or op=name with op among attention, .*, got 'norm=auto'$"):
         choose("norm=auto")
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("on_a_hopper")
+def test_experts_run_on_the_kernel_unless_they_are_packed() -> None:
+    def chosen(requested: str, target: Any) -> str:
+        return kernels.choose(requested, target, None, block_size=64, dtype=jnp.bfloat16).moe
+
+    packed = replace(HYBRID["gpt-oss-20b"].target, mxfp4="packed")
+    assert [chosen("auto", model.target) for model in HYBRID.values()] == ["mosaic_gpu"] * 2
+    assert chosen("auto", packed) == "reference"
+    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': moe: expected plain experts, got packed MXFP4$"):
+        chosen("moe=mosaic_gpu", packed)
 
 
 @needs_mosaic

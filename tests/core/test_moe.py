@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxspec.moe import MoEConfig
 
 CFG = MoEConfig(num_experts=6, top_k=2, intermediate_size=10)
 DIM = 8
-WAYS = {"gathered": moe._gathered, "all": moe._all_experts, "grouped": moe._grouped}
+WAYS = {"gathered": moe._gathered, "all": partial(moe._by_the_op, implementation="reference"), "grouped": moe._grouped}
 
 
 def weights(rng: Any, bias: bool) -> dict[str, jax.Array]:
@@ -64,7 +65,7 @@ def test_grouped_rows_fill_whole_blocks_and_parts_of_them(favourite: int, monkey
 @pytest.mark.parametrize(("rows", "way"), [(1, "gathered"), (2, "gathered"), (3, "all"), (64, "all"), (65, "grouped")])
 def test_the_way_follows_from_the_shapes(rows: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    for name, function in (("gathered", "_gathered"), ("all", "_all_experts"), ("grouped", "_grouped")):
+    for name, function in (("gathered", "_gathered"), ("all", "_by_the_op"), ("grouped", "_grouped")):
         monkeypatch.setattr(moe, function, lambda *args, name=name: taken.append(name))
     moe.experts({}, CFG, jnp.zeros((rows, DIM)), jnp.zeros((rows, 2), jnp.int32), jnp.zeros((rows, 2)))
     assert taken == [way]
