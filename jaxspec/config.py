@@ -398,11 +398,12 @@ class RoundConfig(SamplingFeatures):
         """XLA's flags for the programs of this round, as measured on an H200 (docs/performance.md).
 
         For what the matmul kernel leaves to XLA (prefill, large batches) cuBLAS beats the Triton products that XLA's autotuner picks.
+        A kernel whose result goes into one step's columns would be launched a second time as a "dynamic slice fusion", which writes there.
         """
         if self.kernels.matmul == "reference":
             return ()
         graphs = () if self.cuda_graphs else (("xla_gpu_enable_command_buffer", ""),)
-        return (("xla_gpu_enable_triton_gemm", False), *graphs)
+        return (("xla_gpu_enable_triton_gemm", False), ("xla_gpu_enable_dynamic_slice_fusion", False), *graphs)
 
     @property
     def keeps_draft_logits(self) -> bool:

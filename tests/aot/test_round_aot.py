@@ -183,6 +183,12 @@ def test_nothing_calls_the_host_and_nothing_sorts(case: Compiled) -> None:
     assert not re.findall(r" (?:sort|topk|infeed|outfeed|send|recv|async-start)\(.*", case.hlo)
 
 
+def test_no_kernel_is_launched_a_second_time_inside_a_fusion(case: Compiled) -> None:
+    """XLA copies a call into the "dynamic slice fusion" that writes its result into one step's columns, and keeps the call as well."""
+    computations = re.findall(r"^(?:ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}", case.hlo, re.M | re.S)
+    assert not [name for name, body in computations if "fusion" in name and "mosaic_gpu" in body]
+
+
 def test_no_kernel_spills(case: Compiled) -> None:
     report = h200.stack_and_spills(case.ptxas)
     assert report, "expected ptxas's report on at least one kernel"
