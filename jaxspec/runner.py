@@ -123,11 +123,13 @@ class ModelRunner:
         return min(-(-power_of_two(max(num_blocks * size, MIN_PAGES_TOKENS)) // size), self.max_pages)
 
     def tiles_bucket(self, num_tiles: int) -> int:
-        """Tiles of a prefill call that holds at least so many."""
+        """Tiles of a prefill call that holds at least so many: powers of two, on a GPU three quarters of them as well."""
         if self.config.batch_invariant:
             return self.max_tiles
-        least = -(-MIN_PREFILL_TOKENS // self.prefill_tile) if self.on_gpu else 1
-        return min(power_of_two(max(num_tiles, least)), self.max_tiles)
+        if not self.on_gpu:
+            return min(power_of_two(num_tiles), self.max_tiles)
+        size = power_of_two(max(num_tiles, -(-MIN_PREFILL_TOKENS // self.prefill_tile)))
+        return min(size * 3 // 4 if num_tiles <= size * 3 // 4 else size, self.max_tiles)
 
     def pages_buckets(self, shortest: int, longest: int) -> list[int]:
         """Every bucket of requests that hold from shortest to longest tokens."""

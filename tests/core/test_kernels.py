@@ -110,7 +110,7 @@ def test_a_program_is_compiled_once_for_each_config_and_shape_with_the_configs_o
     call(replace(cfg, sampled=False), 4)
     call(ours, 4)
     assert program.cache_size() == 4
-    assert given == [None, {"xla_gpu_enable_triton_gemm": False}]
+    assert given == [None, dict(ours.compiler_options)]
 
 
 def engine(method: str = "eagle3", **config: Any) -> LLM:

@@ -66,3 +66,14 @@ def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(
             tiles = runner.tiles_bucket(min(running * -(-total // runner.prefill_tile), runner.max_tiles))
             assert (tiles, runner.pages_bucket(blocks)) in warmed["prefills"], (total, running)
     assert list(warmed["batches"]) == [1, 2]
+
+
+def test_a_gpus_prefill_call_is_at_most_a_third_larger_than_its_prompts_and_warm_up_knows_every_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = engine(tiny_model("eagle"), True).runner
+    monkeypatch.setattr(runner, "on_gpu", True)
+    monkeypatch.setattr(runner, "prefill_tile", 48)  # 42 tiles to the default 2048 tokens
+    sizes = runner.tiles_buckets(1, 42)
+    assert sizes == [3, 4, 6, 8, 12, 16, 24, 32, 42]
+    assert [next(s for s in sizes if s >= n) for n in range(1, 43)] == [runner.tiles_bucket(n) for n in range(1, 43)]
