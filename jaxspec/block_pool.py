@@ -63,12 +63,16 @@ class BlockPool:
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The cached blocks of the longest prefix of `hashes`; nothing is taken."""
         blocks: list[int] = []
-        for digest in hashes if self.enable_prefix_caching else ():
-            block = self._block_of.get(digest)
+        for digest in hashes:
+            block = self.find(digest)
             if block is None:
                 break
             blocks.append(block)
         return blocks
+
+    def find(self, digest: bytes) -> int | None:
+        """The cached block with this hash; nothing is taken."""
+        return self._block_of.get(digest)
 
     def num_idle(self, blocks: Sequence[int]) -> int:
         """How many of them nobody refers to: taking those makes so many fewer free."""

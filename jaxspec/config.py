@@ -244,6 +244,23 @@ class CacheGroup:
     window: int | None = None
     chunk: int | None = None
 
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"a window of {self.window}"
+        return "full attention" if self.chunk is None else f"chunks of {self.chunk}"
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions before its own a row sees at most; None: all of them."""
+        seen = self.window or self.chunk
+        return None if seen is None else seen - 1
+
+    def first_seen(self, position: int) -> int:
+        """The first position that rows from this one on see."""
+        if self.window is not None:
+            return max(position - self.window + 1, 0)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -253,8 +270,9 @@ class EngineConfig:
     block_size: tokens a KV-cache block. max_num_batched_tokens: tokens of one prefill call, of all requests together; a longer prompt
     is prefilled in chunks, with a round of the other requests after each.
     gpu_memory_utilization: the share of the device's memory that weights, KV cache and everything else may take together.
-    num_gpu_blocks_override: KV-cache blocks, on a GPU or a CPU; None: what that share leaves (on a CPU 4 GiB), and no more than
-    max_num_seqs requests of max_model_len need. enable_prefix_caching: prompts that start alike share the blocks of what they share.
+    num_gpu_blocks_override: KV-cache blocks, on a GPU or a CPU, of each pool (with a window: no more than max_num_seqs requests need), or a
+    tuple with one number for each KV-cache group; None: what that share leaves (on a CPU 4 GiB), and no more than max_num_seqs requests of
+    max_model_len need. enable_prefix_caching: prompts that start alike share the blocks of what they share.
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
     kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow; "op=name,op=name" for single ops
@@ -272,7 +290,7 @@ class EngineConfig:
     batch_buckets: tuple[int, ...] | None = None
     kernels: str = "auto"
     gpu_memory_utilization: float = 0.9
-    num_gpu_blocks_override: int | None = None
+    num_gpu_blocks_override: int | tuple[int, ...] | None = None
     enable_prefix_caching: bool = True
     batch_invariant: bool = False
 
@@ -280,8 +298,8 @@ class EngineConfig:
         if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {self.gpu_memory_utilization!r}")
         blocks = self.num_gpu_blocks_override
-        if blocks is not None and (not is_int(blocks) or blocks < 1):
-            raise ConfigError(f"num_gpu_blocks_override: expected an integer of at least 1 or None, got {blocks!r}")
+        if blocks is not None and not all(is_int(b) and b >= 1 for b in (blocks if isinstance(blocks, tuple) else (blocks,))):
+            raise ConfigError(f"num_gpu_blocks_override: expected an integer of at least 1, a tuple of them or None, got {blocks!r}")
         for name in ("enable_prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
@@ -389,9 +407,51 @@ class RoundConfig(SamplingFeatures):
         """Tokens that a request may hold in the target's cache."""
         return self._a_group.max_model_len
 
+    @classmethod
+    def of_pair(
+        cls, target: Any, draft: Any = None, *, block_size: int, max_model_len: int, draft_context: int | None = None, **values: Any
+    ) -> RoundConfig:
+        """With the KV-cache groups of the target's layers and of the draft's, which sees draft_context tokens at most (None: all)."""
+        own = None if draft is None else draft.cache_groups(block_size, min(draft_context or max_model_len, max_model_len))
+        return cls(target=target, target_group=target.cache_groups(block_size, max_model_len), draft=draft, draft_group=own, **values)
+
+    @property
+    def target_groups(self) -> tuple[CacheGroup, ...]:
+        """The target's, always as a tuple."""
+        return self.target_group if isinstance(self.target_group, tuple) else (self.target_group,)
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """For each layer of the target, the index of its group."""
+        return self.target.group_of_layer if isinstance(self.target_group, tuple) else (0,) * self.target.num_layers
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Those with a pool and a block table of their own: the target's, then the draft's unless it sees just as far as one of them."""
+        own = self.draft_group is not None and self.draft_pool == len(self.target_groups)
+        return (*self.target_groups, self.draft_group) if own else self.target_groups  # type: ignore[return-value]
+
+    @property
+    def draft_pool(self) -> int:
+        """The index in cache_groups of the group that holds the draft's layers."""
+        assert self.draft_group is not None
+        sight = lambda group: (group.window, group.chunk)  # noqa: E731
+        found = (i for i, group in enumerate(self.target_groups) if sight(group) == sight(self.draft_group))
+        return next(found, len(self.target_groups))
+
+    def target_tables(self, block_tables: Any) -> Any:
+        """The target's of the block tables of cache_groups, in the structure of target_group; one table, no tuple, is everybody's."""
+        if not isinstance(block_tables, tuple):
+            return block_tables
+        return block_tables[: len(self.target_groups)] if isinstance(self.target_group, tuple) else block_tables[0]
+
+    def draft_table(self, block_tables: Any) -> Any:
+        """The draft's of the block tables of cache_groups."""
+        return block_tables[self.draft_pool] if isinstance(block_tables, tuple) else block_tables
+
     @property
     def _a_group(self) -> CacheGroup:
-        return self.target_group[0] if isinstance(self.target_group, tuple) else self.target_group
+        return self.target_groups[0]
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str | bool], ...]:

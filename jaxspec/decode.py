@@ -16,7 +16,7 @@ from jaxspec.config import RoundConfig
 from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.logits_processing import count_tokens, process_target_logits
 from jaxspec.logprobs import score_hidden, score_tokens
-from jaxspec.metadata import build_metadata
+from jaxspec.metadata import BlockTables, build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import DraftInputs, Proposal, consume_pending, first_step, next_step, propose
 from jaxspec.sampling import SamplingState, gumbel_noise, sample
@@ -55,10 +55,16 @@ class DecodeState:
 
 
 def init_state(
-    cfg: RoundConfig, sampling: SamplingState, max_tokens: jax.Array, stop_token_ids: jax.Array, num_blocks: int, dtype: Any
+    cfg: RoundConfig,
+    sampling: SamplingState,
+    max_tokens: jax.Array,
+    stop_token_ids: jax.Array,
+    num_blocks: int | tuple[int, ...],
+    dtype: Any,
 ) -> DecodeState:
-    """An idle state for sampling's batch, over caches of num_blocks blocks."""
+    """An idle state for sampling's batch, over caches of num_blocks blocks: of every KV-cache group, or of each of cfg.cache_groups."""
     batch = max_tokens.shape[0]
+    pools = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(cfg.cache_groups)
     zeros = lambda: jnp.zeros(batch, jnp.int32)  # noqa: E731  (a fresh buffer each: the state is donated)
     pending_tokens = pending_hidden = num_pending = None
     draft_caches: KVCache = ()
@@ -67,7 +73,7 @@ def init_state(
         width = drafts.hidden_width(cfg.draft, cfg.target)
         pending_tokens, num_pending = jnp.zeros((batch, rows), jnp.int32), zeros()
         pending_hidden = jnp.zeros((batch, rows, width), dtype)
-        draft_caches = init_cache(cfg.draft.attention, cfg.draft.num_layers, num_blocks, cfg.block_size, dtype)
+        draft_caches = init_cache(cfg.draft.attention, cfg.draft.num_layers, pools[cfg.draft_pool], cfg.block_size, dtype)
     return DecodeState(
         seq_lens=zeros(),
         next_token=zeros(),
@@ -80,7 +86,9 @@ def init_state(
         pending_tokens=pending_tokens,
         pending_hidden=pending_hidden,
         num_pending=num_pending,
-        target_caches=init_cache(cfg.target.attention, cfg.target.num_layers, num_blocks, cfg.block_size, dtype),
+        target_caches=init_cache(
+            cfg.target.attention, cfg.target.num_layers, [pools[group] for group in cfg.group_of_layer], cfg.block_size, dtype
+        ),
         draft_caches=draft_caches,
     )
 
@@ -89,7 +97,7 @@ def prefill(
     cfg: RoundConfig,
     params: Params,
     state: DecodeState,
-    block_table: jax.Array,
+    block_tables: BlockTables,
     tokens: jax.Array,
     start: jax.Array,
     num_tokens: jax.Array,
@@ -97,6 +105,7 @@ def prefill(
 ) -> tuple[Verification, DecodeState]:
     """One chunk of each request's prompt through target and draft together.
 
+    block_tables: int32 [batch, pages], a tuple of those of cfg.cache_groups where there are several.
     tokens: int32 [batch, chunk] at positions start [batch] and on, of which num_tokens [batch] are real (0: this request is
     not in the chunk and does not change). next_prompt_token: int32 [batch], the prompt's next token after the chunk, or -1
     if the prompt ends here. The draft's row of a position pairs the target's hidden state with the token after it: the
@@ -115,7 +124,7 @@ def prefill(
         params["target"],
         cfg.target,
         tokens,
-        build_metadata(cfg.target_group, block_table, start, num_tokens, chunk),
+        build_metadata(cfg.target_group, cfg.target_tables(block_tables), start, num_tokens, chunk),
         state.target_caches,
         aux_layers=cfg.draft.aux_layers if cfg.draft else (),
         kernels=cfg.kernels,
@@ -135,7 +144,8 @@ def prefill(
         verification = replace(verification, prompt_logprobs=scores)
     state = replace(state, seq_lens=seq_lens, target_caches=out.caches)
     if cfg.draft is not None:
-        state = _prefill_draft(cfg, params["draft"], state, block_table, tokens, start, num_tokens, next_prompt_token, ends, first, out)
+        table = cfg.draft_table(block_tables)
+        state = _prefill_draft(cfg, params["draft"], state, table, tokens, start, num_tokens, next_prompt_token, ends, first, out)
     return verification, _advance(cfg, replace(state, active=state.active | ends), verification)
 
 
@@ -193,7 +203,7 @@ def _pending(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def draft_inputs(state: DecodeState, block_table: jax.Array) -> DraftInputs:
-    """The state as propose reads it; an idle request has nothing pending."""
+    """The state as propose reads it, with the block table of the draft's group; an idle request has nothing pending."""
     pending_tokens, pending_hidden, num_pending = _pending(state)
     return DraftInputs(
         seq_lens=state.seq_lens,
@@ -206,7 +216,7 @@ def draft_inputs(state: DecodeState, block_table: jax.Array) -> DraftInputs:
 
 
 def verify_and_commit(
-    cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array, proposal: Proposal
+    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables, proposal: Proposal
 ) -> tuple[Verification, DecodeState]:
     """Judge a proposal, then advance: seq_lens by what was accepted plus one, pending rows for the draft, finished requests.
 
@@ -223,7 +233,7 @@ def verify_and_commit(
         proposal,
         state.seq_lens,
         state.active,
-        block_table,
+        cfg.target_tables(block_tables),
         state.target_caches,
         state.sampling,
         params["draft"].get("target_to_draft") if cfg.draft is not None else None,
@@ -282,16 +292,16 @@ def no_proposal(batch: int) -> Proposal:
     return Proposal(jnp.zeros((batch, 0), jnp.int32), None)
 
 
-def decode_round(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Verification, DecodeState]:
-    """propose, verify, commit. params: {"target": ..., "draft": ...}. Without a draft this is one step of plain decoding,
-    the oracle that greedy speculative decoding has to equal."""
+def decode_round(cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables) -> tuple[Verification, DecodeState]:
+    """propose, verify, commit. params: {"target": ..., "draft": ...}; block_tables as prefill takes them. Without a draft this is one step
+    of plain decoding, the oracle that greedy speculative decoding has to equal."""
     if cfg.num_speculative_tokens == 0:
         if cfg.draft is not None:  # it reads its pending rows, to be up to date when it drafts again
-            caches = consume_pending(cfg, params["draft"], draft_inputs(state, block_table), state.draft_caches)
-            state = replace(state, draft_caches=caches)
-        return verify_and_commit(cfg, params, state, block_table, no_proposal(state.active.shape[0]))
-    carry = propose(cfg, params["draft"], draft_inputs(state, block_table), state.draft_caches)
-    return verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_table, carry.proposal)
+            inputs = draft_inputs(state, cfg.draft_table(block_tables))
+            state = replace(state, draft_caches=consume_pending(cfg, params["draft"], inputs, state.draft_caches))
+        return verify_and_commit(cfg, params, state, block_tables, no_proposal(state.active.shape[0]))
+    carry = propose(cfg, params["draft"], draft_inputs(state, cfg.draft_table(block_tables)), state.draft_caches)
+    return verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_tables, carry.proposal)
 
 
 # The compilation modes run the same functions: a whole round as one program, a program a draft step, or none at all.
@@ -321,8 +331,10 @@ class Program:
         return sum(compiled._cache_size() for compiled in self._compiled.values())
 
 
-def _draft_first_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Any, DraftInputs, DecodeState]:
-    inputs = draft_inputs(state, block_table)
+def _draft_first_step(
+    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables
+) -> tuple[Any, DraftInputs, DecodeState]:
+    inputs = draft_inputs(state, cfg.draft_table(block_tables))
     carry = first_step(cfg, params["draft"], inputs, state.draft_caches)
     return carry, inputs, replace(state, draft_caches=())
 
@@ -334,26 +346,28 @@ _first_step = Program(_draft_first_step, donate=2)
 _next_step = Program(next_step, donate=4)
 
 
-def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array) -> tuple[Verification, DecodeState]:
+def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables) -> tuple[Verification, DecodeState]:
     if cfg.num_speculative_tokens == 0:
-        return _round(cfg, params, state, block_table)
-    carry, inputs, state = _first_step(cfg, params, state, block_table)
+        return _round(cfg, params, state, block_tables)
+    carry, inputs, state = _first_step(cfg, params, state, block_tables)
     for step in range(1, cfg.num_speculative_tokens):
         carry = _next_step(cfg, params["draft"], inputs, np.int32(step), carry)
-    return _verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_table, carry.proposal)
+    return _verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_tables, carry.proposal)
 
 
-def run_round(cfg: RoundConfig, params: Params, state: DecodeState, block_table: Any, compilation: str) -> tuple[Verification, DecodeState]:
+def run_round(
+    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: Any, compilation: str
+) -> tuple[Verification, DecodeState]:
     """One round in the given compilation mode: "round" (one executable), "step" (one a draft step) or "eager"."""
     if compilation == "eager":
         with jax.disable_jit():
-            return decode_round(cfg, params, state, jnp.asarray(block_table))
-    return (_round if compilation == "round" else _step_by_step)(cfg, params, state, block_table)
+            return decode_round(cfg, params, state, jax.tree.map(jnp.asarray, block_tables))
+    return (_round if compilation == "round" else _step_by_step)(cfg, params, state, block_tables)
 
 
 def run_prefill(cfg: RoundConfig, params: Params, state: DecodeState, *args: Any, compilation: str) -> tuple[Verification, DecodeState]:
     """One prefill chunk in the given compilation mode; args as `prefill` takes them after the state."""
     if compilation == "eager":
         with jax.disable_jit():
-            return prefill(cfg, params, state, *(jnp.asarray(x) for x in args))
+            return prefill(cfg, params, state, *jax.tree.map(jnp.asarray, args))
     return _prefill(cfg, params, state, *args)

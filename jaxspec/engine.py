@@ -14,8 +14,10 @@ import numpy as np
 
 from jaxspec.block_pool import BlockPool
 from jaxspec.config import ConfigError, SamplingFeatures
+from jaxspec.group_blocks import GroupBlocks
 from jaxspec.logprobs import Scores, logprobs_of
 from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
+from jaxspec.pool_sizes import ROUNDS_AHEAD
 from jaxspec.request import FinishReason, Request
 from jaxspec.runner import GREEDY, ModelRunner
 from jaxspec.sampling_params import features_of
@@ -60,7 +62,7 @@ class Engine:
         self.stats = Stats.new(runner.num_speculative_tokens)
         # On a GPU two more programs are launched before a result is read, so that the device never waits for Python, however short its
         # rounds are; requests that have ended are idle there. On a CPU both would share the cores.
-        self.depth = 2 if runner.on_gpu else 0
+        self.depth = ROUNDS_AHEAD if runner.on_gpu else 0
         self._in_flight: deque[InFlight] = deque()
         self._features, self._featured = GREEDY, -1
         self._clock = 0.0
@@ -81,7 +83,8 @@ class Engine:
             head_room=runner.num_speculative_tokens + 1,
             has_draft=runner.speculative is not None,
         )
-        scheduler = Scheduler(settings, [BlockPool(runner.num_blocks, enable_prefix_caching=config.enable_prefix_caching)])
+        pools = [BlockPool(n, enable_prefix_caching=config.enable_prefix_caching) for n in runner.num_blocks]
+        scheduler = Scheduler(settings, [GroupBlocks(group, pool) for group, pool in zip(runner.cache_groups, pools, strict=True)])
         scheduler.counts = self.stats.scheduling
         return scheduler
 
@@ -279,11 +282,10 @@ class Engine:
         runner, config = self.runner, self.runner.config
         stats = jax.local_devices()[0].memory_stats() or {}
         limit = f"{stats['bytes_limit'] / 1e9:.1f} GB" if "bytes_limit" in stats else "an unknown amount"
-        pool = runner.num_blocks * runner.block_bytes
         return (
-            f"device memory: expected room for weights of {runner.weight_bytes / 1e9:.1f} GB, a KV cache of {pool / 1e9:.1f} GB "
-            f"({runner.num_blocks} blocks) and the round's own arrays, got {limit} in all; lower gpu_memory_utilization "
-            f"({config.gpu_memory_utilization}), max_num_seqs ({config.max_num_seqs}), max_num_batched_tokens "
+            f"device memory: expected room for weights of {runner.weight_bytes / 1e9:.1f} GB, a KV cache of "
+            f"{runner.cache_bytes / 1e9:.1f} GB ({sum(runner.num_blocks)} blocks) and the round's own arrays, got {limit} in all; lower "
+            f"gpu_memory_utilization ({config.gpu_memory_utilization}), max_num_seqs ({config.max_num_seqs}), max_num_batched_tokens "
             f"({config.max_num_batched_tokens}) or max_model_len ({config.max_model_len})"
         )
 

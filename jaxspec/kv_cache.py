@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,16 +57,24 @@ KVCache = tuple[Any, ...]  # a FullCache, a LatentCache or a CompressedCache a l
 
 
 def init_cache(
-    attention: AttentionConfig | MLAConfig | CompressedAttentionConfig, num_layers: int, num_blocks: int, block_size: int, dtype: jnp.dtype
+    attention: AttentionConfig | MLAConfig | CompressedAttentionConfig,
+    num_layers: int,
+    num_blocks: int | Sequence[int],
+    block_size: int,
+    dtype: jnp.dtype,
 ) -> KVCache:
-    """Empty caches for num_layers layers: one array pair each, since a stacked pool is copied at every kernel call."""
-    shape = (num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
+    """Empty caches for num_layers layers: one array pair each, since a stacked pool is copied at every kernel call.
+
+    num_blocks: of every layer, or one for each (layers of different KV-cache groups have blocks of different pools).
+    """
+    of_layer = (num_blocks,) * num_layers if isinstance(num_blocks, int) else num_blocks
+    assert len(of_layer) == num_layers
+    shapes = [(blocks, block_size, attention.num_kv_heads, attention.head_dim) for blocks in of_layer]
     if isinstance(attention, CompressedAttentionConfig):
-        assert len(attention.layer_types) == num_layers
-        return tuple(_compressed_cache(attention, kind, shape, dtype) for kind in attention.layer_types)
+        return tuple(_compressed_cache(attention, kind, s, dtype) for kind, s in zip(attention.layer_types, shapes, strict=True))
     if isinstance(attention, MLAConfig):
-        return tuple(LatentCache(jnp.zeros(shape, dtype)) for _ in range(num_layers))
-    return tuple(FullCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
+        return tuple(LatentCache(jnp.zeros(s, dtype)) for s in shapes)
+    return tuple(FullCache(jnp.zeros(s, dtype), jnp.zeros(s, dtype)) for s in shapes)
 
 
 def _compressed_cache(cfg: CompressedAttentionConfig, kind: str, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> CompressedCache:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxspec.detokenizer import Detokenizer
+from jaxspec.group_blocks import Held
 from jaxspec.logprobs import Logprob
 from jaxspec.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
@@ -36,9 +37,10 @@ class Request:
     on_tokens is called once a round with the number of tokens that were new. logprobs: of each generated token; prompt_logprobs: of each
     prompt token, None for the first; both empty where nobody asked.
 
-    The scheduler's part: slot, its row on the device; blocks of each pool; hashes of its full blocks, of which num_registered may be
-    shared; num_prefilled known tokens sent to prefill; num_cached tokens in the target's cache by the results read so far;
-    num_unread results that are on their way, num_unread_rounds of them of rounds.
+    The scheduler's part: slot, its row on the device; blocks of each KV-cache group; hashes of its full blocks, of which num_registered
+    may be shared; num_prefilled known tokens sent to prefill; num_cached tokens in the target's cache by the results read so far, of which
+    the draft has consumed the first num_consumed, so that no row before is computed again; num_unread results that are on their way,
+    num_unread_rounds of them of rounds.
     """
 
     prompt_token_ids: list[int]
@@ -63,11 +65,12 @@ class Request:
 
     slot: int | None = None
     admitted: int = 0
-    blocks: list[list[int]] = field(default_factory=list)
+    blocks: list[Held] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_registered: int = 0
     num_prefilled: int = 0
     num_cached: int = 0
+    num_consumed: int = 0
     num_unread: int = 0
     num_unread_rounds: int = 0
 
@@ -82,6 +85,11 @@ class Request:
     def token_ids(self) -> list[int]:
         """What was generated, the stop token included."""
         return self.all_token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_pages(self) -> int:
+        """Columns of a block table that hold all of its blocks, in every group."""
+        return max(held.num_pages for held in self.blocks)
 
     @property
     def num_known(self) -> int:

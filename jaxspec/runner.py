@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode, slots
-from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
+from jaxspec import decode, pool_sizes, slots
+from jaxspec.block_tables import BlockTables
+from jaxspec.config import CacheGroup, ConfigError, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.params import Params
 from jaxspec.request import Request
@@ -68,10 +69,8 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids
         self._features = GREEDY  # those that the state's sampling parameters have the structure of
         self._state: DecodeState | None = None
-        self._num_blocks: int | None = None
-        self._table = np.zeros((0, 0), np.int32)  # [rows, pages], and in _in_table who each row is of: request's admission, its blocks
-        self._in_table: list[tuple[int, int]] = []
-        self._device_table: Any = None
+        self._num_blocks: tuple[int, ...] | None = None
+        self.tables = BlockTables(len(self.cache_groups), self.max_pages)
 
     # --- what is static ----------------------------------------------------------------------------------------------------------
 
@@ -88,16 +87,13 @@ class ModelRunner:
         return self._configs[key]
 
     def _round_config(self, features: SamplingFeatures, num_drafts: int | None, limits_drafts: bool) -> RoundConfig:
-        block_size, max_model_len = self.config.block_size, self.config.max_model_len
         values: dict[str, Any] = {f.name: getattr(features, f.name) for f in fields(SamplingFeatures)}
         values |= {"kernels": self.kernels, "cuda_graphs": self.weight_bytes < GRAPHS_BELOW_BYTES}
+        longest = None
         if self.speculative is not None:
             K = self.num_speculative_tokens if num_drafts is None else num_drafts
             longest = self.speculative.draft_max_model_len
-            limit = max_model_len if longest is None else min(longest, max_model_len)
             values |= {
-                "draft": self.draft_config,
-                "draft_group": self.draft_config.cache_groups(block_size, limit),
                 "num_speculative_tokens": K,
                 "rule": self.speculative.rejection_sample_method,
                 "draft_sampling": self.speculative.draft_sample_method,
@@ -105,8 +101,19 @@ class ModelRunner:
                 "limits_drafts": limits_drafts and K > 0,
                 "draft_max_model_len": longest if limits_drafts and K > 0 else None,
             }
-        groups = self.target_config.cache_groups(block_size, max_model_len)
-        return RoundConfig(target=self.target_config, target_group=groups, **(values | self._overrides))
+        return RoundConfig.of_pair(
+            self.target_config,
+            self.draft_config,
+            block_size=self.config.block_size,
+            max_model_len=self.config.max_model_len,
+            draft_context=longest,
+            **(values | self._overrides),
+        )
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Each with a pool of blocks and a block table of its own."""
+        return self.round_config(GREEDY).cache_groups
 
     def num_drafts(self, batch_size: int) -> int:
         return self.speculative.num_drafts(batch_size) if self.speculative else 0
@@ -147,35 +154,50 @@ class ModelRunner:
     # --- memory ------------------------------------------------------------------------------------------------------------------
 
     @property
-    def block_bytes(self) -> int:
-        """Of one KV-cache block in all layers, target's and draft's."""
-        cfg = self.round_config(GREEDY)
-        state = jax.eval_shape(partial(_init_state, cfg, 1, MIN_STOPS, num_blocks=1, dtype=self.dtype.name))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.target_caches, state.draft_caches)))
+    def block_bytes(self) -> tuple[int, ...]:
+        """Of a KV-cache block of each group, in all layers that it serves."""
+        return pool_sizes.block_bytes(self.round_config(GREEDY), self.dtype)
 
     @property
-    def num_blocks(self) -> int:
-        """Of the KV pool; settled once, from what the device has free by then."""
+    def cache_bytes(self) -> int:
+        """Of the whole KV cache."""
+        return sum(n * size for n, size in zip(self.num_blocks, self.block_bytes, strict=True))
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Of each group's pool; settled once, from what the device has free by then."""
         if self._num_blocks is None:
             self._num_blocks = self._settle_num_blocks()
         return self._num_blocks
 
-    def _settle_num_blocks(self) -> int:
-        config, block_bytes = self.config, max(1, self.block_bytes)
-        least, most = self.max_pages, self.max_pages * config.max_num_seqs
-        source = f"num_gpu_blocks_override {config.num_gpu_blocks_override}"
-        num_blocks = config.num_gpu_blocks_override
-        if num_blocks is None:
+    def _settle_num_blocks(self) -> tuple[int, ...]:
+        config, groups, override = self.config, self.cache_groups, self.config.num_gpu_blocks_override
+        rows = {"head_room": self.num_speculative_tokens + 1, "max_chunk": self.max_tiles * self.prefill_tile}
+        demands = [pool_sizes.demand(group, max_model_len=config.max_model_len, **rows) for group in groups]
+        sizes = self.block_bytes
+        source, caching = f"num_gpu_blocks_override {override}", config.enable_prefix_caching
+        if override is None:
             room, source = self._room()
-            num_blocks = min(most, max(0, room) // block_bytes)
-        if num_blocks < least:
-            raise ConfigError(
-                f"KV cache: expected {least} blocks of {config.block_size} tokens ({least * block_bytes / 1e9:.2f} GB), what one request "
-                f"of max_model_len {config.max_model_len} takes, got {num_blocks} from {source}; lower max_model_len or max_num_seqs, or "
-                "give more"
-            )
-        logger.info("KV cache: %d blocks of %d tokens, %.2f GB", num_blocks, config.block_size, num_blocks * block_bytes / 1e9)
-        return num_blocks
+            found = pool_sizes.fit(demands, sizes, room, max_num_seqs=config.max_num_seqs, caching=caching)
+        elif isinstance(override, tuple):
+            if len(override) != len(groups):
+                raise ConfigError(f"num_gpu_blocks_override: expected a number for each of {len(groups)} KV-cache groups, got {override}")
+            found = override
+        else:
+            most = [d.of_requests(config.max_num_seqs, caching=caching) if d.has_window else override for d in demands]
+            found = tuple(min(override, n) for n in most)
+        for group, wanted, got in zip(groups, demands, found, strict=True):
+            if got < wanted.least:
+                total = sum(d.least * size for d, size in zip(demands, sizes, strict=True))
+                raise ConfigError(
+                    f"KV cache: expected {wanted.least} blocks of {config.block_size} tokens for {group} ({total / 1e9:.2f} GB in all), "
+                    f"what one request of max_model_len {config.max_model_len} takes, got {got} from {source}; lower max_model_len or "
+                    "max_num_seqs, or give more"
+                )
+        self._num_blocks = found
+        held = ", ".join(f"{n} of {group}" for n, group in zip(found, groups, strict=True))
+        logger.info("KV cache: blocks of %d tokens, %s, %.2f GB", config.block_size, held, self.cache_bytes / 1e9)
+        return found
 
     def _room(self) -> tuple[int, str]:
         """Bytes for the KV pool, and where the number is from."""
@@ -208,13 +230,9 @@ class ModelRunner:
             cfg, dtype = self.round_config(GREEDY), self.dtype.name
             self._state = _init_state(cfg, batch, stops, num_blocks=self.num_blocks, dtype=dtype)
             self._features = GREEDY
-            self._new_table(batch)
+            self.tables.reset(batch)
         assert self._state is not None
         return self._state
-
-    def _new_table(self, batch: int) -> None:
-        self._table, self._in_table = np.zeros((batch, self.max_pages), np.int32), [(0, 0)] * batch
-        self._device_table = None
 
     @state.setter
     def state(self, state: DecodeState) -> None:
@@ -223,7 +241,7 @@ class ModelRunner:
     def adopt(self, state: DecodeState) -> None:
         """Go on with a state made elsewhere (a benchmark's), of greedy rows' structure."""
         self._state, self._features = state, GREEDY
-        self._new_table(state.active.shape[0])
+        self.tables.reset(state.active.shape[0])
 
     def release(self) -> DecodeState:
         """The state, which is forgotten here, caches and all; the next use makes a new one."""
@@ -256,7 +274,7 @@ class ModelRunner:
             self._set_rows(slots.move(slots.without_caches(self.state), rows))
             wanted = np.arange(len(wanted), dtype=np.int32)
             wanted[len(rows) :] = -1
-        self._new_table(len(sources))
+        self.tables.reset(len(sources))
 
     def deactivate(self, cleared: Sequence[int]) -> None:
         """These rows stop generating."""
@@ -330,48 +348,36 @@ class ModelRunner:
             tiles += [(chunk, offset) for offset in range(0, len(chunk.token_ids), tile)]
             rows.append(range(first, len(tiles)))
         size = self.tiles_bucket(len(tiles))
-        pages = self.pages_bucket(max(len(chunk.request.blocks[0]) for chunk in chunks))
-        table, tokens = np.zeros((size, pages), np.int32), np.zeros((size, tile), np.int32)
+        pages = self.pages_bucket(max(chunk.request.num_pages for chunk in chunks))
+        tables = self.tables.for_prefill([chunk.request for chunk, _ in tiles], size, pages)
+        tokens = np.zeros((size, tile), np.int32)
         at, start = np.full(size, self.num_rows, np.int32), np.zeros(size, np.int32)
         num_tokens, following = np.zeros(size, np.int32), np.full(size, -1, np.int32)
         for row, (chunk, offset) in enumerate(tiles):
             part = chunk.token_ids[offset : offset + tile]
             tokens[row, : len(part)], num_tokens[row], start[row] = part, len(part), chunk.start + offset
-            blocks = chunk.request.blocks[0]
-            table[row, : len(blocks)] = blocks
             ends_chunk = offset + tile >= len(chunk.token_ids)
             following[row] = chunk.next_token if ends_chunk else chunk.token_ids[offset + tile]
             if ends_chunk and chunk.ends:
                 at[row] = self._slot_or_none(chunk.request)
-        return self._prefill(self.round_config(features), at, table, tokens, start, num_tokens, following), rows
+        return self._prefill(self.round_config(features), at, tables, tokens, start, num_tokens, following), rows
 
-    def _prefill(self, cfg: RoundConfig, at: np.ndarray, table: np.ndarray, *chunk: np.ndarray) -> Verification:
+    def _prefill(self, cfg: RoundConfig, at: np.ndarray, tables: Any, *chunk: np.ndarray) -> Verification:
         tiles = slots.with_caches(slots.take(slots.without_caches(self.state), at), self.state)
-        verification, after = decode.run_prefill(cfg, self.params, tiles, table, *chunk, compilation=self.config.compilation)
+        verification, after = decode.run_prefill(cfg, self.params, tiles, tables, *chunk, compilation=self.config.compilation)
         rows = slots.put_back(slots.without_caches(self.state), at, slots.without_caches(after))
         self.state = slots.with_caches(rows, after)
         return verification
 
     def round(self, features: SamplingFeatures, requests: Iterable[Request], *, num_drafts: int, limits_drafts: bool) -> Verification:
         """Dispatch one round; its result's rows are the slots."""
-        most = 0
-        for request in requests:
-            assert request.slot is not None
-            blocks = request.blocks[0]
-            most = max(most, len(blocks))
-            held = (request.admitted, len(blocks))
-            if self._in_table[request.slot] != held:
-                self._table[request.slot, : len(blocks)] = blocks
-                self._in_table[request.slot], self._device_table = held, None
-        pages = self.pages_bucket(most)
-        if self._device_table is None or self._device_table.shape != (self.num_rows, pages):
-            # A copy to the device costs as much as a small model's round, so it is made when the table has changed; of a copy of the
-            # array, since the device may read it later.
-            self._device_table = jax.device_put(self._table[:, :pages].copy())
-        return self._round(self.round_config(features, num_drafts=num_drafts, limits_drafts=limits_drafts), self._device_table)
+        running = list(requests)
+        self.tables.update(running)
+        tables = self.tables.for_round(self.pages_bucket(max(r.num_pages for r in running)))
+        return self._round(self.round_config(features, num_drafts=num_drafts, limits_drafts=limits_drafts), tables)
 
-    def _round(self, cfg: RoundConfig, table: Any) -> Verification:
-        verification, self.state = decode.run_round(cfg, self.params, self.state, table, self.config.compilation)
+    def _round(self, cfg: RoundConfig, tables: Any) -> Verification:
+        verification, self.state = decode.run_round(cfg, self.params, self.state, tables, self.config.compilation)
         return verification
 
     def warm(
@@ -396,12 +402,12 @@ class ModelRunner:
             for tiles, pages in prefills:
                 idle = np.zeros(tiles, np.int32)
                 chunk = np.zeros((tiles, self.prefill_tile), np.int32)
-                self._prefill(self.round_config(features), idle + batch, np.zeros((tiles, pages), np.int32), chunk, idle, idle, idle)
+                self._prefill(self.round_config(features), idle + batch, self.tables.idle(tiles, pages), chunk, idle, idle, idle)
                 count += 1
             for K in self._drafts_of(batch):
                 cfg = self.round_config(round_features, num_drafts=K, limits_drafts=limits_drafts)
                 for pages in round_pages:
-                    jax.block_until_ready(self._round(cfg, jnp.zeros((batch, pages), jnp.int32)))
+                    jax.block_until_ready(self._round(cfg, jax.device_put(self.tables.idle(batch, pages))))
                     count += 1
         self.move([-1] * sizes[0])  # and down again, in this structure
         return count
@@ -415,7 +421,7 @@ class ModelRunner:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("num_blocks", "dtype"))
-def _init_state(cfg: RoundConfig, batch: int, stops: int, *, num_blocks: int, dtype: str) -> DecodeState:
+def _init_state(cfg: RoundConfig, batch: int, stops: int, *, num_blocks: tuple[int, ...], dtype: str) -> DecodeState:
     """Idle rows over empty caches."""
     rows = sampling_rows(GREEDY, [], [], [], [], vocab_size=cfg.target.vocab_size, batch=batch)
     ends = jnp.full((batch, stops), -1, jnp.int32)

@@ -4,6 +4,9 @@ A request waits until a slot and blocks for its known tokens are free, is prefil
 generates in every round until it ends. The device runs ahead of what the host has read, so a request holds blocks for every token
 that its unread rounds may bring, and for one round more. Where blocks run out, the request admitted last gives its own up and waits again
 at the head of the queue: it is prefilled anew over its prompt and all that it generated, and nothing of that is sampled again.
+
+Each KV-cache group has blocks of its own. Of one with a window a request holds what its next program reads and writes, and no more: while
+it is prefilled, blocks for the next chunk alone.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jaxspec.block_pool import BlockPool, hash_blocks
+from jaxspec.block_pool import hash_blocks
+from jaxspec.config import CacheGroup
+from jaxspec.group_blocks import GroupBlocks, Held, longest_prefix
 from jaxspec.metrics import SchedulerCounts
 from jaxspec.request import FinishReason, Request
 
@@ -31,6 +36,11 @@ class SchedulerConfig:
     block_size: int
     head_room: int = 1
     has_draft: bool = False
+
+    @property
+    def max_chunk(self) -> int:
+        """Tokens of one prefill call, in whole tiles."""
+        return max(1, self.max_num_batched_tokens // self.prefill_tile) * self.prefill_tile
 
 
 @dataclass(frozen=True)
@@ -71,10 +81,10 @@ class Round:
 
 
 class Scheduler:
-    """Over one pool a KV-cache group. `schedule`, then `schedule_round`, over and over; `read` for every result."""
+    """Over the blocks of each KV-cache group. `schedule`, then `schedule_round`, over and over; `read` for every result."""
 
-    def __init__(self, config: SchedulerConfig, pools: Sequence[BlockPool]) -> None:
-        self.config, self.pools = config, tuple(pools)
+    def __init__(self, config: SchedulerConfig, groups: Sequence[GroupBlocks]) -> None:
+        self.config, self.groups = config, tuple(groups)
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * config.buckets[0]
         self.counts = SchedulerCounts()
@@ -95,10 +105,11 @@ class Scheduler:
 
     def place(self, request: Request, slot: int, blocks: list[list[int]]) -> None:
         """A request that is prefilled already, in a slot and in blocks of the caller's choice: for benchmarks of rounds."""
-        for pool, chosen in zip(self.pools, blocks, strict=True):
-            pool.take(chosen)
-        request.slot, request.blocks, self.rows[slot] = slot, blocks, request
+        for group, chosen in zip(self.groups, blocks, strict=True):
+            group.pool.take(chosen)
+        request.slot, request.blocks, self.rows[slot] = slot, [Held(0, list(chosen)) for chosen in blocks], request
         request.num_prefilled = request.num_cached = len(request.prompt_token_ids)
+        request.num_consumed = max(0, request.num_cached - self.config.head_room)
         self._admissions += 1
         self.changes += 1
         request.admitted = self._admissions
@@ -135,41 +146,41 @@ class Scheduler:
 
     def _give_blocks(self, request: Request, spare: int) -> bool:
         """Blocks for the request's known tokens and its first round: shared ones for a cached prefix, and new ones."""
-        shared, num_shared = self._find_prefix(request)
-        count = self._num_blocks(request, request.num_known + self.config.head_room) - num_shared
-        for pool, blocks in zip(self.pools, shared, strict=True):
-            if pool.num_free - pool.num_idle(blocks) < count + spare:
-                return False
-        request.blocks = []
-        for pool, blocks in zip(self.pools, shared, strict=True):
-            pool.take(blocks)
-            new = pool.allocate(count)
-            assert new is not None
-            request.blocks.append(blocks + new)
-        request.num_prefilled = num_shared * self.config.block_size
-        request.num_registered, request.num_cached = num_shared, 0
+        count = self._find_prefix(request)
+        request.num_prefilled = request.num_consumed = count * self.config.block_size
+        request.num_registered, request.num_cached = count, 0
+        pages = [self._num_pages(request, g.group) for g in self.groups]
+        if not all(g.has_room(request.hashes, count, n, spare) for g, n in zip(self.groups, pages, strict=True)):
+            return False
+        request.blocks = [g.start(request.hashes, count, n) for g, n in zip(self.groups, pages, strict=True)]
         self.counts.num_prefix_queries += request.num_known
         self.counts.num_prefix_hits += request.num_prefilled
         return True
 
-    def _find_prefix(self, request: Request) -> tuple[list[list[int]], int]:
-        """The cached blocks of each pool that the request can start from, and how many they are: of every pool as many.
+    def _find_prefix(self, request: Request) -> int:
+        """How many cached blocks the request can start after.
 
         At least one token is left to compute, for the logits after it. (With a draft that is the one after the last hash, see hash_blocks.)
         """
         size = self.config.block_size
         known = request.all_token_ids[: request.num_known]
-        if request.params.prompt_logprobs is not None or not all(pool.enable_prefix_caching for pool in self.pools):
-            return [[] for _ in self.pools], 0  # (a prompt's log-probabilities need all of its rows)
+        if request.params.prompt_logprobs is not None or not all(g.pool.enable_prefix_caching for g in self.groups):
+            return 0  # (a prompt's log-probabilities need all of its rows)
         hash_blocks(known, size, request.hashes, has_draft=self.config.has_draft)
-        matches = [pool.match(request.hashes[: (len(known) - 1) // size]) for pool in self.pools]
-        count = min(map(len, matches))
-        return [blocks[:count] for blocks in matches], count
+        return longest_prefix(self.groups, request.hashes[: (len(known) - 1) // size])
 
-    def _num_blocks(self, request: Request, num_tokens: int) -> int:
-        """Blocks that hold so many tokens of the request, or all that it can ever write."""
-        last_round = len(request.prompt_token_ids) + request.max_tokens + self.config.head_room - 1
-        return -(-min(num_tokens, last_round, self.config.max_model_len) // self.config.block_size)
+    def _num_pages(self, request: Request, group: CacheGroup) -> int:
+        """Blocks of the request up to the last that its next program may write: a round after its unread ones, or the next chunk of its
+        prompt. A group that sees everything has blocks for the whole prompt, and a round, from the start."""
+        config = self.config
+        if request.is_prefilled:
+            end = request.num_cached + (request.num_unread_rounds + 1) * config.head_room
+        else:
+            end = request.num_known + config.head_room
+            if group.reach is not None:
+                end = min(end, request.num_prefilled + config.max_chunk)
+        last_round = len(request.prompt_token_ids) + request.max_tokens + config.head_room - 1
+        return -(-min(end, last_round, config.max_model_len) // config.block_size)
 
     def _arrange(self, num_new: int) -> list[int] | None:
         """Take the smallest batch that holds everybody; those in rows past its end move into free ones before it."""
@@ -191,34 +202,42 @@ class Scheduler:
     def _next_chunks(self) -> list[Chunk]:
         """Tiles of prefill within the budget, first come first served; a chunk of several tiles is one request's."""
         tile = self.config.prefill_tile
-        tiles = max(1, self.config.max_num_batched_tokens // tile)
+        tiles = self.config.max_chunk // tile
         chunks: list[Chunk] = []
         for request in sorted(self.running, key=lambda r: r.admitted):
             start, known = request.num_prefilled, request.num_known
-            if request.is_prefilled or tiles == 0:
+            end = min(known, start + tiles * tile, self.config.block_size * min(held.num_pages for held in request.blocks))
+            if request.is_prefilled or end <= start:
                 continue
-            end = min(known, start + tiles * tile)
             tiles -= -(-(end - start) // tile)
             ends = end == known
             chunks.append(Chunk(request, start, request.all_token_ids[start:end], -1 if ends else request.all_token_ids[end]))
             request.num_prefilled = end
+            request.num_consumed = end - (ends and self.config.has_draft)  # the prompt's last row waits for the token after it
             if ends:
                 request.num_cached = end
                 request.num_unread += request.num_generated == 0  # a request that goes on samples nothing here
-            self._register(request, end - (ends and self.config.has_draft))
+            self._register(request)
         return chunks
 
     def schedule_round(self) -> Round:
-        """Who generates next, each with blocks for it."""
+        """Who generates next, each with blocks for it; who is being prefilled gets those of his next chunk.
+
+        The request admitted first always gets what it needs, so that something ends. Others give way to whoever generates and was admitted
+        before them; for a chunk of prefill they wait.
+        """
         found = Round()
-        for request in sorted(self.running, key=lambda r: r.admitted):
-            if request.slot is None or not (request.is_prefilled and request.may_generate):
+        order = sorted(self.running, key=lambda r: r.admitted)
+        for request in order:
+            if request.slot is None or not request.may_generate:
                 continue  # (without a slot: preempted a moment ago)
             while request.slot is not None and not self._reserve(request):
+                if not request.is_prefilled and request is not order[0]:
+                    break
                 if any(r.num_unread for r in self.running):
                     return Round(wait=True)
                 self._preempt_last()
-            if request.slot is not None:
+            if request.slot is not None and request.is_prefilled:
                 found.requests.append(request)
         found.cleared = self._take_cleared()
         for request in found.requests:
@@ -227,14 +246,11 @@ class Scheduler:
         return found
 
     def _reserve(self, request: Request) -> bool:
-        """Blocks for all that the unread rounds may write, and the next."""
-        count = self._num_blocks(request, request.num_cached + (request.num_unread_rounds + 1) * self.config.head_room)
-        for pool, blocks in zip(self.pools, request.blocks, strict=True):
-            if count > len(blocks):
-                new = pool.allocate(count - len(blocks))
-                if new is None:
-                    return False
-                blocks += new
+        """Give back what no row to come sees, and take what the next program may write."""
+        for group, held in zip(self.groups, request.blocks, strict=True):
+            group.free_unseen(held, request.num_consumed)
+            if not group.extend(held, self._num_pages(request, group.group)):
+                return False
         return True
 
     def _preempt_last(self) -> None:
@@ -253,16 +269,17 @@ class Scheduler:
         request.num_unread_rounds -= is_round
         if request.finish_reason is not None:
             return 0
-        consumed = request.num_cached  # by the draft: it reads a round's rows in the round after
         if is_round:
+            before = request.num_cached
             request.num_cached += len(tokens)
+            request.num_consumed = before if self.config.has_draft else request.num_cached  # a draft reads a round's rows in the next
         kept = request.extend(tokens)
         if request.finish_reason is not None:
             slot = self._leave(request)
             if request.finish_reason == "stop" and request.all_token_ids[-1] not in request.stop_token_ids:
                 self._cleared.append(slot)  # a stop string: the device does not know of it
         else:
-            self._register(request, consumed if self.config.has_draft else request.num_cached)
+            self._register(request)
         return kept
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -276,20 +293,20 @@ class Scheduler:
 
     def _leave(self, request: Request) -> int:
         assert request.slot is not None
-        for pool, blocks in zip(self.pools, request.blocks, strict=True):
-            pool.free(blocks)
+        for group, held in zip(self.groups, request.blocks, strict=True):
+            group.free(held)
         slot, request.slot, request.blocks = request.slot, None, []
         self.rows[slot] = None
         self.changes += 1
         return slot
 
-    def _register(self, request: Request, num_tokens: int) -> None:
-        """Let others share the blocks that hold the first num_tokens, which both models have consumed."""
-        size = self.config.block_size
-        if num_tokens // size <= request.num_registered or not self.pools[0].enable_prefix_caching:
+    def _register(self, request: Request) -> None:
+        """Let others share the blocks that both models have consumed."""
+        size, count = self.config.block_size, request.num_consumed // self.config.block_size
+        if count <= request.num_registered or not self.groups[0].pool.enable_prefix_caching:
             return
-        hash_blocks(request.all_token_ids[: num_tokens + 1], size, request.hashes, has_draft=self.config.has_draft)
-        for i in range(request.num_registered, num_tokens // size):
-            for pool, blocks in zip(self.pools, request.blocks, strict=True):
-                pool.register(blocks[i], request.hashes[i])
-        request.num_registered = num_tokens // size
+        hash_blocks(request.all_token_ids[: request.num_consumed + 1], size, request.hashes, has_draft=self.config.has_draft)
+        for page in range(request.num_registered, count):
+            for group, held in zip(self.groups, request.blocks, strict=True):
+                group.pool.register(held.at(page), request.hashes[page])
+        request.num_registered = count

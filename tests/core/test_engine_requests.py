@@ -81,8 +81,8 @@ def random_requests(count: int, seed: int) -> tuple[list[list[int]], list[Sampli
 
 
 def all_free(llm: LLM) -> bool:
-    (pool,) = llm.engine.scheduler.pools
-    return pool.num_free == pool.num_blocks and not llm.engine.has_requests
+    free = all(g.pool.num_free == g.pool.num_blocks for g in llm.engine.scheduler.groups)
+    return free and not llm.engine.has_requests
 
 
 def test_each_of_200_random_requests_has_its_own_text_in_a_pool_far_too_small(llm: LLM, cold: LLM) -> None:

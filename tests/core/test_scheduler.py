@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.block_pool import BlockPool
+from jaxspec.block_pool import BlockPool, hash_blocks
+from jaxspec.config import CacheGroup
+from jaxspec.group_blocks import GroupBlocks
+from jaxspec.pool_sizes import PoolDemand, demand
 from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler import Round, Scheduler, SchedulerConfig, Step
@@ -45,26 +48,39 @@ class Row:
 
 @dataclass
 class FakeDevice:
-    """Runs programs at once, and hands out their results later. target[block, offset] is the token whose key lies there, draft[...] that
-    token and the one after it."""
+    """Runs programs at once, and hands out their results later. target[group, block, offset] is the token whose key lies there, draft[...]
+    that token and the one after it."""
 
     config: SchedulerConfig
     rng: random.Random
+    scheduler: Scheduler
     rows: dict[int, Row] = field(default_factory=dict)
-    target: dict[tuple[int, int], int] = field(default_factory=dict)
-    draft: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    target: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    draft: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
 
-    def place(self, request: Request, position: int) -> tuple[int, int]:
+    def places(self, request: Request, position: int) -> list[tuple[int, int, int]]:
+        """Of a row that is written, in every group."""
+        return [self.place(request, i, position) for i in range(len(request.blocks))]
+
+    def place(self, request: Request, group: int, position: int) -> tuple[int, int, int]:
         page, offset = divmod(position, self.config.block_size)
-        assert page < len(request.blocks[0]), f"position {position} has no block"
-        return request.blocks[0][page], offset
+        assert page < request.blocks[group].num_pages, f"position {position} has no block"
+        return group, request.blocks[group].at(page), offset
 
     def check_context(self, request: Request, text: list[int], num_cached: int, drafted: int) -> None:
-        """Everything that attention would read holds what it should."""
-        for p in range(num_cached):
-            assert self.target[self.place(request, p)] == text[p], f"the target's row {p} is another request's"
-        for p in range(drafted if self.config.has_draft else 0):
-            assert self.draft[self.place(request, p)] == (text[p], text[p + 1]), f"the draft's row {p} is another request's"
+        """Everything that attention would read of rows from num_cached on, the draft's from drafted on, holds what it should."""
+        for i, blocks in enumerate(self.scheduler.groups):
+            for p in range(blocks.group.first_seen(num_cached), num_cached):
+                assert self.target[self.place(request, i, p)] == text[p], f"the target's row {p} is another request's"
+            for p in range(blocks.group.first_seen(drafted), drafted if self.config.has_draft else 0):
+                assert self.draft[self.place(request, i, p)] == (text[p], text[p + 1]), f"the draft's row {p} is another request's"
+
+    def write(self, request: Request, position: int, token: int) -> None:
+        self.target |= dict.fromkeys(self.places(request, position), token)
+
+    def write_draft(self, request: Request, position: int, tokens: tuple[int, int]) -> None:
+        if self.config.has_draft:
+            self.draft |= dict.fromkeys(self.places(request, position), tokens)
 
     def apply(self, step: Step) -> list[tuple[Request, list[int]]]:
         for slot in step.cleared:
@@ -74,8 +90,6 @@ class FakeDevice:
         for request in step.admitted:
             assert request.slot is not None
             self.rows.pop(request.slot, None)
-            for p in range(request.num_prefilled if not step.chunks else 0):
-                assert self.target[self.place(request, p)] == request.all_token_ids[p]
         results = []
         tile = self.config.prefill_tile
         assert sum(-(-len(c.token_ids) // tile) for c in step.chunks) * tile <= max(tile, self.config.max_num_batched_tokens)
@@ -85,9 +99,9 @@ class FakeDevice:
             assert chunk.token_ids == text[chunk.start : end]
             self.check_context(request, text, chunk.start, chunk.start)
             for p in range(chunk.start, end):
-                self.target[self.place(request, p)] = text[p]
+                self.write(request, p, text[p])
                 if p + 1 < end or not chunk.ends:
-                    self.draft[self.place(request, p)] = (text[p], text[p + 1])
+                    self.write_draft(request, p, (text[p], text[p + 1]))
             if chunk.ends:
                 assert request.slot is not None
                 known = text[:end]
@@ -118,16 +132,17 @@ class FakeDevice:
             text, cached = row.text, len(row.text) - 1
             self.check_context(request, text, cached, row.draft_from)
             for p in range(row.draft_from, cached):
-                self.draft[self.place(request, p)] = (text[p], text[p + 1])
+                self.write_draft(request, p, (text[p], text[p + 1]))
             for p in range(cached, min(cached + K + 1, self.config.max_model_len)):  # drafts and their verification: rows to be overwritten
-                self.target[self.place(request, p)] = self.draft[self.place(request, p)] = -1  # type: ignore[assignment]
+                self.write(request, p, -1)
+                self.write_draft(request, p, (-1, -1))
             new: list[int] = []
             for _ in range(self.rng.randint(0, K) + 1):
                 new.append(next_token([*text, *new]))
             row.draft_from = cached
             for p, token in enumerate([text[-1], *new[:-1]], start=cached):
                 if p < self.config.max_model_len:
-                    self.target[self.place(request, p)] = token
+                    self.write(request, p, token)
             text += new
             self.end(row, len(new))
             results.append((request, new))
@@ -138,14 +153,38 @@ class FakeDevice:
     def owner(self, slot: int) -> Any:
         return self.scheduler.rows[slot] if slot < len(self.scheduler.rows) else None
 
-    scheduler: Scheduler = None  # type: ignore[assignment]
+
+def groups_of(
+    config: SchedulerConfig, num_blocks: int | list[int], sights: tuple[dict[str, int], ...] = ({},), *, caching: bool = True
+) -> list[GroupBlocks]:
+    """Groups that see as far as these say (nothing: everything), each with so many blocks."""
+    counts = num_blocks if isinstance(num_blocks, list) else [num_blocks] * len(sights)
+    groups = [CacheGroup(config.block_size, config.max_model_len, **sight) for sight in sights]
+    return [GroupBlocks(g, BlockPool(n, enable_prefix_caching=caching)) for g, n in zip(groups, counts, strict=True)]
+
+
+def demand_of(config: SchedulerConfig, sight: dict[str, int]) -> PoolDemand:
+    group = CacheGroup(config.block_size, config.max_model_len, **sight)
+    return demand(group, max_model_len=config.max_model_len, head_room=config.head_room, max_chunk=config.max_chunk)
+
+
+def check_holdings(scheduler: Scheduler, found: Round) -> None:
+    """Nobody holds more than his group's demand says; who generates, nothing that the next round does not see."""
+    for request in scheduler.running:
+        for blocks, held in zip(scheduler.groups, request.blocks, strict=True):
+            sight = {k: v for k in ("window", "chunk") if (v := getattr(blocks.group, k)) is not None}
+            most = demand_of(scheduler.config, sight)
+            assert len(held.blocks) <= (most.running if request in found.requests else most.least), (blocks.group, held)
+            if request in found.requests:
+                assert held.first == blocks.group.first_seen(request.num_consumed) // blocks.group.block_size
 
 
 def run(
     requests: list[Request],
     config: SchedulerConfig,
-    num_blocks: int,
+    num_blocks: int | list[int],
     *,
+    sights: tuple[dict[str, int], ...] = ({},),
     depth: int = 0,
     seed: int = 0,
     arrivals: list[int] | None = None,
@@ -153,9 +192,8 @@ def run(
     caching: bool = True,
 ) -> Scheduler:
     """Until nothing is left, as the engine does it. arrivals[i]: the step before which request i comes; cancelled: step -> request."""
-    scheduler = Scheduler(config, [BlockPool(num_blocks, enable_prefix_caching=caching)])
-    device = FakeDevice(config, random.Random(seed))
-    device.scheduler = scheduler
+    scheduler = Scheduler(config, groups_of(config, num_blocks, sights, caching=caching))
+    device = FakeDevice(config, random.Random(seed), scheduler)
     in_flight: deque[tuple[bool, list[tuple[Request, list[int]]]]] = deque()
     arrivals = arrivals or [0] * len(requests)
 
@@ -185,6 +223,7 @@ def run(
             assert in_flight, "waits for results when none are on their way"
             read()
             found = scheduler.schedule_round()
+        check_holdings(scheduler, found)
         if found.requests:
             launch(True, device.round(found))
         elif not step.chunks and in_flight:
@@ -206,12 +245,20 @@ def settings_of(**changes: Any) -> SchedulerConfig:
 PREFIX = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
 
 
-@settings(max_examples=120, deadline=None)
+SIGHTS: list[tuple[dict[str, int], ...]] = [
+    ({},),
+    ({}, {"window": 5}),
+    ({"chunk": 8}, {}),
+    ({}, {"window": 1}, {"chunk": 6}, {"window": 9}),
+]
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(data: st.DataObject) -> None:
-    """Shared prefixes, a pool that is far too small, arrivals and cancellations at any time, results read late."""
+    """Shared prefixes, pools that are far too small, arrivals and cancellations at any time, results read late, several KV-cache groups."""
     K, has_draft = data.draw(st.sampled_from([(3, True), (1, True), (0, False)]))
-    size = data.draw(st.sampled_from([1, 2, 4]))
+    size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
     config = settings_of(head_room=K + 1, has_draft=has_draft, block_size=size, max_num_batched_tokens=data.draw(st.sampled_from([4, 16])))
     requests = []
     for _ in range(data.draw(st.integers(1, 12))):
@@ -219,24 +266,68 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(dat
         stops = data.draw(st.sampled_from([(), (STOP,)]))
         requests.append(request(prompt, data.draw(st.integers(1, 20)), stops))
     most = len(requests) - 1
-    num_blocks = data.draw(st.integers(64 // size, 64 // size + 10))
+    num_blocks = [demand_of(config, sight).least + data.draw(st.integers(0, 10)) for sight in sights]
     cancelled = data.draw(st.dictionaries(st.integers(0, 30), st.integers(0, most), max_size=2))
     scheduler = run(
         requests,
         config,
         num_blocks,
+        sights=sights,
         depth=data.draw(st.integers(0, 2)),
         seed=data.draw(st.integers(0, 99)),
         arrivals=data.draw(st.lists(st.integers(0, 10), min_size=most + 1, max_size=most + 1)),
         cancelled=cancelled,
         caching=data.draw(st.booleans()),
     )
-    assert scheduler.pools[0].num_free == num_blocks
+    assert [g.pool.num_free for g in scheduler.groups] == num_blocks
     for r in requests:
         assert r.finish_reason in ("stop", "length", "cancelled")
         assert alone(r)[: r.num_generated] == r.token_ids
         assert r.finish_reason == "cancelled" or r.token_ids == alone(r)
         assert r.num_unread == r.num_unread_rounds == 0
+
+
+@pytest.mark.parametrize("sight", [{"window": 6}, {"chunk": 8}])
+def test_a_long_text_needs_a_windows_worth_of_blocks_only(sight: dict[str, int]) -> None:
+    """Prompt and text of 200 tokens, in pools that hold a window, the chunk of prefill and the rounds in flight."""
+    config = settings_of(max_model_len=200)
+    few = demand_of(config, sight).least
+    assert few == -(-(7 + 16 - 1) // 4) + 1 or few == -(-(5 + 16 - 1) // 4) + 1
+    requests = [request([*PREFIX * 8, i], 100) for i in (1, 2)]
+    scheduler = run(requests, config, [100, few], sights=({}, sight), depth=2)
+    assert [r.token_ids for r in requests] == [alone(r) for r in requests]
+    assert [g.pool.num_free for g in scheduler.groups] == [100, few]
+
+
+def test_a_window_needs_the_end_of_a_prefix_only_and_ends_it_where_that_is_gone() -> None:
+    """Window 6 in blocks of 4: after a prefix of 12 tokens the row at 12 sees from 7 on, blocks 1 and 2."""
+    for gone, shared in (((), 12), ((0,), 12), ((2,), 8), ((1,), 4), ((0, 1), 0), ((0, 2), 0)):
+        scheduler, device = started(sights=({}, {"window": 6}))
+        prefill(scheduler, device, request([*PREFIX, 3, 3], 1))
+        window = scheduler.groups[1].pool
+        for page in gone:
+            block = window.find(request_hashes([*PREFIX, 3, 3])[page])
+            assert block is not None
+            window._forget(block)
+        second = request([*PREFIX, 3, 1])
+        assert prefill(scheduler, device, second) == shared, gone
+        assert second.blocks[0].first == 0 and second.blocks[1].first == {12: 1, 8: 0, 4: 0, 0: 0}[shared]
+
+
+def request_hashes(text: list[int]) -> list[bytes]:
+    hashes: list[bytes] = []
+    hash_blocks(text, 4, hashes, has_draft=True)
+    return hashes
+
+
+def test_who_is_prefilled_waits_for_blocks_and_takes_nobodys_but_the_first_gets_his() -> None:
+    """A window's pool with room for one chunk: the second long prompt goes on when the first generates."""
+    config = settings_of(max_model_len=200, max_num_batched_tokens=8)
+    few = demand_of(config, {"window": 2}).least
+    requests = [request([*PREFIX * 8, i], 20) for i in (1, 2, 3)]
+    scheduler = run(requests, config, [150, few + 4], sights=({}, {"window": 2}))
+    assert [r.token_ids for r in requests] == [alone(r) for r in requests]
+    assert scheduler.counts.num_preemptions <= 2
 
 
 def test_a_pool_too_small_for_all_preempts_and_loses_nothing() -> None:
@@ -258,11 +349,9 @@ def test_a_preempted_request_is_the_next_to_be_admitted() -> None:
 
 def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk() -> None:
     """Between two of its chunks the others have a round."""
-    scheduler = Scheduler(settings_of(), [BlockPool(64)])
+    scheduler, device = started()
     short, long = request([1, 2], 30), request(list(range(1, 7)) * 9)
     scheduler.add(short)
-    device = FakeDevice(scheduler.config, random.Random(0))
-    device.scheduler = scheduler
     device.apply(scheduler.schedule())
     scheduler.read(short, [next_token([1, 2])], is_round=False)
     scheduler.add(long)
@@ -304,11 +393,10 @@ def test_blocks_of_two_continuations_are_not_put_together() -> None:
     assert prefill(scheduler, device, request([1, 2, 3, 4, 2, 2, 2, 2, 3])) == 4
 
 
-def started(**changes: Any) -> tuple[Scheduler, FakeDevice]:
-    scheduler = Scheduler(settings_of(**changes), [BlockPool(64)])
-    device = FakeDevice(scheduler.config, random.Random(0))
-    device.scheduler = scheduler
-    return scheduler, device
+def started(*, sights: tuple[dict[str, int], ...] = ({},), **changes: Any) -> tuple[Scheduler, FakeDevice]:
+    config = settings_of(**changes)
+    scheduler = Scheduler(config, groups_of(config, 64, sights))
+    return scheduler, FakeDevice(config, random.Random(0), scheduler)
 
 
 def prefill(scheduler: Scheduler, device: FakeDevice, request: Request) -> int:
@@ -322,13 +410,13 @@ def prefill(scheduler: Scheduler, device: FakeDevice, request: Request) -> int:
 
 def test_a_block_is_not_shared_before_the_draft_has_consumed_it() -> None:
     """The last rows of a round wait as pending ones: they are the draft's only after the next."""
-    config = settings_of(block_size=1, max_model_len=32)
-    scheduler = Scheduler(config, [BlockPool(64)])
+    scheduler, _ = started(block_size=1, max_model_len=32)
     one = request([1, 2, 3], 12)
     scheduler.add(one)
     scheduler.schedule()
     assert one.num_registered == 2, "the prompt's last row is pending"
     scheduler.read(one, [4], is_round=False)
+    assert one.num_registered == 2
     scheduler.schedule_round()
     scheduler.read(one, [5, 6], is_round=True)
     assert one.num_registered == 3
@@ -338,7 +426,7 @@ def test_a_block_is_not_shared_before_the_draft_has_consumed_it() -> None:
 
 
 def test_rows_are_kept_compact_when_requests_leave() -> None:
-    scheduler = Scheduler(settings_of(), [BlockPool(64)])
+    scheduler, _ = started()
     requests = [request([i], 10) for i in (1, 2, 3, 4)]
     for r in requests:
         scheduler.add(r)
@@ -350,13 +438,13 @@ def test_rows_are_kept_compact_when_requests_leave() -> None:
 
 
 def test_a_request_of_one_token_ends_after_prefill() -> None:
-    scheduler = Scheduler(settings_of(), [BlockPool(64)])
+    scheduler, _ = started()
     scheduler.add(request([1, 2], 1))
     assert scheduler.schedule().chunks and scheduler.schedule_round().requests == []
 
 
 def test_prompt_logprobs_need_the_whole_prompt() -> None:
-    scheduler = Scheduler(settings_of(), [BlockPool(64)])
+    scheduler, _ = started()
     for params in (SamplingParams(0), SamplingParams(0, prompt_logprobs=1)):
         scheduler.add(Request(list(PREFIX), params, 1))
         step = scheduler.schedule()

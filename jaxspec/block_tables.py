@@ -1,0 +1,74 @@
+"""The block tables of the requests that run: on the host, and on the device where a round reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.group_blocks import NULL_BLOCK, Held
+from jaxspec.request import Request
+
+
+class BlockTables:
+    """One a KV-cache group, a row a slot. What a program takes: the table of the only group, or a tuple of them."""
+
+    def __init__(self, num_groups: int, max_pages: int) -> None:
+        self.num_groups, self.max_pages = num_groups, max_pages
+        self.reset(0)
+
+    def reset(self, num_rows: int) -> None:
+        """Empty rows."""
+        self._tables = [self._blank(num_rows, self.max_pages) for _ in range(self.num_groups)]
+        # Of whom each row is, by his admission, and how many pages of his it has. (A block that was given back is not read: that alone
+        # needs no new table.)
+        self._rows = [[(0, 0)] * num_rows for _ in range(self.num_groups)]
+        self._on_device: list[Any] = [None] * self.num_groups
+
+    @staticmethod
+    def _blank(num_rows: int, pages: int) -> np.ndarray:
+        return np.full((num_rows, pages), NULL_BLOCK, np.int32)
+
+    def update(self, requests: Iterable[Request]) -> None:
+        """Take over the blocks that they hold by now."""
+        for request in requests:
+            assert request.slot is not None
+            for group, held in enumerate(request.blocks):
+                row = (request.admitted, held.num_pages)
+                if self._rows[group][request.slot] != row:
+                    write_row(self._tables[group][request.slot], held)
+                    self._rows[group][request.slot], self._on_device[group] = row, None
+
+    def for_round(self, pages: int) -> Any:
+        """All rows, the first columns, on the device.
+
+        A copy to the device costs as much as a small model's round, so it is made when the table has changed; of a copy of the array, since
+        the device may read it later.
+        """
+        for group, table in enumerate(self._tables):
+            copied = self._on_device[group]
+            if copied is None or copied.shape != (table.shape[0], pages):
+                self._on_device[group] = jax.device_put(table[:, :pages].copy())
+        return one_or_all(self._on_device)
+
+    def for_prefill(self, owners: Sequence[Request], num_rows: int, pages: int) -> Any:
+        """A row for each tile of a prefill call, whose owners these are; the rows after are blank."""
+        tables = [self._blank(num_rows, pages) for _ in range(self.num_groups)]
+        for row, request in enumerate(owners):
+            for table, held in zip(tables, request.blocks, strict=True):
+                write_row(table[row], held)
+        return one_or_all(tables)
+
+    def idle(self, num_rows: int, pages: int) -> Any:
+        return one_or_all([self._blank(num_rows, pages) for _ in range(self.num_groups)])
+
+
+def write_row(row: np.ndarray, held: Held) -> None:
+    row[: held.first] = NULL_BLOCK
+    row[held.first : held.num_pages] = held.blocks
+
+
+def one_or_all(tables: Sequence[Any]) -> Any:
+    return tables[0] if len(tables) == 1 else tuple(tables)
