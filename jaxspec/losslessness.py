@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import models
-from jaxspec.config import CacheGroup
 from jaxspec.kv_cache import init_cache
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
@@ -102,7 +101,7 @@ def _last_logits(cfg: models.TargetConfig, params: Params, tokens: Sequence[int]
 def _forward(cfg: Any, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
     family, pages = models.family(cfg), tokens.shape[1] // BLOCK
     table = jnp.arange(pages, dtype=jnp.int32)[None]
-    metadata = build_metadata(CacheGroup(BLOCK, tokens.shape[1]), table, jnp.zeros_like(length), length, tokens.shape[1])
+    metadata = build_metadata(cfg.cache_groups(BLOCK, tokens.shape[1]), table, jnp.zeros_like(length), length, tokens.shape[1])
     caches = init_cache(cfg.attention, cfg.num_layers, pages, BLOCK, jnp.float32)
     params = jax.tree.map(lambda w: w.astype(jnp.float32), params)  # in here, so that the copies live no longer than their use
     with jax.default_matmul_precision("highest"):

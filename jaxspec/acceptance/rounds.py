@@ -19,7 +19,7 @@ from flax import struct
 
 from jaxspec import decode, models
 from jaxspec.acceptance.expected import Expected, expected_acceptance
-from jaxspec.config import REFERENCE_KERNELS, CacheGroup, Kernels, RoundConfig
+from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.decode import DecodeState
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
@@ -59,9 +59,9 @@ def recorded_round(
     this round leaves it. corrupt(written, before) -> draft logits as verification gets to see them; None: as they were written.
     """
     K = cfg.num_speculative_tokens
-    inputs = decode.draft_inputs(state, block_table)
+    inputs = decode.draft_inputs(state, cfg.draft_table(block_table))
     before, live = draft_logits, state.active
-    buffers = Proposal(jnp.zeros((block_table.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None)
+    buffers = Proposal(jnp.zeros((live.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None)
     carry = propose(cfg, params["draft"], inputs, state.draft_caches, buffers)
     tokens = jnp.where(jnp.arange(K) < num_drafts, carry.proposal.draft_tokens, -1)
     written = carry.proposal.draft_logits
@@ -92,7 +92,7 @@ def _target_logits(cfg: RoundConfig, params: Params, state: DecodeState, draft_t
     """The logits that verification reads, [batch, K+1, vocab]: the same pass, which the compiler shares."""
     rows = draft_tokens.shape[1] + 1
     tokens = jnp.concatenate([state.next_token[:, None], jnp.maximum(draft_tokens, 0)], axis=1)
-    metadata = build_metadata(cfg.target_group, block_table, state.seq_lens, jnp.where(state.active, rows, 0), rows)
+    metadata = build_metadata(cfg.target_group, cfg.target_tables(block_table), state.seq_lens, jnp.where(state.active, rows, 0), rows)
     family = models.family(cfg.target)
     out = family.forward(params, cfg.target, tokens, metadata, state.target_caches, aux_layers=cfg.draft.aux_layers, kernels=cfg.kernels)
     return family.logits(params, cfg.target, out.hidden, cfg.kernels)
@@ -150,7 +150,7 @@ class Recorder:
     def __init__(self, pair: Pair, *, max_num_seqs: int, max_tokens: int, block_size: int = 64, chunk: int = 64, ahead: int = 8) -> None:
         self.pair, self.batch, self.chunk, self.ahead = pair, max_num_seqs, chunk, ahead
         pages = -(-(max_tokens + 2 * (pair.max_drafts + 1)) // block_size)
-        self.group = CacheGroup(block_size, pages * block_size)
+        self.block_size, self.max_model_len = block_size, pages * block_size
         self.num_blocks = max_num_seqs * pages
         self.table = jnp.arange(self.num_blocks, dtype=jnp.int32).reshape(max_num_seqs, pages)
         self._pool = ThreadPoolExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
@@ -158,11 +158,11 @@ class Recorder:
 
     def config(self, rule: str, drafts: str, *, sampled: bool) -> RoundConfig:
         pair = self.pair
-        return RoundConfig(
-            target=pair.target,
-            target_group=self.group,
-            draft=pair.draft,
-            draft_group=replace(self.group, window=pair.draft.sliding_window),
+        return RoundConfig.of_pair(
+            pair.target,
+            pair.draft,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
             num_speculative_tokens=pair.max_drafts,
             rule=rule,  # type: ignore[arg-type]
             draft_sampling=drafts,  # type: ignore[arg-type]

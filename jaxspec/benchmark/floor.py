@@ -86,9 +86,8 @@ def share_hit(moe: MoEConfig, rows: int) -> float:
 
 def seen_tokens(cfg: RoundConfig, context: int) -> list[int]:
     """For each layer of the target, the tokens of a request that its last row sees."""
-    groups = cfg.target_group if isinstance(cfg.target_group, tuple) else (cfg.target_group,)
-    of_layer = cfg.target.group_of_layer if isinstance(cfg.target_group, tuple) else (0,) * cfg.target.num_layers
-    return [min(groups[i].window or groups[i].chunk or context, context) for i in of_layer]
+    groups = cfg.target_groups
+    return [min(groups[i].window or groups[i].chunk or context, context) for i in cfg.group_of_layer]
 
 
 def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> int:

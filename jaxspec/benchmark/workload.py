@@ -19,6 +19,7 @@ from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
+from jaxspec.block_tables import one_or_all
 from jaxspec.config import EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.engine import Engine
@@ -121,17 +122,23 @@ def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Para
     """Engines over these weights, with and without the draft, and pages for the context and every timed round at its longest."""
     dimensions, K = MODELS[case.model], case.num_speculative_tokens
     pages = -(-(case.context + (effort.rounds + DISCARDED + 2) * (K + 1)) // BLOCK_SIZE)
-    config = EngineConfig(
-        max_model_len=pages * BLOCK_SIZE,
-        max_num_seqs=case.batch,
-        block_size=BLOCK_SIZE,
-        compilation=case.compilation,  # type: ignore[arg-type]
-        batch_buckets=(case.batch,),
-        num_gpu_blocks_override=case.batch * pages,
-    )
+
+    def engine(draft: tuple[Any, Params] | None, speculative: SpeculativeConfig | None) -> LLM:
+        groups = RoundConfig.of_pair(
+            dimensions.target, draft and draft[0], block_size=BLOCK_SIZE, max_model_len=pages * BLOCK_SIZE
+        ).cache_groups
+        config = EngineConfig(
+            max_model_len=pages * BLOCK_SIZE,
+            max_num_seqs=case.batch,
+            block_size=BLOCK_SIZE,
+            compilation=case.compilation,  # type: ignore[arg-type]
+            batch_buckets=(case.batch,),
+            num_gpu_blocks_override=(case.batch * pages,) * len(groups),  # blocks of every group, as the requests start in all of them
+        )
+        return LLM((dimensions.target, target), draft, speculative, config=config, dtype=dtype)
+
     speculative = SpeculativeConfig(method=case.method, num_speculative_tokens=K, rejection_sample_method=case.rule)
-    llm = LLM((dimensions.target, target), (draft_config(dimensions, case.method), draft), speculative, config=config, dtype=dtype)
-    return llm, LLM((dimensions.target, target), config=config, dtype=dtype), pages
+    return engine((draft_config(dimensions, case.method), draft), speculative), engine(None, None), pages
 
 
 def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str]) -> tuple[RoundConfig, RoundConfig]:
@@ -161,7 +168,7 @@ class Workload:
         self.engine = TimedEngine(self.llm.runner)
         blocks = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
         self.host_table = blocks.reshape(case.batch, pages)
-        self.block_table = jnp.asarray(self.host_table)
+        self.block_table = one_or_all([jnp.asarray(self.host_table)] * len(self.cfg.cache_groups))
         self.state = random_state(case, self.cfg, blocks.size, weights.dtype)
         self.proposal = self._random_proposal()
 
@@ -214,7 +221,7 @@ class Workload:
 
     def time_draft(self) -> dict[str, Any]:
         """The K draft steps as one program."""
-        inputs = decode.draft_inputs(self.rewind(self.state), self.block_table)
+        inputs = decode.draft_inputs(self.rewind(self.state), self.cfg.draft_table(self.block_table))
         step = lambda carry: _propose(self.cfg, self.params["draft"], inputs, carry[1])  # noqa: E731
         count, repeats = self.effort.rounds, self.effort.repeats
         timing, (_, caches) = back_to_back(step, (self.proposal, self.state.draft_caches), count=count, repeats=repeats)
@@ -251,7 +258,8 @@ class Workload:
         group = self.cfg.draft_group
         assert group is not None
         ones = jnp.ones(self.case.batch, jnp.int32)
-        start = lambda _: _metadata(group, self.block_table, ones)  # noqa: E731
+        table = self.cfg.draft_table(self.block_table)
+        start = lambda _: _metadata(group, table, ones)  # noqa: E731
         step = lambda metadata: _rebuilds(group, metadata)  # noqa: E731
         repeats = self.effort.repeats
         timing, _ = back_to_back(step, start(None), count=max(2, self.effort.rounds // 4), repeats=repeats, rewind=start)
@@ -273,7 +281,7 @@ class Workload:
         for slot, blocks in enumerate(self.host_table.tolist()):
             request = Request([0] * case.context, params, tokens, max_drafts=case.num_speculative_tokens, on_tokens=note_end)
             request.metrics = SpecDecodeMetrics(case.num_speculative_tokens)
-            engine.scheduler.place(request, slot, [blocks])
+            engine.scheduler.place(request, slot, [blocks] * len(self.cfg.cache_groups))
         while engine.has_requests:
             engine.step()
         self.state = engine.runner.release()

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec import decode, models
-from jaxspec.config import CacheGroup, ConfigError, RoundConfig
+from jaxspec.config import ConfigError, RoundConfig
 from jaxspec.decode import DecodeState
 from jaxspec.params import Params
 from jaxspec.sampling import SamplingState
@@ -174,7 +174,7 @@ class Generator:
         self, cfg: GenerationConfig, target: models.TargetConfig, params: Params, stop_token_ids: Iterable[int], dtype: Any
     ) -> None:
         self.cfg, self.params = cfg, {"target": params}
-        self.round = RoundConfig(target=target, target_group=CacheGroup(cfg.block_size, cfg.max_len))
+        self.round = RoundConfig.of_pair(target, block_size=cfg.block_size, max_model_len=cfg.max_len)
         pages = cfg.max_len // cfg.block_size
         self.block_table = jnp.arange(cfg.num_slots * pages, dtype=jnp.int32).reshape(cfg.num_slots, pages)
         zeros = lambda dtype: jnp.zeros(cfg.num_slots, dtype)  # noqa: E731

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import models
-from jaxspec.config import CacheGroup
 from jaxspec.kv_cache import init_cache
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
@@ -20,9 +19,8 @@ def target_states(
     The target's own paged forward, over a fresh cache of one block a sequence: the function that decoding runs.
     """
     batch, rows = tokens.shape
-    group = CacheGroup(block_size=rows, max_model_len=rows)
     block_table = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    metadata = build_metadata(group, block_table, jnp.zeros(batch, jnp.int32), lengths, rows)
+    metadata = build_metadata(cfg.cache_groups(rows, rows), block_table, jnp.zeros(batch, jnp.int32), lengths, rows)
     caches = init_cache(cfg.attention, cfg.num_layers, batch, rows, params["norm"].dtype)
     out = models.family(cfg).forward(params, cfg, tokens, metadata, caches, aux_layers=aux_layers)
     return out.hidden, out.aux
