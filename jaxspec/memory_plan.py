@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec import drafts, models
-from jaxspec.config import CacheGroup, ConfigError
-from jaxspec.kv_cache import init_cache
+from jaxspec.config import CacheGroup, ConfigError, EngineConfig
 from jaxspec.params import Params, ParamSpec
+from jaxspec.pool_sizes import demand, layer_block_bytes
 
 GIB = 1 << 30
 # Bytes of memory as the data sheets give them.
@@ -21,12 +22,18 @@ GPUS = {"h200": 141e9, "h100": 80e9, "a100-80": 80e9, "a100-40": 40e9, "l40s": 4
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One KV-cache group. token_bytes: of all its layers together. window: tokens that a request needs of it, None for all."""
+    """The layers of one owner in one KV-cache group. token_bytes: of all these layers together. window: tokens that a row sees, or None.
+
+    held: tokens in the blocks that a request of max_model_len holds at most while it generates. pool: those in the blocks that max_num_seqs
+    requests are given where there is a window, which does not grow with the text; None without.
+    """
 
     name: str
     num_layers: int
     token_bytes: int
     window: int | None
+    held: int
+    pool: int | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,13 @@ class MemoryPlan:
 
     @property
     def token_bytes(self) -> int:
-        return sum(g.token_bytes for g in self.groups)
+        """Of a token in the groups that keep all of them."""
+        return sum(g.token_bytes for g in self.groups if g.pool is None)
+
+    @property
+    def window_bytes(self) -> int:
+        """Of the pools of the groups with a window."""
+        return sum(g.token_bytes * g.pool for g in self.groups if g.pool is not None)
 
     @property
     def cache_bytes(self) -> int:
@@ -53,8 +66,8 @@ class MemoryPlan:
 
     @property
     def cache_tokens(self) -> int:
-        """In whole blocks, each of every group's layers (blocks that have left a window are not freed yet)."""
-        return max(0, self.cache_bytes // (self.token_bytes * self.block_size)) * self.block_size
+        """Of all requests together, in whole blocks, beside the pools of the groups with a window."""
+        return max(0, (self.cache_bytes - self.window_bytes) // (self.token_bytes * self.block_size)) * self.block_size
 
     @property
     def num_requests(self) -> int:
@@ -72,17 +85,21 @@ def memory_plan(
     max_num_seqs: int,
     num_speculative_tokens: int,
     block_size: int = 64,
+    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
     utilization: float = 0.9,
 ) -> MemoryPlan:
     """The plan of a target and a draft (None for plain decoding) on a GPU with so many bytes, of which `utilization` may be used."""
     if not 0 < utilization <= 1:
         raise ConfigError(f"utilization: expected a share in (0, 1], got {utilization}")
     K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
-    groups = group_plans("target", target, target.cache_groups(block_size, max_model_len), dtype)
+    pools = partial(
+        group_plans, dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len, head_room=K + 1, max_chunk=max_num_batched_tokens
+    )
+    groups = pools("target", target, target.cache_groups(block_size, max_model_len))
     draft_weights = buffers = 0
     if draft is not None:
         draft_weights = weight_bytes(drafts.family(draft).param_specs(draft), dtype)
-        groups += group_plans("draft", draft, draft.cache_groups(block_size, max_model_len), dtype)
+        groups += pools("draft", draft, draft.cache_groups(block_size, max_model_len))
         width = drafts.hidden_width(draft, target)
         pending = (K + 1) * (width * itemsize + 4)
         buffers = max_num_seqs * (pending + K * (draft.draft_vocab_size * 4 + 4))
@@ -104,24 +121,24 @@ def weight_bytes(specs: Params, dtype: Any) -> int:
     return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize for spec in leaves)
 
 
-def group_plans(owner: str, cfg: Any, groups: CacheGroup | tuple[CacheGroup, ...], dtype: Any) -> tuple[GroupPlan, ...]:
-    """A model's KV-cache groups, those without layers left out."""
+def group_plans(
+    owner: str, cfg: Any, groups: CacheGroup | tuple[CacheGroup, ...], *, dtype: Any, max_num_seqs: int, **rows: int
+) -> tuple[GroupPlan, ...]:
+    """A model's KV-cache groups, those without layers left out. rows: as pool_sizes.demand takes them."""
     listed = groups if isinstance(groups, tuple) else (groups,)
     block_size = listed[0].block_size
-    caches = jax.eval_shape(lambda: init_cache(cfg.attention, cfg.num_layers, 1, block_size, dtype))
     of_layer = cfg.group_of_layer if isinstance(groups, tuple) else (0,) * cfg.num_layers
+    layers = layer_block_bytes(cfg, block_size, dtype)
     plans = []
     for i, group in enumerate(listed):
-        arrays = [jax.tree.leaves(cache) for cache, own in zip(caches, of_layer, strict=True) if own == i]
-        block_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for layer in arrays for a in layer)
-        if arrays:
-            plans.append(GroupPlan(f"{owner}: {_kind(cfg, group)}", len(arrays), block_bytes // block_size, group.window or group.chunk))
+        own = [size for size, of in zip(layers, of_layer, strict=True) if of == i]
+        needed = demand(group, **rows)
+        pool = needed.of_requests(max_num_seqs, caching=True) * block_size if needed.has_window else None
+        if own:
+            name, sees = f"{owner}: {_kind(cfg, group)}", group.window or group.chunk
+            plans.append(GroupPlan(name, len(own), sum(own) // block_size, sees, needed.running * block_size, pool))
     return tuple(plans)
 
 
 def _kind(cfg: Any, group: CacheGroup) -> str:
-    if group.window is not None:
-        return f"window of {group.window}"
-    if group.chunk is not None:
-        return f"chunks of {group.chunk}"
-    return "latent" if hasattr(cfg.attention, "kv_lora_rank") else "full"
+    return "latent attention" if group.reach is None and hasattr(cfg.attention, "kv_lora_rank") else str(group)

@@ -115,18 +115,18 @@ def show(plan: MemoryPlan, console: Console) -> None:
         ("draft buffers", plan.draft_buffers),
         ("logits", plan.logits),
         ("left for keys and values", plan.cache_bytes),
+        ("of which the pools of windows", plan.window_bytes),
         ("usable", plan.usable),
     )
     for name, size in rows:
         table.add_row(name, f"{size / GIB:.3f}")
     console.print(table)
-    groups = Table("KV-cache group", "layers", "KiB a token", "tokens a request needs", "MiB a request", title="keys and values")
+    groups = Table("KV-cache group", "layers", "KiB a token", "tokens a request holds", "MiB a request", title="keys and values")
     for column in groups.columns[1:]:
         column.justify = "right"
     for group in plan.groups:
-        needed = min(group.window or plan.max_model_len, plan.max_model_len)
-        kib, mib = group.token_bytes / 1024, group.token_bytes * plan.max_model_len / (1 << 20)
-        groups.add_row(group.name, str(group.num_layers), f"{kib:.2f}", str(needed), f"{mib:.1f}")
+        kib, mib = group.token_bytes / 1024, group.token_bytes * group.held / (1 << 20)
+        groups.add_row(group.name, str(group.num_layers), f"{kib:.2f}", str(group.held), f"{mib:.1f}")
     console.print(groups)
     if plan.cache_bytes <= 0:
         console.print("does not fit: the weights alone take more than is usable")

@@ -34,16 +34,26 @@ def test_llama_takes_two_bytes_a_parameter_and_128_kib_a_token() -> None:
 def test_gpt_oss_has_two_groups_of_twelve_layers() -> None:
     plan = plan_of("gpt-oss-20b")
     assert [(g.name, g.num_layers, g.token_bytes, g.window) for g in plan.groups] == [
-        ("target: full", 12, 12 * 2048, None),
-        ("target: window of 128", 12, 12 * 2048, 128),
+        ("target: full attention", 12, 12 * 2048, None),
+        ("target: a window of 128", 12, 12 * 2048, 128),
     ]
+    full, window = plan.groups
+    assert (full.held, full.pool) == (8192, None)
+    assert window.held == 64 * (-(-(127 + 4 - 1) // 64) + 1), "window and four rounds of one row, wherever they lie in blocks"
+    assert window.pool == 2 * (16 * window.held + 2 * 64 * (-(-(127 + 2048 - 1) // 64) + 1))
+    assert plan.token_bytes == 12 * 2048 and plan.window_bytes == 12 * 2048 * window.pool
+    held = (plan.cache_bytes - plan.window_bytes) // (64 * 12 * 2048)
+    assert plan.cache_tokens == 64 * held and plan.num_requests == held // 128
 
 
 def test_a_latent_cache_holds_576_numbers_a_token_and_the_mtp_layer_its_own() -> None:
     target = models.config_from_hf(CONFIGS["GLM-4.7-Flash"])
     draft = mtp.config_from_checkpoint(CONFIGS["GLM-4.7-Flash"], tensors("GLM-4.7-Flash"), target, SpeculativeConfig(method="mtp"))
     plan = plan_of("GLM-4.7-Flash", draft=draft)
-    assert [(g.name, g.token_bytes) for g in plan.groups] == [("target: latent", 47 * 576 * 2), ("draft: latent", 576 * 2)]
+    assert [(g.name, g.token_bytes) for g in plan.groups] == [
+        ("target: latent attention", 47 * 576 * 2),
+        ("draft: latent attention", 576 * 2),
+    ]
     assert plan.draft_buffers == 16 * (4 * (2048 * 2 + 4) + 3 * (154880 * 4 + 4))
 
 
