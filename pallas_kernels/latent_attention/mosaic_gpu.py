@@ -1,0 +1,400 @@
+"""Latent attention on Hopper: one launch, each tile of latents read once and used as keys and as values.
+
+FlashAttention's tiles (Dao et al., 2022, arXiv:2205.14135) and Flash-Decoding's shares of the keys (Dao et al., 2023), as in
+pallas_kernels.attention: wgmma's 64 left rows are latents (K Q^T) and values (V^T P^T), and the query rows, row x head, are its narrow
+side, so that 80 of them need no padding to 128. A CTA is one warpgroup that holds up to 40 query rows, 46 KB, two tiles of 64 latents,
+147 KB, and float32 sums of 512 x 40, 160 registers a thread.
+
+Tile t belongs to class t mod 8. A class is folded from its first tile to its last by one CTA. The CTAs of a cluster share the classes,
+leave their results in device memory (half a cache line's traffic a latent: they do not fit beside the ring), and each folds a share of the
+value dimensions over the eight classes as a binary tree. So the order of all sums depends on the keys' places alone: neither on the batch,
+nor on the block table, nor on the number of CTAs. (A prefill chunk has CTAs enough: one class, and no exchange.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper
+from pallas_kernels.packing import packed_size
+
+KEYS = 64  # latents a tile: the left side of a wgmma
+CHUNK = 64  # value dimensions that are folded and written at once
+MAX_COLUMNS = 40  # query rows (row x head) of a CTA: more would spill
+MAX_RANK = 512
+CLASSES = 8  # of key tiles; also the largest portable cluster
+PREFILL_ROWS = 16  # a request with more rows than this is a prefill chunk
+NEVER = -1e30  # the maximum of a row that has seen nothing: finite, so that no difference of two is NaN
+LOG2E = math.log2(math.e)
+SMS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Static choices that change no bits."""
+
+    slots: int = 2  # tiles in shared memory
+    max_columns: int = MAX_COLUMNS
+    fill: int = SMS  # clusters grow while there are at most this many CTAs
+    cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as `fill` says
+
+
+def unsupported(*, kv_lora_rank: int, rope_head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any) -> str | None:
+    """Why the kernel cannot run these shapes and dtypes on this device; None if it can."""
+    if device := hopper.missing():
+        return f"device: {device}"
+    if kv_lora_rank % CHUNK or not CHUNK <= kv_lora_rank <= MAX_RANK or rope_head_dim != 64:
+        return f"expected a kv_lora_rank of a multiple of {CHUNK} up to {MAX_RANK} and a rope_head_dim of 64, got {kv_lora_rank} and {rope_head_dim}"
+    if block_size < 8 or (KEYS % block_size and block_size % KEYS):
+        return f"block_size: expected 8, 16, 32 or a multiple of {KEYS}, got {block_size}"
+    if q_dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
+        return f"dtypes of q and the cache: expected bfloat16, got {q_dtype} and {cache_dtype}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes of one call."""
+
+    batch: int
+    rows: int
+    num_heads: int
+    rank: int
+    width: int
+    block_size: int
+    pages: int
+    scale: float
+    tuning: Tuning
+    interpreted: bool
+
+    @property
+    def query_rows(self) -> int:
+        """Row * num_heads + head, padded to what wgmma and tiled copies take."""
+        return packed_size(self.rows * self.num_heads)
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.query_rows // self.tuning.max_columns)
+
+    @property
+    def columns(self) -> int:
+        """Query rows of one tile."""
+        return -(-self.query_rows // (8 * self.row_tiles)) * 8
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of latents that the block table can hold."""
+        return -(-self.pages * self.block_size // KEYS)
+
+    @property
+    def classes(self) -> int:
+        return 1 if self.rows > PREFILL_ROWS else CLASSES
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share the keys of one row tile."""
+        if self.classes == 1 or self.tuning.cluster is not None:
+            return 1 if self.classes == 1 else self.tuning.cluster or 1
+        cluster = 1
+        while cluster < min(self.tiles, CLASSES, self.rank // CHUNK) and 2 * cluster * self.batch * self.row_tiles <= self.tuning.fill:
+            cluster *= 2
+        return cluster
+
+
+def latent_attention(
+    q: jax.Array,
+    cache: jax.Array,
+    block_table: jax.Array,
+    positions: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    num_heads: int,
+    kv_lora_rank: int,
+    scale: float,
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """See pallas_kernels.latent_attention.latent_attention; the output of a row that sees no key is 0."""
+    batch, rows = positions.shape
+    plan = Plan(
+        batch=batch,
+        rows=rows,
+        num_heads=num_heads,
+        rank=kv_lora_rank,
+        width=q.shape[2],
+        block_size=cache.shape[1],
+        pages=block_table.shape[1],
+        scale=scale,
+        tuning=tuning or Tuning(),
+        interpreted=hopper.interpreting(),
+    )
+    out, *_ = _attend(plan)(q, cache, block_table, _bounds(plan, positions, seq_lens))
+    return out
+
+
+def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array) -> jax.Array:
+    """Which keys exist and who sees them; equal in every layer, so XLA computes it once.
+
+    int32 [batch, row_tiles, columns + 4]: per column the key after its row's last; the tile after the last that any row sees, number of
+    keys, and two of padding, without which every second request's numbers would be unaligned for the kernel's loads.
+    """
+    written = jnp.minimum(seq_lens, plan.pages * plan.block_size)
+    last = jnp.maximum(jnp.minimum(positions + 1, written[:, None]), 0)
+    last = jnp.repeat(last, plan.num_heads, axis=1)
+    last = jnp.pad(last, ((0, 0), (0, plan.row_tiles * plan.columns - last.shape[1])))
+    last = last.reshape(plan.batch, plan.row_tiles, plan.columns)
+    stop = (last.max(axis=2) + KEYS - 1) // KEYS
+    everyone = jnp.broadcast_to(written[:, None], stop.shape)
+    return jnp.concatenate((last, jnp.stack((stop, everyone, everyone, everyone), axis=2)), axis=2)
+
+
+def _load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  # jax 0.10 wanted an index
+
+
+def _where(condition: jax.Array, x: jax.Array, y: float) -> jax.Array:
+    """jnp.where with numbers spread to x's shape, which Mosaic wants spelled out."""
+    return jnp.where(jnp.broadcast_to(condition, x.shape), x, jnp.full(x.shape, y, x.dtype))
+
+
+def _spread(x: jax.Array, size: int) -> jax.Array:
+    """A number a column -> [size, columns]."""
+    return lax.broadcast_in_dim(x, (size, x.shape[0]), [1])
+
+
+def _merge(left: tuple, right: tuple) -> tuple:
+    """Two softmaxes over disjoint keys (values [n, columns], maximum in powers of two, sum) as one."""
+    (values, top, total), (values_r, top_r, total_r) = left, right
+    size = values.shape[0]
+    new = jnp.maximum(top, top_r)
+    a, b = jnp.exp2(top - new), jnp.exp2(top_r - new)
+    return values * _spread(a, size) + values_r * _spread(b, size), new, total * a + total_r * b
+
+
+def _normalise(state: tuple) -> jax.Array:
+    values, _, total = state
+    return (values * _spread(1.0 / _where(total > 0.0, total, 1.0), values.shape[0])).astype(jnp.bfloat16)
+
+
+def _publish(plan: Plan) -> None:
+    """What this CTA's threads have written to device memory before is there for the cluster's others, and theirs for it, after a barrier.
+
+    A cluster barrier alone orders shared memory only: its arrival has the scope of a CTA.
+    """
+    if plan.interpreted:
+        return
+    from jax.experimental.mosaic.gpu import utils
+
+    @plgpu.inline_mgpu()
+    def fence(_ctx: Any) -> None:
+        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        utils.warpgroup_barrier()
+
+    fence()
+
+
+def _attend(plan: Plan):
+    """The kernel: a cluster for every (request, row tile)."""
+    rank_size, columns, slots = plan.rank, plan.columns, plan.tuning.slots
+    classes, cluster = plan.classes, plan.cluster
+    classes_here = classes // cluster  # of one CTA
+    pieces = max(KEYS // plan.block_size, 1)  # pages in a tile
+    piece = KEYS // pieces
+    matrix = plgpu.Layout.WGMMA
+    by_column = matrix.reduce(0)
+    tall, square = (rank_size, columns), (KEYS, columns)  # of values, of scores
+    all_values = pl.ds(0, rank_size)
+
+    def splat(shape, value):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), matrix if len(shape) == 2 else by_column)
+
+    def add_product(values, left, right):
+        """values + left @ right."""
+
+        def product(acc):
+            plgpu.wgmma(acc, left, right)
+            return acc[...]
+
+        if plan.interpreted:  # which knows no accumulators that do not start at zero
+            return values + pl.run_scoped(product, plgpu.ACC(tall, jnp.float32))
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, left, right))(plgpu.ACC.init(values))
+
+    def body(q_ref, cache_ref, table_ref, bounds_ref, out_ref, *rest):
+        (values_ref, stats_ref), rest = (rest[:2], rest[2:]) if classes > 1 else ((None, None), rest)
+        q_smem, ring, p_smem, last_smem, total_smem, q_barrier, barriers, *everyone = rest
+        if not plan.interpreted:
+            # Everything that is read here, other kernels write.
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
+        request, row_tile = lax.axis_index("request"), plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows see most keys
+        member = lax.axis_index("member") if cluster > 1 else jnp.int32(0)
+        stop, num_keys = bounds_ref[request, row_tile, columns], bounds_ref[request, row_tile, columns + 1]
+        past_class = (member + 1) * classes_here
+        query_rows = pl.ds(row_tile * columns, columns)  # those past the last one are read as zeros and not written
+
+        def settle(tile):
+            """A place in this CTA's order of tiles, class after class: moved on to the next class if this one has ended."""
+            if classes_here == 1:
+                return tile
+            coming_class = lax.rem(tile, classes) + 1
+            # If the next class has no tile, no later one has: classes begin at tiles 0, 1, 2, ...
+            return jnp.where((tile >= stop) & (coming_class < past_class), coming_class, tile)
+
+        def pages_of(tile):
+            """Block ids of a tile's pages. Those past the request's last page may be anything: their keys are masked."""
+            if pieces == 1:
+                return (table_ref[request, jnp.minimum(lax.div(tile * KEYS, plan.block_size), plan.pages - 1)],)
+            return tuple(table_ref[request, jnp.minimum(tile * pieces + i, plan.pages - 1)] for i in range(pieces))
+
+        def fetch(slot, tile, blocks):
+            for i, block in enumerate(blocks):
+                offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
+                source = cache_ref.at[block, pl.ds(offset, piece), 0]
+                plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(i * piece, piece)], barriers.at[slot])
+
+        ahead = [member * classes_here]
+        while len(ahead) <= slots:
+            ahead.append(settle(ahead[-1] + classes))
+        for slot, tile in enumerate(ahead[:slots]):
+
+            @pl.when(tile < stop)
+            def _(slot=slot, tile=tile):
+                if slot == 0:
+                    plgpu.copy_gmem_to_smem(q_ref.at[request, query_rows], q_smem, q_barrier)
+                fetch(slot, tile, pages_of(tile))
+
+        last_smem[...] = _load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False)
+        plgpu.commit_smem()
+        pl.when(ahead[0] < stop)(lambda: plgpu.barrier_wait(q_barrier))
+
+        def step(tile, carry):
+            values, top, count, coming, *blocks = carry
+            slot = lax.rem(count, slots)
+            # The page after the coming one is looked up now: a load from device memory must not hold up the copy.
+            after = settle(coming + classes)
+            after_blocks = pages_of(after)
+            plgpu.barrier_wait(barriers.at[slot])
+
+            @pl.when((tile + 1) * KEYS > num_keys)
+            def _():
+                # Slots that nobody has written may hold NaN, and 0 * NaN is NaN.
+                @pl.loop(0, plan.width // CHUNK)
+                def _(i):
+                    chunk = ring.at[slot, :, pl.ds(i * CHUNK, CHUNK)]
+                    row = plgpu.broadcasted_iota(jnp.int32, (KEYS, CHUNK), 0, layout=matrix) + tile * KEYS
+                    chunk[...] = _where(row < num_keys, _load(chunk, matrix), 0.0)
+
+                plgpu.commit_smem()
+
+            def scores_of(acc):
+                plgpu.wgmma(acc, ring.at[slot], q_smem.transpose((1, 0)))
+                return acc[...]
+
+            scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * (plan.scale * LOG2E)
+            key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=matrix) + tile * KEYS
+            last = _load(last_smem, by_column, optimized=False)
+            scores = _where(key < _spread(last, KEYS), scores, -jnp.inf)
+            new = jnp.maximum(top, scores.max(axis=0))
+            old = jnp.exp2(top - new)
+            weights = jnp.exp2(scores - _spread(new, KEYS))
+            p_smem.transpose((1, 0))[...] = weights.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            total_smem[...] = _load(total_smem, by_column, optimized=False) * old + weights.sum(axis=0)
+            values = add_product(values * _spread(old, rank_size), ring.at[slot, :, all_values].transpose((1, 0)), p_smem.transpose((1, 0)))
+            pl.when(coming < stop)(lambda: fetch(slot, coming, blocks))
+            return values, new, count + 1, after, *after_blocks
+
+        def fold(key_class, order):
+            """Softmax over one class of tiles, and where the order of tiles has come to."""
+            total_smem[...] = splat((columns,), 0.0)
+            carry = lax.fori_loop(
+                0,
+                lax.div(jnp.maximum(stop - key_class, 0) + (classes - 1), classes),
+                lambda i, carry: step(key_class + i * classes, carry),
+                (splat(tall, 0.0), splat((columns,), NEVER), *order),
+            )
+            return (*carry[:2], _load(total_smem, by_column, optimized=False)), carry[2:]
+
+        def write(values, part):
+            """values [CHUNK, columns] to these value dimensions of the output."""
+            plgpu.wait_smem_to_gmem(0)  # the chunk before has left
+            p_smem.transpose((1, 0))[...] = values
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(p_smem, out_ref.at[request, query_rows, part])
+
+        order = (jnp.int32(0), ahead[slots], *pages_of(ahead[slots]))
+        if classes == 1:
+            state, _ = fold(jnp.int32(0), order)
+            normed = _normalise(state)
+            for start in range(0, rank_size, CHUNK):
+                write(normed[start : start + CHUNK], pl.ds(start, CHUNK))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+            return
+
+        def leave(i, order):
+            key_class = member * classes_here + i
+            state, order = fold(key_class, order)
+
+            @pl.when(key_class < stop)
+            def _():
+                here = (request, row_tile, key_class)
+                values_ref[*here], stats_ref[*here, 0], stats_ref[*here, 1] = state
+
+            return order
+
+        lax.fori_loop(0, classes_here, leave, order)
+        _publish(plan)
+        if cluster > 1:
+            plgpu.barrier_arrive(everyone[0])
+            plgpu.barrier_wait(everyone[0])
+            _publish(plan)
+
+        @pl.loop(0, rank_size // CHUNK // cluster)
+        def _(i):
+            part = pl.ds((member * (rank_size // CHUNK // cluster) + i) * CHUNK, CHUNK)
+
+            def gather(base, size):
+                if size > 1:
+                    return _merge(gather(base, size // 2), gather(base + size // 2, size // 2))
+                here = (request, row_tile, base)
+                left = base < stop  # otherwise nobody has
+                values = _where(left, _load(values_ref.at[*here, part], matrix, optimized=False), 0.0)
+                top, total = (_load(stats_ref.at[*here, j], by_column, optimized=False) for j in range(2))
+                return values, _where(left, top, NEVER), _where(left, total, 0.0)
+
+            write(_normalise(gather(0, classes)), part)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+    tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    out_type = [jax.ShapeDtypeStruct((plan.batch, plan.query_rows, rank_size), jnp.bfloat16)]
+    if classes > 1:
+        lead = (plan.batch, plan.row_tiles, classes)
+        out_type += [jax.ShapeDtypeStruct((*lead, *tall), jnp.float32), jax.ShapeDtypeStruct((*lead, 2, columns), jnp.float32)]
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out_type),
+        # The last axis runs fastest: row tiles of one request read the same pages.
+        grid=(plan.batch, plan.row_tiles),
+        grid_names=("request", "row_tile"),
+        scratch_types=[
+            plgpu.SMEM((columns, plan.width), jnp.bfloat16, transforms=tiling),
+            plgpu.SMEM((slots, KEYS, plan.width), jnp.bfloat16, transforms=tiling),
+            plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
+            plgpu.SMEM((columns,), jnp.int32),
+            plgpu.SMEM((columns,), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+            *([plgpu.ClusterBarrier(collective_axes=("member",))] if cluster > 1 else []),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="latent_attention",
+        **({"cluster": (cluster,), "cluster_names": ("member",)} if cluster > 1 else {}),
+    )

@@ -1,0 +1,102 @@
+"""Real shapes of the latent-attention op, shared by tests and benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.attention.shapes import ragged
+from pallas_kernels.packing import packed_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """lengths: tokens in the cache, one a request. Query rows are the last `rows` positions, `past_end` of them beyond the last token."""
+
+    lengths: tuple[int, ...]
+    rows: int
+    num_heads: int
+    kv_lora_rank: int = 512
+    rope_head_dim: int = 64
+    block_size: int = 64
+    scale: float = 256**-0.5
+    past_end: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def width(self) -> int:
+        return self.kv_lora_rank + self.rope_head_dim
+
+    @property
+    def query_rows(self) -> int:
+        return packed_size(self.rows * self.num_heads)
+
+    @property
+    def table_pages(self) -> int:
+        """The power of two that the longest request needs."""
+        needed = -(-max(*self.lengths, 1) // self.block_size)
+        return 1 << (needed - 1).bit_length()
+
+    def positions(self) -> np.ndarray:
+        """int32 [batch, rows]"""
+        first = np.maximum(np.array(self.lengths) - self.rows + self.past_end, 0)
+        return (first[:, None] + np.arange(self.rows)).astype(np.int32)
+
+
+_GLM: dict[str, Any] = {"num_heads": 20}  # GLM-4.7-Flash
+_DEEPSEEK_V3: dict[str, Any] = {"num_heads": 128, "scale": 192**-0.5}
+
+SHAPES = {
+    "glm, batch 1, context 400, Q 4": Shape(ragged(1, 400), 4, **_GLM),
+    "glm, batch 1, context 400, Q 6": Shape(ragged(1, 400), 6, **_GLM),
+    "glm, batch 1, context 400, Q 1": Shape(ragged(1, 400), 1, **_GLM),
+    "glm, batch 16, context 400, Q 4": Shape(ragged(16, 400), 4, **_GLM),
+    "glm, batch 16, context 400, Q 6": Shape(ragged(16, 400), 6, **_GLM),
+    "glm, batch 16, context 400, Q 1": Shape(ragged(16, 400), 1, **_GLM),
+    "glm, batch 1, context 4k, Q 4": Shape(ragged(1, 4096), 4, **_GLM),
+    "glm, batch 16, context 4k, Q 4": Shape(ragged(16, 4096), 4, **_GLM),
+    "glm, batch 16, context 4k, Q 6": Shape(ragged(16, 4096), 6, **_GLM),
+    "glm, batch 64, context 4k, Q 4": Shape(ragged(64, 4096), 4, **_GLM),
+    "glm, prefill of 512 rows after 512": Shape((1024,), 512, **_GLM),
+    "deepseek-v3, batch 1, context 400, Q 4": Shape(ragged(1, 400), 4, **_DEEPSEEK_V3),
+    "deepseek-v3, batch 4, context 4k, Q 4": Shape(ragged(4, 4096), 4, **_DEEPSEEK_V3),
+}
+
+
+def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
+    """Arguments of the public op: normal random numbers, blocks in random order, NaN in every slot that nobody has written."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(shape.dtype)
+    pages = shape.table_pages
+    num_blocks = shape.batch * pages + 1
+    table = rng.permutation(num_blocks)[: shape.batch * pages].reshape(shape.batch, pages).astype(np.int32)
+    written = np.zeros((num_blocks, shape.block_size), bool)
+    for blocks, length in zip(table, shape.lengths, strict=True):
+        written[blocks] = np.arange(pages * shape.block_size).reshape(pages, shape.block_size) < length
+    keys = jax.random.split(jax.random.key(seed), 2)
+    cache = jax.random.normal(keys[0], (num_blocks, shape.block_size, 1, shape.width), dtype)
+    return {
+        "q": jax.random.normal(keys[1], (shape.batch, shape.query_rows, shape.width), dtype),
+        "cache": jnp.where(jnp.asarray(written)[..., None, None], cache, jnp.asarray(jnp.nan, dtype)),
+        "block_table": jnp.asarray(table),
+        "positions": jnp.asarray(shape.positions()),
+        "seq_lens": jnp.asarray(shape.lengths, dtype=jnp.int32),
+        "num_heads": shape.num_heads,
+        "kv_lora_rank": shape.kv_lora_rank,
+        "scale": shape.scale,
+    }
+
+
+def bytes_moved(shape: Shape) -> int:
+    """The fewest bytes of device memory: every latent that some row sees once, the query, the output."""
+    seen = np.minimum(shape.positions().max(axis=1) + 1, np.array(shape.lengths)).sum()
+    rows = shape.batch * shape.query_rows
+    return (int(seen) * shape.width + rows * (shape.width + shape.kv_lora_rank)) * jnp.dtype(shape.dtype).itemsize
