@@ -25,3 +25,8 @@ def unpack(packed: jax.Array, rows: int, num_heads: int) -> jax.Array:
     group = num_heads // num_kv_heads
     q = packed[:, :, : rows * group].reshape(batch, num_kv_heads, rows, group, head_dim)
     return q.transpose(0, 2, 1, 3, 4).reshape(batch, rows, num_heads, head_dim)
+
+
+def padded_heads(rows: int, num_heads: int) -> int:
+    """Heads of a request's queries [rows, heads, width] whose rows x heads are a multiple of 8."""
+    return num_heads if rows * num_heads % 8 == 0 else packed_size(num_heads)

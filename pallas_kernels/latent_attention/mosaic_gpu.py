@@ -24,7 +24,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.packing import packed_size
 
 KEYS = 64  # latents a tile: the left side of a wgmma
 CHUNK = 64  # value dimensions that are folded and written at once
@@ -47,12 +46,15 @@ class Tuning:
     cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as `fill` says
 
 
-def unsupported(*, kv_lora_rank: int, rope_head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any) -> str | None:
+def unsupported(*, query_rows: int, kv_lora_rank: int, rope_head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any) -> str | None:
     """Why the kernel cannot run these shapes and dtypes on this device; None if it can."""
     if device := hopper.missing():
         return f"device: {device}"
     if kv_lora_rank % CHUNK or not CHUNK <= kv_lora_rank <= MAX_RANK or rope_head_dim != 64:
-        return f"expected a kv_lora_rank of a multiple of {CHUNK} up to {MAX_RANK} and a rope_head_dim of 64, got {kv_lora_rank} and {rope_head_dim}"
+        expected = f"a kv_lora_rank of a multiple of {CHUNK} up to {MAX_RANK} and a rope_head_dim of 64"
+        return f"expected {expected}, got {kv_lora_rank} and {rope_head_dim}"
+    if query_rows % 8:
+        return f"rows x heads: expected a multiple of 8, got {query_rows}"
     if block_size < 8 or (KEYS % block_size and block_size % KEYS):
         return f"block_size: expected 8, 16, 32 or a multiple of {KEYS}, got {block_size}"
     if q_dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
@@ -77,8 +79,8 @@ class Plan:
 
     @property
     def query_rows(self) -> int:
-        """Row * num_heads + head, padded to what wgmma and tiled copies take."""
-        return packed_size(self.rows * self.num_heads)
+        """Row * num_heads + head."""
+        return self.rows * self.num_heads
 
     @property
     def row_tiles(self) -> int:
@@ -116,27 +118,26 @@ def latent_attention(
     positions: jax.Array,
     seq_lens: jax.Array,
     *,
-    num_heads: int,
     kv_lora_rank: int,
     scale: float,
     tuning: Tuning | None = None,
 ) -> jax.Array:
     """See pallas_kernels.latent_attention.latent_attention; the output of a row that sees no key is 0."""
-    batch, rows = positions.shape
+    batch, rows, num_heads, width = q.shape
     plan = Plan(
         batch=batch,
         rows=rows,
         num_heads=num_heads,
         rank=kv_lora_rank,
-        width=q.shape[2],
+        width=width,
         block_size=cache.shape[1],
         pages=block_table.shape[1],
         scale=scale,
         tuning=tuning or Tuning(),
         interpreted=hopper.interpreting(),
     )
-    out, *_ = _attend(plan)(q, cache, block_table, _bounds(plan, positions, seq_lens))
-    return out
+    out, *_ = _attend(plan)(q.reshape(batch, plan.query_rows, width), cache, block_table, _bounds(plan, positions, seq_lens))
+    return out.reshape(batch, rows, num_heads, kv_lora_rank)
 
 
 def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.reference import paged_attention
-from pallas_kernels.packing import pack, unpack
 
 
 def latent_attention(
@@ -16,11 +15,9 @@ def latent_attention(
     positions: jax.Array,
     seq_lens: jax.Array,
     *,
-    num_heads: int,
     kv_lora_rank: int,
     scale: float,
 ) -> jax.Array:
     """See pallas_kernels.latent_attention.latent_attention: attention of one KV head whose values are the first part of its keys."""
-    rows = unpack(q[:, None], positions.shape[1], num_heads)
-    out = paged_attention(rows, cache, cache, block_table, positions, seq_lens, jnp.zeros_like(positions), scale=scale)
-    return pack(out[..., :kv_lora_rank], 1)[:, 0]
+    out = paged_attention(q, cache, cache, block_table, positions, seq_lens, jnp.zeros_like(positions), scale=scale)
+    return out[..., :kv_lora_rank]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention.shapes import ragged
-from pallas_kernels.packing import packed_size
+from pallas_kernels.packing import padded_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,9 @@ class Shape:
         return self.kv_lora_rank + self.rope_head_dim
 
     @property
-    def query_rows(self) -> int:
-        return packed_size(self.rows * self.num_heads)
+    def heads(self) -> int:
+        """With those that pad a row for the kernel."""
+        return padded_heads(self.rows, self.num_heads)
 
     @property
     def table_pages(self) -> int:
@@ -84,12 +85,11 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(seed), 2)
     cache = jax.random.normal(keys[0], (num_blocks, shape.block_size, 1, shape.width), dtype)
     return {
-        "q": jax.random.normal(keys[1], (shape.batch, shape.query_rows, shape.width), dtype),
+        "q": jax.random.normal(keys[1], (shape.batch, shape.rows, shape.heads, shape.width), dtype),
         "cache": jnp.where(jnp.asarray(written)[..., None, None], cache, jnp.asarray(jnp.nan, dtype)),
         "block_table": jnp.asarray(table),
         "positions": jnp.asarray(shape.positions()),
         "seq_lens": jnp.asarray(shape.lengths, dtype=jnp.int32),
-        "num_heads": shape.num_heads,
         "kv_lora_rank": shape.kv_lora_rank,
         "scale": shape.scale,
     }
@@ -98,5 +98,5 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
 def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory: every latent that some row sees once, the query, the output."""
     seen = np.minimum(shape.positions().max(axis=1) + 1, np.array(shape.lengths)).sum()
-    rows = shape.batch * shape.query_rows
+    rows = shape.batch * shape.rows * shape.heads
     return (int(seen) * shape.width + rows * (shape.width + shape.kv_lora_rank)) * jnp.dtype(shape.dtype).itemsize

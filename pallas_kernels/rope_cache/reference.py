@@ -28,7 +28,7 @@ def rope_and_write(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps=eps), rms_norm(k, k_norm, eps=eps)
     cos, sin = cos[:, None], sin[:, None]
-    return rotate(q, cos, sin), _write(k_cache, rotate(k, cos, sin), slot_mapping), _write(v_cache, v, slot_mapping)
+    return rotate(q, cos, sin), write(k_cache, rotate(k, cos, sin), slot_mapping), write(v_cache, v, slot_mapping)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -37,7 +37,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _write(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+def write(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """cache [blocks, block_size, heads, width] with rows [rows, heads, width] at slots [rows]; slots outside of it are dropped."""
     flat = cache.reshape(-1, *cache.shape[2:])
     if slots.shape[0] == 1:  # XLA makes a scatter of one row a choice between two whole caches: a copy of each, every step
         slots = jnp.concatenate([slots, jnp.full(1, flat.shape[0], slots.dtype)])

@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels.latent_attention import IMPLEMENTATIONS, latent_attention, reference, unsupported
 from pallas_kernels.latent_attention.shapes import SHAPES, Shape, bytes_moved, make_inputs
-from pallas_kernels.packing import packed_size
+from pallas_kernels.packing import padded_heads
 from tests.kernels.attention import assert_close
 from tests.kernels.test_attention import interpreted
 
@@ -42,21 +42,21 @@ REQUESTS = {"q", "block_table", "positions", "seq_lens"}  # arguments with an en
 def run(shape: Shape, inputs: dict[str, Any], implementation: str) -> np.ndarray:
     """[batch, rows, num_heads, kv_lora_rank]"""
     with interpreted() if implementation == "mosaic_gpu" and jax.default_backend() == "cpu" else contextlib.nullcontext():
-        return by_head(shape, latent_attention(**inputs, implementation=implementation))
+        return without_padding(shape, latent_attention(**inputs, implementation=implementation))
 
 
 def kernel(shape: Shape, inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
     from pallas_kernels.latent_attention import mosaic_gpu
 
     with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
-        return by_head(shape, mosaic_gpu.latent_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning)))
+        return without_padding(shape, mosaic_gpu.latent_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning)))
 
 
-def by_head(shape: Shape, packed: jax.Array) -> np.ndarray:
-    out = np.asarray(packed).astype(np.float32)
-    assert np.isfinite(out).all()
-    rows = out.shape[1] // shape.num_heads  # what is left over is padding
-    return out[:, : rows * shape.num_heads].reshape(out.shape[0], rows, shape.num_heads, -1)[:, : shape.rows]
+def without_padding(shape: Shape, out: jax.Array) -> np.ndarray:
+    """The heads that exist; all of them are finite."""
+    heads = np.asarray(out).astype(np.float32)[:, :, : shape.num_heads]
+    assert np.isfinite(heads).all()
+    return heads
 
 
 def live(shape: Shape) -> np.ndarray:
@@ -67,11 +67,11 @@ def live(shape: Shape) -> np.ndarray:
 def ground_truth(shape: Shape, inputs: dict[str, Any]) -> np.ndarray:
     """float64 [batch, rows, num_heads, kv_lora_rank], one row at a time from the op's docstring; NaN for rows that are not live."""
     q, cache = (np.asarray(inputs[name]).astype(np.float64) for name in ("q", "cache"))
-    q = q[:, : shape.rows * shape.num_heads].reshape(shape.batch, shape.rows, shape.num_heads, -1)
+    q = q[:, :, : shape.num_heads]
     table, positions = np.asarray(inputs["block_table"]), shape.positions()
     out = np.full((*q.shape[:3], shape.kv_lora_rank), np.nan)
     for b, row in np.argwhere(live(shape)):
-        seen = np.arange(positions[b, row] + 1)
+        seen = np.arange(int(positions[b, row]) + 1)
         keys = cache[table[b, seen // shape.block_size], seen % shape.block_size, 0]
         scores = q[b, row] @ keys.T * inputs["scale"]
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -92,10 +92,10 @@ def test_equals_float64(name: str, implementation: str) -> None:
 def test_what_pads_the_queries_changes_nothing(implementation: str) -> None:
     shape = SMALL["draft step of glm"]
     inputs = make_inputs(shape, seed=5)
-    assert inputs["q"].shape[1] > shape.num_heads, "expected a shape with padding"
+    assert inputs["q"].shape[2] > shape.num_heads, "expected a shape with padding"
     expected = run(shape, inputs, implementation)
     for padding in (jnp.nan, jnp.inf, 1e30):
-        padded = inputs | {"q": inputs["q"].at[:, shape.num_heads :].set(padding)}
+        padded = inputs | {"q": inputs["q"].at[:, :, shape.num_heads :].set(padding)}
         np.testing.assert_array_equal(run(shape, padded, implementation), expected, err_msg=str(padding))
 
 
@@ -130,7 +130,7 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
     np.testing.assert_array_equal(kernel(shape, alone), expected[2:], err_msg="alone")
     short = alone | {"block_table": alone["block_table"][:, :2]}
     np.testing.assert_array_equal(kernel(shape, short), expected[2:], err_msg="a narrower block table")
-    plain = inputs | {"q": inputs["q"][:, 8:16], "positions": inputs["positions"][:, 1:2]}
+    plain = inputs | {"q": inputs["q"][:, 1:2], "positions": inputs["positions"][:, 1:2]}
     np.testing.assert_array_equal(kernel(shape, plain), expected[:, 1:2], err_msg="one row of three")
 
     from pallas_kernels.latent_attention import mosaic_gpu
@@ -139,7 +139,7 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
     assert (kernel(shape, inputs, cluster=1) != expected).any(), "expected another order of sums to show"
 
 
-FITS = {"kv_lora_rank": 512, "rope_head_dim": 64, "block_size": 64, "q_dtype": jnp.bfloat16, "cache_dtype": jnp.bfloat16}
+FITS = {"query_rows": 80, "kv_lora_rank": 512, "rope_head_dim": 64, "block_size": 64, "q_dtype": jnp.bfloat16, "cache_dtype": jnp.bfloat16}
 
 
 @needs_mosaic
@@ -149,6 +149,7 @@ FITS = {"kv_lora_rank": 512, "rope_head_dim": 64, "block_size": 64, "q_dtype": j
         ({"kv_lora_rank": 576}, "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got 576 and 64"),
         ({"rope_head_dim": 32}, "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got 512 and 32"),
         ({"block_size": 48}, "block_size: expected 8, 16, 32 or a multiple of 64, got 48"),
+        ({"query_rows": 20}, "rows x heads: expected a multiple of 8, got 20"),
         ({"q_dtype": jnp.dtype("float32")}, "dtypes of q and the cache: expected bfloat16, got float32 and"),
         ({}, None),
     ],
@@ -170,7 +171,7 @@ def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"num_heads": 6}, "q: expected bfloat16 (2, 24, 128), got bfloat16 (2, 16, 128)"),
+        ({"positions": jnp.zeros((2, 3), jnp.int32)}, "q: expected bfloat16 (2, 3, 4, 128), got bfloat16 (2, 4, 4, 128)"),
         ({"kv_lora_rank": 129}, "cache: expected [blocks, block_size, 1, 128] with kv_lora_rank 129 of it, got (5, 64, 1, 128)"),
         ({"seq_lens": jnp.zeros(3, jnp.int32)}, "seq_lens: expected int32 (2,), got int32 (3,)"),
         ({"implementation": "cuda"}, "implementation: expected one of reference, mosaic_gpu, got 'cuda'"),
@@ -185,7 +186,7 @@ def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> N
 
 def test_bytes_moved_counts_each_latent_once() -> None:
     shape = Shape((10, 0), rows=2, num_heads=4)
-    assert bytes_moved(shape) == (10 * 576 + 2 * 8 * (576 + 512)) * 2
+    assert bytes_moved(shape) == (10 * 576 + 2 * 2 * 4 * (576 + 512)) * 2
     assert bytes_moved(dataclasses.replace(shape, past_end=2)) == bytes_moved(shape)
 
 
@@ -196,11 +197,11 @@ def test_equals_the_float32_reference_at_real_sizes(name: str) -> None:
     inputs = make_inputs(shape, seed=3)
     got = run(shape, inputs, "mosaic_gpu")
     wide = {k: x.astype(jnp.float32) if k in ("q", "cache") else x for k, x in inputs.items()}
-    static = ("num_heads", "kv_lora_rank", "scale")
+    static = ("kv_lora_rank", "scale")
     with jax.default_matmul_precision("highest"):
         for b in range(0, shape.batch, max(shape.batch // 4, 1)):  # the reference gathers a request's keys and holds all its scores
             one = {k: x[b : b + 1] if k in REQUESTS else x for k, x in wide.items()}
-            expected = by_head(shape, jax.jit(reference.latent_attention, static_argnames=static)(**one))
+            expected = without_padding(shape, jax.jit(reference.latent_attention, static_argnames=static)(**one))
             assert_close(got[b : b + 1], expected, live(shape)[b : b + 1])
 
 
@@ -217,7 +218,8 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
     np.testing.assert_array_equal(run(shape, alone, "mosaic_gpu"), expected[-1:], err_msg="alone")
     wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 2 * shape.table_pages)))}
     np.testing.assert_array_equal(run(shape, wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table")
-    plain = alone | {"q": alone["q"][:, : packed_size(shape.num_heads)], "positions": alone["positions"][:, :1]}
+    first = jnp.pad(alone["q"][:, :1], ((0, 0), (0, 0), (0, padded_heads(1, shape.num_heads) - shape.heads), (0, 0)))
+    plain = alone | {"q": first, "positions": alone["positions"][:, :1]}
     np.testing.assert_array_equal(run(shape, plain, "mosaic_gpu"), expected[-1:, :1], err_msg="one row")
 
 
