@@ -1,0 +1,153 @@
+"""The engine over several KV-cache groups, each with a pool far too small: every request has the text that it has alone, nothing compiles
+while decoding, and all blocks of all groups come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec.block_pool import BlockPool
+from jaxspec.pool_sizes import demand
+from tests.support.compilations import counting_compilations
+from tests.support.families import family_model
+from tests.support.tiny import VOCAB, Model
+
+LIMIT, SIZE, K, ROOM = 96, 4, 3, 200
+KINDS = [SamplingParams(0.0), SamplingParams(1.0)]
+# Target, method, the draft's own window, and what the groups see of the past.
+PAIRS = {
+    "gpt_oss": ("eagle", 7, [{}, {"window": 5}, {"window": 7}]),
+    "llama4_text": ("eagle_llama4", None, [{}, {"chunk": 5}]),
+    "glm4_moe_lite": ("mtp", None, [{}]),
+    "deepseek_v4": ("mtp", None, [{}, {"window": 5}]),
+}
+
+
+def make(model: Model, num_blocks: int | tuple[int, ...], *, draft: bool = True, **config: Any) -> LLM:
+    values = {"max_model_len": LIMIT, "max_num_seqs": 4, "block_size": SIZE, "batch_buckets": (4,), "max_num_batched_tokens": 32}
+    method = str(model.draft.method).split("_")[0]
+    return LLM(
+        (model.target, model.params["target"]),
+        (model.draft, model.params["draft"]) if draft else None,
+        SpeculativeConfig(method=method, num_speculative_tokens=K) if draft else None,
+        config=EngineConfig(num_gpu_blocks_override=num_blocks, **(values | config)),
+    )
+
+
+@dataclass
+class Engines:
+    """small: pools in which one request of the largest size just fits. roomy: nobody is preempted, nothing is shared, and blocks are not
+    given out again soon. Both have caches of the same shapes, and so the same programs: those that were compiled."""
+
+    model: Model
+    small: LLM
+    roomy: LLM
+    compiled: list[str]
+    least: tuple[int, ...]
+
+
+FAMILIES = [pytest.param(f, marks=[pytest.mark.slow] * (f == "deepseek_v4")) for f in PAIRS]
+of_several_groups = pytest.mark.parametrize("engines", [p for p in FAMILIES if len(PAIRS[p.values[0]][2]) > 1], indirect=True)  # type: ignore
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    method, window, sights = PAIRS[request.param]
+    model = family_model(request.param, method, window=window)
+    roomy = make(model, (ROOM,) * len(sights), enable_prefix_caching=False)
+    groups = roomy.runner.cache_groups
+    assert [{k: v for k in ("window", "chunk") if (v := getattr(g, k))} for g in groups] == sights
+    least = tuple(demand(g, max_model_len=LIMIT, head_room=K + 1, max_chunk=32).least for g in groups)
+    small = make(model, (ROOM,) * len(sights))
+    for blocks, count in zip(small.engine.scheduler.groups, least, strict=True):
+        blocks.pool = BlockPool(count)
+    with counting_compilations() as compiled:
+        small.warmup(sampling_params=KINDS)
+    yield Engines(model, small, roomy, compiled, least)
+
+
+def all_free(llm: LLM) -> bool:
+    free = all(g.pool.num_free == g.pool.num_blocks for g in llm.engine.scheduler.groups)
+    return free and not llm.engine.has_requests
+
+
+def random_requests(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Lengths and parameters at random; half of the prompts start alike, longer than every window."""
+    rng = np.random.default_rng(seed)
+    begin = rng.integers(0, VOCAB, 50).tolist()
+    prompts, params = [], []
+    for i in range(count):
+        own = rng.integers(0, VOCAB, rng.integers(1, 20)).tolist()
+        prompts.append(begin[: rng.integers(10, 50)] + own if i % 2 else own)
+        limit = int(rng.integers(1, 60 if i % 3 else 12))
+        params.append(
+            SamplingParams(
+                float(rng.choice([0.0, 1.0])),
+                seed=int(rng.integers(2**40)),
+                max_tokens=limit,
+                ignore_eos=bool(rng.integers(2)),
+                stop_token_ids=tuple(rng.integers(0, VOCAB, rng.integers(0, 2)).tolist()),
+            )
+        )
+    return prompts, params
+
+
+def test_a_program_is_compiled_once_for_each_bucket_and_kind(engines: Engines) -> None:
+    """Greedy and sampled."""
+    count = {name: sum(name in compiled for compiled in engines.compiled) for name in ("decode_round", "prefill")}
+    assert count == {"decode_round": 2, "prefill": 2}, engines.compiled
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_each_of_many_requests_has_its_own_text_in_pools_far_too_small(
+    engines: Engines, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """depth 2: as on a GPU, two programs are launched before a result is read."""
+    small, roomy = engines.small, engines.roomy
+    monkeypatch.setattr(small.engine, "depth", depth)
+    prompts, params = random_requests(60, seed=1 + depth)
+    small.reset_metrics()
+    with counting_compilations() as compiled:
+        together = small.generate(prompts, params)
+    assert not compiled, "nothing compiles while decoding"
+    assert small.scheduling.num_preemptions > 0 and small.scheduling.num_prefix_hits > 0 and all_free(small)
+    alone = [roomy.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert roomy.scheduling.num_preemptions == 0 == roomy.scheduling.num_prefix_hits and all_free(roomy)
+    for i, (output, expected) in enumerate(zip(together, alone, strict=True)):
+        assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason), i
+    assert small.metrics.mean_acceptance_length > 1.3
+
+
+@of_several_groups
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_text_as_long_as_can_be_holds_a_window_of_blocks_only(engines: Engines, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, held = engines.small, []
+    monkeypatch.setattr(small.engine, "depth", depth)
+    (prompt,) = (np.random.default_rng(3).integers(0, VOCAB, 40).tolist(),)
+
+    def note(_: object) -> None:
+        held.extend([len(h.blocks) for h in r.blocks] for r in small.engine.scheduler.running if r.num_generated > 1)
+
+    params = SamplingParams(0.0, max_tokens=LIMIT, ignore_eos=True)
+    (output,) = small.generate([prompt], params, callback=note)
+    assert len(output.token_ids) == LIMIT - 40 and all_free(small)
+    assert output.token_ids == engines.roomy.generate([prompt], params)[0].token_ids
+    for group, most, least in zip(small.runner.cache_groups, np.max(held, axis=0), engines.least, strict=True):
+        if group.reach is not None:
+            in_flight = (depth + 2) * (K + 1)
+            assert 1 < most <= -(-(group.reach + in_flight) // SIZE) + 1 and least < LIMIT // SIZE // 2
+
+
+@of_several_groups
+def test_a_pool_too_small_for_one_window_is_named_with_the_numbers(engines: Engines) -> None:
+    blocks = (*engines.least[:-1], engines.least[-1] - 1)
+    with pytest.raises(ConfigError, match=rf"KV cache: expected {engines.least[-1]} blocks of 4 tokens for (a window of|chunks of) \d"):
+        make(engines.model, blocks)
+    assert make(engines.model, engines.least).runner.num_blocks == engines.least
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override: expected a number for each of"):
+        make(engines.model, (*engines.least, 9))
