@@ -37,7 +37,7 @@ def head_matmul(
     """
     if x.ndim != 3 or weights.ndim != 3 or x.shape[1] < weights.shape[0]:
         raise ValueError(f"x and weights: expected [rows, heads, depth] and [heads, depth, width], got {x.shape} and {weights.shape}")
-    heads, depth, width = weights.shape
+    heads, depth, _ = weights.shape
     rope = x.shape[2] - depth
     if (cos is None) != (sin is None) or (rope == 0) != (cos is None):
         raise ValueError(f"cos and sin: expected both for {rope} numbers a head beyond the depth {depth}, or neither for none")

@@ -107,7 +107,7 @@ def head_matmul(
                 plgpu.griddepcontrol_wait()
             plgpu.copy_gmem_to_smem(x_gmem.at[here, head, pl.ds(depth, TILE_N)], raw, x_barrier)
             plgpu.barrier_wait(x_barrier)
-            total = None
+            total: Any = None
             for i in range(2):
                 plgpu.barrier_wait(w_barrier)
 

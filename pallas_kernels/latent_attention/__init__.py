@@ -60,8 +60,8 @@ def latent_attention(
     seq_lens:    int32 [batch], tokens in the cache; 0 for an idle request, whose output is finite and meaningless
     scale:       factor on q . key
 
-    Returns [batch, rows, num_heads, kv_lora_rank] in q's dtype. Raises ValueError for shapes that do not fit together, for an implementation
-    that does not exist, and for one that does not support the shapes, the dtypes or the device.
+    Returns [batch, rows, num_heads, kv_lora_rank] in q's dtype. Raises ValueError for shapes that do not fit together, for
+    an implementation that does not exist, and for one that does not support the shapes, the dtypes or the device.
     """
     batch, rows = positions.shape
     num_heads, width = q.shape[2:]

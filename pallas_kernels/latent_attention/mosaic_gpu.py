@@ -195,10 +195,10 @@ def _publish(plan: Plan) -> None:
 
     @plgpu.inline_mgpu()
     def fence(_ctx: Any) -> None:
-        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]  # new in 0.11
         utils.warpgroup_barrier()
 
-    fence()
+    fence()  # pyright: ignore[reportCallIssue]
 
 
 def _attend(plan: Plan):
@@ -228,7 +228,9 @@ def _attend(plan: Plan):
         return pl.run_state(lambda acc: plgpu.wgmma(acc, left, right))(plgpu.ACC.init(values))
 
     def body(q_ref, cache_ref, table_ref, bounds_ref, out_ref, *rest):
-        (values_ref, stats_ref), rest = (rest[:2], rest[2:]) if classes > 1 else ((None, None), rest)
+        scratch: Any
+        scratch, rest = (rest[:2], rest[2:]) if classes > 1 else ((None, None), rest)
+        values_ref, stats_ref = scratch
         q_smem, ring, p_smem, last_smem, total_smem, q_barrier, barriers, *everyone = rest
         if not plan.interpreted:
             # Everything that is read here, other kernels write.

@@ -51,9 +51,12 @@ def norm_and_write(
 
     def body(*refs: Any) -> None:
         latents_gmem, cos_gmem, sin_gmem, slot_gmem, kv_norm_gmem, *rest = refs
-        (q_norm_gmem,), rest = (rest[:1], rest[1:]) if q_chunks else ((None,), rest)
+        optional: Any
+        optional, rest = (rest[:1], rest[1:]) if q_chunks else ((None,), rest)
+        (q_norm_gmem,) = optional
         cache_gmem, *rest = rest
-        (q_gmem,), rest = (rest[:1], rest[1:]) if q_chunks else ((None,), rest)
+        optional, rest = (rest[:1], rest[1:]) if q_chunks else ((None,), rest)
+        (q_gmem,) = optional
         q_smem, kv_smem, q_gain, kv_gain, key_smem, barriers = rest
         row = lax.axis_index("row")
         if q_chunks:
