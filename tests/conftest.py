@@ -14,8 +14,6 @@ import jax
 import pytest
 
 MOST_MAPS = 20_000
-# Modules that run longer than they compile, or look at the optimised program.
-OPTIMISED = re.compile(r"tests\.(aot\..*|core\.test_(distribution|sampling|donation)|sampling\.test_sampled_distribution|rejection\.test_rejection_distribution)")
 CACHE = Path(os.environ.get("JAXSPEC_CACHE") or Path.home() / ".cache" / "jaxspec")
 
 
@@ -40,6 +38,7 @@ def _compile_quickly() -> None:
     """Tests of tiny models spend their time in XLA's compiler. Without LLVM's optimisations (and, before jax 0.11, without the fusion
     emitters, a pass through MLIR for each fusion) a round is compiled in 1.3 s, with them in 4.7 s."""
     jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the processes that tests start
     if jax.__version_info__ < (0, 11):  # later versions do not know the flag, which ends the process
         os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".strip()
 
@@ -85,10 +84,12 @@ def standard_promotion() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimised(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", before and not OPTIMISED.fullmatch(request.module.__name__))
+    """Undo _compile_quickly's setting for a module that is marked so (compiling for an H200 too)."""
+    quick = jax.config.values["jax_disable_most_optimizations"]
+    marked = any(request.node.get_closest_marker(name) for name in ("optimised", "aot"))
+    jax.config.update("jax_disable_most_optimizations", quick and not marked)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", quick)
 
 
 @pytest.fixture(scope="module", autouse=True)

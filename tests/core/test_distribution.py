@@ -30,7 +30,7 @@ V, K, TRIALS, CHUNK, START = 64, 3, 200_000, 50_000, 7
 RULES = ("strict", "probabilistic", "block")
 GROUPS = 4
 
-pytestmark = pytest.mark.usefixtures("toy_families")
+pytestmark = [pytest.mark.optimised, pytest.mark.usefixtures("toy_families")]
 
 
 def table(seed: int) -> np.ndarray:

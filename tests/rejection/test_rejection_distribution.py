@@ -17,6 +17,8 @@ import pytest
 from pallas_kernels.rejection_sampling import rejection_sample
 from tests.statistics import chi_square, within_limit
 
+pytestmark = pytest.mark.optimised
+
 TRIALS, CHUNK = 200_000, 20_000
 LOSSLESS = ["strict", "probabilistic", "block"]
 

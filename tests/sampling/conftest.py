@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.core.conftest import quick_compilation, toy_families
+from tests.core.conftest import toy_families
 
-__all__ = ["quick_compilation", "toy_families"]
+__all__ = ["toy_families"]
