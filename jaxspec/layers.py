@@ -54,7 +54,7 @@ def product(
         padded = jax.ShapeDtypeStruct((rows + padding, flat.shape[1]), flat.dtype)
         reason = matmul_op.unsupported(padded, weights, residual=added is not None, **options)
         if reason is not None:
-            _log_once(f"XLA multiplies by {[w.shape for w in weights]}: the kernel {reason}")
+            log_once(f"XLA multiplies by {[w.shape for w in weights]}: the kernel {reason}")
             implementation = "reference"
         else:
             pad = lambda a: jnp.pad(a, ((0, padding), (0, 0))) if padding else a  # noqa: E731
@@ -64,7 +64,8 @@ def product(
 
 
 @cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+    """For what is decided anew whenever a program is traced."""
     logger.info("%s", message)
 
 

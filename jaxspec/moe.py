@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 
 from jaxspec.config import REFERENCE_KERNELS, Kernels
-from jaxspec.layers import mlp_specs, product, rms_norm
+from jaxspec.layers import log_once, mlp_specs, product, rms_norm
 from jaxspec.mxfp4 import dequantise
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix
 from pallas_kernels import moe as moe_op
+from pallas_kernels import router as router_op
 
 # Up to here every expert is given all rows: reading the experts outlasts multiplying them, even with the rows that did not choose them.
 FEW_ROWS = 64
@@ -48,14 +49,32 @@ class MoEConfig:
     shared_size: int = 0
 
 
-def route_softmax(logits: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """Experts int32 [rows, top_k] and weights float32 [rows, top_k] from logits [rows, experts]: the softmax of the chosen ones."""
-    chosen, ids = lax.top_k(logits.astype(jnp.float32), top_k)
-    return ids, jax.nn.softmax(chosen, axis=-1)
+def route(
+    x: jax.Array,
+    router: jax.Array,
+    bias: jax.Array,
+    cfg: MoEConfig,
+    kind: Literal["softmax", "sigmoid"],
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> tuple[jax.Array, jax.Array]:
+    """Experts int32 [rows, at least top_k] and weights float32 [rows, top_k] of x [rows, D], by the router op or, with groups, in jnp.
+
+    The kernel is made for the few rows of a decode step, as `experts` is. What it does not take is XLA's: logged once, with why.
+    """
+    if kind == "sigmoid" and cfg.num_groups > 1:
+        return route_sigmoid(router_logits(x, router), bias, cfg)
+    implementation = kernels.moe
+    if implementation != "reference":
+        reason = router_op.unsupported(x.shape[0], router.shape, cfg.top_k, x.dtype)
+        if reason is not None:
+            log_once(f"XLA routes by {router.shape}: the kernel {reason}")
+            implementation = "reference"
+    options: dict[str, Any] = {"top_k": cfg.top_k, "kind": kind, "scaling": cfg.routed_scaling, "normalise": cfg.norm_top_k}
+    return router_op.route(x, router, bias, **options, implementation=implementation)
 
 
 def route_sigmoid(logits: jax.Array, bias: jax.Array, cfg: MoEConfig) -> tuple[jax.Array, jax.Array]:
-    """DeepSeek-V3's router (2412.19437, section 2.1.2): as route_softmax, from float32 logits and the correction bias [experts].
+    """DeepSeek-V3's router (2412.19437, section 2.1.2): as `route`, from float32 logits and the correction bias [experts].
 
     The bias helps to be chosen and never weighs. With groups, experts compete within the top_groups groups whose best two sum highest.
     """
@@ -69,10 +88,7 @@ def route_sigmoid(logits: jax.Array, bias: jax.Array, cfg: MoEConfig) -> tuple[j
         allowed = jnp.any(kept[:, :, None] == jnp.arange(cfg.num_groups), axis=1)
         for_choice = jnp.where(jnp.repeat(allowed, num_experts // cfg.num_groups, axis=1), for_choice, -jnp.inf)
     _, ids = lax.top_k(for_choice, cfg.top_k)
-    weights = jnp.take_along_axis(scores, ids, axis=1)
-    if cfg.norm_top_k:
-        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return ids, weights * cfg.routed_scaling
+    return ids, router_op.reference.weigh(scores, ids, scaling=cfg.routed_scaling, normalise=cfg.norm_top_k)
 
 
 def route_sqrt_softplus(
@@ -135,14 +151,14 @@ def sigmoid_moe_block(layer: Params, cfg: MoEConfig, eps: float, x: jax.Array, k
     inner = product(normed, (shared["gate_proj"], shared["up_proj"]), kernels, swiglu=True)
     x = product(inner, (shared["down_proj"],), kernels, residual=x)
     flat = normed.reshape(-1, normed.shape[-1])
-    ids, weights = route_sigmoid(router_logits(flat, layer["router"]), layer["router_bias"], cfg)
+    ids, weights = route(flat, layer["router"], layer["router_bias"], cfg, "sigmoid", kernels)
     return x + experts(layer["experts"], cfg, flat, ids, weights, kernels).reshape(x.shape)
 
 
 def experts(
     params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array, kernels: Kernels = REFERENCE_KERNELS
 ) -> jax.Array:
-    """The sum over each row's experts, weighted: x [rows, D], ids and weights [rows, top_k] -> [rows, D].
+    """The sum over each row's experts, weighted: x [rows, D], ids and weights as `route` gives them -> [rows, D].
 
     params: gate_up [experts, D, 2 * intermediate] (gate first) and down [experts, intermediate, D], each an array or MXFP4's
     {"blocks", "scales"}, perhaps with gate_up_bias and down_bias.
@@ -154,7 +170,7 @@ def experts(
     """
     if kernels.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS:
         return _by_the_op(params, cfg, x, ids, weights, kernels.moe)
-    if ids.size < cfg.num_experts:
+    if weights.size < cfg.num_experts:
         return _gathered(params, cfg, x, ids, weights)
     if x.shape[0] <= FEW_ROWS:
         return _by_the_op(params, cfg, x, ids, weights, "reference")

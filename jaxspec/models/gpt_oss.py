@@ -27,7 +27,7 @@ from jaxspec.kv_cache import FullCache, KVCache
 from jaxspec.layers import rms_norm, rope_tables
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
-from jaxspec.moe import MoEConfig, experts, route_softmax, router_logits
+from jaxspec.moe import MoEConfig, experts, route
 from jaxspec.mxfp4 import BLOCK, dequantise_on_host
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
 
@@ -210,7 +210,7 @@ def forward(
         )
         normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
         flat = normed.reshape(-1, cfg.hidden_size)
-        chosen = route_softmax(router_logits(flat, layer["router"]) + layer["router_bias"].astype("float32"), cfg.moe.top_k)
+        chosen = route(flat, layer["router"], layer["router_bias"], cfg.moe, "softmax", kernels)
         return x + experts(layer["experts"], cfg.moe, flat, *chosen, kernels).reshape(x.shape), cache
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)

@@ -101,14 +101,14 @@ def experts(
     tunings: tuple[Tuning, Tuning] | None = None,
 ) -> jax.Array:
     """See pallas_kernels.moe.experts."""
-    (rows, depth), top_k, count = x.shape, ids.shape[1], down.shape[0]
+    (rows, depth), top_k, count, columns = x.shape, weights.shape[1], down.shape[0], ids.shape[1]
     few = rows <= FEW_ROWS
     if few:
         table, place, gathered = _padded(ids.reshape(-1)), ids * FEW_ROWS + jnp.arange(rows)[:, None], x
     else:
-        table, place, row_at = plan_blocks(ids, count)
+        table, place, row_at = plan_blocks(ids[:, :top_k], count)
         gathered = x[row_at]
-    shared: dict[str, Any] = {"few": few, "slots": rows * top_k}
+    shared: dict[str, Any] = {"few": few, "ids_shape": (rows, top_k), "columns": columns}
     first, second = tunings or (None, None)
     inner = _grouped(gathered, table, gate_up, gate_up_bias, activation=(gate, alpha, limit), tuning=first, **shared)
     out = _grouped(inner, table, down, down_bias, activation=None, tuning=second, **shared)
@@ -166,7 +166,7 @@ def plan_blocks(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.A
 
 def size_index(rows: jax.Array) -> jax.Array:
     """Index of the smallest of SIZES, which are 8 << index, that takes so many rows."""
-    return (rows > SIZES[0]).astype(jnp.int32) + (rows > SIZES[1])
+    return (rows > SIZES[0]).astype(jnp.int32) + (rows > SIZES[1]).astype(jnp.int32)
 
 
 def _grouped(
@@ -176,14 +176,15 @@ def _grouped(
     bias: jax.Array | None,
     *,
     few: bool,
-    slots: int,
+    ids_shape: tuple[int, int],
+    columns: int,
     activation: tuple[str, float, float] | None,
     tuning: Tuning | None,
 ) -> jax.Array:
     """Each block's rows of x by its expert's weight [experts, depth, width]; with an activation the halves of the width are gate and up.
 
-    few: table holds the chosen ids (`slots` of them), and x the rows (with an activation) or 8 rows of each expert. Otherwise x's rows
-    are sorted and table is plan_blocks'. What no block owns of the result is not written.
+    few: table holds the chosen ids, of ids_shape in `columns` columns, and x the rows (with an activation) or 8 rows of each expert.
+    Otherwise x's rows are sorted and table is plan_blocks'. What no block owns of the result is not written.
     """
     count, depth, width = weight.shape
     products = 2 if activation else 1
@@ -193,6 +194,7 @@ def _grouped(
     tile_k, stages = tuning.tile_k, tuning.stages
     sizes = SIZES[:1] if few else SIZES
     tiles, steps = width // TILE_N, depth // tile_k
+    slots, top_k = ids_shape[0] * ids_shape[1], ids_shape[1]
     most = min(slots, count) if few else num_blocks(slots, count)
     assert stages > 1 and steps * tile_k == depth, (depth, tuning)
     ctas = min(tuning.ctas, most * tiles)
@@ -315,7 +317,7 @@ def _grouped(
 
         def step(slot: Any, carry: Any) -> Any:
             found, *seen = carry
-            expert = table_smem[slot]
+            expert = table_smem[lax.div(slot, top_k) * columns + lax.rem(slot, top_k)]
             bit, word = jnp.int32(1) << (expert & (WORD - 1)), expert // WORD
             mine = sum((jnp.where(word == i, bits, 0) for i, bits in enumerate(seen)), jnp.int32(0))
             new = (mine & bit) == 0

@@ -1,0 +1,168 @@
+"""The router on Hopper in one launch, where XLA takes seven to ten: product, best k by k passes over the row, softmax or normed scores.
+
+A CTA takes 64 rows and streams the router through shared memory (TMA ring, wgmma). A row of logits lies in four threads, so that its
+maximum costs two shuffles. A row's bits and its experts depend on nothing but the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import interpreting
+from pallas_kernels.router import MAX_ROWS
+
+TILE_ROWS = 64
+EXPERTS = (32, 64, 128)
+WIDTH = 8  # columns of the result: wgmma's narrowest tile
+RING_BYTES = 192 * 1024
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """tile_k depth a step. pdl: programmatic dependent launch, which CUDA graphs ignore and the interpreter does not know."""
+
+    tile_k: int = 128
+    pdl: bool = True
+
+
+def unsupported(rows: int, router: tuple[int, ...], top_k: int, dtype: Any) -> str | None:
+    """Why this kernel cannot run, None if it can."""
+    depth, count = router
+    if dtype != jnp.bfloat16:
+        return f"expected bfloat16, got {jnp.dtype(dtype).name}"
+    if not 1 <= rows <= MAX_ROWS:
+        return f"expected 1 to {MAX_ROWS} rows, got {rows}"
+    if count not in EXPERTS or depth % 64:
+        return f"expected {', '.join(map(str, EXPERTS))} experts and a hidden size that is a multiple of 64, got {count} and {depth}"
+    return f"expected a top_k of at most {WIDTH}, got {top_k}" if top_k > WIDTH else None
+
+
+# Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
+@partial(jax.jit, static_argnames=("top_k", "kind", "scaling", "normalise", "tuning"))
+def route(
+    x: jax.Array,
+    router: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    top_k: int,
+    kind: str,
+    scaling: float = 1.0,
+    normalise: bool = True,
+    tuning: Tuning | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See pallas_kernels.router.route; ids are [rows, WIDTH]."""
+    (rows, depth), count = x.shape, router.shape[1]
+    tuning = tuning or Tuning(128 if depth % 128 == 0 else 64)
+    tile_k = tuning.tile_k
+    steps = depth // tile_k
+    stages = min(steps, RING_BYTES // (2 * tile_k * (TILE_ROWS + count)))
+    pdl = tuning.pdl and not interpreting()
+    layout = plgpu.Layout.WGMMA
+    square = (TILE_ROWS, count)
+
+    def spread(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return lax.broadcast_in_dim(vector, shape, (0,))
+
+    def side_by_side(columns: list[jax.Array]) -> jax.Array:
+        """[TILE_ROWS, WIDTH] of vectors; zeros past the last."""
+        column = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, WIDTH), 1, layout=layout)
+        out = plgpu.layout_cast(jnp.full(column.shape, 0.0, jnp.float32), layout)
+        for i, values in enumerate(columns):
+            out = jnp.where(column == i, spread(values, column.shape), out)
+        return out
+
+    def body(*refs: Any) -> None:
+        x_gmem, router_gmem, *rest = refs
+        bias_gmem, rest = (rest[0], rest[1:]) if bias is not None else (None, rest)
+        ids_gmem, weights_gmem, x_smem, router_smem, ids_smem, weights_smem, barrier = rest
+        here = pl.ds(lax.axis_index("tile") * TILE_ROWS, TILE_ROWS)  # past the last row copies bring zeros, and take nothing away
+
+        def load(step: Any, slot: Any, ref: Any, smem: Any) -> None:
+            depths = pl.ds(step * tile_k, tile_k)
+            source = ref.at[here, depths] if ref is x_gmem else ref.at[depths]
+            plgpu.copy_gmem_to_smem(source, smem.at[slot], barrier.at[slot])
+
+        for step in range(stages):
+            load(jnp.int32(step), step, router_gmem, router_smem)
+        if pdl:
+            plgpu.griddepcontrol_wait()  # the router does not depend on the kernel before; x does
+        for step in range(stages):
+            load(jnp.int32(step), step, x_gmem, x_smem)
+
+        def multiply(acc: Any) -> jax.Array:
+            @pl.loop(0, steps)
+            def _step(step: Any) -> None:
+                slot = lax.rem(step, stages)
+                plgpu.barrier_wait(barrier.at[slot])
+                plgpu.wgmma(acc, x_smem.at[slot], router_smem.at[slot])
+                plgpu.wgmma_wait(1)  # the step before is done: its slot takes a later one
+
+                @pl.when((step > 0) & (step - 1 + stages < steps))
+                def _refill() -> None:
+                    done = lax.rem(step - 1, stages)
+                    load(step - 1 + stages, done, router_gmem, router_smem)
+                    load(step - 1 + stages, done, x_gmem, x_smem)
+
+            return acc[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC(square, jnp.float32))
+        if pdl:
+            plgpu.griddepcontrol_launch_dependents()
+        if kind == "sigmoid":
+            scores = 1.0 / (1.0 + jnp.exp(-scores))
+        choice = scores
+        if bias_gmem is not None:
+            added = plgpu.load(bias_gmem, layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
+            choice = scores + lax.broadcast_in_dim(added.astype(jnp.float32), square, (1,))
+        if kind == "softmax":
+            scores = choice
+        expert = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=layout)
+        never = jnp.full(square, -jnp.inf, jnp.float32)
+        ids: list[jax.Array] = []
+        chosen: list[jax.Array] = []
+        for _ in range(top_k):
+            best = choice == spread(choice.max(axis=1), square)
+            first = jnp.where(best, expert, jnp.full(square, count, jnp.int32)).min(axis=1)
+            taken = expert == spread(first, square)
+            ids.append(first.astype(jnp.float32))  # layouts are not inferred for an integer that is spread to two shapes
+            chosen.append(jnp.where(taken, scores, never).max(axis=1))
+            choice = jnp.where(taken, never, choice)
+        if kind == "softmax":
+            chosen = [jnp.exp(value - chosen[0]) for value in chosen]
+        scale = jnp.full((TILE_ROWS,), scaling if kind == "sigmoid" else 1.0, jnp.float32)
+        if kind == "softmax" or normalise:
+            scale = scale / (sum(chosen[1:], chosen[0]) + 1e-20)
+        ids_smem[...] = side_by_side(ids).astype(jnp.int32)
+        weights_smem[...] = side_by_side([value * scale for value in chosen])
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(ids_smem, ids_gmem.at[here])
+        plgpu.copy_smem_to_gmem(weights_smem, weights_gmem.at[here])
+        plgpu.wait_smem_to_gmem(0)
+
+    def tiled(columns: int) -> tuple[Any, ...]:
+        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+    call = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((rows, WIDTH), jnp.int32), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)),
+        grid=(-(-rows // TILE_ROWS),),
+        grid_names=("tile",),
+        kernel_name=f"route_{depth}x{count}_{kind}",
+        scratch_types=[
+            plgpu.SMEM((stages, TILE_ROWS, tile_k), x.dtype, transforms=tiled(min(count, 64))),
+            plgpu.SMEM((stages, tile_k, count), router.dtype, transforms=tiled(min(count, 64))),
+            plgpu.SMEM((TILE_ROWS, WIDTH), jnp.int32),
+            plgpu.SMEM((TILE_ROWS, WIDTH), jnp.float32),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+        ],
+    )
+    ids, weights = call(x, router, *(() if bias is None else (bias,)))
+    return ids, weights[:, :top_k]
