@@ -4,6 +4,7 @@ window, block and length boundaries without touching a block that is not theirs.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,59 +13,74 @@ import numpy as np
 import pytest
 
 from jaxspec import decode, metadata, models
+from jaxspec.block_tables import one_or_all
 from jaxspec.config import CacheGroup, RoundConfig
 from jaxspec.metadata import build_metadata, rebuild_draft_metadata
-from jaxspec.propose import propose
-from jaxspec.verify import verify
 from tests.support.families import family_model
-from tests.support.tiny import block_table, random_prompts, sampling_state, start
+from tests.support.tiny import random_prompts, sampling_state, start
 
 K = 4
 FULL, WINDOW, CHUNK = CacheGroup(4, 40), CacheGroup(4, 40, window=6), CacheGroup(4, 40, chunk=8)
 
 
+Built = list[tuple[CacheGroup, int]]
+
+
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[CacheGroup]:
-    """The group of each metadata that is built from here on."""
-    groups: list[CacheGroup] = []
+def built(monkeypatch: pytest.MonkeyPatch) -> Built:
+    """The group of each metadata that is built from here on, and how many pages the table has that it is built from."""
+    groups: Built = []
     build = metadata._build
 
-    def counted(group: CacheGroup, *args: Any, **kwargs: Any) -> Any:
-        groups.append(group)
-        return build(group, *args, **kwargs)
+    def counted(group: CacheGroup, block_table: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        groups.append((group, block_table.shape[1]))
+        return build(group, block_table, *args, **kwargs)
 
     monkeypatch.setattr(metadata, "_build", counted)
     return groups
 
 
-def hybrid_state() -> tuple[RoundConfig, Any, Any, Any]:
-    """gpt-oss with an EAGLE draft that has a window of its own."""
+@pytest.fixture
+def hybrid() -> tuple[RoundConfig, Any, Any, Any]:
+    """gpt-oss with an EAGLE draft that has a window of its own; each group's block table has another width, 10, 11 and 12 pages."""
     model = family_model("gpt_oss", "eagle", window=7)
     cfg = model.round_config(K, max_model_len=40, sampled=False)
-    table, num_blocks = block_table(3, cfg, shuffle_seed=0)
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
-    state = decode.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), num_blocks, jnp.float32)
-    return cfg, model.params, state, jnp.asarray(table)
+    state = decode.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33, 36), jnp.float32)
+    tables = tuple(jnp.arange(3 * pages, dtype=jnp.int32).reshape(3, pages) for pages in (10, 11, 12))
+    return cfg, model.params, state, tables
 
 
-def test_a_draft_step_builds_the_metadata_of_its_own_group_only(built: list[CacheGroup]) -> None:
-    """Step 0's, step 1's, and one in the body of the loop; none of the target's two groups."""
-    cfg, params, state, table = hybrid_state()
-    jax.eval_shape(lambda s: propose(cfg, params["draft"], decode.draft_inputs(s, table), s.draft_caches), state)
-    assert cfg.draft_group not in cfg.target_group
-    assert built == [cfg.draft_group] * 3
+def test_a_round_builds_the_metadata_of_each_group_from_its_own_table_and_no_other(built: Built, hybrid: Any) -> None:
+    """Draft step 0's, step 1's, and one in the body of the loop, of the draft's group; then that of the target's groups, once each."""
+    cfg, params, state, tables = hybrid
+    jax.eval_shape(lambda s: decode.decode_round(cfg, params, s, tables), state)
+    full, window = cfg.target_group
+    assert cfg.cache_groups == (full, window, cfg.draft_group)
+    assert built == [(cfg.draft_group, 12)] * 3 + [(full, 10), (window, 11)]
 
 
-def test_verify_builds_the_metadata_of_each_group_of_the_target_once(built: list[CacheGroup]) -> None:
-    cfg, params, state, table = hybrid_state()
-    proposal = jax.eval_shape(lambda s: propose(cfg, params["draft"], decode.draft_inputs(s, table), s.draft_caches), state).proposal
+def test_prefill_and_a_round_without_drafts_build_each_groups_metadata_once(built: Built, hybrid: Any) -> None:
+    cfg, params, state, tables = hybrid
+    full, window = cfg.target_group
+    ints, tokens = jnp.ones(3, jnp.int32), jnp.ones((3, 8), jnp.int32)
+    jax.eval_shape(lambda s: decode.prefill(cfg, params, s, tables, tokens, ints, ints, ints), state)
+    assert built == [(full, 10), (window, 11), (cfg.draft_group, 12)]
     built.clear()
-    jax.eval_shape(
-        lambda s, p: verify(cfg, params["target"], s.next_token, p, s.seq_lens, s.active, table, s.target_caches, s.sampling)[0],
-        state,
-        proposal,
-    )
-    assert tuple(built) == cfg.target_group and len(built) == 2
+    jax.eval_shape(lambda s: decode.decode_round(replace(cfg, num_speculative_tokens=0), params, s, tables), state)
+    assert built == [(cfg.draft_group, 12), (full, 10), (window, 11)]
+
+
+def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blocks(built: Built) -> None:
+    model = family_model("gpt_oss", "eagle", window=5)
+    cfg = model.round_config(1, max_model_len=40, sampled=False)
+    sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
+    state = decode.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33), jnp.float32)
+    assert [cache.k.shape[0] for cache in (*state.target_caches, *state.draft_caches)] == [33, 30, 33]
+    tables = tuple(jnp.zeros((3, pages), jnp.int32) for pages in (10, 11))
+    jax.eval_shape(lambda s: decode.decode_round(cfg, model.params, s, tables), state)
+    full, window = cfg.target_groups
+    assert built == [(window, 11), (window, 11), (full, 10), (window, 11)], "step 0's, the one after it (which is not used), verify's two"
 
 
 def test_every_group_sees_what_its_attention_says() -> None:
@@ -98,7 +114,8 @@ def test_groups_can_have_block_tables_of_their_own() -> None:
 def test_blocks_that_left_the_window_are_never_read() -> None:
     """The window's group has a block table of its own, where the pages before the window are a block full of NaN."""
     model, size = family_model("gpt_oss", "eagle"), 4
-    cfg, params = model.target, model.params["target"]
+    cfg: Any = model.target
+    params = model.params["target"]
     groups = cfg.cache_groups(size, 40)
     tokens = jnp.asarray(random_prompts([24]), jnp.int32)
     table = jnp.arange(1, 11, dtype=jnp.int32)[None]
@@ -120,30 +137,62 @@ def test_blocks_that_left_the_window_are_never_read() -> None:
     np.testing.assert_array_equal(run(tokens[:, 20:], jnp.asarray([20]), (table, freed), poisoned)[0], right)
 
 
-def marked(caches: Any, blocks: np.ndarray) -> Any:
-    return jax.tree.map(lambda pool: pool.at[blocks].set(7.0), caches)
+# Every kind of attention: full; full and window, with a draft of another window; full and chunks; latent; compressed entries and window.
+KINDS = {
+    "mimo": ("mtp", None),
+    "gpt_oss": ("eagle", 6),
+    "llama4_text": ("eagle_llama4", None),
+    "deepseek_v3": ("mtp", None),
+    "deepseek_v4": ("mtp", None),
+}
+USUAL = {("mimo", 5), ("gpt_oss", 3), ("gpt_oss", 7), ("llama4_text", 6), ("deepseek_v3", 7), ("deepseek_v4", 4)}
+PROMPTS, LIMIT, GUARDS = random_prompts([9, 3]), 27, 3
 
 
-@pytest.mark.parametrize("num_drafts", [3, 7])
-@pytest.mark.parametrize(("family", "method", "window"), [("gpt_oss", "eagle", 6), ("deepseek_v3", "mtp", None)])
-def test_rounds_to_the_length_limit_leave_other_blocks_alone(family: str, method: str, window: int | None, num_drafts: int) -> None:
-    """Past every window, block and max_model_len, where the last rounds verify rows that no longer fit; the text is plain decoding's."""
+def own_tables(cfg: RoundConfig) -> tuple[Any, list[np.ndarray], int]:
+    """A block table for each group, in other blocks than the others' (one table for a single group); each group's blocks of nobody."""
+    pages = -(-LIMIT // cfg.block_size)
+    num_blocks, tables, guards = 2 * pages + GUARDS, [], []
+    for group in range(len(cfg.cache_groups)):
+        blocks = np.random.default_rng(1 + group).permutation(num_blocks).astype(np.int32)
+        tables.append(blocks[GUARDS:].reshape(2, pages))
+        guards.append(np.sort(blocks[:GUARDS]))
+    assert len({tuple(g) for g in guards}) == len(guards)
+    return one_or_all(tables), guards, num_blocks
+
+
+@cache
+def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
+    """Greedy, from prompts in chunks to max_model_len, where the last rounds verify rows that no longer fit. The blocks of nobody are
+    full of sevens, and have to stay it."""
+    method, window = KINDS[family]
     model = family_model(family, method, window=window)
-    prompts, limit = random_prompts([9, 3]), 27
-    texts = {}
-    for count in (0, num_drafts):
-        cfg = model.round_config(count, max_model_len=limit, sampled=False)
-        table, num_blocks = block_table(2, cfg, shuffle_seed=1, guard=3)
-        ends = [limit - len(p) for p in prompts]
-        first, state = start(cfg, model.params, prompts, sampling_state([0] * 2), table, num_blocks, max_tokens=ends, chunk=4)
-        guards = np.array(sorted(set(range(num_blocks)) - set(table.reshape(-1).tolist())))
-        state = replace(state, target_caches=marked(state.target_caches, guards), draft_caches=marked(state.draft_caches, guards))
-        text = [[int(t)] for t in first]
-        while np.asarray(state.active).any():
-            verification, state = decode.run_round(cfg, model.params, state, table, "round")
-            for row, (tokens, kept) in enumerate(zip(verification.output_tokens, verification.num_sampled.tolist(), strict=True)):
-                text[row] += tokens[:kept].tolist()
-        for pool in jax.tree.leaves((state.target_caches, state.draft_caches)):
-            np.testing.assert_array_equal(pool[guards], 7.0)
-        texts[count] = [t[:end] for t, end in zip(text, ends, strict=True)]
-    assert texts[0] == texts[num_drafts] and [len(t) for t in texts[0]] == ends
+    cfg = model.round_config(num_drafts, max_model_len=LIMIT, sampled=False)
+    tables, guards, num_blocks = own_tables(cfg)
+    ends = [LIMIT - len(p) for p in PROMPTS]
+    first, state = start(cfg, model.params, PROMPTS, sampling_state([0] * 2), tables, num_blocks, max_tokens=ends, chunk=4)
+    pools = [*cfg.group_of_layer, *[cfg.draft_pool if num_drafts else 0] * len(state.draft_caches)]
+    mark = lambda caches, pools: tuple(  # noqa: E731
+        jax.tree.map(lambda pool, at=guards[i]: pool.at[at].set(7.0), cache) for cache, i in zip(caches, pools, strict=True)
+    )
+    layers = len(state.target_caches)
+    state = replace(state, target_caches=mark(state.target_caches, pools[:layers]), draft_caches=mark(state.draft_caches, pools[layers:]))
+    text = [[int(t)] for t in first]
+    while np.asarray(state.active).any():
+        verification, state = decode.run_round(cfg, model.params, state, tables, "round")
+        for row, (tokens, kept) in enumerate(zip(verification.output_tokens, verification.num_sampled.tolist(), strict=True)):
+            text[row] += tokens[:kept].tolist()
+    for layer, i in zip((*state.target_caches, *state.draft_caches), pools, strict=True):
+        for pool in jax.tree.leaves(layer):
+            np.testing.assert_array_equal(pool[guards[i]], 7.0)
+    return [t[:end] for t, end in zip(text, ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "num_drafts"),
+    [pytest.param(f, K, marks=[pytest.mark.slow] * ((f, K) not in USUAL)) for f in KINDS for K in range(3, 8)],
+)
+def test_rounds_to_the_length_limit_leave_other_blocks_alone(family: str, num_drafts: int) -> None:
+    """Past every window, chunk, block and max_model_len, of every kind of attention; the text is plain decoding's."""
+    texts = texts_to_the_limit(family, num_drafts)
+    assert texts == texts_to_the_limit(family, 0) and [len(t) for t in texts] == [LIMIT - len(p) for p in PROMPTS]
