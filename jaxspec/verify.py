@@ -165,15 +165,20 @@ def verify(
 
 
 def piece_size(cfg: RoundConfig, batch: int) -> int:
-    """Requests that are judged at a time: all, or as many as divide the batch and have at most MAX_LOGITS_BYTES of logits."""
-    most = MAX_LOGITS_BYTES // (4 * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size)
-    return next(size for size in range(batch, 0, -1) if size == 1 or (size <= most and batch % size == 0))
+    """Requests that are judged at a time: the fewest pieces of one size with at most MAX_LOGITS_BYTES of logits each."""
+    most = max(1, MAX_LOGITS_BYTES // (4 * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size))
+    return -(-batch // -(-batch // most))
 
 
 def in_pieces(judged: Callable[..., Verification], size: int, *rows: Any) -> Verification:
-    """judged(*rows) of `size` requests after `size` requests; rows are pytrees of arrays [batch, ...], each request's for itself."""
+    """judged(*rows) of `size` requests at a time; rows are pytrees of arrays [batch, ...], each request's for itself.
+
+    Where size does not divide the batch, the last piece starts earlier and judges some requests a second time, with the same result.
+    """
     batch = jax.tree.leaves(rows)[0].shape[0]
     if size == batch:
         return judged(*rows)
-    pieces = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows)
-    return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), lax.map(lambda piece: judged(*piece), pieces))
+    starts = np.minimum(np.arange(0, batch, size), batch - size).astype(np.int32)
+    pieces = lax.map(lambda start: judged(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), rows)), jnp.asarray(starts))
+    again = len(starts) * size - batch
+    return jax.tree.map(lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, again:]]), pieces)
