@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import kernels as kernel_choice
-from jaxspec import synthetic
+from jaxspec import pool_sizes, synthetic
 from jaxspec.attention import join_projections
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.detokenizer import Detokenizer
@@ -323,7 +323,7 @@ class LLM:
         return Request(
             prompt_token_ids=token_ids,
             params=params if sample == 0 else replace(params, prompt_logprobs=None),  # the prompt is scored once
-            max_tokens=min(params.max_tokens, self.config.max_model_len - len(token_ids)),
+            max_tokens=min(params.max_tokens or self.config.max_model_len, self.config.max_model_len - len(token_ids)),
             stop_token_ids=tuple(sorted({*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids})),
             max_drafts=K if own is None else min(K, own),
             seed=derive_seed(params.seed, sample),
@@ -402,11 +402,25 @@ class LLM:
         running = min(len(requests), self.config.max_num_seqs)
         batches = [b for i, b in enumerate(self.config.batch_buckets) if i == 0 or self.config.batch_buckets[i - 1] < running]
         prompt_tokens = sorted(len(r.prompt_token_ids) for r in requests)
-        longest = max(len(r.prompt_token_ids) + r.max_tokens for r in requests) + runner.num_speculative_tokens + 1
-        in_tiles = [-(-n // runner.prefill_tile) for n in prompt_tokens]
-        least = 1 if self.config.enable_prefix_caching else in_tiles[0]  # what a prefix of others leaves of a prompt
-        tiles = runner.tiles_buckets(least, sum(in_tiles[-running:]))
+        tokens = sorted(len(r.prompt_token_ids) + r.max_tokens for r in requests)
+        again = self._may_preempt(tokens[-running:])  # who is preempted is prefilled anew, with what he has generated
+        in_tiles = [-(-n // runner.prefill_tile) for n in (tokens if again else prompt_tokens)]
+        most = sum(in_tiles[-running:])
+        # What a prefix of others, or the call before, leaves of a prompt may be less than any prompt.
+        is_cut = self.config.enable_prefix_caching or again or most > runner.max_tiles
+        tiles = runner.tiles_buckets(1 if is_cut else in_tiles[0], most)
+        longest = tokens[-1] + runner.num_speculative_tokens + 1
         return self._warm([r.params for r in requests], batches, runner.pages_buckets(prompt_tokens[0], longest), tiles)
+
+    def _may_preempt(self, tokens: Sequence[int]) -> bool:
+        """Whether requests of so many tokens each may hold more blocks than there are."""
+        runner = self.runner
+        rows = {"head_room": runner.num_speculative_tokens + 1, "max_chunk": runner.max_tiles * runner.prefill_tile}
+        lengths = [min(n + runner.num_speculative_tokens, self.config.max_model_len) for n in tokens]
+        return any(
+            sum(pool_sizes.demand(group, max_model_len=n, **rows).least for n in lengths) > blocks
+            for group, blocks in zip(runner.cache_groups, runner.num_blocks, strict=True)
+        )
 
     def _warm(self, kinds: Sequence[SamplingParams], batches: Sequence[int], pages: Sequence[int], tiles: Sequence[int]) -> int:
         """Every mixture of these kinds of request, in these buckets."""

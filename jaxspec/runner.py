@@ -302,7 +302,7 @@ class ModelRunner:
 
     def _admit(self, requests: Sequence[Request]) -> None:
         idle = ADMISSIONS - len(requests)
-        at = np.asarray([*map(self._slot_or_none, requests), *[self.num_rows] * idle], np.int32)
+        at = np.asarray([*map(slot_of, requests), *[self.num_rows] * idle], np.int32)
         width = self.state.stop_token_ids.shape[1]
         ends = np.full((ADMISSIONS, width), -1, np.int32)
         for row, request in enumerate(requests):
@@ -332,10 +332,6 @@ class ModelRunner:
         )
         self._set_rows(slots.admit(slots.without_caches(self.state), at, new))
 
-    def _slot_or_none(self, request: Request) -> int:
-        """A slot past the batch, which writes nothing, for a request that has just lost its own."""
-        return self.num_rows if request.slot is None else request.slot
-
     # --- programs ----------------------------------------------------------------------------------------------------------------
 
     def prefill(self, features: SamplingFeatures, chunks: Sequence[Chunk]) -> tuple[Verification, list[range]]:
@@ -359,7 +355,7 @@ class ModelRunner:
             ends_chunk = offset + tile >= len(chunk.token_ids)
             following[row] = chunk.next_token if ends_chunk else chunk.token_ids[offset + tile]
             if ends_chunk and chunk.ends:
-                at[row] = self._slot_or_none(chunk.request)
+                at[row] = slot_of(chunk.request)
         return self._prefill(self.round_config(features), at, tables, tokens, start, num_tokens, following), rows
 
     def _prefill(self, cfg: RoundConfig, at: np.ndarray, tables: Any, *chunk: np.ndarray) -> Verification:
@@ -431,6 +427,12 @@ def _init_state(cfg: RoundConfig, batch: int, stops: int, *, num_blocks: tuple[i
 def structure_of(features: SamplingFeatures) -> SamplingFeatures:
     """The features that the state's structure depends on."""
     return replace(GREEDY, **{name: getattr(features, name) for name in ("min_p", "penalties", "logit_bias", "min_tokens")})
+
+
+def slot_of(request: Request) -> int:
+    """Of a request that is admitted or prefilled: only a round, or reading a result, takes slots away, and both come after."""
+    assert request.slot is not None
+    return request.slot
 
 
 def power_of_two(n: int) -> int:

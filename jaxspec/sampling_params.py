@@ -26,7 +26,8 @@ class SamplingParams:
     top_p: keeps the fewest whose mass reaches top_p; 1: off.
     seed: the same seed, prompt and parameters give the same text; None: another text each time.
 
-    max_tokens: the text's length at most. ignore_eos: go on after an end-of-text token. stop_token_ids: more tokens that end the text.
+    max_tokens: the text's length at most; None: what max_model_len leaves. ignore_eos: go on after an end-of-text token.
+    stop_token_ids: more tokens that end the text.
     stop: strings that end it; they are cut off unless include_stop_str_in_output.
     logprobs: log-probabilities of each generated token and of this many likeliest alternatives (0 to 20), of the model's own logits,
     before anything above is applied; prompt_logprobs: the same of the prompt's tokens. None: off. n: texts a prompt.
@@ -45,7 +46,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     banned_token_ids: Sequence[int] = ()
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: str | Sequence[str] = ()
@@ -94,10 +95,11 @@ class SamplingParams:
             raise ConfigError(f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k}")
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed}")
-        if not is_int(self.max_tokens) or self.max_tokens < 1:
-            raise ConfigError(f"max_tokens: expected an integer of at least 1, got {self.max_tokens}")
-        if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
-            raise ConfigError(f"min_tokens: expected an integer from 0 to max_tokens {self.max_tokens}, got {self.min_tokens}")
+        most = self.max_tokens
+        if most is not None and (not is_int(most) or most < 1):
+            raise ConfigError(f"max_tokens: expected an integer of at least 1 or None, got {most}")
+        if not is_int(self.min_tokens) or self.min_tokens < 0 or (most is not None and self.min_tokens > most):
+            raise ConfigError(f"min_tokens: expected an integer from 0 to max_tokens {most}, got {self.min_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not 0 <= value <= MAX_LOGPROBS):

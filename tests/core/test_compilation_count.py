@@ -75,6 +75,30 @@ def test_nothing_compiles_after_warmup_for_where_the_prefix_cache_shortens_promp
     assert not compiled and llm.scheduling.num_prefix_hits == 80
 
 
+@pytest.mark.usefixtures("toy_families")
+@pytest.mark.parametrize(("lengths", "max_tokens", "limit"), [((20, 20), 150, 192), ((150,), 2, 160)], ids=["preempted", "cut"])
+def test_nothing_compiles_after_warmup_for_where_prefill_calls_are_larger_or_smaller_than_prompts(
+    lengths: tuple[int, ...], max_tokens: int, limit: int
+) -> None:
+    """A preempted request is prefilled with all that it has generated; of a prompt of five tiles and calls of four one is left."""
+    table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
+    config = EngineConfig(
+        max_model_len=limit,  # each case has shapes, and with them programs, of its own
+        max_num_seqs=2,
+        batch_buckets=(2,),
+        block_size=16,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=13,
+    )
+    llm = LLM((ToyTarget(VOCAB), table), config=config)
+    prompts, params = random_prompts(lengths), SamplingParams(0.0, max_tokens=max_tokens)
+    llm.warmup_for(prompts, params)
+    with counting_compilations() as compiled:
+        llm.generate(prompts, params)
+    assert not compiled and (llm.scheduling.num_preemptions > 0) == (len(lengths) > 1)
+
+
 @pytest.mark.parametrize("compilation", ["round", "step"])
 def test_one_compilation_for_each_bucket(compilation: str) -> None:
     """A first batch compiles its programs once however many rounds it runs; another batch of the same bucket compiles nothing."""

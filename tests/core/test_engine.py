@@ -120,6 +120,11 @@ def test_a_request_ends_at_max_model_len(length: int) -> None:
     assert output.token_ids == counted(4, LIMIT - length)
 
 
+def test_max_tokens_none_leaves_max_model_len() -> None:
+    (output,) = engine().generate([[3] * 7], SamplingParams(0.0, max_tokens=None))
+    assert output.token_ids == counted(4, LIMIT - 7) and output.finish_reason == "length"
+
+
 def test_one_prompt_texts_and_chats_are_understood() -> None:
     llm = engine(tokenizer=Digits())
     two = SamplingParams(0.0, max_tokens=2)
@@ -209,7 +214,7 @@ SETTINGS: dict[str, Any] = {
     "top_p: expected a number in (0, 1], got 1.5": lambda: SamplingParams(top_p=1.5),
     "top_p: expected a number in (0, 1], got nan": lambda: SamplingParams(top_p=math.nan),
     "top_k: expected an integer": lambda: SamplingParams(top_k=-2),
-    "max_tokens: expected an integer of at least 1, got 0": lambda: SamplingParams(max_tokens=0),
+    "max_tokens: expected an integer of at least 1 or None, got 0": lambda: SamplingParams(max_tokens=0),
     "seed: expected a 64-bit integer": lambda: SamplingParams(seed=2**64),
     "stop_token_ids: expected token ids": lambda: SamplingParams(stop_token_ids=(-1,)),
     "num_speculative_tokens: expected an integer of at least 1, got 0": lambda: SpeculativeConfig(num_speculative_tokens=0),

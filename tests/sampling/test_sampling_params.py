@@ -56,7 +56,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"banned_token_ids": [-1]}, "banned_token_ids: expected token ids from 0 to 2**31 - 1, got [-1]"),
     ({"stop_token_ids": "5"}, "stop_token_ids: expected a list of token ids, got '5'"),
     ({"seed": 2**64}, "seed: expected a 64-bit integer or None, got 18446744073709551616"),
-    ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1, got 0"),
+    ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1 or None, got 0"),
     ({"min_tokens": 17}, "min_tokens: expected an integer from 0 to max_tokens 16, got 17"),
     ({"min_tokens": -1}, "min_tokens: expected an integer from 0 to max_tokens 16, got -1"),
     ({"ignore_eos": 1}, "ignore_eos: expected true or false, got 1"),
