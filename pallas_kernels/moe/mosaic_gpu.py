@@ -146,7 +146,7 @@ def plan_blocks(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.A
     of, until = jnp.concatenate((expert, chosen)), jnp.concatenate((jnp.full(count, ids.size), slot))
     slots = ((chosen == of[:, None]) & (slot < until[:, None])).sum(1, dtype=jnp.int32)
     of_expert, earlier = slots[:count], slots[count:]
-    blocks = (of_expert + largest - 1) // largest
+    blocks = (of_expert + largest - 1) >> (largest.bit_length() - 1)  # shifts: XLA fuses no division into the sums that follow
     last = of_expert - largest * (blocks - 1)  # rows of an expert's last block
     padded = jnp.where(blocks > 0, largest * (blocks - 1) + (8 << size_index(last)), 0)
     before = expert[:, None] > expert  # [expert, those before it]
@@ -155,11 +155,11 @@ def plan_blocks(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.A
     index = jnp.arange(1 + most)[:, None] - 1
     nth = index - first_block  # [1 + blocks, experts]: which of the expert's blocks this is, if it is one of them
     size = jnp.where(nth == blocks - 1, size_index(last), len(SIZES) - 1)
-    block = expert | (size << SIZE_SHIFT) | ((start + nth * largest) // 8 << START_SHIFT)
+    block = expert | (size << SIZE_SHIFT) | ((start + nth * largest) << (START_SHIFT - 3))
     terms = jnp.where(index < 0, blocks, jnp.where((nth >= 0) & (nth < blocks), block, 0))
     table = jnp.pad(terms.sum(1, dtype=jnp.int32), (0, -(1 + most) % 4))
     place = start[chosen] + earlier
-    row = slot // ids.shape[1]
+    row = lax.div(slot, ids.shape[1])
     row_at = jnp.where(place == jnp.arange(num_places(ids.size, count))[:, None], row, 0).sum(1, dtype=jnp.int32)
     return table, place.reshape(ids.shape), row_at
 
