@@ -46,17 +46,19 @@ def attention_specs(prefix: str, cfg: AttentionConfig, input_size: int, output_s
 
 
 def join_projections(params: Any) -> Any:
-    """The weights of any model with the query, key and value projections of each layer in one array, qkv_proj (and qkv_bias).
+    """The weights of any model with projections of one input in one array: query, key and value as qkv_proj (and qkv_bias), or the two
+    projections to latents, if there are two, as qkv_a_proj (and qkv_a_bias).
 
     XLA joins products of one input by itself, and then copies their weights together in every pass: 25 us a layer of Llama-3-8B's on an
-    H200. Weights in the structure of param_specs, or already joined; layers without these three (latent attention) stay as they are.
+    H200. Weights in the structure of param_specs, or already joined; other weights stay as they are.
     """
     if isinstance(params, Mapping):
         joined = {name: join_projections(value) for name, value in params.items()}
-        for kind in ("proj", "bias"):
-            names = [f"{n}_{kind}" for n in ("q", "k", "v")]
-            if all(name in joined for name in names):
-                joined[f"qkv_{kind}"] = jnp.concatenate([joined.pop(name) for name in names], axis=-1)
+        for together, parts in (("qkv", ("q", "k", "v")), ("qkv_a", ("q_a", "kv_a"))):
+            for kind in ("proj", "bias"):
+                names = [f"{part}_{kind}" for part in parts]
+                if all(name in joined for name in names):
+                    joined[f"{together}_{kind}"] = jnp.concatenate([joined.pop(name) for name in names], axis=-1)
         return joined
     return [join_projections(value) for value in params] if isinstance(params, list) else params
 
@@ -66,10 +68,10 @@ def _qkv(params: Params, cfg: AttentionConfig, x: jax.Array, kernels: Kernels, n
     names = ("qkv",) if "qkv_proj" in params else ("q", "k", "v")
     weights = tuple(params[f"{n}_proj"] for n in names)
     bias = jnp.concatenate([params[f"{n}_bias"] for n in names]) if cfg.qkv_bias else None
-    return _biased_product(x, weights, bias, kernels, norm=norm, eps=cfg.rms_norm_eps)
+    return biased_product(x, weights, bias, kernels, norm=norm, eps=cfg.rms_norm_eps)
 
 
-def _biased_product(x: jax.Array, weights: tuple[jax.Array, ...], bias: jax.Array | None, kernels: Kernels, **options: Any) -> jax.Array:
+def biased_product(x: jax.Array, weights: tuple[jax.Array, ...], bias: jax.Array | None, kernels: Kernels, **options: Any) -> jax.Array:
     """product, plus bias if there is one; rounded to x's dtype once, after the sum."""
     if bias is None:
         return product(x, weights, kernels, **options)
@@ -164,6 +166,6 @@ def self_attention(
     ).reshape(batch, rows, -1)
     cache = FullCache(k_cache, v_cache)
     if cfg.o_bias:
-        out = _biased_product(attended, (params["o_proj"],), params["o_bias"], kernels)
+        out = biased_product(attended, (params["o_proj"],), params["o_bias"], kernels)
         return (out if residual is None else residual + out), cache
     return product(attended, (params["o_proj"],), kernels, residual=residual), cache

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import AttentionConfig, CompressedAttentionConfig, ConfigError, Kernels
-from pallas_kernels import attention, hopper, matmul, moe, rejection_sampling, rms_norm, rope_cache
+from jaxspec.config import AttentionConfig, CompressedAttentionConfig, ConfigError, Kernels, MLAConfig
+from pallas_kernels import attention, hopper, latent_attention, latent_cache, matmul, moe, rejection_sampling, rms_norm, rope_cache
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
     """Why an op's kernel cannot serve these models, None if it can."""
     device = hopper.missing()
     models = [target] if draft is None else [target, draft]
-    attentions: list[AttentionConfig] = [m.attention for m in models]
+    attentions: list[AttentionConfig | MLAConfig] = [m.attention for m in models]
 
     compressed = "has no attention over compressed entries" if isinstance(target.attention, CompressedAttentionConfig) else None
 
@@ -64,22 +64,9 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
         return device or next((r for r in reasons if r), None)
 
     return {
-        "attention": compressed
-        or first(
-            attention.unsupported(
-                "mosaic_gpu",
-                rows=FEW_ROWS,
-                num_heads=a.num_heads,
-                num_kv_heads=a.num_kv_heads,
-                head_dim=a.head_dim,
-                block_size=block_size,
-                q_dtype=dtype,
-                cache_dtype=dtype,
-            )
-            for a in attentions
-        ),
+        "attention": compressed or first(_attention(a, block_size, dtype) for a in attentions),
         "rms_norm": first(rms_norm.unsupported(m.hidden_size, dtype) for m in models),
-        "rope_cache": compressed or first(rope_cache.unsupported(a.num_heads, a.num_kv_heads, a.head_dim, dtype) for a in attentions),
+        "rope_cache": compressed or first(_rope_cache(a, dtype) for a in attentions),
         "matmul": first(
             matmul.unsupported(jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype), (jax.ShapeDtypeStruct((depth, width), dtype),))
             for m in models
@@ -88,6 +75,23 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
         "rejection_sampling": first([_rejection_sampling(target, draft)]),
         "moe": first([_moe(target, dtype)]),  # a draft's experts are the target's
     }
+
+
+def _attention(cfg: AttentionConfig | MLAConfig, block_size: int, dtype: Any) -> str | None:
+    """Of latents (pallas_kernels.latent_attention), or of keys and values."""
+    common: dict[str, Any] = {"block_size": block_size, "q_dtype": dtype, "cache_dtype": dtype}
+    if isinstance(cfg, MLAConfig):
+        sizes = {"query_rows": FEW_ROWS * cfg.num_heads, "kv_lora_rank": cfg.kv_lora_rank, "rope_head_dim": cfg.rope_head_dim}
+        return latent_attention.unsupported("mosaic_gpu", **sizes, **common)
+    sizes = {"rows": FEW_ROWS, "num_heads": cfg.num_heads, "num_kv_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim}
+    return attention.unsupported("mosaic_gpu", **sizes, **common)
+
+
+def _rope_cache(cfg: AttentionConfig | MLAConfig, dtype: Any) -> str | None:
+    """With the norms of latents (pallas_kernels.latent_cache), or by heads."""
+    if isinstance(cfg, MLAConfig):
+        return latent_cache.unsupported(cfg.q_lora_rank or 0, cfg.kv_lora_rank, cfg.rope_head_dim, dtype)
+    return rope_cache.unsupported(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, dtype)
 
 
 def _moe(target: Any, dtype: Any) -> str | None:

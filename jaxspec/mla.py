@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.attention import RopeTables, halves_of_pairs, rotated_matrix
+from jaxspec.attention import RopeTables, biased_product, halves_of_pairs, rotated_matrix
 from jaxspec.config import REFERENCE_KERNELS, Kernels, MLAConfig
-from jaxspec.kv_cache import LatentCache, write_rows
-from jaxspec.layers import apply_rope, linear, product, rms_norm
+from jaxspec.kv_cache import LatentCache
+from jaxspec.layers import log_once, product, rms_norm
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
-from pallas_kernels.attention import paged_attention
+from pallas_kernels import head_matmul as head_matmul_op
+from pallas_kernels import latent_attention as attention_op
+from pallas_kernels.head_matmul import head_matmul
+from pallas_kernels.latent_cache import norm_and_write
+from pallas_kernels.packing import padded_heads
 
 LATENT_NORM_EPS = 1e-6  # of the norms on the latents, whatever the model's rms_norm_eps says
 
@@ -83,32 +88,54 @@ def latent_attention(
     norm: the gain [D] of the RMS norm before the projections. rope: tables of rope_head_dim.
     """
     batch, rows = x.shape[:2]
+    cos, sin = (table.reshape(batch * rows, -1) for table in rope)
     normed = rms_norm(x, norm, cfg.rms_norm_eps, kernels)
-    if cfg.q_lora_rank is None:
+    q_latent, pool = norm_and_write(
+        _latents(params, cfg, normed, kernels),
+        cos,
+        sin,
+        metadata.slot_mapping.reshape(-1),
+        cache.latent,
+        kv_norm=params["kv_a_norm"],
+        q_norm=params.get("q_a_norm"),
+        eps=LATENT_NORM_EPS,
+        implementation=kernels.rope_cache,
+    )
+    if q_latent is None:
         q = product(normed, (params["q_proj"],), kernels)
     else:
-        q = rms_norm(linear(normed, params["q_a_proj"], params.get("q_a_bias")), params["q_a_norm"], LATENT_NORM_EPS)
-        q = product(q, (params["q_b_proj"],), kernels)
-    q_nope, q_rope = jnp.split(q.reshape(batch, rows, cfg.num_heads, -1), [cfg.nope_head_dim], axis=-1)
-    latent, k_rope = jnp.split(linear(normed, params["kv_a_proj"], params.get("kv_a_bias")), [cfg.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, params["kv_a_norm"], LATENT_NORM_EPS)
-    entry = jnp.concatenate([latent[:, :, None], apply_rope(k_rope[:, :, None], rope)], axis=-1)
-    pool = write_rows(cache.latent, entry, metadata.slot_mapping)
-
-    absorbed = jnp.einsum("brhn,hnc->brhc", q_nope, params["k_b_proj"], preferred_element_type=jnp.float32).astype(x.dtype)
-    attended = paged_attention(
-        jnp.concatenate([absorbed, apply_rope(q_rope, rope)], axis=-1),
+        q = product(q_latent, (params["q_b_proj"],), kernels)
+    # The kernel's rows x heads are a multiple of 8; what the heads beyond the last one hold is of no account.
+    heads = cfg.num_heads if kernels.attention == "reference" else padded_heads(rows, cfg.num_heads)
+    absorbed = _by_head(q.reshape(batch * rows, cfg.num_heads, -1), params["k_b_proj"], kernels, cos=cos, sin=sin, out_heads=heads)
+    attended = attention_op.latent_attention(
+        absorbed.reshape(batch, rows, heads, -1),
         pool,
-        pool,  # of whose entries only the latent part is a value
         metadata.block_table,
         metadata.positions,
         metadata.seq_lens,
-        metadata.window_start,
+        kv_lora_rank=cfg.kv_lora_rank,
         scale=cfg.scale,
         implementation=kernels.attention,
-    )[..., : cfg.kv_lora_rank]
-    values = jnp.einsum("brhc,hcv->brhv", attended, params["v_b_proj"], preferred_element_type=jnp.float32).astype(x.dtype)
-    values = values.reshape(batch, rows, -1)
+    )
+    values = _by_head(attended.reshape(batch * rows, heads, -1), params["v_b_proj"], kernels).reshape(batch, rows, -1)
     if cfg.bias:
-        return residual + linear(values, params["o_proj"], params["o_bias"]), LatentCache(pool)
+        return residual + biased_product(values, (params["o_proj"],), params["o_bias"], kernels), LatentCache(pool)
     return product(values, (params["o_proj"],), kernels, residual=residual), LatentCache(pool)
+
+
+def _latents(params: Params, cfg: MLAConfig, x: jax.Array, kernels: Kernels) -> jax.Array:
+    """x [batch, rows, D] -> the query's latent (if there is one), the key's, and the key to rotate, side by side [batch * rows, ...]."""
+    names = ("qkv_a",) if "qkv_a_proj" in params else ("kv_a",) if cfg.q_lora_rank is None else ("q_a", "kv_a")
+    weights = tuple(params[f"{n}_proj"] for n in names)
+    bias = jnp.concatenate([params[f"{n}_bias"] for n in names]) if cfg.bias else None
+    return biased_product(x, weights, bias, kernels).reshape(-1, sum(w.shape[1] for w in weights))
+
+
+def _by_head(x: jax.Array, weights: jax.Array, kernels: Kernels, **options: Any) -> jax.Array:
+    """The head_matmul op. The kernel is made for the few rows of a decode step; what it does not take is XLA's: logged once, with why."""
+    implementation = kernels.matmul
+    if implementation != "reference" and (reason := head_matmul_op.unsupported(x, weights)):
+        log_once(f"XLA multiplies heads by {weights.shape}: the kernel {reason}")
+        implementation = "reference"
+    return head_matmul(x, weights, **options, implementation=implementation)
