@@ -33,7 +33,7 @@ SIZES = (8, 16, 32)  # rows of a block
 MAX_SMEM = 227 * 1024
 NUM_SMS = 132
 TILE_N = 64  # output columns of an item: wgmma's M
-WORD = 32
+WORD = 32  # experts that a word of flags holds
 # A block in the plan: expert, index into SIZES, first row / 8.
 SIZE_SHIFT, START_SHIFT = 10, 12
 
@@ -313,22 +313,21 @@ def _grouped(
         plgpu.wait_smem_to_gmem(0)
 
     def list_experts(table_smem: Any, list_smem: Any) -> Any:
-        """The different ones of the table's ids into list_smem; how many."""
-
-        def step(slot: Any, carry: Any) -> Any:
-            found, *seen = carry
-            expert = table_smem[lax.div(slot, top_k) * columns + lax.rem(slot, top_k)]
-            bit, word = jnp.int32(1) << (expert & (WORD - 1)), expert // WORD
+        """The different ones of the table's ids into list_smem; how many. Every thread does the same, and reads what it has written."""
+        chosen = [table_smem[row * columns + k] for row in range(ids_shape[0]) for k in range(top_k)]
+        found, seen = jnp.int32(0), [jnp.int32(0)] * -(-count // WORD)
+        for expert in chosen:
+            bit, word = jnp.int32(1) << (expert & (WORD - 1)), lax.shift_right_logical(expert, 5)
             mine = sum((jnp.where(word == i, bits, 0) for i, bits in enumerate(seen)), jnp.int32(0))
             new = (mine & bit) == 0
 
             @pl.when(new)
-            def _note() -> None:
+            def _note(found: Any = found, expert: Any = expert) -> None:
                 list_smem[found] = expert
 
-            return found + new.astype(jnp.int32), *(jnp.where(word == i, bits | bit, bits) for i, bits in enumerate(seen))
-
-        return lax.fori_loop(0, slots, step, (jnp.int32(0),) * (1 + -(-count // WORD)))[0]
+            found += new.astype(jnp.int32)
+            seen = [jnp.where(word == i, bits | bit, bits) for i, bits in enumerate(seen)]
+        return found
 
     call = plgpu.kernel(
         body,

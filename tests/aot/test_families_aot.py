@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -67,3 +68,6 @@ def test_a_round_compiles_without_copies_of_weights_or_caches(model: str, monkey
     caches = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((state.target_caches, state.draft_caches)))
     assert memory.alias_size_in_bytes >= caches
     assert memory.temp_size_in_bytes < 128e6  # logits, and the rows beside each expert; the experts of one layer are 0.9 GB and more
+    count, hidden, size = cfg.target.moe.num_experts, cfg.target.hidden_size, cfg.target.moe.intermediate_size
+    experts = rf"= \S*\[{count},(?:{hidden},{2 * size}|{size},{hidden})\]\S* (?!parameter|get-tuple-element|bitcast)\w"
+    assert not re.findall(experts, compiled.as_text())
