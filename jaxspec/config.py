@@ -352,8 +352,9 @@ REFERENCE_KERNELS = Kernels()
 class SamplingFeatures:
     """What some request of a batch asks for; the compiled round holds nothing of what none does.
 
-    sampled: a temperature above 0. truncated: top-k or top-p. logit_bias: biases, allowed and banned tokens. prompt_logprobs is
-    prefill's. A request's tokens are the same whichever of these its neighbours need (jaxspec.sampling_params.features_of).
+    sampled: a temperature above 0. truncated: top-k or top-p. logit_bias: biases, allowed and banned tokens. all_logprobs: logprobs of the
+    whole vocabulary. prompt_logprobs is prefill's. A request's tokens are the same whichever of these its neighbours need
+    (jaxspec.sampling_params.features_of).
     """
 
     sampled: bool = True
@@ -363,6 +364,7 @@ class SamplingFeatures:
     logit_bias: bool = False
     min_tokens: bool = False
     logprobs: bool = False
+    all_logprobs: bool = False
     prompt_logprobs: bool = False
 
     def __or__(self, other: SamplingFeatures) -> SamplingFeatures:

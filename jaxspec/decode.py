@@ -137,7 +137,7 @@ def prefill(
     first = jnp.where(is_new, sample(logits[:, 0], noise, state.sampling.greedy), state.next_token)
     verification = Verification(jnp.where(ends & is_new, first, -1)[:, None], (ends & is_new).astype(jnp.int32))
     if cfg.logprobs:
-        verification = replace(verification, logprobs=score_tokens(raw, verification.output_tokens))
+        verification = replace(verification, logprobs=score_tokens(raw, verification.output_tokens, everything=cfg.all_logprobs))
     if cfg.prompt_logprobs:
         logits_of = lambda hidden: family.logits(params["target"], cfg.target, hidden, cfg.kernels)  # noqa: E731
         scores = score_hidden(logits_of, cfg.target.vocab_size, out.hidden, _following(tokens, last_row, next_prompt_token))

@@ -38,12 +38,16 @@ class Logprob:
     rank: int
 
 
-def score_tokens(logits: jax.Array, tokens: jax.Array) -> Scores:
-    """tokens int32 [batch, rows] under raw float32 logits [batch, rows, vocab]; what a row of token -1 holds is not used."""
+def score_tokens(logits: jax.Array, tokens: jax.Array, *, everything: bool = False) -> Scores:
+    """tokens int32 [batch, rows] under raw float32 logits [batch, rows, vocab]; what a row of token -1 holds is not used.
+    everything: list the whole vocabulary, not just MAX_LOGPROBS."""
     log_sum_exp = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)
     most = min(MAX_LOGPROBS, logits.shape[-1])
-    top, top_ids = lax.platform_dependent(cpu=lambda: tuple(lax.top_k(logits, most)), default=lambda: likeliest(logits, most))
+    if everything:
+        top, top_ids = lax.top_k(logits, logits.shape[-1])
+    else:
+        top, top_ids = lax.platform_dependent(cpu=lambda: tuple(lax.top_k(logits, most)), default=lambda: likeliest(logits, most))
     return Scores(
         logprob=(chosen - log_sum_exp)[..., 0],
         rank=jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32),
@@ -84,11 +88,11 @@ def score_hidden(logits_of: Callable[[jax.Array], jax.Array], vocab_size: int, h
 
 
 def logprobs_of(scores: Scores, row: int, tokens: Sequence[int], num_logprobs: int) -> list[dict[int, Logprob]]:
-    """Of each of tokens, which the first columns of a row score (NumPy arrays): itself, then the num_logprobs likeliest."""
-    found = []
+    """Of each of tokens, which the first columns of a row score (NumPy arrays): itself, then the num_logprobs likeliest (-1: all)."""
+    found, listed = [], None if num_logprobs < 0 else num_logprobs
     for i, token in enumerate(tokens):
         place = {token: Logprob(float(scores.logprob[row, i]), int(scores.rank[row, i]))}
-        top = zip(scores.top_ids[row, i, :num_logprobs], scores.top_logprobs[row, i], strict=False)
+        top = zip(scores.top_ids[row, i, :listed], scores.top_logprobs[row, i], strict=False)
         for rank, (other, logprob) in enumerate(top, start=1):
             place.setdefault(int(other), Logprob(float(logprob), rank))
         found.append(place)

@@ -29,8 +29,8 @@ class SamplingParams:
     max_tokens: the text's length at most; None: what max_model_len leaves. ignore_eos: go on after an end-of-text token.
     stop_token_ids: more tokens that end the text.
     stop: strings that end it; they are cut off unless include_stop_str_in_output.
-    logprobs: log-probabilities of each generated token and of this many likeliest alternatives (0 to 20), of the model's own logits,
-    before anything above is applied; prompt_logprobs: the same of the prompt's tokens. None: off. n: texts a prompt.
+    logprobs: log-probabilities of each generated token and of this many likeliest alternatives (0 to 20, -1: the whole vocabulary), of the
+    model's own logits, before anything above is applied; prompt_logprobs: of the prompt's tokens, 0 to 20. None: off. n: texts a prompt.
     num_speculative_tokens: draft tokens a round at most, 0 for none (not vLLM's); None, or more than the engine's K: the engine's K.
     """
 
@@ -100,10 +100,10 @@ class SamplingParams:
             raise ConfigError(f"max_tokens: expected an integer of at least 1 or None, got {most}")
         if not is_int(self.min_tokens) or self.min_tokens < 0 or (most is not None and self.min_tokens > most):
             raise ConfigError(f"min_tokens: expected an integer from 0 to max_tokens {most}, got {self.min_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, least, wanted in (("logprobs", -1, ", -1 for all"), ("prompt_logprobs", 0, "")):
             value = getattr(self, name)
-            if value is not None and (not is_int(value) or not 0 <= value <= MAX_LOGPROBS):
-                raise ConfigError(f"{name}: expected an integer from 0 to {MAX_LOGPROBS} or None, got {value}")
+            if value is not None and (not is_int(value) or not least <= value <= MAX_LOGPROBS):
+                raise ConfigError(f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, got {value}")
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
@@ -149,6 +149,7 @@ def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
         logit_bias=any(p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None for p in requests),
         min_tokens=any(p.min_tokens > 0 for p in requests),
         logprobs=any(p.logprobs is not None for p in requests),
+        all_logprobs=any(p.logprobs == -1 for p in requests),
         prompt_logprobs=any(p.prompt_logprobs is not None for p in requests),
     )
 

@@ -97,7 +97,7 @@ def judge(
     if cfg.acceptance_rates is not None and cfg.rule != "synthetic":
         verification = force_acceptance(cfg, proposal.draft_tokens, verification, sampling, seq_lens)
     if cfg.logprobs:
-        verification = replace(verification, logprobs=score_tokens(raw_logits, verification.output_tokens))
+        verification = replace(verification, logprobs=score_tokens(raw_logits, verification.output_tokens, everything=cfg.all_logprobs))
     return verification
 
 

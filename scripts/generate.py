@@ -61,7 +61,7 @@ def main(
     include_stop_str_in_output: Annotated[bool, option("Keep that string.", "--include-stop-str-in-output")] = False,
     stop_token_ids: Annotated[str | None, option("Token ids that end a text, beside end-of-text.")] = None,
     ignore_eos: Annotated[bool, option("Go on to max-tokens.", "--ignore-eos")] = False,
-    logprobs: Annotated[int | None, option("With --output-json: of each token and of this many of the likeliest.")] = None,
+    logprobs: Annotated[int | None, option("With --output-json: of each token and of this many of the likeliest; -1: of all.")] = None,
     prompt_logprobs: Annotated[int | None, option("The same of the prompts' tokens.")] = None,
     n: Annotated[int, option("Texts a prompt.")] = 1,
     seed: Annotated[int, option("Of the first prompt; the i-th has seed + i.")] = 0,

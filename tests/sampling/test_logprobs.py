@@ -35,7 +35,7 @@ def check(found: list[dict[int, Logprob]], tokens: list[int], expected: np.ndarr
     assert len(found) == len(tokens)
     for place, token, row in zip(found, tokens, expected, strict=True):
         assert next(iter(place)) == token
-        top = np.argsort(-row)[:num_logprobs].tolist()
+        top = np.argsort(-row)[: None if num_logprobs < 0 else num_logprobs].tolist()
         assert list(place) == [token, *(t for t in top if t != token)]
         for other, score in place.items():
             assert score.logprob == pytest.approx(row[other], abs=1e-4)
@@ -84,13 +84,14 @@ def collect(cfg: RoundConfig, weights: Any, params: list[SamplingParams], compil
 
 @pytest.mark.oracle("transformers")
 @pytest.mark.usefixtures("toy_families")
-def test_logprobs_are_transformers_log_softmax_with_and_without_speculation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_logprobs", [MAX_LOGPROBS, -1])
+def test_logprobs_are_transformers_log_softmax_with_and_without_speculation(num_logprobs: int, tmp_path: Path) -> None:
     """Requests whose texts are far from the likeliest: penalties, a bias, temperature. A prompt in chunks; a draft that is often right."""
     oracle = hf_target(tmp_path, **TARGETS["llama"])
     target, weights = load_target(tmp_path, jnp.float32)
     params = [
         SamplingParams(0.0, repetition_penalty=1.8, logit_bias={3: 3.0}, logprobs=2, prompt_logprobs=1),
-        SamplingParams(0.9, seed=2, presence_penalty=1.0, logprobs=MAX_LOGPROBS, prompt_logprobs=0),
+        SamplingParams(0.9, seed=2, presence_penalty=1.0, logprobs=num_logprobs, prompt_logprobs=0),
     ]
     group = CacheGroup(4, 64)
     plain = RoundConfig(target, group, rule="strict")

@@ -63,7 +63,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop: expected a string or a list of strings, none of them empty, got ''"),
     ({"stop": ["a", 5]}, "stop: expected a string or a list of strings, none of them empty, got ['a', 5]"),
     ({"include_stop_str_in_output": None}, "include_stop_str_in_output: expected true or false, got None"),
-    ({"logprobs": 21}, "logprobs: expected an integer from 0 to 20 or None, got 21"),
+    ({"logprobs": 21}, "logprobs: expected an integer from 0 to 20, -1 for all or None, got 21"),
     ({"prompt_logprobs": -1}, "prompt_logprobs: expected an integer from 0 to 20 or None, got -1"),
     ({"prompt_logprobs": True}, "prompt_logprobs: expected an integer from 0 to 20 or None, got True"),
     ({"n": 0}, "n: expected an integer of at least 1, got 0"),
