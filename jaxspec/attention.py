@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels, MLAConfig
 from jaxspec.kv_cache import FullCache
-from jaxspec.layers import apply_rope, linear, product, rms_norm
+from jaxspec.layers import ResidualStream, add_product, apply_rope, linear, product, rms_norm, values_of
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
 from pallas_kernels.attention import packs, paged_attention
@@ -63,7 +63,7 @@ def join_projections(params: Any) -> Any:
     return [join_projections(value) for value in params] if isinstance(params, list) else params
 
 
-def _qkv(params: Params, cfg: AttentionConfig, x: jax.Array, kernels: Kernels, norm: jax.Array | None) -> jax.Array:
+def _qkv(params: Params, cfg: AttentionConfig, x: jax.Array | ResidualStream, kernels: Kernels, norm: jax.Array | None) -> jax.Array:
     """x [batch, rows, in] -> queries, keys and values side by side [batch, rows, (num_heads + 2 num_kv_heads) head_dim]."""
     names = ("qkv",) if "qkv_proj" in params else ("q", "k", "v")
     weights = tuple(params[f"{n}_proj"] for n in names)
@@ -71,11 +71,13 @@ def _qkv(params: Params, cfg: AttentionConfig, x: jax.Array, kernels: Kernels, n
     return biased_product(x, weights, bias, kernels, norm=norm, eps=cfg.rms_norm_eps)
 
 
-def biased_product(x: jax.Array, weights: tuple[jax.Array, ...], bias: jax.Array | None, kernels: Kernels, **options: Any) -> jax.Array:
+def biased_product(
+    x: jax.Array | ResidualStream, weights: tuple[jax.Array, ...], bias: jax.Array | None, kernels: Kernels, **options: Any
+) -> jax.Array:
     """product, plus bias if there is one; rounded to x's dtype once, after the sum."""
     if bias is None:
         return product(x, weights, kernels, **options)
-    return (product(x, weights, kernels, out_dtype=jnp.float32, **options) + bias.astype(jnp.float32)).astype(x.dtype)
+    return (product(x, weights, kernels, out_dtype=jnp.float32, **options) + bias.astype(jnp.float32)).astype(values_of(x).dtype)
 
 
 def rotated_matrix(
@@ -119,17 +121,57 @@ def self_attention(
     cache: FullCache,
     kernels: Kernels = REFERENCE_KERNELS,
     *,
-    norm: jax.Array | None = None,
     residual: jax.Array | None = None,
+    **options: Any,
+) -> tuple[jax.Array, FullCache]:
+    """(residual +) o_proj(attend(x, **options)): x [batch, rows, in] -> [batch, rows, out], and the cache with these rows written."""
+    attended, cache = attend(params, cfg, x, rope, metadata, cache, kernels, **options)
+    if cfg.o_bias:
+        out = biased_product(attended, (params["o_proj"],), params["o_bias"], kernels)
+        return (out if residual is None else residual + out), cache
+    return product(attended, (params["o_proj"],), kernels, residual=residual), cache
+
+
+def add_self_attention(
+    params: Params,
+    cfg: AttentionConfig,
+    x: jax.Array | ResidualStream,
+    rope: RopeTables,
+    metadata: AttentionMetadata,
+    cache: FullCache,
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    residual: jax.Array | ResidualStream,
+    next_norm: jax.Array,
+    **options: Any,
+) -> tuple[ResidualStream, FullCache]:
+    """self_attention's sum, prepared for the norm of gain next_norm (see add_product)."""
+    if cfg.o_bias:
+        x, cache = self_attention(params, cfg, values_of(x), rope, metadata, cache, kernels, residual=values_of(residual), **options)
+        return ResidualStream(x), cache
+    attended, cache = attend(params, cfg, x, rope, metadata, cache, kernels, **options)
+    return add_product(residual, attended, params["o_proj"], kernels, next_norm=next_norm), cache
+
+
+def attend(
+    params: Params,
+    cfg: AttentionConfig,
+    x: jax.Array | ResidualStream,
+    rope: RopeTables,
+    metadata: AttentionMetadata,
+    cache: FullCache,
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    norm: jax.Array | None = None,
     window: int | None = None,
     query_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, FullCache]:
-    """(residual +) o_proj(attention((norm of) x)): x [batch, rows, in] -> [batch, rows, out], and the cache with these rows written.
+    """Attention of (the norm of) x [batch, rows, in] -> [batch, rows, num_heads * head_dim], and the cache with these rows written.
 
     norm: the gain [in] of the RMS norm before the projections, with cfg.rms_norm_eps.
     window: the most keys that a row of this metadata sees, by its window_start; None for all. query_scale: [batch, rows], on the queries.
     """
-    batch, rows = x.shape[:2]
+    batch, rows = values_of(x).shape[:2]
     qkv = _qkv(params, cfg, x, kernels, norm)
     cos, sin = (table.reshape(batch * rows, -1) for table in rope)
     packed = query_scale is None and packs(kernels.attention, rows=rows, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads)
@@ -164,8 +206,4 @@ def self_attention(
         packed_heads=cfg.num_heads if packed else None,
         implementation=kernels.attention,
     ).reshape(batch, rows, -1)
-    cache = FullCache(k_cache, v_cache)
-    if cfg.o_bias:
-        out = biased_product(attended, (params["o_proj"],), params["o_bias"], kernels)
-        return (out if residual is None else residual + out), cache
-    return product(attended, (params["o_proj"],), kernels, residual=residual), cache
+    return attended, FullCache(k_cache, v_cache)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig
 from jaxspec.params import Params, ParamSpec, matrix
@@ -28,8 +30,23 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return y.astype(x.dtype)
 
 
+@struct.dataclass
+class ResidualStream:
+    """x [batch, rows, D] and, where the product that made it has prepared the norm before the next one, what that norm's product takes:
+    scaled [batch * rows, D], x times the norm's gain, and squares, partial sums of x's squares (the matmul op's)."""
+
+    x: jax.Array
+    scaled: jax.Array | None = None
+    squares: jax.Array | None = None
+
+
+def values_of(x: jax.Array | ResidualStream) -> jax.Array:
+    """[batch, rows, D]"""
+    return x.x if isinstance(x, ResidualStream) else x
+
+
 def product(
-    x: jax.Array,
+    x: jax.Array | ResidualStream,
     weights: tuple[jax.Array, ...],
     kernels: Kernels = REFERENCE_KERNELS,
     *,
@@ -40,27 +57,60 @@ def product(
     transposed: bool = False,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """The matmul op on x [batch, rows, depth], normed first with the gain `norm` if there is one.
+    """The matmul op on x [batch, rows, depth], normed first with the gain `norm` if there is one: where x comes prepared for it, by the op.
 
     The kernel is made for the few rows of a decode step. More rows, and widths that it does not take, are XLA's: logged once, with why.
     """
-    flat = (x if norm is None else rms_norm(x, norm, eps, kernels)).reshape(-1, x.shape[-1])
-    rows = flat.shape[0]
-    added = None if residual is None else residual.reshape(rows, -1)
-    options: dict[str, Any] = {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype or x.dtype}
-    implementation = kernels.matmul
+    options = {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype or values_of(x).dtype}
+    return _product(x, weights, kernels, norm, eps, residual, None, options).x
+
+
+def add_product(
+    stream: jax.Array | ResidualStream,
+    x: jax.Array,
+    weight: jax.Array,
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    next_norm: jax.Array | None,
+) -> ResidualStream:
+    """stream + x @ weight, prepared for the norm of gain next_norm if that is given and the kernels of product and norm are chosen."""
+    prepared = next_norm if kernels.rms_norm != "reference" else None
+    options = {"swiglu": False, "transposed": False, "out_dtype": x.dtype}
+    return _product(x, (weight,), kernels, None, 0.0, values_of(stream), prepared, options)
+
+
+def _product(
+    x: jax.Array | ResidualStream,
+    weights: tuple[jax.Array, ...],
+    kernels: Kernels,
+    norm: jax.Array | None,
+    eps: float,
+    residual: jax.Array | None,
+    gain: jax.Array | None,
+    options: dict[str, Any],
+) -> ResidualStream:
+    stream = x if isinstance(x, ResidualStream) else ResidualStream(x)
+    *shape, depth = stream.x.shape
+    rows = math.prod(shape)
+    padding = -rows % 8 if rows > 8 else 0
+    squares, implementation = stream.squares if norm is not None else None, kernels.matmul
     if implementation != "reference":
-        padding = -rows % 8 if rows > 8 else 0
-        padded = jax.ShapeDtypeStruct((rows + padding, flat.shape[1]), flat.dtype)
-        reason = matmul_op.unsupported(padded, weights, residual=added is not None, **options)
+        operand = jax.ShapeDtypeStruct((rows + padding, depth), stream.x.dtype)
+        beside = {"residual": residual is not None, "normed": squares is not None, "norms": gain is not None}
+        reason = matmul_op.unsupported(operand, weights, **beside, **options)
         if reason is not None:
             log_once(f"XLA multiplies by {[w.shape for w in weights]}: the kernel {reason}")
             implementation = "reference"
-        else:
-            pad = lambda a: jnp.pad(a, ((0, padding), (0, 0))) if padding else a  # noqa: E731
-            flat, added = pad(flat), None if added is None else pad(added)
-    out = matmul(flat, weights, residual=added, **options, implementation=implementation)
-    return out[:rows].reshape(*x.shape[:-1], -1)
+    if implementation == "reference":
+        padding, squares, gain = 0, None, None
+    flat = stream.x if norm is None else stream.scaled if squares is not None else rms_norm(stream.x, norm, eps, kernels)
+    assert flat is not None
+    pad = lambda a: jnp.pad(a, ((0, padding), (0, 0))) if padding else a  # noqa: E731
+    added = None if residual is None else pad(residual.reshape(rows, -1))
+    options = options | {"squares": squares, "eps": eps, "gain": gain, "implementation": implementation}
+    out = matmul(pad(flat.reshape(rows, depth)), weights, residual=added, **options)
+    out, scaled, made = (out, None, None) if gain is None else out
+    return ResidualStream(out[:rows].reshape(*shape, -1), None if scaled is None else scaled[:rows], made)
 
 
 @cache
@@ -82,11 +132,18 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kernels: Kernels = REF
     return rms_norm_op(x.reshape(-1, x.shape[-1]), weight, eps=eps, implementation=kernels.rms_norm).reshape(x.shape)
 
 
-def mlp_block(layer: Params, eps: float, x: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def mlp_block(layer: Params, eps: float, x: jax.Array | ResidualStream, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
     """x + down(silu(gate(norm(x))) * up(norm(x))), x [batch, rows, D]: the second half of a decoder layer, target's or draft's."""
+    return add_mlp(layer, eps, x, kernels, next_norm=None).x
+
+
+def add_mlp(
+    layer: Params, eps: float, x: jax.Array | ResidualStream, kernels: Kernels = REFERENCE_KERNELS, *, next_norm: jax.Array | None
+) -> ResidualStream:
+    """mlp_block's sum, prepared for the norm of gain next_norm (see add_product)."""
     gate_up = (layer["gate_proj"], layer["up_proj"])
     inner = product(x, gate_up, kernels, norm=layer["post_attention_layernorm"], eps=eps, swiglu=True)
-    return product(inner, (layer["down_proj"],), kernels, residual=x)
+    return add_product(x, inner, layer["down_proj"], kernels, next_norm=next_norm)
 
 
 def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, ParamSpec]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import attention_specs, self_attention
+from jaxspec.attention import add_self_attention, attention_specs
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
@@ -101,8 +101,9 @@ def forward(
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         norm = None if i == 0 else layer["input_layernorm"]
-        x, cache = self_attention(
-            layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x, window=cfg.sliding_window
+        norms = {"norm": norm, "next_norm": layer["post_attention_layernorm"]}
+        x, cache = add_self_attention(
+            layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, residual=x, window=cfg.sliding_window, **norms
         )
         x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
         new_caches.append(cache)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import attention_specs, self_attention
+from jaxspec.attention import add_self_attention, attention_specs
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -164,7 +164,7 @@ def forward(
         norm = None
         if i > 0:
             attention_input, norm = x, layer["input_layernorm"]
-        x, cache = self_attention(
+        x, cache = add_self_attention(
             layer["self_attn"],
             cfg.attention,
             attention_input,
@@ -174,6 +174,7 @@ def forward(
             kernels,
             norm=norm,
             residual=x,
+            next_norm=layer["post_attention_layernorm"],
             window=cfg.sliding_window,
         )
         x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.config import REFERENCE_KERNELS, Kernels
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import rms_norm, vocab_logits
+from jaxspec.layers import ResidualStream, rms_norm, values_of, vocab_logits
 from jaxspec.params import Params, ParamSpec, matrix, vector
 
 
@@ -61,7 +61,7 @@ def run_layers(
     cfg: DecoderConfig,
     tokens: jax.Array,
     caches: KVCache,
-    run_layer: Callable[[int, Params, jax.Array, Any], tuple[jax.Array, Any]],
+    run_layer: Callable[[int, Params, Any, Any], tuple[jax.Array | ResidualStream, Any]],
     *,
     aux_layers: tuple[int, ...],
     kernels: Kernels,
@@ -76,11 +76,11 @@ def run_layers(
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         if i in aux_layers:
-            aux[i] = x
+            aux[i] = values_of(x)
         with jax.named_scope(f"layer_{i}"):
             x, cache = run_layer(i, layer, x, cache)
         new_caches.append(cache)
-    aux[cfg.num_layers] = x
+    aux[cfg.num_layers] = x = values_of(x)
     hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
     picked = jnp.concatenate([aux[i] for i in aux_layers], axis=-1) if aux_layers else None
     return TargetOutput(hidden, picked, tuple(new_caches))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.attention import RopeTables, attention_specs, self_attention
+from jaxspec.attention import RopeTables, add_self_attention, attention_specs
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -24,7 +24,7 @@ from jaxspec.config import (
     refuse_unless,
 )
 from jaxspec.kv_cache import FullCache, KVCache
-from jaxspec.layers import mlp_block, mlp_specs, rope_tables
+from jaxspec.layers import ResidualStream, add_mlp, mlp_specs, rope_tables
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.params import Params, vector
@@ -130,9 +130,25 @@ def decoder_layer(
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> tuple[jax.Array, FullCache]:
     """One layer on x [batch, rows, D]."""
-    norm = layer["input_layernorm"]
-    x, cache = self_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x)
-    return mlp_block(layer, cfg.rms_norm_eps, x, kernels), cache
+    stream, cache = _add_layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=None)
+    return stream.x, cache
+
+
+def _add_layer(
+    layer: Params,
+    cfg: LlamaConfig,
+    x: jax.Array | ResidualStream,
+    rope: RopeTables,
+    metadata: AttentionMetadata,
+    cache: FullCache,
+    kernels: Kernels,
+    *,
+    next_norm: jax.Array | None,
+) -> tuple[ResidualStream, FullCache]:
+    """decoder_layer, whose result is prepared for the norm of gain next_norm."""
+    norms = {"norm": layer["input_layernorm"], "next_norm": layer["post_attention_layernorm"]}
+    x, cache = add_self_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, residual=x, **norms)
+    return add_mlp(layer, cfg.rms_norm_eps, x, kernels, next_norm=next_norm), cache
 
 
 def forward(
@@ -148,7 +164,9 @@ def forward(
     """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
     rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
 
-    def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
-        return decoder_layer(layer, cfg, x, rope, metadata, cache, kernels)
+    def run_layer(i: int, layer: Params, x: jax.Array | ResidualStream, cache: FullCache) -> tuple[ResidualStream, FullCache]:
+        following = params["layers"][i + 1 : i + 2]
+        next_norm = following[0]["input_layernorm"] if following else None
+        return _add_layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=next_norm)
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)

@@ -1,4 +1,4 @@
-"""Matrix products of a decode step, with what stands next to them: SwiGLU or a residual sum."""
+"""Matrix products of a decode step, with what stands next to them: SwiGLU, a residual sum, the RMS norm between two of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ def matmul(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
     *,
+    squares: jax.Array | None = None,
+    eps: float = 0.0,
     residual: jax.Array | None = None,
+    gain: jax.Array | None = None,
     swiglu: bool = False,
     transposed: bool = False,
     out_dtype: Any = jnp.bfloat16,
     implementation: str = "reference",
-) -> jax.Array:
+) -> Any:
     """[x @ w for w in weights] side by side, accumulated in float32, cast to out_dtype.
 
     x:          [rows, depth]
@@ -32,8 +35,13 @@ def matmul(
     residual:   [rows, width] added to the cast product
     swiglu:     weights are (gate, up) and the result is silu(x @ gate) * (x @ up), each of the three cast in turn
 
-    Returns [rows, sum of widths] ([rows, width] with swiglu). Raises ValueError for shapes that do not fit together and for what the
-    implementation does not support, with the reason.
+    An RMS norm between two products costs no pass over the rows of its own; its rows are rounded once, after the gain:
+    gain:       [width] of the norm that follows. Returns then (result, result * gain, squares), squares float32 [pieces, rows or more]
+    squares:    partial sums over the pieces of the squares of the rows that x is, before their gain; x's product is divided by
+                sqrt(their sum / depth + eps), in float32
+
+    Returns [rows, sum of widths] ([rows, width] with swiglu), or three arrays with gain. Raises ValueError for shapes that do not fit
+    together and for what the implementation does not support, with the reason.
     """
     if x.ndim != 2 or not weights or any(w.ndim != 2 or w.shape[1 if transposed else 0] != x.shape[1] for w in weights):
         raise ValueError(f"weights: expected matrices of depth {x.shape[-1]}, got {[w.shape for w in weights]} for x {x.shape}")
@@ -43,14 +51,19 @@ def matmul(
     width = widths[0] if swiglu else sum(widths)
     if residual is not None and residual.shape != (x.shape[0], width):
         raise ValueError(f"residual: expected {(x.shape[0], width)}, got {residual.shape}")
-    options: dict[str, Any] = {"residual": residual, "swiglu": swiglu, "transposed": transposed}
+    if squares is not None and (squares.ndim != 2 or squares.shape[1] < x.shape[0]):
+        raise ValueError(f"squares: expected [pieces, {x.shape[0]} rows or more], got {squares.shape}")
+    if gain is not None and gain.shape != (width,):
+        raise ValueError(f"gain: expected {(width,)}, got {gain.shape}")
+    options: dict[str, Any] = {"squares": squares, "eps": eps, "residual": residual, "gain": gain}
+    options |= {"swiglu": swiglu, "transposed": transposed}
     if implementation == "reference":
         return reference.matmul(x, weights, **options, out_dtype=out_dtype)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    reason = hopper.missing() or unsupported(
-        x, weights, residual=residual is not None, swiglu=swiglu, transposed=transposed, out_dtype=out_dtype
-    )
+    asked: dict[str, Any] = {"residual": residual is not None, "normed": squares is not None, "norms": gain is not None}
+    asked |= {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype}
+    reason = hopper.missing() or unsupported(x, weights, **asked)
     if reason:
         raise ValueError(f"matmul, implementation {implementation!r}: {reason}")
     return _mosaic_gpu().matmul(x, weights, **options, out_dtype=out_dtype)

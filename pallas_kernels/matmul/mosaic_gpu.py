@@ -5,8 +5,9 @@ A block owns 64 output columns at a time, for the whole depth. Its warpgroups sh
 TMA copies of its own, so that up to 200 KB are in flight an SM and the latency of one wgmma chain hides behind the other's. wgmma
 computes the transposed product (W^T x^T), whose narrow axis is the rows padded to 8, 16, 32 or 64 instead of to 64.
 
-Every launch costs about two microseconds, so SwiGLU and the residual sum are done here. (The norm before is not: normalising in each block
-took 8 to 12 microseconds, a kernel of its own takes 2. docs/performance.md has that and other things that were tried.)
+Every launch costs about two microseconds, so SwiGLU and the residual sum are done here, and so is the RMS norm between two products: the
+one that makes the rows multiplies them by the norm's gain and sums the squares of each tile, the one that takes them divides its result by
+the root of their mean. (Normalising in each block took 8 to 12 microseconds. docs/performance.md has what else was tried.)
 
 The order of summation depends on the shape of the weights and on whether there are more than 8 rows, and on nothing else: a row's bits do
 not depend on its neighbours.
@@ -30,6 +31,7 @@ MAX_ROWS = 64
 MAX_SMEM = 227 * 1024
 NUM_SMS = 132
 TILE_N = 64  # output columns a tile: wgmma's M
+REDUCTION_BYTES = 1024  # for sums across warps
 RESIDENT_BYTES = 72 * 1024  # an input up to this size stays in shared memory; a wider one streams beside the weights
 
 
@@ -55,18 +57,35 @@ def is_resident(rows: int, depth: int) -> bool:
     return padded_rows(rows) * depth * 2 <= RESIDENT_BYTES
 
 
-def smem_bytes(rows: int, depth: int, tuning: Tuning, products: int, out_bytes: int, residual: bool) -> int:
+def num_pieces(width: int) -> int:
+    """Partial sums of squares that a row of this width has: one a tile, in whole wgmma tiles, of which the last may never be written."""
+    return -(-width // TILE_N // TILE_N) * TILE_N
+
+
+def smem_bytes(
+    rows: int, depth: int, tuning: Tuning, products: int, out_bytes: int, residual: bool, normed: bool = False, norms: bool = False
+) -> int:
     """Shared memory of a block, to within the barriers."""
     padded, slots = padded_rows(rows), tuning.warpgroups * tuning.stages
     x = depth * padded * 2 if is_resident(rows, depth) else slots * tuning.tile_k * padded * 2
     ring = slots * tuning.tile_k * TILE_N * products * 2
     partial_sums = (tuning.warpgroups - 1) * products * TILE_N * padded * 4
     out = TILE_N * padded * (out_bytes + (4 if out_bytes == 4 else 0) + (2 if residual else 0))
-    return x + ring + partial_sums + out + 2048
+    out += 1024 if normed and tuning.warpgroups > 1 else 0  # what is small takes 1 KB, where the next piece may start
+    out += TILE_N * padded * 2 + 2 * 1024 if norms else 0
+    return x + ring + partial_sums + out + (REDUCTION_BYTES if normed or norms else 0) + 1024
 
 
 def choose_tuning(
-    rows: int, depth: int, widths: tuple[int, ...], *, swiglu: bool = False, out_bytes: int = 2, residual: bool = False
+    rows: int,
+    depth: int,
+    widths: tuple[int, ...],
+    *,
+    swiglu: bool = False,
+    out_bytes: int = 2,
+    residual: bool = False,
+    normed: bool = False,
+    norms: bool = False,
 ) -> Tuning | None:
     """What measured best on an H200 (docs/performance.md), with as many stages as fit; None if nothing does.
 
@@ -83,7 +102,8 @@ def choose_tuning(
                 continue
             for stages in (6, 5, 4, 3, 2):
                 tuning = Tuning(tile_k, warpgroups, stages, -(-tiles // rounds))
-                if smem_bytes(rows, depth, tuning, 2 if swiglu else 1, out_bytes, residual) <= MAX_SMEM // blocks_an_sm:
+                needed = smem_bytes(rows, depth, tuning, 2 if swiglu else 1, out_bytes, residual, normed, norms)
+                if needed <= MAX_SMEM // blocks_an_sm:
                     return tuning
     return None
 
@@ -95,9 +115,12 @@ def unsupported(
     residual: bool = False,
     swiglu: bool = False,
     transposed: bool = False,
+    normed: bool = False,
+    norms: bool = False,
     out_dtype: Any = jnp.bfloat16,
 ) -> str | None:
-    """Why this kernel cannot make this product, None if it can. Takes anything with a shape and a dtype."""
+    """Why this kernel cannot make this product, None if it can. Takes anything with a shape and a dtype. normed: x comes with its squares;
+    norms: the result is to have its own, and a gain."""
     rows, depth = x.shape
     widths = tuple(w.shape[0 if transposed else 1] for w in weights)
     if any(a.dtype != jnp.bfloat16 for a in (x, *weights)):
@@ -106,28 +129,35 @@ def unsupported(
         return f"expected 1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, got {rows}"
     if depth % 64 or any(n % TILE_N for n in widths):
         return f"expected a depth and widths that are multiples of 64, got {depth} and {widths}"
-    if choose_tuning(rows, depth, widths, swiglu=swiglu, out_bytes=jnp.dtype(out_dtype).itemsize, residual=residual) is None:
+    if norms and (swiglu or len(weights) > 1 or out_dtype != jnp.bfloat16):
+        return f"expected one weight and a bfloat16 result without swiglu where it gets a gain, got {len(weights)}, {out_dtype}, {swiglu}"
+    options: dict[str, Any] = {"swiglu": swiglu, "residual": residual, "normed": normed, "norms": norms}
+    if choose_tuning(rows, depth, widths, out_bytes=jnp.dtype(out_dtype).itemsize, **options) is None:
         return f"expected a ring of two stages to fit into {MAX_SMEM} bytes of shared memory, got {rows} rows of {depth}"
     return None
 
 
 # Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
-@partial(jax.jit, static_argnames=("swiglu", "transposed", "out_dtype", "tuning"))
+@partial(jax.jit, static_argnames=("eps", "swiglu", "transposed", "out_dtype", "tuning"))
 def matmul(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
     *,
+    squares: jax.Array | None = None,
+    eps: float = 0.0,
     residual: jax.Array | None = None,
+    gain: jax.Array | None = None,
     swiglu: bool = False,
     transposed: bool = False,
     out_dtype: Any = jnp.bfloat16,
     tuning: Tuning | None = None,
-) -> jax.Array:
+) -> Any:
     """See pallas_kernels.matmul.matmul."""
     rows, depth = x.shape
     widths = tuple(w.shape[0 if transposed else 1] for w in weights)
     out_bytes = jnp.dtype(out_dtype).itemsize
-    tuning = tuning or choose_tuning(rows, depth, widths, swiglu=swiglu, out_bytes=out_bytes, residual=residual is not None)
+    options: dict[str, Any] = {"residual": residual is not None, "normed": squares is not None, "norms": gain is not None}
+    tuning = tuning or choose_tuning(rows, depth, widths, swiglu=swiglu, out_bytes=out_bytes, **options)
     assert tuning is not None  # the public op has asked `unsupported`
     tile_k, stages, warpgroups = tuning.tile_k, tuning.stages, tuning.warpgroups
     padded, steps = padded_rows(rows), depth // tile_k // warpgroups  # steps of one warpgroup
@@ -146,9 +176,18 @@ def matmul(
         rest: Any
         x_gmem, *rest = refs
         w_gmems, rest = rest[: len(weights)], rest[len(weights) :]
-        residual_gmem, rest = (rest[0], rest[1:]) if residual is not None else (None, rest)
-        out_gmem, x_smem, w_smem, out_smem, partial_smem, halves, residual_smem, *barriers = rest
-        barrier, x_barrier, done, taken, residual_barrier = barriers
+        optional: list[Any] = []
+        for given in (squares, residual, gain):
+            first, rest = (None, rest) if given is None else (rest[0], rest[1:])
+            optional.append(first)
+        squares_gmem, residual_gmem, gain_gmem = optional
+        out_gmem, rest = rest[0], rest[1:]
+        scaled_gmem: Any
+        made_gmem: Any
+        (scaled_gmem, made_gmem), rest = (rest[:2], rest[2:]) if gain is not None else ((None, None), rest)
+        x_smem, w_smem, out_smem, partial_smem, halves, residual_smem, *rest = rest
+        scale_smem, gain_smem, scaled_smem, made_smem, *barriers = rest
+        barrier, x_barrier, done, taken, residual_barrier, gain_barrier = barriers
         block, wg = lax.axis_index("block"), lax.axis_index("wg")
         all_rows = pl.ds(block * 0, padded)  # rows past the last one: copies fill them with zeros, and drop them on the way out
 
@@ -204,9 +243,28 @@ def matmul(
             if not resident:
                 load_x(turn)
 
+        def scale() -> Any:
+            """What the norm divides the rows by, inverted."""
+            sums = plgpu.load(squares_gmem, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+            written = plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=layout) < depth // TILE_N
+            return lax.rsqrt(jnp.sum(jnp.where(written, sums, 0.0), axis=0) / depth + eps)
+
+        # A lone warpgroup keeps it in registers. Several share the memory that sums across warps need, so just one of them may sum.
+        scale_here = scale() if squares_gmem is not None and warpgroups == 1 else None
+        if squares_gmem is not None and warpgroups > 1:
+
+            @pl.when(wg == 0)
+            def _keep_scale() -> None:
+                scale_smem[...] = scale()
+                plgpu.commit_smem()
+
         @pl.loop(0, tiles_here)
         def _tile(index: Any) -> None:
-            here = (all_rows, pl.ds((block + index * blocks) * TILE_N, TILE_N))
+            tile = block + index * blocks
+            here = (all_rows, pl.ds(tile * TILE_N, TILE_N))
+            if gain_gmem is not None:
+                of_tile = gain_gmem.at[pl.ds(tile * TILE_N, TILE_N)]
+                pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(of_tile, gain_smem, gain_barrier))
             if residual_gmem is not None:
                 source = residual_gmem.at[here]
                 pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(source, residual_smem, residual_barrier))
@@ -254,6 +312,11 @@ def matmul(
                         for other in range(warpgroups - 1):
                             plgpu.barrier_arrive(taken.at[other])
 
+                if squares_gmem is not None:
+                    factor = scale_here
+                    if factor is None:
+                        factor = plgpu.load(scale_smem, layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
+                    totals = [total * lax.broadcast_in_dim(factor, total.shape, [1]) for total in totals]
                 if swiglu:
                     gate, up = (t.astype(out_dtype).astype(jnp.float32) for t in totals)
                     total = (gate / (1.0 + jnp.exp(-gate))).astype(out_dtype).astype(jnp.float32) * up
@@ -265,6 +328,12 @@ def matmul(
                     added = residual_smem.transpose((1, 0))[...].astype(jnp.float32) + total.astype(jnp.float32)
                     total = added.astype(out_dtype)
                 plgpu.wait_smem_to_gmem(0)  # the tile before has left out_smem
+                if gain_gmem is not None:
+                    plgpu.barrier_wait(gain_barrier)
+                    column = plgpu.load(gain_smem, layout=layout.reduce(1), optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
+                    value = total.astype(jnp.float32)
+                    scaled_smem.transpose((1, 0))[...] = (value * lax.broadcast_in_dim(column, value.shape, [0])).astype(out_dtype)
+                    made_smem[...] = jnp.sum(value * value, axis=0)
                 if out_dtype == jnp.float32:
                     # Only 16-bit values can be stored transposed: high and low halves go apart and meet again in rows of the output.
                     bits = lax.bitcast_convert_type(total, jnp.uint32)
@@ -277,19 +346,25 @@ def matmul(
                     out_smem.transpose((1, 0))[...] = total
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[here])
+                if gain is not None:
+                    plgpu.copy_smem_to_gmem(scaled_smem, scaled_gmem.at[here])
+                    plgpu.copy_smem_to_gmem(made_smem, made_gmem.at[tile])
 
         plgpu.wait_smem_to_gmem(0)
 
     slots, several = warpgroups * stages, warpgroups > 1
     weight_tile = (TILE_N, tile_k) if transposed else (tile_k, TILE_N)
+    out_type = jax.ShapeDtypeStruct((rows, width), out_dtype)
+    made_type = jax.ShapeDtypeStruct((num_pieces(width), padded), jnp.float32)
+    suffixes = {"swiglu": swiglu, "normed": squares is not None, "residual": residual is not None, "norms": gain is not None}
     call = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, width), out_dtype),
+        out_type=out_type if gain is None else (out_type, out_type, made_type),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="wg",
-        kernel_name=f"matmul_{depth}x{width}" + ("_swiglu" if swiglu else "") + ("_residual" if residual is not None else ""),
+        kernel_name="_".join([f"matmul_{depth}x{width}", *(name for name, present in suffixes.items() if present)]),
         scratch_types=[
             plgpu.SMEM((depth // tile_k if resident else slots, padded, tile_k), x.dtype, transforms=transforms),
             plgpu.SMEM((slots, products, *weight_tile), x.dtype, transforms=transforms),
@@ -297,11 +372,17 @@ def matmul(
             plgpu.SMEM((warpgroups - 1, products, TILE_N, padded), jnp.float32) if several else None,
             plgpu.SMEM((2, padded, TILE_N), jnp.uint16) if out_dtype == jnp.float32 else None,
             None if residual is None else plgpu.SMEM((padded, TILE_N), residual.dtype),
+            plgpu.SMEM((padded,), jnp.float32) if squares is not None and several else None,
+            None if gain is None else plgpu.SMEM((TILE_N,), gain.dtype),
+            None if gain is None else plgpu.SMEM((padded, TILE_N), out_dtype),
+            None if gain is None else plgpu.SMEM((padded,), jnp.float32),
             plgpu.Barrier(num_barriers=slots, num_arrivals=products if resident else products + 1),
             plgpu.Barrier(num_barriers=warpgroups, num_arrivals=steps) if resident else None,
             plgpu.Barrier(num_arrivals=warpgroups - 1) if several else None,
             plgpu.Barrier(num_barriers=warpgroups - 1) if several else None,
             None if residual is None else plgpu.Barrier(),
+            None if gain is None else plgpu.Barrier(),
         ],
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_BYTES),
     )
-    return call(x, *weights, *(() if residual is None else (residual,)))
+    return call(x, *weights, *(a for a in (squares, residual, gain) if a is not None))

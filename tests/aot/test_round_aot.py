@@ -48,7 +48,7 @@ ROUNDS = {
 }
 TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for top-p
 # Norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual.
-LAUNCHES_PER_LAYER = 8
+LAUNCHES_PER_LAYER = 6
 
 
 @dataclass(frozen=True)
