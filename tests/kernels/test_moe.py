@@ -31,7 +31,7 @@ SMALL = {
     "three rows": Shape(3, 8, 2, 128, 64),
     "eight rows of one choice": Shape(8, 8, 2, 64, 64, routing="same"),
     "every expert hit, few rows": Shape(4, 8, 2, 64, 128, gate="clamped", bias=True, routing="spread"),
-    "more than 32 experts": Shape(5, 40, 3, 64, 64),
+    "more than 32 experts": Shape(6, 34, 6, 64, 64, routing="spread"),
     "one row, one expert": Shape(1, 4, 1, 64, 64, gate="clamped_silu"),
     "nine rows": Shape(9, 40, 2, 128, 64, bias=True),
     "every expert hit, many rows": Shape(16, 4, 2, 64, 128, gate="clamped", bias=True, routing="spread"),
@@ -161,7 +161,7 @@ def test_choices_that_fill_the_plan_to_its_bounds_fit() -> None:
 
     for counts in ([1] * 60, [17] * 6, [33] * 3, [33, 17, 9, 1], [9] * 12, [49, 17, 1, 1]):
         counts, rows = [*counts, 112 - sum(counts)], 112
-        table, place, row_at = plan(np.repeat(np.arange(len(counts)), counts)[:, None].astype(np.int32), 64)
+        table, place, row_at = plan(np.repeat(np.arange(len(counts)), counts)[:, None].astype(np.int32), len(counts))
         starts, sizes = (table[1:] >> 12) * 8, np.asarray(mosaic_gpu.SIZES)[table[1:] >> 10 & 3]
         assert (starts + sizes)[: table[0]].max() <= len(row_at) and place.max() < len(row_at)
         np.testing.assert_array_equal(row_at[place[:, 0]], np.arange(rows))
