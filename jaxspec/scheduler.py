@@ -110,6 +110,7 @@ class Scheduler:
         request.slot, request.blocks, self.rows[slot] = slot, [Held(0, list(chosen)) for chosen in blocks], request
         request.num_prefilled = request.num_cached = len(request.prompt_token_ids)
         request.num_consumed = max(0, request.num_cached - self.config.head_room)
+        request.num_registered = request.num_consumed // self.config.block_size  # what is there is nobody's text
         self._admissions += 1
         self.changes += 1
         request.admitted = self._admissions

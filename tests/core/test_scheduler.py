@@ -446,6 +446,19 @@ def test_rows_are_kept_compact_when_requests_leave() -> None:
     assert sorted(step.cleared) == [0, 1, 2] and step.sources == [3] and requests[3].slot == 0
 
 
+def test_a_request_placed_in_blocks_of_the_callers_choice_goes_on_from_there() -> None:
+    """In every group the same blocks, as a benchmark gives them; those before the window go back at once."""
+    scheduler, _ = started(sights=({}, {"window": 6}))
+    one = request([1] * 20, 8)
+    scheduler.place(one, 0, [[3, 4, 5, 6, 7, 8]] * 2)
+    assert [g.pool.num_free for g in scheduler.groups] == [58, 58]
+    for tokens in ([2, 3, 4], [5, 6, 1, 2], [3]):
+        assert scheduler.schedule_round().requests == [one]
+        assert one.blocks[1].first == (one.num_consumed - 5) // 4 and one.blocks[0].first == 0
+        scheduler.read(one, tokens, is_round=True)
+    assert one.finish_reason == "length" and [g.pool.num_free for g in scheduler.groups] == [64, 64]
+
+
 def test_a_request_of_one_token_ends_after_prefill() -> None:
     scheduler, _ = started()
     scheduler.add(request([1, 2], 1))
