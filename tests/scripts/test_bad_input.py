@@ -49,7 +49,7 @@ def check(result, sentence: str) -> None:
         (["--top-p", "1.5"], "top_p: expected a number in (0, 1], got 1.5"),
         (["--top-p", "nan"], "top_p: expected a number in (0, 1], got nan"),
         (["--top-k", "-5"], "top_k: expected an integer"),
-        (["--max-tokens", "0"], "max_tokens: expected an integer of at least 1, got 0"),
+        (["--max-tokens", "0"], "max_tokens: expected an integer of at least 1 or None, got 0"),
         (["--seed", str(2**64)], "seed: expected a 64-bit integer"),
         (["--num-speculative-tokens", "0"], "num_speculative_tokens: expected an integer of at least 1, got 0"),
         (["--num-speculative-tokens", "-3"], "num_speculative_tokens: expected an integer of at least 1, got -3"),
