@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 
-from jaxspec.config import CacheGroup, RoundConfig
+from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig
 from jaxspec.kv_cache import init_cache
 
 ROUNDS_AHEAD = 2  # results on their way while another round is launched
@@ -68,6 +68,38 @@ def layer_block_bytes(model: Any, block_size: int, dtype: Any) -> list[int]:
     """Of one block in each layer of a model."""
     caches = jax.eval_shape(partial(init_cache, model.attention, model.num_layers, 1, block_size, dtype))
     return [sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache)) for cache in caches]
+
+
+def settle(
+    config: EngineConfig,
+    groups: Sequence[CacheGroup],
+    demands: Sequence[PoolDemand],
+    sizes: Sequence[int],
+    find_room: Callable[[], tuple[int, str]],
+) -> tuple[int, ...]:
+    """Blocks of each group: what config overrides, or what fits in (bytes, where the number is from) of find_room. ConfigError if that is
+    too little for a request."""
+    override, caching = config.num_gpu_blocks_override, config.enable_prefix_caching
+    source = f"num_gpu_blocks_override {override}"
+    if override is None:
+        room, source = find_room()
+        found = fit(demands, sizes, room, max_num_seqs=config.max_num_seqs, caching=caching)
+    elif isinstance(override, tuple):
+        if len(override) != len(groups):
+            raise ConfigError(f"num_gpu_blocks_override: expected a number for each of {len(groups)} KV-cache groups, got {override}")
+        found = override
+    else:
+        most = [d.of_requests(config.max_num_seqs, caching=caching) if d.has_window else override for d in demands]
+        found = tuple(min(override, n) for n in most)
+    for group, wanted, got in zip(groups, demands, found, strict=True):
+        if got < wanted.least:
+            total = sum(d.least * size for d, size in zip(demands, sizes, strict=True))
+            raise ConfigError(
+                f"KV cache: expected {wanted.least} blocks of {config.block_size} tokens for {group} ({total / 1e9:.2f} GB in all), what "
+                f"one request of max_model_len {config.max_model_len} takes, got {got} from {source}; lower max_model_len or max_num_seqs, "
+                "or give more"
+            )
+    return found
 
 
 def fit(demands: Sequence[PoolDemand], sizes: Sequence[int], room: int, *, max_num_seqs: int, caching: bool) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxspec import decode, pool_sizes, slots
 from jaxspec.block_tables import BlockTables
-from jaxspec.config import CacheGroup, ConfigError, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
+from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.params import Params
 from jaxspec.request import Request
@@ -167,37 +167,19 @@ class ModelRunner:
     def num_blocks(self) -> tuple[int, ...]:
         """Of each group's pool; settled once, from what the device has free by then."""
         if self._num_blocks is None:
-            self._num_blocks = self._settle_num_blocks()
-        return self._num_blocks
-
-    def _settle_num_blocks(self) -> tuple[int, ...]:
-        config, groups, override = self.config, self.cache_groups, self.config.num_gpu_blocks_override
-        rows = {"head_room": self.num_speculative_tokens + 1, "max_chunk": self.max_tiles * self.prefill_tile}
-        demands = [pool_sizes.demand(group, max_model_len=config.max_model_len, **rows) for group in groups]
-        sizes = self.block_bytes
-        source, caching = f"num_gpu_blocks_override {override}", config.enable_prefix_caching
-        if override is None:
-            room, source = self._room()
-            found = pool_sizes.fit(demands, sizes, room, max_num_seqs=config.max_num_seqs, caching=caching)
-        elif isinstance(override, tuple):
-            if len(override) != len(groups):
-                raise ConfigError(f"num_gpu_blocks_override: expected a number for each of {len(groups)} KV-cache groups, got {override}")
-            found = override
-        else:
-            most = [d.of_requests(config.max_num_seqs, caching=caching) if d.has_window else override for d in demands]
-            found = tuple(min(override, n) for n in most)
-        for group, wanted, got in zip(groups, demands, found, strict=True):
-            if got < wanted.least:
-                total = sum(d.least * size for d, size in zip(demands, sizes, strict=True))
-                raise ConfigError(
-                    f"KV cache: expected {wanted.least} blocks of {config.block_size} tokens for {group} ({total / 1e9:.2f} GB in all), "
-                    f"what one request of max_model_len {config.max_model_len} takes, got {got} from {source}; lower max_model_len or "
-                    "max_num_seqs, or give more"
+            demands = [
+                pool_sizes.demand(
+                    group,
+                    max_model_len=self.config.max_model_len,
+                    head_room=self.num_speculative_tokens + 1,
+                    max_chunk=self.max_tiles * self.prefill_tile,
                 )
-        self._num_blocks = found
-        held = ", ".join(f"{n} of {group}" for n, group in zip(found, groups, strict=True))
-        logger.info("KV cache: blocks of %d tokens, %s, %.2f GB", config.block_size, held, self.cache_bytes / 1e9)
-        return found
+                for group in self.cache_groups
+            ]
+            self._num_blocks = pool_sizes.settle(self.config, self.cache_groups, demands, self.block_bytes, self._room)
+            held = ", ".join(f"{n} for {group}" for n, group in zip(self._num_blocks, self.cache_groups, strict=True))
+            logger.info("KV cache: blocks of %d tokens, %s, %.2f GB", self.config.block_size, held, self.cache_bytes / 1e9)
+        return self._num_blocks
 
     def _room(self) -> tuple[int, str]:
         """Bytes for the KV pool, and where the number is from."""
