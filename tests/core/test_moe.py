@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from jaxspec import moe
+from jaxspec.config import Kernels
+from jaxspec.layers import log_once
 from jaxspec.moe import MoEConfig
 
 CFG = MoEConfig(num_experts=6, top_k=2, intermediate_size=10)
@@ -98,3 +101,45 @@ def test_groups_compete_by_their_best_two() -> None:
     assert sorted(ids[0].tolist()) == [2, 3]
     ids, _ = moe.route_sigmoid(logits, jnp.zeros(6), replace(cfg, top_groups=2))
     assert sorted(ids[0].tolist()) == [0, 3]
+
+
+def test_with_the_kernel_its_rows_are_its_own_and_more_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(moe, "_grouped", lambda *_: taken.append("grouped"))
+    monkeypatch.setattr(moe.moe_op, "experts", lambda *_, implementation, **__: taken.append(implementation))
+    params = {"gate_up": jnp.zeros((6, DIM, 20)), "down": jnp.zeros((6, 10, DIM))}
+    for rows in (1, 2, 64, 65, 256, 257):
+        ids = jnp.zeros((rows, 8), jnp.int32)  # wider than the weights, as the router's kernel gives them
+        moe.experts(params, CFG, jnp.zeros((rows, DIM)), ids, jnp.zeros((rows, 2)), Kernels(moe="mosaic_gpu"))
+    assert taken == ["mosaic_gpu"] * 5 + ["grouped"]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+def test_what_the_routers_kernel_does_not_take_is_xlas_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = []
+    monkeypatch.setattr(moe.router_op, "route", lambda *_, implementation, **__: taken.append(implementation))
+    monkeypatch.setattr(moe, "route_sigmoid", lambda *_: taken.append("groups"))
+    cfg = MoEConfig(num_experts=32, top_k=2, intermediate_size=10)
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "jaxspec.layers"):
+        for rows, kernels, change in (
+            (4, Kernels(moe="mosaic_gpu"), {}),
+            (4, Kernels(), {}),
+            (300, Kernels(moe="mosaic_gpu"), {}),
+            (4, Kernels(moe="mosaic_gpu"), {"num_groups": 4, "top_groups": 2}),
+        ):
+            x, router = jnp.zeros((rows, 64), jnp.bfloat16), jnp.zeros((64, 32), jnp.bfloat16)
+            moe.route(x, router, jnp.zeros(32), replace(cfg, **change), "sigmoid", kernels)
+    assert taken == ["mosaic_gpu", "reference", "reference", "groups"]
+    assert [r.getMessage() for r in caplog.records] == ["XLA routes by (64, 32): the kernel expected 1 to 256 rows, got 300"]
+
+
+def test_a_sigmoid_router_without_groups_is_the_op() -> None:
+    rng = np.random.default_rng(0)
+    x, router, bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, DIM), (DIM, 6), (6,)))
+    cfg = replace(CFG, routed_scaling=1.8)
+    expected = moe.route_sigmoid(moe.router_logits(x, router), bias, cfg)
+    for got, wanted in zip(moe.route(x, router, bias, cfg, "sigmoid"), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)

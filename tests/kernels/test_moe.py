@@ -239,8 +239,10 @@ def test_bytes_are_the_experts_hit_and_the_rows() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("routing", ["random", "same", "spread"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "routing"),
+    [*((name, "random") for name in SHAPES), *((name, way) for name in SHAPES if "6" in name.split()[-1] for way in ("same", "spread"))],
+)
 def test_equals_the_float32_experts_at_real_sizes(name: str, routing: str) -> None:
     shape = dataclasses.replace(SHAPES[name], routing=routing)
     inputs = make_inputs(shape, seed=4)
