@@ -175,3 +175,19 @@ def test_an_engine_refuses_kernels_that_it_cannot_run() -> None:
         engine(kernels="mosaic_gpu")
     with pytest.raises(ConfigError, match="^kernels: expected one of"):
         engine(kernels="cuda")
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("on_a_hopper")
+def test_latent_attention_has_kernels_of_its_own_under_the_names_of_the_ops(caplog: pytest.LogCaptureFixture) -> None:
+    glm = HYBRID["glm-4.7-flash"]
+    options: dict[str, Any] = {"block_size": 64, "dtype": jnp.bfloat16}
+    assert kernels.choose("mosaic_gpu", glm.target, draft_config(glm, "mtp"), **options) == EVERY
+    odd = replace(glm.target, attention=replace(glm.target.attention, rope_head_dim=32))
+    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+        assert kernels.choose("auto", odd, None, **options) == replace(EVERY, attention="reference", rope_cache="reference")
+    assert (
+        "attention: reference (the kernel expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got"
+        in caplog.text
+    )
+    assert "rope_cache: reference (the kernel expected a rope_head_dim of 64, got 32)" in caplog.text
