@@ -16,6 +16,7 @@ from jaxspec.config import AttentionConfig, CacheGroup
 from jaxspec.kv_cache import init_cache
 from jaxspec.metadata import build_metadata
 from jaxspec.params import init_random
+from tests.support.families import family_model
 from tests.support.tiny import generate, random_prompts, sampling_state, tiny_model
 
 
@@ -46,9 +47,13 @@ def test_joining_again_changes_nothing() -> None:
     assert jax.tree.structure(join_projections(once)) == jax.tree.structure(once)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_rounds_on_joined_projections_give_the_same_text(method: str) -> None:
-    model = tiny_model(method)
+    """Multi-token prediction: on latent attention, whose first projections are two."""
+    model = family_model("glm4_moe_lite", method) if method == "mtp" else tiny_model(method)
+    if method == "mtp":
+        layer = join_projections(model.params)["draft"]["layers"][0]["self_attn"]
+        assert {"q_a_proj", "kv_a_proj", "qkv_a_proj"} & set(layer) == {"qkv_a_proj"}
     cfg, prompts = model.round_config(3, sampled=False), random_prompts((5, 9))
     texts = [
         generate(cfg, params, prompts, sampling_state([0] * 2), max_tokens=(12, 12)).token_ids
