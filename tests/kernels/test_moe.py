@@ -112,7 +112,7 @@ def one_term_a_step(inputs: dict[str, Any], step: int = 64) -> dict[str, Any]:
 @needs_mosaic
 def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
     """One row, a few and many, in another order, and beside rows that all choose what it chose."""
-    inputs = one_term_a_step(make_inputs(Shape(20, 8, 2, 256, 192, gate="clamped", bias=True), seed=3))
+    inputs = one_term_a_step(make_inputs(Shape(20, 4, 2, 128, 128, gate="clamped", bias=True), seed=3))
 
     def take(rows: list[int]) -> np.ndarray:
         return run(inputs | {name: inputs[name][np.asarray(rows)] for name in ("x", "ids", "weights")})
