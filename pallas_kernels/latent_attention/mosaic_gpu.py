@@ -238,8 +238,7 @@ def _attend(plan: Plan):
             plgpu.griddepcontrol_wait()
         request, row_tile = lax.axis_index("request"), plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows see most keys
         member = lax.axis_index("member") if cluster > 1 else jnp.int32(0)
-        stop, num_keys = bounds_ref[request, row_tile, columns], bounds_ref[request, row_tile, columns + 1]
-        past_class = (member + 1) * classes_here
+        stop = bounds_ref[request, row_tile, columns]
         query_rows = pl.ds(row_tile * columns, columns)  # those past the last one are read as zeros and not written
 
         def settle(tile):
@@ -248,7 +247,7 @@ def _attend(plan: Plan):
                 return tile
             coming_class = lax.rem(tile, classes) + 1
             # If the next class has no tile, no later one has: classes begin at tiles 0, 1, 2, ...
-            return jnp.where((tile >= stop) & (coming_class < past_class), coming_class, tile)
+            return jnp.where((tile >= stop) & (lax.rem(coming_class, classes_here) != 0), coming_class, tile)
 
         def pages_of(tile):
             """Block ids of a tile's pages. Those past the request's last page may be anything: their keys are masked."""
@@ -263,9 +262,9 @@ def _attend(plan: Plan):
                 plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(i * piece, piece)], barriers.at[slot])
 
         ahead = [member * classes_here]
-        while len(ahead) <= slots:
+        while len(ahead) < slots:
             ahead.append(settle(ahead[-1] + classes))
-        for slot, tile in enumerate(ahead[:slots]):
+        for slot, tile in enumerate(ahead):
 
             @pl.when(tile < stop)
             def _(slot=slot, tile=tile):
@@ -277,17 +276,19 @@ def _attend(plan: Plan):
         plgpu.commit_smem()
         pl.when(ahead[0] < stop)(lambda: plgpu.barrier_wait(q_barrier))
 
-        def step(tile, carry):
-            values, top, count, coming, *blocks = carry
-            slot = lax.rem(count, slots)
-            # The page after the coming one is looked up now: a load from device memory must not hold up the copy.
-            after = settle(coming + classes)
-            after_blocks = pages_of(after)
+        def step(carry):
+            tile, values, top, slot = carry
+            coming = tile
+            for _ in range(slots):
+                coming = settle(coming + classes)
+            blocks = pages_of(coming)  # looked up now: a load from device memory must not hold up the copy
             plgpu.barrier_wait(barriers.at[slot])
 
-            @pl.when((tile + 1) * KEYS > num_keys)
+            @pl.when(tile + 1 >= stop)
             def _():
-                # Slots that nobody has written may hold NaN, and 0 * NaN is NaN.
+                # Slots that nobody has written may hold NaN, and 0 * NaN is NaN. Only the last tile that is seen has any.
+                num_keys = bounds_ref[request, row_tile, columns + 1]
+
                 @pl.loop(0, plan.width // CHUNK)
                 def _(i):
                     chunk = ring.at[slot, :, pl.ds(i * CHUNK, CHUNK)]
@@ -312,18 +313,14 @@ def _attend(plan: Plan):
             total_smem[...] = _load(total_smem, by_column, optimized=False) * old + weights.sum(axis=0)
             values = add_product(values * _spread(old, rank_size), ring.at[slot, :, all_values].transpose((1, 0)), p_smem.transpose((1, 0)))
             pl.when(coming < stop)(lambda: fetch(slot, coming, blocks))
-            return values, new, count + 1, after, *after_blocks
+            return tile + classes, values, new, jnp.where(slot + 1 == slots, 0, slot + 1)
 
-        def fold(key_class, order):
-            """Softmax over one class of tiles, and where the order of tiles has come to."""
+        def fold(key_class, slot):
+            """Softmax over one class of tiles, and the slot of the tile after it."""
             total_smem[...] = splat((columns,), 0.0)
-            carry = lax.fori_loop(
-                0,
-                lax.div(jnp.maximum(stop - key_class, 0) + (classes - 1), classes),
-                lambda i, carry: step(key_class + i * classes, carry),
-                (splat(tall, 0.0), splat((columns,), NEVER), *order),
-            )
-            return (*carry[:2], _load(total_smem, by_column, optimized=False)), carry[2:]
+            start = (key_class, splat(tall, 0.0), splat((columns,), NEVER), slot)
+            _, values, top, slot = lax.while_loop(lambda carry: carry[0] < stop, step, start)
+            return (values, top, _load(total_smem, by_column, optimized=False)), slot
 
         def write(values, part):
             """values [CHUNK, columns] to these value dimensions of the output."""
@@ -332,27 +329,31 @@ def _attend(plan: Plan):
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(p_smem, out_ref.at[request, query_rows, part])
 
-        order = (jnp.int32(0), ahead[slots], *pages_of(ahead[slots]))
         if classes == 1:
-            state, _ = fold(jnp.int32(0), order)
+            state, _ = fold(jnp.int32(0), jnp.int32(0))
             normed = _normalise(state)
             for start in range(0, rank_size, CHUNK):
                 write(normed[start : start + CHUNK], pl.ds(start, CHUNK))
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
             return
 
-        def leave(i, order):
-            key_class = member * classes_here + i
-            state, order = fold(key_class, order)
+        def leave(carry):
+            key_class, slot = carry
+            state, slot = fold(key_class, slot)
+            here = (request, row_tile, key_class)
+            values_ref[*here], stats_ref[*here, 0], stats_ref[*here, 1] = state
+            return key_class + 1, slot
 
-            @pl.when(key_class < stop)
+        # Classes begin at tiles 0, 1, 2, ...: those from `stop` on have none.
+        first_class = (member * classes_here, jnp.int32(0))
+        if classes_here == 1:
+
+            @pl.when(member < stop)
             def _():
-                here = (request, row_tile, key_class)
-                values_ref[*here], stats_ref[*here, 0], stats_ref[*here, 1] = state
+                leave(first_class)
 
-            return order
-
-        lax.fori_loop(0, classes_here, leave, order)
+        else:
+            lax.while_loop(lambda carry: (carry[0] < (member + 1) * classes_here) & (carry[0] < stop), leave, first_class)
         _publish(plan)
         if cluster > 1:
             plgpu.barrier_arrive(everyone[0])
