@@ -74,7 +74,8 @@ def add_product(
     next_norm: jax.Array | None,
 ) -> ResidualStream:
     """stream + x @ weight, prepared for the norm of gain next_norm if that is given and the kernels of product and norm are chosen."""
-    prepared = next_norm if kernels.rms_norm != "reference" else None
+    shared = "reference" not in (kernels.matmul, kernels.rms_norm) and matmul_op.shares_norm(math.prod(x.shape[:-1]))
+    prepared = next_norm if shared else None
     options = {"swiglu": False, "transposed": False, "out_dtype": x.dtype}
     return _product(x, (weight,), kernels, None, 0.0, values_of(stream), prepared, options)
 

@@ -69,6 +69,11 @@ def matmul(
     return _mosaic_gpu().matmul(x, weights, **options, out_dtype=out_dtype)
 
 
+def shares_norm(rows: int) -> bool:
+    """Whether the Mosaic kernel does the norm between two products of so many rows (gain, squares)."""
+    return rows <= _mosaic_gpu().MAX_NORM_ROWS
+
+
 def unsupported(x: Any, weights: tuple[Any, ...], **options: Any) -> str | None:
     """Why the Mosaic kernel cannot make this product (see mosaic_gpu.unsupported), None if it can."""
     return hopper.too_old() or _mosaic_gpu().unsupported(x, weights, **options)

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import interpreting
 
 MAX_ROWS = 64
+MAX_NORM_ROWS = 8  # that share a norm: for 64 rows a kernel of the norm's own is faster
 MAX_SMEM = 227 * 1024
 NUM_SMS = 132
 TILE_N = 64  # output columns a tile: wgmma's M
@@ -129,6 +130,8 @@ def unsupported(
         return f"expected 1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, got {rows}"
     if depth % 64 or any(n % TILE_N for n in widths):
         return f"expected a depth and widths that are multiples of 64, got {depth} and {widths}"
+    if (norms or normed) and rows > MAX_NORM_ROWS:
+        return f"expected at most {MAX_NORM_ROWS} rows that share a norm, got {rows}"
     if norms and (swiglu or len(weights) > 1 or out_dtype != jnp.bfloat16):
         return f"expected one weight and a bfloat16 result without swiglu where it gets a gain, got {len(weights)}, {out_dtype}, {swiglu}"
     options: dict[str, Any] = {"swiglu": swiglu, "residual": residual, "normed": normed, "norms": norms}
@@ -281,8 +284,9 @@ def matmul(
                         plgpu.wgmma(acc, w if transposed else w.transpose((1, 0)), x_tile)
                     plgpu.wgmma_wait(products)  # the step before is done: its slot takes a later turn
                     pl.when((turn > 0) & (turn - 1 + stages < turns))(lambda: refill(turn - 1 + stages))
-                    if pdl:
-                        # Not before the last copy is on its way: the next kernel's blocks would compete with this one's.
+                    if pdl and gain is None:
+                        # Not before the last copy is on its way: the next kernel's blocks would compete with this one's. Those of another
+                        # product do even then (10 microseconds a layer), and that is what follows a result with a gain.
                         pl.when(turn == jnp.maximum(turns - stages, 0))(plgpu.griddepcontrol_launch_dependents)
 
                 return tuple(acc[...] for acc in accumulators)
