@@ -90,8 +90,7 @@ def random_requests(count: int, seed: int) -> tuple[list[list[int]], list[Sampli
                 float(rng.choice([0.0, 1.0])),
                 seed=int(rng.integers(2**40)),
                 max_tokens=limit,
-                ignore_eos=bool(rng.integers(2)),
-                stop_token_ids=tuple(rng.integers(0, VOCAB, rng.integers(0, 2)).tolist()),
+                stop_token_ids=tuple(rng.integers(0, VOCAB, int(i % 4 == 0)).tolist()),
             )
         )
     return prompts, params
