@@ -241,7 +241,7 @@ def _attend(plan: Plan):
         stop = bounds_ref[request, row_tile, columns]
         query_rows = pl.ds(row_tile * columns, columns)  # those past the last one are read as zeros and not written
 
-        def settle(tile):
+        def settle(tile: Any) -> Any:
             """A place in this CTA's order of tiles, class after class: moved on to the next class if this one has ended."""
             if classes_here == 1:
                 return tile
@@ -279,7 +279,7 @@ def _attend(plan: Plan):
         def step(carry):
             tile, values, top, slot = carry
             coming = tile
-            for _ in range(slots):
+            for _slot in range(slots):
                 coming = settle(coming + classes)
             blocks = pages_of(coming)  # looked up now: a load from device memory must not hold up the copy
             plgpu.barrier_wait(barriers.at[slot])

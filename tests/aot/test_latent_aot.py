@@ -111,14 +111,9 @@ def test_a_layer_is_eight_launches_and_what_layers_share(batch: int, rows: int) 
     integers = functools.partial(array, dtype=jnp.int32)
     params = jax.eval_shape(join_projections, jax.tree.map(lambda spec: array(*spec.shape), mla.mla_specs("layer", cfg, hidden)))
     x, table = array(batch, rows, hidden), array(batch, rows, 1, cfg.rope_head_dim // 2, dtype=jnp.float32)
-    metadata = AttentionMetadata(
-        block_table=integers(batch, 8),
-        positions=integers(batch, rows),
-        seq_lens=integers(batch),
-        slot_mapping=integers(batch, rows),
-        window_start=integers(batch, rows),
-        num_pages=integers(batch),
-    )  # type: ignore[arg-type]
+    fields: dict[str, Any] = {name: integers(batch, rows) for name in ("positions", "slot_mapping", "window_start")}
+    fields |= {"seq_lens": integers(batch), "num_pages": integers(batch), "block_table": integers(batch, 8)}
+    metadata = AttentionMetadata(**fields)
     kernels = Kernels(attention="mosaic_gpu", matmul="mosaic_gpu", rms_norm="mosaic_gpu", rope_cache="mosaic_gpu")
 
     def layer(params: Any, x: jax.Array, rope: Any, metadata: Any, norm: jax.Array, cache: LatentCache) -> Any:
