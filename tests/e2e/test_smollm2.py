@@ -63,14 +63,19 @@ def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
+def slow(value: Any) -> Any:
+    """A value that `make test` leaves to tiny models."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("K", [1, slow(2), 3, slow(4), 5])
 def test_trained_head_accepts_and_text_is_the_plain_one(models: Models, plain: list[RequestOutput], K: int) -> None:
     llm = models.eagle3(K)
     assert token_ids(llm.generate(CHATS, PARAMS)) == token_ids(plain)
     assert llm.metrics.mean_acceptance_length > 1.3, "a run in which nothing is accepted shows little"
 
 
-@pytest.mark.parametrize("K", [1, 3, 5])
+@pytest.mark.parametrize("K", [slow(1), 3, slow(5)])
 def test_hostile_eagle1_head_leaves_the_plain_text(models: Models, plain: list[RequestOutput], K: int) -> None:
     assert token_ids(models.random_eagle1(K).generate(CHATS, PARAMS)) == token_ids(plain)
 
@@ -90,7 +95,7 @@ def test_trained_heads_reach_the_acceptance_that_was_recorded(models: Models, he
     assert llm.metrics.mean_acceptance_length == pytest.approx(length, abs=0.015)
 
 
-@pytest.mark.parametrize("compilation", ["step", "eager"])
+@pytest.mark.parametrize("compilation", ["step", slow("eager")])
 def test_compilation_modes_agree_with_one_program(models: Models, compilation: str) -> None:
     """K = 5 on part of the prompts; scripts/compare_compilation.py runs all of MT-bench (docs/performance.md)."""
     params = SamplingParams(temperature=0.0, max_tokens=12)
