@@ -191,10 +191,10 @@ def test_rotated_pairs_read_as_halves_are_seen(tmp_path: Path) -> None:
 
 
 def test_a_router_bias_in_the_weights_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def biased(logits: jax.Array, bias: jax.Array, cfg: Any) -> tuple[jax.Array, jax.Array]:
-        chosen, ids = jax.lax.top_k(jax.nn.sigmoid(logits) + bias, cfg.top_k)
+    def biased(x: jax.Array, router: jax.Array, bias: jax.Array, cfg: Any, *_: Any) -> tuple[jax.Array, jax.Array]:
+        chosen, ids = jax.lax.top_k(jax.nn.sigmoid(moe.router_logits(x, router)) + bias, cfg.top_k)
         return ids, chosen / chosen.sum(-1, keepdims=True) * cfg.routed_scaling
 
-    monkeypatch.setattr(moe, "route_sigmoid", biased)
+    monkeypatch.setattr(moe, "route", biased)
     another_program = _config(max_position_embeddings=999)
     assert error_of("glm", another_program, tmp_path) > 10 * TOLERANCE["atol"]
