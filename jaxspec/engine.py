@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, 
 from jaxspec.pool_sizes import ROUNDS_AHEAD
 from jaxspec.request import FinishReason, Request
 from jaxspec.runner import GREEDY, ModelRunner
-from jaxspec.sampling_params import features_of
+from jaxspec.sampling_params import SamplingParams, features_of
 from jaxspec.scheduler import Chunk, Scheduler, SchedulerConfig
 from jaxspec.verify import Verification
 
@@ -262,16 +262,16 @@ class Engine:
 
     # --- ahead of time, and when memory is short ------------------------------------------------------------------------------------
 
-    def warm(self, features: Iterable[SamplingFeatures], **buckets: object) -> int:
-        """Compile what these buckets run; only between requests."""
+    def warm(self, features: Iterable[SamplingFeatures], params: Sequence[SamplingParams] = (), **buckets: object) -> int:
+        """Compile what these buckets run for requests with these parameters, whose mixtures need these features; only between requests."""
         if self.has_requests:
             raise ConfigError("warmup: expected no requests in the engine, got some that have not finished")
         self._drop_idle_results()
         try:
-            count = sum(self.runner.warm(f, **buckets) for f in features)  # type: ignore[arg-type]
-        except jax.errors.JaxRuntimeError as e:
+            count = sum(self.runner.warm(f, params, **buckets) for f in features)  # type: ignore[arg-type]
+        except BaseException as e:
             self.reset()
-            if "RESOURCE_EXHAUSTED" in str(e):
+            if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
                 raise ConfigError(self._out_of_memory()) from e
             raise
         self.runner.move([-1] * len(self.scheduler.rows))

@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import jax
@@ -375,14 +374,13 @@ class LLM:
 
         batch_sizes: requests that will run together at most, each a run of its own (None: every bucket). lengths: prompt plus
         max_tokens (None: every page bucket up to max_model_len). sampling_params: kinds of request, of which any mixture may come
-        (None: greedy, sampled and truncated). Requests with more stop token ids than four (or than the target's end-of-text ids)
-        compile once more.
+        (None: greedy, sampled and truncated). Requests with more stop token ids than these, than four and than the target's end-of-text
+        ids compile once more.
         """
         kinds = USUAL if sampling_params is None else sampling_params
         limit, runner = self.config.max_model_len, self.runner
         longest = limit if lengths is None else min(limit, max(lengths))
-        shortest = 1 if lengths is None else min(longest, *lengths)
-        pages = runner.pages_buckets(shortest, longest + runner.num_speculative_tokens + 1)
+        pages = runner.pages_buckets(1, longest + runner.num_speculative_tokens + 1)  # a text grows through the smaller ones
         assert self.config.batch_buckets is not None
         most = max(batch_sizes or self.config.batch_buckets)
         batches = [b for i, b in enumerate(self.config.batch_buckets) if i == 0 or self.config.batch_buckets[i - 1] < most]
@@ -424,20 +422,20 @@ class LLM:
 
     def _warm(self, kinds: Sequence[SamplingParams], batches: Sequence[int], pages: Sequence[int], tiles: Sequence[int]) -> int:
         """Every mixture of these kinds of request, in these buckets."""
-        each = list(dict.fromkeys(features_of([params]) for params in kinds))
-        mixtures = {}
-        for count in range(1, len(each) + 1):
-            for chosen in combinations(each, count):
-                union = chosen[0]
-                for features in chosen[1:]:
-                    union |= features
-                mixtures[union] = None
+        mixtures: dict[SamplingFeatures, None] = {}
+        for features in dict.fromkeys(features_of([params]) for params in kinds):
+            mixtures |= dict.fromkeys([features, *(features | others for others in mixtures)])
         limited = any(p.num_speculative_tokens is not None for p in kinds)
         limited |= self.speculative is not None and self.speculative.draft_max_model_len is not None
         limits = [False, True] if limited and self.speculative is not None else [False]
         return sum(
             self.engine.warm(
-                mixtures, batches=batches, round_pages=pages, prefills=[(t, p) for t in tiles for p in pages], limits_drafts=limit
+                mixtures,
+                params=kinds,
+                batches=batches,
+                round_pages=pages,
+                prefills=[(t, p) for t in tiles for p in pages],
+                limits_drafts=limit,
             )
             for limit in limits
         )

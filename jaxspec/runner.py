@@ -68,6 +68,7 @@ class ModelRunner:
         self.weight_bytes = sum(a.nbytes for a in jax.tree.leaves(params["target"]))
         self.eos_token_ids = eos_token_ids
         self._features = GREEDY  # those that the state's sampling parameters have the structure of
+        self._num_stops = power_of_two(max(MIN_STOPS, len(eos_token_ids)))  # columns of the state's stop tokens
         self._state: DecodeState | None = None
         self._num_blocks: tuple[int, ...] | None = None
         self.tables = BlockTables(len(self.cache_groups), self.max_pages)
@@ -208,9 +209,8 @@ class ModelRunner:
     def state(self) -> DecodeState:
         if self._state is None:
             assert self.config.batch_buckets is not None
-            batch, stops = self.config.batch_buckets[0], power_of_two(max(MIN_STOPS, len(self.eos_token_ids)))
-            cfg, dtype = self.round_config(GREEDY), self.dtype.name
-            self._state = _init_state(cfg, batch, stops, num_blocks=self.num_blocks, dtype=dtype)
+            batch, cfg, dtype = self.config.batch_buckets[0], self.round_config(GREEDY), self.dtype.name
+            self._state = _init_state(cfg, batch, self._num_stops, num_blocks=self.num_blocks, dtype=dtype)
             self._features = GREEDY
             self.tables.reset(batch)
         assert self._state is not None
@@ -269,7 +269,7 @@ class ModelRunner:
         """Give the state the structure that requests with these parameters need; most often it has it already."""
         features = structure_of(features)
         width = self.state.stop_token_ids.shape[1]
-        stops = power_of_two(max([width, *(len(ends_of(p, self.eos_token_ids)) for p in params)]))
+        stops = self._num_stops = power_of_two(max([width, *(len(ends_of(p, self.eos_token_ids)) for p in params)]))
         if features == self._features and stops == width:
             return
         state, vocab = self.state, self.target_config.vocab_size
@@ -361,16 +361,18 @@ class ModelRunner:
     def warm(
         self,
         features: SamplingFeatures,
+        params: Sequence[SamplingParams],
         *,
         batches: Iterable[int],
         round_pages: Iterable[int],
         prefills: Iterable[tuple[int, int]],
         limits_drafts: bool,
     ) -> int:
-        """Run every program of these buckets once, on idle rows; prefills are (tiles, pages). Returns how many rounds and prefills ran."""
+        """Run every program of these buckets once, on idle rows; prefills are (tiles, pages). params: for as many stop tokens as these
+        requests have. Returns how many rounds and prefills ran."""
         count, sizes = 0, list(batches)
         round_features = replace(features, prompt_logprobs=False)
-        self.use(features, [])
+        self.use(features, params)
         for batch in sizes:
             self.move([-1] * batch)
             for wanted in (GREEDY, features):  # taking features on is a few small programs for each batch
@@ -391,11 +393,8 @@ class ModelRunner:
         return count
 
     def _drafts_of(self, batch: int) -> set[int]:
-        """Every K that a bucket's rounds can have: it holds fewer requests too."""
-        buckets = self.config.batch_buckets
-        assert buckets is not None
-        fewer = max((b for b in buckets if b < batch), default=0)
-        return {self.num_drafts(n) for n in range(fewer + 1, batch + 1)}
+        """Every K that a bucket's rounds can have: of those who are in it, a single one may generate while the others are prefilled."""
+        return {self.num_drafts(n) for n in range(1, batch + 1)}
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("num_blocks", "dtype"))

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, SamplingParams, SpeculativeConfig, decode
 from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.sampling_params import features_of
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import VOCAB, Model, agreeing_model, random_prompts
 from tests.support.toys import ToyDraft, ToyTarget
@@ -134,3 +135,80 @@ def test_batch_invariant_programs_have_one_shape_whatever_runs() -> None:
     assert not compiled
     with pytest.raises(ConfigError, match=r"batch_buckets: expected one batch size with batch_invariant, got \(2, 4\)"):
         EngineConfig(max_num_seqs=4, batch_buckets=(2, 4), batch_invariant=True)
+
+
+def toy(*, speculative: SpeculativeConfig | None = None, **config: Any) -> LLM:
+    table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
+    return LLM((ToyTarget(VOCAB), table), (ToyDraft(VOCAB), table) if speculative else None, speculative, config=EngineConfig(**config))
+
+
+@pytest.mark.usefixtures("toy_families")
+def test_nothing_compiles_where_few_of_a_batch_generate_and_k_goes_by_their_number() -> None:
+    """The others of the bucket are being prefilled, or their last tokens are on the way."""
+    spec = SpeculativeConfig(method="eagle", num_speculative_tokens=2, num_speculative_tokens_per_batch_size=[(1, 2, 2), (3, 4, 0)])  # type: ignore[arg-type]
+    llm = toy(speculative=spec, max_model_len=96, max_num_seqs=4, block_size=16, batch_buckets=(2, 4), max_num_batched_tokens=32)
+    llm.warmup(sampling_params=[SamplingParams(0.0)])
+    params = [SamplingParams(0.0, max_tokens=n) for n in (20, 20, 3, 4)]
+    with counting_compilations() as compiled:
+        llm.generate(random_prompts((2, 5, 90, 80)), params)
+    assert not compiled
+
+
+@pytest.mark.usefixtures("toy_families")
+def test_nothing_compiles_while_a_text_grows_through_smaller_buckets_of_pages_than_it_ends_in() -> None:
+    llm = toy(max_model_len=300, max_num_seqs=1, block_size=16, max_num_batched_tokens=32)
+    llm.warmup(lengths=[280], sampling_params=[SamplingParams(0.0)])
+    with counting_compilations() as compiled:
+        llm.generate(random_prompts((5,)), SamplingParams(0.0, max_tokens=275))
+    assert not compiled
+
+
+@pytest.mark.usefixtures("toy_families")
+def test_nothing_compiles_after_warmup_for_requests_with_many_stop_tokens_ctrl_c_or_not() -> None:
+    llm = toy(max_model_len=44, max_num_seqs=1, block_size=16, max_num_batched_tokens=32)
+    params = SamplingParams(0.0, max_tokens=3, stop_token_ids=range(20, 26))
+    llm.warmup_for([[1, 2]], params)
+    for allowed in (set(), {"jit(_init_state)"}):  # a state of that many columns from the start
+        with counting_compilations() as compiled:
+            llm.generate([[1, 2]], params)
+        assert set(compiled) <= allowed
+        llm.engine.reset()
+
+
+@pytest.mark.usefixtures("toy_families")
+def test_kinds_of_request_are_mixed_without_counting_their_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 kinds there are 2**64 subsets, of which many need the same features."""
+    llm, found = toy(max_model_len=40, max_num_seqs=1, block_size=16), []
+    monkeypatch.setattr(llm.engine, "warm", lambda features, **_: found.extend(features) or 0)
+    kinds = [
+        SamplingParams(t, min_p=p, presence_penalty=q, top_k=k, logit_bias=b, logprobs=n)
+        for t in (0.0, 1.0)
+        for p in (0, 0.1)
+        for q in (0, 1)
+        for k in (0, 5)
+        for b in ({}, {1: 1.0})
+        for n in (None, 1)
+    ]
+    llm.warmup(sampling_params=kinds)
+    mixtures = set(found)
+    assert len(found) == len(mixtures) and {features_of([p]) for p in kinds} <= mixtures
+    assert all(a | b in mixtures for a in mixtures for b in mixtures) and len(mixtures) <= 2**6
+
+
+@pytest.mark.usefixtures("toy_families")
+def test_ctrl_c_while_compiling_ahead_leaves_a_usable_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program had taken the state, and returned none."""
+    llm = toy(max_model_len=40, max_num_seqs=2, block_size=16)
+    expected = llm.generate([[1, 2], [3]], SamplingParams(0.0, max_tokens=5))
+    run = decode.run_round
+
+    def interrupted(*args: Any) -> Any:
+        run(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "run_round", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.warmup(sampling_params=[SamplingParams(0.0)])
+    again = llm.generate([[1, 2], [3]], SamplingParams(0.0, max_tokens=5))
+    assert [o.token_ids for o in again] == [o.token_ids for o in expected]
