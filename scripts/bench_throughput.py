@@ -49,9 +49,9 @@ def main(
     acceptance_length: Annotated[float, option("Forced with random weights; the bonus token included.")] = 2.56,
     concurrency: Annotated[str, option("Requests at a time: a run for each.", "--concurrency", "--max-concurrency")] = "1,8,16,64",
     output_len: Annotated[str, option("Tokens to generate: a run for each.")] = "256",
-    input_len: Annotated[int, option("Tokens of each random prompt.")] = 136,
+    input_len: Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1)] = 136,
     dataset: Annotated[str | None, option("Prompts from a file or the hub instead; needs a real target.")] = None,
-    num_prompts: Annotated[int | None, option("Requests a run. [default: as many as run at a time]")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Requests a run. [default: as many as run at a time]", min=1)] = None,
     request_rate: Annotated[float, option("Requests a second, Poisson; inf: all at once.")] = math.inf,
     ignore_eos: Annotated[bool, option("Go on to output-len.", "--ignore-eos/--stop-at-eos")] = True,
     temperature: Annotated[float, option("0 is greedy.")] = 0.0,
@@ -65,7 +65,7 @@ def main(
     """Run a load for every rule, concurrency and output length, and print vLLM's table. Compilation comes before, and is not counted."""
     with errors_as_sentences():
         rules, sizes, lengths = names(methods), numbers("concurrency", concurrency), numbers("output-len", output_len)
-        if request_rate <= 0:
+        if not request_rate > 0:  # nan is neither
             raise ConfigError(f"--request-rate: expected requests a second, or inf, got {request_rate}")
         if dtype != "auto" and dtype not in DTYPES:
             raise ConfigError(f"--dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
@@ -116,7 +116,8 @@ def main(
                 if json_file:
                     json_file.write(record)
             llm.runner.forget()  # the next engine's KV cache takes its place
-        print_table(table(record["runs"]))
+        for size, length in itertools.product(sizes, lengths):
+            print_table(table([r for r in record["runs"] if (r["concurrency"], r["output_len"]) == (size, length)]))
 
 
 def check_models(model: str, target: str | None, draft: str | None, dataset: str | None, rules: list[str], is_real: bool) -> None:
@@ -186,7 +187,7 @@ def line(run: dict[str, Any]) -> str:
 
 
 def table(runs: list[dict[str, Any]]) -> Table:
-    """A row a figure, a column a run."""
+    """A row a figure, a column a run: all in one table would be wider than a terminal."""
     found = Table(title="Throughput")
     found.add_column("")
     for run in runs:

@@ -55,8 +55,8 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Drawn for a terminal; into a file or a pipe as Markdown, for docs/performance.md."""
+    """Drawn for a terminal; into a file or a pipe as Markdown, for docs/performance.md, however wide: a cut or wrapped row is none."""
     console = Console()
     if not console.is_terminal:
-        table.box, console = box.MARKDOWN, Console(width=200)
+        table.box, console = box.MARKDOWN, Console(width=10_000)
     console.print(table)

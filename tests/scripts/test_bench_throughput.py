@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.benchmark import throughput
+from jaxspec.benchmark.machine import print_table
 from scripts import bench_throughput
 from tests.scripts.conftest import runner
 
@@ -51,7 +52,16 @@ def test_a_run_has_every_row_and_counts_every_token(tmp_path):
         if run["method"] == "strict":
             assert set(DRAFT_ROWS) <= set(found) and "acceptance at position 2 (%)" in found
             assert run["output_len"] == 1 or found["draft tokens"] == 3 * found["drafts"] > 0
-    assert all(row in result.stdout for row in ROWS)
+    assert all(f"| {row} " in result.stdout for row in ROWS)
+    wide = [line for line in result.stdout.splitlines() if line.startswith("| peak concurrent requests")]
+    assert len(wide) == 2 and all(line.count("|") == 4 for line in wide), "a table for each output length, with a column for each rule"
+
+
+def test_a_wide_table_is_markdown_with_every_figure_whole(capsys):
+    runs = [{"method": "probabilistic", "concurrency": 64, "output_len": 1024, "results": {"output token throughput (tok/s)": 12345.678}}]
+    print_table(bench_throughput.table(runs * 24))
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "throughput (tok/s)" in line)
+    assert row.count("12,345.68") == 24
 
 
 def test_no_run_finds_the_prompts_of_another_in_the_prefix_cache(tmp_path):
@@ -69,6 +79,7 @@ def test_no_run_finds_the_prompts_of_another_in_the_prefix_cache(tmp_path):
         (("--model", "gpt-5"), "--model: expected smollm2 or one of"),
         (("--methods", "lossy"), "--methods: expected among plain, strict"),
         (("--concurrency", "0"), "--concurrency: expected integers of at least 1"),
+        (("--request-rate", "nan"), "--request-rate: expected requests a second, or inf, got nan"),
         (("--request-rate", "0"), "--request-rate: expected requests a second, or inf, got 0"),
         (("--dataset", "x.jsonl"), "--dataset: expected a real target"),
         (("--target", "somewhere"), "--draft: expected a draft head for somewhere"),
