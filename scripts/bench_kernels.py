@@ -1,4 +1,5 @@
-"""Time single ops of pallas_kernels on their named shapes: bytes moved against the measured read bandwidth.
+"""Time single ops of pallas_kernels on their named shapes: bytes moved against the measured read bandwidth, or, where an op's shapes module
+counts its arithmetic (`flops`) and that takes longer, arithmetic against the measured rate of products.
 
 python scripts/bench_kernels.py --output-json kernels.json
 python scripts/bench_kernels.py --op attention --shape "batch 16, context 4k" --implementation mosaic_gpu
@@ -66,7 +67,7 @@ def main(
         record: dict[str, Any] = environment() | measure_rates() | {"kernels": []}
         print(describe(record), flush=True)
         for o, name, i in runs:
-            result = {"op": o.name, "shape": name, "implementation": i} | time_op(o, name, i, repeats, record["bytes_per_second"])
+            result = {"op": o.name, "shape": name, "implementation": i} | time_op(o, name, i, repeats, record)
             record["kernels"].append(result)
             print(f"{o.name} {name} {i}: {summary(result)}", flush=True)
             if json_file:
@@ -107,8 +108,11 @@ def pick_implementations(op: Op, names: str | None) -> list[str]:
     return [name for name in op.implementations if names is None or name in [n.strip() for n in names.split(",")]]
 
 
-def time_op(op: Op, shape_name: str, implementation: str, repeats: int, bandwidth: float) -> dict[str, Any]:
-    """Seconds a call without the chain's own, bytes, bytes a second and their share of bandwidth; or {"skipped": reason}."""
+def time_op(op: Op, shape_name: str, implementation: str, repeats: int, rates: dict[str, Any]) -> dict[str, Any]:
+    """Seconds a call without the chain's own, bytes, bytes a second and their share of bandwidth; or {"skipped": reason}.
+
+    Arithmetic likewise, where it needs longer than the bytes. rates: what measure_rates has found.
+    """
     shape = op.shapes.SHAPES[shape_name]
     moved = int(op.shapes.bytes_moved(shape))
     inputs = op.shapes.make_inputs(shape, 0)
@@ -130,7 +134,10 @@ def time_op(op: Op, shape_name: str, implementation: str, repeats: int, bandwidt
         return {"skipped": f"out of device memory: {str(e).splitlines()[0]:.200}"}
     seconds = max(timing["seconds"] - chain["seconds"], 1e-9)
     rate = moved / seconds
-    result = {"seconds": seconds, "bytes": moved, "bytes_per_second": rate, "share_of_bandwidth": rate / bandwidth}
+    result = {"seconds": seconds, "bytes": moved, "bytes_per_second": rate, "share_of_bandwidth": rate / rates["bytes_per_second"]}
+    flops = op.shapes.flops(shape) if hasattr(op.shapes, "flops") else 0
+    if flops / rates["flops_per_second"] > moved / rates["bytes_per_second"]:
+        result |= {"flops": flops, "flops_per_second": flops / seconds, "share_of_products": flops / seconds / rates["flops_per_second"]}
     return result | {"with_chain": timing, "chain": chain, "copies": calls}
 
 
@@ -145,8 +152,11 @@ def count_copies(arrays: dict[str, Any], moved: int) -> int:
 def summary(result: dict[str, Any]) -> str:
     if "skipped" in result:
         return f"skipped: {result['skipped']}"
+    arithmetic = ""
+    if "flops" in result:
+        arithmetic = f"{result['flops_per_second'] / 1e12:.0f} TFLOP/s, {result['share_of_products']:.1%} of the rate of products, "
     return (
-        f"{result['seconds'] * 1e6:.1f} us, {result['bytes'] / 1e6:.1f} MB, {result['bytes_per_second'] / 1e12:.2f} TB/s, "
+        f"{result['seconds'] * 1e6:.1f} us, {arithmetic}{result['bytes'] / 1e6:.1f} MB, {result['bytes_per_second'] / 1e12:.2f} TB/s, "
         f"{result['share_of_bandwidth']:.1%} of the bandwidth (the chain's own {result['chain']['seconds'] * 1e6:.1f} us taken off)"
     )
 
@@ -155,13 +165,14 @@ def table(kernels: list[dict[str, Any]]) -> Table:
     found = Table(title="Ops")
     for heading in ("op", "shape", "implementation"):
         found.add_column(heading, no_wrap=True)
-    for heading in ("us", "MB", "TB/s", "of bandwidth"):
+    for heading in ("us", "MB", "TB/s", "of bandwidth", "TFLOP/s"):
         found.add_column(heading, justify="right")
     for k in kernels:
         cells = ["skipped"]
         if "skipped" not in k:
             cells = [f"{k['seconds'] * 1e6:.1f}", f"{k['bytes'] / 1e6:.1f}", f"{k['bytes_per_second'] / 1e12:.2f}"]
             cells.append(f"{k['share_of_bandwidth']:.1%}")
+            cells.append(f"{k['flops_per_second'] / 1e12:.0f}" if "flops" in k else "")
         found.add_row(k["op"], k["shape"], k["implementation"], *cells)
     return found
 

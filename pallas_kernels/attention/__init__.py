@@ -16,8 +16,8 @@ IMPLEMENTATIONS = ("reference", "mosaic_gpu")
 
 
 @cache
-def _compiled(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    return jax.jit(function, static_argnames=("scale", "window", "packed_heads"))
+def _compiled(function: Callable[..., jax.Array], *static: str) -> Callable[..., jax.Array]:
+    return jax.jit(function, static_argnames=static)
 
 
 def unsupported(
@@ -124,11 +124,14 @@ def paged_attention(
     if reason is not None:
         raise ValueError(reason)
     if implementation == "mosaic_gpu":
-        from pallas_kernels.attention import mosaic_gpu
+        from pallas_kernels.attention import mosaic_gpu, prefill_mosaic_gpu
 
+        kernel: Callable[..., jax.Array] = mosaic_gpu.paged_attention
+        options: dict[str, Any] = {"scale": scale, "window": window, "packed_heads": packed_heads}
+        if packed_heads is None and mosaic_gpu.too_long(rows, num_heads, k_cache.shape[2]):
+            kernel, options = prefill_mosaic_gpu.paged_attention, {"scale": scale}
         # As a function of its own, so that a model's layers share one kernel instead of lowering one each.
-        call = mosaic_gpu.paged_attention if hopper.interpreting() else _compiled(mosaic_gpu.paged_attention)
-        options = {"scale": scale, "window": window, "packed_heads": packed_heads}
+        call = kernel if hopper.interpreting() else _compiled(kernel, *options)
         return call(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, **options)
     if packed_heads is not None:
         q = packing.unpack(q, rows, num_heads)

@@ -7,14 +7,13 @@ its left side: there stand keys (K Q^T) and values (V^T P^T), and the few query 
 Tile t belongs to class t mod 8. A class is folded from its first tile to its last, and the eight classes as a binary tree. CTAs of a
 cluster share a row's keys as 1, 2, 4 or 8 equal subtrees, whatever the context's length, and the first CTA folds their results through
 distributed shared memory. So the order of all sums depends on nothing but the keys' places: neither on the batch, nor on the block table,
-nor on the number of CTAs. A tile that a row does not see leaves its state unchanged to the bit. (A prefill chunk has CTAs enough: one
-class, and wider row tiles.)
+nor on the number of CTAs. A tile that a row does not see leaves its state unchanged to the bit. (Prefill chunks have a kernel of their own,
+prefill_mosaic_gpu.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -24,13 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.attention.online_softmax import LOG2E, NEVER, await_inputs, load, merge, normalise, where
 from pallas_kernels.packing import pack, packed_size
 
 KEYS = 64  # keys a tile: the left side of a wgmma
-WIDE, NARROW = 48, 32  # query rows (row x head of the group) of a row tile: of a prefill chunk (more would spill), of a decode step
+NARROW = 32  # query rows (row x head of the group) of a row tile
 CLASSES = 8  # of key tiles; also the largest portable cluster
-NEVER = -1e30  # the maximum of a row that has seen nothing: finite, so that no difference of two is NaN
-LOG2E = math.log2(math.e)
 SMS = 132
 
 
@@ -84,14 +82,9 @@ class Plan:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def prefill(self) -> bool:
-        """More than four row tiles of a decode step."""
-        return self.rows * self.group > 4 * NARROW
-
-    @property
     def tile_rows(self) -> int:
         """Query rows in one row tile."""
-        return min(self.rows, (WIDE if self.prefill else NARROW) // self.group)
+        return min(self.rows, NARROW // self.group)
 
     @property
     def row_tiles(self) -> int:
@@ -108,14 +101,10 @@ class Plan:
         return -(-self.pages * self.block_size // KEYS)
 
     @property
-    def classes(self) -> int:
-        return 1 if self.prefill else CLASSES
-
-    @property
     def cluster(self) -> int:
         """CTAs that share the keys of one row tile."""
-        if self.prefill or self.tuning.cluster is not None:
-            return 1 if self.prefill else self.tuning.cluster or 1
+        if self.tuning.cluster is not None:
+            return self.tuning.cluster
         tiles = self.tiles if self.window is None else min(self.tiles, max(self.window + self.tile_rows - 3, 0) // KEYS + 2)
         cluster = 1 if self.columns <= 16 else 2  # one CTA for the whole tree has no registers left for more than 16 columns
         ctas = self.batch * self.row_tiles * self.num_kv_heads
@@ -172,6 +161,11 @@ def packs(rows: int, num_heads: int, num_kv_heads: int) -> bool:
     return rows * (num_heads // num_kv_heads) <= NARROW
 
 
+def too_long(rows: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether a request has so many rows (more than four row tiles) that they are prefill_mosaic_gpu's."""
+    return rows * (num_heads // num_kv_heads) > 4 * NARROW
+
+
 def _pack(plan: Plan, q: jax.Array) -> jax.Array:
     """q [batch, rows, num_heads, head_dim] -> [batch, row_tiles, num_kv_heads, columns, head_dim]; XLA fuses it with what makes q."""
     q = jnp.pad(q, ((0, 0), (0, plan.row_tiles * plan.tile_rows - plan.rows), (0, 0), (0, 0)))
@@ -203,46 +197,11 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
     return jnp.concatenate((limits.reshape(*ranges.shape[:2], 2 * plan.columns), ranges), axis=2)
 
 
-def _load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  # jax 0.10 wanted an index
-
-
-def _where(condition: jax.Array, x: jax.Array, y: jax.Array | float) -> jax.Array:
-    """jnp.where with numbers spread to x's shape, which Mosaic wants spelled out."""
-    return jnp.where(jnp.broadcast_to(condition, x.shape), x, jnp.full(x.shape, y, x.dtype))
-
-
-def _merge(left: tuple, right: tuple, spread=lambda x: x) -> tuple:
-    """Two softmaxes over neighbouring keys (values, maximum in powers of two, sum) as one; `spread` widens a number a row to its values."""
-    (values, top, total), (values_r, top_r, total_r) = left, right
-    new = jnp.maximum(top, top_r)
-    a, b = jnp.exp2(top - new), jnp.exp2(top_r - new)
-    return values * spread(a) + values_r * spread(b), new, total * a + total_r * b
-
-
-def _normalise(state: tuple, sink: jax.Array | None, spread=lambda x: x) -> jax.Array:
-    """The weighted mean; a sink is one more logit whose value is zero."""
-    values, top, total = state
-    if sink is not None:
-        sink = sink * LOG2E
-        new = jnp.maximum(top, sink)
-        a = jnp.exp2(top - new)
-        values, total = values * spread(a), total * a + jnp.exp2(sink - new)
-    return values * spread(1.0 / _where(total > 0.0, total, 1.0))
-
-
-def _begin(plan: Plan) -> None:
-    """Let the next kernel's CTAs come, then wait for what the kernels before this one write: here, everything that it reads."""
-    if not plan.interpreted:
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-
-
 def _attend(plan: Plan):
     """The kernel: a cluster for every (request, row tile, KV head)."""
     head_dim, group, columns, slots = plan.head_dim, plan.group, plan.columns, plan.tuning.slots
-    classes, cluster = plan.classes, plan.cluster
-    classes_here = classes // cluster  # of one CTA
+    cluster = plan.cluster
+    classes_here = CLASSES // cluster  # of one CTA
     pieces = max(KEYS // plan.block_size, 1)  # pages in a tile
     piece = KEYS // pieces
     matrix = plgpu.Layout.WGMMA
@@ -261,8 +220,8 @@ def _attend(plan: Plan):
     def nothing():
         return splat(tall, 0.0, matrix), splat((columns,), NEVER, by_column), splat((columns,), 0.0, by_column)
 
-    def merge(left, right):
-        return _merge(left, right, to_values)
+    def join(left, right):
+        return merge(left, right, to_values)
 
     def body(q_ref, k_ref, v_ref, table_ref, bounds_ref, *rest):
         sinks_ref, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
@@ -270,7 +229,7 @@ def _attend(plan: Plan):
         through_memory, rest = (rest[:2], rest[2:]) if cluster > 1 and plan.interpreted else ([], rest)
         q_smem, k_smem, v_smem, p_smem, out_smem, q_barrier, k_barriers, v_barriers, *exchange = rest
         exchange = [*through_memory, *exchange]
-        _begin(plan)
+        await_inputs(plan.interpreted)
         request, kv_head = lax.axis_index("request"), lax.axis_index("kv_head")
         row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows of a prefill chunk see most keys: they start first
         rank = lax.axis_index("rank") if cluster > 1 else jnp.int32(0)
@@ -278,7 +237,7 @@ def _attend(plan: Plan):
         first_class, past_class = rank * classes_here, (rank + 1) * classes_here
 
         def first_of(key_class):
-            return start + lax.rem(key_class - start + plan.tiles * classes, classes)
+            return start + lax.rem(key_class - start + plan.tiles * CLASSES, CLASSES)
 
         def settle(key_class, tile):
             """A place in this CTA's order of tiles: (class, tile), moved on to the next class while the class has ended."""
@@ -308,7 +267,7 @@ def _attend(plan: Plan):
         ahead = []
         while len(ahead) <= slots:
             ahead.append((*place, pages_of(place[1])))
-            place = settle(place[0], place[1] + classes)
+            place = settle(place[0], place[1] + CLASSES)
         for slot, (_class, tile, blocks) in enumerate(ahead[:slots]):
 
             @pl.when(tile < stop)
@@ -318,15 +277,15 @@ def _attend(plan: Plan):
                 fetch(k_ref, k_smem, k_barriers, slot, tile, blocks)
                 fetch(v_ref, v_smem, v_barriers, slot, tile, blocks)
 
-        first = _load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False)
-        last = _load(bounds_ref.at[request, row_tile, pl.ds(columns, columns)], by_column, optimized=False)
+        first = load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False)
+        last = load(bounds_ref.at[request, row_tile, pl.ds(columns, columns)], by_column, optimized=False)
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
 
         def step(tile, carry):
             values, top, total, count, coming_class, coming, *blocks = carry
             slot = lax.rem(count, slots)
             # The page after the coming one is looked up now: a load from device memory must not hold up the copy.
-            after_class, after = settle(coming_class, coming + classes)
+            after_class, after = settle(coming_class, coming + CLASSES)
             after_blocks = pages_of(after)
             plgpu.barrier_wait(k_barriers.at[slot])
 
@@ -338,7 +297,7 @@ def _attend(plan: Plan):
             pl.when(coming < stop)(lambda: fetch(k_ref, k_smem, k_barriers, slot, coming, blocks))
 
             key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=matrix) + tile * KEYS
-            scores = _where((key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf)
+            scores = where((key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf)
             new = jnp.maximum(top, scores.max(axis=0))
             old = jnp.exp2(top - new)
             weights = jnp.exp2(scores - to_scores(new))
@@ -350,8 +309,8 @@ def _attend(plan: Plan):
             def _():
                 # Slots that nobody has written may hold NaN, and 0 * NaN is NaN.
                 row = plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=matrix) + tile * KEYS
-                v = _load(v_smem.at[slot], matrix)
-                v_smem[slot] = _where(row < num_keys, v, 0.0)
+                v = load(v_smem.at[slot], matrix)
+                v_smem[slot] = where(row < num_keys, v, 0.0)
 
             plgpu.commit_smem()
 
@@ -378,7 +337,7 @@ def _attend(plan: Plan):
                 def half(i, carry):
                     state, order = carry[:3], carry[3:]
                     right, order = fold(size // 2, base + i * (size // 2), order)
-                    return *merge(state, right), *order
+                    return *join(state, right), *order
 
                 carry = lax.fori_loop(0, 2, half, (*nothing(), *order))
                 return carry[:3], carry[3:]
@@ -386,8 +345,8 @@ def _attend(plan: Plan):
             values, top, _ = nothing()
             carry = lax.fori_loop(
                 0,
-                lax.div(jnp.maximum(stop - begin, 0) + (classes - 1), classes),
-                lambda i, carry: step(begin + i * classes, carry),
+                lax.div(jnp.maximum(stop - begin, 0) + (CLASSES - 1), CLASSES),
+                lambda i, carry: step(begin + i * CLASSES, carry),
                 (values, top, splat(square, 0.0, matrix), *order),
             )
             values, top, total = carry[:3]
@@ -402,8 +361,8 @@ def _attend(plan: Plan):
                 head = lax.rem(plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=by_column), group)
                 sink = splat((columns,), 0.0, by_column)
                 for i in range(group):
-                    sink = _where(head != i, sink, sinks_ref[kv_head * group + i])
-            out_smem.transpose((1, 0))[...] = _normalise(state, sink, to_values).astype(jnp.bfloat16)
+                    sink = where(head != i, sink, sinks_ref[kv_head * group + i])
+            out_smem.transpose((1, 0))[...] = normalise(state, sink, to_values).astype(jnp.bfloat16)
             plgpu.commit_smem()
             for i in range(plan.tile_rows):
                 row = row_tile * plan.tile_rows + i
@@ -427,7 +386,7 @@ def _attend(plan: Plan):
                 def gather(base, size):
                     if size == 1:
                         return state if base == 0 else receive(base)
-                    return merge(gather(base, size // 2), gather(base + size // 2, size // 2))
+                    return join(gather(base, size // 2), gather(base + size // 2, size // 2))
 
                 write(gather(0, cluster))
 
@@ -454,9 +413,9 @@ def _attend(plan: Plan):
                 plgpu.async_store_smem(sent, slot, barrier, cluster_idx=jnp.int32(0), cluster_dim="rank", optimized=False)
 
         def receive(sender):
-            values = _load(values_slots.at[sender - 1], matrix, optimized=False)
-            plain[0][...] = _load(stats_slots.at[sender - 1], matrix, optimized=False)  # tiled to be sent; rows can be read here
-            top, total = (_load(plain[0].at[row], by_column, optimized=False) for row in (0, KEYS // 2))
+            values = load(values_slots.at[sender - 1], matrix, optimized=False)
+            plain[0][...] = load(stats_slots.at[sender - 1], matrix, optimized=False)  # tiled to be sent; rows can be read here
+            top, total = (load(plain[0].at[row], by_column, optimized=False) for row in (0, KEYS // 2))
             return values, top, total
 
         return send, receive

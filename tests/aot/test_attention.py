@@ -32,7 +32,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """What make_inputs makes, without the arrays: a cache of real size does not fit here."""
-    cache = (shape.batch * shape.table_pages + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    cache = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     struct = {
         "q": ((shape.batch, shape.rows, shape.num_heads, shape.head_dim), jnp.bfloat16),
         "k_cache": (cache, jnp.bfloat16),

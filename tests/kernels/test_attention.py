@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import IMPLEMENTATIONS, packs, paged_attention, reference, unsupported
-from pallas_kernels.attention.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from pallas_kernels.attention.shapes import SHAPES, Shape, bytes_moved, flops, make_inputs, tiles
 from pallas_kernels.packing import pack, unpack
 from tests.kernels.attention import assert_close, ground_truth, live
 
@@ -35,11 +35,20 @@ SMALL = {
     "sinks": Shape((100, 0, 7), rows=4, num_heads=6, num_kv_heads=2, head_dim=64, sinks=True),
     "window and sinks": Shape((200, 40, 0), rows=3, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True),
     "window of ten tiles": Shape((700, 520), rows=2, num_heads=2, num_kv_heads=1, head_dim=64, window=600),
-    "prefill chunk, 2 row tiles": Shape((150, 20), rows=40, num_heads=3, num_kv_heads=1, head_dim=64),
-    "prefill chunk, 5 row tiles, window": Shape((90,), rows=70, num_heads=4, num_kv_heads=1, head_dim=64, window=30),
+    "4 row tiles": Shape((150, 20), rows=40, num_heads=3, num_kv_heads=1, head_dim=64),
+    "prefill, window": Shape((90,), rows=70, num_heads=4, num_kv_heads=1, head_dim=64, window=30),
     "blocks of 16": Shape((100, 17), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16),
     "blocks of 128": Shape((200, 100), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=128),
+    # These have more than 128 query rows a KV head, which is the prefill kernel's; 64 of them are a warpgroup's.
+    "prefill, the first chunk": Shape((48, 40), rows=48, num_heads=8, num_kv_heads=2, head_dim=128),
+    "prefill, a later chunk": Shape((300,), rows=48, num_heads=4, num_kv_heads=1, head_dim=64),
+    "prefill, ragged and idle tiles": Shape((150, 0, 60), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, past_end=20),
+    "prefill, group of 8, window and sinks": Shape((200, 64), rows=48, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True),
+    "prefill, group of 3": Shape((129,), rows=48, num_heads=6, num_kv_heads=2, head_dim=64),
+    "prefill, group of 5, sinks, blocks of 16": Shape((190,), rows=33, num_heads=5, num_kv_heads=1, head_dim=64, block_size=16, sinks=True),
+    "prefill, group of 1, blocks of 128": Shape((250,), rows=200, num_heads=1, num_kv_heads=1, head_dim=64, block_size=128),
 }
+PREFILL = [name for name, shape in SMALL.items() if shape.rows * shape.num_heads // shape.num_kv_heads > 128]
 
 
 @contextlib.contextmanager
@@ -68,6 +77,16 @@ def kernel(inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
         return np.asarray(mosaic_gpu.paged_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning))).astype(np.float32)
 
 
+def prefill_kernel(inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
+    from pallas_kernels.attention import prefill_mosaic_gpu
+
+    arguments = {name: x for name, x in inputs.items() if name != "window"}
+    with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
+        out = prefill_mosaic_gpu.paged_attention(**arguments, tuning=prefill_mosaic_gpu.Tuning(**tuning))
+    return np.asarray(out).astype(np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's NumPy, about the padding
 @implementations
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_float64(name: str, implementation: str) -> None:
@@ -120,6 +139,33 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(mosaic_gpu, "CLASSES", 2)
     assert (kernel(inputs, cluster=1) != expected).any(), "expected another order of sums to show"
+
+
+def rows_of(inputs: dict[str, Any], first: int, past: int) -> dict[str, Any]:
+    """Some rows of every request."""
+    return inputs | {name: inputs[name][:, first:past] for name in ("q", "positions", "window_start")}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_prefill_rows_bits_do_not_depend_on_its_chunk_batch_or_table(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 252 .. 299 see four or five tiles of 64 keys; in other chunks their tile begins and ends elsewhere, and is masked elsewhere."""
+    # BLAS rounds a row as its place in the matrix says; wgmma does not.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype)))
+    shape = Shape((120, 300), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, window=window)
+    inputs = near_ties(shape, seed=1)
+    expected = prefill_kernel(inputs)
+    alone = {name: x[1:] if name in ("q", "block_table", "positions", "seq_lens", "window_start") else x for name, x in inputs.items()}
+    for tuning in ({"slots": 2}, {"turns": False}, {"warpgroups": 2}):
+        np.testing.assert_array_equal(prefill_kernel(alone, **tuning), expected[1:], err_msg=str(tuning))
+    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 3)))}
+    np.testing.assert_array_equal(prefill_kernel(wide), expected[1:], err_msg="alone, a wider block table")
+    for first, past in ((0, 4), (4, 47)):  # positions 252 .. 255, of which a chunk sees four tiles only, and the others but one
+        np.testing.assert_array_equal(
+            prefill_kernel(rows_of(alone, first, past)), expected[1:, first:past], err_msg=f"rows {first} .. {past}"
+        )
+    if window is None:
+        assert (prefill_kernel(inputs, keys=128) != expected).any(), "expected another order of sums to show"
 
 
 @needs_mosaic
@@ -224,6 +270,16 @@ def test_bytes_moved_counts_each_key_once() -> None:
     assert bytes_moved(dataclasses.replace(shape, window=3)) == (2 * 4 * 2 * 64 + 2 * 2 * 2 * 4 * 64) * 2
 
 
+def test_tiles_of_a_chunk_share_their_blocks_and_see_what_is_before_them() -> None:
+    shape = Shape(2 * tiles(8, 16, 4), rows=4, num_heads=4, num_kv_heads=2, head_dim=64, chunk=2)
+    assert shape.lengths == (12, 16, 12, 16) and shape.positions()[1].tolist() == [12, 13, 14, 15]
+    table = np.asarray(make_inputs(shape, seed=0)["block_table"])
+    assert table[0] == table[1] and table[2] == table[3] and table[0] != table[2]
+    assert bytes_moved(shape) == (2 * 2 * 16 * 2 * 64 + 2 * 4 * 4 * 4 * 64) * 2
+    assert flops(shape) == 2 * 4 * 64 * 4 * sum(range(9, 17))
+    assert flops(dataclasses.replace(shape, window=3)) == 2 * 4 * 64 * 4 * 3 * 8
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_the_float32_reference_at_real_sizes(name: str) -> None:
@@ -236,6 +292,31 @@ def test_equals_the_float32_reference_at_real_sizes(name: str) -> None:
             one = {k: x[b : b + 1] if k in ("q", "block_table", "positions", "seq_lens", "window_start") else x for k, x in wide.items()}
             expected = np.asarray(jax.jit(reference.paged_attention, static_argnames="scale")(**one))
             assert_close(got[b : b + 1], expected, live(shape)[b : b + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in SHAPES if "prefill" in name])
+def test_bits_of_prefill_on_the_gpu_do_not_depend_on_batch_table_or_chunk(name: str) -> None:
+    inputs = near_ties(dataclasses.replace(SHAPES[name], lengths=SHAPES[name].lengths[:8]), seed=4)
+    expected = run(inputs, "mosaic_gpu")
+    np.testing.assert_array_equal(run(inputs, "mosaic_gpu"), expected, err_msg="twice")
+    alone = {key: x[-1:] if key in ("q", "block_table", "positions", "seq_lens", "window_start") else x for key, x in inputs.items()}
+    for tuning in ({"slots": 2}, {"turns": False}, {"warpgroups": 2}):
+        np.testing.assert_array_equal(prefill_kernel(alone, **tuning), expected[-1:], err_msg=str(tuning))
+    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 7)))}
+    np.testing.assert_array_equal(run(wide, "mosaic_gpu"), expected[-1:], err_msg="alone, a wider block table")
+    np.testing.assert_array_equal(prefill_kernel(rows_of(alone, 3, 43)), expected[-1:, 3:43], err_msg="40 rows")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("weights_in_registers", [False, True])
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill_equals_float64_on_the_gpu(name: str, weights_in_registers: bool, keys: int) -> None:
+    shape = SMALL[name]
+    inputs = make_inputs(shape, seed=len(name))
+    got = prefill_kernel(inputs, keys=keys, weights_in_registers=weights_in_registers)
+    assert_close(got, ground_truth(shape, inputs), live(shape))
 
 
 @pytest.mark.gpu
@@ -258,7 +339,7 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in PREFILL])
 def test_equals_float64_on_the_gpu(name: str, cluster: int) -> None:
     shape = SMALL[name]
     inputs = make_inputs(shape, seed=len(name))

@@ -318,6 +318,7 @@ def fake(monkeypatch):
     shapes: Any = types.ModuleType("shapes")
     shapes.SHAPES = {"small, 4 rows": FakeShape(4), "large, 8 rows": FakeShape(8)}
     shapes.make_inputs, shapes.bytes_moved = fake_inputs, lambda shape: shape.rows * 128 * 4 * 2
+    shapes.flops = lambda shape: 10**15 if shape.rows == 8 else 1
     monkeypatch.setattr(bench_kernels, "discover", lambda: [bench_kernels.Op("fake", fake_op, ("reference", "kernel"), shapes)])
 
 
@@ -334,6 +335,9 @@ def test_an_op_is_timed_on_its_named_shapes_and_what_is_unsupported_is_skipped_w
         "skipped": "x: expected at most 4 rows, got 8",
     }
     assert kernels["small, 4 rows", "kernel"]["bytes"] == 4096 and kernels["small, 4 rows", "kernel"]["seconds"] > 0
+    assert "flops" not in kernels["small, 4 rows", "kernel"]  # its bytes take longer
+    large = kernels["large, 8 rows", "reference"]
+    assert large["flops"] == 10**15 and f"{large['flops_per_second'] / 1e12:.0f} TFLOP/s" in result.stdout
 
 
 def test_ops_shapes_and_implementations_are_picked_by_name(fake):
