@@ -289,11 +289,18 @@ class LLM:
         listed = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
+        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+            raise ConfigError(f"sampling_params: expected SamplingParams, or a list of them, got {sampling_params!r:.200}")
         if len(sampling_params) != len(listed):
             raise ConfigError(f"sampling_params: expected one for all or one for each of {len(listed)} prompts, got {len(sampling_params)}")
         requests = []
         for index, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
-            params.check_vocabulary(self.target_config.vocab_size, self.eos_token_ids)
+            if not isinstance(params, SamplingParams):
+                raise ConfigError(f"prompt {index}: sampling_params: expected SamplingParams, got {params!r:.200}")
+            try:
+                params.check_vocabulary(self.target_config.vocab_size, self.eos_token_ids)
+            except ConfigError as e:
+                raise ConfigError(f"prompt {index}: {e}") from None
             token_ids = self._encode(index, prompt)
             requests += [self._request(index, sample, prompt, token_ids, params, streams) for sample in range(params.n)]
         return requests

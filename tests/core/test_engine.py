@@ -229,6 +229,11 @@ SETTINGS: dict[str, Any] = {
     "batch_buckets: expected batch sizes": lambda: EngineConfig(max_num_seqs=8, batch_buckets=(1, 4)),
     "dtype: expected one of auto, float32, bfloat16, got 'int8'": lambda: LLM.from_pretrained(dtype="int8"),
     "sampling_params: expected one for all or one for each of 2": lambda: engine().generate([[1], [2]], [GREEDY]),
+    "sampling_params: expected SamplingParams, or a list of them, got 'greedy'": lambda: engine().generate([[1]], "greedy"),  # type: ignore
+    "prompt 1: sampling_params: expected SamplingParams, got None": lambda: engine().generate([[1], [2]], [GREEDY, None]),  # type: ignore
+    "prompt 1: stop_token_ids: expected token ids in 0..31, got 32": lambda: engine().generate(
+        [[1], [2]], [GREEDY, SamplingParams(stop_token_ids=[V])]
+    ),
     "draft and speculative: expected both or neither": lambda: LLM((ToyTarget(V), {}), None, SpeculativeConfig()),
     "max_model_len: expected at most the target's": lambda: LLM((ToyTarget(V, max_position_embeddings=16), {})),
 }
