@@ -26,8 +26,8 @@ from pallas_kernels.attention.online_softmax import LOG2E, NEVER, await_inputs, 
 
 QUERIES = 64  # of a warpgroup: wgmma's left side
 HALF = 64  # keys
-# Warpgroups that compute -> registers a thread of theirs and of the one that copies; the block has 65,536.
-REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}
+# Warpgroups that compute -> registers a thread of theirs and of the one that copies; the block has 65,536. One has enough as it is.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +63,13 @@ class Plan:
 
     @property
     def shares(self) -> tuple[int, int]:
-        """(heads, rows) of a CTA: with the fewest warpgroups in all, copying ones too; then the fewest padded rows; then most heads."""
+        """(heads, rows) of a CTA: fewest warpgroups in all, copying ones too; then fewest CTAs, least padding, most heads."""
 
-        def cost(share: tuple[int, int]) -> tuple[int, int, int]:
+        def cost(share: tuple[int, int]) -> tuple[int, int, int, int]:
             heads, rows = share
             tiles = -(-self.rows // rows)
-            return self.group // heads * tiles * (-(-heads * rows // QUERIES) + 1), tiles * rows, -heads
+            ctas = self.group // heads * tiles
+            return ctas * (-(-heads * rows // QUERIES) + 1), ctas, tiles * rows, -heads
 
         most = self.tuning.warpgroups * QUERIES
         heads = [n for n in range(1, self.group + 1) if self.group % n == 0]
@@ -266,12 +267,12 @@ def _attend(plan: Plan):
 
                 def scores_of(acc):
                     plgpu.wgmma(acc, q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
+                    if turns:  # issued, not finished: the next one's follow at once
+                        plgpu.barrier_arrive(turn.at[lax.rem(warpgroup + 1, warpgroups)])
                     return acc[...]
 
                 scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32))
                 plgpu.barrier_arrive(k_empty.at[slot])
-                if turns:
-                    plgpu.barrier_arrive(turn.at[lax.rem(warpgroup + 1, warpgroups)])
                 if masked:
                     key = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=matrix) + (start + i) * keys
                     scores = where((key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf)
@@ -341,12 +342,14 @@ def _attend(plan: Plan):
 
         @pl.when(warpgroup == warpgroups)
         def _():
-            plgpu.set_max_registers(REGISTERS[warpgroups][1], action="decrease")
+            if warpgroups in REGISTERS:
+                plgpu.set_max_registers(REGISTERS[warpgroups][1], action="decrease")
             copy_in()
 
         @pl.when(warpgroup < warpgroups)
         def _():
-            plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
+            if warpgroups in REGISTERS:
+                plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
             write(fold())
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

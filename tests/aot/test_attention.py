@@ -65,6 +65,8 @@ def test_compiles_without_spills_or_copies_of_the_cache(name: str, capfd: pytest
     hlo = compile_without_spills(attend, inputs, capfd)
     cache = re.escape(f"bf16[{','.join(map(str, inputs['k_cache'].shape))}]")
     assert not re.findall(rf"= {cache}\S* (?:copy|fusion|transpose)\(.*", hlo)
+    if shape.rows == 48:  # an engine's tiles: queries are read, and results written, where the layer has them
+        assert not re.findall(r"= bf16\S* (?:copy|fusion|transpose)\(.*", hlo)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
