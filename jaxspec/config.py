@@ -20,13 +20,13 @@ class ConfigError(ValueError):
     """A setting, a checkpoint or a request that cannot be honoured; the message is one sentence for the user."""
 
 
-def read_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of a raw config.json; ConfigError if it is absent without a default, or something else."""
+def read_int(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """An integer of a raw config.json, of at least `least`; ConfigError if it is absent without a default, or something else."""
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if value is None or not is_int(value) or value < 1:
-        raise ConfigError(f"config.json: expected {key} to be an integer of at least 1, got {value!r}")
+    if value is None or not is_int(value) or value < least:
+        raise ConfigError(f"config.json: expected {key} to be an integer of at least {least}, got {value!r}")
     return int(value)
 
 

@@ -48,6 +48,7 @@ class MemoryPlan:
     usable: int
     block_size: int
     max_model_len: int
+    max_num_seqs: int
 
     @property
     def token_bytes(self) -> int:
@@ -67,12 +68,19 @@ class MemoryPlan:
     @property
     def cache_tokens(self) -> int:
         """Of all requests together, in whole blocks, beside the pools of the groups with a window."""
-        return max(0, (self.cache_bytes - self.window_bytes) // (self.token_bytes * self.block_size)) * self.block_size
+        room = max(0, self.cache_bytes - self.window_bytes)
+        if not self.token_bytes:  # pools of windows alone hold texts of any length
+            return self.max_num_seqs * self._request_tokens if room else 0
+        return room // (self.token_bytes * self.block_size) * self.block_size
 
     @property
     def num_requests(self) -> int:
         """Of max_model_len tokens each."""
-        return self.cache_tokens // (-(-self.max_model_len // self.block_size) * self.block_size)
+        return self.cache_tokens // self._request_tokens
+
+    @property
+    def _request_tokens(self) -> int:
+        return -(-self.max_model_len // self.block_size) * self.block_size
 
 
 def memory_plan(
@@ -112,6 +120,7 @@ def memory_plan(
         usable=int(memory * utilization),
         block_size=block_size,
         max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
     )
 
 

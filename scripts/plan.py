@@ -6,6 +6,7 @@ python scripts/plan.py --target ~/models/glm-4.7-flash --method mtp --num-specul
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +32,9 @@ def main(
     gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}, or its memory in GB.")] = "h200",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     packed: Annotated[bool, typer.Option(help="Keep MXFP4 experts packed.")] = False,
-    max_model_len: Annotated[int, typer.Option(help="Tokens a request may hold.", min=1)] = 8192,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens a request may hold. [default: 8192, or what the target allows if that is less]", min=1)
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run together.", min=1)] = 16,
     block_size: Annotated[int, typer.Option(help="Tokens a block.", min=1)] = 64,
     utilization: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.9,
@@ -42,13 +45,17 @@ def main(
             raise ConfigError(f"dtype: expected bfloat16 or float32, got {dtype!r}")
         config = read_config(target)
         target_cfg: Any = models.config_from_hf(config)
+        speculative = SpeculativeConfig(method=method, num_speculative_tokens=num_speculative_tokens)
+        limit = target_cfg.max_position_embeddings
+        max_model_len = max_model_len or min(8192, limit)
+        if max_model_len > limit:
+            raise ConfigError(f"--max-model-len: expected at most the target's max_position_embeddings {limit}, got {max_model_len}")
         if packed:
             if getattr(target_cfg, "mxfp4", None) is None:
                 raise ConfigError("--packed: expected a target with MXFP4 weights, got one without")
             target_cfg = replace(target_cfg, mxfp4="packed")
         draft_cfg = None
         if draft is not None or method == "mtp":
-            speculative = SpeculativeConfig(method=method, num_speculative_tokens=num_speculative_tokens)
             draft_cfg = read_draft(draft or target, target_cfg, speculative)
         plan = memory_plan(
             target_cfg,
@@ -69,9 +76,12 @@ def gpu_memory(name: str) -> float:
     if name.lower() in GPUS:
         return GPUS[name.lower()]
     try:
-        return float(name) * 1e9
+        size = float(name)
     except ValueError:
-        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)} or a number of GB, got {name!r}") from None
+        size = 0.0
+    if not (size > 0 and math.isfinite(size)):
+        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)} or a number of GB, got {name!r}")
+    return size * 1e9
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -128,10 +138,13 @@ def show(plan: MemoryPlan, console: Console) -> None:
         kib, mib = group.token_bytes / 1024, group.token_bytes * group.held / (1 << 20)
         groups.add_row(group.name, str(group.num_layers), f"{kib:.2f}", str(group.held), f"{mib:.1f}")
     console.print(groups)
-    if plan.cache_bytes <= 0:
-        console.print("does not fit: the weights alone take more than is usable")
-        raise typer.Exit(1)
     held, length = plan.cache_tokens, plan.max_model_len
+    if plan.cache_bytes <= 0:
+        console.print("does not fit: weights, draft buffers and logits alone take more than is usable")
+        raise typer.Exit(1)
+    if plan.num_requests == 0:
+        console.print(f"does not fit: {held} tokens in blocks of {plan.block_size} are left, no request of {length}")
+        raise typer.Exit(1)
     console.print(f"fits: {held} tokens in blocks of {plan.block_size}, that is {plan.num_requests} requests of {length} tokens")
 
 

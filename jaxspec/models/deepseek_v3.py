@@ -59,7 +59,7 @@ class DeepseekV3Config:
 
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
     """From a checkpoint's config.json. (The original weights in float8 are refused.)"""
-    return mla_moe_config(config, num_dense_layers=int(config.get("first_k_dense_replace", 3)))
+    return mla_moe_config(config, num_dense_layers=read_int(config, "first_k_dense_replace", 3, least=0))
 
 
 def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> DeepseekV3Config:
@@ -109,7 +109,7 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        num_mtp_layers=int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0),
+        num_mtp_layers=read_int(config, "num_nextn_predict_layers", read_int(config, "num_mtp_layers", 0, least=0), least=0),
     )
 
 

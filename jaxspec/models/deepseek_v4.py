@@ -114,7 +114,7 @@ def config_from_hf(config: Mapping[str, Any]) -> DeepseekV4Config:
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings"),
         tie_word_embeddings=False,
-        num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+        num_mtp_layers=read_int(config, "num_nextn_predict_layers", 0, least=0),
     )
 
 

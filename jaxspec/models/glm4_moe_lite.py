@@ -23,7 +23,7 @@ __all__ = ["config_from_hf", "decoder_layer", "forward", "ignored_tensor", "laye
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
     """From a checkpoint's config.json."""
     num_layers = read_int(config, "num_hidden_layers")
-    kinds = list(config.get("mlp_layer_types") or ["dense"] * int(config.get("first_k_dense_replace", 1)))
+    kinds = list(config.get("mlp_layer_types") or ["dense"] * read_int(config, "first_k_dense_replace", 1, least=0))
     kinds += ["sparse"] * (num_layers - len(kinds))
     dense = kinds.count("dense")
     if kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):

@@ -11,6 +11,7 @@ import pytest
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig, models
 from jaxspec.drafts import eagle, eagle3
 from jaxspec.params import init_random
+from tests.support.full_size import CONFIGS
 
 TARGET: dict[str, Any] = {
     "model_type": "llama",
@@ -73,6 +74,17 @@ def test_an_eagle1_window_is_read_or_refused() -> None:
     assert eagle.config_from_checkpoint(HEAD | window, {}, target, speculative).sliding_window == 6
     with pytest.raises(ConfigError, match="layer_types"):
         eagle.config_from_checkpoint(HEAD | {"layer_types": ["sliding_attention"]}, {}, target, speculative)
+
+
+@pytest.mark.parametrize("key", ["first_k_dense_replace", "num_nextn_predict_layers"])
+@pytest.mark.parametrize("name", ["GLM-4.7-Flash", "DeepSeek-V3"])
+def test_a_count_that_may_be_0_is_read_or_refused(name: str, key: str) -> None:
+    for wrong in ("x", [1], -1, 1.5, True):
+        with pytest.raises(ConfigError, match=f"expected {key} to be an integer of at least 0"):
+            models.config_from_hf(CONFIGS[name] | {key: wrong})
+    default = models.config_from_hf({k: v for k, v in CONFIGS[name].items() if k != key})
+    assert models.config_from_hf(CONFIGS[name] | {key: None}) == default
+    assert models.config_from_hf(CONFIGS[name] | {key: 0}) != models.config_from_hf(CONFIGS[name] | {key: 1})
 
 
 @pytest.mark.parametrize(

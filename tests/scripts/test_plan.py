@@ -66,6 +66,15 @@ def test_what_fits_is_in_whole_blocks_and_whole_requests() -> None:
     assert plan.num_requests == plan.cache_tokens // 1024
 
 
+def test_windows_alone_hold_as_many_requests_as_may_run_whatever_their_length() -> None:
+    config = CONFIGS["gpt-oss-20b"] | {"layer_types": ["sliding_attention"] * 24}
+    options: dict = dict(dtype="bfloat16", max_model_len=8192, max_num_seqs=16, num_speculative_tokens=3)
+    plan = memory_plan(models.config_from_hf(config), None, memory=141e9, **options)
+    assert plan.token_bytes == 0 and plan.num_requests == 16 and plan.cache_tokens == 16 * 8192
+    weights = (plan.target_weights + plan.logits) / 0.9
+    assert memory_plan(models.config_from_hf(config), None, memory=weights + 1e6, **options).num_requests == 0
+
+
 @pytest.fixture
 def runner() -> tuple[CliRunner, object]:
     import typer
@@ -83,12 +92,20 @@ def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_pa
     assert "target: latent" in done.output and "draft: latent" in done.output and "fits:" in done.output
     small = cli.invoke(app, ["--target", str(tmp_path / "config.json"), "--gpu", "24"])
     assert small.exit_code == 1 and "does not fit" in small.output
+    (tmp_path / "short.json").write_text(json.dumps(CONFIGS["GLM-4.7-Flash"] | {"max_position_embeddings": 1000}))
+    assert "requests of 1000 tokens" in cli.invoke(app, ["--target", str(tmp_path / "short.json")]).output
+    tight = cli.invoke(app, ["--target", str(tmp_path), "--gpu", "h200", "--max-model-len", "100000", "--utilization", "0.46"])
+    assert tight.exit_code == 1 and "are left, no request of 100000" in tight.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gpu", "tpu"], "--gpu: expected one of"),
+        (["--gpu", "nan"], "--gpu: expected one of"),
+        (["--gpu", "0"], "--gpu: expected one of"),
+        (["--method", "medusa"], "method: expected one of"),
+        (["--max-model-len", "1000000"], "--max-model-len: expected at most the target's max_position_embeddings"),
         (["--packed"], "--packed: expected a target with MXFP4 weights"),
         (["--dtype", "int8"], "dtype: expected bfloat16 or float32"),
         (["--utilization", "0"], "utilization: expected a share"),
