@@ -32,13 +32,13 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Static choices. Results of two values of `keys` or `weights_in_registers` differ by rounding."""
+    """Static choices. Results of two values of `keys` or `overlap` differ by rounding."""
 
     keys: int = 64  # a tile: 64 or 128
     slots: int = 4  # tiles of keys, and of values, in flight
     warpgroups: int = 3  # that compute, at most
     turns: bool = True  # at queries times keys
-    weights_in_registers: bool = True  # the softmax's weights go to wgmma from registers; the interpreter knows shared memory only
+    overlap: bool = True  # a tile's softmax with the product of the tile before; the interpreter cannot, weights go through memory there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +158,11 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
     first = jnp.minimum(jnp.maximum(window_start, 0), last)
     first, last = (x.reshape(plan.batch, plan.row_tiles, plan.tile_rows) for x in (first, last))
     seen = first < last
+    begin = jnp.min(jnp.where(seen, first, jnp.max(last, axis=2, keepdims=True)), axis=2) // keys
+    end = (jnp.max(jnp.where(seen, last, 0), axis=2) + keys - 1) // keys
     ranges = (
-        jnp.min(jnp.where(seen, first, plan.tiles * keys), axis=2) // keys,
-        (jnp.max(jnp.where(seen, last, 0), axis=2) + keys - 1) // keys,
+        begin,
+        jnp.maximum(end, begin + 1),  # an idle request sees one masked tile: a kernel without a case for none
         (jnp.max(first, axis=2) + keys - 1) // keys,
         jnp.min(last, axis=2) // keys,
         jnp.broadcast_to(written[:, None], first.shape[:2]),
@@ -176,7 +178,7 @@ def _attend(plan: Plan):
     keys, slots = plan.tuning.keys, plan.tuning.slots
     head_tiles = plan.group // heads
     piece = min(keys, plan.block_size & -plan.block_size)  # keys of one copy: of one page, and dividing a tile
-    in_registers = plan.tuning.weights_in_registers and not plan.interpreted
+    overlap = plan.tuning.overlap and not plan.interpreted
     turns = plan.tuning.turns and warpgroups > 1
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
@@ -194,7 +196,7 @@ def _attend(plan: Plan):
     def body(q_ref, k_ref, v_ref, table_ref, bounds_ref, *rest):
         sinks_ref, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
         out_ref, q_smem, k_smem, v_smem, q_barrier, k_full, v_full, k_empty, v_empty, *rest = rest
-        p_smem: Any = None if in_registers else rest.pop(0)
+        p_smem: Any = None if overlap else rest.pop(0)
         turn: Any = rest[0] if turns else None
         await_inputs(plan.interpreted)
         # The last rows of a chunk see most keys: they start first.
@@ -204,7 +206,7 @@ def _attend(plan: Plan):
         first_head = kv_head * plan.group + head_tile * heads
         warpgroup = lax.axis_index("warpgroup")
         start, stop, whole, past_whole, num_keys = (bounds_ref[request, row_tile, 2 * warpgroups * QUERIES + i] for i in range(5))
-        count = jnp.maximum(stop - start, 0)
+        count = stop - start  # at least 1
 
         def in_memory(ref, head, row, num_rows):
             first = pl.multiple_of(row_tile * tile_rows + row, 8)  # a copy into swizzled memory has to know
@@ -226,11 +228,9 @@ def _attend(plan: Plan):
                     part = target.at[slot, pl.ds(i * piece, piece)]
                     plgpu.copy_gmem_to_smem(source.at[block, pl.ds(pl.multiple_of(offset, piece), piece), kv_head], part, barriers.at[slot])
 
-            @pl.when(count > 0)
-            def _():
-                for w in range(warpgroups):
-                    for query, head, row, num_rows in plan.pieces(w):
-                        plgpu.copy_gmem_to_smem(in_memory(q_ref, head, row, num_rows), q_smem.at[w, pl.ds(query, num_rows)], q_barrier)
+            for w in range(warpgroups):
+                for query, head, row, num_rows in plan.pieces(w):
+                    plgpu.copy_gmem_to_smem(in_memory(q_ref, head, row, num_rows), q_smem.at[w, pl.ds(query, num_rows)], q_barrier)
 
             def step(i, places):
                 slot = lax.rem(i, slots)
@@ -254,73 +254,104 @@ def _attend(plan: Plan):
                 load(bounds_ref.at[request, row_tile, pl.ds(n * QUERIES + warpgroup * QUERIES, QUERIES)], by_row, optimized=False)
                 for n in (0, warpgroups)
             )
-            pl.when(count > 0)(lambda: plgpu.barrier_wait(q_barrier))
+            plgpu.barrier_wait(q_barrier)
             if turns:
                 pl.when(warpgroup == warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
-            def step(masked, i, state):
-                values, top, total = state
+            def multiply_keys(acc, i):
                 slot = lax.rem(i, slots)
                 plgpu.barrier_wait(k_full.at[slot])
                 if turns:
                     plgpu.barrier_wait(turn.at[warpgroup])
+                plgpu.wgmma(acc, q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
 
-                def scores_of(acc):
-                    plgpu.wgmma(acc, q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
-                    if turns:  # issued, not finished: the next one's follow at once
-                        plgpu.barrier_arrive(turn.at[lax.rem(warpgroup + 1, warpgroups)])
+            def pass_turn():
+                """When the products are issued, not finished: the next warpgroup's queue up behind them."""
+                if turns:
+                    plgpu.barrier_arrive(turn.at[lax.rem(warpgroup + 1, warpgroups)])
+
+            def scores_of(i):
+                def product(acc):
+                    multiply_keys(acc, i)
+                    pass_turn()
                     return acc[...]
 
-                scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32))
-                plgpu.barrier_arrive(k_empty.at[slot])
+                scores = pl.run_scoped(product, plgpu.ACC(square, jnp.float32))
+                plgpu.barrier_arrive(k_empty.at[lax.rem(i, slots)])
+                return scores
+
+            def softmax(masked, i, scores, top, total):
+                """With one more tile's scores: (maximum, sum, the tile's weights, the factor on all values so far)."""
                 if masked:
                     key = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=matrix) + (start + i) * keys
                     scores = where((key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf)
                 new = jnp.maximum(top, scores.max(axis=1) * (plan.scale * LOG2E))
                 old = jnp.exp2(top - new)
                 weights = jnp.exp2(scores * (plan.scale * LOG2E) - to_scores(new))
-                total = total * old + weights.sum(axis=1)
-                weights = weights.astype(jnp.bfloat16)
-                if not in_registers:
+                return new, total * old + weights.sum(axis=1), weights.astype(jnp.bfloat16), old
+
+            def add_values(i, values, weights):
+                slot = lax.rem(i, slots)
+                if not overlap:
                     p_smem[warpgroup] = weights
-                plgpu.barrier_wait(v_full.at[slot])
-                if masked:
-                    clear(slot, start + i)
-                if in_registers:
-                    values = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, v_smem.at[slot]))(plgpu.ACC.init(values * to_values(old)))
-                else:
                     plgpu.commit_smem()
+                plgpu.barrier_wait(v_full.at[slot])
+                pl.when((start + i + 1) * keys > num_keys)(lambda: clear(slot, start + i))
 
-                    def values_of(acc):
-                        plgpu.wgmma(acc, p_smem.at[warpgroup], v_smem.at[slot])
-                        return acc[...]
+                def product(acc):
+                    if overlap:
+                        acc[...] = values
+                    plgpu.wgmma(acc, weights if overlap else p_smem.at[warpgroup], v_smem.at[slot])
+                    return acc[...]
 
-                    values = values * to_values(old) + pl.run_scoped(values_of, plgpu.ACC(wide, jnp.float32))
+                added = pl.run_scoped(product, plgpu.ACC(wide, jnp.float32))
                 plgpu.barrier_arrive(v_empty.at[slot])
-                return values, new, total
+                return added if overlap else values + added
+
+            def step(masked, i, state):
+                """The scores of a tile, and the values of the one before."""
+                values, top, total, weights = state
+                if not overlap:
+                    values = add_values(i - 1, values, weights)
+                    *sums, old = softmax(masked, i, scores_of(i), top, total)
+                    return values * to_values(old), *sums
+
+                def products(scores_acc, values_acc):
+                    slot, before = lax.rem(i, slots), lax.rem(i - 1, slots)
+                    values_acc[...] = values
+                    multiply_keys(scores_acc, i)
+                    plgpu.barrier_wait(v_full.at[before])
+                    plgpu.wgmma(values_acc, weights, v_smem.at[before])
+                    pass_turn()
+                    scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                    *sums, old = softmax(masked, i, scores, top, total)
+                    added = values_acc[...]
+                    plgpu.barrier_arrive(v_empty.at[before])
+                    return added * to_values(old), *sums
+
+                return pl.run_scoped(products, plgpu.ACC(square, jnp.float32), plgpu.ACC(wide, jnp.float32))
 
             def clear(slot, tile):
                 """Values that nobody has written may be NaN, and 0 * NaN is NaN. Each warpgroup does it: all write the same."""
                 for part in range(keys // HALF):
-                    base = tile * keys + part * HALF
+                    here = v_smem.at[slot, pl.ds(part * HALF, HALF)]
+                    row = plgpu.broadcasted_iota(jnp.int32, (HALF, head_dim), 0, layout=matrix) + (tile * keys + part * HALF)
+                    here[...] = where(row < num_keys, load(here, matrix), 0.0)
+                plgpu.commit_smem()
 
-                    @pl.when(base + HALF > num_keys)
-                    def _(part=part, base=base):
-                        here = v_smem.at[slot, pl.ds(part * HALF, HALF)]
-                        row = plgpu.broadcasted_iota(jnp.int32, (HALF, head_dim), 0, layout=matrix) + base
-                        here[...] = where(row < num_keys, load(here, matrix), 0.0)
-                        if in_registers:
-                            plgpu.commit_smem()
-
-            state = splat(wide, 0.0, matrix), splat((QUERIES,), NEVER, by_row), splat((QUERIES,), 0.0, by_row)
-            head = jnp.clip(whole - start, 0, count)
-            middle = jnp.clip(past_whole - start, head, count)
-            state = lax.fori_loop(0, head, lambda i, state: step(True, i, state), state)
-            state = lax.fori_loop(head, middle, lambda i, state: step(False, i, state), state)
-            state = lax.fori_loop(middle, count, lambda i, state: step(True, i, state), state)
+            nothing = splat((QUERIES,), NEVER, by_row), splat((QUERIES,), 0.0, by_row)
+            *sums, _ = softmax(True, 0, scores_of(0), *nothing)
+            state = splat(wide, 0.0, matrix), *sums
+            past_head = jnp.clip(whole - start, 1, count)
+            past_middle = jnp.clip(past_whole - start, past_head, count)
+            state = lax.fori_loop(1, past_head, lambda i, state: step(True, i, state), state)
+            state = lax.fori_loop(past_head, past_middle, lambda i, state: step(False, i, state), state)
+            values, top, total, weights = lax.fori_loop(past_middle, count, lambda i, state: step(True, i, state), state)
+            values = add_values(count - 1, values, weights)
             if turns:
                 pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
-            return state
+            return values, top, total
 
         def write(state):
             sink = None
@@ -364,7 +395,7 @@ def _attend(plan: Plan):
         plgpu.Barrier(num_barriers=slots, num_arrivals=warpgroups),
         plgpu.Barrier(num_barriers=slots, num_arrivals=warpgroups),
     ]
-    if not in_registers:
+    if not overlap:
         scratch.append(plgpu.SMEM((warpgroups, *square), jnp.bfloat16, transforms=tiling))
     if turns:
         scratch.append(plgpu.Barrier(num_barriers=warpgroups))

@@ -156,7 +156,7 @@ def test_a_prefill_rows_bits_do_not_depend_on_its_chunk_batch_or_table(window: i
     inputs = near_ties(shape, seed=1)
     expected = prefill_kernel(inputs)
     alone = {name: x[1:] if name in ("q", "block_table", "positions", "seq_lens", "window_start") else x for name, x in inputs.items()}
-    for tuning in ({"slots": 2}, {"turns": False}, {"warpgroups": 2}):
+    for tuning in ({"slots": 2, "turns": False}, {"warpgroups": 2}):
         np.testing.assert_array_equal(prefill_kernel(alone, **tuning), expected[1:], err_msg=str(tuning))
     wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 3)))}
     np.testing.assert_array_equal(prefill_kernel(wide), expected[1:], err_msg="alone, a wider block table")
@@ -310,12 +310,12 @@ def test_bits_of_prefill_on_the_gpu_do_not_depend_on_batch_table_or_chunk(name: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [64, 128])
-@pytest.mark.parametrize("weights_in_registers", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", PREFILL)
-def test_prefill_equals_float64_on_the_gpu(name: str, weights_in_registers: bool, keys: int) -> None:
+def test_prefill_equals_float64_on_the_gpu(name: str, overlap: bool, keys: int) -> None:
     shape = SMALL[name]
     inputs = make_inputs(shape, seed=len(name))
-    got = prefill_kernel(inputs, keys=keys, weights_in_registers=weights_in_registers)
+    got = prefill_kernel(inputs, keys=keys, overlap=overlap)
     assert_close(got, ground_truth(shape, inputs), live(shape))
 
 
