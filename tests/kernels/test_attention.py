@@ -44,6 +44,7 @@ SMALL = {
     "prefill, a later chunk": Shape((300,), rows=48, num_heads=4, num_kv_heads=1, head_dim=64),
     "prefill, ragged and idle tiles": Shape((150, 0, 60), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, past_end=20),
     "prefill, group of 8, window and sinks": Shape((200, 64), rows=48, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True),
+    "prefill, window that begins in two tiles": Shape((367,), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, window=150),
     "prefill, group of 3": Shape((129,), rows=48, num_heads=6, num_kv_heads=2, head_dim=64),
     "prefill, group of 5, sinks, blocks of 16": Shape((190,), rows=33, num_heads=5, num_kv_heads=1, head_dim=64, block_size=16, sinks=True),
     "prefill, group of 1, blocks of 128": Shape((250,), rows=200, num_heads=1, num_kv_heads=1, head_dim=64, block_size=128),
