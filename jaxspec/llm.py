@@ -105,6 +105,7 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = None,
         batch_buckets: Sequence[int] | None = None,
+        mxfp4: str = "dequantised",
         **engine: Any,
     ) -> LLM:
         """Load a target and, with speculative, its draft.
@@ -112,7 +113,8 @@ class LLM:
         target: a folder in Hugging Face's format, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
         speculative: a SpeculativeConfig or its keys; None decodes plainly.
         dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU). max_model_len: None for 2048, or what
-        the target was made for if that is less. engine: the rest of EngineConfig. A folder without a tokenizer takes token ids.
+        the target was made for if that is less. mxfp4: "dequantised", or "packed" to keep MXFP4 experts (gpt-oss) as they are stored, in a
+        quarter of the memory. engine: the rest of EngineConfig. A folder without a tokenizer takes token ids.
         Raises ConfigError, one sentence, for anything that cannot be loaded or does not fit.
         """
         if isinstance(speculative, Mapping):
@@ -123,6 +125,8 @@ class LLM:
             _acceptance_rates(speculative)  # found wrong before the weights are read, not after
         if dtype != "auto" and dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+        if mxfp4 not in ("dequantised", "packed"):
+            raise ConfigError(f"mxfp4: expected dequantised or packed, got {mxfp4!r}")
         if batch_buckets is not None:
             engine["batch_buckets"] = tuple(batch_buckets)
         if max_model_len is not None:
@@ -130,7 +134,7 @@ class LLM:
         config = EngineConfig(**engine)
         resolved = DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
         folder = resolve(target, kind="target")
-        loaded = load_target(folder, resolved)
+        loaded = load_target(folder, resolved, mxfp4=mxfp4)
         if max_model_len is None:
             config = EngineConfig(**engine, max_model_len=min(2048, loaded[0].max_position_embeddings))
         draft = None

@@ -27,7 +27,7 @@ def dequantise_on_host(blocks_and_scales: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def dequantise(blocks: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    """[..., in, out] in dtype, inside a program. A scale of 0 (2 ** -127) counts as 0: it is below what a GPU keeps."""
+    """[..., in, out] in dtype, inside a program. Exact for scales from 2 to 254: below, less than 2 ** -126 counts as 0; 255 is NaN."""
     codes = jnp.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
     power = lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
     values = jnp.asarray(VALUES, jnp.float32)[codes] * power[..., None]

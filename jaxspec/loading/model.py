@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from jaxspec.loading.weights import LazyTensor, load_params
 from jaxspec.params import Params
 
 
-def load_target(folder: Path, dtype: Any) -> tuple[models.TargetConfig, Params]:
-    """The target in a Hugging Face folder, float tensors cast to dtype."""
+def load_target(folder: Path, dtype: Any, *, mxfp4: str = "dequantised") -> tuple[models.TargetConfig, Params]:
+    """The target in a Hugging Face folder, float tensors cast to dtype; mxfp4 "packed" keeps MXFP4 experts as they are stored."""
     checkpoint = open_checkpoint(folder)
-    cfg = models.config_from_hf(checkpoint.config)
+    cfg: Any = models.config_from_hf(checkpoint.config)
+    if mxfp4 == "packed":
+        if getattr(cfg, "mxfp4", None) is None:
+            raise ConfigError(f"mxfp4 'packed': expected a target with MXFP4 weights, got none in {folder}")
+        cfg = replace(cfg, mxfp4=mxfp4)
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     return cfg, load_params(family.param_specs(cfg), checkpoint.tensors, dtype, ignore=ignore, source=str(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -54,12 +55,31 @@ def load_params(
     """
     check_shapes(specs, {name: tensor.shape for name, tensor in tensors.items()}, ignore=ignore, source=source)
 
+    loaded = 0
+
     def load(spec: ParamSpec) -> jax.Array:
-        array = spec.assemble([tensors[name].read() for name in spec.tensors])
-        # waiting bounds the host copies in flight to one
-        return jax.block_until_ready(jax.device_put(_cast(array, np.dtype(spec.dtype or dtype), f"{source}: {spec.name}")))
+        nonlocal loaded
+        array = _cast(
+            spec.assemble([tensors[name].read() for name in spec.tensors]), np.dtype(spec.dtype or dtype), f"{source}: {spec.name}"
+        )
+        try:  # waiting bounds the host copies in flight to one
+            on_device = jax.block_until_ready(jax.device_put(array))
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                raise
+            total = sum(_num_bytes(s, dtype) for s in jax.tree.leaves(specs, is_leaf=_is_spec))
+            raise ConfigError(
+                f"{source}: expected {total / 1e9:.1f} GB of free device memory for its weights, got room for {loaded / 1e9:.1f} GB of "
+                "them; take a smaller target, dtype bfloat16, or mxfp4 'packed' where they are stored so"
+            ) from e
+        loaded += array.nbytes
+        return on_device
 
     return jax.tree.map(load, specs, is_leaf=_is_spec)
+
+
+def _num_bytes(spec: ParamSpec, dtype: jnp.dtype | type | str) -> int:
+    return math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize
 
 
 def _cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:

@@ -228,6 +228,7 @@ SETTINGS: dict[str, Any] = {
     "block_size: expected an integer of at least 1, got True": lambda: EngineConfig(block_size=True),
     "batch_buckets: expected batch sizes": lambda: EngineConfig(max_num_seqs=8, batch_buckets=(1, 4)),
     "dtype: expected one of auto, float32, bfloat16, got 'int8'": lambda: LLM.from_pretrained(dtype="int8"),
+    "mxfp4: expected dequantised or packed, got 'no'": lambda: LLM.from_pretrained(mxfp4="no"),
     "sampling_params: expected one for all or one for each of 2": lambda: engine().generate([[1], [2]], [GREEDY]),
     "sampling_params: expected SamplingParams, or a list of them, got 'greedy'": lambda: engine().generate([[1]], "greedy"),  # type: ignore
     "prompt 1: sampling_params: expected SamplingParams, got None": lambda: engine().generate([[1], [2]], [GREEDY, None]),  # type: ignore

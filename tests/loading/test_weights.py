@@ -116,3 +116,15 @@ def test_one_tensor_at_a_time_is_on_the_host():
         tensors: Any = {s.name: Tensor(s.name, s.checkpoint_shape) for s in jax.tree.leaves(SPECS)}
         load_params(SPECS, tensors, jnp.float32)
     assert events == ["read", "put"] * 5
+
+
+def test_weights_larger_than_the_device_are_one_sentence_with_the_numbers(tmp_path, monkeypatch):
+    def full(array):
+        if array.nbytes < 4 * 5 * 4:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96 bytes.")
+        return jnp.asarray(array)
+
+    tensors = opened(tmp_path, arrays())
+    monkeypatch.setattr(jax, "device_put", full)
+    with pytest.raises(ConfigError, match=r"target: expected 0.0 GB of free device memory for its weights, got room for 0.0 GB of them"):
+        load_params(SPECS, tensors, jnp.float32, source="target")

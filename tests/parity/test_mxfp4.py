@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import models
+from jaxspec import LLM, SamplingParams, models
 from jaxspec.config import ConfigError
 from jaxspec.loading import load_params, open_checkpoint
 from jaxspec.loading.model import load_target
@@ -73,6 +73,19 @@ def test_logits_equal_transformers_dequantised_or_packed(kept: str, checkpoint: 
     for position in range(12, 20):  # 2 of 8 experts: gathered
         target.feed(1, [position], [tokens[position : position + 1]])
     np.testing.assert_allclose(by_position(target.logits[0]), hf_outputs(oracle, np.array(tokens)).logits, **TOLERANCE)
+
+
+@pytest.mark.oracle("transformers")
+def test_an_engine_keeps_experts_packed_where_asked(checkpoint: Path, oracle: Any) -> None:
+    llm = LLM.from_pretrained(str(checkpoint), mxfp4="packed", dtype="float32", max_model_len=32, max_num_seqs=1, block_size=16)
+    assert {a.dtype for a in jax.tree.leaves(llm.params["target"]["layers"][0]["experts"]["down"])} == {jnp.dtype("uint8")}
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(0.0, max_tokens=4, ignore_eos=True))
+    text = [5, 6, 7, *output.token_ids]
+    assert hf_outputs(oracle, np.array(text)).logits[2:6].argmax(-1).tolist() == output.token_ids
+    edit_config(checkpoint, lambda c: c.pop("quantization_config"))
+    with pytest.raises(ConfigError, match="mxfp4 'packed': expected a target with MXFP4 weights, got none"):
+        load_target(checkpoint, jnp.float32, mxfp4="packed")
+    edit_config(checkpoint, lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
 
 
 def test_both_dequantisations_agree_on_every_code_and_exponent() -> None:
