@@ -2,8 +2,8 @@
 
 FlashAttention-3's division of labour (Shah et al., 2024, arXiv:2407.08608). A CTA takes some rows of a request under some heads of one KV
 head, head after head: up to three warpgroups of 64 queries each. One more warpgroup only copies: the queries, then tiles of keys and
-values, page by page, through a ring in shared memory that all three read. Warpgroups take turns at queries times keys, so that one's
-softmax runs beside the others' products.
+values, page by page, through a ring in shared memory that all three read. (FlashAttention-3's turns at queries times keys made it slower
+here: docs/performance.md.)
 
 Tiles are counted from a request's first token and folded in order, and a tile that a row does not see leaves its state unchanged to the
 bit: a row's result depends neither on the rows beside it nor on the batch nor on the block table. A tile that every row sees whole is
@@ -37,7 +37,6 @@ class Tuning:
     keys: int = 64  # a tile: 64 or 128
     slots: int = 4  # tiles of keys, and of values, in flight
     warpgroups: int = 3  # that compute, at most
-    turns: bool = True  # at queries times keys
     overlap: bool = True  # a tile's softmax with the product of the tile before; the interpreter cannot, weights go through memory there
 
 
@@ -179,7 +178,6 @@ def _attend(plan: Plan):
     head_tiles = plan.group // heads
     piece = min(keys, plan.block_size & -plan.block_size)  # keys of one copy: of one page, and dividing a tile
     overlap = plan.tuning.overlap and not plan.interpreted
-    turns = plan.tuning.turns and warpgroups > 1
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
     wide, square = (QUERIES, head_dim), (QUERIES, keys)  # of values, of scores
@@ -197,7 +195,6 @@ def _attend(plan: Plan):
         sinks_ref, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
         out_ref, q_smem, k_smem, v_smem, q_barrier, k_full, v_full, k_empty, v_empty, *rest = rest
         p_smem: Any = None if overlap else rest.pop(0)
-        turn: Any = rest[0] if turns else None
         await_inputs(plan.interpreted)
         # The last rows of a chunk see most keys: they start first.
         request = plan.batch - 1 - lax.axis_index("request")
@@ -255,25 +252,15 @@ def _attend(plan: Plan):
                 for n in (0, warpgroups)
             )
             plgpu.barrier_wait(q_barrier)
-            if turns:
-                pl.when(warpgroup == warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
             def multiply_keys(acc, i):
                 slot = lax.rem(i, slots)
                 plgpu.barrier_wait(k_full.at[slot])
-                if turns:
-                    plgpu.barrier_wait(turn.at[warpgroup])
                 plgpu.wgmma(acc, q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
-
-            def pass_turn():
-                """When the products are issued, not finished: the next warpgroup's queue up behind them."""
-                if turns:
-                    plgpu.barrier_arrive(turn.at[lax.rem(warpgroup + 1, warpgroups)])
 
             def scores_of(i):
                 def product(acc):
                     multiply_keys(acc, i)
-                    pass_turn()
                     return acc[...]
 
                 scores = pl.run_scoped(product, plgpu.ACC(square, jnp.float32))
@@ -322,7 +309,6 @@ def _attend(plan: Plan):
                     multiply_keys(scores_acc, i)
                     plgpu.barrier_wait(v_full.at[before])
                     plgpu.wgmma(values_acc, weights, v_smem.at[before])
-                    pass_turn()
                     scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
                     plgpu.barrier_arrive(k_empty.at[slot])
                     *sums, old = softmax(masked, i, scores, top, total)
@@ -349,8 +335,6 @@ def _attend(plan: Plan):
             state = lax.fori_loop(past_head, past_middle, lambda i, state: step(False, i, state), state)
             values, top, total, weights = lax.fori_loop(past_middle, count, lambda i, state: step(True, i, state), state)
             values = add_values(count - 1, values, weights)
-            if turns:
-                pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
             return values, top, total
 
         def write(state):
@@ -397,8 +381,6 @@ def _attend(plan: Plan):
     ]
     if not overlap:
         scratch.append(plgpu.SMEM((warpgroups, *square), jnp.bfloat16, transforms=tiling))
-    if turns:
-        scratch.append(plgpu.Barrier(num_barriers=warpgroups))
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((plan.batch, plan.row_tiles * tile_rows, plan.num_heads, head_dim), jnp.bfloat16),
