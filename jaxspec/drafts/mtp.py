@@ -130,7 +130,9 @@ def param_specs(cfg: MtpConfig) -> Params:
 def ignored_tensor(cfg: MtpConfig, name: str) -> bool:
     """The target's own tensors, other modules, and copies of what target and draft share."""
     prefix = f"{cfg.prefix}."
-    return not name.startswith(prefix) or name in [f"{prefix}{shared}.weight" for shared in cfg.layout.shared]
+    if not name.startswith(prefix) or name in [f"{prefix}{shared}.weight" for shared in cfg.layout.shared]:
+        return True
+    return getattr(cfg.target, "float8", False) and name.endswith("_scale_inv")  # read with what they scale
 
 
 def target_hidden(cfg: MtpConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:

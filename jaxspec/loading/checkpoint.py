@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxspec.config import ConfigError
+from jaxspec.loading.fp8 import ScaledTensor, with_scales
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 # importing ml_dtypes is what lets numpy, and so safetensors, know bfloat16
@@ -27,6 +28,7 @@ DTYPES = {
     "I32": np.int32,
     "BOOL": np.bool_,
     "U8": np.uint8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
 
 
@@ -40,8 +42,16 @@ class SafetensorsTensor:
     dtype: np.dtype
 
     def read(self) -> np.ndarray:
+        if self.dtype == ml_dtypes.float8_e4m3fn:  # which safetensors hands to numpy by a name that numpy has not
+            return self._read_bytes().view(self.dtype).reshape(self.shape)
         with safe_open(self.file, framework="numpy") as f:
             return f.get_tensor(self.name)
+
+    def _read_bytes(self) -> np.ndarray:
+        with self.file.open("rb") as f:
+            length = struct.unpack("<Q", f.read(8))[0]
+            begin, end = json.loads(f.read(length))[self.name]["data_offsets"]
+        return np.fromfile(self.file, np.uint8, end - begin, offset=8 + length + begin)
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class PickledTensor:
         return t.numpy()
 
 
-LazyTensor = SafetensorsTensor | PickledTensor
+LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     else:
         found = sorted(p.name for p in folder.iterdir())[:8]
         raise ConfigError(f"{folder}: expected {SINGLE}, {INDEX} or {PICKLE}, got {found}")
-    return Checkpoint(folder, config, tensors)
+    return Checkpoint(folder, config, with_scales(tensors, config, str(folder)))
 
 
 def read_json(path: Path) -> dict[str, Any]:

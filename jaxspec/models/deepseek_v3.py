@@ -18,6 +18,7 @@ from jaxspec.config import (
     RopeConfig,
     read_int,
     read_number,
+    read_object,
     refuse_unless,
 )
 from jaxspec.kv_cache import KVCache, LatentCache
@@ -37,6 +38,7 @@ class DeepseekV3Config:
     """Static shape of the decoder. num_dense_layers: the first ones, whose MLP is intermediate_size wide and has no experts.
 
     num_mtp_layers: modules of multi-token prediction that the checkpoint holds after the layers; drafts/mtp.py reads them.
+    float8: whether the checkpoint holds matrices as float8 with scales beside them (loading/fp8.py), dequantised when they are loaded.
     """
 
     model_type: str
@@ -51,6 +53,7 @@ class DeepseekV3Config:
     max_position_embeddings: int
     tie_word_embeddings: bool
     num_mtp_layers: int = 0
+    float8: bool = False
 
     def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
         """All layers alike."""
@@ -58,14 +61,17 @@ class DeepseekV3Config:
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
-    """From a checkpoint's config.json. (The original weights in float8 are refused.)"""
+    """From a checkpoint's config.json."""
     return mla_moe_config(config, num_dense_layers=read_int(config, "first_k_dense_replace", 3, least=0))
 
 
 def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> DeepseekV3Config:
     """The keys that the families of this decoder share."""
-    for key, expected in (("hidden_act", "silu"), ("quantization_config", None), ("pretraining_tp", 1)):
+    for key, expected in (("hidden_act", "silu"), ("pretraining_tp", 1)):
         refuse_unless(config, key, expected)
+    quantization = read_object(config, "quantization_config").get("quant_method")
+    if quantization not in (None, "fp8"):
+        raise ConfigError(f"quantization_config: expected quant_method 'fp8' or none, got {quantization!r}")
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1), ("ep_size", 1)):
         refuse_unless(config, key, expected)  # DeepSeek's own config.json has them, transformers' has not
     num_layers = read_int(config, "num_hidden_layers")
@@ -110,6 +116,7 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         max_position_embeddings=read_int(config, "max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         num_mtp_layers=read_int(config, "num_nextn_predict_layers", read_int(config, "num_mtp_layers", 0, least=0), least=0),
+        float8=quantization is not None,
     )
 
 
@@ -130,9 +137,9 @@ def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> P
 
 
 def ignored_tensor(cfg: DeepseekV3Config, name: str) -> bool:
-    """As any decoder's, and the modules of multi-token prediction."""
+    """As any decoder's, and the modules of multi-token prediction; of float8 files the scales, which are read with what they scale."""
     mtp = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.num_mtp_layers))
-    return decoder.ignored_tensor(cfg, name) or name.startswith(mtp)
+    return decoder.ignored_tensor(cfg, name) or name.startswith(mtp) or (cfg.float8 and name.endswith("_scale_inv"))
 
 
 def decoder_layer(

@@ -170,6 +170,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000,
         "rope_scaling": {"type": "yarn", "factor": 40, **YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         "attention_bias": False,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     },
@@ -187,7 +193,7 @@ BILLIONS = {
 
 
 def tensors(name: str, *, mtp: bool = True) -> dict[str, Shape]:
-    """Name -> shape of every tensor of a model's files, in bfloat16 (MXFP4 experts of gpt-oss)."""
+    """Name -> shape of every tensor of a model's files: bfloat16, but for the MXFP4 experts of gpt-oss and DeepSeek-V3's float8."""
     c = CONFIGS[name]
     D, V, n = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
     found: dict[str, Shape] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D)}
@@ -209,6 +215,9 @@ def tensors(name: str, *, mtp: bool = True) -> dict[str, Shape]:
             "shared_head.head": (V, D),
         }
         found |= {f"{prefix}.{k}.weight": s for k, s in own.items()} | {f"{prefix}.{k}": s for k, s in _deepseek(c, n)}
+    if c.get("quantization_config", {}).get("quant_method") == "fp8":
+        scaled = {k: s for k, s in found.items() if k.endswith("_proj.weight") or k.endswith("kv_a_proj_with_mqa.weight")}
+        found |= {f"{k}_scale_inv": (-(-s[0] // 128), -(-s[1] // 128)) for k, s in scaled.items() if ".eh_proj" not in k}
     return found
 
 
