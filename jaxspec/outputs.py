@@ -96,8 +96,15 @@ class Increment:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while texts were generated. outputs: the prompts whose texts were finished by then. The engine can be used again."""
+    """Ctrl-C while texts were generated. outputs: the prompts whose texts were finished by then. The engine can be used again.
+
+    A traceback prints what was finished: the number of prompts, and the beginnings of their texts.
+    """
 
     def __init__(self, outputs: list[RequestOutput], *args: Any) -> None:
         super().__init__(*args)
         self.outputs = outputs
+
+    def __str__(self) -> str:
+        texts = "".join(f"\n  {output.text or output.token_ids!r:.100}" for output in self.outputs)
+        return f"{len(self.outputs)} prompts were finished, their outputs are in this exception's outputs{':' if texts else ''}{texts}"

@@ -244,6 +244,8 @@ def test_ctrl_c_leaves_what_was_finished_and_a_usable_engine(llm: LLM, monkeypat
         llm.generate([[9], [10], [11]], params)
     assert [(o.index, o.token_ids) for o in raised.value.outputs] == [(0, expected[0]), (2, expected[2])]
     assert isinstance(raised.value, KeyboardInterrupt)
+    assert str(raised.value).splitlines()[0] == "2 prompts were finished, their outputs are in this exception's outputs:"
+    assert str(raised.value).splitlines()[1:] == [f"  {o.text or o.token_ids!r}" for o in raised.value.outputs]
     assert [o.token_ids for o in llm.generate([[9], [10], [11]], params)] == expected and all_free(llm)
 
 
@@ -262,7 +264,7 @@ def test_ctrl_c_while_requests_are_added_leaves_a_usable_engine(llm: LLM, monkey
         patch.setattr(engine_module.Engine, "add", interrupted)
         with pytest.raises(Interrupted) as raised:
             llm.generate([[9], [10], [11]], params)
-    assert raised.value.outputs == [] and all_free(llm)
+    assert raised.value.outputs == [] and str(raised.value).startswith("0 prompts were finished") and all_free(llm)
     assert len(llm.generate([[9]], params)[0].token_ids) == 3
 
 
