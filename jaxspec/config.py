@@ -363,6 +363,7 @@ class SamplingFeatures:
     penalties: bool = False
     logit_bias: bool = False
     min_tokens: bool = False
+    bad_words: bool = False
     logprobs: bool = False
     all_logprobs: bool = False
     prompt_logprobs: bool = False

@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt, and how it becomes token ids."""
+"""What a caller may give as a prompt or as words, and how it becomes token ids."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def encode_word(self, text: str) -> list[int]: ...
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -49,3 +51,20 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
     if tokenizer is None:
         raise ConfigError(f"prompt {index}: expected token ids (the target comes without a tokenizer), got text")
     return tokenizer.encode_chat(items) if is_chat else tokenizer.encode(str(prompt))
+
+
+def encode_words(words: Sequence[str], tokenizer: Encoder | None) -> tuple[tuple[int, ...], ...]:
+    """The token ids of bad_words, as vLLM has them: at the beginning of a text, and after a blank where that is another first token, with
+    as many tokens in all."""
+    if words and tokenizer is None:
+        raise ConfigError("bad_words: expected a target with a tokenizer (or bad_words_token_ids), got none")
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        assert tokenizer is not None
+        first, after_blank = (tuple(tokenizer.encode_word(blank + word.lstrip())) for blank in ("", " "))
+        if not first:
+            raise ConfigError(f"bad_words: expected words of at least one token, got {word!r}")
+        found.append(first)
+        if len(after_blank) == len(first) and after_blank[0] != first[0]:
+            found.append(after_blank)
+    return tuple(found)

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxspec.attention import join_projections
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
-from jaxspec.inputs import Message, Prompt, as_list, encode
+from jaxspec.inputs import Message, Prompt, as_list, encode, encode_words
 from jaxspec.loading import Tokenizer, load_tokenizer, resolve
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.tokenizer import eos_token_ids, has_tokenizer
@@ -74,6 +75,7 @@ class LLM:
         self.draft_config: Any = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
+        self._encode_words = lru_cache(maxsize=256)(partial(encode_words, tokenizer=tokenizer))  # many prompts have the same
         self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else tokenizer.eos_token_ids if tokenizer else ())
         self.dtype = jnp.dtype(dtype)
         self.kernels = kernel_choice.choose(
@@ -302,12 +304,20 @@ class LLM:
             if not isinstance(params, SamplingParams):
                 raise ConfigError(f"prompt {index}: sampling_params: expected SamplingParams, got {params!r:.200}")
             try:
+                params = self._with_words(params)
                 params.check_vocabulary(self.target_config.vocab_size, self.eos_token_ids)
             except ConfigError as e:
                 raise ConfigError(f"prompt {index}: {e}") from None
             token_ids = self._encode(index, prompt)
             requests += [self._request(index, sample, prompt, token_ids, params, streams) for sample in range(params.n)]
         return requests
+
+    def _with_words(self, params: SamplingParams) -> SamplingParams:
+        """bad_words as the tokenizer writes them, beside the bad_words_token_ids."""
+        if not params.bad_words:
+            return params
+        found = dict.fromkeys((*params.bad_words_token_ids, *self._encode_words(params.bad_words)))
+        return replace(params, bad_words_token_ids=tuple(found))
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         token_ids = encode(index, prompt, self.tokenizer)
@@ -386,9 +396,9 @@ class LLM:
         batch_sizes: requests that will run together at most, each a run of its own (None: every bucket). lengths: prompt plus
         max_tokens (None: every page bucket up to max_model_len). sampling_params: kinds of request, of which any mixture may come
         (None: greedy, sampled and truncated). Requests with more stop token ids than these, than four and than the target's end-of-text
-        ids compile once more.
+        ids compile once more, and so do those with more or longer bad words than these and than eight of four tokens.
         """
-        kinds = USUAL if sampling_params is None else sampling_params
+        kinds = USUAL if sampling_params is None else [self._with_words(params) for params in sampling_params]
         limit, runner = self.config.max_model_len, self.runner
         longest = limit if lengths is None else min(limit, max(lengths))
         pages = runner.pages_buckets(1, longest + runner.num_speculative_tokens + 1)  # a text grows through the smaller ones

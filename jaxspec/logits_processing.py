@@ -1,9 +1,10 @@
 """From a target's logits to the distribution that a request is sampled from, row by row of the verify window.
 
-The order is that of vLLM's plain sampler: allowed and banned tokens, min_tokens, logit_bias, penalties, temperature, min_p, top-k, top-p.
-Row i of a window follows the drafts 0 .. i-1, so it is processed as plain decoding would process it had these drafts been generated: with
-them in the counts and their number in the length. (vLLM refuses min_p and logit_bias under speculation.) The draft's own logits are not
-processed, except by temperature: q is what the drafts were sampled from, whatever that is, so the output is exact either way.
+The order is that of vLLM's plain sampler: allowed and banned tokens, bad_words, min_tokens, logit_bias, penalties, temperature, min_p,
+top-k, top-p. Row i of a window follows the drafts 0 .. i-1, so it is processed as plain decoding would process it had these drafts been
+generated: with them in the counts and in the words that a text has begun, and their number in the length. (vLLM refuses min_p and
+logit_bias under speculation.) The draft's own logits are not processed, except by temperature: q is what the drafts were sampled from,
+whatever that is, so the output is exact either way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.sampling import MinTokens, Penalties, SamplingState, scale_by_temperature
+from jaxspec.sampling import BadWords, MinTokens, Penalties, SamplingState, scale_by_temperature
 from pallas_kernels.truncation import truncate
 
 
@@ -28,12 +29,15 @@ def process_target_logits(
 def adjust_logits(
     features: SamplingFeatures, logits: jax.Array, sampling: SamplingState, positions: jax.Array, draft_tokens: jax.Array | None = None
 ) -> jax.Array:
-    """What comes before temperature, and changes an argmax: masks, bias, min_tokens, penalties.
+    """What comes before temperature, and changes an argmax: masks, bad words, bias, min_tokens, penalties.
 
     logits: float32 [batch, rows, vocab], of which row i predicts the token at positions + i, positions int32 [batch], after the drafts
     0 .. i-1 of draft_tokens, int32 [batch, rows - 1], None for one row. A request that does not use a feature keeps its logits bit for
     bit (0 is 0, whatever its sign).
     """
+    if features.bad_words:
+        assert sampling.bad_words is not None
+        logits = _forbid_words(logits, sampling.bad_words, draft_tokens)
     if features.min_tokens:
         assert sampling.min_tokens is not None
         logits = _forbid_ends(logits, sampling.min_tokens, positions)
@@ -53,6 +57,19 @@ def narrow_logits(features: SamplingFeatures, logits: jax.Array, sampling: Sampl
         assert sampling.min_p is not None
         logits = _drop_unlikely(logits, sampling.min_p)
     return truncate(logits, sampling.top_k, sampling.top_p) if features.truncated else logits
+
+
+def _forbid_words(logits: jax.Array, words: BadWords, draft_tokens: jax.Array | None) -> jax.Array:
+    """Where the generated tokens, the drafts before the row among them, end with a word's other tokens, not its last one."""
+    batch, rows, vocab = logits.shape
+    tokens = words.recent if draft_tokens is None else jnp.concatenate([words.recent, draft_tokens], axis=1)
+    before = jnp.arange(rows, dtype=jnp.int32)[:, None] + jnp.arange(words.recent.shape[1], dtype=jnp.int32)
+    begun = words.token_ids[:, None, :, :-1]  # [batch, 1, words, length - 1] against [batch, rows, 1, length - 1]
+    fits = jnp.all((begun < 0) | (begun == tokens[:, before][:, :, None]), axis=-1)
+    last = words.token_ids[:, None, :, -1]
+    forbidden = jnp.where(fits & (last >= 0), last, vocab)  # -1 would wrap
+    request, row = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(rows, dtype=jnp.int32)[:, None]
+    return logits.at[request, row, forbidden].set(-jnp.inf, mode="drop")
 
 
 def _forbid_ends(logits: jax.Array, min_tokens: MinTokens, positions: jax.Array) -> jax.Array:
@@ -87,12 +104,25 @@ def _drop_unlikely(logits: jax.Array, min_p: jax.Array) -> jax.Array:
 
 
 def count_tokens(features: SamplingFeatures, sampling: SamplingState, tokens: jax.Array) -> SamplingState:
-    """Generated tokens, int32 [batch, n] padded with -1, into the counts that penalties read."""
-    if not features.penalties:
-        return sampling
-    assert sampling.penalties is not None
-    counts = sampling.penalties.output_counts
+    """Generated tokens, int32 [batch, n] padded with -1, into what penalties and bad words read of the text."""
+    if features.penalties:
+        assert sampling.penalties is not None
+        sampling = replace(sampling, penalties=_count(sampling.penalties, tokens))
+    if features.bad_words:
+        assert sampling.bad_words is not None
+        sampling = replace(sampling, bad_words=_remember(sampling.bad_words, tokens))
+    return sampling
+
+
+def _count(penalties: Penalties, tokens: jax.Array) -> Penalties:
+    counts = penalties.output_counts
     batch, vocab = counts.shape
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    counts = counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop")  # -1 would wrap
-    return replace(sampling, penalties=replace(sampling.penalties, output_counts=counts))
+    return replace(penalties, output_counts=counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop"))  # -1 would wrap
+
+
+def _remember(words: BadWords, tokens: jax.Array) -> BadWords:
+    """The last tokens of the old ones and these."""
+    num_new = (tokens >= 0).sum(axis=1, keepdims=True, dtype=jnp.int32)
+    last = num_new + jnp.arange(words.recent.shape[1], dtype=jnp.int32)
+    return replace(words, recent=jnp.take_along_axis(jnp.concatenate([words.recent, tokens], axis=1), last, axis=1))

@@ -23,7 +23,7 @@ from jaxspec.decode import DecodeState
 from jaxspec.params import Params
 from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.sampling_rows import ends_of, sampling_rows, with_features
+from jaxspec.sampling_rows import ends_of, sampling_rows, with_features, words_shape
 from jaxspec.scheduler import Chunk
 from jaxspec.slots import Admission
 from jaxspec.verify import Verification
@@ -35,6 +35,7 @@ CPU_POOL_BYTES = 4 << 30
 RESERVE_BYTES = 1 << 30  # for programs, and what the allocator cannot use
 MIN_PAGES_TOKENS = 128  # page tables are bucketed in powers of two from here up
 MIN_STOPS = 4
+MIN_WORDS = (8, 4)  # bad words of a request, and tokens of each
 MIN_PREFILL_TOKENS = 192  # of a prefill call's bucket on a GPU, where fewer take as long
 ADMISSIONS = 8  # slots that one call of slots.admit fills
 GREEDY = SamplingFeatures(sampled=False)
@@ -69,6 +70,7 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids
         self._features = GREEDY  # those that the state's sampling parameters have the structure of
         self._num_stops = power_of_two(max(MIN_STOPS, len(eos_token_ids)))  # columns of the state's stop tokens
+        self._words = MIN_WORDS  # shape of the state's bad words
         self._state: DecodeState | None = None
         self._num_blocks: tuple[int, ...] | None = None
         self.tables = BlockTables(len(self.cache_groups), self.max_pages)
@@ -267,14 +269,16 @@ class ModelRunner:
 
     def use(self, features: SamplingFeatures, params: Iterable[SamplingParams]) -> None:
         """Give the state the structure that requests with these parameters need; most often it has it already."""
-        features = structure_of(features)
+        features, params, words = structure_of(features), list(params), self._words
         width = self.state.stop_token_ids.shape[1]
         stops = self._num_stops = power_of_two(max([width, *(len(ends_of(p, self.eos_token_ids)) for p in params)]))
-        if features == self._features and stops == width:
+        num_words, longest = words_shape(params)
+        self._words = (power_of_two(max(words[0], num_words)), power_of_two(max(words[1], longest)))
+        if features == self._features and stops == width and (self._words == words or not features.bad_words):
             return
         state, vocab = self.state, self.target_config.vocab_size
         ends = jnp.pad(state.stop_token_ids, ((0, 0), (0, stops - width)), constant_values=-1)
-        sampling = with_features(features, state.sampling, vocab_size=vocab, num_stops=stops)
+        sampling = with_features(features, state.sampling, vocab_size=vocab, num_stops=stops, words=self._words)
         self.state, self._features = replace(state, stop_token_ids=ends, sampling=sampling), features
 
     def admit(self, requests: Sequence[Request]) -> None:
@@ -302,6 +306,7 @@ class ModelRunner:
             vocab_size=self.target_config.vocab_size,
             eos_token_ids=self.eos_token_ids,
             num_stops=width,
+            words=self._words,
             batch=ADMISSIONS,
         )
         new = Admission(
@@ -368,8 +373,8 @@ class ModelRunner:
         prefills: Iterable[tuple[int, int]],
         limits_drafts: bool,
     ) -> int:
-        """Run every program of these buckets once, on idle rows; prefills are (tiles, pages). params: for as many stop tokens as these
-        requests have. Returns how many rounds and prefills ran."""
+        """Run every program of these buckets once, on idle rows; prefills are (tiles, pages). params: for as many stop tokens and
+        bad words as these requests have. Returns how many rounds and prefills ran."""
         count, sizes = 0, list(batches)
         round_features = replace(features, prompt_logprobs=False)
         self.use(features, params)
@@ -407,7 +412,7 @@ def _init_state(cfg: RoundConfig, batch: int, stops: int, *, num_blocks: tuple[i
 
 def structure_of(features: SamplingFeatures) -> SamplingFeatures:
     """The features that the state's structure depends on."""
-    return replace(GREEDY, **{name: getattr(features, name) for name in ("min_p", "penalties", "logit_bias", "min_tokens")})
+    return replace(GREEDY, **{name: getattr(features, name) for name in ("min_p", "penalties", "logit_bias", "min_tokens", "bad_words")})
 
 
 def slot_of(request: Request) -> int:

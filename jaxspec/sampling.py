@@ -42,6 +42,15 @@ class MinTokens:
 
 
 @struct.dataclass
+class BadWords:
+    """token_ids: int32 [batch, words, length], each word at the right, padded with -1 on its left. recent: int32 [batch, length - 1], the
+    last tokens that a request has generated, at the right too, which are all that a word can go on from."""
+
+    token_ids: jax.Array
+    recent: jax.Array
+
+
+@struct.dataclass
 class SamplingState:
     """Per-request sampling parameters on the device; one row a slot.
 
@@ -51,7 +60,7 @@ class SamplingState:
     top_p:       float32 [batch], 1 is off
     min_p:       float32 [batch], 0 is off
     logit_bias:  float32 [batch, vocab], -inf forbids a token
-    The last four are None unless the round's features ask for them (jaxspec.config.SamplingFeatures).
+    Those with a default are None unless the round's features ask for them (jaxspec.config.SamplingFeatures).
     """
 
     keys: jax.Array
@@ -62,6 +71,7 @@ class SamplingState:
     logit_bias: jax.Array | None = None
     penalties: Penalties | None = None
     min_tokens: MinTokens | None = None
+    bad_words: BadWords | None = None
 
     @property
     def greedy(self) -> jax.Array:

@@ -17,6 +17,9 @@ class SamplingParams:
 
     Applied in this order, as by vLLM's plain sampler, with and without speculation:
     allowed_token_ids: nothing else is generated; None: every token. banned_token_ids: never generated.
+    bad_words: words whose last token is forbidden where the text (not the prompt) ends with its others. As in vLLM a word counts as it is
+    written at the beginning of a text, and after a blank where that takes as many tokens and begins with another; not in other tokens.
+    bad_words_token_ids: the same as lists of token ids.
     min_tokens: no end-of-text or stop token before this many tokens (ignore_eos or not).
     logit_bias: token id -> -100 to 100, added to its logit.
     repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the text so far.
@@ -45,6 +48,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     banned_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -65,6 +70,8 @@ class SamplingParams:
             self._settle("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not set(self.allowed_token_ids) - set(self.banned_token_ids):
                 raise ConfigError(f"allowed_token_ids: expected at least one id that is not banned, got {self.allowed_token_ids}")
+        self._settle("bad_words", _words(self.bad_words))
+        self._settle("bad_words_token_ids", _words_token_ids(self.bad_words_token_ids))
         self._settle("logit_bias", _biases(self.logit_bias))
         self._check_numbers()
         self._check_counts()
@@ -120,21 +127,30 @@ class SamplingParams:
         return self.temperature == 0
 
     def check_vocabulary(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """ConfigError for ids that a target's vocabulary does not have, or where min_tokens would leave nothing to generate."""
-        for name in ("allowed_token_ids", "banned_token_ids", "logit_bias", "stop_token_ids"):
-            wrong = [t for t in getattr(self, name) or () if t >= vocab_size]
+        """ConfigError for ids that a target's vocabulary does not have, or where nothing would be left to generate."""
+        words = self.bad_words_token_ids
+        listed = {name: getattr(self, name) or () for name in ("allowed_token_ids", "banned_token_ids", "logit_bias", "stop_token_ids")}
+        for name, ids in (listed | {"bad_words_token_ids": [t for word in words for t in word]}).items():
+            wrong = [t for t in ids if t >= vocab_size]
             if wrong:
                 raise ConfigError(f"{name}: expected token ids in 0..{vocab_size - 1}, got {wrong[0]}")
-        if self.allowed_token_ids is None and not self.banned_token_ids:
+        ends = {*eos_token_ids, *self.stop_token_ids}
+        num_allowed = vocab_size if self.allowed_token_ids is None else len(set(self.allowed_token_ids))
+        if num_allowed > len(self.banned_token_ids) + len(words) + len(ends):
             return
         left = set(range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids) - set(self.banned_token_ids)
         if not left:
             raise ConfigError(f"banned_token_ids: expected fewer than the vocabulary's {vocab_size}, got all of them")
-        if self.min_tokens and not left - {*eos_token_ids, *self.stop_token_ids}:
+        going_on = left - ends if self.min_tokens else left
+        if not going_on:
             raise ConfigError(
                 f"min_tokens: expected 0, since allowed_token_ids and banned_token_ids leave end-of-text and stop tokens only, "
                 f"got {self.min_tokens}"
             )
+        for tokens in (left, going_on):
+            text = _dead_end(words, tokens)
+            if text is not None:
+                raise ConfigError(f"bad_words: expected some token to be left after any text, got none after token ids {list(text)}")
 
 
 def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
@@ -148,6 +164,7 @@ def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
         penalties=any(p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in requests),
         logit_bias=any(p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None for p in requests),
         min_tokens=any(p.min_tokens > 0 for p in requests),
+        bad_words=any(p.bad_words or p.bad_words_token_ids for p in requests),
         logprobs=any(p.logprobs is not None for p in requests),
         all_logprobs=any(p.logprobs == -1 for p in requests),
         prompt_logprobs=any(p.prompt_logprobs is not None for p in requests),
@@ -159,6 +176,38 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     if not all(isinstance(s, str) and s for s in listed):
         raise ConfigError(f"{name}: expected a string or a list of strings, none of them empty, got {value!r}")
     return listed
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    """A list's items, none of None; what is no list at all is an item that nobody expects."""
+    return () if value is None else tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (0,)
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    listed = _listed(value)
+    if not all(isinstance(s, str) and s.strip() for s in listed):
+        raise ConfigError(f"bad_words: expected a list of strings, none of them blank, got {value!r:.200}")
+    return listed
+
+
+def _words_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
+    words = tuple(_token_ids("bad_words_token_ids", word) for word in _listed(value))
+    if not all(words):
+        raise ConfigError(f"bad_words_token_ids: expected lists of token ids, none of them empty, got {value!r:.200}")
+    return words
+
+
+def _dead_end(words: Sequence[Sequence[int]], left: set[int]) -> Sequence[int] | None:
+    """The end of a text of tokens that are left after which these words forbid all of them; None if there is none.
+
+    Of the words that a text has begun, the longest beginning ends with the others.
+    """
+    if not left <= {word[-1] for word in words}:
+        return None
+    for text in (word[:-1] for word in words if left.issuperset(word[:-1])):
+        if left <= {word[-1] for word in words if text[max(0, len(text) + 1 - len(word)) :] == word[:-1]}:
+            return text
+    return None
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

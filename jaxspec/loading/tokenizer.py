@@ -24,6 +24,10 @@ class Tokenizer:
         """A plain prompt, with the special tokens that the tokenizer adds by itself (a bos, for those that have one)."""
         return list(self.hf.encode(text))
 
+    def encode_word(self, text: str) -> list[int]:
+        """A piece of a text, without special tokens."""
+        return list(self.hf.encode(text, add_special_tokens=False))
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A chat, rendered by the chat template up to where the assistant's turn starts."""
         if not self.hf.chat_template:

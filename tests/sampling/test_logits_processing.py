@@ -91,6 +91,10 @@ ORACLES: dict[str, tuple[SamplingParams, Callable[[Any, Any], Any]]] = {
         GREEDY(min_tokens=6, ignore_eos=True),
         hf("MinNewTokensLengthLogitsProcessor", len(PROMPT), 6, [7, 11], device="cpu"),
     ),
+    "bad words": (
+        GREEDY(bad_words_token_ids=[[0], [5, 9], [11, 5, 3], [30, 5, 11, 5, 39], [5, 5, 8], [7, 5, 4]]),
+        hf("NoBadWordsLogitsProcessor", [[0], [5, 9], [11, 5, 3], [30, 5, 11, 5, 39], [5, 5, 8], [7, 5, 4]]),
+    ),
     "min_p": (SamplingParams(1.0, min_p=0.05), hf("MinPLogitsWarper", 0.05)),
     "min_p 1": (SamplingParams(1.0, min_p=1.0), hf("MinPLogitsWarper", 1.0)),
     "top_k": (SamplingParams(1.0, top_k=5), hf("TopKLogitsWarper", 5)),
@@ -125,6 +129,7 @@ EVERYTHING: dict[str, Any] = {
     "logit_bias": {5: 2.0, 30: -1.0, 8: 3.0},
     "allowed_token_ids": tuple(range(2, 38)),
     "banned_token_ids": (8, 20),
+    "bad_words_token_ids": ((33,), (5, 30), (5, 5, 7), (11, 5, 12), (30, 5, 11, 5, 30), (30, 9)),
     "min_tokens": 7,
     "max_tokens": 60,
     "stop_token_ids": (5,),
@@ -139,6 +144,7 @@ REQUESTS = [
     SAMPLED(allowed_token_ids=[1, 5, 30], logit_bias={5: -3}),
     GREEDY(min_tokens=4, stop_token_ids=(30,)),
     SAMPLED(top_k=3, top_p=0.5),
+    GREEDY(bad_words_token_ids=[[5, 11], [5, 7, 8], [30, 5, 5]]),
 ]
 
 
@@ -180,7 +186,7 @@ def test_a_row_of_a_window_has_the_bits_of_plain_decoding_after_the_same_drafts(
 # ---- neighbours, and features that are off
 
 
-EVERY_FEATURE = SamplingFeatures(**dict.fromkeys(("truncated", "min_p", "penalties", "logit_bias", "min_tokens"), True))
+EVERY_FEATURE = SamplingFeatures(**dict.fromkeys(("truncated", "min_p", "penalties", "logit_bias", "min_tokens", "bad_words"), True))
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,14 @@ EVERYTHING: dict[str, Any] = {
     "logprobs": 3,
     "prompt_logprobs": 2,
 }
+WORDS = [(a, b) for a in range(V) for b in range(V) if (a + b) % 3 == 0] + [(a, b, (a + 2 * b) % V) for a in range(V) for b in range(V)]
 REQUESTS = [
     SamplingParams(1.0, seed=1, max_tokens=30, ignore_eos=True),
     SamplingParams(0.0, **EVERYTHING),
     SamplingParams(0.9, seed=2, top_k=10, top_p=0.9, min_p=0.02, **EVERYTHING),
     SamplingParams(0.0, max_tokens=25, ignore_eos=True, frequency_penalty=0.8, prompt_logprobs=0),
+    SamplingParams(0.0, max_tokens=30, ignore_eos=True, bad_words_token_ids=WORDS),
+    SamplingParams(1.0, seed=3, max_tokens=30, ignore_eos=True, bad_words_token_ids=WORDS),
 ]
 PROMPTS = [[(5 * i + j * j) % V for j in range(3 + 3 * i)] for i in range(len(REQUESTS))]
 

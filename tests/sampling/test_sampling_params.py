@@ -60,6 +60,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 17}, "min_tokens: expected an integer from 0 to max_tokens 16, got 17"),
     ({"min_tokens": -1}, "min_tokens: expected an integer from 0 to max_tokens 16, got -1"),
     ({"ignore_eos": 1}, "ignore_eos: expected true or false, got 1"),
+    ({"bad_words": "word"}, "bad_words: expected a list of strings, none of them blank, got 'word'"),
+    ({"bad_words": ["a", " "]}, "bad_words: expected a list of strings, none of them blank, got ['a', ' ']"),
+    ({"bad_words": [3]}, "bad_words: expected a list of strings, none of them blank, got [3]"),
+    ({"bad_words": 3}, "bad_words: expected a list of strings, none of them blank, got 3"),
+    ({"bad_words_token_ids": [[]]}, "bad_words_token_ids: expected lists of token ids, none of them empty, got [[]]"),
+    ({"bad_words_token_ids": [3]}, "bad_words_token_ids: expected a list of token ids, got 3"),
     ({"stop": ""}, "stop: expected a string or a list of strings, none of them empty, got ''"),
     ({"stop": ["a", 5]}, "stop: expected a string or a list of strings, none of them empty, got ['a', 5]"),
     ({"include_stop_str_in_output": None}, "include_stop_str_in_output: expected true or false, got None"),
@@ -102,6 +108,16 @@ def test_lists_and_single_strings_are_settled_and_the_whole_can_be_hashed() -> N
         ({"banned_token_ids": range(50)}, "banned_token_ids: expected fewer than the vocabulary's 50, got all of them"),
         ({"allowed_token_ids": [7, 8], "stop_token_ids": [8], "min_tokens": 1}, "min_tokens: expected 0, since allowed_token_ids"),
         ({"banned_token_ids": range(7), "allowed_token_ids": range(8), "min_tokens": 2}, "min_tokens: expected 0, since"),
+        ({"bad_words_token_ids": [[1, 50]]}, "bad_words_token_ids: expected token ids in 0..49, got 50"),
+        (
+            {"bad_words_token_ids": [[t] for t in range(50)]},
+            "bad_words: expected some token to be left after any text, got none after token ids []",
+        ),
+        (
+            {"allowed_token_ids": [1, 2], "bad_words_token_ids": [[1, 2, 1], [2, 2]]},
+            "bad_words: expected some token to be left after any text, got none after token ids [1, 2]",
+        ),
+        ({"allowed_token_ids": [1, 7], "bad_words_token_ids": [[1, 1]], "min_tokens": 3}, "bad_words: expected some token to be left"),
     ],
 )
 def test_ids_are_checked_against_the_vocabulary(values: dict[str, Any], sentence: str) -> None:
@@ -110,6 +126,8 @@ def test_ids_are_checked_against_the_vocabulary(values: dict[str, Any], sentence
         SamplingParams(**values).check_vocabulary(50, (7,))
     assert str(error.value).startswith(sentence)
     SamplingParams(allowed_token_ids=[7, 8], min_tokens=1, stop_token_ids=[9]).check_vocabulary(50, (7,))
+    SamplingParams(allowed_token_ids=[1, 2], bad_words_token_ids=[[1, 1], [2, 2], [3, 1, 2]]).check_vocabulary(50, (7,))
+    SamplingParams(bad_words_token_ids=[[3, t] for t in range(49)]).check_vocabulary(50, ())
 
 
 @pytest.mark.parametrize(
@@ -125,6 +143,8 @@ def test_ids_are_checked_against_the_vocabulary(values: dict[str, Any], sentence
         ({"allowed_token_ids": [1]}, "logit_bias"),
         ({"banned_token_ids": [1]}, "logit_bias"),
         ({"min_tokens": 1}, "min_tokens"),
+        ({"bad_words": ["word"]}, "bad_words"),
+        ({"bad_words_token_ids": [[1, 2]]}, "bad_words"),
         ({"logprobs": 0}, "logprobs"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,10 @@ from tests.support.toys import ToyDraft, toy_config
 
 V, EOS, MAX_TOKENS, NUM_STOPS = 24, 7, 30, 4
 TABLE = jnp.asarray(2 * np.random.default_rng(0).normal(size=(V, V)), jnp.float32)
+
+# Words of two tokens, one of three; and of three with some of one and of five.
+PAIRS = [(a, b) for a, b in product(range(V), repeat=2) if (a + b) % 3 == 0] + [(1, 1, 2)]
+TRIPLES = [(a, b, c) for a, b, c in product(range(0, V, 2), range(V), range(V)) if (a + b + c) % 7 == 0] + [(4,), (9, 9, 9, 9, 8)]
 
 pytestmark = pytest.mark.usefixtures("toy_families")
 
@@ -40,6 +45,8 @@ def requests(temperature: float) -> list[SamplingParams]:
         params(stop_token_ids=(2, 3), min_tokens=5, repetition_penalty=1.3, **narrow),
         params(ignore_eos=True, repetition_penalty=1.2, frequency_penalty=0.4, logit_bias={0: 2.0}, banned_token_ids=(8,), **narrow),
         params(ignore_eos=True, min_tokens=6, presence_penalty=0.9, allowed_token_ids=range(V - 3), **narrow),
+        params(ignore_eos=True, bad_words_token_ids=PAIRS),
+        params(ignore_eos=True, bad_words_token_ids=TRIPLES, frequency_penalty=0.3, logit_bias={4: 9.0}, **narrow),
     ]
 
 
@@ -119,6 +126,8 @@ def test_every_parameter_changes_the_text_as_it_should(temperature: float, plain
     unchanged = {0} if temperature else {0, 4}  # a greedy text that repeats itself is not moved by a wish to repeat
     assert {i for i, (a, b) in enumerate(zip(texts, plain, strict=True)) if a == b} == unchanged
     assert set(texts[6]) <= set(range(2, 12)) and not set(texts[7]) & {1, 4, 12, 21}
+    for text, words in ((texts[13], PAIRS), (texts[14], TRIPLES)):
+        assert not [w for w in words for i in range(len(text)) if tuple(text[i : i + len(w)]) == w]
     assert texts[8][-1] == EOS and EOS not in texts[8][:-1] and len(texts[8]) == 12 and texts[9][-1] == EOS and len(texts[9]) < 11
     if temperature == 0:
         assert len(set(texts[3])) > len(set(texts[0])) and len(set(texts[4])) <= len(set(texts[0]))

@@ -18,6 +18,9 @@ def specification(
     if params.allowed_token_ids is not None:
         x[[t for t in range(vocab) if t not in params.allowed_token_ids]] = -np.inf
     x[list(params.banned_token_ids)] = -np.inf
+    for *begun, last in params.bad_words_token_ids:
+        if [*text][len(text) - len(begun) :] == begun and len(begun) <= len(text):
+            x[last] = -np.inf
     if len(text) < params.min_tokens:
         x[[*eos_token_ids, *params.stop_token_ids]] = -np.inf
     for token, bias in params.logit_bias.items():
