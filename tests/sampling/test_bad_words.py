@@ -110,7 +110,7 @@ def test_words_do_not_appear_in_a_text_that_had_them_and_a_prompt_begins_none(ll
 
 def test_longer_words_of_a_newcomer_leave_the_texts_of_who_runs_as_they_are() -> None:
     """The state's words grow while a request that has words is between its first token and its last."""
-    words = [PAIRS[:5], [(a, a + 1, a + 2, a + 3, a + 4) for a in range(15)] + PAIRS, PAIRS[5:9]]
+    words = [PAIRS[:100], [(a, a + 1, a + 2, a + 3, a + 4) for a in range(15)] + PAIRS, PAIRS[5:9]]
     params = [SamplingParams(0.0, max_tokens=n, bad_words_token_ids=w) for n, w in zip((40, 30, 3), words, strict=True)]
     prompts = [[1, 2], [3], [5, 6]]
     order = [0, 2, 1]  # the last one comes when the second has ended
