@@ -79,6 +79,17 @@ def test_the_chat_ends_where_the_assistant_starts(folder):
     assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
 
 
+def test_a_word_is_tokenised_without_the_special_tokens_of_a_prompt(folder):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer(folder)
+    bos = tokenizer.hf.convert_tokens_to_ids("<|im_start|>")
+    post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    tokenizer.hf.backend_tokenizer.post_processor = post_processor
+    word = tokenizer.encode_word("the int")
+    assert word and tokenizer.encode("the int") == [bos, *word]
+
+
 def test_decoding_does_not_tidy_blanks(folder):
     tokenizer = load_tokenizer(folder)
     text = "it 's here , isn 't it ? n't"
