@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.attention.online_softmax import LOG2E, NEVER, await_inputs, load, merge, normalise, where
+from pallas_kernels.online_softmax import LOG2E, NEVER, await_inputs, load, merge, normalise, where
 from pallas_kernels.packing import pack, packed_size
 
 KEYS = 64  # keys a tile: the left side of a wgmma

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.attention.online_softmax import LOG2E, NEVER, await_inputs, load, normalise, where
+from pallas_kernels.online_softmax import LOG2E, NEVER, await_inputs, load, normalise, where
 
 QUERIES = 64  # of a warpgroup: wgmma's left side
 HALF = 64  # keys

@@ -14,7 +14,6 @@ nor on the block table, nor on the number of CTAs. (A prefill chunk has CTAs eno
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.online_softmax import LOG2E, NEVER, await_inputs, load, merge, normalise, where
 
 KEYS = 64  # latents a tile: the left side of a wgmma
 CHUNK = 64  # value dimensions that are folded and written at once
@@ -31,8 +31,6 @@ MAX_COLUMNS = 40  # query rows (row x head) of a CTA: more would spill
 MAX_RANK = 512
 CLASSES = 8  # of key tiles; also the largest portable cluster
 PREFILL_ROWS = 16  # a request with more rows than this is a prefill chunk
-NEVER = -1e30  # the maximum of a row that has seen nothing: finite, so that no difference of two is NaN
-LOG2E = math.log2(math.e)
 SMS = 132
 
 
@@ -103,8 +101,10 @@ class Plan:
     @property
     def cluster(self) -> int:
         """CTAs that share the keys of one row tile."""
-        if self.classes == 1 or self.tuning.cluster is not None:
-            return 1 if self.classes == 1 else self.tuning.cluster or 1
+        if self.classes == 1:
+            return 1
+        if self.tuning.cluster is not None:
+            return self.tuning.cluster
         cluster = 1
         while cluster < min(self.tiles, CLASSES, self.rank // CHUNK) and 2 * cluster * self.batch * self.row_tiles <= self.tuning.fill:
             cluster *= 2
@@ -156,32 +156,9 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array) -> jax.Array:
     return jnp.concatenate((last, jnp.stack((stop, everyone, everyone, everyone), axis=2)), axis=2)
 
 
-def _load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  # jax 0.10 wanted an index
-
-
-def _where(condition: jax.Array, x: jax.Array, y: float) -> jax.Array:
-    """jnp.where with numbers spread to x's shape, which Mosaic wants spelled out."""
-    return jnp.where(jnp.broadcast_to(condition, x.shape), x, jnp.full(x.shape, y, x.dtype))
-
-
 def _spread(x: jax.Array, size: int) -> jax.Array:
     """A number a column -> [size, columns]."""
     return lax.broadcast_in_dim(x, (size, x.shape[0]), [1])
-
-
-def _merge(left: tuple, right: tuple) -> tuple:
-    """Two softmaxes over disjoint keys (values [n, columns], maximum in powers of two, sum) as one."""
-    (values, top, total), (values_r, top_r, total_r) = left, right
-    size = values.shape[0]
-    new = jnp.maximum(top, top_r)
-    a, b = jnp.exp2(top - new), jnp.exp2(top_r - new)
-    return values * _spread(a, size) + values_r * _spread(b, size), new, total * a + total_r * b
-
-
-def _normalise(state: tuple) -> jax.Array:
-    values, _, total = state
-    return (values * _spread(1.0 / _where(total > 0.0, total, 1.0), values.shape[0])).astype(jnp.bfloat16)
 
 
 def _publish(plan: Plan) -> None:
@@ -213,6 +190,9 @@ def _attend(plan: Plan):
     tall, square = (rank_size, columns), (KEYS, columns)  # of values, of scores
     all_values = pl.ds(0, rank_size)
 
+    def to_chunk(x):
+        return _spread(x, CHUNK)
+
     def splat(shape, value):
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), matrix if len(shape) == 2 else by_column)
 
@@ -232,10 +212,7 @@ def _attend(plan: Plan):
         scratch, rest = (rest[:2], rest[2:]) if classes > 1 else ((None, None), rest)
         values_ref, stats_ref = scratch
         q_smem, ring, p_smem, last_smem, total_smem, q_barrier, barriers, *everyone = rest
-        if not plan.interpreted:
-            # Everything that is read here, other kernels write.
-            plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
+        await_inputs(plan.interpreted)
         request, row_tile = lax.axis_index("request"), plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows see most keys
         member = lax.axis_index("member") if cluster > 1 else jnp.int32(0)
         stop = bounds_ref[request, row_tile, columns]
@@ -272,7 +249,7 @@ def _attend(plan: Plan):
                     plgpu.copy_gmem_to_smem(q_ref.at[request, query_rows], q_smem, q_barrier)
                 fetch(slot, tile, pages_of(tile))
 
-        last_smem[...] = _load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False)
+        last_smem[...] = load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False)
         plgpu.commit_smem()
         pl.when(ahead[0] < stop)(lambda: plgpu.barrier_wait(q_barrier))
 
@@ -293,7 +270,7 @@ def _attend(plan: Plan):
                 def _(i):
                     chunk = ring.at[slot, :, pl.ds(i * CHUNK, CHUNK)]
                     row = plgpu.broadcasted_iota(jnp.int32, (KEYS, CHUNK), 0, layout=matrix) + tile * KEYS
-                    chunk[...] = _where(row < num_keys, _load(chunk, matrix), 0.0)
+                    chunk[...] = where(row < num_keys, load(chunk, matrix), 0.0)
 
                 plgpu.commit_smem()
 
@@ -303,14 +280,14 @@ def _attend(plan: Plan):
 
             scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * (plan.scale * LOG2E)
             key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=matrix) + tile * KEYS
-            last = _load(last_smem, by_column, optimized=False)
-            scores = _where(key < _spread(last, KEYS), scores, -jnp.inf)
+            last = load(last_smem, by_column, optimized=False)
+            scores = where(key < _spread(last, KEYS), scores, -jnp.inf)
             new = jnp.maximum(top, scores.max(axis=0))
             old = jnp.exp2(top - new)
             weights = jnp.exp2(scores - _spread(new, KEYS))
             p_smem.transpose((1, 0))[...] = weights.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            total_smem[...] = _load(total_smem, by_column, optimized=False) * old + weights.sum(axis=0)
+            total_smem[...] = load(total_smem, by_column, optimized=False) * old + weights.sum(axis=0)
             values = add_product(values * _spread(old, rank_size), ring.at[slot, :, all_values].transpose((1, 0)), p_smem.transpose((1, 0)))
             pl.when(coming < stop)(lambda: fetch(slot, coming, blocks))
             return tile + classes, values, new, jnp.where(slot + 1 == slots, 0, slot + 1)
@@ -320,7 +297,7 @@ def _attend(plan: Plan):
             total_smem[...] = splat((columns,), 0.0)
             start = (key_class, splat(tall, 0.0), splat((columns,), NEVER), slot)
             _, values, top, slot = lax.while_loop(lambda carry: carry[0] < stop, step, start)
-            return (values, top, _load(total_smem, by_column, optimized=False)), slot
+            return (values, top, load(total_smem, by_column, optimized=False)), slot
 
         def write(values, part):
             """values [CHUNK, columns] to these value dimensions of the output."""
@@ -331,7 +308,7 @@ def _attend(plan: Plan):
 
         if classes == 1:
             state, _ = fold(jnp.int32(0), jnp.int32(0))
-            normed = _normalise(state)
+            normed = normalise(state, None, lambda x: _spread(x, rank_size)).astype(jnp.bfloat16)
             for start in range(0, rank_size, CHUNK):
                 write(normed[start : start + CHUNK], pl.ds(start, CHUNK))
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
@@ -366,14 +343,14 @@ def _attend(plan: Plan):
 
             def gather(base, size):
                 if size > 1:
-                    return _merge(gather(base, size // 2), gather(base + size // 2, size // 2))
+                    return merge(gather(base, size // 2), gather(base + size // 2, size // 2), to_chunk)
                 here = (request, row_tile, base)
                 left = base < stop  # otherwise nobody has
-                values = _where(left, _load(values_ref.at[*here, part], matrix, optimized=False), 0.0)
-                top, total = (_load(stats_ref.at[*here, j], by_column, optimized=False) for j in range(2))
-                return values, _where(left, top, NEVER), _where(left, total, 0.0)
+                values = where(left, load(values_ref.at[*here, part], matrix, optimized=False), 0.0)
+                top, total = (load(stats_ref.at[*here, j], by_column, optimized=False) for j in range(2))
+                return values, where(left, top, NEVER), where(left, total, 0.0)
 
-            write(_normalise(gather(0, classes)), part)
+            write(normalise(gather(0, classes), None, to_chunk).astype(jnp.bfloat16), part)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 
 from pallas_kernels.matmul import IMPLEMENTATIONS, matmul, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from tests.kernels.interpreter import interpreted
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
 implementations = pytest.mark.parametrize(
@@ -51,23 +51,6 @@ SMALL = {
     "float32, sixteen rows": Shape(16, 256, (128,), out_dtype="float32"),
     "tied head": Shape(5, 192, (192,), transposed=True, out_dtype="float32"),
 }
-
-
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Mosaic's GPU interpreter on the CPU, where memory that nobody wrote holds NaN; its state is reset after an error."""
-    if jax.default_backend() == "gpu":
-        yield
-        return
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(uninitialized_memory="nan")):
-            yield
-    except BaseException:
-        reset_gpu_interpret_mode_state()
-        raise
 
 
 def run(inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> np.ndarray:

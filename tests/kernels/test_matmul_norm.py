@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.matmul import matmul, unsupported
-from tests.kernels.test_matmul import implementations, interpreted, needs_mosaic
+from tests.kernels.interpreter import interpreted
+from tests.kernels.test_matmul import implementations, needs_mosaic
 
 EPS = 1e-5
 
