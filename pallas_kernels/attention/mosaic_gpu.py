@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, paging
 from pallas_kernels.online_softmax import LOG2E, NEVER, await_inputs, load, merge, normalise, where
 from pallas_kernels.packing import pack, packed_size
 
@@ -53,8 +53,8 @@ def unsupported(
         return f"head_dim: expected 64 or 128, got {head_dim}"
     if num_heads // num_kv_heads > NARROW:
         return f"num_heads / num_kv_heads: expected at most {NARROW}, got {num_heads // num_kv_heads}"
-    if block_size < 8 or (KEYS % block_size and block_size % KEYS):
-        return f"block_size: expected 8, 16, 32 or a multiple of {KEYS}, got {block_size}"
+    if reason := paging.unsupported(block_size, KEYS):
+        return reason
     if q_dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
         return f"dtypes of q and the caches: expected bfloat16, got {q_dtype} and {cache_dtype}"
     return None
@@ -250,10 +250,7 @@ def _attend(plan: Plan):
             )
 
         def pages_of(tile):
-            """Block ids of a tile's pages. Those past the request's last page may be anything: their keys are masked."""
-            if pieces == 1:
-                return (table_ref[request, jnp.minimum(lax.div(tile * KEYS, plan.block_size), plan.pages - 1)],)
-            return tuple(table_ref[request, jnp.minimum(tile * pieces + i, plan.pages - 1)] for i in range(pieces))
+            return paging.pages_of(table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages)
 
         def fetch(source, target, barriers, slot, tile, blocks):
             for i, block in enumerate(blocks):

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, paging
 from pallas_kernels.online_softmax import LOG2E, NEVER, await_inputs, load, merge, normalise, where
 
 KEYS = 64  # latents a tile: the left side of a wgmma
@@ -53,8 +53,8 @@ def unsupported(*, query_rows: int, kv_lora_rank: int, rope_head_dim: int, block
         return f"expected {expected}, got {kv_lora_rank} and {rope_head_dim}"
     if query_rows % 8:
         return f"rows x heads: expected a multiple of 8, got {query_rows}"
-    if block_size < 8 or (KEYS % block_size and block_size % KEYS):
-        return f"block_size: expected 8, 16, 32 or a multiple of {KEYS}, got {block_size}"
+    if reason := paging.unsupported(block_size, KEYS):
+        return reason
     if q_dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
         return f"dtypes of q and the cache: expected bfloat16, got {q_dtype} and {cache_dtype}"
     return None
@@ -227,10 +227,7 @@ def _attend(plan: Plan):
             return jnp.where((tile >= stop) & (lax.rem(coming_class, classes_here) != 0), coming_class, tile)
 
         def pages_of(tile):
-            """Block ids of a tile's pages. Those past the request's last page may be anything: their keys are masked."""
-            if pieces == 1:
-                return (table_ref[request, jnp.minimum(lax.div(tile * KEYS, plan.block_size), plan.pages - 1)],)
-            return tuple(table_ref[request, jnp.minimum(tile * pieces + i, plan.pages - 1)] for i in range(pieces))
+            return paging.pages_of(table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages)
 
         def fetch(slot, tile, blocks):
             for i, block in enumerate(blocks):
