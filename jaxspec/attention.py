@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels, MLAConfig
 from jaxspec.kv_cache import FullCache
-from jaxspec.layers import ResidualStream, add_product, apply_rope, linear, product, rms_norm, values_of
+from jaxspec.layers import ResidualStream, apply_rope, linear, product, rms_norm, values_of
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
 from pallas_kernels.attention import packs, paged_attention
@@ -130,27 +130,6 @@ def self_attention(
         out = biased_product(attended, (params["o_proj"],), params["o_bias"], kernels)
         return (out if residual is None else residual + out), cache
     return product(attended, (params["o_proj"],), kernels, residual=residual), cache
-
-
-def add_self_attention(
-    params: Params,
-    cfg: AttentionConfig,
-    x: jax.Array | ResidualStream,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
-    cache: FullCache,
-    kernels: Kernels = REFERENCE_KERNELS,
-    *,
-    residual: jax.Array | ResidualStream,
-    next_norm: jax.Array,
-    **options: Any,
-) -> tuple[ResidualStream, FullCache]:
-    """self_attention's sum, prepared for the norm of gain next_norm (see add_product)."""
-    if cfg.o_bias:
-        x, cache = self_attention(params, cfg, values_of(x), rope, metadata, cache, kernels, residual=values_of(residual), **options)
-        return ResidualStream(x), cache
-    attended, cache = attend(params, cfg, x, rope, metadata, cache, kernels, **options)
-    return add_product(residual, attended, params["o_proj"], kernels, next_norm=next_norm), cache
 
 
 def attend(

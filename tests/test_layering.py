@@ -27,6 +27,7 @@ LAYERS = (
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.logprobs", "jaxspec.synthetic"),
     ("jaxspec.sampling", "jaxspec.sampling_rows"),
     ("jaxspec.moe", "jaxspec.mla", "jaxspec.compressed_attention", "jaxspec.hyper_connections"),
+    ("jaxspec.decoder_layer",),
     ("jaxspec.attention", "jaxspec.layers", "jaxspec.mxfp4"),
     ("jaxspec.kv_cache", "jaxspec.metadata", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
 )

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import add_self_attention, attention_specs
+from jaxspec.attention import attention_specs
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
+from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import linear, mlp_block, mlp_specs, product, rope_tables, vocab_logits
+from jaxspec.layers import linear, mlp_specs, product, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, ParamSpec, matrix, vector
@@ -101,11 +102,9 @@ def forward(
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         norm = None if i == 0 else layer["input_layernorm"]
-        norms = {"norm": norm, "next_norm": layer["post_attention_layernorm"]}
-        x, cache = add_self_attention(
-            layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, residual=x, window=cfg.sliding_window, **norms
-        )
-        x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
+        options = {"norm": norm, "residual": x, "window": cfg.sliding_window}
+        stream, cache = dense_layer(layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options)
+        x = stream.x
         new_caches.append(cache)
     return DraftOutput(x, x, tuple(new_caches))
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import add_self_attention, attention_specs
+from jaxspec.attention import attention_specs
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -27,10 +27,11 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
+from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import linear, mlp_block, mlp_specs, product, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers import linear, mlp_specs, product, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
@@ -164,20 +165,9 @@ def forward(
         norm = None
         if i > 0:
             attention_input, norm = x, layer["input_layernorm"]
-        x, cache = add_self_attention(
-            layer["self_attn"],
-            cfg.attention,
-            attention_input,
-            rope,
-            metadata,
-            cache,
-            kernels,
-            norm=norm,
-            residual=x,
-            next_norm=layer["post_attention_layernorm"],
-            window=cfg.sliding_window,
-        )
-        x = mlp_block(layer, cfg.rms_norm_eps, x, kernels)
+        options = {"norm": norm, "residual": x, "window": cfg.sliding_window}
+        stream, cache = dense_layer(layer, cfg.attention, cfg.rms_norm_eps, attention_input, rope, metadata, cache, kernels, **options)
+        x = stream.x
         new_caches.append(cache)
     return output(params, cfg, x, tuple(new_caches), kernels)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.attention import RopeTables, add_self_attention, attention_specs
+from jaxspec.attention import RopeTables, attention_specs
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -23,8 +23,9 @@ from jaxspec.config import (
     read_number,
     refuse_unless,
 )
+from jaxspec.decoder_layer import dense_layer
 from jaxspec.kv_cache import FullCache, KVCache
-from jaxspec.layers import ResidualStream, add_mlp, mlp_specs, rope_tables
+from jaxspec.layers import ResidualStream, mlp_specs, rope_tables
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.params import Params, vector
@@ -130,11 +131,11 @@ def decoder_layer(
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> tuple[jax.Array, FullCache]:
     """One layer on x [batch, rows, D]."""
-    stream, cache = _add_layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=None)
+    stream, cache = _layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=None)
     return stream.x, cache
 
 
-def _add_layer(
+def _layer(
     layer: Params,
     cfg: LlamaConfig,
     x: jax.Array | ResidualStream,
@@ -146,9 +147,8 @@ def _add_layer(
     next_norm: jax.Array | None,
 ) -> tuple[ResidualStream, FullCache]:
     """decoder_layer, whose result is prepared for the norm of gain next_norm."""
-    norms = {"norm": layer["input_layernorm"], "next_norm": layer["post_attention_layernorm"]}
-    x, cache = add_self_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, residual=x, **norms)
-    return add_mlp(layer, cfg.rms_norm_eps, x, kernels, next_norm=next_norm), cache
+    options = {"norm": layer["input_layernorm"], "residual": x, "next_norm": next_norm}
+    return dense_layer(layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options)
 
 
 def forward(
@@ -165,8 +165,7 @@ def forward(
     rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
 
     def run_layer(i: int, layer: Params, x: jax.Array | ResidualStream, cache: FullCache) -> tuple[ResidualStream, FullCache]:
-        following = params["layers"][i + 1 : i + 2]
-        next_norm = following[0]["input_layernorm"] if following else None
-        return _add_layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=next_norm)
+        next_norm = params["layers"][i + 1]["input_layernorm"] if i + 1 < cfg.num_layers else None
+        return _layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=next_norm)
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)

@@ -1,0 +1,43 @@
+"""A dense decoder layer, target's or draft's: attention, then the MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxspec.attention import RopeTables, attend, biased_product
+from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels
+from jaxspec.kv_cache import FullCache
+from jaxspec.layers import ResidualStream, add_mlp, add_product, values_of
+from jaxspec.metadata import AttentionMetadata
+from jaxspec.params import Params
+
+
+def dense_layer(
+    layer: Params,
+    cfg: AttentionConfig,
+    eps: float,
+    x: jax.Array | ResidualStream,
+    rope: RopeTables,
+    metadata: AttentionMetadata,
+    cache: FullCache,
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    residual: jax.Array | ResidualStream,
+    next_norm: jax.Array | None = None,
+    **options: Any,
+) -> tuple[ResidualStream, FullCache]:
+    """residual + attention of x [batch, rows, in], then the MLP; and the cache with these rows written.
+
+    eps: of the MLP's norm. options: attend's (norm, window). The result is prepared for the norm of gain next_norm, the next layer's, if
+    that is given and the kernels of product and norm are chosen (see add_product).
+    """
+    attention = layer["self_attn"]
+    attended, cache = attend(attention, cfg, x, rope, metadata, cache, kernels, **options)
+    if cfg.o_bias:
+        added = biased_product(attended, (attention["o_proj"],), attention["o_bias"], kernels)
+        stream = ResidualStream(values_of(residual) + added)
+    else:
+        stream = add_product(residual, attended, attention["o_proj"], kernels, next_norm=layer["post_attention_layernorm"])
+    return add_mlp(layer, eps, stream, kernels, next_norm=next_norm), cache
