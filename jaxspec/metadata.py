@@ -6,7 +6,7 @@ body calls rebuild_draft_metadata, and only for the KV-cache groups that hold dr
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +57,13 @@ def build_metadata(
     Rows past num_rows, at max_model_len and beyond, or past the block table, write nothing. A request with num_rows 0 is idle.
     For a model whose layers differ in attention `group` is a tuple, and so is what returns; block_table is then one for all, or a tuple.
     """
+    return _of_groups(group, block_table, start, num_rows, rows)
+
+
+def _of_groups(group: Any, block_table: Any, start: jax.Array, num_rows: jax.Array, rows: int) -> Any:
     if isinstance(group, tuple):
         tables = block_table if isinstance(block_table, tuple) else (block_table,) * len(group)
         return tuple(_build(g, table, start, num_rows, rows) for g, table in zip(group, tables, strict=True))
-    assert not isinstance(block_table, tuple)
     return _build(group, block_table, start, num_rows, rows)
 
 
@@ -89,23 +92,23 @@ def _window_start(group: CacheGroup, positions: jax.Array) -> jax.Array:
 
 
 @overload
-def rebuild_draft_metadata(group: CacheGroup, metadata: AttentionMetadata) -> AttentionMetadata: ...
+def rebuild_draft_metadata(
+    group: CacheGroup, block_table: jax.Array, seq_lens: jax.Array, num_pending: jax.Array, step: jax.Array | int
+) -> AttentionMetadata: ...
 
 
 @overload
-def rebuild_draft_metadata(group: tuple[CacheGroup, ...], metadata: tuple[AttentionMetadata, ...]) -> tuple[AttentionMetadata, ...]: ...
+def rebuild_draft_metadata(
+    group: tuple[CacheGroup, ...], block_table: BlockTables, seq_lens: jax.Array, num_pending: jax.Array, step: jax.Array | int
+) -> tuple[AttentionMetadata, ...]: ...
 
 
 def rebuild_draft_metadata(
-    group: CacheGroups, metadata: AttentionMetadata | tuple[AttentionMetadata, ...]
+    group: CacheGroups, block_table: BlockTables, seq_lens: jax.Array, num_pending: jax.Array, step: jax.Array | int
 ) -> AttentionMetadata | tuple[AttentionMetadata, ...]:
-    """Metadata of the next draft step: one more row a request, right after the last one; idle requests stay idle.
+    """Metadata of draft step 1, 2, ...: one more row a request, right after the last one; idle requests (num_pending 0) stay idle.
 
-    Works from the metadata of step 0 (K+1 rows) and of any later step (one row) alike. At max_model_len the row's
-    write is dropped and the length stays. `group` as in build_metadata.
+    seq_lens [batch] are the tokens in the cache after step 0, which consumed num_pending [batch] rows. At max_model_len the row's write is
+    dropped and the length stays. `group` and block_table as in build_metadata.
     """
-    if isinstance(group, tuple):
-        assert isinstance(metadata, tuple)
-        return tuple(rebuild_draft_metadata(g, m) for g, m in zip(group, metadata, strict=True))
-    assert isinstance(metadata, AttentionMetadata)
-    return _build(group, metadata.block_table, metadata.seq_lens, (metadata.seq_lens > 0).astype(jnp.int32), rows=1)
+    return _of_groups(group, block_table, seq_lens + (step - 1), jnp.minimum(num_pending, 1), rows=1)

@@ -2,7 +2,7 @@
 
 Step 0 runs over the K+1 target rows that the draft may not have seen; steps 1 .. K-1 run one row a request inside
 lax.fori_loop, whose trip count is known, so that a GPU runs ahead of the host. The carried step index says where each
-step's token and logits are written, and the attention metadata is rebuilt between steps.
+step's token and logits are written, and from it each of these steps rebuilds the attention metadata before it runs.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Proposal:
 
 @struct.dataclass
 class DraftCarry:
-    """The draft loop's state. hidden [batch, 1, hidden] and metadata (one row a request) belong to the next step;
-    after the last step they stay at what that step consumed."""
+    """The draft loop's state after a step. The next one reads the step's token int32 [batch] and hidden [batch, 1, hidden]; the last
+    step's are read by none."""
 
     proposal: Proposal
+    token: jax.Array
     hidden: jax.Array
-    metadata: AttentionMetadata
     caches: KVCache
 
 
@@ -146,32 +146,26 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
         cfg=cfg.draft,
         kernels=cfg.kernels,
     )
-    proposal, _ = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
-    return DraftCarry(proposal, feedback, rebuild_draft_metadata(cfg.draft_group, metadata), caches)
+    proposal, token = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
+    return DraftCarry(proposal, token, feedback, caches)
 
 
 def next_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry) -> DraftCarry:
-    """Step 1 .. K-1: feed the last drafted token back, write column `step`, rebuild the metadata for the step after.
-
-    After the last step nothing is fed back: hidden and metadata stay as that step read them.
-    """
+    """Step 1 .. K-1: rebuild the metadata, feed the last drafted token back, write column `step`."""
     assert cfg.draft_group is not None
-    tokens = lax.dynamic_slice_in_dim(carry.proposal.draft_tokens, step - 1, 1, axis=1)
+    metadata = rebuild_draft_metadata(cfg.draft_group, inputs.block_table, inputs.seq_lens, inputs.num_pending, step)
     logits, feedback, caches = draft_step(
         params,
-        tokens,
+        carry.token[:, None],
         carry.hidden,
-        jnp.zeros(tokens.shape[0], jnp.int32),
-        carry.metadata,
+        jnp.zeros_like(carry.token),
+        metadata,
         carry.caches,
         cfg=cfg.draft,
         kernels=cfg.kernels,
     )
-    proposal, _ = write_step(cfg, params, inputs, step, logits, carry.proposal)
-    rebuilt = rebuild_draft_metadata(cfg.draft_group, carry.metadata)
-    more = jnp.asarray(step < cfg.num_speculative_tokens - 1)
-    hidden, metadata = jax.tree.map(lambda new, old: jnp.where(more, new, old), (feedback, rebuilt), (carry.hidden, carry.metadata))
-    return DraftCarry(proposal, hidden, metadata, caches)
+    proposal, token = write_step(cfg, params, inputs, step, logits, carry.proposal)
+    return DraftCarry(proposal, token, feedback, caches)
 
 
 def propose(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:

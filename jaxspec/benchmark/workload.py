@@ -367,5 +367,6 @@ def _metadata(group: Any, block_table: jax.Array, lengths: jax.Array) -> Attenti
 @partial(jax.jit, static_argnums=0)
 def _rebuilds(group: Any, metadata: AttentionMetadata) -> AttentionMetadata:
     for _ in range(REBUILDS):  # a barrier each, or they would be fused into one
-        metadata = lax.optimization_barrier(rebuild_draft_metadata(group, metadata))
+        rebuilt = rebuild_draft_metadata(group, metadata.block_table, metadata.seq_lens, metadata.seq_lens, 1)
+        metadata = lax.optimization_barrier(rebuilt)
     return metadata

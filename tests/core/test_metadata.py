@@ -58,8 +58,7 @@ def expected_steps(group: CacheGroup, table: np.ndarray, seq_lens: list[int], pe
     steps = [from_scratch(group, table, [s - n for s, n in zip(seq_lens, pending, strict=True)], pending, K + 1)]
     for k in range(1, K):
         live = [int(n > 0) for n in pending]
-        # An idle request has no position of its own; its row stays at 0.
-        start = [min(s + k - 1, group.max_model_len) if n else 0 for s, n in zip(seq_lens, pending, strict=True)]
+        start = [s + k - 1 for s in seq_lens]
         steps.append(from_scratch(group, table, start, live, 1))
     return steps
 
@@ -68,8 +67,8 @@ def rebuilt_steps(group: CacheGroup, table: np.ndarray, seq_lens: list[int], pen
     """The metadata that propose's steps see, through the functions that propose calls."""
     lens, rows = jnp.asarray(seq_lens, jnp.int32), jnp.asarray(pending, jnp.int32)
     steps = [propose_module.build_metadata(group, jnp.asarray(table), lens - rows, rows, K + 1)]
-    for _ in range(1, K):
-        steps.append(propose_module.rebuild_draft_metadata(group, steps[-1]))
+    for step in range(1, K):
+        steps.append(propose_module.rebuild_draft_metadata(group, jnp.asarray(table), lens, rows, step))
     return steps
 
 
@@ -107,8 +106,8 @@ def test_every_offset_and_every_length_up_to_the_limit(block_size: int, window: 
 
 
 def test_without_rebuilding_the_derived_fields_are_stale_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above notices more than lengths when the rebuild between steps is switched off."""
-    monkeypatch.setattr(propose_module, "rebuild_draft_metadata", keep_metadata)
+    """The comparison above notices more than lengths when later steps run on step 1's metadata."""
+    monkeypatch.setattr(propose_module, "rebuild_draft_metadata", step_1_always)
     group, K = CacheGroup(2, LIMIT, window=3), 4
     seq_lens, pending = [5, 8, 11], [1, 3, 2]
     table = shuffled_table(group, 3)
@@ -118,9 +117,9 @@ def test_without_rebuilding_the_derived_fields_are_stale_too(monkeypatch: pytest
     assert all(f == {"positions", "seq_lens", "slot_mapping", "window_start", "num_pages"} for f in found[2:]), found
 
 
-def keep_metadata(group: CacheGroup, metadata: AttentionMetadata) -> AttentionMetadata:
-    """Rebuilding switched off, but for the change of shape after step 0."""
-    return metadata if metadata.positions.shape[1] == 1 else rebuild_draft_metadata(group, metadata)
+def step_1_always(group: CacheGroup, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any) -> AttentionMetadata:
+    """Step 1's metadata, at every step."""
+    return rebuild_draft_metadata(group, block_table, seq_lens, num_pending, 1, **options)
 
 
 # ---- cases that vLLM's suite states (shared/reference/cases.md 3.5)
@@ -131,9 +130,7 @@ def rebuilt(start: list[int], steps: int, limit: int, rows: list[int] | None = N
     table = jnp.asarray(shuffled_table(group, len(start)))
     num_rows = jnp.asarray([1] * len(start) if rows is None else rows, jnp.int32)
     metadata = build_metadata(group, table, jnp.asarray(start, jnp.int32) - num_rows, num_rows, 3)
-    for _ in range(steps):
-        metadata = rebuild_draft_metadata(group, metadata)
-    return metadata
+    return rebuild_draft_metadata(group, table, jnp.asarray(start, jnp.int32), num_rows, steps) if steps else metadata
 
 
 def test_lengths_grow_by_one_a_step() -> None:
@@ -155,7 +152,9 @@ def test_positions_advance_and_are_clamped_at_the_limit(position: int, following
     """vLLM's first runner moves positions of 100 and beyond to 0 (PAD); ours, like its second, clamps and drops the write."""
     before = rebuilt([position + 1], steps=0, limit=100)
     assert before.positions[0, 0] == position
-    after = rebuild_draft_metadata(CacheGroup(16, 100), before)
+    after = rebuild_draft_metadata(
+        CacheGroup(16, 100), before.block_table, jnp.asarray([position + 1], jnp.int32), jnp.ones(1, jnp.int32), 1
+    )
     assert after.positions.tolist() == [[following]]
     assert (after.slot_mapping[0, 0] == PAD_SLOT) == (following >= 100)
 

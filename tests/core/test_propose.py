@@ -91,7 +91,7 @@ noise_of = jax.jit(gumbel_noise, static_argnums=(1, 4))
 
 
 def eager_draft(cfg: RoundConfig, params: Any, inputs: DraftInputs, caches: Any, b: int) -> tuple[list[int], np.ndarray, Any, list[Any]]:
-    """Request b alone, one draft pass after another: tokens [K], logits [K, Vd], the caches, and the hidden state that each step read."""
+    """Request b alone, one draft pass after another: tokens [K], logits [K, Vd], the caches, and what hidden state each step feeds back."""
     family, K = drafts.family(cfg.draft), cfg.num_speculative_tokens
     length, n = int(inputs.seq_lens[b]), int(inputs.num_pending[b])
     temperature, keys = float(inputs.sampling.temperature[b]), inputs.sampling.keys[b : b + 1]
@@ -99,9 +99,8 @@ def eager_draft(cfg: RoundConfig, params: Any, inputs: DraftInputs, caches: Any,
     tokens = inputs.pending_tokens[b : b + 1, :n]
     hidden = family.fuse(params, cfg.draft, inputs.pending_hidden[b : b + 1, :n])
     metadata = dense_metadata(length - n, n, cfg.draft.sliding_window)
-    drawn, all_logits, read = [], [], []
+    drawn, all_logits, fed_back = [], [], []
     for step in range(K):
-        read.append(np.asarray(hidden[0, -1]))
         logits, feedback, caches = one_pass(cfg.draft, params, tokens, hidden, metadata, caches)
         logits = np.asarray(logits)[0, -1]
         scores = logits
@@ -117,8 +116,9 @@ def eager_draft(cfg: RoundConfig, params: Any, inputs: DraftInputs, caches: Any,
         drawn.append(token)
         all_logits.append(logits)
         tokens, hidden = jnp.asarray([[token]], jnp.int32), feedback[:, -1:]
+        fed_back.append(np.asarray(hidden[0, 0]))
         metadata = dense_metadata(min(length + step, LIMIT), 1, cfg.draft.sliding_window)
-    return drawn, np.stack(all_logits), caches, read
+    return drawn, np.stack(all_logits), caches, fed_back
 
 
 def compiled(cfg: RoundConfig) -> Any:
@@ -128,7 +128,7 @@ def compiled(cfg: RoundConfig) -> Any:
 
 def assert_equals_eager_draft(cfg: RoundConfig, params: Any, carry: Any, inputs: DraftInputs, caches: Any) -> None:
     for b in set(range(BATCH)) - {IDLE}:
-        tokens, logits, dense_caches, read = eager_draft(cfg, params, inputs, caches, b)
+        tokens, logits, dense_caches, fed_back = eager_draft(cfg, params, inputs, caches, b)
         assert carry.proposal.draft_tokens[b].tolist() == tokens
         if carry.proposal.draft_logits is not None:
             np.testing.assert_allclose(carry.proposal.draft_logits[b], logits, **TOLERANCE)
@@ -136,8 +136,8 @@ def assert_equals_eager_draft(cfg: RoundConfig, params: Any, carry: Any, inputs:
             got = dense(got, np.asarray(inputs.block_table[b]))
             for x, y in ((got.k, expected.k), (got.v, expected.v)):
                 np.testing.assert_allclose(x, y, **TOLERANCE)  # NaN at the same, unwritten slots
-        if cfg.num_speculative_tokens > 1:  # the last step's own input: nothing was fed back after it
-            np.testing.assert_allclose(carry.hidden[b, 0], read[-1], **TOLERANCE)
+        assert int(carry.token[b]) == tokens[-1]
+        np.testing.assert_allclose(carry.hidden[b, 0], fed_back[-1], **TOLERANCE)
 
 
 def assert_only_this_proposals_slots_changed(cfg: RoundConfig, carry: Any, inputs: DraftInputs, caches: Any) -> None:
@@ -189,30 +189,28 @@ def test_other_ways_to_draw_equal_the_eager_draft_too(method: str, rule: str, ch
     assert_equals_eager_draft(cfg, model.params["draft"], carry, inputs, caches)
 
 
-def test_the_feedback_carry_is_that_of_step_k_minus_2() -> None:
-    """Driven by hand, the carry after steps 0 .. K-2 and the one that propose returns hold the same hidden state and metadata."""
+def test_the_carry_is_that_of_the_last_step() -> None:
+    """Driven by hand, the carry after steps 0 .. K-1 and the one that propose returns hold the same token and hidden state."""
     K, model = 4, tiny_model("eagle3")
     cfg = config(model, K)
     inputs, caches = inputs_for(cfg)
     params = model.params["draft"]
     carry = jax.jit(partial(first_step, cfg))(params, inputs, caches)
-    for step in range(1, K - 1):
+    for step in range(1, K):
         carry = jax.jit(partial(next_step, cfg))(params, inputs, step, carry)
     whole = compiled(cfg)(params, inputs, caches)
     np.testing.assert_allclose(whole.hidden, carry.hidden, **TOLERANCE)
-    live = np.arange(BATCH) != IDLE
-    assert jax.tree.all(jax.tree.map(np.array_equal, whole.metadata, carry.metadata))
-    assert np.array_equal(whole.metadata.positions[live, 0], np.minimum(inputs.seq_lens[live] + K - 2, LIMIT))
+    assert np.array_equal(whole.token, carry.token) and np.array_equal(whole.token, whole.proposal.draft_tokens[:, -1])
 
 
 @pytest.mark.parametrize("method", ["eagle"])
 def test_stale_metadata_changes_the_compiled_loops_logits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rebuilding switched off, columns 0 and 1 still agree with the eager draft and later ones do not."""
+    """With step 1's metadata in every later step, columns 0 and 1 still agree with the eager draft and later ones do not."""
 
-    def keep(group: Any, metadata: AttentionMetadata) -> AttentionMetadata:
-        return metadata if metadata.positions.shape[1] == 1 else rebuild_draft_metadata(group, metadata)
+    def step_1_always(group: Any, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any) -> AttentionMetadata:
+        return rebuild_draft_metadata(group, block_table, seq_lens, num_pending, 1, **options)
 
-    monkeypatch.setattr(propose_module, "rebuild_draft_metadata", keep)
+    monkeypatch.setattr(propose_module, "rebuild_draft_metadata", step_1_always)
     model = tiny_model(method)
     cfg = config(model, 4)
     inputs, caches = inputs_for(cfg)
