@@ -334,6 +334,7 @@ class Kernels:
     rms_norm: str = "reference"
     rope_cache: str = "reference"
     rejection_sampling: str = "reference"
+    gumbel_sample: str = "reference"
     moe: str = "reference"
 
     def __str__(self) -> str:

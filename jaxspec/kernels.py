@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import AttentionConfig, CompressedAttentionConfig, ConfigError, Kernels, MLAConfig
-from pallas_kernels import attention, hopper, latent_attention, latent_cache, matmul, moe, rejection_sampling, rms_norm, rope_cache
+from pallas_kernels import (
+    attention,
+    gumbel_sample,
+    hopper,
+    latent_attention,
+    latent_cache,
+    matmul,
+    moe,
+    rejection_sampling,
+    rms_norm,
+    rope_cache,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +84,7 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
             for depth, width in ((m.hidden_size, m.intermediate_size), (m.intermediate_size, m.hidden_size))
         ),
         "rejection_sampling": first([_rejection_sampling(target, draft)]),
+        "gumbel_sample": first(gumbel_sample.unsupported(vocab) for vocab in _vocabularies(target, draft)),
         "moe": first([_moe(target, dtype)]),  # a draft's experts are the target's
     }
 
@@ -109,3 +121,7 @@ def _rejection_sampling(target: Any, draft: Any) -> str | None:
     logits: Any = jax.ShapeDtypeStruct((1, 2, target.vocab_size), jnp.float32)
     draft_logits: Any = None if draft is None else jax.ShapeDtypeStruct((1, 1, draft.draft_vocab_size), jnp.float32)
     return rejection_sampling.unsupported(logits, draft_logits)
+
+
+def _vocabularies(target: Any, draft: Any) -> tuple[int, ...]:
+    return (target.vocab_size,) if draft is None else (target.vocab_size, draft.draft_vocab_size)

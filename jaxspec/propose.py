@@ -19,7 +19,7 @@ from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.kv_cache import KVCache
 from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.params import Params
-from jaxspec.sampling import SamplingState, gumbel_noise, sample, scale_by_temperature
+from jaxspec.sampling import SamplingState, draw, sample, scale_by_temperature
 
 
 @struct.dataclass
@@ -83,27 +83,32 @@ def draft_step(
     return family.logits(params, cfg, pick(out.head_input)[:, 0], kernels), pick(out.feedback), out.caches
 
 
-def draft_noise(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int) -> jax.Array | None:
-    """Gumbel noise float32 [batch, draft_vocab] of a step, None when the draft takes the argmax.
+def noise_key(cfg: RoundConfig, seq_lens: jax.Array, step: jax.Array | int) -> tuple[str, jax.Array, jax.Array | int]:
+    """Stream, position int32 [batch] and offset of a step's noise.
 
     The strict rule shares the target's own "sample" noise, keyed by the drafted token's position and its id in the
     target's vocabulary; that is what makes a sampled draft match there. The others draw from the "draft" stream.
     """
+    return ("sample", seq_lens + 1 + step, 0) if cfg.rule == "strict" else ("draft", seq_lens, step)
+
+
+def draw_draft(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array) -> jax.Array:
+    """A step's token [batch], an id of the draft's vocabulary, from logits [batch, draft_vocab]."""
+    sampling = inputs.sampling
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
-        return None
-    keys = inputs.sampling.keys
-    if cfg.rule != "strict":
-        return gumbel_noise(keys, "draft", inputs.seq_lens, step, cfg.draft.draft_vocab_size)
-    noise = gumbel_noise(keys, "sample", inputs.seq_lens + 1 + step, 0, cfg.target.vocab_size)
-    return noise[:, params["draft_to_target"]] if cfg.draft.maps_vocabulary else noise
+        return sample(scale_by_temperature(logits, sampling.temperature), None, sampling.greedy)
+    ids = {}
+    if cfg.rule == "strict" and cfg.draft.maps_vocabulary:
+        ids = {"token_ids": params["draft_to_target"], "num_ids": cfg.target.vocab_size}
+    key = noise_key(cfg, inputs.seq_lens, step)
+    return draw(logits, sampling.temperature, sampling.keys, *key, **ids, implementation=cfg.kernels.gumbel_sample)
 
 
 def write_step(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array, proposal: Proposal
 ) -> tuple[Proposal, jax.Array]:
     """Draw step's draft token from logits [batch, draft_vocab] and write both into column step. Returns the token [batch] too."""
-    noise = draft_noise(cfg, params, inputs, step)
-    drafted = sample(scale_by_temperature(logits, inputs.sampling.temperature), noise, inputs.sampling.greedy)
+    drafted = draw_draft(cfg, params, inputs, step, logits)
     token = params["draft_to_target"][drafted] if cfg.draft.maps_vocabulary else drafted
     tokens = lax.dynamic_update_slice(proposal.draft_tokens, token[:, None], (0, step))
     draft_logits = proposal.draft_logits

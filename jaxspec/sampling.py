@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from jax import lax
 
-PIECE = 256  # of a row whose largest value is sought
+from pallas_kernels import noise
+from pallas_kernels.gumbel_sample import gumbel_sample
+from pallas_kernels.gumbel_sample.reference import argmax
+
 STREAMS = {"sample": 0, "draft": 1, "accept": 2, "recover": 3}
 
 
@@ -79,31 +80,44 @@ class SamplingState:
         return self.temperature == 0.0
 
 
-def stream_keys(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int) -> jax.Array:
-    """One key a request [batch] for a stream, a position int32 [batch] and an offset (scalar or [batch])."""
-    offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), position.shape)
-
-    def fold(key: jax.Array, position: jax.Array, offset: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(key, impl="threefry2x32")
-        for part in (STREAMS[stream], position, offset):
-            key = jax.random.fold_in(key, part)
-        return key
-
-    return jax.vmap(fold)(keys, position, offset)
+def stream_key(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int) -> noise.Key:
+    """The key of a stream, a position and an offset, int32 of shapes that broadcast against keys' rows: jax.random.fold_in, one by one."""
+    key = (keys[..., 0], keys[..., 1])
+    for part in (jnp.int32(STREAMS[stream]), position, jnp.asarray(offset, jnp.int32)):
+        key = noise.fold_in(key, part)
+    return key
 
 
 def gumbel_noise(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int, size: int) -> jax.Array:
     """Standard Gumbel, float32 [batch, size], of full tail: JAX's default form never exceeds about 16."""
-    folded = stream_keys(keys, stream, position, offset)
-    return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32, mode="high"))(folded)
+    key = stream_key(keys[:, None], stream, position[:, None], offset)
+    return noise.gumbel(key, jnp.arange(size, dtype=jnp.int32), size)
 
 
 def uniform_noise(keys: jax.Array, stream: str, position: jax.Array, size: int) -> jax.Array:
     """Uniform on [0, 1), float32 [batch, size]: column i is the number of offset i."""
-    if size == 0:
-        return jnp.zeros((*position.shape, 0), jnp.float32)
-    columns = [jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(stream_keys(keys, stream, position, i)) for i in range(size)]
-    return jnp.stack(columns, axis=1)
+    return noise.uniform(stream_key(keys[:, None], stream, position[:, None], jnp.arange(size, dtype=jnp.int32)), jnp.uint32(0))
+
+
+def draw(
+    logits: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    stream: str,
+    position: jax.Array,
+    offset: jax.Array | int,
+    token_ids: jax.Array | None = None,
+    *,
+    num_ids: int | None = None,
+    implementation: str = "reference",
+) -> jax.Array:
+    """A token int32 [batch] of each row of logits float32 [batch, vocab], with the noise of a stream; offset is a scalar.
+
+    token_ids, num_ids: see pallas_kernels.gumbel_sample. The same as sample(scale_by_temperature(...), gumbel_noise(...), ...).
+    """
+    offset = jnp.asarray(offset, jnp.int32)
+    own = {"stream": STREAMS[stream], "num_ids": num_ids, "implementation": implementation}
+    return gumbel_sample(logits, temperature, keys, position, offset, token_ids, **own)
 
 
 def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -112,32 +126,12 @@ def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array
     return logits / divisor.reshape(-1, *([1] * (logits.ndim - 1)))
 
 
-def argmax(x: jax.Array) -> jax.Array:
-    """Index of the largest value, the lowest of them, int32 [batch], of x [batch, vocab] without NaN.
+def sample(logits: jax.Array, gumbel: jax.Array | None, greedy: jax.Array) -> jax.Array:
+    """Gumbel-max: argmax(logits + gumbel) int32 [batch]; greedy rows (and all, if gumbel is None) argmax(logits).
 
-    In two stages, pieces of a row and then the pieces: XLA reduces a row in one block of threads, and what is fused into it (at
-    temperature above 0 a row's noise) would then be computed by a single one of a GPU's multiprocessors.
-    """
-    pieces = jnp.pad(x, ((0, 0), (0, -x.shape[1] % PIECE)), constant_values=-jnp.inf).reshape(x.shape[0], -1, PIECE)
-    index = lax.broadcasted_iota(jnp.int32, pieces.shape, 1) * PIECE + lax.broadcasted_iota(jnp.int32, pieces.shape, 2)
-    best = (pieces, index)
-    for axis in (2, 1):
-        best = lax.reduce(best, (jnp.float32(-jnp.inf), jnp.int32(np.iinfo(np.int32).max)), _larger, (axis,))
-    return best[1]
-
-
-def _larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Of two (value, index): the larger value, the lower index where they are equal."""
-    first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
-    return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
-
-
-def sample(logits: jax.Array, noise: jax.Array | None, greedy: jax.Array) -> jax.Array:
-    """Gumbel-max: argmax(logits + noise) int32 [batch]; greedy rows (and all, if noise is None) argmax(logits).
-
-    logits, noise: float32 [batch, vocab]. NaN logits count as -inf, so that an id is always in range.
+    logits, gumbel: float32 [batch, vocab]. NaN logits count as -inf, so that an id is always in range.
     """
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    if noise is None:
+    if gumbel is None:
         return argmax(logits)
-    return argmax(jnp.where(greedy[:, None], logits, logits + noise))
+    return argmax(jnp.where(greedy[:, None], logits, logits + gumbel))

@@ -20,7 +20,7 @@ from jaxspec.logprobs import Scores, score_tokens
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import Proposal
-from jaxspec.sampling import SamplingState, gumbel_noise, scale_by_temperature, uniform_noise
+from jaxspec.sampling import SamplingState, draw, gumbel_noise, scale_by_temperature, uniform_noise
 from pallas_kernels.rejection_sampling import rejection_sample
 
 MAX_LOGITS_BYTES = 1 << 30  # float32 logits of a batch that are in memory at a time
@@ -46,19 +46,44 @@ class VerifyNoise:
 
     uniforms: jax.Array | None = None
     recover: jax.Array | None = None
-    sample: jax.Array | None = None
 
 
 def verify_noise(cfg: RoundConfig, sampling: SamplingState, seq_lens: jax.Array) -> VerifyNoise:
-    """Draw a round's noise: strict by the position of each token, the other rules by the round's first seq_len [batch]."""
-    K, vocab = cfg.num_speculative_tokens, cfg.target.vocab_size
+    """Draw a round's noise by its first seq_len [batch]; the strict rule's is drawn with its tokens (sample_rows)."""
     if cfg.rule == "strict":
-        if not cfg.sampled:
-            return VerifyNoise()
-        rows = [gumbel_noise(sampling.keys, "sample", seq_lens + 1 + i, 0, vocab) for i in range(K + 1)]
-        return VerifyNoise(sample=jnp.stack(rows, axis=1))
+        return VerifyNoise()
+    K, vocab = cfg.num_speculative_tokens, cfg.target.vocab_size
     uniforms = uniform_noise(sampling.keys, "accept", seq_lens, K) if cfg.sampled or cfg.rule == "synthetic" else None
     return VerifyNoise(uniforms, gumbel_noise(sampling.keys, "recover", seq_lens, 0, vocab) if cfg.sampled else None)
+
+
+def sample_rows(cfg: RoundConfig, target_logits: jax.Array, temperature: jax.Array, keys: jax.Array, seq_lens: jax.Array) -> jax.Array:
+    """The target's own token of every row of target_logits [batch, K+1, vocab], int32 [batch, K+1]: all that plain decoding and the strict
+    rule need. Theirs is keyed by the token's position; plain decoding under another rule draws what that rule draws after its drafts."""
+    batch, rows, vocab = target_logits.shape
+    if cfg.rule == "strict":
+        stream, position = "sample", seq_lens[:, None] + jnp.arange(1, rows + 1, dtype=jnp.int32)
+    else:
+        stream, position = "recover", seq_lens
+    each = lambda x: jnp.repeat(x, rows, axis=0)  # noqa: E731
+    tokens = draw(
+        target_logits.reshape(-1, vocab),
+        each(temperature),
+        each(keys),
+        stream,
+        position.reshape(-1),
+        0,
+        implementation=cfg.kernels.gumbel_sample,
+    )
+    return tokens.reshape(batch, rows)
+
+
+def match_drafts(target_tokens: jax.Array, draft_tokens: jax.Array, active: jax.Array) -> Verification:
+    """Keep the drafts [batch, K] that equal the target's own tokens [batch, K+1], then emit the target's next one."""
+    accepted = jnp.cumprod((target_tokens[:, :-1] == draft_tokens).astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    num_sampled = jnp.where(active, accepted + 1, 0)
+    index = jnp.arange(target_tokens.shape[1], dtype=jnp.int32)
+    return Verification(jnp.where(index < num_sampled[:, None], target_tokens, -1), num_sampled)
 
 
 def judge(
@@ -71,29 +96,37 @@ def judge(
     active: jax.Array,
 ) -> Verification:
     """Rejection sampling of a proposal against the model's own float32 logits [batch, K+1, vocab] for the active [batch] requests."""
-    noise = verify_noise(cfg, sampling, seq_lens)
     draft_logits, temperature = proposal.draft_logits, sampling.temperature
     target_logits = adjust_logits(cfg, raw_logits, sampling, seq_lens + 1, proposal.draft_tokens)
-    if cfg.truncated or cfg.min_p:  # they cut what is already divided; else rejection sampling divides as it reads
-        target_logits, temperature = narrow_logits(cfg, target_logits, sampling), None
-        draft_logits = None if draft_logits is None else scale_by_temperature(draft_logits, sampling.temperature)
-    output_tokens, num_sampled = rejection_sample(
-        target_logits,
-        proposal.draft_tokens,
-        draft_logits,
-        target_to_draft if draft_logits is not None else None,
-        sampling.greedy,
-        noise.uniforms,
-        noise.recover,
-        noise.sample,
-        jnp.asarray(cfg.acceptance_rates, jnp.float32) if cfg.rule == "synthetic" else None,
-        active,
-        temperature,
-        rule=cfg.rule,
-        sampled=cfg.sampled,
-        implementation=cfg.kernels.rejection_sampling,
-    )
-    verification = Verification(output_tokens, num_sampled)
+    narrowed = cfg.truncated or cfg.min_p  # they cut what is already divided; else what reads the logits divides them
+    if narrowed:
+        target_logits = narrow_logits(cfg, target_logits, sampling)
+    if cfg.sampled and (cfg.rule == "strict" or cfg.num_speculative_tokens == 0):
+        left = jnp.where(sampling.greedy, 0.0, 1.0) if narrowed else temperature
+        target_tokens = sample_rows(cfg, target_logits, left, sampling.keys, seq_lens)
+        verification = match_drafts(target_tokens, proposal.draft_tokens, active)
+    else:
+        if narrowed:
+            temperature = None
+            draft_logits = None if draft_logits is None else scale_by_temperature(draft_logits, sampling.temperature)
+        noise = verify_noise(cfg, sampling, seq_lens)
+        output_tokens, num_sampled = rejection_sample(
+            target_logits,
+            proposal.draft_tokens,
+            draft_logits,
+            target_to_draft if draft_logits is not None else None,
+            sampling.greedy,
+            noise.uniforms,
+            noise.recover,
+            None,
+            jnp.asarray(cfg.acceptance_rates, jnp.float32) if cfg.rule == "synthetic" else None,
+            active,
+            temperature,
+            rule=cfg.rule,
+            sampled=cfg.sampled,
+            implementation=cfg.kernels.rejection_sampling,
+        )
+        verification = Verification(output_tokens, num_sampled)
     if cfg.acceptance_rates is not None and cfg.rule != "synthetic":
         verification = force_acceptance(cfg, proposal.draft_tokens, verification, sampling, seq_lens)
     if cfg.logprobs:

@@ -39,6 +39,7 @@ KERNEL_CALLERS = (
     "jaxspec.logits_processing",
     "jaxspec.mla",
     "jaxspec.moe",
+    "jaxspec.sampling",
     "jaxspec.verify",
 )
 KERNEL_IMPORTS = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}

@@ -28,12 +28,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref
 
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.pieces import LANES, Pieces, combine_maximum, cut, load_lanes, store_maximum, used_lanes
 
-LANES = 128  # threads of a warpgroup, and the most pieces that a row may have
 LOG2_E = 1.4426950408889634
 LARGEST = float(jnp.finfo(jnp.float32).max)
-NO_INDEX = 2**31 - 1
-_load: Any = plgpu.load  # jax 0.10 types it with one more argument
 # What the draw has to do for a request, in column MODE of `decided`; the other columns are num_accepted and the token if it is known.
 ACCEPTED, MODE, TOKEN, DECIDED = 0, 1, 2, 4
 KNOWN, PLAIN, RESIDUAL = 0, 1, 2
@@ -51,41 +49,6 @@ class Tuning:
 
 
 DEFAULT = Tuning()
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """A row of `vocab` entries cut into `count` pieces of `size`; the last one is moved back so as to end with the row."""
-
-    vocab: int
-    size: int
-    vector: int  # entries of one load
-
-    @property
-    def count(self) -> int:
-        return -(-self.vocab // self.size)
-
-    @property
-    def layout(self) -> Any:
-        return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
-
-    def start(self, piece: jax.Array) -> jax.Array:
-        return jnp.minimum(piece * self.size, self.vocab - self.size)
-
-    def load(self, ref: Any, piece: jax.Array) -> jax.Array:
-        """A piece of a row ref [vocab]."""
-        return _load(ref.at[pl.ds(self.start(piece), self.size)], layout=self.layout)
-
-    def indices(self, piece: jax.Array) -> jax.Array:
-        """The ids of a piece's entries."""
-        return plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout) + self.start(piece)
-
-
-def cut(vocab: int, size: int) -> Pieces:
-    """Pieces of at most `size` entries that every row of a dense [rows, vocab] array can load in aligned vectors."""
-    vector = next(v for v in (4, 2, 1) if vocab % v == 0 and (v == 1 or vocab >= LANES * v))
-    unit = LANES * vector
-    return Pieces(vocab, min(size, vocab // unit * unit), vector)
 
 
 def unsupported(target_logits: jax.Array, draft_logits: jax.Array | None = None, tuning: Tuning = DEFAULT) -> str | None:
@@ -214,14 +177,6 @@ def _scaled(logits: jax.Array, divisor: jax.Array | None) -> jax.Array:
     return jnp.where(logits == logits, jnp.minimum(logits, LARGEST), -jnp.inf)
 
 
-def _store_maximum(scores: jax.Array, indices: jax.Array, best_ref: Any, index_ref: Any, row: jax.Array, piece: jax.Array) -> None:
-    """The highest score and its first index; a NaN score (noise of a padding row) counts as -inf."""
-    scores = jnp.where(scores == scores, scores, -jnp.inf)
-    best = jnp.max(scores)
-    best_ref[row, piece] = best
-    index_ref[row, piece] = jnp.min(jnp.where(scores == best, indices, NO_INDEX))
-
-
 def _store_sum(
     logits: jax.Array, divisor: jax.Array | None, pieces: Pieces, best_ref: Any, sum_ref: Any, row: jax.Array, piece: jax.Array
 ) -> None:
@@ -249,7 +204,7 @@ def _row_maxima(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[s
         @pl.when(refs.active[request])
         def _() -> None:
             logits = pieces.load(refs.target.at[row], piece)
-            store = partial(_store_maximum, indices=pieces.indices(piece), best_ref=refs.best, index_ref=refs.index, row=row, piece=piece)
+            store = partial(store_maximum, indices=pieces.indices(piece), best_ref=refs.best, index_ref=refs.index, row=row, piece=piece)
             if not problem.sampled:
                 store(logits)
                 return
@@ -282,7 +237,7 @@ def _row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str
 
             @pl.when(greedy)
             def _() -> None:
-                _store_maximum(logits, pieces.indices(piece), refs.best, refs.index, row, piece)
+                store_maximum(logits, pieces.indices(piece), refs.best, refs.index, row, piece)
 
             @pl.when(jnp.logical_not(greedy))
             def _() -> None:
@@ -316,24 +271,9 @@ def _row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str
 # ---- combining a row's partial results
 
 
-def _lanes(ref: Any, row: jax.Array) -> jax.Array:
-    return _load(ref.at[row], layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1))
-
-
-def _used(count: int) -> jax.Array:
-    """Which lanes of a partial result were written."""
-    return plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)) < count
-
-
-def _combine_maximum(best_ref: Any, index_ref: Any, row: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    best, index, used = _lanes(best_ref, row), _lanes(index_ref, row), _used(count)
-    highest = jnp.max(jnp.where(used, best, -jnp.inf))
-    return highest, jnp.min(jnp.where(used & (best == highest), index, NO_INDEX))
-
-
 def _combine_sum(best_ref: Any, sum_ref: Any, row: jax.Array, count: int, divisor: jax.Array | None) -> jax.Array:
     """log-sum-exp of a row over its temperature; 0 for a row that is all -inf, so that subtracting it leaves -inf and not NaN."""
-    best, total, used = _lanes(best_ref, row), _lanes(sum_ref, row), _used(count)
+    best, total, used = load_lanes(best_ref, row), load_lanes(sum_ref, row), used_lanes(count)
     best = jnp.where(used, best, -jnp.inf)
     highest = jnp.max(best)
     shift = jnp.where(highest > -jnp.inf, highest, 0.0)
@@ -388,7 +328,7 @@ def _results(problem: Problem) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
     """num_accepted and the token after: drafts are kept while they equal the row's argmax."""
-    maxima = [_combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.stream.count)[1] for i in range(problem.rows)]
+    maxima = [combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.stream.count)[1] for i in range(problem.rows)]
     drafts = [refs.tokens[request * problem.num_drafts + i] for i in range(problem.num_drafts)]
     num_accepted = _count_leading([draft == token for draft, token in zip(drafts, maxima, strict=False)])
     return num_accepted, _pick(maxima, num_accepted)
@@ -463,7 +403,7 @@ def _block(problem: Problem, refs: Refs, request: jax.Array, scores: Scores, uni
             if refs.mass is None:
                 remaining = keep * -_expm1(jnp.minimum(scores.log_p[length], 0.0))
             else:
-                remaining = jnp.sum(jnp.where(_used(problem.draw.count), _lanes(refs.mass, request * (K - 1) + length - 1), 0.0))
+                remaining = jnp.sum(jnp.where(used_lanes(problem.draw.count), load_lanes(refs.mass, request * (K - 1) + length - 1), 0.0))
             denominator = remaining - _expm1(log_joint)
             inner = jnp.where(denominator > 0, remaining / jnp.where(denominator > 0, denominator, 1.0), 1.0)
             keep = jnp.where(num_valid == length, keep, inner)
@@ -601,7 +541,7 @@ def _draw(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, ja
         noisy, bare = mode == PLAIN, mode == PLAIN
         if problem.sampled and not judged:
             noisy, bare = noisy & jnp.logical_not(refs.greedy[request]), bare & refs.greedy[request]
-        store = partial(_store_maximum, indices=pieces.indices(piece), row=request, piece=piece)
+        store = partial(store_maximum, indices=pieces.indices(piece), row=request, piece=piece)
         store_plain = partial(store, best_ref=refs.best, index_ref=refs.index)
 
         def load_both() -> tuple[jax.Array, jax.Array]:
@@ -653,9 +593,9 @@ def _emit(problem: Problem, inputs: dict[str, jax.Array | None]) -> tuple[jax.Ar
 
     def emit(refs: Refs, request: jax.Array) -> None:
         num_accepted, mode = _decision(problem, refs, request)
-        _, token = _combine_maximum(refs.best, refs.index, request, count)
+        _, token = combine_maximum(refs.best, refs.index, request, count)
         if refs.decided is not None:
-            highest, residual = _combine_maximum(refs.residual_best, refs.residual_index, request, count)
+            highest, residual = combine_maximum(refs.residual_best, refs.residual_index, request, count)
             token = jnp.where((mode == RESIDUAL) & (highest > -jnp.inf), residual, token)
             token = jnp.where(mode == KNOWN, refs.decided[request, TOKEN], token)
         _store_output(problem, refs, request, num_accepted, token)

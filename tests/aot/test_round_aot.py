@@ -209,3 +209,12 @@ def test_launches_of_a_target_layer(model: str) -> None:
     more = compiled(replace(shallow, layers=shallow.layers + 2)).thunks.launches()
     more.subtract(compiled(shallow).thunks.launches())
     assert more.total() <= 2 * LAUNCHES_PER_LAYER, dict(more)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "smollm2-135m"])
+def test_a_sampled_draft_step_launches_what_a_greedy_one_does_and_keeps_its_logits(model: str) -> None:
+    """Temperature, noise and argmax are two launches, as the argmax alone; XLA takes three more. The one that is more copies the logits."""
+    cases = [next(r for r in ROUNDS.values() if r.model == model and r.sampled == sampled and not r.truncated) for sampled in (False, True)]
+    greedy, sampled = (compiled(r).thunks.inside[1].launches() for r in cases)
+    del sampled["kAsyncDone"]  # a wait
+    assert sampled.total() == greedy.total() + 1, (sampled, greedy)

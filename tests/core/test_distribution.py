@@ -253,13 +253,13 @@ def test_a_wrong_map_of_the_drafts_vocabulary_biases_the_output(monkeypatch: pyt
 
 
 def test_noise_keyed_by_position_alone_biases_block_verification_from_the_second_round_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gumbel(keys: Any, stream: str, position: Any, offset: Any, size: int) -> jax.Array:
-        return sampling.gumbel_noise(keys, stream, position + jnp.asarray(offset, jnp.int32), 0, size)
+    def noise_key(cfg: RoundConfig, seq_lens: Any, step: Any) -> tuple[str, Any, int]:
+        return "draft", seq_lens + jnp.asarray(step, jnp.int32), 0
 
     def uniform(keys: Any, stream: str, position: Any, size: int) -> jax.Array:
         return jnp.concatenate([sampling.uniform_noise(keys, stream, position + i, 1) for i in range(size)], axis=1)
 
-    monkeypatch.setattr(propose_module, "gumbel_noise", gumbel)
+    monkeypatch.setattr(propose_module, "noise_key", noise_key)
     monkeypatch.setattr(verify, "uniform_noise", uniform)
     cfg = toy_config(V, K, "block")
     trials = play(cfg, "alike", 1.0, rounds=4, trials=TRIALS // 2, program=one_round(cfg))

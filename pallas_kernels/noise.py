@@ -1,0 +1,48 @@
+"""Gumbel noise of single tokens: jax.random's bits (threefry2x32) and formula, as arithmetic that a kernel and XLA can both fuse.
+
+The noise of a token is a function of a key and the token's id alone: neither a row's neighbours nor a cut of the vocabulary change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Key = tuple[jax.Array, jax.Array]
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def threefry2x32(key: Key, x0: jax.Array, x1: jax.Array) -> Key:
+    """The hash of two words under a key of two, all uint32 of shapes that broadcast (Salmon et al., SC 2011, "Random123")."""
+    words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = x0 + words[0], x1 + words[1]
+    for block in range(5):
+        for rotation in ROTATIONS[block % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
+        x0 = x0 + words[(block + 1) % 3]
+        x1 = x1 + (words[(block + 2) % 3] + jnp.uint32(block + 1))
+    return x0, x1
+
+
+def fold_in(key: Key, data: jax.Array) -> Key:
+    """jax.random.fold_in of int32 or uint32 data."""
+    data = data.astype(jnp.uint32)
+    return threefry2x32(key, jnp.zeros_like(data), data)
+
+
+def uniform(key: Key, index: jax.Array) -> jax.Array:
+    """Element `index` (uint32) of jax.random.uniform(key, (n,)): float32 in [0, 1), for every n."""
+    x0, x1 = threefry2x32(key, jnp.uint32(0), index)
+    return lax.bitcast_convert_type(((x0 ^ x1) >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
+
+
+def gumbel(key: Key, token_ids: jax.Array, num_ids: int, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
+    """Elements token_ids (int32) of jax.random.gumbel(key, (num_ids,), mode="high"): standard Gumbel of full tail, float32."""
+    index = token_ids.astype(jnp.uint32)
+    high, low = uniform(key, index), uniform(key, index + jnp.uint32(num_ids))
+    x = jnp.where(high >= 0.5, high, high + low * 2.0**-23 + 2.0**-47)
+    return -jnp.log(-log1p(-x))

@@ -1,0 +1,185 @@
+"""Gumbel-max: the reference draws jax.random's noise from the softmax; the kernel takes its tokens, whatever rows are beside."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import noise
+from pallas_kernels.gumbel_sample import IMPLEMENTATIONS, gumbel_sample, unsupported
+from pallas_kernels.gumbel_sample.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from tests.kernels.interpreter import interpreted
+from tests.statistics import chi_square, within_limit
+
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+implementations = pytest.mark.parametrize(
+    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+)
+SMALL = [name for name in SHAPES if name.startswith("tiny")]
+REAL = [name for name in SHAPES if not name.startswith("tiny")]
+
+
+def run(inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> np.ndarray:
+    with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
+        return np.asarray(gumbel_sample(**inputs, implementation=implementation))
+
+
+@partial(jax.jit, static_argnums=1)
+def gumbel_of(key: jax.Array, size: int) -> jax.Array:
+    return jax.random.gumbel(key, (size,), jnp.float32, mode="high")
+
+
+def by_jax_random(inputs: dict[str, Any]) -> np.ndarray:
+    """Row by row, with jax.random's keys and noise and numpy's argmax."""
+    tokens = []
+    for logits, temperature, words, position in zip(*(inputs[n] for n in ("logits", "temperature", "keys", "position")), strict=True):
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        for data in (inputs["stream"], position, inputs["offset"]):
+            key = jax.random.fold_in(key, data)
+        gumbel = gumbel_of(key, inputs["num_ids"] or logits.size)
+        gumbel = gumbel if inputs["token_ids"] is None else gumbel[inputs["token_ids"]]
+        logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+        tokens.append(np.argmax(logits / temperature + gumbel if temperature else logits))
+    return np.asarray(tokens)
+
+
+@implementations
+@pytest.mark.parametrize("name", SMALL)
+def test_tokens_are_those_of_jax_random(name: str, implementation: str) -> None:
+    """Among them greedy rows, ties, rows that are -inf in part and in whole, and NaN."""
+    inputs = make_inputs(SHAPES[name], seed=len(name))
+    tokens = run(inputs, implementation)
+    assert tokens.dtype == np.int32
+    np.testing.assert_array_equal(tokens, by_jax_random(inputs))
+
+
+@pytest.mark.parametrize("size", [1, 128, 5001])
+def test_noise_is_bit_for_bit_jax_randoms(size: int) -> None:
+    keys = jnp.asarray([[0, 0], [3, 4], [0, 2**32 - 1], [2**31, 77]], jnp.uint32)
+    wrapped = jax.random.wrap_key_data(keys, impl="threefry2x32")
+    key = (keys[:, :1], keys[:, 1:])
+    ids = jnp.arange(size, dtype=jnp.int32)
+    draw = jax.vmap(lambda k: jax.random.gumbel(k, (size,), jnp.float32, mode="high"))
+    np.testing.assert_array_equal(jax.jit(partial(noise.gumbel, num_ids=size))(key, ids), jax.jit(draw)(wrapped))
+    uniform = jax.vmap(lambda k: jax.random.uniform(k, (size,), jnp.float32))
+    np.testing.assert_array_equal(jax.jit(noise.uniform)(key, ids.astype(jnp.uint32)), jax.jit(uniform)(wrapped))
+    folded = noise.fold_in((keys[:, 0], keys[:, 1]), jnp.int32(4096))
+    expected = jax.random.key_data(jax.vmap(lambda k: jax.random.fold_in(k, 4096))(wrapped))
+    np.testing.assert_array_equal(jnp.stack(folded, axis=1), expected)
+
+
+def test_tokens_are_distributed_as_the_softmax() -> None:
+    rows, vocab = 5_000, 130
+    logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=vocab), jnp.float32)
+    keys = jnp.stack([jnp.zeros(rows, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], axis=1)
+    tokens = gumbel_sample(
+        jnp.broadcast_to(logits, (rows, vocab)), jnp.full(rows, 0.7), keys, jnp.zeros(rows, jnp.int32), jnp.int32(0), stream=1
+    )
+    weights = np.exp(np.asarray(logits, np.float64) / 0.7)
+    assert within_limit(*chi_square(np.bincount(tokens, minlength=vocab), weights / weights.sum()))
+
+
+@needs_mosaic
+def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
+    inputs = make_inputs(SHAPES["tiny, odd"], seed=2)
+    tokens = run(inputs)
+    rows = [3, 6, 1]
+    some = {name: inputs[name][np.asarray(rows)] for name in ("logits", "temperature", "keys", "position")}
+    np.testing.assert_array_equal(run(inputs | some), tokens[rows])
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("blocks", "cut"), [(1, (1, 14)), (48, (5, 3)), (528, (14, 1))])
+def test_a_rows_token_does_not_depend_on_its_cut(blocks: int, cut: tuple[int, int]) -> None:
+    """The kernel cuts a row among fewer blocks the more rows there are."""
+    from pallas_kernels.gumbel_sample import mosaic_gpu
+
+    shape = SHAPES["tiny, 14 pieces"]
+    assert mosaic_gpu.shares(mosaic_gpu.cut(shape.vocab, mosaic_gpu.Tuning.piece), shape.rows, blocks) == cut
+    inputs = make_inputs(shape, seed=3) | {"num_ids": shape.vocab}
+    with interpreted():
+        tokens = mosaic_gpu.gumbel_sample(**inputs, tuning=mosaic_gpu.Tuning(blocks=blocks))
+    np.testing.assert_array_equal(tokens, run(inputs | {"num_ids": None}, "reference"))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("at", [0, 255, 256, 39_935, 39_936, 39_999])
+def test_the_highest_is_found_wherever_it_stands_and_of_equals_the_first(at: int) -> None:
+    """One, then a second one at the row's end: 79 blocks of two pieces, the last piece moved back, and read twice."""
+    inputs = make_inputs(Shape(2, 40_000), seed=3) | {"temperature": jnp.asarray([0.0, 1.0], jnp.float32)}
+    logits = inputs["logits"].at[:, at].set(1e6)
+    assert run(inputs | {"logits": logits.at[0, -1].set(1e6)}).tolist() == [at, at]
+
+
+ROW = jax.ShapeDtypeStruct((4,), jnp.float32)
+INPUTS: dict[str, Any] = {
+    "logits": jax.ShapeDtypeStruct((4, 256), jnp.float32),
+    "temperature": ROW,
+    "keys": jax.ShapeDtypeStruct((4, 2), jnp.uint32),
+    "position": jax.ShapeDtypeStruct((4,), jnp.int32),
+    "offset": jax.ShapeDtypeStruct((), jnp.int32),
+    "stream": 1,
+}
+DOES_NOT_FIT = {
+    r"logits: expected \[rows, vocab\], got \[4\]": {"logits": ROW},
+    r"logits: expected float32 \[4, 256\], got bfloat16 \[4, 256\]": {"logits": jax.ShapeDtypeStruct((4, 256), jnp.bfloat16)},
+    r"temperature: expected float32 \[4\], got float32 \[\]": {"temperature": jax.ShapeDtypeStruct((), jnp.float32)},
+    r"keys: expected uint32 \[4, 2\], got int32 \[4\]": {"keys": INPUTS["position"]},
+    r"offset: expected int32 \[\], got int32 \[4\]": {"offset": INPUTS["position"]},
+    r"token_ids: expected int32 \[256\], got int32 \[4\]": {"token_ids": INPUTS["position"], "num_ids": 999},
+    "token_ids and num_ids: expected both or neither, got no token_ids and 999": {"num_ids": 999},
+    "implementation: expected one of reference, mosaic_gpu, got 'fast'": {"implementation": "fast"},
+}
+
+
+@pytest.mark.parametrize("message", DOES_NOT_FIT)
+def test_what_does_not_fit_is_an_error(message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        gumbel_sample(**INPUTS | DOES_NOT_FIT[message])
+
+
+@needs_mosaic
+def test_what_the_kernel_cannot_take_it_says() -> None:
+    assert [unsupported(vocab) for vocab in (128, 777, 32_000, 262_144)] == [None] * 4
+    assert unsupported(127) == "expected at least 128 logits a row, got 127"
+
+
+def test_the_kernel_needs_a_gpu() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one here")
+    with pytest.raises(ValueError, match="^gumbel_sample, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"):
+        gumbel_sample(**INPUTS, implementation="mosaic_gpu")
+
+
+def test_bytes_are_the_logits_the_ids_and_five_words_a_row() -> None:
+    assert bytes_moved(Shape(3, 1000)) == 4 * 3 * 1005
+    assert bytes_moved(Shape(3, 1000, 5000)) == 4 * (3 * 1005 + 1000)
+
+
+# ---- on the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REAL)
+def test_tokens_of_real_sizes_are_the_references(name: str) -> None:
+    """Exactly: the same bits, logarithms and quotient (tests/aot/test_gumbel_aot.py); 50 draws a row."""
+    inputs = make_inputs(SHAPES[name], seed=4)
+    draw = lambda implementation: jax.jit(  # noqa: E731
+        lambda offset: gumbel_sample(**inputs | {"offset": offset}, implementation=implementation)
+    )
+    kernel, reference = draw("mosaic_gpu"), draw("reference")
+    for offset in range(50):
+        np.testing.assert_array_equal(kernel(jnp.int32(offset)), reference(jnp.int32(offset)), err_msg=f"offset {offset}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SMALL)
+def test_tokens_of_odd_rows_are_the_references(name: str) -> None:
+    inputs = make_inputs(SHAPES[name], seed=5)
+    np.testing.assert_array_equal(run(inputs), run(inputs, "reference"))
