@@ -69,7 +69,8 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jaxspec.kernels"):
         assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
         assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
-        assert choose("auto", dtype=jnp.float32) == replace(Kernels(), rejection_sampling="mosaic_gpu", moe="mosaic_gpu")  # no experts
+        left = dict.fromkeys(("rejection_sampling", "gumbel_sample", "moe"), "mosaic_gpu")  # no experts
+        assert choose("auto", dtype=jnp.float32) == replace(Kernels(), **left)
     messages = "\n".join(r.getMessage() for r in caplog.records)
     assert "attention: reference (the kernel block_size: expected" in messages and ", got 24)" in messages
     assert "matmul: reference (the kernel expected a depth and widths that are multiples of 64, got 32 and (48,))" in messages
