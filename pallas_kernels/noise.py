@@ -43,6 +43,10 @@ def uniform(key: Key, index: jax.Array) -> jax.Array:
 def gumbel(key: Key, token_ids: jax.Array, num_ids: int, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
     """Elements token_ids (int32) of jax.random.gumbel(key, (num_ids,), mode="high"): standard Gumbel of full tail, float32."""
     index = token_ids.astype(jnp.uint32)
-    high, low = uniform(key, index), uniform(key, index + jnp.uint32(num_ids))
+    return to_gumbel(uniform(key, index), uniform(key, index + jnp.uint32(num_ids)), log1p)
+
+
+def to_gumbel(high: jax.Array, low: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
+    """Standard Gumbel of a uniform number in (0, 1) of 46 bits, in two halves; never above 33, where both are 0."""
     x = jnp.where(high >= 0.5, high, high + low * 2.0**-23 + 2.0**-47)
     return -jnp.log(-log1p(-x))

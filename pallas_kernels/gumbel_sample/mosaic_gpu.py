@@ -78,16 +78,17 @@ def gumbel_sample(
                 piece = part * share + i
                 values = pieces.load(logits_ref.at[row], piece)
                 values, ids = score(piece, values, pieces.indices(piece)), pieces.indices(piece)
-                higher = values > best[0]  # of a thread's equal scores the first stays
+                higher = values > best[0]  # of a thread's equal scores the first stays; NaN is never higher
                 return jnp.where(higher, values, best[0]), jnp.where(higher, ids, best[1])
 
             lowest = plgpu.layout_cast(jnp.full((pieces.size,), -jnp.inf, jnp.float32), pieces.layout)
-            values, ids = lax.fori_loop(0, share, step, (lowest, pieces.indices(part * share)))
+            first = pieces.indices(jnp.int32(0))  # what a row of -inf takes
+            values, ids = lax.fori_loop(0, share, step, (lowest, first))
             store_maximum(values, ids, best_ref, index_ref, row, part)
 
         @pl.when(heat == 0.0)
         def _greedy() -> None:
-            search(lambda _, values, __: _without_nan(values))
+            search(lambda _, values, __: values)
 
         @pl.when(heat != 0.0)
         def _sampled() -> None:
@@ -97,7 +98,9 @@ def gumbel_sample(
 
             def score(piece: jax.Array, values: jax.Array, ids: jax.Array) -> jax.Array:
                 ids = ids if ids_ref is None else pieces.load(ids_ref, piece)
-                return _without_nan(values / heat) + noise.gumbel(key, ids, num_ids, partial(_log1p, pieces))
+                scaled = values / heat
+                scaled = jnp.where(scaled == scaled, scaled, -jnp.inf)  # as XLA's: nothing fuses the quotient with the sum
+                return scaled + noise.gumbel(key, ids, num_ids, partial(_log1p, pieces))
 
             search(score)
 
@@ -132,10 +135,6 @@ def _launch(body: Callable[..., None], grid: int, inputs: tuple[jax.Array, ...],
         ),
     )
     return call(*inputs)
-
-
-def _without_nan(logits: jax.Array) -> jax.Array:
-    return jnp.where(logits == logits, logits, -jnp.inf)
 
 
 def _log1p(pieces: Pieces, x: jax.Array) -> jax.Array:

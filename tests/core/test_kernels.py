@@ -69,11 +69,13 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jaxspec.kernels"):
         assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
         assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
+        assert choose("auto", "tiny").gumbel_sample == "reference"
         left = dict.fromkeys(("rejection_sampling", "gumbel_sample", "moe"), "mosaic_gpu")  # no experts
         assert choose("auto", dtype=jnp.float32) == replace(Kernels(), **left)
     messages = "\n".join(r.getMessage() for r in caplog.records)
     assert "attention: reference (the kernel block_size: expected" in messages and ", got 24)" in messages
     assert "matmul: reference (the kernel expected a depth and widths that are multiples of 64, got 32 and (48,))" in messages
+    assert "gumbel_sample: reference (the kernel expected at least 128 logits a row, got 96)" in messages
     assert "matmul: reference (the kernel expected bfloat16 operands, got float32 and float32)" in messages
     with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: block_size: expected .*, got 24$"):
         choose("mosaic_gpu", block_size=24)
