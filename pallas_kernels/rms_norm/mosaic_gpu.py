@@ -36,13 +36,29 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
     return _rms_norm(x, weight, eps=eps, pdl=not interpreting())
 
 
+def tile_of(width: int) -> tuple[int, int]:
+    """The shared memory of a row: [chunks, 64], padded to what a warpgroup reads at once. What lies past the row is never written."""
+    return -(-width // (CHUNK * TILE)) * TILE, CHUNK
+
+
+def normed_row(x_smem: Any, weight_smem: Any, weight_barrier: Any, width: int, eps: float) -> Any:
+    """The norm of the row of `width` values in x_smem (tile_of(width)), times the gain that weight_barrier says has come to weight_smem."""
+    padded, chunks = x_smem.shape[0], width // CHUNK
+    layout = plgpu.Layout.WG_STRIDED((padded, CHUNK), vec_size=8)
+    values = plgpu.load(x_smem, layout=layout).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
+    if padded > chunks:  # what lies past the row counts as zero
+        values = jnp.where(plgpu.broadcasted_iota(jnp.int32, (padded, CHUNK), 0, layout=layout) < chunks, values, 0.0)
+    scale = lax.rsqrt(jnp.sum(values * values) / width + eps)
+    plgpu.barrier_wait(weight_barrier)
+    gain = plgpu.load(weight_smem, layout=layout)  # pyright: ignore[reportCallIssue]
+    return (values * scale).astype(x_smem.dtype) * gain
+
+
 # Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
 @partial(jax.jit, static_argnames=("eps", "pdl"))
 def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.Array:
     rows, width = x.shape
     chunks = width // CHUNK
-    padded = -(-chunks // TILE) * TILE  # what lies past the row in shared memory is never written, and counts as zero
-    layout = plgpu.Layout.WG_STRIDED((padded, CHUNK), vec_size=8)
 
     def body(x_gmem: Any, weight_gmem: Any, out_gmem: Any, x_smem: Any, weight_smem: Any, barrier: Any) -> None:
         row = lax.axis_index("row")
@@ -52,13 +68,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.
             plgpu.griddepcontrol_wait()
         plgpu.copy_gmem_to_smem(x_gmem.at[row], x_smem.at[row_in_smem], barrier.at[1])
         plgpu.barrier_wait(barrier.at[1])
-        values = plgpu.load(x_smem, layout=layout).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
-        if padded > chunks:
-            values = jnp.where(plgpu.broadcasted_iota(jnp.int32, (padded, CHUNK), 0, layout=layout) < chunks, values, 0.0)
-        scale = lax.rsqrt(jnp.sum(values * values) / width + eps)
-        plgpu.barrier_wait(barrier.at[0])
-        gain = plgpu.load(weight_smem, layout=layout)  # pyright: ignore[reportCallIssue]
-        x_smem[...] = (values * scale).astype(x.dtype) * gain
+        x_smem[...] = normed_row(x_smem, weight_smem, barrier.at[0], width, eps)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(x_smem.at[row_in_smem], out_gmem.at[row])
         plgpu.wait_smem_to_gmem(0)
@@ -69,7 +79,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.
         grid=(rows,),
         grid_names=("row",),
         kernel_name=f"rms_norm_{width}",
-        scratch_types=[plgpu.SMEM((padded, CHUNK), x.dtype), plgpu.SMEM((padded, CHUNK), weight.dtype), plgpu.Barrier(num_barriers=2)],
+        scratch_types=[plgpu.SMEM(tile_of(width), x.dtype), plgpu.SMEM(tile_of(width), weight.dtype), plgpu.Barrier(num_barriers=2)],
         # Warpgroup semantics may swizzle the tiles, which copies of a part of their rows do not survive (seen on an H200).
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
