@@ -15,6 +15,7 @@ from flax import struct
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig
 from jaxspec.params import Params, ParamSpec, matrix
 from pallas_kernels import matmul as matmul_op
+from pallas_kernels.embed_norm import embed_norm as embed_norm_op
 from pallas_kernels.matmul import matmul
 from pallas_kernels.rms_norm import rms_norm as rms_norm_op
 from pallas_kernels.rope_cache.reference import rotate
@@ -33,11 +34,13 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 @struct.dataclass
 class ResidualStream:
     """x [batch, rows, D] and, where the product that made it has prepared the norm before the next one, what that norm's product takes:
-    scaled [batch * rows, D], x times the norm's gain, and squares, partial sums of x's squares (the matmul op's)."""
+    scaled [batch * rows, D], x times the norm's gain, and squares, partial sums of x's squares (the matmul op's). normed: x under that norm
+    [batch, rows, D], where the embedding came with it."""
 
     x: jax.Array
     scaled: jax.Array | None = None
     squares: jax.Array | None = None
+    normed: jax.Array | None = None
 
 
 def values_of(x: jax.Array | ResidualStream) -> jax.Array:
@@ -104,8 +107,10 @@ def _product(
             implementation = "reference"
     if implementation == "reference":
         padding, squares, gain = 0, None, None
-    flat = stream.x if norm is None else stream.scaled if squares is not None else rms_norm(stream.x, norm, eps, kernels)
-    assert flat is not None
+    flat = stream.x
+    if norm is not None:
+        flat = stream.scaled if squares is not None else stream.normed
+        flat = rms_norm(stream.x, norm, eps, kernels) if flat is None else flat
     pad = lambda a: jnp.pad(a, ((0, padding), (0, 0))) if padding else a  # noqa: E731
     added = None if residual is None else pad(residual.reshape(rows, -1))
     options = options | {"squares": squares, "eps": eps, "gain": gain, "implementation": implementation}
@@ -131,6 +136,26 @@ def vocab_logits(hidden: jax.Array, lm_head: jax.Array, kernels: Kernels = REFER
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
     """The rms_norm op over the last axis of x [..., width]."""
     return rms_norm_op(x.reshape(-1, x.shape[-1]), weight, eps=eps, implementation=kernels.rms_norm).reshape(x.shape)
+
+
+def embed_norm(
+    tokens: jax.Array,
+    table: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    hidden: jax.Array | None = None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The embed_norm op over tokens [batch, rows] and hidden [batch, rows, D]: (residual [batch, rows, D], normed [batch, rows, D or 2D]).
+
+    It runs where rms_norm does: its norm is that one, with the same limits.
+    """
+    flat = None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
+    options |= {"hidden": flat, "implementation": kernels.rms_norm}
+    residual, normed = embed_norm_op(tokens.reshape(-1), table, weight, eps=eps, **options)
+    return residual.reshape(*tokens.shape, -1), normed.reshape(*tokens.shape, -1)
 
 
 def mlp_block(layer: Params, eps: float, x: jax.Array | ResidualStream, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:

@@ -31,7 +31,7 @@ from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import linear, mlp_specs, product, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers import embed_norm, linear, mlp_specs, product, rms_norm, rope_tables, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
@@ -135,10 +135,8 @@ def first_layer_input(
 ) -> tuple[jax.Array, jax.Array]:
     """(residual [batch, rows, D], attention input [batch, rows, 2D]): the embedding comes first in the concatenation."""
     layer = params["layers"][0]
-    embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
-    normed = rms_norm(hidden, layer["hidden_norm"], cfg.rms_norm_eps, kernels)
-    embedded = rms_norm(embedded, layer["input_layernorm"], cfg.rms_norm_eps, kernels)
-    return (normed if cfg.norm_before_residual else hidden), jnp.concatenate([embedded, normed], axis=-1)
+    options = {"hidden": hidden, "hidden_weight": layer["hidden_norm"], "norm_residual": cfg.norm_before_residual}
+    return embed_norm(tokens, params["embed_tokens"], layer["input_layernorm"], cfg.rms_norm_eps, kernels, **options)
 
 
 def output(params: Params, cfg: Eagle3Config, x: jax.Array, caches: KVCache, kernels: Kernels = REFERENCE_KERNELS) -> DraftOutput:

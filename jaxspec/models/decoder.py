@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.config import REFERENCE_KERNELS, Kernels
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import ResidualStream, rms_norm, values_of, vocab_logits
+from jaxspec.layers import ResidualStream, embed_norm, rms_norm, values_of, vocab_logits
 from jaxspec.params import Params, ParamSpec, matrix, vector
 
 
@@ -65,13 +65,19 @@ def run_layers(
     *,
     aux_layers: tuple[int, ...],
     kernels: Kernels,
+    first_norm: jax.Array | None = None,
 ) -> TargetOutput:
     """Embed tokens [batch, rows], then run_layer(i, layer's weights, x, layer's cache) -> (x, cache) for each layer, unrolled.
 
     aux_layers are boundary ids: n is the residual stream that enters layer n (vLLM's and speculators' convention; n = num_layers is the
-    stream before the final norm).
+    stream before the final norm). first_norm: the gain of layer 0's first norm, for layers that take a ResidualStream prepared for it.
     """
-    x = params["embed_tokens"][tokens]
+    x: jax.Array | ResidualStream
+    if first_norm is None:
+        x = params["embed_tokens"][tokens]
+    else:
+        embedded, normed = embed_norm(tokens, params["embed_tokens"], first_norm, cfg.rms_norm_eps, kernels)
+        x = ResidualStream(embedded, normed=normed)
     aux: dict[int, jax.Array] = {}
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):

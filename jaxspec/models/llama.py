@@ -168,4 +168,5 @@ def forward(
         next_norm = params["layers"][i + 1]["input_layernorm"] if i + 1 < cfg.num_layers else None
         return _layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=next_norm)
 
-    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)
+    first_norm = params["layers"][0]["input_layernorm"]
+    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels, first_norm=first_norm)
