@@ -40,9 +40,10 @@ def embed_norm(
         raise ValueError(f"tokens, table and weight: expected [rows], [vocab, width] and [width], got {shapes}")
     if (hidden is None) != (hidden_weight is None) or (norm_residual and hidden is None):
         raise ValueError("hidden and hidden_weight: expected both or neither, and both for norm_residual")
-    expected = ((*tokens.shape, *weight.shape), weight.shape)
-    if hidden is not None and hidden_weight is not None and (hidden.shape, hidden_weight.shape) != expected:
-        raise ValueError(f"hidden and hidden_weight: expected {expected[0]} and {expected[1]}, got {hidden.shape} and {hidden_weight.shape}")
+    if hidden is not None and hidden_weight is not None:
+        expected, got = ((*tokens.shape, *weight.shape), weight.shape), (hidden.shape, hidden_weight.shape)
+        if got != expected:
+            raise ValueError(f"hidden and hidden_weight: expected {expected[0]} and {expected[1]}, got {got[0]} and {got[1]}")
     options = {"eps": eps, "hidden": hidden, "hidden_weight": hidden_weight, "norm_residual": norm_residual}
     if implementation == "reference":
         return reference.embed_norm(tokens, table, weight, **options)

@@ -202,6 +202,19 @@ def test_one_draft_step_rebuilds_the_metadata_once(case: Compiled) -> None:
     assert len({re.search(r"stack_frame_id=(\d+)", line)[1] for line in lookups}) == 1  # type: ignore[index]
 
 
+def test_a_pass_over_tokens_begins_with_one_launch(case: Compiled) -> None:
+    """In the loop's body a draft step, around it the round's first one and the target's pass. Their rows are so many there that a product
+    and the next do not share the norm between them: each layer has its second norm, the target's later layers their first, and an end."""
+    kernel = r'mosaic_gpu_v2", .*op_name="jit\(decode_round\)/(while/body/)?.*/(embed_norm|rms_norm)_\d+/'
+    found = Counter((bool(inside), name) for inside, name in re.findall(kernel, case.hlo))
+    norms = 2 + 2 * case.cfg.target.num_layers
+    assert found == {(True, "embed_norm"): 1, (True, "rms_norm"): 1, (False, "embed_norm"): 2, (False, "rms_norm"): norms}
+    width = case.cfg.target.hidden_size
+    gathers = re.findall(rf"= bf16\[(?:\d+,)*{width}\]\S* gather\(.*", case.hlo)
+    assert all("jit(take_along_axis)" in line for line in gathers)  # of the hidden state of the last accepted token
+    assert not re.findall(rf"= bf16\[(?:\d+,)*{2 * width}\]\S* concatenate\(.*", case.hlo)
+
+
 @pytest.mark.parametrize("model", ["llama-3-8b", "smollm2-135m"])
 def test_launches_of_a_target_layer(model: str) -> None:
     """By the difference of two depths, so that no launch escapes for want of a name."""

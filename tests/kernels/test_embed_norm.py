@@ -83,7 +83,7 @@ def test_an_id_outside_the_vocabulary_reads_the_nearest_row(implementation: str)
         ({"weight": jnp.ones(65, jnp.bfloat16)}, r"expected \[rows\], \[vocab, width\] and \[width\], got \(2,\), \(9, 64\) and \(65,\)"),
         ({"hidden_weight": None}, "hidden and hidden_weight: expected both or neither, and both for norm_residual"),
         ({"hidden": None, "hidden_weight": None, "norm_residual": True}, "expected both or neither, and both for norm_residual"),
-        ({"hidden": jnp.ones((3, 64), jnp.bfloat16)}, r"hidden and hidden_weight: expected \(2, 64\) and \(64,\), got \(3, 64\) and \(64,\)"),
+        ({"hidden": jnp.ones((3, 64), jnp.bfloat16)}, r"hidden_weight: expected \(2, 64\) and \(64,\), got \(3, 64\) and \(64,\)"),
         ({"implementation": "nothing"}, "implementation: expected one of reference, mosaic_gpu, got 'nothing'"),
         ({"implementation": "mosaic_gpu"}, "embed_norm, implementation 'mosaic_gpu': expected"),
     ],
