@@ -275,6 +275,8 @@ class EngineConfig:
     max_model_len need. enable_prefix_caching: prompts that start alike share the blocks of what they share.
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
+    rounds_per_step: rounds that one dispatched program runs. Several give the host more time a round; requests come, and results are read,
+    only between two steps. None: 4 on a GPU whose rounds would be shorter than the host's time (jaxspec.rounds), else 1.
     kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow; "op=name,op=name" for single ops
     (jaxspec.kernels).
     batch_invariant: rounds of one batch size and prefill calls of one size, the largest, whatever runs. A product's last bits depend on how
@@ -288,6 +290,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     compilation: Compilation = "round"
     batch_buckets: tuple[int, ...] | None = None
+    rounds_per_step: int | None = None
     kernels: str = "auto"
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | tuple[int, ...] | None = None
@@ -309,6 +312,12 @@ class EngineConfig:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         if self.compilation not in get_args(Compilation):
             raise ConfigError(f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}")
+        rounds = self.rounds_per_step
+        if rounds is not None and (not is_int(rounds) or rounds < 1 or (rounds > 1 and self.compilation != "round")):
+            raise ConfigError(
+                "rounds_per_step: expected None or an integer of at least 1, which is 1 unless compilation is 'round', got "
+                f"{rounds!r} with compilation {self.compilation!r}"
+            )
         buckets = self.batch_buckets
         if buckets is None:
             powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))

@@ -308,10 +308,11 @@ def decode_round(cfg: RoundConfig, params: Params, state: DecodeState, block_tab
 
 
 class Program:
-    """function(cfg, *args) compiled with cfg static, argument `donate` donated, and the compiler options that cfg asks for."""
+    """function(cfg, *args) compiled with the first `static` arguments static, argument `donate` donated, and the compiler options that cfg
+    asks for."""
 
-    def __init__(self, function: Callable[..., Any], donate: int) -> None:
-        self._function, self._donate = function, donate
+    def __init__(self, function: Callable[..., Any], donate: int, static: int = 1) -> None:
+        self._function, self._donate, self._static = function, donate, tuple(range(static))
         self._compiled: dict[tuple[tuple[str, Any], ...], Any] = {}
 
     def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
@@ -322,7 +323,7 @@ class Program:
         options = cfg.compiler_options
         if options not in self._compiled:
             self._compiled[options] = jax.jit(
-                self._function, static_argnums=0, donate_argnums=self._donate, compiler_options=dict(options) or None
+                self._function, static_argnums=self._static, donate_argnums=self._donate, compiler_options=dict(options) or None
             )
         return self._compiled[options]
 

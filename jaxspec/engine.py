@@ -17,8 +17,9 @@ from jaxspec.config import ConfigError, SamplingFeatures
 from jaxspec.group_blocks import GroupBlocks
 from jaxspec.logprobs import Scores, logprobs_of
 from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
-from jaxspec.pool_sizes import ROUNDS_AHEAD
+from jaxspec.pool_sizes import steps_ahead
 from jaxspec.request import FinishReason, Request
+from jaxspec.rounds import each_round
 from jaxspec.runner import GREEDY, ModelRunner
 from jaxspec.sampling_params import SamplingParams, features_of
 from jaxspec.scheduler import Chunk, Scheduler, SchedulerConfig
@@ -44,7 +45,8 @@ class Stats:
 
 @dataclass
 class InFlight:
-    """A result on its way. rows: the requests that it brings tokens for, and their rows in it. num_drafts: the round's K.
+    """A result on its way, of a step's rounds or of a prefill. rows: the requests that it brings tokens for, and their rows in it.
+    num_drafts: the rounds' K.
     prompts: chunks of prefill whose tokens' log-probabilities are asked for, and the rows of their tiles."""
 
     verification: Verification
@@ -60,9 +62,9 @@ class Engine:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.stats = Stats.new(runner.num_speculative_tokens)
-        # On a GPU two more programs are launched before a result is read, so that the device never waits for Python, however short its
-        # rounds are; requests that have ended are idle there. On a CPU both would share the cores.
-        self.depth = ROUNDS_AHEAD if runner.on_gpu else 0
+        # On a GPU more programs are launched before a result is read; requests that have ended are idle there. On a CPU both would share
+        # the cores.
+        self.depth = steps_ahead(runner.rounds_per_step) if runner.on_gpu else 0
         self._in_flight: deque[InFlight] = deque()
         self._features, self._featured = GREEDY, -1
         self._clock = 0.0
@@ -81,6 +83,7 @@ class Engine:
             prefill_tile=runner.prefill_tile,
             block_size=config.block_size,
             head_room=runner.num_speculative_tokens + 1,
+            rounds_per_step=runner.rounds_per_step,
             has_draft=runner.speculative is not None,
         )
         pools = [BlockPool(n, enable_prefix_caching=config.enable_prefix_caching) for n in runner.num_blocks]
@@ -109,7 +112,7 @@ class Engine:
             self._notify(request, 0)
 
     def step(self) -> None:
-        """Dispatch the next prefill chunk and the next round, and read the results that are due. An exception (Ctrl-C is one) may have
+        """Dispatch the next prefill chunk and the next rounds, and read the results that are due. An exception (Ctrl-C is one) may have
         torn the device's state apart: every request is then cancelled, and the engine starts anew. ConfigError from inside a callback:
         a result is being handed out, and one that is read meanwhile would come before the rest of it."""
         if self._stepping:
@@ -158,7 +161,7 @@ class Engine:
             new = [(c.request, tiles[-1]) for c, tiles in chunks if c.ends and c.request.num_generated == 0]
             prompts = [(c, tiles) for c, tiles in chunks if c.request.params.prompt_logprobs is not None]
             self._launched(InFlight(verification, new, is_round=False, prompts=prompts))
-        launched = self._launch_round() or bool(step.chunks)
+        launched = self._launch_rounds() or bool(step.chunks)
         if not launched and self._in_flight:
             self._read()
 
@@ -176,12 +179,12 @@ class Engine:
             self._featured = self.scheduler.changes
         return self._features
 
-    def _launch_round(self) -> bool:
+    def _launch_rounds(self) -> bool:
         scheduler, runner = self.scheduler, self.runner
-        found = scheduler.schedule_round()
+        found = scheduler.schedule_rounds()
         while found.wait:
             self._read()
-            found = scheduler.schedule_round()
+            found = scheduler.schedule_rounds()
         runner.deactivate(found.cleared)
         if not found.requests:
             return False
@@ -195,7 +198,7 @@ class Engine:
 
     def _num_drafts(self, request: Request, num_drafts: int, *, longest: bool = False) -> int:
         """Drafts that the request is allowed in a round of K = num_drafts that starts at its cached tokens, as limit_drafts masks them;
-        longest: at the most tokens that it can have by the next round (`num_unread_rounds` counts that round already)."""
+        longest: at the most tokens that it can have by the next step's last round (`num_unread_rounds` counts its rounds already)."""
         allowed = min(num_drafts, request.max_drafts)
         speculative = self.runner.speculative
         if speculative is not None and speculative.draft_max_model_len is not None:
@@ -214,19 +217,25 @@ class Engine:
         """Wait for the oldest result, here and nowhere else, and hand each request its tokens."""
         result = self._in_flight.popleft()
         verification = jax.tree.map(np.asarray, result.verification)
-        tokens, num_sampled = verification.output_tokens, verification.num_sampled
         now = time.perf_counter()
         if result.is_round:
             self.stats.timings.decode_seconds += now - self._clock
-            self.stats.timings.num_rounds += bool(num_sampled.any())
         else:
             self.stats.timings.prefill_seconds += now - self._clock
         self._clock = now
         for chunk, tiles in result.prompts:
             add_prompt_logprobs(chunk, tiles, verification.prompt_logprobs)
+        for part in each_round(verification):
+            self._hand_out(result, part, now)
+
+    def _hand_out(self, result: InFlight, verification: Verification, now: float) -> None:
+        """One round's tokens, or a prefill's, to each request."""
+        tokens, num_sampled = verification.output_tokens, verification.num_sampled
+        self.stats.timings.num_rounds += result.is_round and bool(num_sampled.any())
         for request, row in result.rows:
             sampled = tokens[row, : num_sampled[row]].tolist()
             if request.params.logprobs is not None and request.finish_reason is None:
+                assert verification.logprobs is not None
                 request.logprobs += logprobs_of(verification.logprobs, row, sampled, request.params.logprobs)
             self._hand_over(request, sampled, result, now)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import kernels as kernel_choice
-from jaxspec import pool_sizes, synthetic
+from jaxspec import synthetic
 from jaxspec.attention import join_projections
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.detokenizer import Detokenizer
@@ -172,6 +172,7 @@ class LLM:
             lines.append(
                 f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, "
                 f"rejection {s.rejection_sample_method}, drafts {s.draft_sample_method}, compilation {self.config.compilation}"
+                + (f", {self.runner.rounds_per_step} rounds a step" if self.runner.rounds_per_step > 1 else "")
             )
             switches = [
                 f"{n} {getattr(d, n)}" for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if hasattr(d, n)
@@ -401,11 +402,11 @@ class LLM:
         kinds = USUAL if sampling_params is None else [self._with_words(params) for params in sampling_params]
         limit, runner = self.config.max_model_len, self.runner
         longest = limit if lengths is None else min(limit, max(lengths))
-        pages = runner.pages_buckets(1, longest + runner.num_speculative_tokens + 1)  # a text grows through the smaller ones
+        pages = runner.buckets.every_pages(1, longest + runner.num_speculative_tokens + 1)  # a text grows through the smaller ones
         assert self.config.batch_buckets is not None
         most = max(batch_sizes or self.config.batch_buckets)
         batches = [b for i, b in enumerate(self.config.batch_buckets) if i == 0 or self.config.batch_buckets[i - 1] < most]
-        tiles = runner.tiles_buckets(1, -(-longest // runner.prefill_tile) * min(most, self.config.max_num_seqs))
+        tiles = runner.buckets.every_tiles(1, -(-longest // runner.prefill_tile) * min(most, self.config.max_num_seqs))
         return self._warm(kinds, batches, pages, tiles)
 
     def warmup_for(
@@ -426,18 +427,17 @@ class LLM:
         in_tiles = [-(-n // runner.prefill_tile) for n in (tokens if again else prompt_tokens)]
         most = sum(in_tiles[-running:])
         # What a prefix of others, or the call before, leaves of a prompt may be less than any prompt.
-        is_cut = self.config.enable_prefix_caching or again or most > runner.max_tiles
-        tiles = runner.tiles_buckets(1 if is_cut else in_tiles[0], most)
+        is_cut = self.config.enable_prefix_caching or again or most > runner.buckets.max_tiles
+        tiles = runner.buckets.every_tiles(1 if is_cut else in_tiles[0], most)
         longest = tokens[-1] + runner.num_speculative_tokens + 1
-        return self._warm([r.params for r in requests], batches, runner.pages_buckets(prompt_tokens[0], longest), tiles)
+        return self._warm([r.params for r in requests], batches, runner.buckets.every_pages(prompt_tokens[0], longest), tiles)
 
     def _may_preempt(self, tokens: Sequence[int]) -> bool:
         """Whether requests of so many tokens each may hold more blocks than there are."""
         runner = self.runner
-        rows = {"head_room": runner.num_speculative_tokens + 1, "max_chunk": runner.max_tiles * runner.prefill_tile}
         lengths = [min(n + runner.num_speculative_tokens, self.config.max_model_len) for n in tokens]
         return any(
-            sum(pool_sizes.demand(group, max_model_len=n, **rows).least for n in lengths) > blocks
+            sum(runner.demand(group, n).least for n in lengths) > blocks
             for group, blocks in zip(runner.cache_groups, runner.num_blocks, strict=True)
         )
 

@@ -14,6 +14,7 @@ from jaxspec import drafts, models
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig
 from jaxspec.params import Params, ParamSpec
 from jaxspec.pool_sizes import demand, layer_block_bytes
+from jaxspec.rounds import rounds_per_step
 
 GIB = 1 << 30
 # Bytes of memory as the data sheets give them.
@@ -100,9 +101,10 @@ def memory_plan(
     if not 0 < utilization <= 1:
         raise ConfigError(f"utilization: expected a share in (0, 1], got {utilization}")
     K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
-    pools = partial(
-        group_plans, dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len, head_room=K + 1, max_chunk=max_num_batched_tokens
-    )
+    target_weights = weight_bytes(models.family(target).param_specs(target), dtype)
+    rows = {"max_model_len": max_model_len, "head_room": K + 1, "max_chunk": max_num_batched_tokens}
+    rows["rounds_per_step"] = rounds_per_step(EngineConfig(), on_gpu=True, weight_bytes=target_weights)
+    pools = partial(group_plans, dtype=dtype, max_num_seqs=max_num_seqs, **rows)
     groups = pools("target", target, target.cache_groups(block_size, max_model_len))
     draft_weights = buffers = 0
     if draft is not None:
@@ -112,7 +114,7 @@ def memory_plan(
         pending = (K + 1) * (width * itemsize + 4)
         buffers = max_num_seqs * (pending + K * (draft.draft_vocab_size * 4 + 4))
     return MemoryPlan(
-        target_weights=weight_bytes(models.family(target).param_specs(target), dtype),
+        target_weights=target_weights,
         draft_weights=draft_weights,
         groups=groups,
         draft_buffers=buffers,

@@ -105,8 +105,8 @@ class SchedulerCounts:
 
 @dataclass
 class RequestTimes:
-    """When a request's tokens were read, in seconds of one clock. A round's tokens come together: inter_token is the time between two
-    results, as a client that streams sees it (vLLM's ITL), and num_tokens_at_first what came with the first."""
+    """When a request's tokens were read, in seconds of one clock. Those of a step's rounds come together: inter_token is the time between
+    two results, as a client that streams sees it (vLLM's ITL), and num_tokens_at_first what came with the first."""
 
     arrival: float
     first: float | None = None
@@ -119,7 +119,7 @@ class RequestTimes:
         """num_tokens new ones were read."""
         if self.last is None:
             self.first, self.num_tokens_at_first = now, num_tokens
-        else:
+        elif now > self.last:
             self.inter_token.append(now - self.last)
         self.last = now
         self.num_tokens += num_tokens

@@ -13,8 +13,13 @@ import jax
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig
 from jaxspec.kv_cache import init_cache
 
-ROUNDS_AHEAD = 2  # results on their way while another round is launched
 PREFILLS_AHEAD = 2  # prompts whose next chunks have blocks of a group with a window at the same time
+
+
+def steps_ahead(rounds_per_step: int) -> int:
+    """Results on their way while another step is launched, so that the device never waits for Python: two of a round each, however short
+    that is; a step of several rounds is made to last longer than the host takes for the next."""
+    return 2 if rounds_per_step == 1 else 1
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,10 @@ class PoolDemand:
         return min(2 * most if caching else most, count * self.whole)
 
 
-def demand(group: CacheGroup, *, max_model_len: int, head_room: int, max_chunk: int) -> PoolDemand:
+def demand(group: CacheGroup, *, max_model_len: int, head_room: int, max_chunk: int, rounds_per_step: int) -> PoolDemand:
     """head_room: rows of a round, K + 1. max_chunk: tokens of a prefill call."""
     # A round's first row is the draft's oldest pending one, K + 1 before the target's at most.
-    rows = (ROUNDS_AHEAD + 2) * head_room
+    rows = (1 + (steps_ahead(rounds_per_step) + 1) * rounds_per_step) * head_room
     whole = -(-max_model_len // group.block_size)
     return PoolDemand(whole, min(whole, most_pages(group, rows)), min(whole, most_pages(group, max_chunk)), group.reach is not None)
 

@@ -39,8 +39,8 @@ class Request:
 
     The scheduler's part: slot, its row on the device; blocks of each KV-cache group; hashes of its full blocks, of which num_registered
     may be shared; num_prefilled known tokens sent to prefill; num_cached tokens in the target's cache by the results read so far, of which
-    the draft has consumed the first num_consumed, so that no row before is computed again; num_unread results that are on their way,
-    num_unread_rounds of them of rounds.
+    the draft has consumed the first num_consumed, so that no row before is computed again; num_unread rounds, and prompts that ended,
+    whose results are on their way, num_unread_rounds of them rounds.
     """
 
     prompt_token_ids: list[int]

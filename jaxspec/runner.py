@@ -1,7 +1,7 @@
 """The device's side of the engine: the resident state, the KV pool, and which compiled program runs for which batch.
 
-Everything here dispatches and returns at once; nothing waits for the device. Shapes come from few buckets: rows of the batch, tiles of a
-prefill call, and, on a CPU, pages of the block table (attention over padding doubles the time there; on a GPU the table is whole).
+Everything here dispatches and returns at once; nothing waits for the device. Shapes come from few buckets: rows of the batch, and those of
+jaxspec.buckets.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode, pool_sizes, slots
+from jaxspec import decode, pool_sizes, rounds, slots
 from jaxspec.block_tables import BlockTables
+from jaxspec.buckets import Buckets, power_of_two
 from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.params import Params
@@ -33,10 +34,8 @@ logger = logging.getLogger(__name__)
 GRAPHS_BELOW_BYTES = 4 << 30  # a target whose round lasts longer than the host takes to launch its kernels does without CUDA graphs
 CPU_POOL_BYTES = 4 << 30
 RESERVE_BYTES = 1 << 30  # for programs, and what the allocator cannot use
-MIN_PAGES_TOKENS = 128  # page tables are bucketed in powers of two from here up
 MIN_STOPS = 4
 MIN_WORDS = (8, 4)  # bad words of a request, and tokens of each
-MIN_PREFILL_TOKENS = 192  # of a prefill call's bucket on a GPU, where fewer take as long
 ADMISSIONS = 8  # slots that one call of slots.admit fills
 GREEDY = SamplingFeatures(sampled=False)
 
@@ -66,14 +65,16 @@ class ModelRunner:
         self.on_gpu = jax.default_backend() == "gpu"
         # A tile holds whole row tiles of the attention kernel (48 rows); jnp gathers a request's keys for each tile, so it has fewer.
         self.prefill_tile = 48 if kernels.attention == "mosaic_gpu" else 32
+        self.buckets = Buckets(config, self.prefill_tile, self.on_gpu)
         self.weight_bytes = sum(a.nbytes for a in jax.tree.leaves(params["target"]))
+        self.rounds_per_step = rounds.rounds_per_step(config, on_gpu=self.on_gpu, weight_bytes=self.weight_bytes)
         self.eos_token_ids = eos_token_ids
         self._features = GREEDY  # those that the state's sampling parameters have the structure of
         self._num_stops = power_of_two(max(MIN_STOPS, len(eos_token_ids)))  # columns of the state's stop tokens
         self._words = MIN_WORDS  # shape of the state's bad words
         self._state: DecodeState | None = None
         self._num_blocks: tuple[int, ...] | None = None
-        self.tables = BlockTables(len(self.cache_groups), self.max_pages)
+        self.tables = BlockTables(len(self.cache_groups), self.buckets.max_pages)
 
     # --- what is static ----------------------------------------------------------------------------------------------------------
 
@@ -121,39 +122,6 @@ class ModelRunner:
     def num_drafts(self, batch_size: int) -> int:
         return self.speculative.num_drafts(batch_size) if self.speculative else 0
 
-    @property
-    def max_pages(self) -> int:
-        return -(-self.config.max_model_len // self.config.block_size)
-
-    def pages_bucket(self, num_blocks: int) -> int:
-        """Columns of the block table for requests of at most so many blocks."""
-        if self.on_gpu:
-            return self.max_pages
-        size = self.config.block_size
-        return min(-(-power_of_two(max(num_blocks * size, MIN_PAGES_TOKENS)) // size), self.max_pages)
-
-    def tiles_bucket(self, num_tiles: int) -> int:
-        """Tiles of a prefill call that holds at least so many: powers of two, on a GPU three quarters of them as well."""
-        if self.config.batch_invariant:
-            return self.max_tiles
-        if not self.on_gpu:
-            return min(power_of_two(num_tiles), self.max_tiles)
-        size = power_of_two(max(num_tiles, -(-MIN_PREFILL_TOKENS // self.prefill_tile)))
-        return min(size * 3 // 4 if num_tiles <= size * 3 // 4 else size, self.max_tiles)
-
-    def pages_buckets(self, shortest: int, longest: int) -> list[int]:
-        """Every bucket of requests that hold from shortest to longest tokens."""
-        size = self.config.block_size
-        return sorted({self.pages_bucket(n) for n in range(-(-shortest // size), -(-min(longest, self.config.max_model_len) // size) + 1)})
-
-    def tiles_buckets(self, fewest: int, most: int) -> list[int]:
-        """Every bucket of prefill calls of that many tiles."""
-        return sorted({self.tiles_bucket(n) for n in range(min(fewest, self.max_tiles), min(most, self.max_tiles) + 1)})
-
-    @property
-    def max_tiles(self) -> int:
-        return max(1, self.config.max_num_batched_tokens // self.prefill_tile)
-
     # --- memory ------------------------------------------------------------------------------------------------------------------
 
     @property
@@ -166,19 +134,21 @@ class ModelRunner:
         """Of the whole KV cache."""
         return sum(n * size for n, size in zip(self.num_blocks, self.block_bytes, strict=True))
 
+    def demand(self, group: CacheGroup, max_model_len: int) -> pool_sizes.PoolDemand:
+        """Blocks that texts of max_model_len tokens take."""
+        return pool_sizes.demand(
+            group,
+            max_model_len=max_model_len,
+            head_room=self.num_speculative_tokens + 1,
+            max_chunk=self.buckets.max_tiles * self.prefill_tile,
+            rounds_per_step=self.rounds_per_step,
+        )
+
     @property
     def num_blocks(self) -> tuple[int, ...]:
         """Of each group's pool; settled once, from what the device has free by then."""
         if self._num_blocks is None:
-            demands = [
-                pool_sizes.demand(
-                    group,
-                    max_model_len=self.config.max_model_len,
-                    head_room=self.num_speculative_tokens + 1,
-                    max_chunk=self.max_tiles * self.prefill_tile,
-                )
-                for group in self.cache_groups
-            ]
+            demands = [self.demand(group, self.config.max_model_len) for group in self.cache_groups]
             self._num_blocks = pool_sizes.settle(self.config, self.cache_groups, demands, self.block_bytes, self._room)
             held = ", ".join(f"{n} for {group}" for n, group in zip(self._num_blocks, self.cache_groups, strict=True))
             logger.info("KV cache: blocks of %d tokens, %s, %.2f GB", self.config.block_size, held, self.cache_bytes / 1e9)
@@ -201,7 +171,7 @@ class ModelRunner:
         """An estimate of what the largest programs need beside weights and caches: logits with the sampler's copies, prefill's rows."""
         target, rows = self.target_config, self.config.max_num_batched_tokens
         logits = 4 * min(4 * self.config.max_num_seqs * (self.num_speculative_tokens + 1) * target.vocab_size, 1 << 30)
-        logits = max(logits, 4 * 4 * self.max_tiles * target.vocab_size)
+        logits = max(logits, 4 * 4 * self.buckets.max_tiles * target.vocab_size)
         width = 8 * target.hidden_size + 3 * getattr(target, "intermediate_size", 4 * target.hidden_size)
         return logits + 2 * rows * width * self.dtype.itemsize + RESERVE_BYTES
 
@@ -330,8 +300,8 @@ class ModelRunner:
             first = len(tiles)
             tiles += [(chunk, offset) for offset in range(0, len(chunk.token_ids), tile)]
             rows.append(range(first, len(tiles)))
-        size = self.tiles_bucket(len(tiles))
-        pages = self.pages_bucket(max(chunk.request.num_pages for chunk in chunks))
+        size = self.buckets.tiles(len(tiles))
+        pages = self.buckets.pages(max(chunk.request.num_pages for chunk in chunks))
         tables = self.tables.for_prefill([chunk.request for chunk, _ in tiles], size, pages)
         tokens = np.zeros((size, tile), np.int32)
         at, start = np.full(size, self.num_rows, np.int32), np.zeros(size, np.int32)
@@ -353,14 +323,15 @@ class ModelRunner:
         return verification
 
     def round(self, features: SamplingFeatures, requests: Iterable[Request], *, num_drafts: int, limits_drafts: bool) -> Verification:
-        """Dispatch one round; its result's rows are the slots."""
+        """Dispatch a step's rounds; the rows of their results are the slots."""
         running = list(requests)
         self.tables.update(running)
-        tables = self.tables.for_round(self.pages_bucket(max(r.num_pages for r in running)))
+        tables = self.tables.for_round(self.buckets.pages(max(r.num_pages for r in running)))
         return self._round(self.round_config(features, num_drafts=num_drafts, limits_drafts=limits_drafts), tables)
 
     def _round(self, cfg: RoundConfig, tables: Any) -> Verification:
-        verification, self.state = decode.run_round(cfg, self.params, self.state, tables, self.config.compilation)
+        args = self.params, self.state, tables, self.config.compilation
+        verification, self.state = rounds.run_rounds(cfg, self.rounds_per_step, *args)
         return verification
 
     def warm(
@@ -374,7 +345,7 @@ class ModelRunner:
         limits_drafts: bool,
     ) -> int:
         """Run every program of these buckets once, on idle rows; prefills are (tiles, pages). params: for as many stop tokens and
-        bad words as these requests have. Returns how many rounds and prefills ran."""
+        bad words as these requests have. Returns how many programs of rounds and prefills ran."""
         count, sizes = 0, list(batches)
         round_features = replace(features, prompt_logprobs=False)
         self.use(features, params)
@@ -419,7 +390,3 @@ def slot_of(request: Request) -> int:
     """Of a request that is admitted or prefilled: only a round, or reading a result, takes slots away, and both come after."""
     assert request.slot is not None
     return request.slot
-
-
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -1,9 +1,9 @@
 """Which request runs where and when: slots, blocks, admission, prefill in chunks, preemption. Host logic alone, no jax.
 
-A request waits until a slot and blocks for its known tokens are free, is prefilled in chunks between the others' rounds, and then
+A request waits until a slot and blocks for its known tokens are free, is prefilled in chunks between the others' steps, and then
 generates in every round until it ends. The device runs ahead of what the host has read, so a request holds blocks for every token
-that its unread rounds may bring, and for one round more. Where blocks run out, the request admitted last gives its own up and waits again
-at the head of the queue: it is prefilled anew over its prompt and all that it generated, and nothing of that is sampled again.
+that its unread rounds may bring, and for those of the next step's. Where blocks run out, the request admitted last gives its own up and
+waits again at the head of the queue: it is prefilled anew over its prompt and all that it generated, and nothing of that is sampled again.
 
 Each KV-cache group has blocks of its own. Of one with a window a request holds what its next program reads and writes, and no more: while
 it is prefilled, blocks for the next chunk alone.
@@ -26,7 +26,7 @@ from jaxspec.request import FinishReason, Request
 class SchedulerConfig:
     """buckets: batch sizes that rounds are compiled for, ascending. max_num_batched_tokens: of one prefill call, which is made of tiles of
     prefill_tile rows, each of one request. head_room: positions past a request's cached ones that a round may write, K + 1.
-    has_draft: whether prefix blocks hold a draft's keys and values as well."""
+    rounds_per_step: rounds that are launched together. has_draft: whether prefix blocks hold a draft's keys and values as well."""
 
     max_num_seqs: int
     buckets: tuple[int, ...]
@@ -35,12 +35,18 @@ class SchedulerConfig:
     prefill_tile: int
     block_size: int
     head_room: int = 1
+    rounds_per_step: int = 1
     has_draft: bool = False
 
     @property
     def max_chunk(self) -> int:
         """Tokens of one prefill call, in whole tiles."""
         return max(1, self.max_num_batched_tokens // self.prefill_tile) * self.prefill_tile
+
+    @property
+    def step_room(self) -> int:
+        """Positions past a request's cached ones that the rounds of a step may write."""
+        return self.rounds_per_step * self.head_room
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Chunk:
 
 @dataclass
 class Step:
-    """What the device is to do before the next round, in this order.
+    """What the device is to do before the next rounds, in this order.
 
     cleared: slots whose row must stop generating, as the host alone knows that it has ended. sources: the row that each row of the new
     batch comes from (-1: an idle one), None if rows stay. admitted: requests whose parameters go to their slots. chunks: prefill.
@@ -72,8 +78,8 @@ class Step:
 
 
 @dataclass
-class Round:
-    """requests: who generates in the next round (nobody: there is none). cleared: as in Step. wait: blocks are short, read first."""
+class Rounds:
+    """Of the next step. requests: who generates (nobody: there are none). cleared: as in Step. wait: blocks are short, read first."""
 
     requests: list[Request] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
@@ -81,7 +87,7 @@ class Round:
 
 
 class Scheduler:
-    """Over the blocks of each KV-cache group. `schedule`, then `schedule_round`, over and over; `read` for every result."""
+    """Over the blocks of each KV-cache group. `schedule`, then `schedule_rounds`, over and over; `read` for every result."""
 
     def __init__(self, config: SchedulerConfig, groups: Sequence[GroupBlocks]) -> None:
         self.config, self.groups = config, tuple(groups)
@@ -115,7 +121,7 @@ class Scheduler:
         self.changes += 1
         request.admitted = self._admissions
 
-    # --- before a round -----------------------------------------------------------------------------------------------------------
+    # --- before a step -----------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
         """Admit whom there is room for, and choose the next tiles of prefill."""
@@ -146,7 +152,7 @@ class Scheduler:
         return admitted
 
     def _give_blocks(self, request: Request, spare: int) -> bool:
-        """Blocks for the request's known tokens and its first round: shared ones for a cached prefix, and new ones."""
+        """Blocks for the request's known tokens and its first rounds: shared ones for a cached prefix, and new ones."""
         count = self._find_prefix(request)
         request.num_prefilled = request.num_consumed = count * self.config.block_size
         request.num_registered, request.num_cached = count, 0
@@ -171,13 +177,13 @@ class Scheduler:
         return longest_prefix(self.groups, request.hashes[: (len(known) - 1) // size])
 
     def _num_pages(self, request: Request, group: CacheGroup) -> int:
-        """Blocks of the request up to the last that its next program may write: a round after its unread ones, or the next chunk of its
-        prompt. A group that sees everything has blocks for the whole prompt, and a round, from the start."""
+        """Blocks of the request up to the last that its next program may write: a step after its unread rounds, or the next chunk of its
+        prompt. A group that sees everything has blocks for the whole prompt, and a step, from the start."""
         config = self.config
         if request.is_prefilled:
-            end = request.num_cached + (request.num_unread_rounds + 1) * config.head_room
+            end = request.num_cached + request.num_unread_rounds * config.head_room + config.step_room
         else:
-            end = request.num_known + config.head_room
+            end = request.num_known + config.step_room
             if group.reach is not None:
                 end = min(end, request.num_prefilled + config.max_chunk)
         last_round = len(request.prompt_token_ids) + request.max_tokens + config.head_room - 1
@@ -221,13 +227,13 @@ class Scheduler:
             self._register(request)
         return chunks
 
-    def schedule_round(self) -> Round:
+    def schedule_rounds(self) -> Rounds:
         """Who generates next, each with blocks for it; who is being prefilled gets those of his next chunk.
 
         The request admitted first always gets what it needs, so that something ends. Others give way to whoever generates and was admitted
         before them; for a chunk of prefill they wait.
         """
-        found = Round()
+        found = Rounds()
         order = sorted(self.running, key=lambda r: r.admitted)
         for request in order:
             if request.slot is None or not request.may_generate:
@@ -236,14 +242,14 @@ class Scheduler:
                 if not request.is_prefilled and request is not order[0]:
                     break
                 if any(r.num_unread for r in self.running):
-                    return Round(wait=True)
+                    return Rounds(wait=True)
                 self._preempt_last()
             if request.slot is not None and request.is_prefilled:
                 found.requests.append(request)
         found.cleared = self._take_cleared()
         for request in found.requests:
-            request.num_unread += 1
-            request.num_unread_rounds += 1
+            request.num_unread += self.config.rounds_per_step
+            request.num_unread_rounds += self.config.rounds_per_step
         return found
 
     def _reserve(self, request: Request) -> bool:
@@ -262,10 +268,10 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.counts.num_preemptions += 1
 
-    # --- after a round ------------------------------------------------------------------------------------------------------------
+    # --- after a step ------------------------------------------------------------------------------------------------------------
 
     def read(self, request: Request, tokens: Sequence[int], *, is_round: bool) -> int:
-        """A result of the device for a request: the tokens that it sampled. Returns how many of them count."""
+        """What a round, or the end of a prompt, brought for a request: the tokens that it sampled. Returns how many of them count."""
         request.num_unread -= 1
         request.num_unread_rounds -= is_round
         if request.finish_reason is not None:

@@ -43,6 +43,7 @@ def main(
     parts: Annotated[str, option("What to time of each case.")] = ",".join(PARTS),
     rounds: Annotated[int, option("Rounds dispatched back to back.")] = 64,
     repeats: Annotated[int, option("How often; medians are printed.")] = 5,
+    rounds_per_step: Annotated[int | None, option("Of the engine: rounds that one program runs. [default: its choice]")] = None,
     dtype: Annotated[str, option("bfloat16, float32, or auto: bfloat16 on a GPU.")] = "auto",
     output_json: Annotated[Path | None, option("Write everything to this file, after every case.")] = None,
     profile: Annotated[Path | None, option("Write a profiler trace of a few rounds of each case here, after the timing.")] = None,
@@ -72,8 +73,9 @@ def main(
         numbers = DTYPES[("bfloat16" if jax.default_backend() == "gpu" else "float32") if dtype == "auto" else dtype]
         record: dict[str, Any] = environment() | measure_rates()
         print(describe(record), flush=True)
-        record |= {"settings": {"preset": preset, "implementation": implementation, "rounds": rounds, "repeats": repeats}, "cases": []}
-        weights, effort = Weights(numbers), Effort(rounds, repeats)
+        settings = {"preset": preset, "implementation": implementation, "rounds": rounds, "repeats": repeats}
+        record |= {"settings": settings | {"rounds_per_step": rounds_per_step}, "cases": []}
+        weights, effort = Weights(numbers), Effort(rounds, repeats, rounds_per_step)
         for i, case in enumerate(cases, start=1):
             print(f"[{i}/{len(cases)}] {case.name}", flush=True)
             result = run_case(case, weights, chosen, effort, timed, record, profile)

@@ -59,6 +59,7 @@ def main(
     max_num_batched_tokens: Annotated[int, option("Of a prefill call; vLLM's default on this GPU.")] = 8192,
     max_model_len: Annotated[int | None, option("[default: what prompts and outputs need]")] = None,
     prefix_caching: Annotated[bool, option("Share the blocks of equal prefixes.", "--prefix-caching/--no-prefix-caching")] = True,
+    rounds_per_step: Annotated[int | None, option("Rounds that one program runs. [default: the engine's choice]")] = None,
     dtype: Annotated[str, option("bfloat16, float32, or auto: bfloat16 on a GPU.")] = "auto",
     output_json: Annotated[Path | None, option("Write everything to this file, after every run.")] = None,
 ) -> None:
@@ -80,7 +81,7 @@ def main(
         settings: dict[str, Any] = {"model": model, "target": target, "draft": draft, "method": method, "input_len": input_len}
         settings |= {"num_speculative_tokens": num_speculative_tokens, "acceptance_length": None if is_real else acceptance_length}
         settings |= {"dataset": dataset, "num_prompts": num_prompts, "ignore_eos": ignore_eos, "temperature": temperature, "seed": seed}
-        settings |= {"max_num_batched_tokens": max_num_batched_tokens, "prefix_caching": prefix_caching}
+        settings |= {"max_num_batched_tokens": max_num_batched_tokens, "prefix_caching": prefix_caching, "rounds_per_step": rounds_per_step}
         record: dict[str, Any] = environment() | measure_rates() | {"settings": settings, "runs": []}
         print(describe(record), flush=True)
         for rule, size in itertools.product(rules, sizes):
@@ -92,6 +93,7 @@ def main(
                 "batch_buckets": (min(size, count),),
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "enable_prefix_caching": prefix_caching,
+                "rounds_per_step": rounds_per_step,
             }
             if not is_real:  # caches of one size for every concurrency: they share the programs of prefill
                 engine["num_gpu_blocks_override"] = max(sizes) * -(-longest // EngineConfig.block_size)

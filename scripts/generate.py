@@ -72,6 +72,7 @@ def main(
     ] = None,
     max_num_seqs: Annotated[int | None, option("Requests that run together. [default: 8; in the demo 1]")] = None,
     compilation: Annotated[str, option("One program a round, one a draft step, or none: round, step or eager.")] = "round",
+    rounds_per_step: Annotated[int | None, option("Rounds that one program runs. [default: 4 for a small target on a GPU, else 1]")] = None,
     kernels: Annotated[str, option("reference (plain jnp), mosaic_gpu (Hopper), auto for what runs, or op=name,op=name.")] = "auto",
     output_json: Annotated[Path | None, option("Write prompts, tokens, texts, metrics and timings to this file.")] = None,
     quiet: Annotated[bool, option("Print the figures only.", "--quiet")] = False,
@@ -124,7 +125,7 @@ def main(
         # The demo shows what one user waits for: a CPU has no arithmetic to spare for the drafts of eight requests at once.
         max_num_seqs = (8 if prompt or dataset is not None else 1) if max_num_seqs is None else max_num_seqs
         engine: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-        engine |= {"compilation": compilation, "kernels": kernels}
+        engine |= {"compilation": compilation, "rounds_per_step": rounds_per_step, "kernels": kernels}
         llm = LLM.from_pretrained(target, speculative=speculative, **engine)
         if not quiet:
             print(llm.describe(), flush=True)

@@ -20,7 +20,7 @@ from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
 from jaxspec.block_tables import one_or_all
-from jaxspec.config import EngineConfig, RoundConfig, SpeculativeConfig
+from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode import DecodeState
 from jaxspec.engine import Engine
 from jaxspec.kv_cache import KVCache, init_cache
@@ -43,10 +43,11 @@ NEVER = 1 << 30  # max_tokens that no run reaches
 
 @dataclass(frozen=True)
 class Effort:
-    """rounds: calls dispatched back to back; repeats: how often that is timed."""
+    """rounds: calls dispatched back to back; repeats: how often that is timed. rounds_per_step: the engine's (EngineConfig)."""
 
     rounds: int = 64
     repeats: int = 5
+    rounds_per_step: int | None = None
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class Weights:
 
 
 class TimedEngine(Engine):
-    """The engine, with the time at which each round's result was read."""
+    """The engine, with the time at which each step's result was read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -133,6 +134,7 @@ def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Para
             block_size=BLOCK_SIZE,
             compilation=case.compilation,  # type: ignore[arg-type]
             batch_buckets=(case.batch,),
+            rounds_per_step=effort.rounds_per_step,
             num_gpu_blocks_override=(case.batch * pages,) * len(groups),  # blocks of every group, as the requests start in all of them
         )
         return LLM((dimensions.target, target), draft, speculative, config=config, dtype=dtype)
@@ -266,15 +268,16 @@ class Workload:
         return timing.to_dict(REBUILDS)
 
     def time_engine(self) -> dict[str, Any]:
-        """Wall clock a round in the engine's own loop, which reads each round's result: the steady state, while all requests are live."""
+        """Wall clock a round in the engine's own loop, which reads each step's results: the steady state, while all requests are live."""
         seconds = [self._engine_round() for _ in range(self.effort.repeats + 1)][1:]  # the first one warms the loop up
-        return Timing(tuple(seconds)).to_dict() | {"acceptance_length": self.engine.stats.metrics.mean_acceptance_length}
+        found = {"acceptance_length": self.engine.stats.metrics.mean_acceptance_length}
+        return Timing(tuple(seconds)).to_dict() | found | {"rounds_per_step": self.llm.runner.rounds_per_step}
 
     def _engine_round(self) -> float:
         engine, case = self.engine, self.case
         tokens = int((self.effort.rounds - 1) * case.acceptance_length)
         params = SamplingParams(case.temperature, max_tokens=tokens)
-        ended: list[int] = []  # rounds read when a request ended
+        ended: list[int] = []  # steps read when a request ended
         note_end = lambda request, _: request.finish_reason and ended.append(len(engine.read_at))  # noqa: E731
         engine.runner.adopt(jax.block_until_ready(self.rewind(self.state, tokens)))
         engine.read_at = []
@@ -285,8 +288,11 @@ class Workload:
         while engine.has_requests:
             engine.step()
         self.state = engine.runner.release()
+        per_step = self.llm.runner.rounds_per_step
+        if ended[0] < 2:
+            raise ConfigError(f"--rounds: expected some steps of {per_step} rounds, at least {8 * per_step}, got {self.effort.rounds}")
         read = engine.read_at[min(DISCARDED, ended[0] - 2) : ended[0]]
-        return (read[-1] - read[0]) / (len(read) - 1)
+        return (read[-1] - read[0]) / (len(read) - 1) / per_step
 
     def trace(self, folder: Path, rounds: int = 3) -> None:
         """Write a profiler trace of a few rounds; CUDA graphs are off in it, so its times are not the round's."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import decode, drafts, models
+from jaxspec import decode, drafts, models, rounds
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.config import CacheGroup, Kernels, RoundConfig
 from jaxspec.sampling import SamplingState
@@ -37,6 +37,7 @@ class Round:
     sampled: bool
     truncated: bool = False
     layers: int = 3
+    num_rounds: int = 1  # of the program
 
 
 ROUNDS = {
@@ -45,6 +46,7 @@ ROUNDS = {
     "smollm2, K 3, greedy": Round("smollm2-135m", 3, sampled=False),
     "smollm2, K 5, sampled": Round("smollm2-135m", 5, sampled=True),
     "smollm2, K 5, sampled, top-k and top-p": Round("smollm2-135m", 5, sampled=True, truncated=True),
+    "smollm2, K 3, sampled, 4 rounds": Round("smollm2-135m", 3, sampled=True, num_rounds=4),
 }
 TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for top-p
 # Norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual.
@@ -56,10 +58,16 @@ class Compiled:
     """hlo: optimised. thunks: what the host or a CUDA graph launches, in order. ptxas: its report on every Mosaic kernel."""
 
     cfg: RoundConfig
+    num_rounds: int
     hlo: str
     thunks: Thunk
     ptxas: str
     aliased: int  # bytes of the results that live in donated arguments
+
+    @property
+    def round(self) -> Thunk:
+        """What launches a round: of several, the body of their loop."""
+        return self.thunks if self.num_rounds == 1 else body_of(self.thunks)
 
 
 @dataclass
@@ -74,6 +82,13 @@ class Thunk:
         if not self.inside or self.kind == "kDynamicSliceFusion":
             return Counter([self.kind])
         return sum((thunk.launches() for thunk in self.inside), Counter())
+
+
+def body_of(thunk: Thunk) -> Thunk:
+    """Of the first loop in it."""
+    loop = next(inside for inside in thunk.inside if inside.kind == "kWhile")
+    [body] = [part for part in loop.inside if part.kind == "body"]
+    return body
 
 
 def parse_thunks(dump: str) -> Thunk:
@@ -137,11 +152,19 @@ def compiled(case: Round) -> Compiled:
     cfg = configured(case)
     with tempfile.TemporaryDirectory() as folder, h200.ptxas_report() as report:
         options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
-        arguments = abstract_arguments(cfg)
-        executable = h200.compile_for_h200(decode.decode_round, cfg, *arguments, static_argnums=0, donate_argnums=2, options=options)
-        [thunks] = Path(folder).glob("*jit_decode_round.thunk_sequence_after_thunk_passes.txt")
+        several = case.num_rounds > 1
+        static = (cfg, case.num_rounds) if several else (cfg,)
+        executable = h200.compile_for_h200(
+            rounds.decode_rounds if several else decode.decode_round,
+            *static,
+            *abstract_arguments(cfg),
+            static_argnums=tuple(range(len(static))),
+            donate_argnums=len(static) + 1,
+            options=options,
+        )
+        [thunks] = Path(folder).glob("*jit_decode_round*.thunk_sequence_after_thunk_passes.txt")
         aliased = executable.memory_analysis().alias_size_in_bytes
-        return Compiled(cfg, executable.as_text(), parse_thunks(thunks.read_text()), report(), aliased)
+        return Compiled(cfg, case.num_rounds, executable.as_text(), parse_thunks(thunks.read_text()), report(), aliased)
 
 
 @pytest.fixture(params=ROUNDS)
@@ -162,20 +185,25 @@ def test_donated_caches_are_updated_in_place(case: Compiled) -> None:
 
 
 def test_the_draft_loop_is_one_while_of_k_minus_1_trips(case: Compiled) -> None:
-    """A known count: the host does not read the loop's condition back, so it runs ahead of the device."""
+    """A known count, as that of the rounds: the host does not read the loop's condition back, so it runs ahead of the device."""
     loops = [line for line in case.hlo.splitlines() if re.search(r" while\(", line)]
     trips = [int(n) for line in loops for n in re.findall(r'"known_trip_count":{"n":"(\d+)"}', line)]
     assert len(loops) == len(trips)
-    assert trips == [case.cfg.num_speculative_tokens - 1, *(TRUNCATION_TRIPS if case.cfg.truncated else [])]
+    outer = [case.num_rounds] if case.num_rounds > 1 else []
+    assert trips == [case.cfg.num_speculative_tokens - 1, *(TRUNCATION_TRIPS if case.cfg.truncated else []), *outer]
 
 
 def test_a_round_is_three_cuda_graphs_and_one_of_them_is_the_loops_body(case: Compiled) -> None:
     """What lies before, in and after the draft loop; the host launches nothing else. Truncation adds its own loops after that."""
-    kinds = [thunk.kind for thunk in case.thunks.inside]
+    kinds = [thunk.kind for thunk in case.round.inside]
     assert kinds[:3] == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
     assert len(kinds) == 3 or case.cfg.truncated
-    [body] = [part for part in case.thunks.inside[1].inside if part.kind == "body"]
-    assert [thunk.kind for thunk in body.inside] == ["kCommandBuffer"]
+    assert [thunk.kind for thunk in body_of(case.round).inside] == ["kCommandBuffer"]
+
+
+def test_no_graph_holds_a_copy_to_an_address_that_the_host_computes(case: Compiled) -> None:
+    """It would have the host update the graph in every round."""
+    assert not {"kDynamicSliceFusion", "kAsyncStart", "kAsyncDone"} & set(case.thunks.launches())
 
 
 def test_nothing_calls_the_host_and_nothing_sorts(case: Compiled) -> None:
@@ -198,7 +226,8 @@ def test_no_kernel_spills(case: Compiled) -> None:
 def test_one_draft_step_rebuilds_the_metadata_once(case: Compiled) -> None:
     """Slots come from a look-up in the block table; a rebuild is the one place that makes them."""
     table = rf"= s32\[{BATCH},1,1\]\S* gather\(.*slice_sizes={{1,1}}.*"
-    lookups = [line for line in re.findall(table, case.hlo) if "/while/body/" in line and "jit(draft_step)" not in line]
+    loops = 1 if case.num_rounds == 1 else 2  # the draft's, and that of the rounds around it
+    lookups = [line for line in re.findall(table, case.hlo) if line.count("/while/body") == loops and "jit(draft_step)" not in line]
     assert len({re.search(r"stack_frame_id=(\d+)", line)[1] for line in lookups}) == 1  # type: ignore[index]
 
 
@@ -218,7 +247,7 @@ def test_a_pass_over_tokens_begins_with_one_launch(case: Compiled) -> None:
 @pytest.mark.parametrize("model", ["llama-3-8b", "smollm2-135m"])
 def test_launches_of_a_target_layer(model: str) -> None:
     """By the difference of two depths, so that no launch escapes for want of a name."""
-    [shallow] = [r for r in ROUNDS.values() if r.model == model and r.num_speculative_tokens == 3]
+    [shallow] = [r for r in ROUNDS.values() if r.model == model and r.num_speculative_tokens == 3 and r.num_rounds == 1]
     more = compiled(replace(shallow, layers=shallow.layers + 2)).thunks.launches()
     more.subtract(compiled(shallow).thunks.launches())
     assert more.total() <= 2 * LAUNCHES_PER_LAYER, dict(more)

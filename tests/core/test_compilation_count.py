@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams, SpeculativeConfig, decode
+from jaxspec import LLM, SamplingParams, SpeculativeConfig, rounds
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.sampling_params import features_of
 from tests.support.compilations import counting_compilations
@@ -28,8 +28,8 @@ def engine(model: Model, rule: str = "probabilistic", **changes: Any) -> LLM:
 
 
 @pytest.mark.usefixtures("toy_families")
-@pytest.mark.parametrize("speculative", [True, False])
-def test_nothing_compiles_after_warm_up(speculative: bool) -> None:
+@pytest.mark.parametrize(("speculative", "per_step"), [(True, 1), (True, 3), (False, 1)])
+def test_nothing_compiles_after_warm_up(speculative: bool, per_step: int) -> None:
     """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated requests."""
     table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
     llm = LLM(
@@ -37,12 +37,18 @@ def test_nothing_compiles_after_warm_up(speculative: bool) -> None:
         (ToyDraft(VOCAB), table) if speculative else None,
         SpeculativeConfig(method="eagle", num_speculative_tokens=1) if speculative else None,
         config=EngineConfig(
-            max_model_len=130 if speculative else 60, max_num_seqs=3, block_size=16, batch_buckets=(1, 3), max_num_batched_tokens=16
+            max_model_len=130 if speculative else 60,
+            max_num_seqs=3,
+            block_size=16,
+            batch_buckets=(1, 3),
+            max_num_batched_tokens=16,
+            rounds_per_step=per_step,
         ),
     )
     with counting_compilations() as compiled:
         llm.warmup()
-    assert compiled
+    assert any("decode_rounds)" in name for name in compiled) == (per_step > 1)
+    assert any("decode_round)" in name for name in compiled) == (per_step == 1)
     kinds = [SamplingParams(0.0), SamplingParams(1.0, seed=1), SamplingParams(0.9, top_k=5, top_p=0.9, seed=2, stop_token_ids=(3,))]
     with counting_compilations() as compiled:
         for seed, lengths in enumerate([(3,), (5, 9), (1, 58, 7), (41,), (33, 34, 35, 36), *([(115,), (129, 2)] if speculative else [])]):
@@ -77,9 +83,13 @@ def test_nothing_compiles_after_warmup_for_where_the_prefix_cache_shortens_promp
 
 
 @pytest.mark.usefixtures("toy_families")
-@pytest.mark.parametrize(("lengths", "max_tokens", "limit"), [((20, 20), 150, 192), ((150,), 2, 160)], ids=["preempted", "cut"])
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "limit", "per_step"),
+    [((20, 20), 150, 192, 1), ((20, 20), 150, 208, 4), ((150,), 2, 160, 1)],
+    ids=["preempted", "preempted, 4 rounds a step", "cut"],
+)
 def test_nothing_compiles_after_warmup_for_where_prefill_calls_are_larger_or_smaller_than_prompts(
-    lengths: tuple[int, ...], max_tokens: int, limit: int
+    lengths: tuple[int, ...], max_tokens: int, limit: int, per_step: int
 ) -> None:
     """A preempted request is prefilled with all that it has generated; of a prompt of five tiles and calls of four one is left."""
     table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
@@ -91,6 +101,7 @@ def test_nothing_compiles_after_warmup_for_where_prefill_calls_are_larger_or_sma
         max_num_batched_tokens=128,
         enable_prefix_caching=False,
         num_gpu_blocks_override=13,
+        rounds_per_step=per_step,
     )
     llm = LLM((ToyTarget(VOCAB), table), config=config)
     prompts, params = random_prompts(lengths), SamplingParams(0.0, max_tokens=max_tokens)
@@ -200,14 +211,14 @@ def test_ctrl_c_while_compiling_ahead_leaves_a_usable_engine(monkeypatch: pytest
     """A program had taken the state, and returned none."""
     llm = toy(max_model_len=40, max_num_seqs=2, block_size=16)
     expected = llm.generate([[1, 2], [3]], SamplingParams(0.0, max_tokens=5))
-    run = decode.run_round
+    run = rounds.run_rounds
 
     def interrupted(*args: Any) -> Any:
         run(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "run_round", interrupted)
+        patch.setattr(rounds, "run_rounds", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.warmup(sampling_params=[SamplingParams(0.0)])
     again = llm.generate([[1, 2], [3]], SamplingParams(0.0, max_tokens=5))

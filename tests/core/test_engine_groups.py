@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.block_pool import BlockPool
-from jaxspec.pool_sizes import demand
+from jaxspec.pool_sizes import demand, steps_ahead
 from tests.support.compilations import counting_compilations
 from tests.support.families import family_model
 from tests.support.tiny import VOCAB, Model
@@ -51,19 +51,26 @@ class Engines:
     least: tuple[int, ...]
 
 
-FAMILIES = [pytest.param(f, marks=[pytest.mark.slow] * (f == "deepseek_v4")) for f in PAIRS]
-of_several_groups = pytest.mark.parametrize("engines", [p for p in FAMILIES if len(PAIRS[p.values[0]][2]) > 1], indirect=True)  # type: ignore
+ROUNDS = {"gpt_oss": (1, 2), "llama4_text": (1, 2)}  # a step; of the others one
+FAMILIES = [
+    pytest.param((f, rounds), marks=[pytest.mark.slow] * (f == "deepseek_v4"), id=f"{f}-{rounds}")
+    for f in PAIRS
+    for rounds in ROUNDS.get(f, (1,))
+]
+of_several_groups = pytest.mark.parametrize("engines", [p for p in FAMILIES if len(PAIRS[p.values[0][0]][2]) > 1], indirect=True)  # type: ignore
+in_flight = pytest.mark.parametrize("ahead", [False, True])  # True: as on a GPU, programs are launched before a result is read
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
-    method, window, sights = PAIRS[request.param]
-    model = family_model(request.param, method, window=window)
+    family, rounds = request.param
+    method, window, sights = PAIRS[family]
+    model = family_model(family, method, window=window)
     roomy = make(model, (ROOM,) * len(sights), enable_prefix_caching=False)
     groups = roomy.runner.cache_groups
     assert [{k: v for k in ("window", "chunk") if (v := getattr(g, k))} for g in groups] == sights
-    least = tuple(demand(g, max_model_len=LIMIT, head_room=K + 1, max_chunk=32).least for g in groups)
-    small = make(model, (ROOM,) * len(sights))
+    least = tuple(demand(g, max_model_len=LIMIT, head_room=K + 1, max_chunk=32, rounds_per_step=rounds).least for g in groups)
+    small = make(model, (ROOM,) * len(sights), rounds_per_step=rounds)
     for blocks, count in zip(small.engine.scheduler.groups, least, strict=True):
         blocks.pool = BlockPool(count)
     with counting_compilations() as compiled:
@@ -98,18 +105,19 @@ def random_requests(count: int, seed: int) -> tuple[list[list[int]], list[Sampli
 
 def test_a_program_is_compiled_once_for_each_bucket_and_kind(engines: Engines) -> None:
     """Greedy and sampled."""
-    count = {name: sum(name in compiled for compiled in engines.compiled) for name in ("decode_round", "prefill")}
-    assert count == {"decode_round": 2, "prefill": 2}, engines.compiled
+    several = engines.small.runner.rounds_per_step > 1
+    count = {name: sum(name in compiled for compiled in engines.compiled) for name in ("decode_round)", "decode_rounds)", "prefill)")}
+    assert (count["decode_round)"], count["decode_rounds)"]) == ((0, 2) if several else (2, 0)), engines.compiled
+    assert count["prefill)"] == 2 or several, "with one round a step they are the same"
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@in_flight
 def test_each_of_many_requests_has_its_own_text_in_pools_far_too_small(
-    engines: Engines, depth: int, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """depth 2: as on a GPU, two programs are launched before a result is read."""
     small, roomy = engines.small, engines.roomy
-    monkeypatch.setattr(small.engine, "depth", depth)
-    prompts, params = random_requests(60, seed=1 + depth)
+    monkeypatch.setattr(small.engine, "depth", ahead * steps_ahead(small.runner.rounds_per_step))
+    prompts, params = random_requests(60, seed=1 + ahead)
     small.reset_metrics()
     with counting_compilations() as compiled:
         together = small.generate(prompts, params)
@@ -123,9 +131,10 @@ def test_each_of_many_requests_has_its_own_text_in_pools_far_too_small(
 
 
 @of_several_groups
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_text_as_long_as_can_be_holds_a_window_of_blocks_only(engines: Engines, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, held = engines.small, []
+@in_flight
+def test_a_text_as_long_as_can_be_holds_a_window_of_blocks_only(engines: Engines, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, rounds, held = engines.small, engines.small.runner.rounds_per_step, []
+    depth = ahead * steps_ahead(rounds)
     monkeypatch.setattr(small.engine, "depth", depth)
     (prompt,) = (np.random.default_rng(3).integers(0, VOCAB, 40).tolist(),)
 
@@ -138,15 +147,15 @@ def test_a_text_as_long_as_can_be_holds_a_window_of_blocks_only(engines: Engines
     assert output.token_ids == engines.roomy.generate([prompt], params)[0].token_ids
     for group, most, least in zip(small.runner.cache_groups, np.max(held, axis=0), engines.least, strict=True):
         if group.reach is not None:
-            in_flight = (depth + 2) * (K + 1)
-            assert 1 < most <= -(-(group.reach + in_flight) // SIZE) + 1 and least < LIMIT // SIZE // 2
+            rows = (1 + (depth + 1) * rounds) * (K + 1)
+            assert 1 < most <= -(-(group.reach + rows) // SIZE) + 1 and least < LIMIT // SIZE // 2
 
 
 @of_several_groups
 def test_a_pool_too_small_for_one_window_is_named_with_the_numbers(engines: Engines) -> None:
     blocks = (*engines.least[:-1], engines.least[-1] - 1)
     with pytest.raises(ConfigError, match=rf"KV cache: expected {engines.least[-1]} blocks of 4 tokens for (a window of|chunks of) \d"):
-        make(engines.model, blocks)
-    assert make(engines.model, engines.least).runner.num_blocks == engines.least
+        make(engines.model, blocks, rounds_per_step=engines.small.runner.rounds_per_step)
+    assert make(engines.model, engines.least, rounds_per_step=engines.small.runner.rounds_per_step).runner.num_blocks == engines.least
     with pytest.raises(ConfigError, match="num_gpu_blocks_override: expected a number for each of"):
         make(engines.model, (*engines.least, 9))

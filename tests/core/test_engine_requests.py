@@ -15,6 +15,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, Increment, Interrupted, SamplingParams, SpeculativeConfig
 from jaxspec import engine as engine_module
+from jaxspec.pool_sizes import steps_ahead
 from tests.support.tiny import VOCAB, agreeing_model
 from tests.support.toys import ToyDraft, ToyTarget
 
@@ -46,15 +47,15 @@ def make(*, draft: bool = True, rule: str = "probabilistic", spec: dict[str, Any
     )
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return make()
+@pytest.fixture(scope="module", params=[1, 4], ids=["a_round_a_step", "4_rounds_a_step"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return make(rounds_per_step=request.param)
 
 
 @pytest.fixture(scope="module")
 def cold() -> LLM:
-    """Of the same shapes, so that it shares the other's programs."""
-    return make(enable_prefix_caching=False)
+    """A round a step, and of the same shapes, so that it shares the other's programs."""
+    return make(enable_prefix_caching=False, rounds_per_step=1)
 
 
 def random_requests(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -91,6 +92,7 @@ def test_each_of_200_random_requests_has_its_own_text_in_a_pool_far_too_small(ll
     order = np.random.default_rng(2).permutation(200)
     together = llm.generate([prompts[i] for i in order], [params[i] for i in order])
     assert llm.scheduling.num_preemptions > 5 and llm.scheduling.num_prefix_hits > 0
+    cold.reset_metrics()
     for output, i in zip(together, order, strict=True):
         (alone,) = cold.generate([prompts[i]], params[i])
         assert (output.token_ids, output.finish_reason) == (alone.token_ids, alone.finish_reason), i
@@ -115,12 +117,12 @@ def test_requests_that_arrive_while_others_run_have_their_own_text(llm: LLM, col
 
 @pytest.fixture
 def ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """As on a GPU: two rounds are launched before a result is read."""
-    monkeypatch.setattr(llm.engine, "depth", 2)
+    """As on a GPU: more steps are launched before a result is read."""
+    monkeypatch.setattr(llm.engine, "depth", steps_ahead(llm.runner.rounds_per_step))
     return llm
 
 
-def test_requests_have_their_own_text_and_counts_with_two_rounds_in_flight(ahead: LLM, cold: LLM) -> None:
+def test_requests_have_their_own_text_and_counts_with_steps_in_flight(ahead: LLM, cold: LLM) -> None:
     """Stop strings end a request that the device goes on with; its blocks and its slot are another's by then."""
     prompts, params = random_requests(60, seed=11)
     rng = np.random.default_rng(12)
@@ -229,7 +231,7 @@ def test_a_bad_request_does_not_touch_those_that_run(llm: LLM) -> None:
 
 
 def test_ctrl_c_leaves_what_was_finished_and_a_usable_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [SamplingParams(0.0, max_tokens=n, ignore_eos=True) for n in (1, 40, 2)]
+    params = [SamplingParams(0.0, max_tokens=n, ignore_eos=True) for n in (1, 80, 2)]
     expected = [o.token_ids for o in llm.generate([[9], [10], [11]], params)]
     steps, step = [], engine_module.Engine._step
 
@@ -348,9 +350,10 @@ def test_a_request_drafts_as_many_tokens_as_it_asks_for(llm: LLM) -> None:
         assert (m.num_drafts == 0) == (n == 0) and m.num_accepted_tokens >= (n > 0)
 
 
-def test_past_draft_max_model_len_a_request_goes_on_without_drafts() -> None:
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_past_draft_max_model_len_a_request_goes_on_without_drafts(rounds: int) -> None:
     """Under the strict rule sampled text is plain decoding's as well."""
-    limited, plain = make(rule="strict", spec={"draft_max_model_len": 24}), make(draft=False)
+    limited, plain = make(rule="strict", spec={"draft_max_model_len": 24}, rounds_per_step=rounds), make(draft=False)
     params = [SamplingParams(t, seed=3, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
     prompts = [[20, 21, 22], [20, 21, 22]]
     outputs, expected = limited.generate(prompts, params), plain.generate(prompts, params)
@@ -361,10 +364,12 @@ def test_past_draft_max_model_len_a_request_goes_on_without_drafts() -> None:
     assert long.metrics.num_drafts == 0 and long.token_ids == plain.generate([list(range(30))], params[0])[0].token_ids
 
 
-def test_k_follows_the_batch_size_and_greedy_text_does_not() -> None:
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_k_follows_the_batch_size_and_greedy_text_does_not(rounds: int) -> None:
     """Rounds without drafts keep the draft's cache up to date: it is accepted again afterwards."""
     spec = {"num_speculative_tokens_per_batch_size": [(2, 3, 1), (4, 4, 0)]}
-    scheduled = make(spec=spec, batch_buckets=(1, 2, 4), num_gpu_blocks_override=LIMIT, max_num_batched_tokens=128)
+    wide = {"batch_buckets": (1, 2, 4), "num_gpu_blocks_override": LIMIT, "max_num_batched_tokens": 128}
+    scheduled = make(spec=spec, rounds_per_step=rounds, **wide)
     usual, params = make(), [SamplingParams(0.0, max_tokens=n, ignore_eos=True) for n in (4, 9, 16, 40)]
     prompts = [[20, 21], [22], [23, 24, 25], [26]]
     outputs, expected = scheduled.generate(prompts, params), usual.generate(prompts, params)
@@ -383,12 +388,13 @@ def test_max_tokens_1_ends_after_prefill_without_a_round(llm: LLM) -> None:
 def test_latencies_are_counted(llm: LLM) -> None:
     llm.reset_metrics()
     outputs = llm.generate([[20, 21], [22]], SamplingParams(0.0, max_tokens=12, ignore_eos=True))
-    for o in outputs:
-        assert o.times.num_tokens == 12 and len(o.times.inter_token) == o.metrics.num_drafts
+    results = [-(-o.metrics.num_drafts // llm.runner.rounds_per_step) for o in outputs]  # of a step's rounds come together
+    for o, count in zip(outputs, results, strict=True):
+        assert o.times.num_tokens == 12 and len(o.times.inter_token) == count
         assert o.times.latency >= o.times.time_to_first_token > 0 and o.times.time_per_output_token > 0  # type: ignore[operator]
     counted = llm.latency.to_dict()
     assert counted["num_requests"] == 2 and counted["ttft"]["p99"] >= counted["ttft"]["median"] > 0
-    assert len(llm.latency.itl) == sum(o.metrics.num_drafts for o in outputs)
+    assert len(llm.latency.itl) == sum(results)
 
 
 # ---- leaks

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec.buckets import Buckets
 from jaxspec.config import CacheGroup
 from jaxspec.kv_cache import PAD_SLOT
 from jaxspec.metadata import build_metadata
@@ -61,19 +62,15 @@ def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(
     runner = llm.runner
     for total in range(min(lengths or [1]), max(lengths or [limit]) + 1):
         blocks = -(-min(total + K + 1, limit) // 16)
-        assert runner.pages_bucket(blocks) in warmed["round_pages"]
+        assert runner.buckets.pages(blocks) in warmed["round_pages"]
         for running in (1, 2):
-            tiles = runner.tiles_bucket(min(running * -(-total // runner.prefill_tile), runner.max_tiles))
-            assert (tiles, runner.pages_bucket(blocks)) in warmed["prefills"], (total, running)
+            tiles = runner.buckets.tiles(min(running * -(-total // runner.prefill_tile), runner.buckets.max_tiles))
+            assert (tiles, runner.buckets.pages(blocks)) in warmed["prefills"], (total, running)
     assert list(warmed["batches"]) == [1, 2]
 
 
-def test_a_gpus_prefill_call_is_at_most_a_third_larger_than_its_prompts_and_warm_up_knows_every_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runner = engine(tiny_model("eagle"), True).runner
-    monkeypatch.setattr(runner, "on_gpu", True)
-    monkeypatch.setattr(runner, "prefill_tile", 48)  # 42 tiles to the default 2048 tokens
-    sizes = runner.tiles_buckets(1, 42)
+def test_a_gpus_prefill_call_is_at_most_a_third_larger_than_its_prompts_and_warm_up_knows_every_size() -> None:
+    buckets = Buckets(EngineConfig(), prefill_tile=48, on_gpu=True)  # 42 tiles to the default 2048 tokens
+    sizes = buckets.every_tiles(1, 42)
     assert sizes == [3, 4, 6, 8, 12, 16, 24, 32, 42]
-    assert [next(s for s in sizes if s >= n) for n in range(1, 43)] == [runner.tiles_bucket(n) for n in range(1, 43)]
+    assert [next(s for s in sizes if s >= n) for n in range(1, 43)] == [buckets.tiles(n) for n in range(1, 43)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from jaxspec.block_pool import BlockPool, hash_blocks
 from jaxspec.config import CacheGroup
 from jaxspec.group_blocks import GroupBlocks
-from jaxspec.pool_sizes import PoolDemand, demand
+from jaxspec.pool_sizes import PoolDemand, demand, steps_ahead
 from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.scheduler import Round, Scheduler, SchedulerConfig, Step
+from jaxspec.scheduler import Rounds, Scheduler, SchedulerConfig, Step
 
 VOCAB, STOP = 7, 0
 
@@ -117,7 +118,7 @@ class FakeDevice:
         generated = len(row.text) - len(row.request.prompt_token_ids)
         row.active = generated < row.request.max_tokens and not set(row.text[-num_new:]) & set(row.request.stop_token_ids)
 
-    def round(self, found: Round) -> list[tuple[Request, list[int]]]:
+    def round(self, found: Rounds) -> list[tuple[Request, list[int]]]:
         for slot in found.cleared:
             self.rows.pop(slot, None)
         results = []
@@ -165,10 +166,16 @@ def groups_of(
 
 def demand_of(config: SchedulerConfig, sight: dict[str, int]) -> PoolDemand:
     group = CacheGroup(config.block_size, config.max_model_len, **sight)
-    return demand(group, max_model_len=config.max_model_len, head_room=config.head_room, max_chunk=config.max_chunk)
+    return demand(
+        group,
+        max_model_len=config.max_model_len,
+        head_room=config.head_room,
+        max_chunk=config.max_chunk,
+        rounds_per_step=config.rounds_per_step,
+    )
 
 
-def check_holdings(scheduler: Scheduler, found: Round) -> None:
+def check_holdings(scheduler: Scheduler, found: Rounds) -> None:
     """Nobody holds more than his group's demand says; who generates, nothing that the next round does not see."""
     for request in scheduler.running:
         for blocks, held in zip(scheduler.groups, request.blocks, strict=True):
@@ -194,16 +201,16 @@ def run(
     """Until nothing is left, as the engine does it. arrivals[i]: the step before which request i comes; cancelled: step -> request."""
     scheduler = Scheduler(config, groups_of(config, num_blocks, sights, caching=caching))
     device = FakeDevice(config, random.Random(seed), scheduler)
-    in_flight: deque[tuple[bool, list[tuple[Request, list[int]]]]] = deque()
+    in_flight: deque[tuple[bool, list[list[tuple[Request, list[int]]]]]] = deque()  # whether it is of rounds, and of each its results
     arrivals = arrivals or [0] * len(requests)
 
     def read() -> None:
-        is_round, results = in_flight.popleft()
-        for request, tokens in results:
+        is_round, parts = in_flight.popleft()
+        for request, tokens in itertools.chain(*parts):
             scheduler.read(request, tokens, is_round=is_round)
 
-    def launch(is_round: bool, results: list[tuple[Request, list[int]]]) -> None:
-        in_flight.append((is_round, results))
+    def launch(is_round: bool, parts: list[list[tuple[Request, list[int]]]]) -> None:
+        in_flight.append((is_round, parts))
         while len(in_flight) > depth:
             read()
 
@@ -217,15 +224,15 @@ def run(
         assert sum(1 for _ in scheduler.running) <= config.max_num_seqs and len(scheduler.rows) in config.buckets
         results = device.apply(step)
         if step.chunks:
-            launch(False, results)
-        found = scheduler.schedule_round()
+            launch(False, [results])
+        found = scheduler.schedule_rounds()
         while found.wait:
             assert in_flight, "waits for results when none are on their way"
             read()
-            found = scheduler.schedule_round()
+            found = scheduler.schedule_rounds()
         check_holdings(scheduler, found)
         if found.requests:
-            launch(True, device.round(found))
+            launch(True, [device.round(found) for _ in range(config.rounds_per_step)])
         elif not step.chunks and in_flight:
             read()
         if not scheduler.has_requests and not in_flight and at >= max(arrivals):
@@ -256,10 +263,12 @@ SIGHTS: list[tuple[dict[str, int], ...]] = [
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(data: st.DataObject) -> None:
-    """Shared prefixes, pools that are far too small, arrivals and cancellations at any time, results read late, several KV-cache groups."""
+    """Shared prefixes, pools that are far too small, arrivals and cancellations at any time, results read late, several KV-cache groups,
+    several rounds a step."""
     K, has_draft = data.draw(st.sampled_from([(3, True), (1, True), (0, False)]))
     size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
-    config = settings_of(head_room=K + 1, has_draft=has_draft, block_size=size, max_num_batched_tokens=data.draw(st.sampled_from([4, 16])))
+    rounds, tokens = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([4, 16]))
+    config = settings_of(head_room=K + 1, has_draft=has_draft, block_size=size, max_num_batched_tokens=tokens, rounds_per_step=rounds)
     requests = []
     for _ in range(data.draw(st.integers(1, 12))):
         prompt = PREFIX[: data.draw(st.integers(0, 12))] + data.draw(st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12))
@@ -273,7 +282,7 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(dat
         config,
         num_blocks,
         sights=sights,
-        depth=data.draw(st.integers(0, 2)),
+        depth=data.draw(st.integers(0, steps_ahead(rounds))),
         seed=data.draw(st.integers(0, 99)),
         arrivals=data.draw(st.lists(st.integers(0, 10), min_size=most + 1, max_size=most + 1)),
         cancelled=cancelled,
@@ -368,7 +377,7 @@ def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk() -> None:
         step = scheduler.schedule()
         assert [(c.request, len(c.token_ids)) for c in step.chunks] == [(long, 16)]
         device.apply(step)
-        found = scheduler.schedule_round()
+        found = scheduler.schedule_rounds()
         assert found.requests == [short]
         for r, tokens in device.round(found):
             scheduler.read(r, tokens, is_round=True)
@@ -426,10 +435,10 @@ def test_a_block_is_not_shared_before_the_draft_has_consumed_it() -> None:
     assert one.num_registered == 2, "the prompt's last row is pending"
     scheduler.read(one, [4], is_round=False)
     assert one.num_registered == 2
-    scheduler.schedule_round()
+    scheduler.schedule_rounds()
     scheduler.read(one, [5, 6], is_round=True)
     assert one.num_registered == 3
-    scheduler.schedule_round()
+    scheduler.schedule_rounds()
     scheduler.read(one, [1], is_round=True)
     assert one.num_registered == 5
 
@@ -453,7 +462,7 @@ def test_a_request_placed_in_blocks_of_the_callers_choice_goes_on_from_there() -
     scheduler.place(one, 0, [[3, 4, 5, 6, 7, 8]] * 2)
     assert [g.pool.num_free for g in scheduler.groups] == [58, 58]
     for tokens in ([2, 3, 4], [5, 6, 1, 2], [3]):
-        assert scheduler.schedule_round().requests == [one]
+        assert scheduler.schedule_rounds().requests == [one]
         assert one.blocks[1].first == (one.num_consumed - 5) // 4 and one.blocks[0].first == 0
         scheduler.read(one, tokens, is_round=True)
     assert one.finish_reason == "length" and [g.pool.num_free for g in scheduler.groups] == [64, 64]
@@ -462,7 +471,7 @@ def test_a_request_placed_in_blocks_of_the_callers_choice_goes_on_from_there() -
 def test_a_request_of_one_token_ends_after_prefill() -> None:
     scheduler, _ = started()
     scheduler.add(request([1, 2], 1))
-    assert scheduler.schedule().chunks and scheduler.schedule_round().requests == []
+    assert scheduler.schedule().chunks and scheduler.schedule_rounds().requests == []
 
 
 def test_prompt_logprobs_need_the_whole_prompt() -> None:

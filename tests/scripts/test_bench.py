@@ -46,13 +46,15 @@ def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperatur
     path, profile = tmp_path / "bench.json", tmp_path / "trace"
     extra = ["--profile", profile] if method == "eagle3" else []
     arguments = ["--model", "tiny", "--method", method, "--batch", 2, "--temperature", temperature, "--rule", rule, "--context", 70]
-    result = run_bench(*arguments, "--rounds", 8, "--repeats", 1, "--output-json", path, *extra)
+    rounds = 1 if method == "eagle3" else 2
+    result = run_bench(*arguments, "--rounds", 8 * rounds, "--rounds-per-step", rounds, "--repeats", 1, "--output-json", path, *extra)
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
     assert {"driver", "flags", "versions", "devices", "bytes_per_second", "flops_per_second", "memory_limit"} <= set(record)
     (case,) = record["cases"]
     assert list(case["parts"]) == list(workload.PARTS)
     assert all(part["seconds"] > 0 and len(part["samples"]) == 1 for part in case["parts"].values())
+    assert case["parts"]["engine"]["rounds_per_step"] == rounds == record["settings"]["rounds_per_step"]
     assert 1 < case["parts"]["engine"]["acceptance_length"] <= 4 and case["parts"]["rebuild"]["share_of_round"] > 0
     assert case["floor_over_round"] > 0 and case["tokens_per_second"] > 0 and case["floor"]["bytes"] > case["plain_floor"]["bytes"]
     assert case["implementations"]["attention"] and case["name"] in result.stdout

@@ -39,7 +39,7 @@ def test_a_run_has_every_row_and_counts_every_token(tmp_path):
         "--output-len",
         "9,1",
     ]
-    result = run_bench(*flags, "--request-rate", 500, "--output-json", path)
+    result = run_bench(*flags, "--request-rate", 500, "--rounds-per-step", 2, "--output-json", path)
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
     assert [(r["method"], r["output_len"]) for r in record["runs"]] == [("plain", 9), ("plain", 1), ("strict", 9), ("strict", 1)]

@@ -1,0 +1,59 @@
+"""The few shapes that programs compile for: pages of a block table and tiles of a prefill call. No jax.
+
+On a CPU pages are bucketed too, since attention over padding doubles the time there; on a GPU the table is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxspec.config import EngineConfig
+
+MIN_PAGES_TOKENS = 128  # page tables are bucketed in powers of two from here up
+MIN_PREFILL_TOKENS = 192  # of a prefill call's bucket on a GPU, where fewer take as long
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """prefill_tile: rows of a tile of prefill."""
+
+    config: EngineConfig
+    prefill_tile: int
+    on_gpu: bool
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.config.max_model_len // self.config.block_size)
+
+    @property
+    def max_tiles(self) -> int:
+        return max(1, self.config.max_num_batched_tokens // self.prefill_tile)
+
+    def pages(self, num_blocks: int) -> int:
+        """Columns of the block table for requests of at most so many blocks."""
+        if self.on_gpu:
+            return self.max_pages
+        size = self.config.block_size
+        return min(-(-power_of_two(max(num_blocks * size, MIN_PAGES_TOKENS)) // size), self.max_pages)
+
+    def tiles(self, num_tiles: int) -> int:
+        """Tiles of a prefill call that holds at least so many: powers of two, on a GPU three quarters of them as well."""
+        if self.config.batch_invariant:
+            return self.max_tiles
+        if not self.on_gpu:
+            return min(power_of_two(num_tiles), self.max_tiles)
+        size = power_of_two(max(num_tiles, -(-MIN_PREFILL_TOKENS // self.prefill_tile)))
+        return min(size * 3 // 4 if num_tiles <= size * 3 // 4 else size, self.max_tiles)
+
+    def every_pages(self, shortest: int, longest: int) -> list[int]:
+        """Every bucket of requests that hold from shortest to longest tokens."""
+        size = self.config.block_size
+        return sorted({self.pages(n) for n in range(-(-shortest // size), -(-min(longest, self.config.max_model_len) // size) + 1)})
+
+    def every_tiles(self, fewest: int, most: int) -> list[int]:
+        """Every bucket of prefill calls of that many tiles."""
+        return sorted({self.tiles(n) for n in range(min(fewest, self.max_tiles), min(most, self.max_tiles) + 1)})
+
+
+def power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,74 @@
+"""Several rounds as one program: what the host pays to dispatch one, it pays once for all of them.
+
+vLLM calls a relative of this multi-step scheduling. Nothing of a round waits for the host: the state is the loop's carry, metadata is
+rebuilt on the device, and a request that ends in one of the rounds is idle in the rest.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.config import EngineConfig, RoundConfig
+from jaxspec.decode import DecodeState, Program, decode_round, run_round
+from jaxspec.metadata import BlockTables
+from jaxspec.params import Params
+from jaxspec.verify import Verification
+
+# A round of so small a target takes an H200 about a millisecond, JAX and Python one to two to schedule and dispatch it (hundreds of
+# arguments). Four rounds outlast that; more would only make new requests wait.
+SEVERAL, BELOW_BYTES = 4, 1 << 30
+
+
+def rounds_per_step(config: EngineConfig, *, on_gpu: bool, weight_bytes: int) -> int:
+    """Rounds that one program runs: what config says, or as many as a target of weight_bytes needs to outlast the host."""
+    if config.rounds_per_step is not None:
+        return config.rounds_per_step
+    return SEVERAL if on_gpu and config.compilation == "round" and weight_bytes < BELOW_BYTES else 1
+
+
+def decode_rounds(
+    cfg: RoundConfig, num_rounds: int, params: Params, state: DecodeState, block_tables: BlockTables
+) -> tuple[Verification, DecodeState]:
+    """decode_round, num_rounds times. The block tables hold room for all of them; every array of the Verification has an axis of rounds
+    before its own."""
+
+    def step(i: jax.Array, carry: tuple[Verification, DecodeState]) -> tuple[Verification, DecodeState]:
+        results, state = carry
+        verification, state = decode_round(cfg, params, state, block_tables)
+        return jax.tree.map(partial(_write, i), results, verification), state
+
+    shapes, _ = jax.eval_shape(partial(decode_round, cfg), params, state, block_tables)
+    results = jax.tree.map(lambda x: jnp.zeros((num_rounds, *x.shape), x.dtype), shapes)
+    return lax.fori_loop(0, num_rounds, step, (results, state))
+
+
+def _write(i: jax.Array, results: jax.Array, new: jax.Array) -> jax.Array:
+    """results [rounds, ...] with row i replaced. By a choice: XLA makes dynamic_update_slice a copy to an address that i decides, for which
+    the host updates the whole CUDA graph in every round."""
+    is_own = jnp.arange(results.shape[0], dtype=jnp.int32) == i
+    return jnp.where(is_own.reshape(-1, *(1,) * new.ndim), new, results)
+
+
+_rounds = Program(decode_rounds, donate=3, static=2)
+
+
+def run_rounds(
+    cfg: RoundConfig, num_rounds: int, params: Params, state: DecodeState, block_tables: Any, compilation: str
+) -> tuple[Verification, DecodeState]:
+    """What a step dispatches: one round in the given compilation mode, or several in one program."""
+    if num_rounds == 1:
+        return run_round(cfg, params, state, block_tables, compilation)
+    return _rounds(cfg, num_rounds, params, state, block_tables)
+
+
+def each_round(verification: Verification) -> list[Verification]:
+    """The results of a step in their order: of several rounds, of a single one, or of a prefill."""
+    if verification.num_sampled.ndim == 1:
+        return [verification]
+    return [jax.tree.map(itemgetter(i), verification) for i in range(len(verification.num_sampled))]
