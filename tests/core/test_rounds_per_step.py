@@ -68,12 +68,12 @@ def table_of(seed: int) -> Any:
     return {"table": jnp.asarray(np.random.default_rng(seed).normal(size=(V, V)), jnp.float32)}
 
 
-def engine(*, speculative: bool = True, **config: Any) -> LLM:
+def engine(*, speculative: bool = True, spec: dict[str, Any] | None = None, **config: Any) -> LLM:
     tokenizer: Any = SimpleNamespace(eos_token_ids=(20,), decode=lambda ids: "".join(chr(65 + t) for t in ids))
     return LLM(
         (ToyTarget(V), table_of(0)),
         (ToyDraft(V), table_of(0)) if speculative else None,
-        SpeculativeConfig(method="eagle", num_speculative_tokens=K) if speculative else None,
+        SpeculativeConfig(method="eagle", num_speculative_tokens=K, **(spec or {})) if speculative else None,
         tokenizer=tokenizer,
         config=EngineConfig(**({"max_model_len": LIMIT, "max_num_seqs": 3, "block_size": 4, "batch_buckets": (3,)} | config)),
     )
@@ -118,6 +118,21 @@ def test_greedy_text_is_plain_decodings_with_rounds_of_either_kind() -> None:
         for count in (1, R)
     ]
     assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+@pytest.mark.usefixtures("toy_families")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_round_of_a_step_drafts_past_the_drafts_context(depth: int) -> None:
+    """The draft is always right: every round until then gives K + 1 tokens, and every one after it a single one."""
+    for longest in range(12, 16):
+        llm, increments = engine(rounds_per_step=R, spec={"draft_max_model_len": longest}), []
+        llm.engine.depth = depth
+        llm.generate([[1, 2]], SamplingParams(0.0, max_tokens=30, ignore_eos=True), callback=increments.append)
+        held, counts = 2, [len(i.token_ids) for i in increments[1:]]  # in the target's cache before the round
+        for count in counts[:-1]:
+            assert count == min(K, max(0, longest + 1 - held)) + 1
+            held += count
+        assert 1 in counts and K + 1 in counts
 
 
 @pytest.mark.usefixtures("toy_families")

@@ -296,14 +296,16 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(dat
         assert r.num_unread == r.num_unread_rounds == 0
 
 
-@pytest.mark.parametrize("sight", [{"window": 6}, {"chunk": 8}])
-def test_a_long_text_needs_a_windows_worth_of_blocks_only(sight: dict[str, int]) -> None:
-    """Prompt and text of 200 tokens, in pools that hold a window, the chunk of prefill and the rounds in flight."""
-    config = settings_of(max_model_len=200)
+@pytest.mark.parametrize("rounds", [1, 4])
+@pytest.mark.parametrize(("sight", "reach"), [({"window": 6}, 5), ({"chunk": 8}, 7)])
+def test_a_long_text_needs_a_windows_worth_of_blocks_only(sight: dict[str, int], reach: int, rounds: int) -> None:
+    """Prompt and text of 200 tokens, in pools that hold a window, and the chunk of prefill or the rounds: three in flight or launched and
+    the pending rows of one, or two steps of four."""
+    config = settings_of(max_model_len=200, rounds_per_step=rounds)
     few = demand_of(config, sight).least
-    assert few == -(-(7 + 16 - 1) // 4) + 1 or few == -(-(5 + 16 - 1) // 4) + 1
+    assert few == -(-(reach + {1: 16, 4: 36}[rounds] - 1) // 4) + 1
     requests = [request([*PREFIX * 8, i], 100) for i in (1, 2)]
-    scheduler = run(requests, config, [100, few], sights=({}, sight), depth=2)
+    scheduler = run(requests, config, [100, few], sights=({}, sight), depth=steps_ahead(rounds))
     assert [r.token_ids for r in requests] == [alone(r) for r in requests]
     assert [g.pool.num_free for g in scheduler.groups] == [100, few]
 

@@ -5,6 +5,7 @@ No time is asserted: these run on shared cores.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import types
@@ -71,6 +72,17 @@ def test_the_round_is_timed_on_donated_state(weights, compilation):
     assert all(np.count_nonzero(x) > 0.99 * x.size for x in map(np.asarray, jax.tree.leaves(load.state.target_caches)))
     load.time_plain()
     load.time_round()  # the plain step hands back what it took
+
+
+def test_the_engines_time_is_a_rounds_however_many_a_step_has(weights, monkeypatch):
+    """By a clock that ticks when it is asked, as often in every step."""
+    seconds = {}
+    for rounds in (1, 2):
+        load = workload.Workload(TINY, weights, {}, workload.Effort(rounds=32, repeats=1, rounds_per_step=rounds))
+        with monkeypatch.context() as patch:
+            patch.setattr(workload.time, "perf_counter", itertools.count().__next__)
+            seconds[rounds] = load.time_engine()["seconds"]
+    assert seconds[1] == 2 * seconds[2] > 0
 
 
 def test_weights_are_shared_between_the_cases_of_a_model(weights):
