@@ -32,6 +32,13 @@ def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) ->
     return None
 
 
+def _row_by_row(half: int) -> Any:
+    """A warp's 32 pairs of numbers lie side by side in shared memory. In wgmma's layout they are of 8 rows, which share their banks."""
+    if half == 64:
+        return plgpu.Layout.TILED(plgpu.Tiling(((4, 64), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (2, 32), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
 # Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
 @partial(jax.jit, static_argnames=("num_heads", "eps", "pack", "pdl"))
 def rope_and_write(
@@ -55,8 +62,8 @@ def rope_and_write(
     num_rotated, total, half = num_heads + num_kv_heads, num_heads + 2 * num_kv_heads, head_dim // 2
     padded, group = -(-total // 64) * 64, num_heads // num_kv_heads
     num_slots = num_blocks * block_size
-    layout = plgpu.Layout.WGMMA
     normed = q_norm is not None
+    layout = _row_by_row(half)
 
     def body(*refs: Any) -> None:
         qkv_gmem, cos_gmem, sin_gmem, slot_gmem, *rest = refs
@@ -68,31 +75,32 @@ def rope_and_write(
             plgpu.griddepcontrol_wait()
         plgpu.copy_gmem_to_smem(qkv_gmem.at[row], smem.at[pl.ds(0, total)], barrier)
         slot = slot_gmem[row]
-        plgpu.barrier_wait(barrier)
 
         def load(start: int) -> jax.Array:
             return plgpu.load(smem.at[:, pl.ds(start, half)], layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
         def across(ref: Any, start: int = 0) -> jax.Array:
             vector = plgpu.load(ref.at[pl.ds(start, half)], layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
-            return lax.broadcast_in_dim(vector, (padded, half), (1,))
+            return plgpu.layout_cast(lax.broadcast_in_dim(vector, (padded, half), (1,)), layout)
 
-        raw = load(0), load(half)
-        first, second = (part.astype(jnp.float32) for part in raw)
+        cosine, sine = across(cos_gmem.at[row]), across(sin_gmem.at[row])  # on their way while the row is
+        plgpu.barrier_wait(barrier)
+        # In this order: by it the compiler decides which product of a sum it fuses with the addition, and so the last bit.
+        raw_second, raw_first = load(half), load(0)
+        first, second = raw_first.astype(jnp.float32), raw_second.astype(jnp.float32)
         head = plgpu.broadcasted_iota(jnp.int32, (padded, half), 0, layout=layout)
         if normed:
             scale = lax.rsqrt((first * first + second * second).sum(axis=1) / head_dim + eps)
-            scale = lax.broadcast_in_dim(scale, (padded, half), (0,))
+            scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, (padded, half), (0,)), layout)
 
             def norm(part: jax.Array, start: int) -> jax.Array:
                 gain = jnp.where(head < num_heads, across(q_norm_gmem, start), across(k_norm_gmem, start))
                 return ((part * scale).astype(qkv.dtype) * gain).astype(jnp.float32)
 
             first, second = norm(first, 0), norm(second, half)
-        cosine, sine = across(cos_gmem.at[row]), across(sin_gmem.at[row])
         rotates = head < num_rotated
-        smem[:, pl.ds(0, half)] = jnp.where(rotates, (first * cosine - second * sine).astype(qkv.dtype), raw[0])
-        smem[:, pl.ds(half, half)] = jnp.where(rotates, (second * cosine + first * sine).astype(qkv.dtype), raw[1])
+        smem[:, pl.ds(0, half)] = jnp.where(rotates, (first * cosine - second * sine).astype(qkv.dtype), raw_first)
+        smem[:, pl.ds(half, half)] = jnp.where(rotates, (second * cosine + first * sine).astype(qkv.dtype), raw_second)
         plgpu.commit_smem()
         if pack is None:
             plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, num_heads)], q_gmem.at[row])
