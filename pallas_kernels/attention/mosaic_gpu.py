@@ -9,6 +9,9 @@ cluster share a row's keys as 1, 2, 4 or 8 equal subtrees, whatever the context'
 distributed shared memory. So the order of all sums depends on nothing but the keys' places: neither on the batch, nor on the block table,
 nor on the number of CTAs. A tile that a row does not see leaves its state unchanged to the bit. (Prefill chunks have a kernel of their own,
 prefill_mosaic_gpu.)
+
+Short CTAs that do not fit the GPU at once become fewer CTAs of several KV heads, with tiles of the next head in flight while one ends: a
+second wave would begin like the first, with nothing in flight.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ SMS = 132
 class Tuning:
     """Static choices that change no bits."""
 
-    slots: int = 2  # tiles in flight a CTA
-    fill: int = 2 * SMS  # clusters grow while there are at most this many CTAs
-    cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as `fill` says
+    slots: int | None = None  # tiles in flight a CTA; None: one or two, see Plan.slots
+    fill: int = 2 * SMS  # CTAs that run at once: with up to 24 columns a thread has 110 to 240 registers, so two CTAs an SM
+    cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as many as `fill` has room for
+    heads: int | None = None  # KV heads that a CTA does one after another; None: enough that all CTAs run at once
 
 
 def unsupported(
@@ -101,17 +105,56 @@ class Plan:
         return -(-self.pages * self.block_size // KEYS)
 
     @property
+    def _seen(self) -> int:
+        """Tiles of keys that a row tile sees at most."""
+        return self.tiles if self.window is None else min(self.tiles, max(self.window + self.tile_rows - 3, 0) // KEYS + 2)
+
+    @property
+    def _pairs(self) -> int:
+        """Row tiles x KV heads: what a CTA or a cluster can do for itself."""
+        return self.batch * self.row_tiles * self.num_kv_heads
+
+    @property
+    def _short(self) -> bool:
+        """Whether no CTA has many tiles, so that starts and ends weigh as much as the stream between them."""
+        return self._seen <= 16 * self.cluster
+
+    @property
+    def slots(self) -> int:
+        """Tiles in flight a CTA. One where CTAs are many and short: with two, a CTA's last two tiles come late, together, and are then used
+        one after the other.
+        """
+        if self.tuning.slots is not None:
+            return self.tuning.slots
+        many = self._pairs * self.cluster > SMS
+        return 1 if many and self._short and self.columns <= 16 else 2  # the code for one takes 20 registers more: 32 columns would spill
+
+    @property
     def cluster(self) -> int:
         """CTAs that share the keys of one row tile."""
         if self.tuning.cluster is not None:
             return self.tuning.cluster
-        tiles = self.tiles if self.window is None else min(self.tiles, max(self.window + self.tile_rows - 3, 0) // KEYS + 2)
+        tiles = self._seen
         cluster = 1 if self.columns <= 16 else 2  # one CTA for the whole tree has no registers left for more than 16 columns
-        ctas = self.batch * self.row_tiles * self.num_kv_heads
+        ctas = self._pairs
         largest = 4 if self.columns > 24 and self.head_dim > 64 else CLASSES  # what the first CTA receives must fit beside its ring
         while cluster < min(tiles, largest) and 2 * cluster * ctas <= self.tuning.fill:
             cluster *= 2
         return cluster
+
+    @property
+    def heads(self) -> int:
+        """KV heads of a CTA: as many as make the longest chain of them on any place of the GPU shortest, and of those choices the most.
+
+        One where a context can be long: batches of unequal lengths are faster with small CTAs that come when others end.
+        """
+        if self.tuning.heads is not None:
+            return self.tuning.heads
+        if self.cluster > 1 or not self._short:
+            return 1
+        pairs = self._pairs
+        choices = [heads for heads in (4, 3, 2, 1) if self.num_kv_heads % heads == 0]  # the queries of more leave no room for a second CTA
+        return min(choices, key=lambda heads: heads * -(-pairs // (heads * self.tuning.fill)))
 
 
 def paged_attention(
@@ -198,9 +241,9 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
 
 
 def _attend(plan: Plan):
-    """The kernel: a cluster for every (request, row tile, KV head)."""
-    head_dim, group, columns, slots = plan.head_dim, plan.group, plan.columns, plan.tuning.slots
-    cluster = plan.cluster
+    """The kernel: a cluster for every (request, row tile, KV head), or a CTA for a few KV heads."""
+    head_dim, group, columns, slots = plan.head_dim, plan.group, plan.columns, plan.slots
+    cluster, heads = plan.cluster, plan.heads
     classes_here = CLASSES // cluster  # of one CTA
     pieces = max(KEYS // plan.block_size, 1)  # pages in a tile
     piece = KEYS // pieces
@@ -230,68 +273,75 @@ def _attend(plan: Plan):
         q_smem, k_smem, v_smem, p_smem, out_smem, q_barrier, k_barriers, v_barriers, *exchange = rest
         exchange = [*through_memory, *exchange]
         await_inputs(plan.interpreted)
-        request, kv_head = lax.axis_index("request"), lax.axis_index("kv_head")
+        request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
         row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows of a prefill chunk see most keys: they start first
         rank = lax.axis_index("rank") if cluster > 1 else jnp.int32(0)
         start, stop, num_keys = (bounds_ref[request, row_tile, 2 * columns + i] for i in range(3))
-        first_class, past_class = rank * classes_here, (rank + 1) * classes_here
+        first_class = rank * classes_here
+        passes = heads * classes_here  # through the tiles of a class, a KV head after the other
 
         def first_of(key_class):
             return start + lax.rem(key_class - start + plan.tiles * CLASSES, CLASSES)
 
-        def settle(key_class, tile):
-            """A place in this CTA's order of tiles: (class, tile), moved on to the next class while the class has ended."""
-            if classes_here == 1:
-                return key_class, tile
+        def settle(number, tile):
+            """A place in this CTA's order of tiles: (pass, tile), moved on to the next pass while the pass has ended."""
+            if passes == 1:
+                return number, tile
             return lax.while_loop(
-                lambda place: (place[1] >= stop) & (place[0] + 1 < past_class),
-                lambda place: (place[0] + 1, first_of(place[0] + 1)),
-                (key_class, tile),
+                lambda place: (place[1] >= stop) & (place[0] + 1 < passes),
+                lambda place: (place[0] + 1, first_of(first_class + place[0] + 1)),
+                (number, tile),
             )
+
+        def places(count):
+            """The first places. Of each, whoever takes it can look up the pages while the next one is found."""
+            number, tile = settle(jnp.int32(0), first_of(first_class))
+            for i in range(count):
+                yield number, tile
+                if i + 1 < count:
+                    number, tile = settle(number, tile + CLASSES)
 
         def pages_of(tile):
             return paging.pages_of(table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages)
 
-        def fetch(source, target, barriers, slot, tile, blocks):
+        def fetch(source, target, barriers, slot, number, tile, blocks):
+            kv_head = first_head + lax.div(number, classes_here)
             for i, block in enumerate(blocks):
                 offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
                 plgpu.copy_gmem_to_smem(
                     source.at[block, pl.ds(offset, piece), kv_head], target.at[slot, pl.ds(i * piece, piece)], barriers.at[slot]
                 )
 
-        place = settle(first_class, first_of(first_class))
-        any_tile = place[1] < stop
-        ahead = []
-        while len(ahead) <= slots:
-            ahead.append((*place, pages_of(place[1])))
-            place = settle(place[0], place[1] + CLASSES)
-        for slot, (_class, tile, blocks) in enumerate(ahead[:slots]):
+        ahead = [(*place, pages_of(place[1])) for place in places(slots + 1)]
+        any_tile = ahead[0][1] < stop
+        for slot, (number, tile, blocks) in enumerate(ahead[:slots]):
 
             @pl.when(tile < stop)
-            def _(slot=slot, tile=tile, blocks=blocks):
+            def _(slot=slot, number=number, tile=tile, blocks=blocks):
                 if slot == 0:
-                    plgpu.copy_gmem_to_smem(q_ref.at[request, row_tile, kv_head], q_smem, q_barrier)
-                fetch(k_ref, k_smem, k_barriers, slot, tile, blocks)
-                fetch(v_ref, v_smem, v_barriers, slot, tile, blocks)
+                    for i in range(heads):
+                        plgpu.copy_gmem_to_smem(q_ref.at[request, row_tile, first_head + i], q_smem.at[i], q_barrier)
+                fetch(k_ref, k_smem, k_barriers, slot, number, tile, blocks)
+                fetch(v_ref, v_smem, v_barriers, slot, number, tile, blocks)
 
         first = load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False)
         last = load(bounds_ref.at[request, row_tile, pl.ds(columns, columns)], by_column, optimized=False)
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
 
-        def step(tile, carry):
-            values, top, total, count, coming_class, coming, *blocks = carry
+        def step(head, tile, carry):
+            values, top, total, count, coming_number, coming, *blocks = carry
             slot = lax.rem(count, slots)
             # The page after the coming one is looked up now: a load from device memory must not hold up the copy.
-            after_class, after = settle(coming_class, coming + CLASSES)
+            after_number, after = settle(coming_number, coming + CLASSES)
             after_blocks = pages_of(after)
             plgpu.barrier_wait(k_barriers.at[slot])
 
             def scores_of(acc):
-                plgpu.wgmma(acc, k_smem.at[slot], q_smem.transpose((1, 0)))
+                plgpu.wgmma(acc, k_smem.at[slot], q_smem.at[head].transpose((1, 0)))
                 return acc[...]
 
             scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * (plan.scale * LOG2E)
-            pl.when(coming < stop)(lambda: fetch(k_ref, k_smem, k_barriers, slot, coming, blocks))
+            pl.when(coming < stop)(lambda: fetch(k_ref, k_smem, k_barriers, slot, coming_number, coming, blocks))
 
             key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=matrix) + tile * KEYS
             scores = where((key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf)
@@ -316,24 +366,24 @@ def _attend(plan: Plan):
                 return acc[...]
 
             added = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
-            pl.when(coming < stop)(lambda: fetch(v_ref, v_smem, v_barriers, slot, coming, blocks))
+            pl.when(coming < stop)(lambda: fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks))
             return (
                 values * to_values(old) + added,
                 new,
                 total * to_scores(old) + weights,  # summed over the keys when the class ends: that takes a barrier
                 count + 1,
-                after_class,
+                after_number,
                 after,
                 *after_blocks,
             )
 
-        def fold(size, base, order):
+        def fold(head, size, base, order):
             """Softmax over the classes base .. base + size - 1 as (values, maximum, sum), and where the order of tiles has come to."""
             if size > 1:
 
                 def half(i, carry):
                     state, order = carry[:3], carry[3:]
-                    right, order = fold(size // 2, base + i * (size // 2), order)
+                    right, order = fold(head, size // 2, base + i * (size // 2), order)
                     return *join(state, right), *order
 
                 carry = lax.fori_loop(0, 2, half, (*nothing(), *order))
@@ -343,22 +393,21 @@ def _attend(plan: Plan):
             carry = lax.fori_loop(
                 0,
                 lax.div(jnp.maximum(stop - begin, 0) + (CLASSES - 1), CLASSES),
-                lambda i, carry: step(begin + i * CLASSES, carry),
+                lambda i, carry: step(head, begin + i * CLASSES, carry),
                 (values, top, splat(square, 0.0, matrix), *order),
             )
             values, top, total = carry[:3]
             return (values, top, total.sum(axis=0)), carry[3:]
 
-        coming_class, coming, blocks = ahead[slots]
-        state, _ = fold(classes_here, first_class, (jnp.int32(0), coming_class, coming, *blocks))
-
-        def write(state):
+        def write(kv_head, state):
             sink = None
             if sinks_ref is not None:
                 head = lax.rem(plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=by_column), group)
                 sink = splat((columns,), 0.0, by_column)
                 for i in range(group):
                     sink = where(head != i, sink, sinks_ref[kv_head * group + i])
+            if heads > 1:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
             out_smem.transpose((1, 0))[...] = normalise(state, sink, to_values).astype(jnp.bfloat16)
             plgpu.commit_smem()
             for i in range(plan.tile_rows):
@@ -368,12 +417,19 @@ def _attend(plan: Plan):
                 def _(i=i, row=row):
                     plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(i * group, group)], out_ref.at[request, row, pl.ds(kv_head * group, group)])
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
+        coming_number, coming, blocks = ahead[slots]
+        order = (jnp.int32(0), coming_number, coming, *blocks)
         if cluster == 1:
-            write(state)
+
+            def one_head(head, order):
+                state, order = fold(head, CLASSES, jnp.int32(0), order)
+                write(first_head + head, state)
+                return order
+
+            lax.fori_loop(0, heads, one_head, order)
         else:
-            send, receive = transport(request, row_tile, kv_head, rank, exchange)
+            state, _ = fold(0, classes_here, first_class, order)
+            send, receive = transport(request, row_tile, first_head, rank, exchange)
             pl.when((rank > 0) | plan.interpreted)(lambda: send(state))
 
             @pl.when(rank == 0)
@@ -385,7 +441,9 @@ def _attend(plan: Plan):
                         return state if base == 0 else receive(base)
                     return join(gather(base, size // 2), gather(base + size // 2, size // 2))
 
-                write(gather(0, cluster))
+                write(first_head, gather(0, cluster))
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
     def transport(request, row_tile, kv_head, rank, exchange):
         """How CTAs of a cluster hand their state to the first one: send(state), and receive(rank)."""
@@ -419,12 +477,12 @@ def _attend(plan: Plan):
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     scratch = [
-        plgpu.SMEM((columns, head_dim), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((heads, columns, head_dim), jnp.bfloat16, transforms=tiling),
         plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
         plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
         plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
         plgpu.SMEM((columns, head_dim), jnp.bfloat16),
-        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=heads),
         plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
     ]
@@ -444,7 +502,7 @@ def _attend(plan: Plan):
         body,
         out_type=tuple(out_type),
         # The last axis runs fastest: neighbours in time read the KV heads of the same pages.
-        grid=(plan.batch, plan.row_tiles, plan.num_kv_heads),
+        grid=(plan.batch, plan.row_tiles, plan.num_kv_heads // heads),
         grid_names=("request", "row_tile", "kv_head"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),

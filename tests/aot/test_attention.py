@@ -69,11 +69,13 @@ def test_compiles_without_spills_or_copies_of_the_cache(name: str, capfd: pytest
         assert not re.findall(r"= bf16\S* (?:copy|fusion|transpose)\(.*", hlo)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize(("batch", "context"), [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)])
 @pytest.mark.parametrize("rows", [1, 3, 4, 8])
-def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(rows: int, batch: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every size of a cluster, 8 to 32 columns."""
-    shape = dataclasses.replace(SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, 4096), rows=rows)
+def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
+    rows: int, batch: int, context: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every size of a cluster, 8 to 32 columns, one and two tiles in flight, one and two KV heads a CTA."""
+    shape = dataclasses.replace(SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, context), rows=rows)
     inputs = abstract(shape)
     packed = (batch, 8, packed_size(4 * rows), 128)
     inputs["q"] = jax.ShapeDtypeStruct(packed, jnp.bfloat16)

@@ -125,6 +125,7 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
     for cluster in (2, 4, 8):
         np.testing.assert_array_equal(kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs")
     np.testing.assert_array_equal(kernel(inputs, slots=3, cluster=1), expected, err_msg="3 slots")
+    np.testing.assert_array_equal(kernel(inputs, cluster=1, heads=2), expected, err_msg="2 heads a CTA")
 
     one = {"q", "block_table", "positions", "seq_lens", "window_start"}
     alone = {name: x[2:] if name in one else x for name, x in inputs.items()}
@@ -178,6 +179,14 @@ def test_the_promise_of_a_window_changes_nothing(cluster: int | None) -> None:
     np.testing.assert_array_equal(promised, silent)
 
 
+@needs_mosaic
+def test_a_cta_of_several_heads_gives_what_one_of_each_gives() -> None:
+    inputs = make_inputs(Shape((200, 0, 70), rows=2, num_heads=8, num_kv_heads=4, head_dim=64, window=100, sinks=True), seed=3)
+    expected = kernel(inputs, cluster=1, heads=1)
+    for heads, slots in ((2, 1), (4, 2)):
+        np.testing.assert_array_equal(kernel(inputs, cluster=1, heads=heads, slots=slots), expected, err_msg=f"{heads} heads")
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's NumPy, about the padding
 @implementations
 @pytest.mark.parametrize("name", ["verify, group of 3, head_dim 64", "draft step, one head a group", "sinks"])
@@ -194,6 +203,41 @@ def packed_inputs(shape: Shape, inputs: dict[str, Any], padding: float) -> dict[
     used = shape.rows * shape.num_heads // shape.num_kv_heads
     assert packed.shape[2] > used, "expected a shape with padding"
     return inputs | {"q": packed.at[:, :, used:].set(padding), "packed_heads": shape.num_heads}
+
+
+def plan_of(batch: int, num_kv_heads: int, pages: int) -> Any:
+    from pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.Plan(
+        batch=batch,
+        rows=4,
+        num_heads=4 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        block_size=64,
+        pages=pages,
+        window=None,
+        scale=1.0,
+        tuning=mosaic_gpu.Tuning(),
+        has_sinks=False,
+        interpreted=True,
+    )
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("batch", "num_kv_heads", "pages", "expected"),
+    [(1, 8, 8, 1), (33, 8, 8, 1), (34, 8, 8, 2), (64, 8, 16, 2), (72, 8, 8, 1), (128, 8, 8, 4), (100, 3, 8, 1), (64, 8, 20, 1)],
+)
+def test_a_short_cta_does_so_many_heads_that_no_second_wave_is_needed(batch: int, num_kv_heads: int, pages: int, expected: int) -> None:
+    """Of 264 places; where the heads of 72 requests would need four times one head's time, three waves are better."""
+    assert plan_of(batch, num_kv_heads, pages).heads == expected
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("batch", "pages", "expected"), [(1, 8, 2), (16, 13, 1), (16, 66, 2), (64, 13, 1), (64, 66, 2)])
+def test_one_tile_is_in_flight_where_ctas_are_many_and_short(batch: int, pages: int, expected: int) -> None:
+    assert plan_of(batch, 8, pages).slots == expected
 
 
 @needs_mosaic
@@ -331,6 +375,8 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
     np.testing.assert_array_equal(run(inputs, "mosaic_gpu"), expected, err_msg="twice")
     for cluster in (1, 2, 4, 8):
         np.testing.assert_array_equal(kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs")
+    for heads in [heads for heads in (2, 3, 4) if shape.num_kv_heads % heads == 0]:
+        np.testing.assert_array_equal(kernel(inputs, cluster=1, heads=heads), expected, err_msg=f"{heads} heads a CTA")
     one = {"q", "block_table", "positions", "seq_lens", "window_start"}
     alone = {key: x[-1:] if key in one else x for key, x in inputs.items()}
     np.testing.assert_array_equal(run(alone, "mosaic_gpu"), expected[-1:], err_msg="alone")
