@@ -25,7 +25,7 @@ from jaxspec.verify import Verification, verify
 
 @struct.dataclass
 class DecodeState:
-    """What a batch of requests carries from round to round; one row a slot. Donated to each program and returned.
+    """What a batch of requests carries from round to round; one row a slot. Its caches are donated to each program and returned.
 
     seq_lens:       int32 [batch], tokens in the target's cache
     next_token:     int32 [batch], sampled but not yet cached
@@ -340,8 +340,34 @@ def _draft_first_step(
     return carry, inputs, replace(state, draft_caches=())
 
 
+# Of a state, what a round is given to write into. Donating the small arrays too would cost a launch of about 2 us each: XLA copies what is
+# still read when its memory is written, and what goes out as it came in.
+DONATED = ("target_caches", "draft_caches", "pending_hidden")
+
+
+def take_apart(state: DecodeState) -> tuple[dict[str, Any], DecodeState]:
+    """What is donated to a round, and the state without it."""
+    return {name: getattr(state, name) for name in DONATED}, replace(state, **dict.fromkeys(DONATED))
+
+
+def _decode_round_of_parts(
+    cfg: RoundConfig, params: Params, donated: dict[str, Any], rows: DecodeState, block_tables: BlockTables
+) -> tuple[Verification, dict[str, Any], DecodeState]:
+    """decode_round of a state taken apart; None stands for the rows' arrays that it leaves alone."""
+    verification, state = decode_round(cfg, params, replace(rows, **donated), block_tables)
+    donated, after = take_apart(state)
+    return verification, donated, jax.tree.map(lambda new, old: None if new is old else new, after, rows)
+
+
+def _run_round(cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables) -> tuple[Verification, DecodeState]:
+    donated, rows = take_apart(state)
+    verification, donated, changed = _round(cfg, params, donated, rows, block_tables)
+    rows = jax.tree.map(lambda new, old: old if new is None else new, changed, rows, is_leaf=lambda x: x is None)
+    return verification, replace(rows, **donated)
+
+
 _prefill = Program(prefill, donate=2)
-_round = Program(decode_round, donate=2)
+_round = Program(_decode_round_of_parts, donate=2)
 _verify_and_commit = Program(verify_and_commit, donate=2)
 _first_step = Program(_draft_first_step, donate=2)
 _next_step = Program(next_step, donate=4)
@@ -349,7 +375,7 @@ _next_step = Program(next_step, donate=4)
 
 def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables) -> tuple[Verification, DecodeState]:
     if cfg.num_speculative_tokens == 0:
-        return _round(cfg, params, state, block_tables)
+        return _run_round(cfg, params, state, block_tables)
     carry, inputs, state = _first_step(cfg, params, state, block_tables)
     for step in range(1, cfg.num_speculative_tokens):
         carry = _next_step(cfg, params["draft"], inputs, np.int32(step), carry)
@@ -363,7 +389,9 @@ def run_round(
     if compilation == "eager":
         with jax.disable_jit():
             return decode_round(cfg, params, state, jax.tree.map(jnp.asarray, block_tables))
-    return (_round if compilation == "round" else _step_by_step)(cfg, params, state, block_tables)
+    if compilation == "step":
+        return _step_by_step(cfg, params, state, block_tables)
+    return _run_round(cfg, params, state, block_tables)
 
 
 def run_prefill(cfg: RoundConfig, params: Params, state: DecodeState, *args: Any, compilation: str) -> tuple[Verification, DecodeState]:

@@ -24,7 +24,7 @@ HOST = re.compile(
 def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, np.ndarray]:
     table, num_blocks = block_table(3, cfg, shuffle_seed=0, guard=5)  # a pool larger than what attention gathers of it
     _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3], 1.0), table, num_blocks)
-    return decode._round.jitted(cfg).lower(cfg, model.params, state, table), state, table
+    return decode._round.jitted(cfg).lower(cfg, model.params, *decode.take_apart(state), table), state, table
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -39,9 +39,11 @@ def test_the_round_is_one_program_with_donated_caches_and_no_host_callback(metho
 
     caches = jax.tree.leaves((state.target_caches, state.draft_caches))
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in caches)
-    verification, after = decode._round(cfg, model.params, state, table)
-    assert all(x.is_deleted() for x in jax.tree.leaves(state)), "the state is donated whole"
-    assert not any(x.is_deleted() for x in jax.tree.leaves((verification, after, model.params)))
+    verification, after = decode.run_round(cfg, model.params, state, table, "round")
+    donated, rows = decode.take_apart(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(donated)), "what is large is donated"
+    assert not any(x.is_deleted() for x in jax.tree.leaves((verification, after, rows, model.params)))
+    assert after.max_tokens is state.max_tokens, "what a round leaves alone does not pass through it"
 
 
 def test_the_search_finds_a_host_callback() -> None:
@@ -79,5 +81,5 @@ def test_no_cache_is_copied_by_a_plain_step_of_one_request() -> None:
     cfg = model.round_config(0)
     table, num_blocks = block_table(1, cfg, guard=5)
     _, state = start(cfg, model.params, random_prompts((5,)), sampling_state([1], 1.0), table, num_blocks)
-    text = decode._round.jitted(cfg).lower(cfg, model.params, state, table).compile().as_text()
+    text = decode._round.jitted(cfg).lower(cfg, model.params, *decode.take_apart(state), table).compile().as_text()
     assert not cache_copies(text, jax.tree.leaves(state.target_caches))
