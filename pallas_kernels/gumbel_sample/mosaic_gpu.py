@@ -26,10 +26,11 @@ from pallas_kernels.pieces import LANES, Pieces, combine_maximum, cut, store_max
 
 @dataclass(frozen=True)
 class Tuning:
-    """piece: tokens that a warpgroup has in its registers, a multiple of 128. blocks: about so many warpgroups, if the rows suffice."""
+    """piece: tokens that a warpgroup has in its registers, a multiple of 128. blocks: about so many of them, eight for each of 132
+    multiprocessors, if the rows suffice."""
 
     piece: int = 256
-    blocks: int = 528
+    blocks: int = 1056
 
 
 def unsupported(vocab: int) -> str | None:
