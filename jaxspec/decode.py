@@ -350,7 +350,7 @@ def take_apart(state: DecodeState) -> tuple[dict[str, Any], DecodeState]:
     return {name: getattr(state, name) for name in DONATED}, replace(state, **dict.fromkeys(DONATED))
 
 
-def _decode_round_of_parts(
+def decode_round_of_parts(
     cfg: RoundConfig, params: Params, donated: dict[str, Any], rows: DecodeState, block_tables: BlockTables
 ) -> tuple[Verification, dict[str, Any], DecodeState]:
     """decode_round of a state taken apart; None stands for the rows' arrays that it leaves alone."""
@@ -367,7 +367,7 @@ def _run_round(cfg: RoundConfig, params: Params, state: DecodeState, block_table
 
 
 _prefill = Program(prefill, donate=2)
-_round = Program(_decode_round_of_parts, donate=2)
+_round = Program(decode_round_of_parts, donate=2)
 _verify_and_commit = Program(verify_and_commit, donate=2)
 _first_step = Program(_draft_first_step, donate=2)
 _next_step = Program(next_step, donate=4)

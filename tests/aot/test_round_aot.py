@@ -154,10 +154,13 @@ def compiled(case: Round) -> Compiled:
         options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
         several = case.num_rounds > 1
         static = (cfg, case.num_rounds) if several else (cfg,)
+        params, state, table = abstract_arguments(cfg)
         executable = h200.compile_for_h200(
-            rounds.decode_rounds if several else decode.decode_round,
+            rounds.decode_rounds if several else decode.decode_round_of_parts,
             *static,
-            *abstract_arguments(cfg),
+            params,
+            *((state,) if several else decode.take_apart(state)),
+            table,
             static_argnums=tuple(range(len(static))),
             donate_argnums=len(static) + 1,
             options=options,
@@ -206,6 +209,13 @@ def test_no_graph_holds_a_copy_to_an_address_that_the_host_computes(case: Compil
     assert not {"kDynamicSliceFusion", "kAsyncStart", "kAsyncDone"} & set(case.thunks.launches())
 
 
+def test_no_small_array_is_copied(case: Compiled) -> None:
+    """A copy is a launch. The indices of loops are, and what a loop of several rounds starts from."""
+    entry = case.hlo[case.hlo.index("ENTRY ") :]
+    copies = re.findall(r"= \w+\[\d[\d,]*\]\S* copy(?:-start)?\(.*", entry)
+    assert not copies or case.num_rounds > 1, copies
+
+
 def test_nothing_calls_the_host_and_nothing_sorts(case: Compiled) -> None:
     assert set(re.findall(r'custom_call_target="([^"]*)"', case.hlo)) == {"mosaic_gpu_v2"}
     assert not re.findall(r" (?:sort|topk|infeed|outfeed|send|recv|async-start)\(.*", case.hlo)
@@ -234,7 +244,7 @@ def test_one_draft_step_rebuilds_the_metadata_once(case: Compiled) -> None:
 def test_a_pass_over_tokens_begins_with_one_launch(case: Compiled) -> None:
     """In the loop's body a draft step, around it the round's first one and the target's pass. Their rows are so many there that a product
     and the next do not share the norm between them: each layer has its second norm, the target's later layers their first, and an end."""
-    kernel = r'mosaic_gpu_v2", .*op_name="jit\(decode_round\)/(while/body/)?.*/(embed_norm|rms_norm)_\d+/'
+    kernel = r'mosaic_gpu_v2", .*op_name="jit\(decode_round_of_parts\)/(while/body/)?.*/(embed_norm|rms_norm)_\d+/'
     found = Counter((bool(inside), name) for inside, name in re.findall(kernel, case.hlo))
     norms = 2 + 2 * case.cfg.target.num_layers
     assert found == {(True, "embed_norm"): 1, (True, "rms_norm"): 1, (False, "embed_norm"): 2, (False, "rms_norm"): norms}
