@@ -49,7 +49,7 @@ ROUNDS = {
     "smollm2, K 3, sampled, 4 rounds": Round("smollm2-135m", 3, sampled=True, num_rounds=4),
 }
 TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for top-p
-# Of these 16 rows: norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual. (Up to 8 rows products do the norms.)
+# Of 16 rows: norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual. (Up to 8 rows products do the norms.)
 LAUNCHES_PER_LAYER = 8
 
 
