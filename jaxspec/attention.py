@@ -12,13 +12,18 @@ import numpy as np
 
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels, MLAConfig
 from jaxspec.kv_cache import FullCache
-from jaxspec.layers import ResidualStream, apply_rope, linear, product, rms_norm, values_of
+from jaxspec.layers import ResidualStream, apply_rope, linear, product, rms_norm, rope_tables, values_of
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
 from pallas_kernels.attention import packs, paged_attention
 from pallas_kernels.rope_cache import rope_and_write
 
 RopeTables = tuple[jax.Array, jax.Array]
+
+
+def rope_of(cfg: AttentionConfig, metadata: AttentionMetadata) -> RopeTables:
+    """cos and sin of a pass, as rope_tables makes them: the metadata's, if its kernel has made them."""
+    return rope_tables(cfg.rope, cfg.rope_dim, metadata.positions) if metadata.rope is None else metadata.rope
 
 
 def attention_specs(prefix: str, cfg: AttentionConfig, input_size: int, output_size: int) -> dict[str, ParamSpec]:
@@ -180,6 +185,7 @@ def attend(
         metadata.seq_lens,
         metadata.window_start,
         params["sinks"] if cfg.sinks else None,
+        metadata.bounds,
         scale=cfg.head_dim**-0.5,
         window=window,
         packed_heads=cfg.num_heads if packed else None,

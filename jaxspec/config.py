@@ -342,6 +342,7 @@ class Kernels:
     matmul: str = "reference"
     rms_norm: str = "reference"
     rope_cache: str = "reference"
+    step_metadata: str = "reference"
     rejection_sampling: str = "reference"
     gumbel_sample: str = "reference"
     moe: str = "reference"

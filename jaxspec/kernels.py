@@ -21,6 +21,7 @@ from pallas_kernels import (
     rejection_sampling,
     rms_norm,
     rope_cache,
+    step_metadata,
 )
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
         "attention": compressed or first(_attention(a, block_size, dtype) for a in attentions),
         "rms_norm": first(rms_norm.unsupported(m.hidden_size, dtype) for m in models),
         "rope_cache": compressed or first(_rope_cache(a, dtype) for a in attentions),
+        "step_metadata": first(_step_metadata(m) for m in models),
         "matmul": first(
             matmul.unsupported(jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype), (jax.ShapeDtypeStruct((depth, width), dtype),))
             for m in models
@@ -104,6 +106,14 @@ def _rope_cache(cfg: AttentionConfig | MLAConfig, dtype: Any) -> str | None:
     if isinstance(cfg, MLAConfig):
         return latent_cache.unsupported(cfg.q_lora_rank or 0, cfg.kv_lora_rank, cfg.rope_head_dim, dtype)
     return rope_cache.unsupported(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, dtype)
+
+
+def _step_metadata(model: Any) -> str | None:
+    """Of heads; models of latents do not ask it."""
+    cfg = model.attention
+    if not isinstance(cfg, AttentionConfig):
+        return None
+    return step_metadata.unsupported(1, cfg.num_heads // cfg.num_kv_heads, cfg.rope_dim)
 
 
 def _moe(target: Any, dtype: Any) -> str | None:

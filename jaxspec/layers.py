@@ -19,6 +19,7 @@ from pallas_kernels.embed_norm import embed_norm as embed_norm_op
 from pallas_kernels.matmul import matmul
 from pallas_kernels.rms_norm import rms_norm as rms_norm_op
 from pallas_kernels.rope_cache.reference import rotate
+from pallas_kernels.step_metadata.reference import rotation
 
 logger = logging.getLogger(__name__)
 
@@ -202,9 +203,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32 [batch, rows, 1, head_dim / 2], for positions [batch, rows]; shared by a pass's layers."""
-    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope, head_dim))
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return (cos, sin) if rope.attention_factor == 1.0 else (cos * rope.attention_factor, sin * rope.attention_factor)
+    cos, sin = rotation(positions, rope_frequencies(rope, head_dim), rope.attention_factor)
+    return cos[..., None, :], sin[..., None, :]
 
 
 def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -8,6 +8,7 @@ step's token and logits are written, and from it each of these steps rebuilds th
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +53,10 @@ class Proposal:
 
 @struct.dataclass
 class DraftCarry:
-    """The draft loop's state after a step. The next one reads the step's token int32 [batch] and hidden [batch, 1, hidden]; the last
+    """The draft loop's state after a step. The next one reads the step's token in the proposal, and hidden [batch, 1, hidden]; the last
     step's are read by none."""
 
     proposal: Proposal
-    token: jax.Array
     hidden: jax.Array
     caches: KVCache
 
@@ -79,7 +79,7 @@ def draft_step(
     """
     family = drafts.family(cfg)
     out = family.forward(params, cfg, tokens, hidden, metadata, caches, kernels=kernels)
-    pick = lambda x: jnp.take_along_axis(x, last_row[:, None, None], axis=1)  # noqa: E731
+    pick = lambda x: x if x.shape[1] == 1 else jnp.take_along_axis(x, last_row[:, None, None], axis=1)  # noqa: E731
     return family.logits(params, cfg, pick(out.head_input)[:, 0], kernels), pick(out.feedback), out.caches
 
 
@@ -124,11 +124,17 @@ def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
     return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
 
 
+def _readers(cfg: RoundConfig) -> dict[str, Any]:
+    """Who reads the draft's metadata."""
+    return {"attention": cfg.draft.attention, "kernels": cfg.kernels}
+
+
 def consume_pending(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache) -> KVCache:
     """Step 0's pass over the pending rows without its draft: the caches of a round with K = 0."""
     assert cfg.draft_group is not None
     family, rows = drafts.family(cfg.draft), inputs.pending_tokens.shape[1]
-    metadata = build_metadata(cfg.draft_group, inputs.block_table, inputs.seq_lens - inputs.num_pending, inputs.num_pending, rows)
+    start = inputs.seq_lens - inputs.num_pending
+    metadata = build_metadata(cfg.draft_group, inputs.block_table, start, inputs.num_pending, rows, **_readers(cfg))
     hidden = family.fuse(params, cfg.draft, inputs.pending_hidden, cfg.kernels)
     return family.forward(params, cfg.draft, inputs.pending_tokens, hidden, metadata, caches, kernels=cfg.kernels).caches
 
@@ -138,7 +144,7 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
     assert cfg.draft_group is not None
     batch, rows = inputs.pending_tokens.shape
     start = inputs.seq_lens - inputs.num_pending
-    metadata = build_metadata(cfg.draft_group, inputs.block_table, start, inputs.num_pending, rows)
+    metadata = build_metadata(cfg.draft_group, inputs.block_table, start, inputs.num_pending, rows, **_readers(cfg))
     hidden = drafts.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden, cfg.kernels)
     last_row = jnp.maximum(inputs.num_pending - 1, 0)
     logits, feedback, caches = draft_step(
@@ -151,26 +157,27 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
         cfg=cfg.draft,
         kernels=cfg.kernels,
     )
-    proposal, token = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
-    return DraftCarry(proposal, token, feedback, caches)
+    proposal, _ = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
+    return DraftCarry(proposal, feedback, caches)
 
 
 def next_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry) -> DraftCarry:
     """Step 1 .. K-1: rebuild the metadata, feed the last drafted token back, write column `step`."""
     assert cfg.draft_group is not None
-    metadata = rebuild_draft_metadata(cfg.draft_group, inputs.block_table, inputs.seq_lens, inputs.num_pending, step)
+    metadata = rebuild_draft_metadata(cfg.draft_group, inputs.block_table, inputs.seq_lens, inputs.num_pending, step, **_readers(cfg))
+    tokens = lax.dynamic_slice_in_dim(carry.proposal.draft_tokens, step - 1, 1, axis=1)
     logits, feedback, caches = draft_step(
         params,
-        carry.token[:, None],
+        tokens,
         carry.hidden,
-        jnp.zeros_like(carry.token),
+        jnp.zeros(tokens.shape[0], jnp.int32),
         metadata,
         carry.caches,
         cfg=cfg.draft,
         kernels=cfg.kernels,
     )
-    proposal, token = write_step(cfg, params, inputs, step, logits, carry.proposal)
-    return DraftCarry(proposal, token, feedback, caches)
+    proposal, _ = write_step(cfg, params, inputs, step, logits, carry.proposal)
+    return DraftCarry(proposal, feedback, caches)
 
 
 def propose(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import attention_specs
+from jaxspec.attention import attention_specs, rope_of
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
 from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import linear, mlp_specs, product, rope_tables, vocab_logits
+from jaxspec.layers import linear, mlp_specs, product, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, ParamSpec, matrix, vector
@@ -95,7 +95,7 @@ def forward(
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> DraftOutput:
     """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
-    rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
+    rope = rope_of(cfg.attention, metadata)
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     joined = jnp.concatenate([embedded, hidden], axis=-1)
     x = linear(joined, params["fc"], params["fc_bias"]) if cfg.fc_bias else product(joined, (params["fc"],), kernels)

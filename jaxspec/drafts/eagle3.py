@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import attention_specs
+from jaxspec.attention import attention_specs, rope_of
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -31,7 +31,7 @@ from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.kv_cache import KVCache
-from jaxspec.layers import embed_norm, linear, mlp_specs, product, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers import embed_norm, linear, mlp_specs, product, rms_norm, vocab_logits
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
@@ -156,7 +156,7 @@ def forward(
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> DraftOutput:
     """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
-    rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata.positions)
+    rope = rope_of(cfg.attention, metadata)
     x, attention_input = first_layer_input(params, cfg, tokens, hidden, kernels)
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):

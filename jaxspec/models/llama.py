@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.attention import RopeTables, attention_specs
+from jaxspec.attention import RopeTables, attention_specs, rope_of
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -25,7 +25,7 @@ from jaxspec.config import (
 )
 from jaxspec.decoder_layer import dense_layer
 from jaxspec.kv_cache import FullCache, KVCache
-from jaxspec.layers import ResidualStream, mlp_specs, rope_tables
+from jaxspec.layers import ResidualStream, mlp_specs
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.params import Params, vector
@@ -162,7 +162,7 @@ def forward(
     kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
     """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
-    rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
+    rope = rope_of(cfg.attention, metadata)
 
     def run_layer(i: int, layer: Params, x: jax.Array | ResidualStream, cache: FullCache) -> tuple[ResidualStream, FullCache]:
         next_norm = params["layers"][i + 1]["input_layernorm"] if i + 1 < cfg.num_layers else None

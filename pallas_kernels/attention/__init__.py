@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper, packing
 from pallas_kernels.attention import reference
+from pallas_kernels.attention.bounds import bounds_size
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
 
@@ -59,6 +60,7 @@ def paged_attention(
     seq_lens: jax.Array,
     window_start: jax.Array,
     sinks: jax.Array | None = None,
+    bounds: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -74,6 +76,7 @@ def paged_attention(
     seq_lens:         int32 [batch], tokens in the cache; 0 for an idle request, whose output is finite and meaningless
     window_start:     int32 [batch, rows]
     sinks:            float32 [num_heads], a logit per head that joins the softmax's denominator only (gpt-oss), or None
+    bounds:           what pallas_kernels.attention.bounds.key_bounds makes of the four above, if the caller has it: kernels that they save
     scale:            factor on q . k, usually head_dim ** -0.5
     window:           a promise that no row sees more than this many keys (positions - window_start < window): the kernel then
                       starts for those pages only. It hides nothing by itself.
@@ -107,6 +110,9 @@ def paged_attention(
             raise ValueError(f"{name}: expected int32 {shape}, got {array.dtype} {array.shape}")
     if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
         raise ValueError(f"sinks: expected float32 ({num_heads},), got {sinks.dtype} {sinks.shape}")
+    tile = bounds_size(rows, num_heads // k_cache.shape[2])
+    if bounds is not None and (bounds.ndim != 3 or bounds.shape[::2] != (batch, tile) or bounds.dtype != jnp.int32):
+        raise ValueError(f"bounds: expected int32 ({batch}, row tiles, {tile}), got {bounds.dtype} {bounds.shape}")
     if window is not None and window < 1:
         raise ValueError(f"window: expected at least 1 key or None, got {window}")
     if implementation not in IMPLEMENTATIONS:
@@ -128,11 +134,12 @@ def paged_attention(
 
         kernel: Callable[..., jax.Array] = mosaic_gpu.paged_attention
         options: dict[str, Any] = {"scale": scale, "window": window, "packed_heads": packed_heads}
+        arrays = (q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, bounds)
         if packed_heads is None and mosaic_gpu.too_long(rows, num_heads, k_cache.shape[2]):
-            kernel, options = prefill_mosaic_gpu.paged_attention, {"scale": scale}
+            kernel, options, arrays = prefill_mosaic_gpu.paged_attention, {"scale": scale}, arrays[:-1]
         # As a function of its own, so that a model's layers share one kernel instead of lowering one each.
         call = kernel if hopper.interpreting() else _compiled(kernel, *options)
-        return call(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, **options)
+        return call(*arrays, **options)
     if packed_heads is not None:
         q = packing.unpack(q, rows, num_heads)
     return reference.paged_attention(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale)

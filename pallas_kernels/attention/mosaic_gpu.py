@@ -26,11 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper, paging
+from pallas_kernels.attention.bounds import KEYS, NARROW, key_bounds
 from pallas_kernels.online_softmax import LOG2E, NEVER, await_inputs, load, merge, normalise, where
 from pallas_kernels.packing import pack, packed_size
 
-KEYS = 64  # keys a tile: the left side of a wgmma
-NARROW = 32  # query rows (row x head of the group) of a row tile
 CLASSES = 8  # of key tiles; also the largest portable cluster
 SMS = 132
 
@@ -166,6 +165,7 @@ def paged_attention(
     seq_lens: jax.Array,
     window_start: jax.Array,
     sinks: jax.Array | None = None,
+    bounds: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -194,7 +194,9 @@ def paged_attention(
         interpreted=hopper.interpreting(),
     )
     packed = _pack(plan, q) if packed_heads is None else q[:, None]
-    bounds = _bounds(plan, positions, seq_lens, window_start)
+    if bounds is None:
+        max_keys = plan.pages * plan.block_size
+        bounds = key_bounds(positions, seq_lens, window_start, group=plan.group, max_keys=max_keys)
     out, *_ = _attend(plan)(packed, k_cache, v_cache, block_table, bounds, *(() if sinks is None else (sinks,)))
     return out
 
@@ -215,29 +217,6 @@ def _pack(plan: Plan, q: jax.Array) -> jax.Array:
     q = q.reshape(plan.batch * plan.row_tiles, plan.tile_rows, plan.num_heads, plan.head_dim)
     packed = pack(q, plan.num_kv_heads)
     return packed.reshape(plan.batch, plan.row_tiles, *packed.shape[1:])
-
-
-def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array) -> jax.Array:
-    """What the kernel needs to know about which keys exist and who sees them; equal in every layer, so XLA computes it once.
-
-    int32 [batch, row_tiles, 2 columns + 4]: per column, its row's first key and the key after its last; first tile of keys that any row
-    sees, the tile after the last, number of keys. One array: a kernel less before the first layer.
-    """
-    written = jnp.minimum(seq_lens, plan.pages * plan.block_size)
-    last = jnp.minimum(positions + 1, written[:, None])
-    first = jnp.minimum(jnp.maximum(window_start, 0), last)
-    pad = ((0, 0), (0, plan.row_tiles * plan.tile_rows - plan.rows))
-    shape = (plan.batch, plan.row_tiles, plan.tile_rows)
-    first, last = jnp.pad(first, pad).reshape(shape), jnp.pad(last, pad).reshape(shape)
-    seen = first < last
-    end = jnp.max(jnp.where(seen, last, 0), axis=2)
-    begin = jnp.min(jnp.where(seen, first, plan.tiles * KEYS), axis=2)
-    everyone = jnp.broadcast_to(written[:, None], end.shape)
-    # The fourth number is padding: a row of an odd length would leave every second request's rows unaligned for the kernel's loads.
-    ranges = jnp.stack((begin // KEYS, (end + KEYS - 1) // KEYS, everyone, everyone), axis=2)
-    limits = jnp.repeat(jnp.stack((first, last), axis=2), plan.group, axis=3)
-    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, 0), (0, plan.columns - limits.shape[3])))
-    return jnp.concatenate((limits.reshape(*ranges.shape[:2], 2 * plan.columns), ranges), axis=2)
 
 
 def _attend(plan: Plan):

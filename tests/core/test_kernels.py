@@ -70,7 +70,7 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
         assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
         assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
         assert choose("auto", "tiny").gumbel_sample == "reference"
-        left = dict.fromkeys(("rejection_sampling", "gumbel_sample", "moe"), "mosaic_gpu")  # no experts
+        left = dict.fromkeys(("rejection_sampling", "gumbel_sample", "step_metadata", "moe"), "mosaic_gpu")  # no experts
         assert choose("auto", dtype=jnp.float32) == replace(Kernels(), **left)
     messages = "\n".join(r.getMessage() for r in caplog.records)
     assert "attention: reference (the kernel block_size: expected" in messages and ", got 24)" in messages

@@ -17,7 +17,7 @@ from jaxspec.config import CacheGroup
 from jaxspec.kv_cache import PAD_SLOT
 from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 
-FIELDS = tuple(f.name for f in fields(AttentionMetadata))
+FIELDS = tuple(f.name for f in fields(AttentionMetadata) if f.name not in ("bounds", "rope"))  # those are a kernel's, or None
 BLOCK_SIZES = (1, 2, 16)
 LIMIT = 40  # max_model_len: a multiple of no block size but 1 and 2
 

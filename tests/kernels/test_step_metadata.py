@@ -1,0 +1,160 @@
+"""A pass's metadata: the kernel makes the reference's, to the bit; the reference is what plain Python says, a row at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention.bounds import KEYS
+from pallas_kernels.step_metadata import IMPLEMENTATIONS, PAD_SLOT, StepMetadata, step_metadata
+from pallas_kernels.step_metadata.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from tests.kernels.interpreter import interpreted
+from tests.kernels.test_attention import needs_mosaic
+
+implementations = pytest.mark.parametrize(
+    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+)
+
+# The interpreter takes a fraction of a second a request.
+SMALL = {
+    "draft step": Shape(16, 1, group=4, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3),
+    "verify": Shape(16, 4, group=3, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3),
+    "verify, window": Shape(16, 4, group=4, head_dim=128, window=3, pages=5, block_size=16, max_model_len=70, masked=3),
+    "window of one token": Shape(8, 2, group=1, head_dim=64, window=1, pages=5, block_size=16, max_model_len=70),
+    "window over tiles of keys": Shape(8, 6, group=5, head_dim=64, window=100, pages=5, block_size=64, max_model_len=320, masked=1),
+    "the table ends before the longest context": Shape(8, 4, group=8, head_dim=64, pages=4, block_size=16, max_model_len=1000),
+    "one request": Shape(1, 4, group=3, head_dim=64, pages=3, block_size=64, max_model_len=150),
+    "64 requests, a head a group": Shape(64, 2, group=1, head_dim=64, pages=2, block_size=16, max_model_len=20, masked=9),
+}
+
+
+def run(inputs: dict[str, Any], implementation: str) -> StepMetadata:
+    """As NumPy arrays."""
+    if implementation == "reference":
+        arrays = {name: value for name, value in inputs.items() if isinstance(value, jax.Array)}
+        static = {name: value for name, value in inputs.items() if name not in arrays}
+        made = jax.jit(lambda arrays: step_metadata(**arrays, **static))(arrays)
+    else:
+        with interpreted():
+            made = step_metadata(**inputs, implementation=implementation)
+    return StepMetadata(*(np.asarray(x) for x in made))
+
+
+def in_plain_python(shape: Shape, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """From the docstrings, one request and one row at a time."""
+    table, step = np.asarray(inputs["block_table"]), int(inputs["step"])
+    size, limit = shape.block_size, min(shape.max_model_len, shape.pages * shape.block_size)
+    out: dict[str, list[Any]] = {name: [] for name in ("positions", "seq_lens", "slot_mapping", "window_start", "bounds")}
+    for blocks, start, real in zip(table, np.asarray(inputs["start"]) + step, np.asarray(inputs["num_rows"]), strict=True):
+        rows = [min(start + i, limit) for i in range(shape.rows)]
+        length = min(start + min(real, shape.rows), limit) if real else 0
+        seen_from = [0 if shape.window is None else max(p - shape.window + 1, 0) for p in rows]
+        out["positions"].append(rows)
+        out["seq_lens"].append(length)
+        out["window_start"].append(seen_from)
+        slot = lambda i: blocks[(start + i) // size] * size + (start + i) % size  # noqa: B023, E731
+        out["slot_mapping"].append([slot(i) if i < real and start + i < limit else PAD_SLOT for i in range(shape.rows)])
+        keys = [range(min(s, p + 1, length), min(p + 1, length)) for s, p in zip(seen_from, rows, strict=True)]
+        columns = -(-shape.rows * shape.group // 8) * 8
+        limits = [[getattr(k, end) for k in keys for _ in range(shape.group)] for end in ("start", "stop")]
+        tiles = {key // KEYS for k in keys for key in k}
+        first, past = (min(tiles), max(tiles) + 1) if tiles else (-(-shape.pages * size // KEYS), 0)
+        padded = [row + [0] * (columns - len(row)) for row in limits]
+        out["bounds"].append([[*padded[0], *padded[1], first, past, length, length]])
+    return {name: np.array(value, np.int32) for name, value in out.items()}
+
+
+@implementations
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_plain_python(name: str, implementation: str) -> None:
+    shape = SMALL[name]
+    inputs = make_inputs(shape, seed=len(name))
+    made = run(inputs, implementation)._asdict()
+    for field, expected in in_plain_python(shape, inputs).items():
+        assert made[field].dtype == np.int32
+        np.testing.assert_array_equal(made[field], expected, err_msg=field)
+    angles = made["positions"][..., None].astype(np.float32) * inputs["frequencies"]
+    np.testing.assert_allclose(made["cos"], np.cos(angles.astype(np.float64)), atol=1e-6)
+    np.testing.assert_allclose(made["sin"], np.sin(angles.astype(np.float64)), atol=1e-6)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("attention_factor", [1.0, 1.3])
+def test_tables_are_the_references_to_the_bit(attention_factor: float) -> None:
+    inputs = make_inputs(SMALL["verify"], seed=3) | {"attention_factor": attention_factor}
+    reference, kernel = run(inputs, "reference"), run(inputs, "mosaic_gpu")
+    assert reference.cos is not None and np.abs(reference.cos).max() <= attention_factor < np.abs(reference.cos).max() + 1e-3
+    jax.tree.map(np.testing.assert_array_equal, reference, kernel)
+
+
+def test_what_nobody_asks_for_is_left_out() -> None:
+    inputs = make_inputs(SMALL["verify"], seed=0)
+    made = step_metadata(**(inputs | {"group": None, "frequencies": None}))
+    assert made.bounds is None and made.cos is None and made.sin is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"start": jnp.zeros(3, jnp.int32)}, "block_table: expected int32 (3, 5), got int32 (16, 5)"),
+        ({"num_rows": jnp.zeros(16, bool)}, "num_rows: expected int32 (16,), got bool (16,)"),
+        ({"step": jnp.zeros(1, jnp.int32)}, "step: expected int32 (), got int32 (1,)"),
+        ({"implementation": "triton"}, "implementation: expected one of reference, mosaic_gpu, got 'triton'"),
+        (
+            {"implementation": "mosaic_gpu", "group": None},
+            "group and frequencies: expected both for implementation 'mosaic_gpu', got None and",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError) as error:
+        step_metadata(**(make_inputs(SMALL["verify"], seed=0) | change))
+    assert str(error.value).startswith(reason)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"group": 9}, "expected at most 32 rows x heads a KV head, got 4 x 9"),
+        ({"frequencies": np.ones(24, np.float32)}, "expected a rope_dim that is a multiple of 8 and a divisor of 256, got 48"),
+    ],
+)
+def test_what_the_kernel_does_not_support_is_an_error(change: dict[str, Any], reason: str) -> None:
+    with interpreted(), pytest.raises(ValueError) as error:
+        step_metadata(**(make_inputs(SMALL["verify"], seed=0) | change), implementation="mosaic_gpu")
+    assert str(error.value) == f"step_metadata, implementation 'mosaic_gpu': {reason}"
+
+
+def test_bytes_moved_counts_what_goes_in_and_out() -> None:
+    shape = Shape(2, 3, group=4, head_dim=64)
+    made = run(make_inputs(shape, seed=0), "reference")
+    inputs = 2 * (3 + 1 + 1) + 1 + 32  # pages, start and count of each request, the step, the frequencies
+    assert bytes_moved(shape) == 4 * inputs + sum(x.nbytes for x in made if x is not None)
+    assert bytes_moved(dataclasses.replace(shape, batch=4)) > bytes_moved(shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*SMALL, *SHAPES])
+def test_equals_the_reference_to_the_bit_on_the_gpu(name: str) -> None:
+    inputs = make_inputs((SMALL | SHAPES)[name], seed=5)
+    jax.tree.map(np.testing.assert_array_equal, run(inputs, "reference"), run(inputs, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_every_position_is_rotated_by_the_bits_of_a_prefill_chunk(theta: float) -> None:
+    """131,072 positions: 4 rows of each of 32,768 requests against XLA's cos and sin of one long chunk."""
+    frequencies, rows, batch = (theta ** (-np.arange(0, 128, 2) / 128)).astype(np.float32), 4, 1 << 15
+    common: dict[str, Any] = {"block_size": 64, "max_model_len": 1 << 17, "group": 4, "frequencies": frequencies}
+    table = jnp.zeros((batch, 2048), jnp.int32)
+    start, counts = jnp.arange(batch, dtype=jnp.int32) * rows, jnp.full(batch, rows, jnp.int32)
+    kernel = step_metadata(table, start, counts, rows=rows, **common, implementation="mosaic_gpu")
+    chunk = jax.jit(lambda *args: step_metadata(*args, rows=1 << 17, **common))(table[:1], start[:1], counts[:1])
+    for ours, theirs in ((kernel.cos, chunk.cos), (kernel.sin, chunk.sin)):
+        np.testing.assert_array_equal(np.asarray(ours).reshape(-1, 64), np.asarray(theirs)[0])
