@@ -53,10 +53,11 @@ class Proposal:
 
 @struct.dataclass
 class DraftCarry:
-    """The draft loop's state after a step. The next one reads the step's token in the proposal, and hidden [batch, 1, hidden]; the last
+    """The draft loop's state after a step. The next one reads the step's token int32 [batch] and hidden [batch, 1, hidden]; the last
     step's are read by none."""
 
     proposal: Proposal
+    token: jax.Array
     hidden: jax.Array
     caches: KVCache
 
@@ -110,10 +111,12 @@ def write_step(
     """Draw step's draft token from logits [batch, draft_vocab] and write both into column step. Returns the token [batch] too."""
     drafted = draw_draft(cfg, params, inputs, step, logits)
     token = params["draft_to_target"][drafted] if cfg.draft.maps_vocabulary else drafted
-    tokens = lax.dynamic_update_slice(proposal.draft_tokens, token[:, None], (0, step))
+    # A step that might count from the end would be read twice, before and after the loop counts on, and that takes a copy of it.
+    into_column = partial(lax.dynamic_update_slice, allow_negative_indices=False)
+    tokens = into_column(proposal.draft_tokens, token[:, None], (0, step))
     draft_logits = proposal.draft_logits
     if draft_logits is not None:
-        draft_logits = lax.dynamic_update_slice(draft_logits, logits[:, None], (0, step, 0))
+        draft_logits = into_column(draft_logits, logits[:, None], (0, step, 0))
     return Proposal(tokens, draft_logits), token
 
 
@@ -157,27 +160,26 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
         cfg=cfg.draft,
         kernels=cfg.kernels,
     )
-    proposal, _ = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
-    return DraftCarry(proposal, feedback, caches)
+    proposal, token = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
+    return DraftCarry(proposal, token, feedback, caches)
 
 
 def next_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry) -> DraftCarry:
     """Step 1 .. K-1: rebuild the metadata, feed the last drafted token back, write column `step`."""
     assert cfg.draft_group is not None
     metadata = rebuild_draft_metadata(cfg.draft_group, inputs.block_table, inputs.seq_lens, inputs.num_pending, step, **_readers(cfg))
-    tokens = lax.dynamic_slice_in_dim(carry.proposal.draft_tokens, step - 1, 1, axis=1)
     logits, feedback, caches = draft_step(
         params,
-        tokens,
+        carry.token[:, None],
         carry.hidden,
-        jnp.zeros(tokens.shape[0], jnp.int32),
+        jnp.zeros_like(carry.token),
         metadata,
         carry.caches,
         cfg=cfg.draft,
         kernels=cfg.kernels,
     )
-    proposal, _ = write_step(cfg, params, inputs, step, logits, carry.proposal)
-    return DraftCarry(proposal, feedback, caches)
+    proposal, token = write_step(cfg, params, inputs, step, logits, carry.proposal)
+    return DraftCarry(proposal, token, feedback, caches)
 
 
 def propose(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:

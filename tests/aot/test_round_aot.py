@@ -52,8 +52,8 @@ TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for 
 STEP_METADATA = (32, 0, 0)  # its stack is libdevice's, for the cosine of an angle above 105,615
 # Of 16 rows: norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual. (Up to 8 rows products do the norms.)
 LAUNCHES_PER_LAYER = 8
-# Counter (a copy, an addition), metadata, two norms and the joined input, six of the layer, norm, head, draw, id, and the column.
-LAUNCHES_OF_A_DRAFT_STEP = {"8b, K 5, greedy": 19}
+# Counter, metadata, embedding and norms, six of the layer, norm, head, argmax's two, the token's id for the target, its column.
+LAUNCHES_OF_A_DRAFT_STEP = {"8b, K 5, greedy": 15}
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxspec import propose as propose_module
-from jaxspec.config import CacheGroup
+from jaxspec.config import AttentionConfig, CacheGroup, Kernels, MLAConfig, RopeConfig
 from jaxspec.kv_cache import PAD_SLOT
+from jaxspec.layers import rope_tables
 from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
+from pallas_kernels.attention.bounds import key_bounds
+from tests.kernels.interpreter import interpreted
 
 FIELDS = tuple(f.name for f in fields(AttentionMetadata) if f.name not in ("bounds", "rope"))  # those are a kernel's, or None
 BLOCK_SIZES = (1, 2, 16)
@@ -120,6 +123,43 @@ def test_without_rebuilding_the_derived_fields_are_stale_too(monkeypatch: pytest
 def step_1_always(group: CacheGroup, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any) -> AttentionMetadata:
     """Step 1's metadata, at every step."""
     return rebuild_draft_metadata(group, block_table, seq_lens, num_pending, 1, **options)
+
+
+KERNELS = Kernels(step_metadata="mosaic_gpu")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+def test_the_kernel_makes_every_field_and_what_its_readers_read_besides() -> None:
+    group, attention = CacheGroup(2, LIMIT, window=3), AttentionConfig(4, 2, 8, rope=RopeConfig(theta=100.0))
+    table, start, rows = jnp.asarray(shuffled_table(group, 3)), jnp.asarray([5, 0, LIMIT - 1], jnp.int32), jnp.asarray([2, 0, 3], jnp.int32)
+    steps = [(build_metadata, (group, table, start, rows, 3)), (rebuild_draft_metadata, (group, table, start, rows, 2))]
+    for build, args in steps:
+        plain: Any = jax.jit(build, static_argnums=(0, 4) if build is build_metadata else 0)(*args)
+        assert plain.bounds is None and plain.rope is None
+        with interpreted():
+            made: Any = build(*args, attention=attention, kernels=KERNELS)
+        assert not differing(made, {name: np.asarray(getattr(plain, name)) for name in FIELDS})
+        jax.tree.map(np.testing.assert_array_equal, made.rope, rope_tables(attention.rope, 8, plain.positions))
+        own = key_bounds(plain.positions, plain.seq_lens, plain.window_start, group=2, max_keys=table.shape[1] * 2)
+        np.testing.assert_array_equal(made.bounds, own)
+
+
+@pytest.mark.parametrize(
+    ("group", "attention", "rows"),
+    [
+        (CacheGroup(2, LIMIT), AttentionConfig(4, 2, 8), 17),  # a prefill chunk
+        (CacheGroup(2, LIMIT, chunk=4), AttentionConfig(4, 2, 8), 1),
+        (CacheGroup(2, LIMIT), MLAConfig(4, 16, None, 8, 8, 8), 1),
+        ((CacheGroup(2, LIMIT), CacheGroup(2, LIMIT, window=3)), AttentionConfig(4, 2, 8), 1),
+    ],
+)
+def test_the_rest_is_made_in_jnp_whatever_the_kernels(group: Any, attention: Any, rows: int) -> None:
+    """Off a GPU the kernel would be an error."""
+    table, ones = jnp.zeros((1, 20), jnp.int32), jnp.ones(1, jnp.int32)
+    made: Any = build_metadata(group, table, ones, ones, rows, attention=attention, kernels=KERNELS)
+    for metadata in made if isinstance(made, tuple) else (made,):
+        assert metadata.bounds is None and metadata.rope is None
+    jax.tree.map(np.testing.assert_array_equal, made, build_metadata(group, table, ones, ones, rows))
 
 
 # ---- cases that vLLM's suite states (shared/reference/cases.md 3.5)

@@ -14,11 +14,12 @@ import pytest
 
 from jaxspec import drafts
 from jaxspec import propose as propose_module
-from jaxspec.config import RoundConfig
+from jaxspec.config import Kernels, RoundConfig
 from jaxspec.kv_cache import PAD_SLOT, FullCache
 from jaxspec.metadata import AttentionMetadata, rebuild_draft_metadata
 from jaxspec.propose import DraftInputs, Proposal, draft_step, first_step, next_step, propose
 from jaxspec.sampling import gumbel_noise
+from tests.kernels.interpreter import interpreted
 from tests.support.tiny import ATTENTION, HIDDEN, METHODS, VOCAB, Model, block_table, sampling_state, tiny_model
 from tests.support.toys import ToyDraft, toy_config
 
@@ -136,6 +137,7 @@ def assert_equals_eager_draft(cfg: RoundConfig, params: Any, carry: Any, inputs:
             got = dense(got, np.asarray(inputs.block_table[b]))
             for x, y in ((got.k, expected.k), (got.v, expected.v)):
                 np.testing.assert_allclose(x, y, **TOLERANCE)  # NaN at the same, unwritten slots
+        assert int(carry.token[b]) == tokens[-1]
         np.testing.assert_allclose(carry.hidden[b, 0], fed_back[-1], **TOLERANCE)
 
 
@@ -189,7 +191,7 @@ def test_other_ways_to_draw_equal_the_eager_draft_too(method: str, rule: str, ch
 
 
 def test_the_carry_is_that_of_the_last_step() -> None:
-    """Driven by hand, the carry after steps 0 .. K-1 and the one that propose returns hold the same tokens and hidden state."""
+    """Driven by hand, the carry after steps 0 .. K-1 and the one that propose returns hold the same token and hidden state."""
     K, model = 4, tiny_model("eagle3")
     cfg = config(model, K)
     inputs, caches = inputs_for(cfg)
@@ -199,7 +201,7 @@ def test_the_carry_is_that_of_the_last_step() -> None:
         carry = jax.jit(partial(next_step, cfg))(params, inputs, step, carry)
     whole = compiled(cfg)(params, inputs, caches)
     np.testing.assert_allclose(whole.hidden, carry.hidden, **TOLERANCE)
-    np.testing.assert_array_equal(whole.proposal.draft_tokens, carry.proposal.draft_tokens)
+    assert np.array_equal(whole.token, carry.token) and np.array_equal(whole.token, whole.proposal.draft_tokens[:, -1])
 
 
 @pytest.mark.parametrize("method", ["eagle"])
@@ -220,6 +222,19 @@ def test_stale_metadata_changes_the_compiled_loops_logits(method: str, monkeypat
         assert stale.proposal.draft_tokens[b, :2].tolist() == tokens[:2]
         np.testing.assert_allclose(stale.proposal.draft_logits[b, :2], logits[:2], **TOLERANCE)
         assert np.abs(stale.proposal.draft_logits[b, 2:] - logits[2:]).max(axis=1).min() > 1e-3
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+@pytest.mark.parametrize(("method", "window"), [("eagle3", 3), ("eagle", None)])
+def test_the_kernels_metadata_changes_nothing(method: str, window: int | None) -> None:
+    """Every pass of the draft with the kernel's metadata and tables of the rotation, to the bit."""
+    model = tiny_model(method, window=window)
+    cfg = config(model, 3)
+    inputs, caches = inputs_for(cfg)
+    plain = compiled(cfg)(model.params["draft"], inputs, caches)
+    with interpreted():
+        ours = compiled(replace(cfg, kernels=Kernels(step_metadata="mosaic_gpu")))(model.params["draft"], inputs, caches)
+    jax.tree.map(np.testing.assert_array_equal, plain, ours)
 
 
 @pytest.mark.parametrize("method", METHODS)

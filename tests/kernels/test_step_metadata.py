@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention import paged_attention
 from pallas_kernels.attention.bounds import KEYS
 from pallas_kernels.step_metadata import IMPLEMENTATIONS, PAD_SLOT, StepMetadata, step_metadata
 from pallas_kernels.step_metadata.shapes import SHAPES, Shape, bytes_moved, make_inputs
@@ -42,7 +43,8 @@ def run(inputs: dict[str, Any], implementation: str) -> StepMetadata:
     else:
         with interpreted():
             made = step_metadata(**inputs, implementation=implementation)
-    return StepMetadata(*(np.asarray(x) for x in made))
+    arrays: Any = [np.asarray(x) for x in made]
+    return StepMetadata(*arrays)
 
 
 def in_plain_python(shape: Shape, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -93,8 +95,8 @@ def test_tables_are_the_references_to_the_bit(attention_factor: float) -> None:
 
 
 def test_what_nobody_asks_for_is_left_out() -> None:
-    inputs = make_inputs(SMALL["verify"], seed=0)
-    made = step_metadata(**(inputs | {"group": None, "frequencies": None}))
+    inputs: dict[str, Any] = make_inputs(SMALL["verify"], seed=0) | {"group": None, "frequencies": None}
+    made = step_metadata(**inputs)
     assert made.bounds is None and made.cos is None and made.sin is None
 
 
@@ -112,8 +114,9 @@ def test_what_nobody_asks_for_is_left_out() -> None:
     ],
 )
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
+    inputs: dict[str, Any] = make_inputs(SMALL["verify"], seed=0) | change
     with pytest.raises(ValueError) as error:
-        step_metadata(**(make_inputs(SMALL["verify"], seed=0) | change))
+        step_metadata(**inputs)
     assert str(error.value).startswith(reason)
 
 
@@ -126,8 +129,9 @@ def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> N
     ],
 )
 def test_what_the_kernel_does_not_support_is_an_error(change: dict[str, Any], reason: str) -> None:
+    inputs: dict[str, Any] = make_inputs(SMALL["verify"], seed=0) | change
     with interpreted(), pytest.raises(ValueError) as error:
-        step_metadata(**(make_inputs(SMALL["verify"], seed=0) | change), implementation="mosaic_gpu")
+        step_metadata(**inputs, implementation="mosaic_gpu")
     assert str(error.value) == f"step_metadata, implementation 'mosaic_gpu': {reason}"
 
 
@@ -158,3 +162,34 @@ def test_every_position_is_rotated_by_the_bits_of_a_prefill_chunk(theta: float) 
     chunk = jax.jit(lambda *args: step_metadata(*args, rows=1 << 17, **common))(table[:1], start[:1], counts[:1])
     for ours, theirs in ((kernel.cos, chunk.cos), (kernel.sin, chunk.sin)):
         np.testing.assert_array_equal(np.asarray(ours).reshape(-1, 64), np.asarray(theirs)[0])
+
+
+@needs_mosaic
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_reads_these_bounds_as_its_own(window: int | None) -> None:
+    check_attention(window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_reads_these_bounds_as_its_own_on_the_gpu(window: int | None) -> None:
+    check_attention(window)
+
+
+def check_attention(window: int | None) -> None:
+    shape = Shape(3, 4, group=3, head_dim=64, window=window, pages=3, block_size=64, max_model_len=150, masked=1)
+    inputs = make_inputs(shape, seed=1)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (3, 4, 6, 64), jnp.bfloat16)
+    caches = [jax.random.normal(key, (9, 64, 2, 64), jnp.bfloat16) for key in keys[1:]]
+    made = StepMetadata(*(jnp.asarray(x) for x in run(inputs, "mosaic_gpu")))
+    arrays: Any = (q, *caches, inputs["block_table"], made.positions, made.seq_lens, made.window_start)
+    options: dict[str, Any] = {"scale": 0.125, "window": window, "implementation": "mosaic_gpu"}
+    with interpreted():
+        own = paged_attention(*arrays, **options)
+        given = paged_attention(*arrays, bounds=made.bounds, **options)
+        nothing = paged_attention(*arrays, bounds=jnp.zeros_like(made.bounds), **options)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match=r"^bounds: expected int32 \(3, row tiles, 36\), got int32 \(3, 1, 35\)$"):
+            paged_attention(*arrays, bounds=made.bounds[..., 1:], **options)  # pyright: ignore[reportOptionalSubscript]
+    np.testing.assert_array_equal(np.asarray(given).astype(np.float32), np.asarray(own).astype(np.float32))
+    assert not np.asarray(nothing).any() and np.asarray(own).any(), "the bounds that are given are the ones that are read"
