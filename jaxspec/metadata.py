@@ -120,7 +120,8 @@ def _build(
     options: dict[str, Any] = {}
     if kernels.step_metadata == "mosaic_gpu" and _is_one_launch(group, attention, rows):
         rope = attention.rope
-        options = {"group": attention.num_heads // attention.num_kv_heads, "frequencies": rope_frequencies(rope, attention.rope_dim)}
+        frequencies = tuple(rope_frequencies(rope, attention.rope_dim).tolist())
+        options = {"group": attention.num_heads // attention.num_kv_heads, "frequencies": frequencies}
         options |= {"attention_factor": rope.attention_factor, "implementation": "mosaic_gpu"}
     sizes = {"rows": rows, "block_size": group.block_size, "max_model_len": group.max_model_len, "window": group.window}
     made = step_metadata(block_table, start, num_rows, step, **sizes, **options)

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import hopper
 from pallas_kernels.step_metadata import reference
@@ -29,7 +28,7 @@ def step_metadata(
     max_model_len: int,
     window: int | None = None,
     group: int | None = None,
-    frequencies: np.ndarray | None = None,
+    frequencies: tuple[float, ...] | None = None,
     attention_factor: float = 1.0,
     implementation: str = "reference",
 ) -> StepMetadata:
@@ -44,7 +43,7 @@ def step_metadata(
     max_model_len:    no row at this position or past it is written; the same holds for the end of the block table
     window:           keys that a row sees, itself among them; None for all
     group:            query heads a KV head, for `bounds`; None leaves them out
-    frequencies:      the rotation's inverse frequencies, float32 [rope_dim / 2], known when this is traced; None leaves cos and sin out
+    frequencies:      the rotation's inverse frequencies, rope_dim / 2 of them, in float32's precision; None leaves cos and sin out
     attention_factor: on cos and sin
 
     Raises ValueError for shapes that do not fit together and for what the implementation does not support, with the reason.

@@ -42,7 +42,7 @@ def step_metadata(
     max_model_len: int,
     window: int | None,
     group: int,
-    frequencies: np.ndarray,
+    frequencies: tuple[float, ...],
     attention_factor: float,
 ) -> StepMetadata:
     """See pallas_kernels.step_metadata.step_metadata."""

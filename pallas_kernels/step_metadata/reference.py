@@ -44,7 +44,7 @@ def step_metadata(
     max_model_len: int,
     window: int | None,
     group: int | None,
-    frequencies: np.ndarray | None,
+    frequencies: tuple[float, ...] | None,
     attention_factor: float,
 ) -> StepMetadata:
     """See pallas_kernels.step_metadata.step_metadata."""
@@ -63,8 +63,8 @@ def step_metadata(
     return StepMetadata(positions, seq_lens, jnp.where(written, slots, PAD_SLOT), window_start, bounds, cos, sin)
 
 
-def rotation(positions: jax.Array, frequencies: np.ndarray, attention_factor: float) -> tuple[jax.Array, jax.Array]:
+def rotation(positions: jax.Array, frequencies: tuple[float, ...] | np.ndarray, attention_factor: float) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32 [batch, rows, rope_dim / 2], of positions [batch, rows]."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies)
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)

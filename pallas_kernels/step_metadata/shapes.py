@@ -58,7 +58,7 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         "max_model_len": shape.max_model_len,
         "window": shape.window,
         "group": shape.group,
-        "frequencies": (500000.0 ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim)).astype(np.float32),
+        "frequencies": tuple((500000.0 ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim)).astype(np.float32).tolist()),
     }
 
 

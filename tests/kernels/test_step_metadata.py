@@ -80,7 +80,7 @@ def test_equals_plain_python(name: str, implementation: str) -> None:
     for field, expected in in_plain_python(shape, inputs).items():
         assert made[field].dtype == np.int32
         np.testing.assert_array_equal(made[field], expected, err_msg=field)
-    angles = made["positions"][..., None].astype(np.float32) * inputs["frequencies"]
+    angles = made["positions"][..., None].astype(np.float32) * np.array(inputs["frequencies"], np.float32)
     np.testing.assert_allclose(made["cos"], np.cos(angles.astype(np.float64)), atol=1e-6)
     np.testing.assert_allclose(made["sin"], np.sin(angles.astype(np.float64)), atol=1e-6)
 
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> N
     ("change", "reason"),
     [
         ({"group": 9}, "expected at most 32 rows x heads a KV head, got 4 x 9"),
-        ({"frequencies": np.ones(24, np.float32)}, "expected a rope_dim that is a multiple of 8 and a divisor of 256, got 48"),
+        ({"frequencies": (1.0,) * 24}, "expected a rope_dim that is a multiple of 8 and a divisor of 256, got 48"),
     ],
 )
 def test_what_the_kernel_does_not_support_is_an_error(change: dict[str, Any], reason: str) -> None:
@@ -154,7 +154,7 @@ def test_equals_the_reference_to_the_bit_on_the_gpu(name: str) -> None:
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_every_position_is_rotated_by_the_bits_of_a_prefill_chunk(theta: float) -> None:
     """131,072 positions: 4 rows of each of 32,768 requests against XLA's cos and sin of one long chunk."""
-    frequencies, rows, batch = (theta ** (-np.arange(0, 128, 2) / 128)).astype(np.float32), 4, 1 << 15
+    frequencies, rows, batch = tuple((theta ** (-np.arange(0, 128, 2) / 128)).astype(np.float32).tolist()), 4, 1 << 15
     common: dict[str, Any] = {"block_size": 64, "max_model_len": 1 << 17, "group": 4, "frequencies": frequencies}
     table = jnp.zeros((batch, 2048), jnp.int32)
     start, counts = jnp.arange(batch, dtype=jnp.int32) * rows, jnp.full(batch, rows, jnp.int32)
