@@ -1,0 +1,39 @@
+"""Frozen, hashable configuration and all of its validation.
+
+reading      keys of a checkpoint's config.json; ConfigError
+attention    attention's dimensions, rotary embedding, groups of layers that share a block table
+speculative  SpeculativeConfig: what drafts, and how drafts are judged
+engine       EngineConfig: how the engine runs
+round        RoundConfig, Kernels, SamplingFeatures: the static description of a compiled round
+"""
+
+from jaxspec.config.attention import AttentionConfig, CacheGroup, CompressedAttentionConfig, MLAConfig, RopeConfig
+from jaxspec.config.engine import Compilation, EngineConfig
+from jaxspec.config.reading import ConfigError, is_int, is_number, read_int, read_number, read_object, refuse_unless
+from jaxspec.config.round import REFERENCE_KERNELS, Kernels, RoundConfig, SamplingFeatures
+from jaxspec.config.speculative import METHODS, DraftSampling, RejectionRule, SpeculativeConfig
+
+__all__ = [
+    "METHODS",
+    "REFERENCE_KERNELS",
+    "AttentionConfig",
+    "CacheGroup",
+    "Compilation",
+    "CompressedAttentionConfig",
+    "ConfigError",
+    "DraftSampling",
+    "EngineConfig",
+    "Kernels",
+    "MLAConfig",
+    "RejectionRule",
+    "RopeConfig",
+    "RoundConfig",
+    "SamplingFeatures",
+    "SpeculativeConfig",
+    "is_int",
+    "is_number",
+    "read_int",
+    "read_number",
+    "read_object",
+    "refuse_unless",
+]

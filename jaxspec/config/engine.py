@@ -1,0 +1,83 @@
+"""How the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from jaxspec.config.reading import ConfigError, is_int, is_number
+
+Compilation = Literal["round", "step", "eager"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs; nothing here changes what a request's distribution is.
+
+    max_model_len: tokens a request may hold, prompt included. max_num_seqs: requests that run together.
+    block_size: tokens a KV-cache block. max_num_batched_tokens: tokens of one prefill call, of all requests together; a longer prompt
+    is prefilled in chunks, with a round of the other requests after each.
+    gpu_memory_utilization: the share of the device's memory that weights, KV cache and everything else may take together.
+    num_gpu_blocks_override: KV-cache blocks, on a GPU or a CPU, of each pool (with a window: no more than max_num_seqs requests need), or a
+    tuple with one number for each KV-cache group; None: what that share leaves (on a CPU 4 GiB), and no more than max_num_seqs requests of
+    max_model_len need. enable_prefix_caching: prompts that start alike share the blocks of what they share.
+    compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
+    batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
+    rounds_per_step: rounds that one dispatched program runs. Several give the host more time a round; requests come, and results are read,
+    only between two steps. None: 4 on a GPU whose rounds would be shorter than the host's time (jaxspec.rounds), else 1.
+    kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow; "op=name,op=name" for single ops
+    (jaxspec.kernels).
+    batch_invariant: rounds of one batch size and prefill calls of one size, the largest, whatever runs. A product's last bits depend on how
+    many rows it has, so in bfloat16 a request's text can depend on its neighbours where its logits tie; with this it does not (unless
+    a preempted request is prefilled again). In float32 it makes no difference. It costs a request that runs alone the time of a full batch.
+    """
+
+    max_model_len: int = 2048
+    max_num_seqs: int = 8
+    block_size: int = 64
+    max_num_batched_tokens: int = 2048
+    compilation: Compilation = "round"
+    batch_buckets: tuple[int, ...] | None = None
+    rounds_per_step: int | None = None
+    kernels: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | tuple[int, ...] | None = None
+    enable_prefix_caching: bool = True
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {self.gpu_memory_utilization!r}")
+        blocks = self.num_gpu_blocks_override
+        if blocks is not None and not all(is_int(b) and b >= 1 for b in (blocks if isinstance(blocks, tuple) else (blocks,))):
+            raise ConfigError(f"num_gpu_blocks_override: expected an integer of at least 1, a tuple of them or None, got {blocks!r}")
+        for name in ("enable_prefix_caching", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
+        for name in ("max_model_len", "max_num_seqs", "block_size", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if not is_int(value) or value < 1:
+                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if self.compilation not in get_args(Compilation):
+            raise ConfigError(f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}")
+        rounds = self.rounds_per_step
+        if rounds is not None and (not is_int(rounds) or rounds < 1 or (rounds > 1 and self.compilation != "round")):
+            raise ConfigError(
+                "rounds_per_step: expected None or an integer of at least 1, which is 1 unless compilation is 'round', got "
+                f"{rounds!r} with compilation {self.compilation!r}"
+            )
+        buckets = self.batch_buckets
+        if buckets is None:
+            powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
+            buckets = (self.max_num_seqs,) if self.batch_invariant else powers
+        right = isinstance(buckets, Iterable) and all(is_int(b) and b >= 1 for b in buckets)
+        buckets = tuple(sorted(set(buckets))) if right else ()
+        if not buckets or buckets[-1] < self.max_num_seqs:
+            raise ConfigError(
+                f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, "
+                f"got {self.batch_buckets}"
+            )
+        if self.batch_invariant and len(buckets) > 1:
+            raise ConfigError(f"batch_buckets: expected one batch size with batch_invariant, got {buckets}")
+        object.__setattr__(self, "batch_buckets", buckets)

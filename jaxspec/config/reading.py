@@ -1,0 +1,54 @@
+"""What is read from a checkpoint's config.json, key by key, and the one error of everything that cannot be honoured."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting, a checkpoint or a request that cannot be honoured; the message is one sentence for the user."""
+
+
+def read_int(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """An integer of a raw config.json, of at least `least`; ConfigError if it is absent without a default, or something else."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None or not is_int(value) or value < least:
+        raise ConfigError(f"config.json: expected {key} to be an integer of at least {least}, got {value!r}")
+    return int(value)
+
+
+def read_number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A positive number of a raw config.json, or the default where it is absent."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not is_number(value) or value <= 0:
+        raise ConfigError(f"config.json: expected {key} to be a positive number, got {value!r}")
+    return float(value)
+
+
+def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of a raw config.json, empty where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: expected {key} to be an object, got {value!r:.200}")
+    return value or {}
+
+
+def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
+    """Raise for a switch of a raw config.json that changes the maths in a way that is not implemented; null counts as absent."""
+    if config.get(key) is not None and config[key] != expected:
+        raise ConfigError(f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, got {config[key]!r}")
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def is_int(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)

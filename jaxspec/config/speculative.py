@@ -1,0 +1,124 @@
+"""What drafts, and how drafts are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from os import PathLike, fspath
+from typing import Any, Literal, get_args
+
+from jaxspec.config.reading import ConfigError, is_int, is_number
+
+RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
+DraftSampling = Literal["greedy", "probabilistic"]
+METHODS = ("eagle", "eagle3", "mtp")
+_RULE_ALIASES = {"standard": "probabilistic"}  # vLLM's later name
+_DRAFT_ALIASES = {"gumbel": "probabilistic"}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """What drafts, how many tokens, and how they are judged; the keys are vLLM's.
+
+    method: "eagle" (EAGLE-1), "eagle3", or "mtp" (the module of multi-token prediction in the target's own checkpoint).
+    model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; None with "mtp": the target's.
+    rejection_sample_method: "strict" | "probabilistic" (vLLM's "standard") | "block" | "synthetic".
+    draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's temperature).
+    synthetic_acceptance_rates: unconditional rate per position, non-increasing; or give
+    synthetic_acceptance_length (mean length, bonus token included) or synthetic_acceptance_rate (mean over positions).
+    num_speculative_tokens_per_batch_size: (first, last, K) for batches of first to last running requests, K from 0 to
+    num_speculative_tokens, which other batch sizes keep; a sampled request's text then depends on how many run beside it.
+    draft_max_model_len: the longest context in tokens that the draft is asked about; longer requests go on without drafts.
+    eagle_aux_hidden_state_layer_ids, norm_*, fc_norm: override what the checkpoint's config says (None: keep it).
+    mtp_zero_first_embedding: whether an MTP module's row of position 0 goes without an embedding (None: as drafts/mtp.py says).
+    """
+
+    model: str | None = None
+    method: str = "eagle3"
+    num_speculative_tokens: int = 3
+    rejection_sample_method: str = "probabilistic"
+    draft_sample_method: str = "probabilistic"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rate: float | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    draft_max_model_len: int | None = None
+    mtp_zero_first_embedding: bool | None = None
+
+    def __post_init__(self) -> None:
+        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        if isinstance(self.model, PathLike):
+            set_field("model", fspath(self.model))
+        for name in ("method", "rejection_sample_method", "draft_sample_method", "model"):
+            if not isinstance(getattr(self, name), str) and not (name == "model" and self.model is None):
+                raise ConfigError(f"{name}: expected a name, got {getattr(self, name)!r}")
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mtp_zero_first_embedding"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigError(f"{name}: expected true, false or none, got {getattr(self, name)!r}")
+        for name, is_right in (("synthetic_acceptance_rates", is_number), ("eagle_aux_hidden_state_layer_ids", is_int)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, list | tuple) and all(map(is_right, value))):
+                raise ConfigError(f"{name}: expected a list of {'numbers' if is_right is is_number else 'integers'}, got {value!r}")
+        set_field("rejection_sample_method", _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method))
+        set_field("draft_sample_method", _DRAFT_ALIASES.get(self.draft_sample_method, self.draft_sample_method))
+        for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
+            if getattr(self, name) is not None:
+                set_field(name, tuple(getattr(self, name)))
+        if self.method not in METHODS:
+            raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        if not is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
+            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens}")
+        set_field("num_speculative_tokens_per_batch_size", self._read_schedule())
+        if self.draft_max_model_len is not None and (not is_int(self.draft_max_model_len) or self.draft_max_model_len < 1):
+            raise ConfigError(f"draft_max_model_len: expected an integer of at least 1 or none, got {self.draft_max_model_len!r}")
+        if self.rejection_sample_method not in get_args(RejectionRule):
+            raise ConfigError(
+                f"rejection_sample_method: expected one of {', '.join(get_args(RejectionRule))}, got {self.rejection_sample_method!r}"
+            )
+        if self.draft_sample_method not in get_args(DraftSampling):
+            raise ConfigError(
+                f"draft_sample_method: expected one of {', '.join(get_args(DraftSampling))}, got {self.draft_sample_method!r}"
+            )
+        for name in ("synthetic_acceptance_length", "synthetic_acceptance_rate"):
+            if getattr(self, name) is not None and not is_number(getattr(self, name)):
+                raise ConfigError(f"{name}: expected a number, got {getattr(self, name)!r}")
+        given = [n for n in ("rates", "length", "rate") if getattr(self, f"synthetic_acceptance_{n}") is not None]
+        if (self.rejection_sample_method == "synthetic") != (len(given) == 1) or len(given) > 1:
+            raise ConfigError(
+                "synthetic_acceptance_rates, _length or _rate: expected exactly one with rejection_sample_method 'synthetic' and none "
+                f"with another method, got {given or 'none'} with {self.rejection_sample_method!r}"
+            )
+
+    def _read_schedule(self) -> tuple[tuple[int, int, int], ...]:
+        given, K = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
+        if not isinstance(given, list | tuple) or not all(
+            isinstance(r, list | tuple) and len(r) == 3 and all(map(is_int, r)) and 1 <= r[0] <= r[1] and 0 <= r[2] <= K for r in given
+        ):
+            raise ConfigError(
+                f"num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with 1 <= first <= last and K from 0 to "
+                f"num_speculative_tokens {K}, got {given!r}"
+            )
+        ranges = tuple(sorted((r[0], r[1], r[2]) for r in given))
+        if any(before[1] >= after[0] for before, after in pairwise(ranges)):
+            raise ConfigError(f"num_speculative_tokens_per_batch_size: expected ranges that do not overlap, got {given!r}")
+        return ranges
+
+    def num_drafts(self, batch_size: int) -> int:
+        """K for so many running requests."""
+        schedule = self.num_speculative_tokens_per_batch_size
+        return next((K for first, last, K in schedule if first <= batch_size <= last), self.num_speculative_tokens)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """From JSON as vLLM's --speculative-config takes it; an unknown key is an error, not ignored."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"speculative config: expected keys among {sorted(known)}, got {unknown}")
+        return cls(**values)
