@@ -31,11 +31,19 @@ def errors_as_sentences() -> Iterator[None]:
         _exit("interrupted", INTERRUPTED)
 
 
+def command(main: Callable[..., None]) -> typer.Typer:
+    """A script's main function as a command line, in plain text: rich would take "[default: ...]" in a flag's help for markup, and break a
+    wrong flag's sentence into a box."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(main)
+    return app
+
+
 def run_program(main: Callable[..., None]) -> None:
     """Run a script's main function. An interrupted one leaves at once: XLA's threads may still be at work on a program, and
     taking the interpreter down under them can crash."""
     try:
-        typer.run(main)
+        command(main)()
     except SystemExit as e:
         if e.code == INTERRUPTED:
             sys.stdout.flush()

@@ -25,7 +25,8 @@ from jaxspec.verify import Verification, verify
 
 @struct.dataclass
 class DecodeState:
-    """What a batch of requests carries from round to round; one row a slot. Its caches are donated to each program and returned.
+    """What a batch of requests carries from round to round; one row a slot. A program writes into its caches, and may into the
+    rest: who has called one goes on with the state that it returns.
 
     seq_lens:       int32 [batch], tokens in the target's cache
     next_token:     int32 [batch], sampled but not yet cached

@@ -41,7 +41,7 @@ GREEDY = SamplingFeatures(sampled=False)
 
 
 class ModelRunner:
-    """Target, draft, and the state of the requests that run. `state` is donated to whatever runs and taken back from it."""
+    """Target, draft, and the state of the requests that run. `state` is given to whatever runs, to write into, and taken back from it."""
 
     def __init__(
         self,

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from click.testing import Result
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
+from jaxspec.cli import command
 from scripts import compare_compilation, generate
 
 HIDDEN, HEADS, HEAD_DIM, INNER, LAYERS = 32, 2, 16, 48, 3
@@ -170,8 +170,7 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
 
 
 def runner(main: Callable[..., None]) -> Run:
-    app = typer.Typer()
-    app.command()(main)
+    app = command(main)
     return lambda *args: CliRunner().invoke(app, [str(a) for a in args])
 
 

@@ -98,6 +98,8 @@ def test_another_target_needs_a_draft_of_its_own(run_generate, target):
         (["--compilation", "jit"], "compilation: expected one of round, step, eager, got 'jit'"),
         (["--kernels", "triton"], "kernels: expected one of auto, reference, mosaic_gpu, got 'triton'"),
         (["--kernels", "mosaic_gpu"], "kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu"),
+        (["--rounds-per-step", "0"], "rounds_per_step: expected None or an integer of at least 1"),
+        (["--rounds-per-step", "2", "--compilation", "step"], "which is 1 unless compilation is 'round', got 2 with compilation 'step'"),
         (["--max-num-seqs", "0"], "max_num_seqs: expected an integer of at least 1, got 0"),
         (["--max-model-len", "5000"], "max_model_len: expected at most the target's max_position_embeddings 4096, got 5000"),
         (["--prompt", "long " * 200], "prompt 0: expected fewer tokens than max_model_len 512, got"),
@@ -210,3 +212,14 @@ def test_bytes_that_are_no_text_and_an_empty_file_are_named(run_tiny, tmp_path):
     check(run_tiny("--dataset", path), f"{path}, line 1: expected valid JSON, got")
     path.write_bytes(b"\n")
     check(run_tiny("--dataset", path), f"{path}: expected at least one prompt, got none")
+
+
+def test_a_flag_of_the_wrong_kind_is_one_sentence(run_generate):
+    result = run_generate("--rounds-per-step", "2.5")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("Error: Invalid value for '--rounds-per-step': Input should be a valid integer")
+
+
+def test_help_shows_the_defaults_that_its_text_names(run_generate):
+    text = " ".join(run_generate("--help").output.split())
+    assert "Rounds that one program runs. [default: 4 for a small target on a GPU, else 1]" in text

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxspec import models
+from jaxspec.cli import command
 from jaxspec.config import SpeculativeConfig
 from jaxspec.drafts import mtp
 from jaxspec.memory_plan import memory_plan
@@ -77,11 +78,7 @@ def test_windows_alone_hold_as_many_requests_as_may_run_whatever_their_length() 
 
 @pytest.fixture
 def runner() -> tuple[CliRunner, object]:
-    import typer
-
-    app = typer.Typer()
-    app.command()(script.main)
-    return CliRunner(), app
+    return CliRunner(), command(script.main)
 
 
 def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_path: Path) -> None:
