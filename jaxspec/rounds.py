@@ -55,6 +55,7 @@ def _write(i: jax.Array, results: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.where(is_own.reshape(-1, *(1,) * new.ndim), new, results)
 
 
+# The state whole: it is a loop's carry, whose small arrays are copied once a program whatever is donated.
 _rounds = Program(decode_rounds, donate=3, static=2)
 
 

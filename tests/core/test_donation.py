@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec import decode
 from jaxspec.config import RoundConfig
+from jaxspec.sampling import Penalties
 from tests.support.tiny import METHODS, Model, agreeing_model, block_table, random_prompts, sampling_state, start
 
 LENGTHS, K = (5, 9, 1), 3
@@ -44,6 +47,16 @@ def test_the_round_is_one_program_with_donated_caches_and_no_host_callback(metho
     assert all(x.is_deleted() for x in jax.tree.leaves(donated)), "what is large is donated"
     assert not any(x.is_deleted() for x in jax.tree.leaves((verification, after, rows, model.params)))
     assert after.max_tokens is state.max_tokens, "what a round leaves alone does not pass through it"
+
+
+def test_counts_of_the_whole_vocabulary_are_donated_as_well() -> None:
+    model = agreeing_model("eagle")
+    _, state, _ = lowered(model.round_config(K), model)
+    assert "sampling" not in decode.take_apart(state)[0]
+    ones, counts = jnp.ones(3), jnp.zeros((3, 7), jnp.int32)
+    counting = replace(state, sampling=replace(state.sampling, penalties=Penalties(ones, ones, ones, counts, counts > 0)))
+    donated, rows = decode.take_apart(counting)
+    assert donated["sampling"] is counting.sampling and rows.sampling is None
 
 
 def test_the_search_finds_a_host_callback() -> None:
