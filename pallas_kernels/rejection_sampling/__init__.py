@@ -80,7 +80,7 @@ def rejection_sample(
       greedy            bool [B] temperature 0.
       uniforms          f32 [B, K] in [0, 1), one per draft; not used by strict.
       recover_noise     f32 [B, V] standard Gumbel for the one token drawn after the accepted drafts; not used by strict.
-      sample_noise      f32 [B, K+1, V] standard Gumbel keyed by position; strict only, else None.
+      sample_noise      f32 [B, K+1, V] standard Gumbel keyed by position; strict only (the engine uses gumbel_sample), else None.
       acceptance_rates  f32 [K] rate of each draft given that those before it were accepted; synthetic only, else None.
       active            bool [B]; a padding row gets 0 tokens.
       temperature       f32 [B] by which both logits are divided here, except for greedy rows; None: they have been divided already.
