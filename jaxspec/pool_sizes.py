@@ -44,7 +44,7 @@ class PoolDemand:
 
 
 def demand(group: CacheGroup, *, max_model_len: int, head_room: int, max_chunk: int, rounds_per_step: int) -> PoolDemand:
-    """head_room: rows of a round, K + 1. max_chunk: tokens of a prefill call."""
+    """head_room: rows of a round, K + 1. max_chunk: tokens of a prefill call. rounds_per_step: of one program."""
     # A round's first row is the draft's oldest pending one, K + 1 before the target's at most.
     rows = (1 + (steps_ahead(rounds_per_step) + 1) * rounds_per_step) * head_room
     whole = -(-max_model_len // group.block_size)

@@ -121,8 +121,8 @@ def test_no_run_of_rows_sees_and_writes_more_pages_than_that(sight: dict[str, in
 
 
 def test_windows_get_what_those_who_run_hold_and_the_rest_is_for_whole_texts() -> None:
-    full = demand(CacheGroup(64, 4096), max_model_len=4096, head_room=4, max_chunk=512)
-    window = demand(CacheGroup(64, 4096, window=128), max_model_len=4096, head_room=4, max_chunk=512)
+    full = demand(CacheGroup(64, 4096), max_model_len=4096, head_room=4, max_chunk=512, rounds_per_step=1)
+    window = demand(CacheGroup(64, 4096, window=128), max_model_len=4096, head_room=4, max_chunk=512, rounds_per_step=1)
     assert (full.least, window.running, window.prefilling) == (64, -(-(127 + 15) // 64) + 1, -(-(127 + 511) // 64) + 1)
     for_eight = 8 * window.running + 2 * window.prefilling
     assert window.of_requests(8, caching=False) == for_eight and window.of_requests(8, caching=True) == 2 * for_eight
