@@ -348,7 +348,7 @@ DONATED = ("target_caches", "draft_caches", "pending_hidden")
 
 def take_apart(state: DecodeState) -> tuple[dict[str, Any], DecodeState]:
     """What is donated to a round, and the state without it. Where penalties count tokens, sampling holds [batch, vocab]."""
-    names = DONATED if state.sampling is None or state.sampling.penalties is None else (*DONATED, "sampling")
+    names = DONATED if state.sampling.penalties is None else (*DONATED, "sampling")
     return {name: getattr(state, name) for name in names}, replace(state, **dict.fromkeys(names))
 
 

@@ -81,11 +81,8 @@ class SamplingState:
 
 
 def stream_key(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int) -> noise.Key:
-    """The key of a stream, a position and an offset, int32 of shapes that broadcast against keys' rows: jax.random.fold_in, one by one."""
-    key = (keys[..., 0], keys[..., 1])
-    for part in (jnp.int32(STREAMS[stream]), position, jnp.asarray(offset, jnp.int32)):
-        key = noise.fold_in(key, part)
-    return key
+    """The key of a stream, a position and an offset, int32 of shapes that broadcast against keys' rows."""
+    return noise.stream_key((keys[..., 0], keys[..., 1]), STREAMS[stream], position, jnp.asarray(offset, jnp.int32))
 
 
 def gumbel_noise(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int, size: int) -> jax.Array:

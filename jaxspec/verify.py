@@ -22,6 +22,7 @@ from jaxspec.params import Params
 from jaxspec.propose import Proposal
 from jaxspec.sampling import SamplingState, draw, gumbel_noise, scale_by_temperature, uniform_noise
 from pallas_kernels.rejection_sampling import rejection_sample
+from pallas_kernels.rejection_sampling.reference import count_leading
 
 MAX_LOGITS_BYTES = 1 << 30  # float32 logits of a batch that are in memory at a time
 
@@ -50,8 +51,6 @@ class VerifyNoise:
 
 def verify_noise(cfg: RoundConfig, sampling: SamplingState, seq_lens: jax.Array) -> VerifyNoise:
     """Draw a round's noise by its first seq_len [batch]; the strict rule's is drawn with its tokens (sample_rows)."""
-    if cfg.rule == "strict":
-        return VerifyNoise()
     K, vocab = cfg.num_speculative_tokens, cfg.target.vocab_size
     uniforms = uniform_noise(sampling.keys, "accept", seq_lens, K) if cfg.sampled or cfg.rule == "synthetic" else None
     return VerifyNoise(uniforms, gumbel_noise(sampling.keys, "recover", seq_lens, 0, vocab) if cfg.sampled else None)
@@ -80,8 +79,7 @@ def sample_rows(cfg: RoundConfig, target_logits: jax.Array, temperature: jax.Arr
 
 def match_drafts(target_tokens: jax.Array, draft_tokens: jax.Array, active: jax.Array) -> Verification:
     """Keep the drafts [batch, K] that equal the target's own tokens [batch, K+1], then emit the target's next one."""
-    accepted = jnp.cumprod((target_tokens[:, :-1] == draft_tokens).astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-    num_sampled = jnp.where(active, accepted + 1, 0)
+    num_sampled = jnp.where(active, count_leading(target_tokens[:, :-1] == draft_tokens) + 1, 0)
     index = jnp.arange(target_tokens.shape[1], dtype=jnp.int32)
     return Verification(jnp.where(index < num_sampled[:, None], target_tokens, -1), num_sampled)
 

@@ -34,6 +34,13 @@ def fold_in(key: Key, data: jax.Array) -> Key:
     return threefry2x32(key, jnp.zeros_like(data), data)
 
 
+def stream_key(key: Key, stream: int, position: jax.Array, offset: jax.Array) -> Key:
+    """The key of a stream at a position and an offset, int32: a key's own key, folded in with each, one after another."""
+    for data in (jnp.int32(stream), position, offset):
+        key = fold_in(key, data)
+    return key
+
+
 def uniform(key: Key, index: jax.Array) -> jax.Array:
     """Element `index` (uint32) of jax.random.uniform(key, (n,)): float32 in [0, 1), for every n."""
     x0, x1 = threefry2x32(key, jnp.uint32(0), index)

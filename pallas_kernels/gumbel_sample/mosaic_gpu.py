@@ -93,9 +93,7 @@ def gumbel_sample(
 
         @pl.when(heat != 0.0)
         def _sampled() -> None:
-            key = (keys_ref[row, 0], keys_ref[row, 1])
-            for data in (jnp.int32(stream), position_ref[row], offset_ref[0]):
-                key = noise.fold_in(key, data)
+            key = noise.stream_key((keys_ref[row, 0], keys_ref[row, 1]), stream, position_ref[row], offset_ref[0])
 
             def score(piece: jax.Array, values: jax.Array, ids: jax.Array) -> jax.Array:
                 ids = ids if ids_ref is None else pieces.load(ids_ref, piece)

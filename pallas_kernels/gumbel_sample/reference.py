@@ -25,9 +25,7 @@ def gumbel_sample(
 ) -> jax.Array:
     """See pallas_kernels.gumbel_sample.gumbel_sample."""
     greedy = temperature == 0.0
-    key = (keys[:, :1], keys[:, 1:])
-    for data in (jnp.int32(stream), position[:, None], offset):
-        key = noise.fold_in(key, data)
+    key = noise.stream_key((keys[:, :1], keys[:, 1:]), stream, position[:, None], offset)
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32) if token_ids is None else token_ids
     gumbel = noise.gumbel(key, ids, num_ids)
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]

@@ -53,7 +53,7 @@ def rejection_sample(
     target_logits = _without_nan(target_logits)
     if rule == "synthetic":
         assert uniforms is not None and acceptance_rates is not None
-        num_accepted = _count_leading(_in_vocabulary(draft_tokens, target_logits) & (uniforms < acceptance_rates))
+        num_accepted = count_leading(_in_vocabulary(draft_tokens, target_logits) & (uniforms < acceptance_rates))
         row = _at_row(target_logits, num_accepted)
         token = _argmax(row)
         if sampled:
@@ -71,7 +71,7 @@ def rejection_sample(
             if rule == "block":
                 num_kept, log_joint = _block(target_logits, draft_logits, target_to_draft, uniforms, scores)
             else:
-                num_kept = _count_leading(scores.valid & (scores.log_p > jnp.log(uniforms) + scores.log_q))
+                num_kept = count_leading(scores.valid & (scores.log_p > jnp.log(uniforms) + scores.log_q))
                 log_joint = jnp.zeros_like(scores.target_lse)
             residual = _residual(target_logits, draft_tokens, draft_logits, target_to_draft, scores, num_kept, _at_row(log_joint, num_kept))
             num_accepted = jnp.where(greedy, num_accepted, num_kept)
@@ -90,7 +90,7 @@ def _emit(draft_tokens: jax.Array, num_accepted: jax.Array, token: jax.Array, ac
 
 def _match_target(target_tokens: jax.Array, draft_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Strict and greedy: keep the drafts that equal the target's own tokens [B, K+1], then emit the target's next one."""
-    num_accepted = _count_leading(target_tokens[:, :-1] == draft_tokens)
+    num_accepted = count_leading(target_tokens[:, :-1] == draft_tokens)
     return num_accepted, _at_row(target_tokens, num_accepted)
 
 
@@ -120,7 +120,7 @@ def _block(
     denominator = remaining - jnp.expm1(inner)
     keep_inner = jnp.where(denominator > 0, remaining / jnp.where(denominator > 0, denominator, 1.0), 1.0)
 
-    num_valid = _count_leading(scores.valid)[:, None]
+    num_valid = count_leading(scores.valid)[:, None]
     length = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)
     joint = jnp.exp(log_joint[:, 1:])
     keep = jnp.where(length == num_valid, joint, jnp.pad(keep_inner, ((0, 0), (0, 1)))[:, :num_drafts])
@@ -217,7 +217,7 @@ def _argmax(scores: jax.Array) -> jax.Array:
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
-def _count_leading(accepted: jax.Array) -> jax.Array:
+def count_leading(accepted: jax.Array) -> jax.Array:
     """How many leading entries of [B, K] are true: i32 [B]. The first rejection stops everything later."""
     return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
