@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.config import EngineConfig, RoundConfig
-from jaxspec.decode import DecodeState, Program, decode_round, run_round
+from jaxspec.decode import decode_round
+from jaxspec.decode_state import DecodeState
 from jaxspec.metadata import BlockTables
 from jaxspec.params import Params
+from jaxspec.programs import Program, run_round
 from jaxspec.verify import Verification
 
 # A round of so small a target takes an H200 about a millisecond, JAX and Python one to two to schedule and dispatch it (hundreds of

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode, pool_sizes, rounds, slots
+from jaxspec import decode_state, pool_sizes, programs, rounds, slots
 from jaxspec.block_tables import BlockTables
 from jaxspec.buckets import Buckets, power_of_two
 from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
-from jaxspec.decode import DecodeState
+from jaxspec.decode_state import DecodeState
 from jaxspec.params import Params
 from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
@@ -317,7 +317,7 @@ class ModelRunner:
 
     def _prefill(self, cfg: RoundConfig, at: np.ndarray, tables: Any, *chunk: np.ndarray) -> Verification:
         tiles = slots.with_caches(slots.take(slots.without_caches(self.state), at), self.state)
-        verification, after = decode.run_prefill(cfg, self.params, tiles, tables, *chunk, compilation=self.config.compilation)
+        verification, after = programs.run_prefill(cfg, self.params, tiles, tables, *chunk, compilation=self.config.compilation)
         rows = slots.put_back(slots.without_caches(self.state), at, slots.without_caches(after))
         self.state = slots.with_caches(rows, after)
         return verification
@@ -378,7 +378,7 @@ def _init_state(cfg: RoundConfig, batch: int, stops: int, *, num_blocks: tuple[i
     """Idle rows over empty caches."""
     rows = sampling_rows(GREEDY, [], [], [], [], vocab_size=cfg.target.vocab_size, batch=batch)
     ends = jnp.full((batch, stops), -1, jnp.int32)
-    return decode.init_state(cfg, jax.tree.map(jnp.asarray, rows), jnp.zeros(batch, jnp.int32), ends, num_blocks, jnp.dtype(dtype))
+    return decode_state.init_state(cfg, jax.tree.map(jnp.asarray, rows), jnp.zeros(batch, jnp.int32), ends, num_blocks, jnp.dtype(dtype))
 
 
 def structure_of(features: SamplingFeatures) -> SamplingFeatures:

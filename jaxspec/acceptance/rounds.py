@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec import decode, models
+from jaxspec import decode, decode_state, models, programs
 from jaxspec.acceptance.expected import Expected, expected_acceptance
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
-from jaxspec.decode import DecodeState
+from jaxspec.decode_state import DecodeState
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import Proposal, propose
@@ -59,7 +59,7 @@ def recorded_round(
     this round leaves it. corrupt(written, before) -> draft logits as verification gets to see them; None: as they were written.
     """
     K = cfg.num_speculative_tokens
-    inputs = decode.draft_inputs(state, cfg.draft_table(block_table))
+    inputs = decode_state.draft_inputs(state, cfg.draft_table(block_table))
     before, live = draft_logits, state.active
     buffers = Proposal(jnp.zeros((live.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None)
     carry = propose(cfg, params["draft"], inputs, state.draft_caches, buffers)
@@ -183,13 +183,13 @@ class Recorder:
         program = jax.jit(recorded_round, static_argnums=(0, 1), donate_argnums=3, compiler_options=dict(cfg.compiler_options) or None)
         args = (self.pair.params, state, buffer, self.table, jax.ShapeDtypeStruct((), jnp.int32))
         self._compiled[cfg, corrupt] = self._pool.submit(lambda: program.lower(cfg, corrupt, *args).compile())
-        prefill = self._prefill_config(sampled)
-        if prefill not in self._compiled:
+        prefill_cfg = self._prefill_config(sampled)
+        if prefill_cfg not in self._compiled:
             ints = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
             chunk = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
-            jitted = jax.jit(decode.prefill, static_argnums=0, donate_argnums=2, compiler_options=dict(prefill.compiler_options) or None)
+            jitted = programs.prefill_program.jitted(prefill_cfg)
             prefill_args = (self.pair.params, state, self.table, chunk, ints, ints, ints)
-            self._compiled[prefill] = self._pool.submit(lambda: jitted.lower(prefill, *prefill_args).compile())
+            self._compiled[prefill_cfg] = self._pool.submit(lambda: jitted.lower(prefill_cfg, *prefill_args).compile())
 
     def _prefill_config(self, sampled: bool) -> RoundConfig:
         return self.config("probabilistic", "probabilistic", sampled=sampled)
@@ -207,7 +207,7 @@ class Recorder:
         zeros = jnp.zeros(batch, jnp.int32)
         sampling = SamplingState(jnp.asarray(halves), jnp.full(batch, temperature, jnp.float32), zeros, jnp.ones(batch, jnp.float32))
         stops = jnp.tile(jnp.asarray(self.pair.stop_token_ids or (-1,), jnp.int32), (batch, 1))
-        return decode.init_state(cfg, sampling, jnp.full(batch, max_tokens, jnp.int32), stops, self.num_blocks, self.pair.dtype)
+        return decode_state.init_state(cfg, sampling, jnp.full(batch, max_tokens, jnp.int32), stops, self.num_blocks, self.pair.dtype)
 
     def run(
         self, requests: Requests, rule: str, drafts: str, num_drafts: int, *, corrupt: Corrupt | None = None

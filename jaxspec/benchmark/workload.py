@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import decode, drafts, kernels, models, synthetic
+from jaxspec import decode_state, drafts, kernels, models, programs, synthetic
 from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
 from jaxspec.block_tables import one_or_all
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
-from jaxspec.decode import DecodeState
+from jaxspec.decode_state import DecodeState
 from jaxspec.engine import Engine
 from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.llm import LLM
@@ -199,7 +199,7 @@ class Workload:
         )
 
     def _round(self, state: DecodeState) -> DecodeState:
-        return decode.run_round(self.cfg, self.params, state, self.block_table, self.case.compilation)[1]
+        return programs.run_round(self.cfg, self.params, state, self.block_table, self.case.compilation)[1]
 
     def _timed(self, step: Callable[[DecodeState], DecodeState], state: DecodeState) -> tuple[Timing, DecodeState]:
         return back_to_back(step, state, count=self.effort.rounds, repeats=self.effort.repeats, rewind=self.rewind)
@@ -215,7 +215,7 @@ class Workload:
         """A step of plain decoding on the same weights and the target's caches."""
         state = self.state
         bare = replace(state, pending_tokens=None, pending_hidden=None, num_pending=None, draft_caches=())
-        step = lambda s: decode.run_round(self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation)[1]  # noqa: E731
+        step = lambda s: programs.run_round(self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation)[1]  # noqa: E731
         timing, bare = self._timed(step, bare)
         kept = {name: getattr(state, name) for name in ("pending_tokens", "pending_hidden", "num_pending", "draft_caches")}
         self.state = replace(bare, **kept)
@@ -223,7 +223,7 @@ class Workload:
 
     def time_draft(self) -> dict[str, Any]:
         """The K draft steps as one program."""
-        inputs = decode.draft_inputs(self.rewind(self.state), self.cfg.draft_table(self.block_table))
+        inputs = decode_state.draft_inputs(self.rewind(self.state), self.cfg.draft_table(self.block_table))
         step = lambda carry: _propose(self.cfg, self.params["draft"], inputs, carry[1])  # noqa: E731
         count, repeats = self.effort.rounds, self.effort.repeats
         timing, (_, caches) = back_to_back(step, (self.proposal, self.state.draft_caches), count=count, repeats=repeats)
@@ -232,7 +232,7 @@ class Workload:
 
     def time_verify(self) -> dict[str, Any]:
         """The target's pass, rejection sampling, commit."""
-        step = lambda s: decode._verify_and_commit(self.cfg, self.params, s, self.block_table, self.proposal)[1]  # noqa: E731
+        step = lambda s: programs.verify_program(self.cfg, self.params, s, self.block_table, self.proposal)[1]  # noqa: E731
         timing, self.state = self._timed(step, self.state)
         return timing.to_dict()
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import decode, models
+from jaxspec import decode, decode_state, models, prefill
 from jaxspec.config import ConfigError, RoundConfig
-from jaxspec.decode import DecodeState
+from jaxspec.decode_state import DecodeState
 from jaxspec.params import Params
 from jaxspec.sampling import SamplingState
 from jaxspec.training.data import Chats, OverlapFilter, pack, token_dtype
@@ -150,7 +150,7 @@ def admit(
         stop_token_ids=pick(state.stop_token_ids),
         sampling=sampling,
     )
-    verification, part = decode.prefill(cfg, params, part, pick(block_table), tokens, zeros, num_tokens, zeros - 1)
+    verification, part = prefill.prefill(cfg, params, part, pick(block_table), tokens, zeros, num_tokens, zeros - 1)
     put = lambda whole, rows: whole.at[slots].set(rows, mode="drop")  # noqa: E731
     state = dataclasses.replace(
         state,
@@ -182,7 +182,7 @@ class Generator:
             jnp.zeros((cfg.num_slots, 2), jnp.uint32), zeros(jnp.float32), zeros(jnp.int32), jnp.ones(cfg.num_slots, jnp.float32)
         )
         stops = jnp.tile(jnp.asarray(list(stop_token_ids), jnp.int32), (cfg.num_slots, 1))
-        self.state = decode.init_state(self.round, sampling, zeros(jnp.int32), stops, cfg.num_slots * pages, dtype)
+        self.state = decode_state.init_state(self.round, sampling, zeros(jnp.int32), stops, cfg.num_slots * pages, dtype)
         self.requests: list[Request | None] = [None] * cfg.num_slots
         self.text = np.zeros((cfg.num_slots, cfg.max_len + 1), np.int32)
         self.written = np.zeros(cfg.num_slots, np.int64)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import decode, drafts, kernels, models
+from jaxspec import decode, decode_state, drafts, kernels, models
 from jaxspec.benchmark.dimensions import HYBRID, draft_config
 from jaxspec.config import Kernels, RoundConfig
 from jaxspec.sampling import SamplingState
@@ -50,7 +50,7 @@ def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     ints, floats = struct((BATCH,), jnp.int32), struct((BATCH,), jnp.float32)
     sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
     zeros = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32)
-    state = jax.eval_shape(lambda s: decode.init_state(cfg, s, *zeros, BATCH * PAGES, jnp.bfloat16), sampling)
+    state = jax.eval_shape(lambda s: decode_state.init_state(cfg, s, *zeros, BATCH * PAGES, jnp.bfloat16), sampling)
     return {"target": target, "draft": draft}, state, struct((BATCH, PAGES), jnp.int32)
 
 

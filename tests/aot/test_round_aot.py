@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import decode, drafts, models, rounds
+from jaxspec import decode_state, drafts, models, programs, rounds
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.config import CacheGroup, Kernels, RoundConfig
 from jaxspec.sampling import SamplingState
@@ -149,7 +149,7 @@ def abstract_arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
     ints, floats = struct((BATCH,), jnp.int32), struct((BATCH,), jnp.float32)
     sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
-    new = lambda sampling: decode.init_state(  # noqa: E731
+    new = lambda sampling: decode_state.init_state(  # noqa: E731
         cfg, sampling, jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32), BATCH * PAGES, jnp.bfloat16
     )
     return {"target": target, "draft": draft}, jax.eval_shape(new, sampling), struct((BATCH, PAGES), jnp.int32)
@@ -164,10 +164,10 @@ def compiled(case: Round) -> Compiled:
         static = (cfg, case.num_rounds) if several else (cfg,)
         params, state, table = abstract_arguments(cfg)
         executable = h200.compile_for_h200(
-            rounds.decode_rounds if several else decode.decode_round_of_parts,
+            rounds.decode_rounds if several else programs.decode_round_of_parts,
             *static,
             params,
-            *((state,) if several else decode.take_apart(state)),
+            *((state,) if several else programs.take_apart(state)),
             table,
             static_argnums=tuple(range(len(static))),
             donate_argnums=len(static) + 1,

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, metadata, models
+from jaxspec import decode, decode_state, metadata, models, prefill, programs
 from jaxspec.block_tables import one_or_all
 from jaxspec.config import CacheGroup, RoundConfig
+from jaxspec.kv_cache import init_cache
 from jaxspec.metadata import build_metadata, rebuild_draft_metadata
 from tests.support.families import family_model
 from tests.support.tiny import random_prompts, sampling_state, start
@@ -46,7 +47,7 @@ def hybrid() -> tuple[RoundConfig, Any, Any, Any]:
     model = family_model("gpt_oss", "eagle", window=7)
     cfg = model.round_config(K, max_model_len=40, sampled=False)
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
-    state = decode.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33, 36), jnp.float32)
+    state = decode_state.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33, 36), jnp.float32)
     tables = tuple(jnp.arange(3 * pages, dtype=jnp.int32).reshape(3, pages) for pages in (10, 11, 12))
     return cfg, model.params, state, tables
 
@@ -64,7 +65,7 @@ def test_prefill_and_a_round_without_drafts_build_each_groups_metadata_once(buil
     cfg, params, state, tables = hybrid
     full, window = cfg.target_group
     ints, tokens = jnp.ones(3, jnp.int32), jnp.ones((3, 8), jnp.int32)
-    jax.eval_shape(lambda s: decode.prefill(cfg, params, s, tables, tokens, ints, ints, ints), state)
+    jax.eval_shape(lambda s: prefill.prefill(cfg, params, s, tables, tokens, ints, ints, ints), state)
     assert built == [(full, 10), (window, 11), (cfg.draft_group, 12)]
     built.clear()
     jax.eval_shape(lambda s: decode.decode_round(replace(cfg, num_speculative_tokens=0), params, s, tables), state)
@@ -75,7 +76,7 @@ def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blo
     model = family_model("gpt_oss", "eagle", window=5)
     cfg = model.round_config(1, max_model_len=40, sampled=False)
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
-    state = decode.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33), jnp.float32)
+    state = decode_state.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33), jnp.float32)
     assert [cache.k.shape[0] for cache in (*state.target_caches, *state.draft_caches)] == [33, 30, 33]
     tables = tuple(jnp.zeros((3, pages), jnp.int32) for pages in (10, 11))
     jax.eval_shape(lambda s: decode.decode_round(cfg, model.params, s, tables), state)
@@ -127,7 +128,7 @@ def test_blocks_that_left_the_window_are_never_read() -> None:
         out = models.family(cfg).forward(params, cfg, tokens, built, caches)
         return out.hidden, out.caches
 
-    empty = decode.init_cache(cfg.attention, cfg.num_layers, 11, size, jnp.float32)
+    empty = init_cache(cfg.attention, cfg.num_layers, 11, size, jnp.float32)
     caches = run(tokens[:, :20], jnp.asarray([0]), (table, table), empty)[1]
     right = run(tokens[:, 20:], jnp.asarray([20]), (table, table), caches)[0]
     first_page = (20 - cfg.sliding_window + 1) // size
@@ -179,7 +180,7 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
     state = replace(state, target_caches=mark(state.target_caches, pools[:layers]), draft_caches=mark(state.draft_caches, pools[layers:]))
     text = [[int(t)] for t in first]
     while np.asarray(state.active).any():
-        verification, state = decode.run_round(cfg, model.params, state, tables, "round")
+        verification, state = programs.run_round(cfg, model.params, state, tables, "round")
         for row, (tokens, kept) in enumerate(zip(verification.output_tokens, verification.num_sampled.tolist(), strict=True)):
             text[row] += tokens[:kept].tolist()
     for layer, i in zip((*state.target_caches, *state.draft_caches), pools, strict=True):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode
-from jaxspec.decode import DecodeState
+from jaxspec import decode, decode_state
+from jaxspec.decode_state import DecodeState
 from jaxspec.verify import Verification
 from tests.support.tiny import sampling_state
 from tests.support.toys import toy_config
@@ -21,7 +21,7 @@ CFG = toy_config(50, 4)
 def four_requests(max_tokens: list[int], stops: list[list[int]]) -> DecodeState:
     """Backups 10 .. 40; the first two are live."""
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 4))
-    state = decode.init_state(CFG, sampling, jnp.asarray(max_tokens, jnp.int32), jnp.asarray(stops, jnp.int32), 1, jnp.float32)
+    state = decode_state.init_state(CFG, sampling, jnp.asarray(max_tokens, jnp.int32), jnp.asarray(stops, jnp.int32), 1, jnp.float32)
     return state.replace(next_token=jnp.asarray([10, 20, 30, 40], jnp.int32), active=jnp.asarray([True, True, False, False]))
 
 
@@ -30,7 +30,7 @@ COUNTS = np.array([2, 5, 0, 0], np.int32)
 
 
 def committed(state: DecodeState) -> DecodeState:
-    return decode._advance(CFG, state, Verification(jnp.asarray(OUTPUT), jnp.asarray(COUNTS)))
+    return decode.advance(CFG, state, Verification(jnp.asarray(OUTPUT), jnp.asarray(COUNTS)))
 
 
 def test_the_next_token_is_the_last_sampled_one_and_an_idle_row_keeps_its_own() -> None:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import decode
+from jaxspec import programs
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import agreeing_model, block_table, generate, random_prompts, sampling_state, start
 
@@ -35,7 +35,7 @@ def test_eager_gives_the_same_tokens_and_counts() -> None:
     rounds = []
     for mode in ("round", "eager"):
         _, state = start(cfg, model.params, prompts, sampling, table, num_blocks)
-        verification, state = decode.run_round(cfg, model.params, state, table, mode)
+        verification, state = programs.run_round(cfg, model.params, state, table, mode)
         rounds.append(jax.tree.map(np.asarray, verification))
     compiled, eager = rounds
     np.testing.assert_array_equal(compiled.output_tokens, eager.output_tokens)
@@ -49,13 +49,13 @@ def test_step_mode_compiles_one_program_for_all_later_steps() -> None:
     cfg = model.round_config(K, max_model_len=68)  # a shape that no other test uses
     table, num_blocks = block_table(3, cfg)
     _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks)
-    before = decode._next_step.cache_size()
+    before = programs.next_step_program.cache_size()
     with counting_compilations() as compiled:
-        _, state = decode.run_round(cfg, model.params, state, table, "step")
-    assert decode._next_step.cache_size() == before + 1
+        _, state = programs.run_round(cfg, model.params, state, table, "step")
+    assert programs.next_step_program.cache_size() == before + 1
     assert len([name for name in compiled if "next_step" in name]) == 1, compiled
     with counting_compilations() as compiled:
-        decode.run_round(cfg, model.params, state, table, "step")
+        programs.run_round(cfg, model.params, state, table, "step")
     assert not compiled
 
 
@@ -75,10 +75,10 @@ def test_a_decode_only_round_launches_one_program(tmp_path: Path) -> None:
     seen = {}
     for mode in ("round", "step"):
         _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks)
-        _, state = decode.run_round(cfg, model.params, state, table, mode)
+        _, state = programs.run_round(cfg, model.params, state, table, mode)
         jax.block_until_ready(state)
         with jax.profiler.trace(str(tmp_path / mode)):
-            verification, state = decode.run_round(cfg, model.params, state, table, mode)
+            verification, state = programs.run_round(cfg, model.params, state, table, mode)
             jax.block_until_ready((verification, state))
         seen[mode] = launches(str(tmp_path / mode))
     assert seen["round"] == 1

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, sampling, verify
+from jaxspec import decode, decode_state, sampling, verify
 from jaxspec import propose as propose_module
 from jaxspec.config import RoundConfig
 from jaxspec.propose import Proposal
@@ -122,7 +122,7 @@ def play(cfg: RoundConfig, chain: str, temperature: float, rounds: int, trials: 
         size = min(CHUNK, trials)
         keys = np.stack([np.full(size, 3), np.arange(begin, begin + size)], axis=1).astype(np.uint32)
         full = lambda x, dtype: jnp.full(size, x, dtype)  # noqa: B023, E731
-        state = decode.init_state(
+        state = decode_state.init_state(
             cfg,
             SamplingState(jnp.asarray(keys), full(temperature, jnp.float32), full(0, jnp.int32), full(1, jnp.float32)),
             full(1000, jnp.int32),

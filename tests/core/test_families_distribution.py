@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, models
+from jaxspec import models, programs
+from jaxspec.kv_cache import init_cache
 from jaxspec.metadata import build_metadata
 from tests.statistics import chi_square, within_limit
 from tests.support.families import family_model
@@ -34,7 +35,7 @@ def probabilities(model: Model) -> np.ndarray:
     @jax.jit
     def logits() -> jax.Array:
         metadata = build_metadata(cfg.cache_groups(rows, rows), table, jnp.zeros(batch, jnp.int32), jnp.full(batch, rows), rows)
-        caches = decode.init_cache(cfg.attention, cfg.num_layers, batch, rows, jnp.float32)
+        caches = init_cache(cfg.attention, cfg.num_layers, batch, rows, jnp.float32)
         family = models.family(cfg)
         return family.logits(params, cfg, family.forward(params, cfg, jnp.asarray(tokens), metadata, caches).hidden)
 
@@ -52,7 +53,7 @@ def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
         first, state = start(cfg, model.params, [PROMPT] * BATCH, sampling_state(seeds, 1.0), table, num_blocks, max_tokens=99)
         emitted = [np.asarray(first)[:, None]]
         for _ in range(LENGTH - 1):  # each round emits a token at least
-            verification, state = decode.run_round(cfg, model.params, state, table, "round")
+            verification, state = programs.run_round(cfg, model.params, state, table, "round")
             emitted.append(np.asarray(verification.output_tokens))
             accepted |= set((np.asarray(verification.num_sampled) - 1).tolist())
         flat = np.concatenate(emitted, axis=1)

@@ -13,7 +13,7 @@ import pytest
 from jaxspec import LLM, SpeculativeConfig, kernels
 from jaxspec.benchmark.dimensions import HYBRID, MODELS, draft_config
 from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig
-from jaxspec.decode import Program
+from jaxspec.programs import Program
 from pallas_kernels import hopper
 from tests.support.tiny import tiny_model
 

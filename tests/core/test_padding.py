@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode
+from jaxspec import programs
 from jaxspec.sampling import SamplingState
 from tests.support.tiny import agreeing_model, block_table, generate, random_prompts, sampling_state, start
 
@@ -88,7 +88,7 @@ def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
             )
         outputs = []
         for _ in range(4):
-            verification, state = decode.run_round(cfg, model.params, state, used, "round")
+            verification, state = programs.run_round(cfg, model.params, state, used, "round")
             outputs.append(jax.tree.map(np.asarray, verification))
         results.append((outputs, jax.tree.map(np.asarray, state)))
     (clean, clean_state), (dirty, dirty_state) = results

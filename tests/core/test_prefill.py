@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, drafts
+from jaxspec import decode_state, drafts, programs
 from jaxspec.config import RoundConfig
-from jaxspec.decode import DecodeState, draft_inputs
+from jaxspec.decode_state import DecodeState, draft_inputs
 from jaxspec.propose import propose
 from tests.support import toys
 from tests.support.tiny import METHODS, block_table, pad_chunk, random_prompts, sampling_state, start, tiny_model
@@ -67,11 +67,11 @@ def test_a_chunks_last_row_pairs_with_the_next_prompt_token() -> None:
     _, whole = start(cfg, model.params, prompts, sampling, table, num_blocks)
     off = []
     for wrong in (False, True):
-        state = decode.init_state(cfg, jax.tree.map(jnp.asarray, sampling), *stop_arrays(1), num_blocks, jnp.float32)
+        state = decode_state.init_state(cfg, jax.tree.map(jnp.asarray, sampling), *stop_arrays(1), num_blocks, jnp.float32)
         for begin in range(0, 9, 3):
             tokens, first, count, following = pad_chunk(prompts, begin, 3)
             following = np.where(wrong & (following >= 0), (following + 1) % 48, following).astype(np.int32)
-            _, state = decode.run_prefill(cfg, model.params, state, table, tokens, first, count, following, compilation="round")
+            _, state = programs.run_prefill(cfg, model.params, state, table, tokens, first, count, following, compilation="round")
         difference = gathered(state, cfg, table, "draft_caches", 0, 8) - gathered(whole, cfg, table, "draft_caches", 0, 8)
         off.append(np.abs(difference).max((0, 2, 3)))
     assert off[0].max() < 1e-4

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode
-from jaxspec.decode import DecodeState, draft_inputs
+from jaxspec import programs
+from jaxspec.decode_state import DecodeState, draft_inputs
 from jaxspec.propose import Proposal, propose
 from tests.support.tiny import METHODS, agreeing_model, block_table, random_prompts, sampling_state, start
 
@@ -45,7 +45,7 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
         text.append(token)
     pending = set()
     for _ in range(5):
-        verification, state = decode.run_round(cfg, model.params, state, table, "round")
+        verification, state = programs.run_round(cfg, model.params, state, table, "round")
         for text, tokens, count in zip(texts, verification.output_tokens.tolist(), verification.num_sampled.tolist(), strict=True):
             text += tokens[:count]
         first, fresh = start(cfg, model.params, [text[:-1] for text in texts], sampling, table, num_blocks, chunk=LONGEST)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode, slots
+from jaxspec import decode_state, programs, slots
 from jaxspec.decode import limit_drafts
 from jaxspec.propose import Proposal
 from tests.support.tiny import agreeing_model, block_table, random_prompts, sampling_state, start
@@ -49,7 +49,7 @@ def test_drafts_past_a_requests_own_number_and_past_the_drafts_context_are_place
     """Draft i comes from a context of seq_lens + i tokens, of which 10 are the most."""
     model = agreeing_model("eagle")
     cfg = model.round_config(K, limits_drafts=True, draft_max_model_len=10)
-    state = decode.init_state(cfg, sampling_state([0] * 7), jnp.zeros(7, jnp.int32), jnp.full((7, 1), -1), 1, jnp.float32)
+    state = decode_state.init_state(cfg, sampling_state([0] * 7), jnp.zeros(7, jnp.int32), jnp.full((7, 1), -1), 1, jnp.float32)
     state = replace(state, seq_lens=jnp.asarray([5, 8, 9, 10, 11, 12, 5], jnp.int32))
     state = replace(state, max_drafts=state.max_drafts.at[6].set(1))
     limited = limit_drafts(cfg, state, Proposal(jnp.full((7, K), 4, jnp.int32), None)).draft_tokens
@@ -66,7 +66,7 @@ def test_a_round_without_drafts_leaves_the_drafts_cache_as_a_round_with_them() -
         _, state = start(cfg, model.params, random_prompts((9,)), sampling_state([1]), table, num_blocks)
         untouched = np.asarray(state.draft_caches[0].k)
         round_cfg = replace(cfg, num_speculative_tokens=drafts)
-        verification, state = decode.run_round(round_cfg, model.params, state, table, "round")
+        verification, state = programs.run_round(round_cfg, model.params, state, table, "round")
         caches[drafts] = np.asarray(state.draft_caches[0].k).reshape(-1, *untouched.shape[2:])[:9]
         assert verification.output_tokens.shape == (1, drafts + 1) and state.pending_tokens.shape == (1, K + 1)  # type: ignore[union-attr]
     np.testing.assert_allclose(caches[0], caches[K], rtol=1e-5, atol=1e-6)

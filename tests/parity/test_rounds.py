@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode
+from jaxspec import decode, decode_state, programs
 from jaxspec.config import RoundConfig
 from jaxspec.loading.model import load_target
 from jaxspec.propose import propose
@@ -110,7 +110,7 @@ def assert_proposals_equal(target_pair: tuple[Any, Any], draft_pair: tuple[Any, 
     verify_and_commit = jax.jit(decode.verify_and_commit, static_argnums=0)
     accepted = []
     for _ in range(ROUNDS):
-        carry = compiled_propose(cfg, draft, decode.draft_inputs(state, table), state.draft_caches)
+        carry = compiled_propose(cfg, draft, decode_state.draft_inputs(state, table), state.draft_caches)
         drafts, logits = np.asarray(carry.proposal.draft_tokens), np.asarray(carry.proposal.draft_logits)
         for i, text in enumerate(texts):
             assert int(state.seq_lens[i]) == len(text) - 1
@@ -125,7 +125,7 @@ def assert_proposals_equal(target_pair: tuple[Any, Any], draft_pair: tuple[Any, 
     assert {0, K} <= set(accepted) and len(set(accepted)) > 2, accepted  # rejected at once, in between, and not at all
 
 
-def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode.DecodeState, Any]:
+def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_state.DecodeState, Any]:
     """Ragged prompts in chunks; texts are the prompts and the first token of each."""
     batch = len(PROMPTS)
     rng = np.random.default_rng(4)
@@ -138,14 +138,14 @@ def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode.Deco
     )
     table = shuffled_block_table(batch, BLOCK_SIZE)
     no_stop = jnp.full((batch, 1), -1, jnp.int32)
-    state = decode.init_state(cfg, sampling, jnp.full(batch, 999, jnp.int32), no_stop, table.size, jnp.float32)
+    state = decode_state.init_state(cfg, sampling, jnp.full(batch, 999, jnp.int32), no_stop, table.size, jnp.float32)
     first = [0] * batch
     for start in range(0, max(PROMPTS), CHUNK):
         rows = [t[start : start + CHUNK] for t in texts]
         tokens = np.array([[*r, *[9] * (CHUNK - len(r))] for r in rows], np.int32)
         following = np.array([t[start + CHUNK] if start + CHUNK < len(t) else -1 for t in texts], np.int32)
         num = np.array([len(r) for r in rows], np.int32)
-        verification, state = decode.run_prefill(
+        verification, state = programs.run_prefill(
             cfg, params, state, table, tokens, np.full(batch, start, np.int32), num, following, compilation="round"
         )
         for i in np.flatnonzero(np.asarray(verification.num_sampled)):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, logprobs
+from jaxspec import decode_state, logprobs, programs
 from jaxspec.config import CacheGroup, RoundConfig
 from jaxspec.loading.model import load_target
 from jaxspec.logprobs import Logprob, Scores, likeliest, logprobs_of, score_hidden, score_tokens
@@ -66,15 +66,15 @@ def collect(cfg: RoundConfig, weights: Any, params: list[SamplingParams], compil
     rows = sampling_rows(cfg, params, [1, 2], PROMPTS, [[], []], vocab_size=cfg.target.vocab_size)
     table, num_blocks = block_table(2, cfg)
     limits, stops = jnp.full(2, MAX_TOKENS, jnp.int32), jnp.full((2, 1), -1, jnp.int32)
-    state = decode.init_state(cfg, jax.tree.map(jnp.asarray, rows), limits, stops, num_blocks, jnp.float32)
+    state = decode_state.init_state(cfg, jax.tree.map(jnp.asarray, rows), limits, stops, num_blocks, jnp.float32)
     for begin in range(0, max(map(len, PROMPTS)), CHUNK):
-        verification, state = decode.run_prefill(cfg, weights, state, table, *pad_chunk(PROMPTS, begin, CHUNK), compilation=compilation)
+        verification, state = programs.run_prefill(cfg, weights, state, table, *pad_chunk(PROMPTS, begin, CHUNK), compilation=compilation)
         verification = jax.tree.map(np.asarray, verification)
         for row, request in enumerate(requests):
             request.add_prompt(verification.prompt_logprobs, row, begin)
             request.add(verification, row)
     while np.asarray(state.active).any():
-        verification, state = decode.run_round(cfg, weights, state, table, compilation)
+        verification, state = programs.run_round(cfg, weights, state, table, compilation)
         assert verification.prompt_logprobs is None
         verification = jax.tree.map(np.asarray, verification)
         for row, request in enumerate(requests):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, logits_processing
+from jaxspec import decode, decode_state, logits_processing
 from jaxspec.sampling_params import SamplingParams, features_of
 from jaxspec.sampling_rows import sampling_rows
 from tests.statistics import chi_square, within_limit
@@ -59,7 +59,7 @@ def first_tokens(params: SamplingParams, rule: str, draft_sampling: str) -> tupl
     row = sampling_rows(cfg, [params], [0], [PROMPT], [[FIRST]], vocab_size=V)
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (TRIALS, *x.shape[1:])), row)
     keys = jnp.stack([full(3, jnp.uint32), jnp.arange(TRIALS, dtype=jnp.uint32)], axis=1)
-    state = decode.init_state(cfg, replace(sampling, keys=keys), full(1000), full(-1)[:, None], 1, jnp.float32)
+    state = decode_state.init_state(cfg, replace(sampling, keys=keys), full(1000), full(-1)[:, None], 1, jnp.float32)
     assert state.pending_tokens is not None
     state = replace(
         state,

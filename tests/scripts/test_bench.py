@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, models
+from jaxspec import models, programs
 from jaxspec.benchmark import timing, workload
 from jaxspec.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
 from jaxspec.benchmark.dimensions import HYBRID, MODELS
@@ -276,7 +276,7 @@ def test_forced_acceptance_has_the_rates_and_keeps_the_rules_last_token(weights,
 @pytest.mark.parametrize(("length", "expected"), [(1.0, 1), (4.0, 4)])
 def test_a_whole_round_accepts_what_is_forced(weights, length, expected):
     load = workload.Workload(replace(TINY, temperature=1.0, acceptance_length=length), weights, {}, EFFORT)
-    verification, _ = decode.run_round(load.cfg, load.params, load.state, load.block_table, "round")
+    verification, _ = programs.run_round(load.cfg, load.params, load.state, load.block_table, "round")
     assert verification.num_sampled.tolist() == [expected] * TINY.batch
 
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode, drafts, models
+from jaxspec import decode_state, drafts, models, programs
 from jaxspec.config import AttentionConfig, RoundConfig
-from jaxspec.decode import DecodeState
+from jaxspec.decode_state import DecodeState
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.loading.model import bind_draft
 from jaxspec.models import TargetConfig
@@ -174,12 +174,12 @@ def start(
     limits = jnp.asarray(np.broadcast_to(np.asarray(max_tokens, np.int32), batch))
     sampling = jax.tree.map(jnp.asarray, sampling)
     stops = np.full((batch, 1), -1, np.int32) if stop_token_ids is None else stop_token_ids
-    state = decode.init_state(cfg, sampling, limits, jnp.asarray(stops), num_blocks, jnp.float32)
+    state = decode_state.init_state(cfg, sampling, limits, jnp.asarray(stops), num_blocks, jnp.float32)
     longest = max(len(p) for p in prompts)
     first = np.full(batch, -1, np.int32)
     for begin in range(0, longest, chunk or longest):
         part = pad_chunk(prompts, begin, chunk or longest)
-        verification, state = decode.run_prefill(cfg, params, state, table, *part, compilation=compilation)
+        verification, state = programs.run_prefill(cfg, params, state, table, *part, compilation=compilation)
         ended = np.asarray(verification.num_sampled) > 0
         first = np.where(ended, np.asarray(verification.output_tokens)[:, 0], first)
     return first, state
@@ -214,7 +214,7 @@ def generate(
     texts = [[int(t)] if t >= 0 else [] for t in first]
     accepted = []
     while np.asarray(state.active).any():
-        verification, state = decode.run_round(cfg, params, state, table, compilation)
+        verification, state = programs.run_round(cfg, params, state, table, compilation)
         tokens, num_sampled = np.asarray(verification.output_tokens), np.asarray(verification.num_sampled)
         for row, text in enumerate(texts):
             text += tokens[row, : num_sampled[row]].tolist()
