@@ -16,7 +16,7 @@ import jax
 import typer
 from rich.table import Table
 
-from jaxspec import ConfigError, report
+from jaxspec import ConfigError, EngineConfig, report
 from jaxspec.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_of
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
@@ -44,6 +44,7 @@ def main(
     rounds: Annotated[int, option("Rounds dispatched back to back.")] = 64,
     repeats: Annotated[int, option("How often; medians are printed.")] = 5,
     rounds_per_step: Annotated[int | None, option("Of the engine: rounds that one program runs. [default: its choice]")] = None,
+    cuda_graphs: Annotated[bool | None, option("Launch by CUDA graphs or kernel by kernel. [default: the engine's choice]")] = None,
     dtype: Annotated[str, option("bfloat16, float32, or auto: bfloat16 on a GPU.")] = "auto",
     output_json: Annotated[Path | None, option("Write everything to this file, after every case.")] = None,
     profile: Annotated[Path | None, option("Write a profiler trace of a few rounds of each case here, after the timing.")] = None,
@@ -68,14 +69,16 @@ def main(
             raise ConfigError(f"--rounds, --repeats: expected at least 8 and 1, got {rounds} and {repeats}")
         if dtype != "auto" and dtype not in DTYPES:
             raise ConfigError(f"--dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+        EngineConfig(rounds_per_step=rounds_per_step)  # refused here, before anything is measured
         json_file = report.JsonFile(output_json) if output_json else None
         keep_compiled_programs()
         numbers = DTYPES[("bfloat16" if jax.default_backend() == "gpu" else "float32") if dtype == "auto" else dtype]
         record: dict[str, Any] = environment() | measure_rates()
         print(describe(record), flush=True)
         settings = {"preset": preset, "implementation": implementation, "rounds": rounds, "repeats": repeats}
-        record |= {"settings": settings | {"rounds_per_step": rounds_per_step}, "cases": []}
-        weights, effort = Weights(numbers), Effort(rounds, repeats, rounds_per_step)
+        settings |= {"rounds_per_step": rounds_per_step, "cuda_graphs": cuda_graphs}
+        record |= {"settings": settings, "cases": []}
+        weights, effort = Weights(numbers), Effort(rounds, repeats, rounds_per_step, cuda_graphs)
         for i, case in enumerate(cases, start=1):
             print(f"[{i}/{len(cases)}] {case.name}", flush=True)
             result = run_case(case, weights, chosen, effort, timed, record, profile)

@@ -43,11 +43,13 @@ NEVER = 1 << 30  # max_tokens that no run reaches
 
 @dataclass(frozen=True)
 class Effort:
-    """rounds: calls dispatched back to back; repeats: how often that is timed. rounds_per_step: the engine's (EngineConfig)."""
+    """rounds: calls dispatched back to back; repeats: how often that is timed. rounds_per_step: the engine's (EngineConfig).
+    cuda_graphs: RoundConfig's; None leaves the choice to the engine."""
 
     rounds: int = 64
     repeats: int = 5
     rounds_per_step: int | None = None
+    cuda_graphs: bool | None = None
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def implementations(text: str) -> dict[str, str]:
 def configure(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort) -> tuple[RoundConfig, RoundConfig, int]:
     """The case's round, its plain step, and the pages of a request, without touching the device's memory."""
     llm, plain, pages = _engines(case, dtype, effort, {}, {})
-    return *_round_configs(case, llm, plain, chosen), pages
+    return *_round_configs(case, llm, plain, chosen, effort), pages
 
 
 def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Params) -> tuple[LLM, LLM, int]:
@@ -143,10 +145,11 @@ def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Para
     return engine((draft_config(dimensions, case.method), draft), speculative), engine(None, None), pages
 
 
-def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str]) -> tuple[RoundConfig, RoundConfig]:
+def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str], effort: Effort) -> tuple[RoundConfig, RoundConfig]:
     rates = synthetic.conditional_rates(synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens))
+    graphs = {} if effort.cuda_graphs is None else {"cuda_graphs": effort.cuda_graphs}
     for engine in (llm, plain):
-        engine.runner.override(kernels=replace(engine.kernels, **chosen))
+        engine.runner.override(kernels=replace(engine.kernels, **chosen), **graphs)
     llm.runner.override(acceptance_rates=rates)
     return tuple(engine.round_config(sampled=case.temperature > 0, truncated=False) for engine in (llm, plain))  # type: ignore[return-value]
 
@@ -166,7 +169,7 @@ class Workload:
     def __init__(self, case: Case, weights: Weights, chosen: dict[str, str], effort: Effort) -> None:
         self.case, self.effort, self.dtype = case, effort, weights.dtype
         self.llm, self.plain_llm, pages = _engines(case, weights.dtype, effort, *weights.get(case))
-        self.cfg, self.plain_cfg = _round_configs(case, self.llm, self.plain_llm, chosen)
+        self.cfg, self.plain_cfg = _round_configs(case, self.llm, self.plain_llm, chosen, effort)
         self.engine = TimedEngine(self.llm.runner)
         blocks = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
         self.host_table = blocks.reshape(case.batch, pages)

@@ -125,6 +125,7 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
         (["--implementation", "matmuls=x"], "--implementation: expected auto, a name, or op=name with op among"),
         (["--parts", "round,all"], "--parts: expected among plain, draft"),
         (["--rounds", "2"], "--rounds, --repeats: expected at least 8 and 1"),
+        (["--rounds-per-step", "0"], "rounds_per_step: expected None or an integer of at least 1"),
         (["--dtype", "int8"], "--dtype: expected one of auto"),
     ],
 )
@@ -381,3 +382,8 @@ def test_an_implementation_names_every_op_or_one():
             workload.implementations(text)
     cfg, plain, _ = workload.configure(TINY, "float32", {"attention": "fast"}, EFFORT)
     assert cfg.kernels.attention == plain.kernels.attention == "fast" and cfg.kernels.matmul == "reference"
+
+
+def test_cuda_graphs_are_the_engines_choice_unless_one_is_given():
+    own, given = (workload.configure(TINY, "float32", {}, replace(EFFORT, cuda_graphs=graphs))[0] for graphs in (None, False))
+    assert own.cuda_graphs and given == replace(own, cuda_graphs=False)
