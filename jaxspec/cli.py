@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 import typer
 
+from jaxspec import compilation_cache
 from jaxspec.config import ConfigError
 from jaxspec.loading import cache_dir
 
@@ -60,9 +61,7 @@ def _exit(message: str, code: int) -> None:
 def keep_compiled_programs() -> None:
     """Turn on JAX's persistent compilation cache, unless the user has chosen a folder for it."""
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-        jax.config.update("jax_compilation_cache_max_size", 2 << 30)  # bytes; the oldest programs go first
+        compilation_cache.use(cache_dir() / "compiled", min_compile_seconds=1.0)
 
 
 def exact_float32() -> None:

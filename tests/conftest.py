@@ -13,6 +13,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxspec import compilation_cache
+
 MOST_MAPS = 20_000
 CACHE = Path(os.environ.get("JAXSPEC_CACHE") or Path.home() / ".cache" / "jaxspec")
 
@@ -60,9 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _compile_quickly()
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_compilation_cache_dir", str(_compilation_cache()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    jax.config.update("jax_compilation_cache_max_size", 2 << 30)  # bytes; a limit also makes jax lock the folder, which workers share
+    compilation_cache.use(_compilation_cache(), min_compile_seconds=0.3)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -41,7 +41,7 @@ LAYERS = (
     ("jaxspec.attention", "jaxspec.metadata", "jaxspec.layers", "jaxspec.mxfp4"),
     ("jaxspec.kv_cache", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
 )
-LEAVES = ("jaxspec.metrics",)  # import nothing of jaxspec, and anything may import them
+LEAVES = ("jaxspec.compilation_cache", "jaxspec.metrics")  # import nothing of jaxspec, and anything may import them
 KERNEL_CALLERS = (
     "jaxspec.attention",
     "jaxspec.kernels",

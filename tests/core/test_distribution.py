@@ -29,7 +29,7 @@ from tests.support.toys import ToyDraft, toy_config
 V, K, TRIALS, CHUNK, START = 64, 3, 200_000, 50_000, 7
 GROUPS = 4
 
-pytestmark = [pytest.mark.optimised, pytest.mark.usefixtures("toy_families")]
+pytestmark = [pytest.mark.once, pytest.mark.optimised, pytest.mark.usefixtures("toy_families")]
 
 
 def table(seed: int) -> np.ndarray:

@@ -86,6 +86,7 @@ def all_free(llm: LLM) -> bool:
     return free and not llm.engine.has_requests
 
 
+@pytest.mark.once
 def test_each_of_200_random_requests_has_its_own_text_in_a_pool_far_too_small(llm: LLM, cold: LLM) -> None:
     """In any order of arrival; alone means one after the other, and without a prefix cache."""
     prompts, params = random_requests(200, seed=1)

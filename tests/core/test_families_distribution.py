@@ -21,6 +21,8 @@ from tests.support.families import family_model
 from tests.support.tiny import Model, block_table, sampling_state, start
 
 VOCAB, LENGTH, K, BATCH, BATCHES = 5, 4, 2, 2_000, 12
+pytestmark = pytest.mark.once
+
 PROMPT = [1, 0, 3, 2, 2, 4, 1]  # longer than the target's window of 5, and through two blocks
 
 

@@ -105,6 +105,7 @@ def test_compilation_modes_agree_with_one_program(models: Models, compilation: s
     assert one.metrics.num_accepted_tokens > 0
 
 
+@pytest.mark.once
 def test_sampled_text_repeats_with_its_seed_among_other_neighbours(models: Models) -> None:
     """Greedy and sampled requests share a batch; slot and neighbours change nothing."""
     llm = models.eagle3(3)

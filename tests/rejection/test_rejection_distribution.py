@@ -16,7 +16,7 @@ import pytest
 from pallas_kernels.rejection_sampling import rejection_sample
 from tests.statistics import chi_square, within_limit
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.once, pytest.mark.optimised]
 
 TRIALS, CHUNK = 200_000, 20_000
 LOSSLESS = ["strict", "probabilistic", "block"]

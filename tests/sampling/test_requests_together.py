@@ -69,6 +69,7 @@ def run_alone(found: dict[int, RequestOutput], i: int) -> RequestOutput:
     return found[i]
 
 
+@pytest.mark.once
 def test_a_request_is_the_same_alone_and_among_others_that_preempt_it(alone: dict[int, RequestOutput]) -> None:
     """Each twice, over a pool of blocks that holds two or three of them to their ends."""
     llm = engine(num_gpu_blocks_override=20)

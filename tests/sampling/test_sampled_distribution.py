@@ -47,7 +47,7 @@ REQUESTS = {
     ),
 }
 
-pytestmark = pytest.mark.usefixtures("toy_families")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("toy_families")]
 
 
 def first_tokens(params: SamplingParams, rule: str, draft_sampling: str) -> tuple[np.ndarray, float]:

@@ -1,0 +1,52 @@
+"""The folder of compiled programs stays within its limit, and is written without reading it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec import compilation_cache
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxspec import compilation_cache
+compilation_cache.use(Path(sys.argv[1]), min_compile_seconds=0.0)
+@jax.jit
+def triple(x):
+    return 3 * x
+
+print(triple(jnp.arange(4)).sum())
+"""
+
+
+def test_the_files_written_longest_ago_make_room(tmp_path: Path) -> None:
+    for age, name in enumerate("dacb"):  # the first is the newest
+        (tmp_path / name).write_bytes(bytes(10))
+        os.utime(tmp_path / name, ns=(0, 1_000 - age))
+    compilation_cache.trim(tmp_path, 40)
+    assert len(list(tmp_path.iterdir())) == 4
+    compilation_cache.trim(tmp_path, 29)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "d"]
+    compilation_cache.trim(tmp_path / "not there yet", 0)
+
+
+def test_a_file_that_another_process_removes_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept").write_bytes(bytes(10))
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "gone", self / "kept"]))
+    compilation_cache.trim(tmp_path, 10)
+    assert (tmp_path / "kept").exists()
+
+
+def test_an_incomplete_entry_of_a_killed_process_stops_no_other_from_being_written(tmp_path: Path) -> None:
+    """As JAX before 0.11 did where its own limit was set."""
+    (tmp_path / "jit_killed-0123-cache").write_bytes(b"half")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "18" and "cache" not in run.stderr
+    assert [p for p in tmp_path.iterdir() if p.name.startswith("jit_triple-")]
