@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,34 @@ def test_imports_go_one_way() -> None:
 
 def test_no_import_cycles() -> None:
     assert cycles(ROOT) == []
+
+
+def page_rows(page: str) -> list[list[str]]:
+    """The paths that each row of docs/architecture.md names, from the top down; those after a row's first are in the same folder."""
+    rows = []
+    for line in page.splitlines():
+        if line.startswith("| `"):
+            first, *others = re.findall(r"`([^`]+)`", line.split("|")[1])
+            rows.append([first, *(f"{first.rpartition('/')[0]}/{name}" for name in others)])
+    return rows
+
+
+def test_architecture_page_names_every_module_and_imports_go_down_it() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    row_of_path = [(path, row) for row, paths in enumerate(page_rows(page)) for path in paths if "<op>" not in path]
+    paths = [path for path, _ in row_of_path]
+    assert sorted(set(paths)) == sorted(paths) and [path for path in paths if not (ROOT / path).exists()] == []
+    assert [f.name for f in (ROOT / "scripts").glob("*.*") if f"`{f.name}`" not in page] == []
+
+    known = {name: path for name, path in modules(ROOT).items() if not inside(name, "tests") and name not in PACKAGES}
+    rows: dict[str, int] = {}
+    for name, file in known.items():
+        own = file.relative_to(ROOT).as_posix()
+        fits = [(len(path), row) for path, row in row_of_path if own == path or (path.endswith("/") and own.startswith(path))]
+        assert fits, f"{own}: no row of docs/architecture.md names it"
+        rows[name] = max(fits)[1]
+    upwards = [f"{a} imports {b}" for a, file in known.items() for b, _ in imports(a, file, known) if b in rows and rows[b] < rows[a]]
+    assert upwards == []
 
 
 @pytest.mark.parametrize(

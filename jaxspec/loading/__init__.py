@@ -6,7 +6,9 @@ cache           the cache folder, safe against two processes at once
 gguf_file       llama.cpp's GGUF -> a Hugging Face folder
 gguf_tokenizer  a GGUF's metadata -> tokenizer.json
 checkpoint      an opened folder: config.json and lazily read tensors
+fp8             DeepSeek-V3's blocks of float8 -> plain tensors
 weights         tensors -> a pytree of jax arrays, strictly
+model           a folder -> a target, or a draft bound to its target
 tokenizer       text and chats to token ids and back
 """
 
