@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# The target's weights (98 MB, fetched once), converted checkpoints and compiled test programs.
+# The target's weights (fetched once, 93 MB), converted checkpoints and compiled test programs.
 export JAXSPEC_CACHE ?= $(HOME)/.cache/jaxspec
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 

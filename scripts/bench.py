@@ -18,6 +18,7 @@ from rich.table import Table
 
 from jaxspec import ConfigError, EngineConfig, report
 from jaxspec.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_of
+from jaxspec.benchmark.dimensions import MODELS
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
 from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
@@ -30,7 +31,7 @@ def option(text: str, *names: str) -> Any:
 
 def main(
     preset: Annotated[str | None, option(f"{', '.join(PRESETS)}; the flags below then pick among its cases.")] = None,
-    model: Annotated[str | None, option("llama-3-8b, smollm2-135m, qwen3-8b, mimo-7b or tiny. [default: llama-3-8b]")] = None,
+    model: Annotated[str | None, option(f"{', '.join(MODELS)}. [default: llama-3-8b]")] = None,
     method: Annotated[str | None, option("eagle3, eagle, mtp. [default: eagle3]", "--method", "--draft")] = None,
     batch: Annotated[str | None, option("[default: 1]")] = None,
     context: Annotated[str | None, option("Tokens each request holds when the timing starts. [default: 400]")] = None,
