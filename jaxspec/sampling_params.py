@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from jaxspec.config import ConfigError, SamplingFeatures, is_int, is_number
+from jaxspec.config import ConfigError, SamplingFeatures, is_int, is_number, settle_integers
 
 MAX_LOGPROBS = 20  # the most alternatives a token; vLLM's default limit
 
@@ -75,17 +75,18 @@ class SamplingParams:
         self._settle("logit_bias", _biases(self.logit_bias))
         self._check_numbers()
         self._check_counts()
+        settle_integers(self)
 
     def _settle(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
-            raise ConfigError(f"temperature: expected a number of at least 0, got {self.temperature}")
+            raise ConfigError(f"temperature: expected a number of at least 0, got {self.temperature!r}")
         if 0 < self.temperature < 1e-5:
-            raise ConfigError(f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature}")
+            raise ConfigError(f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature!r}")
         if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p: expected a number in (0, 1], got {self.top_p}")
+            raise ConfigError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
         # The lower end keeps float32 from dividing by 0.
         for name, low, high in (
             ("min_p", 0, 1),
@@ -95,32 +96,32 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             if not is_number(value) or not low <= value <= high:
-                raise ConfigError(f"{name}: expected a number from {low} to {high}, got {value}")
+                raise ConfigError(f"{name}: expected a number from {low} to {high}, got {value!r}")
 
     def _check_counts(self) -> None:
         if not is_int(self.top_k) or not -1 <= self.top_k < 2**31:
-            raise ConfigError(f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k}")
+            raise ConfigError(f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k!r}")
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
-            raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed}")
+            raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
         most = self.max_tokens
         if most is not None and (not is_int(most) or most < 1):
-            raise ConfigError(f"max_tokens: expected an integer of at least 1 or None, got {most}")
+            raise ConfigError(f"max_tokens: expected an integer of at least 1 or None, got {most!r}")
         if not is_int(self.min_tokens) or self.min_tokens < 0 or (most is not None and self.min_tokens > most):
-            raise ConfigError(f"min_tokens: expected an integer from 0 to max_tokens {most}, got {self.min_tokens}")
+            raise ConfigError(f"min_tokens: expected an integer from 0 to max_tokens {most}, got {self.min_tokens!r}")
         for name, least, wanted in (("logprobs", -1, ", -1 for all"), ("prompt_logprobs", 0, "")):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not least <= value <= MAX_LOGPROBS):
-                raise ConfigError(f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, got {value}")
+                raise ConfigError(f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, got {value!r}")
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
         if not is_int(self.n) or self.n < 1:
-            raise ConfigError(f"n: expected an integer of at least 1, got {self.n}")
+            raise ConfigError(f"n: expected an integer of at least 1, got {self.n!r}")
         most = self.num_speculative_tokens
         if most is not None and (not is_int(most) or most < 0):
-            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 0 or None, got {most}")
+            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 0 or None, got {most!r}")
         if self.greedy and self.n > 1:
-            raise ConfigError(f"n: expected 1 with temperature 0, whose texts would all be the same, got {self.n}")
+            raise ConfigError(f"n: expected 1 with temperature 0, whose texts would all be the same, got {self.n!r}")
 
     @property
     def greedy(self) -> bool:

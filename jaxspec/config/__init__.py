@@ -9,7 +9,7 @@ round        RoundConfig, Kernels, SamplingFeatures: the static description of a
 
 from jaxspec.config.attention import AttentionConfig, CacheGroup, CompressedAttentionConfig, MLAConfig, RopeConfig
 from jaxspec.config.engine import Compilation, EngineConfig
-from jaxspec.config.reading import ConfigError, is_int, is_number, read_int, read_number, read_object, refuse_unless
+from jaxspec.config.reading import ConfigError, is_int, is_number, read_int, read_number, read_object, refuse_unless, settle_integers
 from jaxspec.config.round import REFERENCE_KERNELS, Kernels, RoundConfig, SamplingFeatures
 from jaxspec.config.speculative import METHODS, DraftSampling, RejectionRule, SpeculativeConfig
 
@@ -36,4 +36,5 @@ __all__ = [
     "read_number",
     "read_object",
     "refuse_unless",
+    "settle_integers",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jaxspec.config.reading import ConfigError, is_int, is_number
+from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers
 
 Compilation = Literal["round", "step", "eager"]
 
@@ -67,16 +67,17 @@ class EngineConfig:
                 "rounds_per_step: expected None or an integer of at least 1, which is 1 unless compilation is 'round', got "
                 f"{rounds!r} with compilation {self.compilation!r}"
             )
+        settle_integers(self)
         buckets = self.batch_buckets
         if buckets is None:
             powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
             buckets = (self.max_num_seqs,) if self.batch_invariant else powers
         right = isinstance(buckets, Iterable) and all(is_int(b) and b >= 1 for b in buckets)
-        buckets = tuple(sorted(set(buckets))) if right else ()
+        buckets = tuple(sorted({int(b) for b in buckets})) if right else ()
         if not buckets or buckets[-1] < self.max_num_seqs:
             raise ConfigError(
                 f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, "
-                f"got {self.batch_buckets}"
+                f"got {self.batch_buckets!r}"
             )
         if self.batch_invariant and len(buckets) > 1:
             raise ConfigError(f"batch_buckets: expected one batch size with batch_invariant, got {buckets}")

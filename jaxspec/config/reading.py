@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 
@@ -52,3 +53,11 @@ def is_number(x: Any) -> bool:
 
 def is_int(x: Any) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def settle_integers(config: Any) -> None:
+    """NumPy's integers in the fields of a frozen dataclass become Python's, which neither overflow nor lack bit_length."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_int(value):
+            object.__setattr__(config, field.name, int(value))

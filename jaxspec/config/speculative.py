@@ -8,7 +8,7 @@ from itertools import pairwise
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
-from jaxspec.config.reading import ConfigError, is_int, is_number
+from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers
 
 RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
 DraftSampling = Literal["greedy", "probabilistic"]
@@ -73,10 +73,11 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if not is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
-            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens}")
+            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens!r}")
         set_field("num_speculative_tokens_per_batch_size", self._read_schedule())
         if self.draft_max_model_len is not None and (not is_int(self.draft_max_model_len) or self.draft_max_model_len < 1):
             raise ConfigError(f"draft_max_model_len: expected an integer of at least 1 or none, got {self.draft_max_model_len!r}")
+        settle_integers(self)
         if self.rejection_sample_method not in get_args(RejectionRule):
             raise ConfigError(
                 f"rejection_sample_method: expected one of {', '.join(get_args(RejectionRule))}, got {self.rejection_sample_method!r}"
@@ -104,7 +105,7 @@ class SpeculativeConfig:
                 f"num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with 1 <= first <= last and K from 0 to "
                 f"num_speculative_tokens {K}, got {given!r}"
             )
-        ranges = tuple(sorted((r[0], r[1], r[2]) for r in given))
+        ranges = tuple(sorted((int(r[0]), int(r[1]), int(r[2])) for r in given))
         if any(before[1] >= after[0] for before, after in pairwise(ranges)):
             raise ConfigError(f"num_speculative_tokens_per_batch_size: expected ranges that do not overlap, got {given!r}")
         return ranges

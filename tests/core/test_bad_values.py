@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig, models
@@ -95,6 +96,18 @@ def test_a_prompt_of_the_wrong_kind_is_refused(prompts: Any) -> None:
     params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.float32)
     with pytest.raises(ConfigError, match="prompt"):
         LLM((cfg, params), config=EngineConfig(max_model_len=64)).generate(prompts, SamplingParams(max_tokens=2))
+
+
+def test_settings_may_be_numpys_integers() -> None:
+    """Which have no bit_length, and overflow."""
+    asked = {"max_num_seqs": np.int64(5), "max_model_len": np.int32(64), "batch_buckets": np.array([5, 2])}
+    config = EngineConfig(**asked)  # type: ignore[arg-type]
+    assert config == EngineConfig(max_num_seqs=5, max_model_len=64, batch_buckets=(2, 5))
+    assert {type(x) for x in (config.max_num_seqs, *(config.batch_buckets or ()))} == {int}
+    assert EngineConfig(max_num_seqs=np.int64(5)).batch_buckets == (1, 2, 4, 8)  # type: ignore[arg-type]
+    schedule: Any = [(np.int64(1), 2, np.int64(1))]
+    speculative = SpeculativeConfig(num_speculative_tokens=np.int64(3), num_speculative_tokens_per_batch_size=schedule)  # type: ignore[arg-type]
+    assert speculative == SpeculativeConfig(num_speculative_tokens_per_batch_size=((1, 2, 1),))
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty: expected a number from 0.01 to 100, got 0"),
     ({"repetition_penalty": math.inf}, "repetition_penalty: expected a number from 0.01 to 100, got inf"),
     ({"presence_penalty": 2.5}, "presence_penalty: expected a number from -2 to 2, got 2.5"),
-    ({"frequency_penalty": "1"}, "frequency_penalty: expected a number from -2 to 2, got 1"),
+    ({"frequency_penalty": "1"}, "frequency_penalty: expected a number from -2 to 2, got '1'"),
+    ({"max_tokens": "16"}, "max_tokens: expected an integer of at least 1 or None, got '16'"),
     ({"logit_bias": [1]}, "logit_bias: expected numbers by token id, got [1]"),
     ({"logit_bias": {"a": 1}}, "logit_bias: expected token ids from 0 to 2**31 - 1, got 'a'"),
     ({"logit_bias": {1: 101}}, "logit_bias: expected numbers from -100 to 100, got 101 for token 1"),
@@ -96,6 +97,13 @@ def test_lists_and_single_strings_are_settled_and_the_whole_can_be_hashed() -> N
     assert (params.stop, params.stop_token_ids, params.allowed_token_ids) == (("END",), (4,), (1, 2))
     assert hash(params) == hash(SamplingParams(stop=["END"], stop_token_ids=(4,), allowed_token_ids=(1, 2), logit_bias={3: 1}))
     assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
+
+
+def test_numpys_integers_are_as_good_as_pythons() -> None:
+    """They would overflow: a seed is taken modulo 2**64, max_tokens is added to the prompt's length."""
+    params = SamplingParams(seed=np.int64(5), max_tokens=np.uint8(200), n=np.int32(2), top_k=np.int8(3))  # type: ignore[arg-type]
+    assert params == SamplingParams(seed=5, max_tokens=200, n=2, top_k=3)
+    assert all(type(x) is int for x in (params.seed, params.max_tokens, params.n, params.top_k))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def check(result, sentence: str) -> None:
         (["--speculative-config", "{"], "--speculative-config: expected JSON, got"),
         (["--speculative-config", "[1]"], "--speculative-config: expected a JSON object, got a list"),
         (["--speculative-config", '{"num_spec": 3}'], "got ['num_spec']"),
-        (["--speculative-config", '{"num_speculative_tokens": "3"}'], "num_speculative_tokens: expected an integer of at least 1, got 3"),
+        (["--speculative-config", '{"num_speculative_tokens": "3"}'], "num_speculative_tokens: expected an integer of at least 1, got '3'"),
         (
             ["--speculative-config", '{"rejection_sample_method": ["strict"]}'],
             "rejection_sample_method: expected a name, got ['strict']",
