@@ -24,8 +24,8 @@ class Encoder(Protocol):
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several? A text, a list of ids and a list of messages are one each."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping):  # (bytes are no prompt, and no list of ids either)
+        return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts: expected texts, token ids or chats, got {prompts!r:.200}")
     items = list(prompts)
@@ -35,11 +35,20 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
+def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Prompt]:
+    """One chat or several; ConfigError for a text or token ids, which no chat template would be put around."""
+    chats = as_list(messages)
+    for index, chat in enumerate(chats):
+        if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
+            raise ConfigError(f"prompt {index}: expected a list of chat messages with 'role' and 'content', got {chat!r:.200}")
+    return chats
+
+
 def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
     """The token ids of the index-th prompt; ConfigError, with the index, for what is none."""
     if isinstance(prompt, Mapping):
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", prompt)
-    listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping)
+    listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping)
     items: list[Any] = list(prompt) if listed else []
     if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
         return [int(t) for t in items]

@@ -19,7 +19,7 @@ from jaxspec.attention import join_projections
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
-from jaxspec.inputs import Message, Prompt, as_list, encode, encode_words
+from jaxspec.inputs import Message, Prompt, as_chats, as_list, encode, encode_words
 from jaxspec.loading import Tokenizer, load_tokenizer, resolve
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.tokenizer import eos_token_ids, has_tokenizer
@@ -63,6 +63,10 @@ class LLM:
 
         Without a tokenizer prompts are token ids and texts stay empty. eos_token_ids: None for the tokenizer's.
         """
+        if not isinstance(target, tuple | list) or len(target) != 2:
+            raise ConfigError(
+                f"target: expected a (config, params) pair (LLM.from_pretrained takes a folder or hub id), got {target!r:.200}"
+            )
         if (draft is None) != (speculative is None):
             raise ConfigError("draft and speculative: expected both or neither")
         self.config = config or EngineConfig()
@@ -122,6 +126,8 @@ class LLM:
         if isinstance(speculative, Mapping):
             speculative = SpeculativeConfig.from_dict(speculative)
         if speculative is not None:
+            if not isinstance(speculative, SpeculativeConfig):
+                raise ConfigError(f"speculative: expected a SpeculativeConfig, its keys or None, got {speculative!r:.200}")
             if speculative.model is None and speculative.method != "mtp":
                 raise ConfigError("speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none")
             _acceptance_rates(speculative)  # found wrong before the weights are read, not after
@@ -130,7 +136,7 @@ class LLM:
         if mxfp4 not in ("dequantised", "packed"):
             raise ConfigError(f"mxfp4: expected dequantised or packed, got {mxfp4!r}")
         if batch_buckets is not None:
-            engine["batch_buckets"] = tuple(batch_buckets)
+            engine["batch_buckets"] = batch_buckets
         if max_model_len is not None:
             engine["max_model_len"] = max_model_len
         config = EngineConfig(**engine)
@@ -138,7 +144,7 @@ class LLM:
         folder = resolve(target, kind="target")
         loaded = load_target(folder, resolved, mxfp4=mxfp4)
         if max_model_len is None:
-            config = EngineConfig(**engine, max_model_len=min(2048, loaded[0].max_position_embeddings))
+            config = replace(config, max_model_len=min(2048, loaded[0].max_position_embeddings))
         draft = None
         if speculative is not None:
             own = speculative.model is None  # an MTP module is in the target's own checkpoint
@@ -217,8 +223,8 @@ class LLM:
         progress: bool = False,
         callback: Callback | None = None,
     ) -> list[RequestOutput]:
-        """generate for one chat (a list of {"role", "content"}) or several."""
-        return self.generate(messages, sampling_params, progress=progress, callback=callback)
+        """generate for one chat (a list of {"role", "content"}) or several, and for nothing else."""
+        return self.generate(as_chats(messages), sampling_params, progress=progress, callback=callback)
 
     def generate(
         self,

@@ -72,8 +72,8 @@ class EngineConfig:
         if buckets is None:
             powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
             buckets = (self.max_num_seqs,) if self.batch_invariant else powers
-        right = isinstance(buckets, Iterable) and all(is_int(b) and b >= 1 for b in buckets)
-        buckets = tuple(sorted({int(b) for b in buckets})) if right else ()
+        buckets = tuple(buckets) if isinstance(buckets, Iterable) else ()
+        buckets = tuple(sorted({int(b) for b in buckets})) if all(is_int(b) and b >= 1 for b in buckets) else ()
         if not buckets or buckets[-1] < self.max_num_seqs:
             raise ConfigError(
                 f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, "

@@ -89,13 +89,22 @@ def test_a_count_that_may_be_0_is_read_or_refused(name: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts", [5, [[1, 2], 3], [None], {"prompt_token_ids": None}, [[1.5]], [[True]], [["a"]], [[]], ["text"], [[99]]]
+    "prompts", [5, [[1, 2], 3], [None], {"prompt_token_ids": None}, [[1.5]], [[True]], [["a"]], [[]], ["text"], [[99]], b"\1\2", [b"\1\2"]]
 )
 def test_a_prompt_of_the_wrong_kind_is_refused(prompts: Any) -> None:
     cfg = models.config_from_hf(TARGET)
     params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.float32)
     with pytest.raises(ConfigError, match="prompt"):
         LLM((cfg, params), config=EngineConfig(max_model_len=64)).generate(prompts, SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "messages", ["text", ["text"], [1, 2], [[1, 2]], {"role": "user", "content": "text"}, [[{"role": "user"}, "text"]]]
+)
+def test_chat_takes_chats_and_nothing_else(messages: Any) -> None:
+    """A text would go without the chat template."""
+    with pytest.raises(ConfigError, match="prompt 0: expected a list of chat messages"):
+        object.__new__(LLM).chat(messages)
 
 
 def test_settings_may_be_numpys_integers() -> None:
@@ -117,6 +126,9 @@ def test_settings_may_be_numpys_integers() -> None:
         (lambda: SamplingParams(stop_token_ids=(2**31,)), "stop_token_ids"),
         (lambda: SamplingParams(top_k=2**31), "top_k"),
         (lambda: EngineConfig(batch_buckets=("a", 8)), "batch_buckets"),  # type: ignore[arg-type]
+        (lambda: LLM.from_pretrained(batch_buckets=8), "batch_buckets: expected batch sizes .* got 8"),  # type: ignore[arg-type]
+        (lambda: LLM.from_pretrained(speculative="eagle3"), "speculative: expected a SpeculativeConfig, its keys or None, got 'eagle3'"),  # type: ignore[arg-type]
+        (lambda: LLM("a-folder"), "target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got 'a-folder'"),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(model=["x"]), "model"),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(norm_output="yes"), "norm_output"),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(rejection_sample_method="synthetic", synthetic_acceptance_rates=["a"]), "rates"),  # type: ignore[arg-type]
