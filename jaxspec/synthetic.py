@@ -7,10 +7,9 @@ into the rate of position i given that all before it were accepted, which is wha
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
-from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.config import ConfigError, SpeculativeConfig, is_number
 
 # vLLM's first schedule (PR #38045): the conditional rate falls by this factor per position, less steeply where the mean needs it.
 MIN_DECAY = 0.85
@@ -39,10 +38,10 @@ def resolve(config: SpeculativeConfig) -> tuple[float, ...]:
 def conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
     """c_0 = p_0 and c_i = p_i / p_{i-1}, 0 after a zero. ConfigError unless the rates p lie in [0, 1] and never increase."""
     rates = tuple(rates)
-    in_range = all(_is_number(rate) and 0 <= rate <= 1 for rate in rates)
+    in_range = all(is_number(rate) and 0 <= rate <= 1 for rate in rates)
     if not in_range or any(later > earlier for earlier, later in itertools.pairwise(rates)):
         raise ConfigError(f"synthetic_acceptance_rates: expected numbers in [0, 1] that do not increase, got {list(rates)}")
-    return tuple(rate / before if before else 0.0 for before, rate in itertools.pairwise((1.0, *rates)))
+    return tuple(rate / before if before else 0.0 for before, rate in itertools.pairwise((1.0, *map(float, rates))))
 
 
 def rates_from_length(length: float, num_speculative_tokens: int) -> tuple[float, ...]:
@@ -50,7 +49,7 @@ def rates_from_length(length: float, num_speculative_tokens: int) -> tuple[float
 
     Whole drafts are always accepted, the next one at the fractional rate, later ones never: 2.6 with K = 3 gives 1, 0.6, 0.
     """
-    if not _is_number(length) or not 1 <= length <= num_speculative_tokens + 1:
+    if not is_number(length) or not 1 <= length <= num_speculative_tokens + 1:
         raise ConfigError(f"synthetic_acceptance_length: expected a number in [1, {num_speculative_tokens + 1}], got {length}")
     return tuple(min(max(float(length) - 1 - i, 0.0), 1.0) for i in range(num_speculative_tokens))
 
@@ -60,7 +59,7 @@ def rates_from_mean_rate(rate: float, num_speculative_tokens: int) -> tuple[floa
 
     The conditional rate at position i is a0 decay^i, with the smallest decay of at least 0.85 that lets a0 stay at or below 1.
     """
-    if not _is_number(rate) or not 0 <= rate <= 1:
+    if not is_number(rate) or not 0 <= rate <= 1:
         raise ConfigError(f"synthetic_acceptance_rate: expected a number in [0, 1], got {rate}")
     decay = MIN_DECAY
     if _mean(_geometric(1.0, decay, num_speculative_tokens)) < rate:
@@ -91,7 +90,3 @@ def _bisect(reached: Callable[[float], bool], low: float) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)

@@ -24,11 +24,12 @@ def config(num_speculative_tokens: int = 3, **values: Any) -> SpeculativeConfig:
         ([1, 1, 1], [1, 1, 1]),
         ([0, 0], [0, 0]),
         ([], []),
+        (np.float32([1, 0.5]), [1, 0.5]),
     ],
 )
 def test_conditional_rates(rates: list[float], conditional: list[float]) -> None:
     assert conditional_rates(rates) == pytest.approx(tuple(conditional))
-    assert all(isinstance(rate, float) for rate in conditional_rates(rates))
+    assert all(type(rate) is float for rate in conditional_rates(rates))
 
 
 @pytest.mark.parametrize("rates", [[0.5, 0.6], [1.1], [-0.1], [float("nan")], [float("inf")], [True], ["0.5"], [None]])
