@@ -48,7 +48,7 @@ def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array
 
     def search(bits: int, add_up: Callable[[list[jax.Array]], list[jax.Array]]) -> jax.Array:
         def step(i: jax.Array, prefix: jax.Array) -> jax.Array:
-            shift = (BITS - bits * (i + 1)).astype(jnp.uint32)
+            shift = jnp.uint32(BITS - bits * (i + 1))
             candidates = [prefix + (jnp.uint32(digit) << shift) for digit in range(1, 1 << bits)]
             totals = add_up([jnp.where(keys >= t[..., None], weights, 0) for t in candidates])
             reached = [(total >= needed).astype(jnp.uint32) for total in totals]  # true up to some digit, false after it

@@ -55,6 +55,14 @@ def assert_kept_by_definition(got: np.ndarray, logits: np.ndarray, top_k: int, t
     assert weights[kept].sum() >= min(top_p, 1.0) * (1 - MASS_TOLERANCE), "a token is missing"
 
 
+def test_nothing_compiled_gives_the_same() -> None:
+    """The engine's mode "eager": loops count in Python's integers there."""
+    arguments = batch(100)
+    with jax.disable_jit():
+        found = truncate(*map(jnp.asarray, arguments))
+    np.testing.assert_array_equal(found, compiled(*arguments))
+
+
 @pytest.mark.parametrize("vocab", VOCABS[:4])
 def test_keeps_what_sorting_keeps(vocab: int) -> None:
     for seed in range(3):
