@@ -202,11 +202,11 @@ def test_lanes_that_no_piece_wrote_have_no_say() -> None:
 
 @needs_jax_11
 def test_expm1_keeps_its_digits_down_to_0() -> None:
-    from pallas_kernels.rejection_sampling.mosaic_gpu import _expm1
+    from pallas_kernels.rejection_sampling.mosaic_gpu.residual import expm1
 
     x = -np.concatenate([[0.0, 0.5, 0.50001, np.inf], np.logspace(-30, 2, 2000)]).astype(np.float32)
     wanted = np.expm1(x.astype(np.float64))
-    np.testing.assert_allclose(np.asarray(_expm1(jnp.asarray(x)), np.float64), wanted, rtol=4e-7)
+    np.testing.assert_allclose(np.asarray(expm1(jnp.asarray(x)), np.float64), wanted, rtol=4e-7)
 
 
 # ---- what the kernels refuse
@@ -222,7 +222,8 @@ def test_an_unsupported_vocabulary_is_an_error() -> None:
 @needs_jax_11
 @pytest.mark.parametrize(("vocab", "draft_vocab"), [(s.vocab, s.draft_vocab) for s in SHAPES.values()])
 def test_every_named_shape_is_supported_and_cut_without_a_gap(vocab: int, draft_vocab: int | None) -> None:
-    from pallas_kernels.rejection_sampling.mosaic_gpu import LANES, Tuning, cut, unsupported
+    from pallas_kernels.pieces import LANES, cut
+    from pallas_kernels.rejection_sampling.mosaic_gpu import Tuning, unsupported
 
     logits = lambda width: jax.ShapeDtypeStruct((1, 1, width), jnp.float32)  # noqa: E731
     assert unsupported(logits(vocab), None if draft_vocab is None else logits(draft_vocab)) is None

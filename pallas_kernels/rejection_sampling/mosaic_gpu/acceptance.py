@@ -1,0 +1,76 @@
+"""How many leading drafts of a request are accepted, and what is left to draw after them.
+
+`judge` leaves `decided` i32 [B, DECIDED]: how many were accepted, in which mode the next token is drawn, and that token if it is known.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.pieces import combine_maximum
+from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import longest_kept
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch
+from pallas_kernels.rejection_sampling.mosaic_gpu.scores import count_leading, pick, score_drafts
+
+ACCEPTED, MODE, TOKEN, DECIDED = 0, 1, 2, 4  # columns of `decided`, and how many it has
+KNOWN, PLAIN, RESIDUAL = 0, 1, 2  # modes: nothing to draw, draw from the target's row, draw from the residual
+
+
+def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
+    """decided i32 [B, DECIDED], and at the row to draw from: target_lse, draft_lse, log_joint f32 [B]."""
+    K = problem.num_drafts
+
+    def body(refs: Refs, request: jax.Array) -> None:
+        greedy = refs.greedy[request]
+
+        def decide(num_accepted: jax.Array, mode: jax.Array, token: jax.Array) -> None:
+            for column, value in ((ACCEPTED, num_accepted), (MODE, mode), (TOKEN, token)):
+                refs.decided[request, column] = value
+
+        @pl.when(greedy)
+        def _() -> None:
+            num_accepted, token = match_target(problem, refs, request)
+            decide(num_accepted, jnp.int32(KNOWN), token)
+
+        @pl.when(jnp.logical_not(greedy))
+        def _() -> None:
+            uniforms = [refs.uniforms[request * K + i] for i in range(K)]
+            scores = score_drafts(problem, refs, request)
+            if problem.rule == "block":
+                num_kept = longest_kept(problem, refs, request, scores, uniforms)
+            else:
+                kept = [scores.valid[i] & (scores.log_p[i] > jnp.log(uniforms[i]) + scores.log_q[i]) for i in range(K)]
+                num_kept = count_leading(kept)
+            rejected = (num_kept < K) & pick(scores.valid, jnp.minimum(num_kept, K - 1))
+            decide(num_kept, jnp.where(rejected, RESIDUAL, PLAIN), jnp.int32(0))
+            refs.target_lse[request] = pick(scores.target_lse, num_kept)
+            refs.draft_lse[request] = pick(scores.draft_lse, num_kept)  # the bonus row's is not used
+            refs.log_joint[request] = pick(scores.log_joint, num_kept)
+
+    scalar = jax.ShapeDtypeStruct((problem.batch,), jnp.float32)
+    decided = jax.ShapeDtypeStruct((problem.batch, DECIDED), jnp.int32)
+    outputs = {"decided": decided, "target_lse": scalar, "draft_lse": scalar, "log_joint": scalar}
+    return launch("judge", body, problem.batch, inputs, outputs)
+
+
+def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """num_accepted and the token after, strict and greedy: drafts are kept while they equal the row's argmax."""
+    maxima = [combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.stream.count)[1] for i in range(problem.rows)]
+    drafts = [refs.tokens[request * problem.num_drafts + i] for i in range(problem.num_drafts)]
+    num_accepted = count_leading([draft == token for draft, token in zip(drafts, maxima, strict=False)])
+    return num_accepted, pick(maxima, num_accepted)
+
+
+def decision(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """num_accepted and the mode of the draw: as judged, or by rate alone (synthetic), or 0 where nothing was drafted."""
+    if refs.decided is not None:
+        num_accepted, mode = refs.decided[request, ACCEPTED], refs.decided[request, MODE]
+        return num_accepted, jnp.where(refs.active[request], mode, KNOWN)
+    kept = []
+    for i in range(problem.num_drafts):
+        draft = refs.tokens[request * problem.num_drafts + i]
+        inside = (draft >= 0) & (draft < problem.draw.vocab)
+        kept.append(inside & (refs.uniforms[request * problem.num_drafts + i] < refs.rates[i]))
+    return count_leading(kept), jnp.where(refs.active[request], PLAIN, KNOWN)

@@ -1,0 +1,120 @@
+"""The pass over all logits: each row's argmax, or its log-sum-exp over the request's temperature, piece by piece.
+
+This is where the time goes: all else reads one row a request (block verification with draft logits: its inner rows too).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.pieces import Pieces, load_lanes, store_maximum, used_lanes
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch, partials
+from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import LARGEST, divisor_of, scaled
+
+LOG2_E = 1.4426950408889634
+
+
+def row_maxima(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
+    """best, index [B (K+1), LANES]: the argmax of each piece of every target row, noise added where the request is sampled."""
+    pieces = problem.stream
+
+    def body(refs: Refs, block: jax.Array) -> None:
+        row, piece = block // pieces.count, block % pieces.count
+        request = row // problem.rows
+
+        @pl.when(refs.active[request])
+        def _() -> None:
+            logits = pieces.load(refs.target.at[row], piece)
+            store = partial(store_maximum, indices=pieces.indices(piece), best_ref=refs.best, index_ref=refs.index, row=row, piece=piece)
+            if not problem.sampled:
+                store(logits)
+                return
+            greedy = refs.greedy[request]
+            pl.when(greedy)(lambda: store(logits))
+
+            @pl.when(jnp.logical_not(greedy))
+            def _() -> None:
+                store(scaled(logits, divisor_of(refs, request)) + pieces.load(refs.noise.at[row], piece))
+
+    rows = problem.batch * problem.rows
+    best, index = partials(rows, jnp.float32, jnp.int32)
+    return launch("row_maxima", body, rows * pieces.count, inputs, {"best": best, "index": index})
+
+
+def row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
+    """best, sum [B (K+1), LANES] of the target's rows and draft_best, draft_sum [B K, LANES] of the draft's; index for greedy requests."""
+    rows, draft_rows = problem.batch * problem.rows, problem.batch * problem.num_drafts
+    target_blocks = rows * problem.stream.count
+
+    def target(refs: Refs, block: jax.Array) -> None:
+        pieces = problem.stream
+        row, piece = block // pieces.count, block % pieces.count
+        request = row // problem.rows
+
+        @pl.when(refs.active[request])
+        def _() -> None:
+            logits = pieces.load(refs.target.at[row], piece)
+            greedy = refs.greedy[request]
+
+            @pl.when(greedy)
+            def _() -> None:
+                store_maximum(logits, pieces.indices(piece), refs.best, refs.index, row, piece)
+
+            @pl.when(jnp.logical_not(greedy))
+            def _() -> None:
+                _store_sum(logits, divisor_of(refs, request), pieces, refs.best, refs.sum, row, piece)
+
+    def draft(pieces: Pieces, refs: Refs, block: jax.Array) -> None:
+        row, piece = block // pieces.count, block % pieces.count
+        request = row // problem.num_drafts
+
+        @pl.when(refs.active[request] & jnp.logical_not(refs.greedy[request]))
+        def _() -> None:
+            logits = pieces.load(refs.draft.at[row], piece)
+            _store_sum(logits, divisor_of(refs, request), pieces, refs.draft_best, refs.draft_sum, row, piece)
+
+    def body(refs: Refs, block: jax.Array) -> None:
+        if problem.draft_stream is None:
+            target(refs, block)
+        else:
+            pl.when(block < target_blocks)(partial(target, refs, block))
+            pl.when(block >= target_blocks)(partial(draft, problem.draft_stream, refs, block - target_blocks))
+
+    best, total, index = partials(rows, jnp.float32, jnp.float32, jnp.int32)
+    outputs = {"best": best, "sum": total, "index": index}
+    blocks = target_blocks
+    if problem.draft_stream is not None:
+        outputs["draft_best"], outputs["draft_sum"] = partials(draft_rows, jnp.float32, jnp.float32)
+        blocks += draft_rows * problem.draft_stream.count
+    return launch("row_sums", body, blocks, inputs, outputs, approximate=True)
+
+
+def _store_sum(
+    logits: jax.Array, divisor: jax.Array | None, pieces: Pieces, best_ref: Any, sum_ref: Any, row: jax.Array, piece: jax.Array
+) -> None:
+    """Maximum m of the plain logits, and the sum of exp((x - m) / temperature), without what the piece before holds."""
+    fresh = pieces.indices(piece) >= piece * pieces.size
+    logits = jnp.where(fresh & (logits == logits), jnp.minimum(logits, LARGEST), -jnp.inf)
+    best = jnp.max(logits)
+    scale = LOG2_E if divisor is None else LOG2_E / divisor
+    best_ref[row, piece] = best
+    sum_ref[row, piece] = jnp.sum(lax.exp2((logits - jnp.where(best > -jnp.inf, best, 0.0)) * scale))
+
+
+def combine_sum(best_ref: Any, sum_ref: Any, row: jax.Array, count: int, divisor: jax.Array | None) -> jax.Array:
+    """log-sum-exp of a row over its temperature; 0 for a row that is all -inf, so that subtracting it leaves -inf and not NaN."""
+    best, total, used = load_lanes(best_ref, row), load_lanes(sum_ref, row), used_lanes(count)
+    best = jnp.where(used, best, -jnp.inf)
+    highest = jnp.max(best)
+    shift = jnp.where(highest > -jnp.inf, highest, 0.0)
+    exponent, top = best - shift, shift
+    if divisor is not None:
+        exponent, top = exponent / divisor, jnp.minimum(shift / divisor, LARGEST)
+    total = jnp.sum(jnp.where(used, total, 0.0) * jnp.exp(exponent))
+    return jnp.where(highest > -jnp.inf, top + jnp.log(total), 0.0)

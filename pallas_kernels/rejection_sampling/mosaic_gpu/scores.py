@@ -1,0 +1,73 @@
+"""What judging a sampled request looks at: p and q of each of its drafts, as scalars in registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
+from pallas_kernels.rejection_sampling.mosaic_gpu.row_reductions import combine_sum
+from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one request, scalars per draft: see reference.DraftScores; log_joint is log P_i of K+1 prefixes (block), else zeros."""
+
+    valid: list[jax.Array]
+    log_p: list[jax.Array]
+    log_q: list[jax.Array]
+    target_lse: list[jax.Array]
+    draft_lse: list[jax.Array]
+    log_joint: list[jax.Array]
+
+
+def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
+    K, vocab = problem.num_drafts, problem.stream.vocab
+    divisor = divisor_of(refs, request)
+    valid, logits, draft_logits = [], [], []
+    for i in range(K):  # the dependent reads first, all drafts' at once: each is a trip to memory
+        draft = refs.tokens[request * K + i]
+        inside = (draft >= 0) & (draft < vocab)
+        draft = jnp.where(inside, draft, 0)
+        logits.append(scaled(refs.target[request * problem.rows + i, draft], divisor))
+        if problem.draft_stream is not None:
+            own = draft if refs.to_draft is None else refs.to_draft[draft]
+            inside = inside & (own >= 0)
+            own = jnp.minimum(jnp.maximum(own, 0), problem.draft_stream.vocab - 1)
+            draft_logits.append(scaled(refs.draft[request * K + i, own], divisor))
+        valid.append(inside)
+    count = problem.stream.count
+    target_lse = [combine_sum(refs.best, refs.sum, request * problem.rows + i, count, divisor) for i in range(K + 1)]
+    log_p = [x - lse for x, lse in zip(logits, target_lse, strict=False)]
+    log_q, draft_lse = [jnp.float32(0.0)] * K, [jnp.float32(0.0)] * K
+    if problem.draft_stream is not None:
+        count = problem.draft_stream.count
+        draft_lse = [combine_sum(refs.draft_best, refs.draft_sum, request * K + i, count, divisor) for i in range(K)]
+        log_q = [x - lse for x, lse in zip(draft_logits, draft_lse, strict=True)]
+        valid = [v & (q > -jnp.inf) for v, q in zip(valid, log_q, strict=True)]
+        log_q = [jnp.where(v, q, 0.0) for v, q in zip(valid, log_q, strict=True)]
+    log_joint = [jnp.float32(0.0)] * (K + 1)
+    if problem.rule == "block":
+        for i in range(K):
+            log_joint[i + 1] = jnp.minimum(log_joint[i] + jnp.where(valid[i], log_p[i] - log_q[i], 0.0), 0.0)
+    return Scores(valid, log_p, log_q, target_lse, draft_lse, log_joint)
+
+
+def count_leading(accepted: list[jax.Array]) -> jax.Array:
+    """How many flags are set before the first that is not."""
+    count, running = jnp.int32(0), jnp.bool_(True)
+    for flag in accepted:
+        running = running & flag
+        count = count + running.astype(jnp.int32)
+    return count
+
+
+def pick(values: list[jax.Array], index: jax.Array) -> jax.Array:
+    """values[index] of scalars in registers."""
+    picked = values[0]
+    for i, value in enumerate(values[1:], 1):
+        picked = jnp.where(index == i, value, picked)
+    return picked

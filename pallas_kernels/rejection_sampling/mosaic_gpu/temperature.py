@@ -1,0 +1,21 @@
+"""Logits over a request's temperature, as every kernel that exponentiates them or adds noise wants them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Refs
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+def divisor_of(refs: Refs, request: jax.Array) -> jax.Array | None:
+    """The request's temperature, 1 for a greedy one; None: the logits have been divided already."""
+    return None if refs.temperature is None else jnp.where(refs.greedy[request], 1.0, refs.temperature[request])
+
+
+def scaled(logits: jax.Array, divisor: jax.Array | None) -> jax.Array:
+    """Over temperature, then NaN to -inf and +inf to the largest float, as in the reference."""
+    logits = logits if divisor is None else logits / divisor
+    return jnp.where(logits == logits, jnp.minimum(logits, LARGEST), -jnp.inf)
