@@ -1,0 +1,96 @@
+"""The last fold of a softmax that a cluster's CTAs share: all send their state to the first one, through distributed shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.bounds import KEYS
+from pallas_kernels.attention.mosaic_gpu.plan import Plan
+from pallas_kernels.attention.mosaic_gpu.softmax_state import BY_COLUMN, MATRIX, State, join, spread
+from pallas_kernels.online_softmax import load
+
+Transport = tuple[Callable[[State], None], Callable[[int], State]]  # send(state), receive(rank)
+
+
+def outputs(plan: Plan) -> list[jax.ShapeDtypeStruct]:
+    """Device memory for the states, which the interpreter needs: it knows no stores to another CTA."""
+    if plan.cluster == 1 or not plan.interpreted:
+        return []
+    lead = (plan.batch, plan.row_tiles, plan.num_kv_heads, plan.cluster)
+    return [jax.ShapeDtypeStruct((*lead, *plan.tall), jnp.float32), jax.ShapeDtypeStruct((*lead, 2, plan.columns), jnp.float32)]
+
+
+def scratch(plan: Plan) -> list[Any]:
+    """What the first CTA receives in, and the barrier that tells it so."""
+    if plan.cluster == 1:
+        return []
+    if plan.interpreted:
+        return [plgpu.ClusterBarrier(collective_axes=("rank",))]
+    others = plan.cluster - 1
+    return [
+        plgpu.SMEM((others, *plan.tall), jnp.float32),
+        plgpu.SMEM((others, *plan.square), jnp.float32),
+        plgpu.SMEM(plan.square, jnp.float32),
+        plgpu.Barrier(num_arrivals=2 * others),
+    ]
+
+
+def fold_cluster(plan: Plan, memory: list[Any], here: tuple, rank: jax.Array, state: State, finish: Callable[[State], None]) -> None:
+    """finish(the states of all ranks, folded as a binary tree) on the first CTA. here: request, row tile and KV head of the cluster.
+
+    memory: refs of `outputs` and of `scratch`, one after the other.
+    """
+    *slots, barrier = memory
+    send, receive = _through_device_memory(slots, barrier, here, rank) if plan.interpreted else _through_cluster(plan, slots, barrier, rank)
+    pl.when((rank > 0) | plan.interpreted)(lambda: send(state))
+
+    @pl.when(rank == 0)
+    def _():
+        plgpu.barrier_wait(barrier)
+
+        def gather(base: int, size: int) -> State:
+            if size == 1:
+                return state if base == 0 else receive(base)
+            return join(gather(base, size // 2), gather(base + size // 2, size // 2))
+
+        finish(gather(0, plan.cluster))
+
+
+def _through_cluster(plan: Plan, slots: list[Any], barrier: Any, rank: jax.Array) -> Transport:
+    values_slots, stats_slots, plain = slots
+
+    def send(state: State) -> None:
+        values, top, total = state
+        # Only two-dimensional tiles can be sent: the maxima are the upper half of one, the sums the lower.
+        upper = plgpu.broadcasted_iota(jnp.int32, plan.square, 0, layout=MATRIX) < KEYS // 2
+        stats = jnp.where(upper, spread(top, plan.square), spread(total, plan.square))
+        for sent, slots_of in ((values, values_slots), (stats, stats_slots)):
+            slot = slots_of.at[rank - 1]
+            plgpu.async_store_smem(sent, slot, barrier, cluster_idx=jnp.int32(0), cluster_dim="rank", optimized=False)
+
+    def receive(sender: int) -> State:
+        values = load(values_slots.at[sender - 1], MATRIX, optimized=False)
+        plain[...] = load(stats_slots.at[sender - 1], MATRIX, optimized=False)  # tiled to be sent; rows can be read here
+        top, total = (load(plain.at[row], BY_COLUMN, optimized=False) for row in (0, KEYS // 2))
+        return values, top, total
+
+    return send, receive
+
+
+def _through_device_memory(slots: list[Any], barrier: Any, here: tuple, rank: jax.Array) -> Transport:
+    values_slots, stats_slots = slots
+
+    def send(state: State) -> None:
+        values_slots[*here, rank], stats_slots[*here, rank, 0], stats_slots[*here, rank, 1] = state
+        plgpu.barrier_arrive(barrier)
+
+    def receive(sender: int) -> State:
+        return values_slots[*here, sender], stats_slots[*here, sender, 0], stats_slots[*here, sender, 1]
+
+    return send, receive

@@ -1,0 +1,197 @@
+"""The kernel of decode attention: a CTA fetches tiles of keys and values ahead of their use, and folds them one after the other."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import paging
+from pallas_kernels.attention.bounds import KEYS
+from pallas_kernels.attention.mosaic_gpu import cluster_fold
+from pallas_kernels.attention.mosaic_gpu.plan import Plan
+from pallas_kernels.attention.mosaic_gpu.softmax_state import BY_COLUMN, MATRIX, join, nothing, splat, spread
+from pallas_kernels.attention.mosaic_gpu.tile_order import TileOrder
+from pallas_kernels.online_softmax import LOG2E, await_inputs, load, normalise, where
+
+
+def attend(plan: Plan):
+    """A cluster for every (request, row tile, KV head), or a CTA for a few KV heads."""
+    head_dim, group, columns, slots = plan.head_dim, plan.group, plan.columns, plan.slots
+    cluster, heads = plan.cluster, plan.heads
+    tall, square = plan.tall, plan.square
+    pieces = max(KEYS // plan.block_size, 1)  # pages in a tile
+    piece = KEYS // pieces
+    through_memory = cluster_fold.outputs(plan)
+
+    def body(q_ref, k_ref, v_ref, table_ref, bounds_ref, *rest):
+        sinks_ref, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
+        out_ref, *rest = rest
+        exchange, rest = rest[: len(through_memory)], rest[len(through_memory) :]
+        q_smem, k_smem, v_smem, p_smem, out_smem, q_barrier, k_barriers, v_barriers, *received = rest
+        await_inputs(plan.interpreted)
+        request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
+        row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows of a prefill chunk see most keys: they start first
+        rank = lax.axis_index("rank") if cluster > 1 else jnp.int32(0)
+        start, stop, num_keys = (bounds_ref[request, row_tile, 2 * columns + i] for i in range(3))
+        tiles = TileOrder(start, stop, rank * plan.classes, passes=heads * plan.classes, tiles=plan.tiles)
+
+        def pages_of(tile):
+            return paging.pages_of(table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages)
+
+        def fetch(source, target, barriers, slot, number, tile, blocks):
+            kv_head = first_head + lax.div(number, plan.classes)
+            for i, block in enumerate(blocks):
+                offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
+                plgpu.copy_gmem_to_smem(
+                    source.at[block, pl.ds(offset, piece), kv_head], target.at[slot, pl.ds(i * piece, piece)], barriers.at[slot]
+                )
+
+        ahead = [(*place, pages_of(place[1])) for place in tiles.first_places(slots + 1)]
+        any_tile = ahead[0][1] < stop
+        for slot, (number, tile, blocks) in enumerate(ahead[:slots]):
+
+            @pl.when(tile < stop)
+            def _(slot=slot, number=number, tile=tile, blocks=blocks):
+                if slot == 0:
+                    for i in range(heads):
+                        plgpu.copy_gmem_to_smem(q_ref.at[request, row_tile, first_head + i], q_smem.at[i], q_barrier)
+                fetch(k_ref, k_smem, k_barriers, slot, number, tile, blocks)
+                fetch(v_ref, v_smem, v_barriers, slot, number, tile, blocks)
+
+        first = load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], BY_COLUMN, optimized=False)
+        last = load(bounds_ref.at[request, row_tile, pl.ds(columns, columns)], BY_COLUMN, optimized=False)
+        pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
+
+        def step(head, tile, carry):
+            values, top, total, count, coming_number, coming, *blocks = carry
+            slot = lax.rem(count, slots)
+            # The page after the coming one is looked up now: a load from device memory must not hold up the copy.
+            after_number, after = tiles.after(coming_number, coming)
+            after_blocks = pages_of(after)
+            plgpu.barrier_wait(k_barriers.at[slot])
+
+            def scores_of(acc):
+                plgpu.wgmma(acc, k_smem.at[slot], q_smem.at[head].transpose((1, 0)))
+                return acc[...]
+
+            scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * (plan.scale * LOG2E)
+            pl.when(coming < stop)(lambda: fetch(k_ref, k_smem, k_barriers, slot, coming_number, coming, blocks))
+
+            key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=MATRIX) + tile * KEYS
+            scores = where((key >= spread(first, square)) & (key < spread(last, square)), scores, -jnp.inf)
+            new = jnp.maximum(top, scores.max(axis=0))
+            old = jnp.exp2(top - new)
+            weights = jnp.exp2(scores - spread(new, square))
+            p_smem.transpose((1, 0))[...] = weights.astype(jnp.bfloat16)
+
+            plgpu.barrier_wait(v_barriers.at[slot])
+
+            @pl.when((tile + 1) * KEYS > num_keys)
+            def _():
+                # Slots that nobody has written may hold NaN, and 0 * NaN is NaN.
+                row = plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=MATRIX) + tile * KEYS
+                v = load(v_smem.at[slot], MATRIX)
+                v_smem[slot] = where(row < num_keys, v, 0.0)
+
+            plgpu.commit_smem()
+
+            def values_of(acc):
+                plgpu.wgmma(acc, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
+                return acc[...]
+
+            added = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
+            pl.when(coming < stop)(lambda: fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks))
+            return (
+                values * spread(old, tall) + added,
+                new,
+                total * spread(old, square) + weights,  # summed over the keys when the class ends: that takes a barrier
+                count + 1,
+                after_number,
+                after,
+                *after_blocks,
+            )
+
+        def fold(head, size, base, order):
+            """Softmax over the classes base .. base + size - 1 as (values, maximum, sum), and where the order of tiles has come to."""
+            if size > 1:
+
+                def half(i, carry):
+                    state, order = carry[:3], carry[3:]
+                    right, order = fold(head, size // 2, base + i * (size // 2), order)
+                    return *join(state, right), *order
+
+                carry = lax.fori_loop(0, 2, half, (*nothing(plan), *order))
+                return carry[:3], carry[3:]
+            begin = tiles.first_of(base)
+            values, top, _ = nothing(plan)
+            carry = lax.fori_loop(
+                0,
+                tiles.class_length(begin),
+                lambda i, carry: step(head, tiles.in_class(begin, i), carry),
+                (values, top, splat(square, 0.0, MATRIX), *order),
+            )
+            values, top, total = carry[:3]
+            return (values, top, total.sum(axis=0)), carry[3:]
+
+        def write(kv_head, state):
+            sink = None
+            if sinks_ref is not None:
+                head = lax.rem(plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=BY_COLUMN), group)
+                sink = splat((columns,), 0.0, BY_COLUMN)
+                for i in range(group):
+                    sink = where(head != i, sink, sinks_ref[kv_head * group + i])
+            if heads > 1:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
+            out_smem.transpose((1, 0))[...] = normalise(state, sink, lambda x: spread(x, tall)).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            for i in range(plan.tile_rows):
+                row = row_tile * plan.tile_rows + i
+
+                @pl.when(row < plan.rows)
+                def _(i=i, row=row):
+                    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(i * group, group)], out_ref.at[request, row, pl.ds(kv_head * group, group)])
+
+        coming_number, coming, blocks = ahead[slots]
+        order = (jnp.int32(0), coming_number, coming, *blocks)
+        if cluster == 1:
+
+            def one_head(head, order):
+                state, order = fold(head, plan.classes, jnp.int32(0), order)
+                write(first_head + head, state)
+                return order
+
+            lax.fori_loop(0, heads, one_head, order)
+        else:
+            state, _ = fold(0, plan.classes, tiles.first_class, order)
+            here = (request, row_tile, first_head)
+            cluster_fold.fold_cluster(plan, [*exchange, *received], here, rank, state, lambda whole: write(first_head, whole))
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+    tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    scratch = [
+        plgpu.SMEM((heads, columns, head_dim), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
+        plgpu.SMEM((columns, head_dim), jnp.bfloat16),
+        plgpu.Barrier(num_arrivals=heads),
+        plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+        plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+        *cluster_fold.scratch(plan),
+    ]
+    out = jax.ShapeDtypeStruct((plan.batch, plan.rows, plan.num_heads, head_dim), jnp.bfloat16)
+    return plgpu.kernel(
+        body,
+        out_type=(out, *through_memory),
+        # The last axis runs fastest: neighbours in time read the KV heads of the same pages.
+        grid=(plan.batch, plan.row_tiles, plan.num_kv_heads // heads),
+        grid_names=("request", "row_tile", "kv_head"),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="paged_attention",
+        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
+    )
