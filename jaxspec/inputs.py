@@ -23,7 +23,8 @@ class Encoder(Protocol):
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several? A text, a list of ids and a list of messages are one each."""
+    """One prompt or several? A text, a list of ids and a list of messages are one each; an array is as good as its list."""
+    prompts = _as_python(prompts)
     if isinstance(prompts, str | bytes | Mapping):  # (bytes are no prompt, and no list of ids either)
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Iterable):
@@ -48,6 +49,7 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
     """The token ids of the index-th prompt; ConfigError, with the index, for what is none."""
     if isinstance(prompt, Mapping):
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", prompt)
+    prompt = _as_python(prompt)
     listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping)
     items: list[Any] = list(prompt) if listed else []
     if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
@@ -60,6 +62,11 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
     if tokenizer is None:
         raise ConfigError(f"prompt {index}: expected token ids (the target comes without a tokenizer), got text")
     return tokenizer.encode_chat(items) if is_chat else tokenizer.encode(str(prompt))
+
+
+def _as_python(value: Any) -> Any:
+    """The list of an array, NumPy's or JAX's; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def encode_words(words: Sequence[str], tokenizer: Encoder | None) -> tuple[tuple[int, ...], ...]:

@@ -61,6 +61,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         if self.compilation not in get_args(Compilation):
             raise ConfigError(f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}")
+        if not isinstance(self.kernels, str):
+            raise ConfigError(f"kernels: expected a name or op=name,op=name, got {self.kernels!r}")
         rounds = self.rounds_per_step
         if rounds is not None and (not is_int(rounds) or rounds < 1 or (rounds > 1 and self.compilation != "round")):
             raise ConfigError(

@@ -89,7 +89,22 @@ def test_a_count_that_may_be_0_is_read_or_refused(name: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts", [5, [[1, 2], 3], [None], {"prompt_token_ids": None}, [[1.5]], [[True]], [["a"]], [[]], ["text"], [[99]], b"\1\2", [b"\1\2"]]
+    "prompts",
+    [
+        5,
+        [[1, 2], 3],
+        [None],
+        {"prompt_token_ids": None},
+        [[1.5]],
+        [[True]],
+        [["a"]],
+        [[]],
+        ["text"],
+        [[99]],
+        b"\1\2",
+        [b"\1\2"],
+        np.float32([1, 2]),
+    ],
 )
 def test_a_prompt_of_the_wrong_kind_is_refused(prompts: Any) -> None:
     cfg = models.config_from_hf(TARGET)
@@ -126,6 +141,7 @@ def test_settings_may_be_numpys_integers() -> None:
         (lambda: SamplingParams(stop_token_ids=(2**31,)), "stop_token_ids"),
         (lambda: SamplingParams(top_k=2**31), "top_k"),
         (lambda: EngineConfig(batch_buckets=("a", 8)), "batch_buckets"),  # type: ignore[arg-type]
+        (lambda: EngineConfig(kernels=3), "kernels: expected a name or op=name,op=name, got 3"),  # type: ignore[arg-type]
         (lambda: LLM.from_pretrained(batch_buckets=8), "batch_buckets: expected batch sizes .* got 8"),  # type: ignore[arg-type]
         (lambda: LLM.from_pretrained(speculative="eagle3"), "speculative: expected a SpeculativeConfig, its keys or None, got 'eagle3'"),  # type: ignore[arg-type]
         (lambda: LLM("a-folder"), "target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got 'a-folder'"),  # type: ignore[arg-type]

@@ -134,6 +134,13 @@ def test_one_prompt_texts_and_chats_are_understood() -> None:
     assert llm.chat(chat, two)[0].text == "3 4"
 
 
+@pytest.mark.parametrize("array", [np.array, jnp.array, iter])
+def test_token_ids_may_come_as_an_array_or_an_iterator(array: Any) -> None:
+    llm, two = engine(), SamplingParams(0.0, max_tokens=2)
+    for prompts in (array([7]), [array([7])], [{"prompt_token_ids": array([7])}]):
+        assert [o.token_ids for o in llm.generate(prompts, two)] == [[8, 9]]
+
+
 # ---- seeds
 
 
