@@ -32,7 +32,9 @@ class Detokenizer:
             return False
         before = len(self.text)
         self.text += whole[len(self._decode(self._token_ids[self._prefix : self._read])) :]
-        self._prefix, self._read = self._read, len(self._token_ids)
+        if len(self.text) > before:  # a special token has no text: what follows it is decoded after the tokens before it
+            self._prefix = self._read
+        self._read = len(self._token_ids)
         if not may_stop:
             self._search_from = len(self.text)
             return False

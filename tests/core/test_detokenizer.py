@@ -47,6 +47,17 @@ def test_a_tokens_text_depends_on_the_one_before() -> None:
     assert found.text == "1 22 3"
 
 
+@given(st.lists(st.sampled_from(["▁a", "▁", "b", "<eos>"]), max_size=8))
+def test_a_token_without_text_hides_no_blank(pieces: list[str]) -> None:
+    """A tokenizer that, like Llama 2's, writes no blank at the beginning, and no special token."""
+    kinds = sorted(set(pieces))
+    decode = lambda ids: "".join(kinds[i] for i in ids).replace("<eos>", "").replace("▁", " ").removeprefix(" ")  # noqa: E731
+    found, ids = Detokenizer(decode), [kinds.index(piece) for piece in pieces]
+    for i in ids:
+        found.push(i)
+    assert found.text == decode(ids)
+
+
 @given(
     st.lists(st.sampled_from(PIECES), max_size=10),
     st.lists(st.sampled_from(["aa", "ab", "bab", "ca"]), min_size=1, max_size=2),
