@@ -61,7 +61,10 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
         raise ConfigError(f"prompt {index}: expected a text, token ids or a list of chat messages, got {prompt!r:.200}")
     if tokenizer is None:
         raise ConfigError(f"prompt {index}: expected token ids (the target comes without a tokenizer), got text")
-    return tokenizer.encode_chat(items) if is_chat else tokenizer.encode(str(prompt))
+    try:
+        return tokenizer.encode_chat(items) if is_chat else tokenizer.encode(str(prompt))
+    except ConfigError as e:
+        raise ConfigError(f"prompt {index}: {e}") from e
 
 
 def _as_python(value: Any) -> Any:

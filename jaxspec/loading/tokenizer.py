@@ -22,11 +22,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """A plain prompt, with the special tokens that the tokenizer adds by itself (a bos, for those that have one)."""
-        return list(self.hf.encode(text))
+        return self._ids(text)
 
     def encode_word(self, text: str) -> list[int]:
         """A piece of a text, without special tokens."""
-        return list(self.hf.encode(text, add_special_tokens=False))
+        return self._ids(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A chat, rendered by the chat template up to where the assistant's turn starts."""
@@ -40,7 +40,14 @@ class Tokenizer:
             text = self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError) as e:
             raise ConfigError(f"chat: expected messages that the chat template of {self.path} accepts, got {e}") from e
-        return list(self.hf.encode(text, add_special_tokens=False))  # the template writes its own bos
+        return self._ids(text, add_special_tokens=False)  # the template writes its own bos
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:  # JSON can write one
+            raise ConfigError(f"text: expected Unicode, got half a character (a lone surrogate), {text[e.start]!r}, at {e.start}") from None
+        return list(self.hf.encode(text, **options))
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return self.hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from jaxspec import inputs
 from jaxspec.config import ConfigError
 from jaxspec.loading import convert_gguf, load_tokenizer
 
@@ -70,6 +71,19 @@ def test_what_the_template_itself_refuses_is_one_sentence(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="expected messages that the chat template of .* accepts, got roles must alternate"):
         load_tokenizer(folder).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_half_a_character_is_refused_wherever_it_stands(folder):
+    """JSON can write the half of a UTF-16 pair, which tokenizers answer with a TypeError; and the prompt that it stands in is named."""
+    tokenizer, sentence = load_tokenizer(folder), r"text: expected Unicode, got half a character \(a lone surrogate\), '\\ud800', at 3"
+    for text in (json.loads(r'"in \ud800"'), "in \ud800 in"):
+        for encode in (tokenizer.encode, tokenizer.encode_word):
+            with pytest.raises(ConfigError, match=sentence):
+                encode(text)
+        with pytest.raises(ConfigError, match="prompt 4: text: expected Unicode"):
+            inputs.encode(4, [{"role": "user", "content": text}], tokenizer)
+        with pytest.raises(ConfigError, match=f"prompt 5: {sentence}"):
+            inputs.encode(5, text, tokenizer)
 
 
 def test_the_chat_ends_where_the_assistant_starts(folder):
