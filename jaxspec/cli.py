@@ -1,4 +1,4 @@
-"""What the scripts share on a command line: errors as one sentence, and compiled programs kept between runs."""
+"""What the scripts share on a command line: flags, errors as one sentence, and compiled programs kept between runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import typer
@@ -30,6 +31,11 @@ def errors_as_sentences() -> Iterator[None]:
         _exit(f"error: {e.filename}: {e.strerror}", BAD_INPUT)
     except KeyboardInterrupt:
         _exit("interrupted", INTERRUPTED)
+
+
+def option(text: str, *names: str) -> Any:
+    """A flag of a script's main function, with its default in the help; names: in place of the parameter's own."""
+    return typer.Option(*names, help=text, show_default=True)
 
 
 def command(main: Callable[..., None]) -> typer.Typer:

@@ -23,13 +23,9 @@ from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig, prompts
 from jaxspec.acceptance import show
 from jaxspec.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.acceptance.summary import Case, Result
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, option, run_program
 
 RULES, DRAFTS = ("strict", "probabilistic", "block"), ("probabilistic", "greedy")
-
-
-def option(text: str) -> Any:
-    return typer.Option(help=text, show_default=True)
 
 
 def main(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import typer
 from rich.table import Table
 
 from jaxspec import ConfigError, EngineConfig, report
@@ -21,12 +20,8 @@ from jaxspec.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_
 from jaxspec.benchmark.dimensions import MODELS
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
-from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, keep_compiled_programs, option, run_program
 from jaxspec.llm import DTYPES
-
-
-def option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, show_default=True)
 
 
 def main(

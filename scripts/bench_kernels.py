@@ -19,14 +19,13 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import typer
 from rich.table import Table
 
 import pallas_kernels
 from jaxspec import ConfigError, report
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.timing import smallest, time_chained
-from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, keep_compiled_programs, option, run_program
 
 L2_BYTES = 60e6  # of an H200
 CALLS, MOST_CALLS = 16, 64  # in one program: so many that its launch does not show, so few that it compiles
@@ -41,10 +40,6 @@ class Op:
     function: Callable[..., Any]
     implementations: tuple[str, ...]
     shapes: ModuleType
-
-
-def option(text: str) -> Any:
-    return typer.Option(help=text, show_default=True)
 
 
 def main(

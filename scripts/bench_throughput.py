@@ -24,17 +24,13 @@ from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import Weights
-from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, keep_compiled_programs, option, run_program
 from jaxspec.llm import DTYPES
 from jaxspec.request import Request
 
 METHODS = ("plain", "strict", "probabilistic", "block")
 TRAINED = ("smollm2", "smollm2-135m-instruct-eagle3")  # the model that comes with its head
 WARM_TOKENS = 8
-
-
-def option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, show_default=True)
 
 
 def main(

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from rich.console import Console
 
 from jaxspec import LLM, ConfigError, SpeculativeConfig, drafts, models, prompts, report
@@ -26,7 +25,7 @@ from jaxspec.acceptance import show
 from jaxspec.acceptance.rounds import Corrupt, Counts, Pair, Recorder, Requests
 from jaxspec.acceptance.show import Grid
 from jaxspec.acceptance.summary import estimate, length, per_position, standard_error, text_check
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, option, run_program
 from jaxspec.config import AttentionConfig
 from jaxspec.loading.model import bind_draft
 from jaxspec.params import init_random
@@ -51,10 +50,6 @@ def stale(written: jax.Array, before: jax.Array) -> jax.Array:
 
 
 CONDITIONS: dict[str, Corrupt | None] = {"right": None, "zero": zeros, "stale": stale}
-
-
-def option(text: str) -> Any:
-    return typer.Option(help=text, show_default=True)
 
 
 def main(

@@ -16,15 +16,11 @@ import typer
 from rich.console import Console
 
 from jaxspec import LLM, ConfigError, Interrupted, RequestOutput, SamplingParams, SpeculativeConfig, prompts, report
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, option, run_program
 from jaxspec.loading.default_target import is_default_target
 from jaxspec.losslessness import find_differences, with_margins
 
 DEFAULT_DRAFT = "smollm2-135m-instruct-eagle3"  # fits the default target only
-
-
-def option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, show_default=True)
 
 
 def main(
