@@ -8,7 +8,6 @@ step's token and logits are written, and from it each of these steps rebuilds th
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,28 +126,31 @@ def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
     return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
 
 
-def _readers(cfg: RoundConfig) -> dict[str, Any]:
-    """Who reads the draft's metadata."""
-    return {"attention": cfg.draft.attention, "kernels": cfg.kernels}
+def pending_rows(cfg: RoundConfig, params: Params, inputs: DraftInputs) -> tuple[jax.Array, AttentionMetadata]:
+    """What step 0 reads of the pending rows: their hidden states, fused, [batch, K+1, D], and their metadata."""
+    assert cfg.draft_group is not None
+    metadata = build_metadata(
+        cfg.draft_group,
+        inputs.block_table,
+        inputs.seq_lens - inputs.num_pending,
+        inputs.num_pending,
+        inputs.pending_tokens.shape[1],
+        attention=cfg.draft.attention,
+        kernels=cfg.kernels,
+    )
+    return drafts.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden, cfg.kernels), metadata
 
 
 def consume_pending(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache) -> KVCache:
     """Step 0's pass over the pending rows without its draft: the caches of a round with K = 0."""
-    assert cfg.draft_group is not None
-    family, rows = drafts.family(cfg.draft), inputs.pending_tokens.shape[1]
-    start = inputs.seq_lens - inputs.num_pending
-    metadata = build_metadata(cfg.draft_group, inputs.block_table, start, inputs.num_pending, rows, **_readers(cfg))
-    hidden = family.fuse(params, cfg.draft, inputs.pending_hidden, cfg.kernels)
-    return family.forward(params, cfg.draft, inputs.pending_tokens, hidden, metadata, caches, kernels=cfg.kernels).caches
+    hidden, metadata = pending_rows(cfg, params, inputs)
+    forward = drafts.family(cfg.draft).forward
+    return forward(params, cfg.draft, inputs.pending_tokens, hidden, metadata, caches, kernels=cfg.kernels).caches
 
 
 def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:
     """Step 0: consume the pending rows (rejected ones are masked), draft the first token from the last real row."""
-    assert cfg.draft_group is not None
-    batch, rows = inputs.pending_tokens.shape
-    start = inputs.seq_lens - inputs.num_pending
-    metadata = build_metadata(cfg.draft_group, inputs.block_table, start, inputs.num_pending, rows, **_readers(cfg))
-    hidden = drafts.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden, cfg.kernels)
+    hidden, metadata = pending_rows(cfg, params, inputs)
     last_row = jnp.maximum(inputs.num_pending - 1, 0)
     logits, feedback, caches = draft_step(
         params,
@@ -160,14 +162,22 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
         cfg=cfg.draft,
         kernels=cfg.kernels,
     )
-    proposal, token = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, batch))
+    proposal, token = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, inputs.pending_tokens.shape[0]))
     return DraftCarry(proposal, token, feedback, caches)
 
 
 def next_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry) -> DraftCarry:
     """Step 1 .. K-1: rebuild the metadata, feed the last drafted token back, write column `step`."""
     assert cfg.draft_group is not None
-    metadata = rebuild_draft_metadata(cfg.draft_group, inputs.block_table, inputs.seq_lens, inputs.num_pending, step, **_readers(cfg))
+    metadata = rebuild_draft_metadata(
+        cfg.draft_group,
+        inputs.block_table,
+        inputs.seq_lens,
+        inputs.num_pending,
+        step,
+        attention=cfg.draft.attention,
+        kernels=cfg.kernels,
+    )
     logits, feedback, caches = draft_step(
         params,
         carry.token[:, None],

@@ -176,8 +176,15 @@ def verify(
     rows = cfg.num_speculative_tokens + 1
     # -1 placeholders are rejected whatever the target says, so any id in range will do to embed them.
     tokens = jnp.concatenate([next_token[:, None], jnp.maximum(proposal.draft_tokens, 0)], axis=1)
-    readers = {"attention": cfg.target.attention, "kernels": cfg.kernels}
-    metadata = build_metadata(cfg.target_group, block_table, seq_lens, jnp.where(active, rows, 0), rows, **readers)
+    metadata = build_metadata(
+        cfg.target_group,
+        block_table,
+        seq_lens,
+        jnp.where(active, rows, 0),
+        rows,
+        attention=cfg.target.attention,
+        kernels=cfg.kernels,
+    )
     family = models.family(cfg.target)
     out = family.forward(
         params,
