@@ -109,7 +109,7 @@ def shrink(args: argparse.Namespace) -> None:
     args.max_user_tokens, args.max_answer_tokens, args.eval_tokens, args.warmup_steps = 12, 24, 16, 4
 
 
-def generate(args: argparse.Namespace, target: Target) -> dict[str, Any]:
+def generate(args: argparse.Namespace, target: Target, eval_prompts: list[str]) -> dict[str, Any]:
     """Write OUTPUT/chats.npz; returns the counts for the card."""
     cfg = GenerationConfig(
         num_slots=args.num_slots,
@@ -122,7 +122,7 @@ def generate(args: argparse.Namespace, target: Target) -> dict[str, Any]:
         opened_share=args.opened_share,
         seed=args.seed,
     )
-    overlap = OverlapFilter(read_jsonl(args.eval_prompts) if args.eval_prompts else [])
+    overlap = OverlapFilter(eval_prompts)
     texts = [prompt for path in args.prompts for prompt in read_jsonl(path) if overlap.admits(prompt)]
     removed = overlap.removed
     mine, of = shard(args.shard)
@@ -205,7 +205,7 @@ def new_head(args: argparse.Namespace, target: Target, counts: np.ndarray) -> tu
     return draft, params, ids
 
 
-def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float, records: dict[str, Any]) -> Path:
+def fit(args: argparse.Namespace, target: Target, chats: Chats, eval_prompts: list[str], deadline: float, records: dict[str, Any]) -> Path:
     """Train, saving and evaluating on the way; returns the head's folder."""
     if len(chats) <= args.held_out:
         raise ConfigError(f"training data: expected more than the {args.held_out} held-out chats, got {len(chats)}")
@@ -249,7 +249,7 @@ def fit(args: argparse.Namespace, target: Target, chats: Chats, deadline: float,
             from jaxspec.training.resume import save_state
 
             save_state(args.output / "state", state)
-        return {"acceptance": found} if (found := evaluate(args, target, head, records)) else {}
+        return {"acceptance": found} if (found := evaluate(args, target, head, eval_prompts, records)) else {}
 
     state = init_train_state(cfg, params)
     records["history"] = []
@@ -296,12 +296,12 @@ def load_head(args: argparse.Namespace, folder: Path, target: Target, dtype: Any
     return load_draft(folder, target.cfg, target.params, SpeculativeConfig(model=str(folder), method=args.method), dtype)
 
 
-def evaluate(args: argparse.Namespace, target: Target, head: Path, records: dict[str, Any]) -> dict[str, Any]:
+def evaluate(args: argparse.Namespace, target: Target, head: Path, eval_prompts: list[str], records: dict[str, Any]) -> dict[str, Any]:
     """Acceptance of the saved head through the real propose and verify; the counts, empty without prompts."""
     dtype = target.params["norm"].dtype
     draft, params = load_head(args, head, target, dtype)
-    if args.eval_prompts:
-        prompts = [target.encode_chat(prompt) for prompt in read_jsonl(args.eval_prompts)]
+    if eval_prompts:
+        prompts = [target.encode_chat(prompt) for prompt in eval_prompts]
     elif args.dry_run:
         prompts = [target.encode_chat(f"prompt number {i} of a dry run") for i in range(3)]
     else:
@@ -457,17 +457,18 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.dry_run:
         shrink(args)
+    eval_prompts = read_jsonl(args.eval_prompts) if args.eval_prompts else []
     log(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
     target = load(args)
     log(f"target {target.name}: {target.cfg}")
     records: dict[str, Any] = {}
     if args.command in ("all", "generate"):
-        generate(args, target)
+        generate(args, target, eval_prompts)
     if args.command in ("all", "train"):
         chats = load_chats(args.chats or [args.output / "chats.npz"], records)
-        fit(args, target, chats, START + 60 * (args.max_minutes - args.evaluate_minutes), records)
+        fit(args, target, chats, eval_prompts, START + 60 * (args.max_minutes - args.evaluate_minutes), records)
     if args.command == "evaluate":
-        evaluate(args, target, args.head or args.output / "head", records)
+        evaluate(args, target, args.head or args.output / "head", eval_prompts, records)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
 from jaxspec.training.target import target_states
-from scripts.train_draft import earlier_history
+from scripts.train_draft import earlier_history, main
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,6 +211,14 @@ def test_a_missing_target_is_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith(f"error: {tmp_path}") and len(done.stderr.splitlines()) == 1
+
+
+def test_wrong_evaluation_prompts_are_found_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not when the first head has been trained and saved."""
+    prompts = tmp_path / "none.jsonl"
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--dry-run", "--output", str(tmp_path / "out"), "--eval-prompts", str(prompts)])
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(f"error: {prompts}: expected a JSON Lines file")
 
 
 def test_a_method_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
