@@ -1,8 +1,10 @@
 """Training a draft on its target's own text.
 
+chat_target     the target with its chat template and tokenizer; dry_run a tiny one with random weights
 generation      the target writes chats: its own decode step, many rows, continuously refilled
 openings        first words of a user's turn, which the target continues
 data            chats as flat token arrays, prompts and their 13-gram check, batches of one length
+chat_files      chats on disk: prompts of files in, a folder out; several folders in, to train on
 target          the target's hidden states of a batch, recomputed online
 vocabulary      which target tokens the draft may propose (d2t, t2d)
 config          what a run is, apart from the head's shape
@@ -13,6 +15,8 @@ eagle3, eagle   training-time test: the dense forward of each head over several 
 objective       the target's side of a batch, the loss, the sums that metrics are made of
 optimizer       AdamW or Muon, and the schedule
 loop            the compiled train step, data-parallel, and the loop around it
+run             a run: a new head, trained, saved and evaluated on the way
+run_record      what a run writes down
 resume          masters and optimiser state on disk
 checkpoint      a head on disk, in the speculators (EAGLE-3) or SafeAI (EAGLE-1) format
 evaluation      acceptance through the real propose and verify

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 FORMATS = {
@@ -13,6 +15,15 @@ FORMATS = {
 TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1"}
 
 Record = Mapping[str, Any]
+
+
+def write_card(head: Path, evaluations: Sequence[Path] = (), **about: Any) -> None:
+    """README.md in a head's folder; evaluations: files of later ones, which join its training.json first; about: as card takes it."""
+    record = json.loads((head / "training.json").read_text(encoding="utf-8"))
+    more = [json.loads(path.read_text(encoding="utf-8"))["evaluation"] for path in evaluations]
+    record["evaluations"] = record.get("evaluations", []) + more
+    (head / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (head / "README.md").write_text(card(head.name, record, **about), encoding="utf-8")
 
 
 def card(name: str, record: Record, *, about_target: str = "", licence: str = "Apache-2.0", notes: Sequence[str] = ()) -> str:

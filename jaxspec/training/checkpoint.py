@@ -21,6 +21,7 @@ from jaxspec.params import Params, ParamSpec
 from jaxspec.training.vocabulary import vocabulary_maps
 
 WEIGHTS = "model.safetensors"
+PIECE_BYTES = 15 << 20
 
 
 def speculators_config(cfg: Eagle3Config, target: str, max_position_embeddings: int, num_speculative_tokens: int = 3) -> dict[str, Any]:

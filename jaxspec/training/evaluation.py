@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,55 @@ from jaxspec.llm import LLM
 from jaxspec.metrics import SpecDecodeMetrics
 from jaxspec.params import Params
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.training.chat_target import ChatTarget
+from jaxspec.training.heads import load_head
+from jaxspec.training.run_record import RunRecord
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """prompts: texts, decoded greedily up to max_tokens; without any nothing is evaluated."""
+
+    prompts: tuple[str, ...] = ()
+    num_speculative_tokens: int = 3
+    max_tokens: int = 256
+
+
+def evaluate_head(
+    cfg: EvaluationConfig, target: ChatTarget, folder: Path, method: str, record: RunRecord, *, log: Callable[[str], None], show: int = 0
+) -> dict[str, Any]:
+    """Acceptance of a saved head through the real propose and verify, put on record: the counts, empty without prompts.
+
+    show: so many answers are logged.
+    """
+    draft, params = load_head(folder, method, target, target.dtype)
+    if not cfg.prompts:
+        log("evaluate: no --eval-prompts, nothing evaluated")
+        return {}
+    prompts = [target.words.encode_chat(prompt) for prompt in cfg.prompts]
+    begin = time.monotonic()
+    metrics, answers = evaluate_acceptance(
+        target.cfg,
+        target.params,
+        draft,
+        params,
+        prompts,
+        stop_token_ids=target.chat.stop_token_ids,
+        num_speculative_tokens=cfg.num_speculative_tokens,
+        max_tokens=cfg.max_tokens,
+        dtype=target.dtype,
+    )
+    counts = {"prompts": len(prompts), "output_tokens": int(sum(map(len, answers))), "dtype": str(target.dtype)}
+    record.entries["evaluation"] = found = metrics.to_dict() | counts
+    record.write()
+    positions = " / ".join(f"{x:.3f}" for x in metrics.per_position_acceptance)
+    log(
+        f"evaluate: {len(prompts)} prompts, K={cfg.num_speculative_tokens}, T=0, {target.dtype}, {time.monotonic() - begin:.1f} s: "
+        f"mean acceptance length {metrics.mean_acceptance_length:.3f}, per position {positions}, {metrics.num_drafts} drafts"
+    )
+    for answer in answers[:show]:
+        log(f"evaluate: example: {target.words.decode(answer)!r}")
+    return found
 
 
 def evaluate_acceptance(

@@ -3,16 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import drafts, models
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig
+from jaxspec.loading.model import load_draft
 from jaxspec.params import Params, ParamSpec, init_random
+from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.target import head_columns
+from jaxspec.training.vocabulary import choose_vocabulary
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What is asked of a head, the rest being its target's. method: "eagle3" or "eagle", which has the target's whole vocabulary.
+
+    intermediate_size, aux_layers: see eagle3_config. init: a head's folder to continue from; seed: of first weights.
+    """
+
+    method: str = "eagle3"
+    draft_vocab_size: int = 12_000
+    intermediate_size: int | None = None
+    aux_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = True
+    fc_norm: bool = True
+    norm_output: bool = True
+    init: Path | None = None
+    seed: int = 0
+
+
+def new_head(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> tuple[DraftConfig, Params, np.ndarray]:
+    """(config, first weights, target ids of its vocabulary) of a head to train; counts [vocab]: of tokens in the answers."""
+    if cfg.method == "eagle":
+        draft, ids = eagle_config(target.cfg, intermediate_size=cfg.intermediate_size), np.arange(target.cfg.vocab_size)
+    else:
+        always = {*target.chat.stop_token_ids, *target.chat.special_token_ids, *target.chat.before_answer}
+        ids = choose_vocabulary(counts, cfg.draft_vocab_size, always)
+        draft = eagle3_config(
+            target.cfg,
+            draft_vocab_size=cfg.draft_vocab_size,
+            intermediate_size=cfg.intermediate_size,
+            aux_layers=cfg.aux_layers,
+            norm_before_residual=cfg.norm_before_residual,
+            fc_norm=cfg.fc_norm,
+            norm_output=cfg.norm_output,
+        )
+    params = initial_params(draft, target.cfg, target.params, ids, cfg.seed)
+    if cfg.init:
+        _, old = load_head(cfg.init, cfg.method, target, jnp.float32)
+        params = continued_params(draft, params, ids, old, np.asarray(old.get("draft_to_target", ids)))
+    return draft, params, ids
+
+
+def load_head(folder: Path, method: str, target: ChatTarget, dtype: Any) -> tuple[DraftConfig, Params]:
+    """A saved head of this target."""
+    return load_draft(folder, target.cfg, target.params, SpeculativeConfig(model=str(folder), method=method), dtype)
 
 
 def eagle3_config(

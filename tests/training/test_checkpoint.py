@@ -23,8 +23,9 @@ from jaxspec.training.checkpoint import join_file, save_draft, speculators_confi
 from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
+from jaxspec.training.run_record import earlier_history
 from jaxspec.training.target import target_states
-from scripts.train_draft import earlier_history, main
+from scripts.train_draft import main
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,98 @@
+"""Chats on disk: written by the target into a folder, read from several to train on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.prompts import read_jsonl
+from jaxspec.training.chat_target import ChatTarget
+from jaxspec.training.data import Chats, OverlapFilter, merge
+from jaxspec.training.generation import GenerationConfig, GenerationReport, generate_chats
+from jaxspec.training.openings import all_openings
+
+CHATS, REPORT = "chats.npz", "generation.json"
+
+
+def write_chats(
+    cfg: GenerationConfig,
+    target: ChatTarget,
+    folder: Path,
+    *,
+    prompt_files: Sequence[Path],
+    shard: tuple[int, int],
+    overlap: OverlapFilter,
+    minutes: float,
+    max_chats: int,
+    show: int,
+    log: Callable[[str], None],
+) -> None:
+    """Chats for some minutes, and a report beside them. shard (i, n): of the prompts in files, every n-th from the i-th on; show: so many
+    examples are logged."""
+    prompts = file_prompts(cfg, target, prompt_files, shard, overlap)
+    log(f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram of the evaluation set")
+    chats, report = generate_chats(
+        cfg,
+        target.cfg,
+        target.params,
+        target.chat,
+        dtype=target.dtype,
+        deadline=time.monotonic() + 60 * minutes,
+        max_chats=max_chats,
+        prompts=prompts,
+        openings=[target.words.encode(text) for text in all_openings()],
+        decode_text=target.words.decode,
+        overlap=overlap,
+        log=log,
+    )
+    written = full_report(cfg, chats, report, overlap)
+    log(f"generate: {json.dumps(written)}")
+    for i in range(min(show, len(chats))):
+        log(f"generate: example: {target.words.decode(chats.sequence(i))!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    chats.save(folder / CHATS)
+    (folder / REPORT).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def file_prompts(
+    cfg: GenerationConfig, target: ChatTarget, files: Sequence[Path], shard: tuple[int, int], overlap: OverlapFilter
+) -> list[np.ndarray]:
+    """The prompts of files as token ids int32 [n], shuffled; without those that the overlap filter refuses, and the very long."""
+    texts = [prompt for path in files for prompt in read_jsonl(path) if overlap.admits(prompt)]
+    mine, of = shard
+    encoded = [ids for text in texts[mine::of] if len(ids := target.words.encode_chat(text)) <= cfg.max_len // 2]
+    np.random.default_rng(cfg.seed).shuffle(encoded)
+    return encoded
+
+
+def full_report(cfg: GenerationConfig, chats: Chats, report: GenerationReport, overlap: OverlapFilter) -> dict[str, Any]:
+    """The report for generation.json, and from there for the head's card."""
+    return dataclasses.asdict(report) | {
+        "tokens_per_second": report.tokens_per_second,
+        "removed_by_overlap": overlap.removed,
+        "mean_length": float(chats.lengths.mean()) if len(chats) else 0.0,
+        "device": jax.devices()[0].device_kind,
+        "config": dataclasses.asdict(cfg),
+    }
+
+
+def read_chats(paths: Sequence[Path]) -> tuple[Chats, dict[str, Any]]:
+    """The chats of all files, merged, and what a run records of them: their reports and counts."""
+    reports = [path.with_name(REPORT) for path in paths]
+    generation = [json.loads(path.read_text(encoding="utf-8")) for path in reports if path.is_file()]
+    chats = merge([Chats.load(path) for path in paths])
+    counts = {
+        "files": len(paths),
+        "chats": len(chats),
+        "tokens": int(chats.lengths.sum()),
+        "answer_tokens": chats.num_answer_tokens,
+        "greedy_share": float(np.mean(chats.temperature == 0)),
+    }
+    return chats, {"generation": generation, "chats": counts}

@@ -1,0 +1,70 @@
+"""The target as training meets it: weights, chat template, and its words as token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import models
+from jaxspec.loading import Tokenizer, load_tokenizer, resolve
+from jaxspec.loading.model import load_target
+from jaxspec.params import Params
+from jaxspec.training.generation import ChatFormat
+
+
+class Words(Protocol):
+    """Text to token ids, int32 [n], and back."""
+
+    def encode_chat(self, prompt: str) -> np.ndarray:
+        """One user's turn in the chat template, up to where the answer begins."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """The words alone, without a template."""
+        ...
+
+    def decode(self, tokens: np.ndarray) -> str: ...
+
+
+@dataclass(frozen=True)
+class ChatTarget:
+    """name: what a head's config calls it."""
+
+    name: str
+    cfg: models.TargetConfig
+    params: Params
+    chat: ChatFormat
+    words: Words
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of its weights, and of what is computed with them."""
+        return self.params["norm"].dtype
+
+
+@dataclass(frozen=True)
+class TokenizerWords:
+    """Words as the checkpoint's own tokenizer has them."""
+
+    tokenizer: Tokenizer
+
+    def encode_chat(self, prompt: str) -> np.ndarray:
+        return np.asarray(self.tokenizer.encode_chat([{"role": "user", "content": prompt}]), np.int32)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self.tokenizer.encode_word(text), np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return self.tokenizer.decode(tokens.tolist())
+
+
+def load_chat_target(target: str | None, dtype: Any, *, name: str | None = None) -> ChatTarget:
+    """A target by its folder, .gguf file or hub id (None: SmolLM2-135M-Instruct); name: in place of that."""
+    folder: Path = resolve(target, kind="target")
+    tokenizer = load_tokenizer(folder)
+    cfg, params = load_target(folder, jnp.dtype(dtype))
+    return ChatTarget(name or target or folder.name, cfg, params, ChatFormat.from_tokenizer(tokenizer), TokenizerWords(tokenizer))

@@ -1,0 +1,120 @@
+"""A run: a new head for a target, trained on its chats, saved and evaluated on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import ConfigError
+from jaxspec.drafts import DraftConfig
+from jaxspec.params import Params
+from jaxspec.training.chat_target import ChatTarget
+from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, save_draft, split_file
+from jaxspec.training.config import TrainConfig
+from jaxspec.training.data import Chats
+from jaxspec.training.evaluation import EvaluationConfig, evaluate_head
+from jaxspec.training.heads import HeadConfig, new_head
+from jaxspec.training.loop import TrainState, data_mesh, init_train_state, train
+from jaxspec.training.plot import plot_history
+from jaxspec.training.run_record import RunRecord, earlier_history
+from jaxspec.training.vocabulary import coverage
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """held_out: chats kept for validation. save_seconds: how often the head is saved and evaluated. keep_state: save the optimiser's
+    state beside it; resume: go on from there."""
+
+    head: HeadConfig
+    train: TrainConfig
+    evaluation: EvaluationConfig
+    held_out: int = 512
+    max_steps: int = 1_000_000
+    save_seconds: float = 150.0
+    keep_state: bool = False
+    resume: bool = False
+
+
+def train_head(
+    cfg: RunConfig, target: ChatTarget, chats: Chats, folder: Path, *, deadline: float, record: RunRecord, log: Callable[[str], None]
+) -> None:
+    """Train until max_steps or deadline (time.monotonic). folder gets head/, pieces/, loss.png and, with keep_state, state/."""
+    if len(chats) <= cfg.held_out:
+        raise ConfigError(f"training data: expected more than the {cfg.held_out} held-out chats, got {len(chats)}")
+    training, held_out = chats.split(cfg.held_out)
+    counts, held_out_counts = (part.answer_counts(target.cfg.vocab_size) for part in (training, held_out))
+    draft, params, ids = new_head(cfg.head, target, counts)
+    covered = {"coverage": coverage(counts, ids), "held_out_coverage": coverage(held_out_counts, ids)}
+    record.entries["vocabulary"] = {"size": len(ids), **covered}
+    record.entries |= describe_head(cfg, target, draft, params)
+    log(f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, {training.num_answer_tokens} of them answers")
+    log(
+        f"train: vocabulary {record.entries['vocabulary']}, {record.entries['head']['parameters']} parameters, {jax.device_count()} devices"
+    )
+    log(f"train: {draft}")
+
+    def save(state: TrainState, step: int) -> dict[str, Any]:
+        save_head(folder, draft, state.params, ids, target)
+        record.write()
+        log(f"train: saved step {step} to {folder / 'head'}")
+        if cfg.keep_state:
+            from jaxspec.training.resume import save_state  # the extra "train"
+
+            save_state(folder / "state", state)
+        found = evaluate_head(cfg.evaluation, target, folder / "head", cfg.head.method, record, log=log)
+        return {"acceptance": found} if found else {}
+
+    state = init_train_state(cfg.train, params)
+    history = record.entries["history"] = []
+    if cfg.resume:
+        from jaxspec.training.resume import restore_state
+
+        state = restore_state(folder / "state", state)
+        history += earlier_history(record.path, int(state.step))
+        log(f"train: goes on from step {int(state.step)}")
+    train(
+        cfg.train,
+        draft,
+        target.cfg,
+        target.params,
+        state,
+        ids,
+        training,
+        held_out,
+        mesh=data_mesh(),
+        max_steps=cfg.max_steps,
+        deadline=deadline,
+        save=save,
+        save_every_seconds=cfg.save_seconds,
+        log=log,
+        history=history,
+    )
+    record.write()
+    try:
+        plot_history(history, folder / "loss.png")
+    except ImportError as e:
+        log(f"train: no loss.png: {e} (the extra 'train' brings it)")
+
+
+def describe_head(cfg: RunConfig, target: ChatTarget, draft: DraftConfig, params: Params) -> dict[str, Any]:
+    """What is known of a head before its first step, for the record."""
+    num_parameters = sum(x.size for x in jax.tree.leaves(params))
+    return {
+        "head": {"method": cfg.head.method, "parameters": num_parameters, "target": target.name, "init": cfg.head.init},
+        "train_config": dataclasses.asdict(cfg.train),
+        "draft_config": dataclasses.asdict(draft),
+    }
+
+
+def save_head(folder: Path, draft: DraftConfig, params: Params, ids: np.ndarray, target: ChatTarget) -> None:
+    """The head under folder/head, and cut for transport under folder/pieces."""
+    head, pieces = folder / "head", folder / "pieces"
+    save_draft(head, draft, params, ids, target=target.name, max_position_embeddings=target.cfg.max_position_embeddings)
+    split_file(head / WEIGHTS, pieces, PIECE_BYTES)
+    (pieces / "config.json").write_bytes((head / "config.json").read_bytes())

@@ -1,0 +1,42 @@
+"""What a run writes down: settings, counts and history, as far as they are known."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+@dataclass
+class RunRecord:
+    """path: a JSON file. command: the arguments that the run was started with; begun: when (time.monotonic). entries: what is known so
+    far, by name."""
+
+    path: Path
+    command: Sequence[str]
+    begun: float
+    entries: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """The entries, and what the run ran on so far."""
+        about = {
+            "device": jax.devices()[0].device_kind,
+            "devices": jax.device_count(),
+            "jax": jax.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "command": self.command,
+            "seconds": round(time.monotonic() - self.begun, 1),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(about | self.entries, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def earlier_history(path: Path, step: int) -> list[dict[str, Any]]:
+    """What the run that is gone on with had recorded up to this step."""
+    recorded = json.loads(path.read_text(encoding="utf-8")).get("history", []) if path.is_file() else []
+    return [entry for entry in recorded if entry["step"] <= step]
