@@ -15,6 +15,11 @@ from jaxspec.config import ConfigError, SpeculativeConfig, is_number
 MIN_DECAY = 0.85
 
 
+def acceptance_rates(config: SpeculativeConfig) -> tuple[float, ...] | None:
+    """The conditional rates [K] of a config, None where its rule is not the synthetic one."""
+    return resolve(config) if config.rejection_sample_method == "synthetic" else None
+
+
 def resolve(config: SpeculativeConfig) -> tuple[float, ...]:
     """The conditional rates [K] of a config whose rejection_sample_method is "synthetic"; ConfigError if it states none that fit."""
     num_tokens = config.num_speculative_tokens

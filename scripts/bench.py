@@ -21,7 +21,7 @@ from jaxspec.benchmark.dimensions import MODELS
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
 from jaxspec.cli import errors_as_sentences, keep_compiled_programs, option, run_program
-from jaxspec.llm import DTYPES
+from jaxspec.loading.pretrained import DTYPES
 
 
 def main(

@@ -25,7 +25,7 @@ from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import Weights
 from jaxspec.cli import errors_as_sentences, keep_compiled_programs, option, run_program
-from jaxspec.llm import DTYPES
+from jaxspec.loading.pretrained import DTYPES
 from jaxspec.request import Request
 
 METHODS = ("plain", "strict", "probabilistic", "block")

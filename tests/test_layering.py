@@ -19,6 +19,7 @@ LAYERS = (
     ("jaxspec",),  # the package's __init__, which only gathers names: nothing inside the package imports it
     ("jaxspec.report", "jaxspec.benchmark", "jaxspec.acceptance"),
     ("jaxspec.llm", "jaxspec.training", "jaxspec.losslessness"),
+    ("jaxspec.warmup", "jaxspec.input_processor", "jaxspec.output_processor"),
     ("jaxspec.engine", "jaxspec.inputs", "jaxspec.outputs"),
     ("jaxspec.cli", "jaxspec.runner"),
     ("jaxspec.block_tables",),
@@ -42,7 +43,7 @@ LAYERS = (
     ("jaxspec.attention", "jaxspec.metadata", "jaxspec.layers", "jaxspec.mxfp4"),
     ("jaxspec.kv_cache", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
 )
-LEAVES = ("jaxspec.compilation_cache", "jaxspec.metrics")  # import nothing of jaxspec, and anything may import them
+LEAVES = ("jaxspec.compilation_cache", "jaxspec.metrics", "jaxspec.progress")  # import nothing of jaxspec, and anything may import them
 KERNEL_CALLERS = (
     "jaxspec.attention",
     "jaxspec.kernels",

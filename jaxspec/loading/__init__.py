@@ -10,6 +10,7 @@ fp8             DeepSeek-V3's blocks of float8 -> plain tensors
 weights         tensors -> a pytree of jax arrays, strictly
 model           a folder -> a target, or a draft bound to its target
 tokenizer       text and chats to token ids and back
+pretrained      target, draft, tokenizer and settings together, for LLM.from_pretrained
 """
 
 from jaxspec.loading.cache import cache_dir

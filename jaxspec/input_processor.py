@@ -1,0 +1,101 @@
+"""Prompts and sampling parameters become requests, every one of them checked before any runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+
+from jaxspec.config import ConfigError
+from jaxspec.detokenizer import Detokenizer
+from jaxspec.inputs import Prompt, as_list, encode, encode_words
+from jaxspec.loading import Tokenizer
+from jaxspec.metrics import SpecDecodeMetrics
+from jaxspec.request import Request, derive_seed
+from jaxspec.sampling_params import SamplingParams
+
+
+class InputProcessor:
+    """What a request needs to know of its target and engine. num_speculative_tokens: the engine's K, 0 without a draft."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        num_speculative_tokens: int,
+    ) -> None:
+        self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
+        self.vocab_size, self.max_model_len, self.num_speculative_tokens = vocab_size, max_model_len, num_speculative_tokens
+        self._encode_words = lru_cache(maxsize=256)(partial(encode_words, tokenizer=tokenizer))  # many prompts have the same
+
+    def make_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        streams: bool,
+    ) -> list[Request]:
+        """See LLM.make_requests."""
+        listed = as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(listed)
+        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+            raise ConfigError(f"sampling_params: expected SamplingParams, or a list of them, got {sampling_params!r:.200}")
+        if len(sampling_params) != len(listed):
+            raise ConfigError(f"sampling_params: expected one for all or one for each of {len(listed)} prompts, got {len(sampling_params)}")
+        requests = []
+        for index, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
+            if not isinstance(params, SamplingParams):
+                raise ConfigError(f"prompt {index}: sampling_params: expected SamplingParams, got {params!r:.200}")
+            try:
+                params = self.with_words(params)
+                params.check_vocabulary(self.vocab_size, self.eos_token_ids)
+            except ConfigError as e:
+                raise ConfigError(f"prompt {index}: {e}") from None
+            token_ids = self._encode(index, prompt)
+            requests += [self._request(index, sample, prompt, token_ids, params, streams) for sample in range(params.n)]
+        return requests
+
+    def with_words(self, params: SamplingParams) -> SamplingParams:
+        """bad_words as the tokenizer writes them, beside the bad_words_token_ids."""
+        if not params.bad_words:
+            return params
+        found = dict.fromkeys((*params.bad_words_token_ids, *self._encode_words(params.bad_words)))
+        return replace(params, bad_words_token_ids=tuple(found))
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        token_ids = encode(index, prompt, self.tokenizer)
+        if not token_ids:
+            raise ConfigError(f"prompt {index}: expected at least one token, got an empty prompt")
+        bad = [t for t in token_ids if not 0 <= t < self.vocab_size]
+        if bad:
+            raise ConfigError(f"prompt {index}: expected token ids in 0..{self.vocab_size - 1}, got {bad[0]}")
+        if len(token_ids) >= self.max_model_len:
+            raise ConfigError(f"prompt {index}: expected fewer tokens than max_model_len {self.max_model_len}, got {len(token_ids)}")
+        return token_ids
+
+    def _request(self, index: int, sample: int, prompt: Prompt, token_ids: list[int], params: SamplingParams, streams: bool) -> Request:
+        K, own = self.num_speculative_tokens, params.num_speculative_tokens
+        detokenizer = None
+        if params.stop and self.tokenizer is None:
+            raise ConfigError(
+                f"prompt {index}: stop: expected a target with a tokenizer, in whose texts the strings are looked for, got none"
+            )
+        if self.tokenizer is not None and (params.stop or streams):
+            detokenizer = Detokenizer(self.tokenizer.decode, params.stop, include_stop=params.include_stop_str_in_output)
+        return Request(
+            prompt_token_ids=token_ids,
+            params=params if sample == 0 else replace(params, prompt_logprobs=None),  # the prompt is scored once
+            max_tokens=min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids)),
+            stop_token_ids=tuple(sorted({*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids})),
+            max_drafts=K if own is None else min(K, own),
+            seed=derive_seed(params.seed, sample),
+            index=index,
+            sample=sample,
+            prompt=prompt,
+            metrics=SpecDecodeMetrics(K),
+            detokenizer=detokenizer,
+        )

@@ -1,0 +1,82 @@
+"""What LLM.from_pretrained is given -> all that an LLM is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import synthetic
+from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.loading.model import load_draft, load_target
+from jaxspec.loading.resolve import resolve
+from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
+from jaxspec.params import Params
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+USUAL_MODEL_LEN = 2048
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """target, draft: (config, params). tokenizer: None where the target's folder has none. config: the engine's."""
+
+    target: tuple[Any, Params]
+    draft: tuple[Any, Params] | None
+    speculative: SpeculativeConfig | None
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    config: EngineConfig
+    dtype: Any
+
+
+def load_pretrained(
+    target: str | None,
+    speculative: SpeculativeConfig | Mapping[str, Any] | None,
+    *,
+    dtype: str,
+    max_model_len: int | None,
+    batch_buckets: Sequence[int] | None,
+    mxfp4: str,
+    engine: Mapping[str, Any],
+) -> Pretrained:
+    """See LLM.from_pretrained for the arguments. What is wrong by itself is found before the weights are read."""
+    speculative = check_speculative(speculative)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    if mxfp4 not in ("dequantised", "packed"):
+        raise ConfigError(f"mxfp4: expected dequantised or packed, got {mxfp4!r}")
+    settings = dict(engine)
+    if batch_buckets is not None:
+        settings["batch_buckets"] = batch_buckets
+    if max_model_len is not None:
+        settings["max_model_len"] = max_model_len
+    config = EngineConfig(**settings)
+    resolved = DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
+    folder = resolve(target, kind="target")
+    loaded = load_target(folder, resolved, mxfp4=mxfp4)
+    if max_model_len is None:
+        config = replace(config, max_model_len=min(USUAL_MODEL_LEN, loaded[0].max_position_embeddings))
+    draft = None
+    if speculative is not None:
+        own = speculative.model is None  # an MTP module is in the target's own checkpoint
+        draft = load_draft(folder if own else resolve(speculative.model, kind="draft"), *loaded, speculative, resolved)
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+    eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
+    return Pretrained(loaded, draft, speculative, tokenizer, eos, config, resolved)
+
+
+def check_speculative(speculative: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
+    """The config, from its keys if need be; ConfigError if it names no draft, or rates that do not fit."""
+    if isinstance(speculative, Mapping):
+        speculative = SpeculativeConfig.from_dict(speculative)
+    if speculative is not None:
+        if not isinstance(speculative, SpeculativeConfig):
+            raise ConfigError(f"speculative: expected a SpeculativeConfig, its keys or None, got {speculative!r:.200}")
+        if speculative.model is None and speculative.method != "mtp":
+            raise ConfigError("speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none")
+        synthetic.acceptance_rates(speculative)
+    return speculative
