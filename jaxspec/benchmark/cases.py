@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from jaxspec.benchmark.dimensions import MODELS
-from jaxspec.config import METHODS, Compilation, ConfigError
+from jaxspec.config import METHODS, Compilation, ConfigError, is_number
 
 RULES = ("strict", "probabilistic", "block")
 
@@ -34,6 +34,8 @@ class Case:
         for name in ("batch", "context", "num_speculative_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
+        if not is_number(self.temperature) or self.temperature < 0:
+            raise ConfigError(f"--temperature: expected a number of at least 0, got {self.temperature}")
 
     @property
     def name(self) -> str:

@@ -121,6 +121,8 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
         (["--batch", "one"], "--batch: expected numbers with commas between them, got 'one'"),
         (["--preset", "all"], "--preset: expected one of issue, axes, full, hybrid, got 'all'"),
         (["--preset", "issue", "--batch", "4"], "--preset issue: expected settings that some of its cases have"),
+        (["--temperature", "0,-1"], "--temperature: expected a number of at least 0, got -1"),
+        (["--temperature", "nan"], "--temperature: expected a number of at least 0, got nan"),
         (["--acceptance-length", "5"], "synthetic_acceptance_length: expected a number in [1, 4], got 5"),
         (["--implementation", "matmuls=x"], "--implementation: expected auto, a name, or op=name with op among"),
         (["--parts", "round,all"], "--parts: expected among plain, draft"),
