@@ -51,7 +51,7 @@ def main(
     request_rate: Annotated[float, option("Requests a second, Poisson; inf: all at once.")] = math.inf,
     ignore_eos: Annotated[bool, option("Go on to output-len.", "--ignore-eos/--stop-at-eos")] = True,
     temperature: Annotated[float, option("0 is greedy.")] = 0.0,
-    seed: Annotated[int, option("Of prompts, arrivals and sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.", min=0)] = 0,
     max_num_batched_tokens: Annotated[int, option("Of a prefill call; vLLM's default on this GPU.")] = 8192,
     max_model_len: Annotated[int | None, option("[default: what prompts and outputs need]")] = None,
     prefix_caching: Annotated[bool, option("Share the blocks of equal prefixes.", "--prefix-caching/--no-prefix-caching")] = True,

@@ -81,6 +81,7 @@ def test_no_run_finds_the_prompts_of_another_in_the_prefix_cache(tmp_path):
         (("--concurrency", "0"), "--concurrency: expected integers of at least 1"),
         (("--request-rate", "nan"), "--request-rate: expected requests a second, or inf, got nan"),
         (("--request-rate", "0"), "--request-rate: expected requests a second, or inf, got 0"),
+        (("--seed", "-1"), "Invalid value for '--seed'"),
         (("--dataset", "x.jsonl"), "--dataset: expected a real target"),
         (("--target", "somewhere"), "--draft: expected a draft head for somewhere"),
     ],
