@@ -27,7 +27,7 @@ def shapes_up_to(runner: ModelRunner, batch_sizes: Sequence[int] | None, lengths
     """Of any requests up to these sizes: how many run together, and their tokens with the prompt (None: as the engine allows)."""
     config = runner.config
     assert config.batch_buckets is not None
-    longest = config.max_model_len if lengths is None else min(config.max_model_len, max(lengths))
+    longest = min(config.max_model_len, max(lengths or [config.max_model_len]))
     most = max(batch_sizes or config.batch_buckets)
     return Shapes(
         _batches(runner, most),

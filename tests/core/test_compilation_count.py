@@ -158,7 +158,8 @@ def test_nothing_compiles_where_few_of_a_batch_generate_and_k_goes_by_their_numb
     """The others of the bucket are being prefilled, or their last tokens are on the way."""
     spec = SpeculativeConfig(method="eagle", num_speculative_tokens=2, num_speculative_tokens_per_batch_size=[(1, 2, 2), (3, 4, 0)])  # type: ignore[arg-type]
     llm = toy(speculative=spec, max_model_len=96, max_num_seqs=4, block_size=16, batch_buckets=(2, 4), max_num_batched_tokens=32)
-    llm.warmup(sampling_params=[SamplingParams(0.0)])
+    greedy = [SamplingParams(0.0)]
+    assert llm.warmup(sampling_params=greedy) == llm.warmup(batch_sizes=[], lengths=[], sampling_params=greedy)
     params = [SamplingParams(0.0, max_tokens=n) for n in (20, 20, 3, 4)]
     with counting_compilations() as compiled:
         llm.generate(random_prompts((2, 5, 90, 80)), params)
