@@ -1,4 +1,4 @@
-"""What the scripts share on a command line: flags, errors as one sentence, and compiled programs kept between runs."""
+"""What the scripts share on a command line: flags, errors as one sentence, exact products."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 import jax
 import typer
 
-from jaxspec import compilation_cache
 from jaxspec.config import ConfigError
-from jaxspec.loading import cache_dir
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes: as click's for a wrong flag; 128 + SIGINT
 
@@ -62,12 +60,6 @@ def run_program(main: Callable[..., None]) -> None:
 def _exit(message: str, code: int) -> None:
     print(" ".join(message.split()), file=sys.stderr)
     raise SystemExit(code) from None
-
-
-def keep_compiled_programs() -> None:
-    """Turn on JAX's persistent compilation cache, unless the user has chosen a folder for it."""
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        compilation_cache.use(cache_dir() / "compiled", min_compile_seconds=1.0)
 
 
 def exact_float32() -> None:

@@ -123,6 +123,7 @@ class LLM:
         dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU). max_model_len: None for 2048, or what
         the target was made for if that is less. mxfp4: "dequantised", or "packed" to keep MXFP4 experts (gpt-oss) as they are stored, in a
         quarter of the memory. engine: the rest of EngineConfig. A folder without a tokenizer takes token ids.
+        Compiled programs are kept on disk (JAXSPEC_CACHE or ~/.cache/jaxspec), unless JAX_COMPILATION_CACHE_DIR names another folder.
         Raises ConfigError, one sentence, for anything that cannot be loaded or does not fit.
         """
         loaded = load_pretrained(

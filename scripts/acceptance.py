@@ -23,7 +23,7 @@ from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig, prompts
 from jaxspec.acceptance import show
 from jaxspec.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.acceptance.summary import Case, Result
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, option, run_program
+from jaxspec.cli import errors_as_sentences, exact_float32, option, run_program
 
 RULES, DRAFTS = ("strict", "probabilistic", "block"), ("probabilistic", "greedy")
 
@@ -68,7 +68,6 @@ def main(
             cases = plan(list(sets), temperature or [0.0, 1.0], chosen_rules, chosen_drafts, num_speculative_tokens, sorted(ks))
             if dtype == "float32":
                 exact_float32()
-            keep_compiled_programs()
             speculative = SpeculativeConfig(model=draft, method=method, num_speculative_tokens=num_speculative_tokens)
             engine: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "max_num_seqs": max_num_seqs, "batch_buckets": [max_num_seqs]}
             llm = LLM.from_pretrained(target, speculative=speculative, **engine)

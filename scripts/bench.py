@@ -20,7 +20,8 @@ from jaxspec.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_
 from jaxspec.benchmark.dimensions import MODELS
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
-from jaxspec.cli import errors_as_sentences, keep_compiled_programs, option, run_program
+from jaxspec.cli import errors_as_sentences, option, run_program
+from jaxspec.loading import keep_compiled_programs
 from jaxspec.loading.pretrained import DTYPES
 
 

@@ -24,7 +24,8 @@ from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import Weights
-from jaxspec.cli import errors_as_sentences, keep_compiled_programs, option, run_program
+from jaxspec.cli import errors_as_sentences, option, run_program
+from jaxspec.loading import keep_compiled_programs
 from jaxspec.loading.pretrained import DTYPES
 from jaxspec.request import Request
 

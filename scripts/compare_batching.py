@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig, report
-from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, run_program
 from jaxspec.losslessness import Difference, find_differences, with_margins
 from jaxspec.prompts import DEMO, read_prompts
 
@@ -33,7 +33,6 @@ def main(
         texts = (read_prompts(dataset) if dataset is not None else list(DEMO))[:num_prompts]
         json_file = report.JsonFile(output_json) if output_json else None
         params = [SamplingParams(temperature, seed=i, max_tokens=max_tokens) for i in range(len(texts))]
-        keep_compiled_programs()
         llm = LLM.from_pretrained(
             target,
             speculative=SpeculativeConfig(model=draft, num_speculative_tokens=num_speculative_tokens),

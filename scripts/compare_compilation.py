@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig, losslessness, report
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, exact_float32, run_program
 from jaxspec.prompts import read_prompts
 
 MODES = ("round", "step", "eager")
@@ -38,7 +38,6 @@ def main(
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         speculative = SpeculativeConfig(model=draft, num_speculative_tokens=num_speculative_tokens)
         exact_float32()
-        keep_compiled_programs()
         llm = LLM.from_pretrained(target, speculative=speculative, dtype="float32", max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         print(llm.describe(), flush=True)
         runs = {mode: run_mode(llm, mode, texts, params) for mode in MODES}

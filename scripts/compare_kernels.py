@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig, report
-from jaxspec.cli import errors_as_sentences, keep_compiled_programs, run_program
+from jaxspec.cli import errors_as_sentences, run_program
 from jaxspec.config import Kernels
 from jaxspec.metrics import SpecDecodeMetrics
 from jaxspec.prompts import DEMO, read_prompts
@@ -42,7 +42,6 @@ def main(
     with errors_as_sentences():
         texts = read_prompts(dataset) if dataset is not None else list(DEMO)
         json_file = report.JsonFile(output_json) if output_json else None
-        keep_compiled_programs()
         speculative = SpeculativeConfig(model=draft, num_speculative_tokens=num_speculative_tokens)
         engine: dict[str, Any] = {"dtype": dtype, "max_num_seqs": max_num_seqs, "batch_buckets": [max_num_seqs]}
         llm = LLM.from_pretrained(target, speculative=speculative, kernels=kernels, **engine)

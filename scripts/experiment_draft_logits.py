@@ -25,7 +25,7 @@ from jaxspec.acceptance import show
 from jaxspec.acceptance.rounds import Corrupt, Counts, Pair, Recorder, Requests
 from jaxspec.acceptance.show import Grid
 from jaxspec.acceptance.summary import estimate, length, per_position, standard_error, text_check
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, option, run_program
+from jaxspec.cli import errors_as_sentences, exact_float32, option, run_program
 from jaxspec.config import AttentionConfig
 from jaxspec.loading.model import bind_draft
 from jaxspec.params import init_random
@@ -79,7 +79,6 @@ def main(
             records = [read_record(path) for path in from_json]
         else:
             texts = None if dataset is None else prompts.read_prompts(dataset)[:num_prompts]
-            keep_compiled_programs()
             if dtype == "float32":
                 exact_float32()
             settings = {"dtype": dtype, "max_num_seqs": max_num_seqs, "kernels": kernels}

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from jaxspec import LLM, ConfigError, Interrupted, RequestOutput, SamplingParams, SpeculativeConfig, prompts, report
-from jaxspec.cli import errors_as_sentences, exact_float32, keep_compiled_programs, option, run_program
+from jaxspec.cli import errors_as_sentences, exact_float32, option, run_program
 from jaxspec.loading.default_target import is_default_target
 from jaxspec.losslessness import find_differences, with_margins
 
@@ -117,7 +117,6 @@ def main(
         dtype = dtype or ("float32" if compare else "auto")
         if dtype == "float32":
             exact_float32()
-        keep_compiled_programs()
         # The demo shows what one user waits for: a CPU has no arithmetic to spare for the drafts of eight requests at once.
         max_num_seqs = (8 if prompt or dataset is not None else 1) if max_num_seqs is None else max_num_seqs
         engine: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}

@@ -13,7 +13,7 @@ tokenizer       text and chats to token ids and back
 pretrained      target, draft, tokenizer and settings together, for LLM.from_pretrained
 """
 
-from jaxspec.loading.cache import cache_dir
+from jaxspec.loading.cache import cache_dir, keep_compiled_programs
 from jaxspec.loading.checkpoint import Checkpoint, LazyTensor, open_checkpoint, read_json
 from jaxspec.loading.gguf_file import convert_gguf
 from jaxspec.loading.resolve import resolve
@@ -27,6 +27,7 @@ __all__ = [
     "cache_dir",
     "check_shapes",
     "convert_gguf",
+    "keep_compiled_programs",
     "load_params",
     "load_tokenizer",
     "open_checkpoint",

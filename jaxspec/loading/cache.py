@@ -1,4 +1,4 @@
-"""The cache folder, and converted GGUF files in it, made once even when several processes ask."""
+"""The cache folder: compiled programs, and converted GGUF files, made once even when several processes ask."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import jax
+
+from jaxspec import compilation_cache
 from jaxspec.config import ConfigError
 from jaxspec.loading.gguf_file import convert_gguf
 
@@ -27,6 +30,12 @@ def cache_dir() -> Path:
     except OSError as e:
         raise ConfigError(f"JAXSPEC_CACHE: expected a folder that can be written, got {folder} ({e.strerror})") from e
     return folder
+
+
+def keep_compiled_programs() -> None:
+    """Keep compiled programs in the cache folder from now on, unless the user has chosen another (JAX_COMPILATION_CACHE_DIR)."""
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        compilation_cache.use(cache_dir() / "compiled", min_compile_seconds=1.0)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec import synthetic
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.resolve import resolve
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
@@ -55,6 +56,7 @@ def load_pretrained(
     if max_model_len is not None:
         settings["max_model_len"] = max_model_len
     config = EngineConfig(**settings)
+    keep_compiled_programs()
     resolved = DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
     folder = resolve(target, kind="target")
     loaded = load_target(folder, resolved, mxfp4=mxfp4)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
-from jaxspec import compilation_cache
+from jaxspec import LLM, ConfigError, compilation_cache
 
 PROGRAM = """
 import sys
@@ -50,3 +52,26 @@ def test_an_incomplete_entry_of_a_killed_process_stops_no_other_from_being_writt
     run = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "18" and "cache" not in run.stderr
     assert [p for p in tmp_path.iterdir() if p.name.startswith("jit_triple-")]
+
+
+@pytest.fixture
+def chosen() -> Iterator[str]:
+    """The folder that the tests have chosen, which comes back after a test that changes it."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    yield before["jax_compilation_cache_dir"]
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_pretrained_model_keeps_its_programs_where_the_user_says(chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+
+    def folder() -> str:
+        with pytest.raises(ConfigError, match="no such model"):
+            LLM.from_pretrained("./no such model")
+        return jax.config.values["jax_compilation_cache_dir"]
+
+    assert folder() == chosen
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert folder() == str(tmp_path / "compiled")
