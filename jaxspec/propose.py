@@ -126,7 +126,7 @@ def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
     return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
 
 
-def pending_rows(cfg: RoundConfig, params: Params, inputs: DraftInputs) -> tuple[jax.Array, AttentionMetadata]:
+def read_pending(cfg: RoundConfig, params: Params, inputs: DraftInputs) -> tuple[jax.Array, AttentionMetadata]:
     """What step 0 reads of the pending rows: their hidden states, fused, [batch, K+1, D], and their metadata."""
     assert cfg.draft_group is not None
     metadata = build_metadata(
@@ -143,14 +143,14 @@ def pending_rows(cfg: RoundConfig, params: Params, inputs: DraftInputs) -> tuple
 
 def consume_pending(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache) -> KVCache:
     """Step 0's pass over the pending rows without its draft: the caches of a round with K = 0."""
-    hidden, metadata = pending_rows(cfg, params, inputs)
+    hidden, metadata = read_pending(cfg, params, inputs)
     forward = drafts.family(cfg.draft).forward
     return forward(params, cfg.draft, inputs.pending_tokens, hidden, metadata, caches, kernels=cfg.kernels).caches
 
 
 def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:
     """Step 0: consume the pending rows (rejected ones are masked), draft the first token from the last real row."""
-    hidden, metadata = pending_rows(cfg, params, inputs)
+    hidden, metadata = read_pending(cfg, params, inputs)
     last_row = jnp.maximum(inputs.num_pending - 1, 0)
     logits, feedback, caches = draft_step(
         params,

@@ -14,9 +14,9 @@ import jax
 import pytest
 
 from jaxspec import compilation_cache
+from jaxspec.loading import cache_dir
 
 MOST_MAPS = 20_000
-CACHE = Path(os.environ.get("JAXSPEC_CACHE") or Path.home() / ".cache" / "jaxspec")
 
 
 def _wants_gpu(config: pytest.Config) -> bool:
@@ -51,7 +51,7 @@ def _compilation_cache() -> Path:
         features = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         features = None
-    return CACHE / f"compiled-tests-{zlib.crc32(features[0].encode()) if features else 0:08x}"
+    return cache_dir() / f"compiled-tests-{zlib.crc32(features[0].encode()) if features else 0:08x}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
