@@ -287,9 +287,9 @@ class LLM:
 
     # --- compiling ahead -----------------------------------------------------------------------------------------------------------
 
-    def round_config(self, *, sampled: bool, truncated: bool) -> RoundConfig:
-        """The static description of this engine's rounds, for batches in which some request samples / truncates."""
-        return self.runner.round_config(SamplingFeatures(sampled=sampled, truncated=truncated))
+    def round_config(self, *, sampled: bool, truncated: bool, batch: int = 1) -> RoundConfig:
+        """The static description of this engine's rounds, for batches of this size in which some request samples / truncates."""
+        return self.runner.round_config(SamplingFeatures(sampled=sampled, truncated=truncated), batch=batch)
 
     def warmup(
         self,

@@ -151,7 +151,8 @@ def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str], eff
     for engine in (llm, plain):
         engine.runner.override(kernels=replace(engine.kernels, **chosen), **graphs)
     llm.runner.override(acceptance_rates=rates)
-    return tuple(engine.round_config(sampled=case.temperature > 0, truncated=False) for engine in (llm, plain))  # type: ignore[return-value]
+    asked = {"sampled": case.temperature > 0, "truncated": False, "batch": case.batch}
+    return tuple(engine.round_config(**asked) for engine in (llm, plain))  # type: ignore[return-value]
 
 
 def does_not_fit(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort, limit: int | None) -> str | None:
@@ -181,6 +182,11 @@ class Workload:
     def params(self) -> Params:
         return self.llm.params
 
+    @property
+    def start(self) -> int:
+        """Tokens of a request when timing starts: the case's context is what it holds halfway through the timed rounds."""
+        return max(1, self.case.context - int(self.case.acceptance_length * self.effort.rounds / 2))
+
     def _random_proposal(self) -> Proposal:
         case, cfg = self.case, self.cfg
         shape = (case.batch, case.num_speculative_tokens)
@@ -191,11 +197,11 @@ class Workload:
         return Proposal(jnp.asarray(tokens), logits)
 
     def rewind(self, state: DecodeState, max_tokens: int = NEVER) -> DecodeState:
-        """Every request live again, at the case's context, with max_tokens to go."""
+        """Every request live again, `start` tokens long, with max_tokens to go."""
         batch = self.case.batch
         return replace(
             state,
-            seq_lens=jnp.full(batch, self.case.context, jnp.int32),
+            seq_lens=jnp.full(batch, self.start, jnp.int32),
             active=jnp.ones(batch, bool),
             num_generated=jnp.zeros(batch, jnp.int32),
             max_tokens=jnp.full(batch, max_tokens, jnp.int32),
@@ -211,7 +217,7 @@ class Workload:
 
     def time_round(self) -> dict[str, Any]:
         timing, self.state = self._timed(self._round, self.state)
-        gained = (np.asarray(self.state.seq_lens) - self.case.context).mean() / self.effort.rounds
+        gained = (np.asarray(self.state.seq_lens) - self.start).mean() / self.effort.rounds
         return timing.to_dict() | {"acceptance_length": float(gained)}
 
     def time_plain(self) -> dict[str, Any]:
@@ -285,7 +291,7 @@ class Workload:
         engine.runner.adopt(jax.block_until_ready(self.rewind(self.state, tokens)))
         engine.read_at = []
         for slot, blocks in enumerate(self.host_table.tolist()):
-            request = Request([0] * case.context, params, tokens, max_drafts=case.num_speculative_tokens, on_tokens=note_end)
+            request = Request([0] * self.start, params, tokens, max_drafts=case.num_speculative_tokens, on_tokens=note_end)
             request.metrics = SpecDecodeMetrics(case.num_speculative_tokens)
             engine.scheduler.place(request, slot, [blocks] * len(self.cfg.cache_groups))
         while engine.has_requests:
@@ -308,7 +314,7 @@ class Workload:
     def floor(self, *, plain: bool, bandwidth: float, matmul_rate: float) -> dict[str, Any]:
         """At the mean context of the timed rounds."""
         gained = 1.0 if plain else self.case.acceptance_length
-        context = int(self.case.context + gained * self.effort.rounds / 2)
+        context = int(self.start + gained * self.effort.rounds / 2)
         cfg = self.plain_cfg if plain else self.cfg
         return round_floor(cfg, self.case.batch, context, self.dtype.itemsize).to_dict(bandwidth, matmul_rate)
 

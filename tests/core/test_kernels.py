@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, SpeculativeConfig, kernels
+from jaxspec import LLM, SamplingParams, SpeculativeConfig, kernels, rounds, runner
 from jaxspec.benchmark.dimensions import HYBRID, MODELS, draft_config
 from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig
 from jaxspec.programs import Program
@@ -137,6 +137,28 @@ def test_the_engine_names_its_kernels_and_its_rounds_run_them(requested: str, mo
     assert asked == [(requested, 16)]
     assert llm.round_config(sampled=True, truncated=False).kernels == chosen
     assert llm.describe().splitlines()[0].endswith(f"kernels: {chosen}")
+
+
+def test_a_large_targets_rounds_are_cuda_graphs_where_their_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def graphs(*batches: int) -> list[bool]:
+        llm = engine(kernels="reference")  # K = 2
+        return [llm.round_config(sampled=False, truncated=False, batch=batch).cuda_graphs for batch in batches]
+
+    assert graphs(1, 64) == [True, True]
+    monkeypatch.setattr(runner, "GRAPHS_BELOW_BYTES", 0)
+    assert graphs(1, 21, 22, 64) == [False, False, True, True]
+    ran: list[tuple[int, bool]] = []
+    run_rounds = rounds.run_rounds
+
+    def recorded(cfg: RoundConfig, num_rounds: int, params: Any, state: Any, *rest: Any) -> Any:
+        ran.append((state.active.shape[0], cfg.cuda_graphs))
+        return run_rounds(cfg, num_rounds, params, state, *rest)
+
+    monkeypatch.setattr(rounds, "run_rounds", recorded)
+    llm = engine(kernels="reference", max_num_seqs=32, batch_buckets=[2, 32])
+    llm.generate([[1, 2, 3]] * 32, SamplingParams(0.0, max_tokens=3))
+    llm.generate([[1, 2, 3]], SamplingParams(0.0, max_tokens=3))
+    assert set(ran) == {(32, True), (2, False)}
 
 
 def test_kernels_name_the_commonest_and_what_differs() -> None:

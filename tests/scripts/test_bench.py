@@ -389,3 +389,12 @@ def test_an_implementation_names_every_op_or_one():
 def test_cuda_graphs_are_the_engines_choice_unless_one_is_given():
     own, given = (workload.configure(TINY, "float32", {}, replace(EFFORT, cuda_graphs=graphs))[0] for graphs in (None, False))
     assert own.cuda_graphs and given == replace(own, cuda_graphs=False)
+
+
+def test_rounds_start_as_far_before_the_context_as_they_end_after_it():
+    made = workload.Workload(replace(TINY, context=70), workload.Weights("float32"), {}, replace(EFFORT, rounds=8, repeats=1))
+    grown = 2.56 * 8
+    assert made.start == 70 - int(grown / 2)
+    assert made.time_round()["acceptance_length"] == pytest.approx(2.56, abs=0.5)
+    assert np.asarray(made.state.seq_lens).mean() == pytest.approx(made.start + grown, abs=4)
+    assert workload.Workload(replace(TINY, context=3), workload.Weights("float32"), {}, replace(EFFORT, rounds=8)).start == 1
