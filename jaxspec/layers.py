@@ -63,7 +63,8 @@ def product(
 ) -> jax.Array:
     """The matmul op on x [batch, rows, depth], normed first with the gain `norm` if there is one: where x comes prepared for it, by the op.
 
-    The kernel is made for the few rows of a decode step. More rows, and widths that it does not take, are XLA's: logged once, with why.
+    The kernels are made for the few rows of a decode step, and for gate and up of 128 or 256 rows. More rows, and widths that they do not
+    take, are XLA's: logged once, with why.
     """
     options = {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype or values_of(x).dtype}
     return _product(x, weights, kernels, norm, eps, residual, None, options).x

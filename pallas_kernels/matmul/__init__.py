@@ -66,19 +66,30 @@ def matmul(
     reason = hopper.missing() or unsupported(x, weights, **asked)
     if reason:
         raise ValueError(f"matmul, implementation {implementation!r}: {reason}")
-    return _mosaic_gpu().matmul(x, weights, **options, out_dtype=out_dtype)
+    if _is_many_rows_of_gate_up(x.shape[0], swiglu):
+        return _kernel("swiglu_mosaic_gpu").swiglu(x, *weights)
+    return _kernel("mosaic_gpu").matmul(x, weights, **options, out_dtype=out_dtype)
 
 
 def shares_norm(rows: int) -> bool:
     """Whether the Mosaic kernel does the norm between two products of so many rows (gain, squares)."""
-    return rows <= _mosaic_gpu().MAX_NORM_ROWS
+    return rows <= _kernel("mosaic_gpu").MAX_NORM_ROWS
 
 
-def unsupported(x: Any, weights: tuple[Any, ...], **options: Any) -> str | None:
-    """Why the Mosaic kernel cannot make this product (see mosaic_gpu.unsupported), None if it can."""
-    return hopper.too_old() or _mosaic_gpu().unsupported(x, weights, **options)
+def unsupported(x: Any, weights: tuple[Any, ...], *, swiglu: bool = False, **options: Any) -> str | None:
+    """Why no Mosaic kernel can make this product (see `unsupported` of mosaic_gpu and swiglu_mosaic_gpu), None if one can."""
+    if reason := hopper.too_old():
+        return reason
+    if _is_many_rows_of_gate_up(x.shape[0], swiglu):
+        return _kernel("swiglu_mosaic_gpu").unsupported(x, weights, **options)
+    return _kernel("mosaic_gpu").unsupported(x, weights, swiglu=swiglu, **options)
 
 
-def _mosaic_gpu() -> ModuleType:
+def _is_many_rows_of_gate_up(rows: int, swiglu: bool) -> bool:
+    """What has a kernel of its own."""
+    return swiglu and rows > _kernel("mosaic_gpu").MAX_ROWS
+
+
+def _kernel(name: str) -> ModuleType:
     # Imported on use: jax 0.10, the floor on CPU, has another Mosaic.
-    return importlib.import_module("pallas_kernels.matmul.mosaic_gpu")
+    return importlib.import_module(f"pallas_kernels.matmul.{name}")

@@ -1,4 +1,4 @@
-"""The product in plain jnp: the specification of the op, and the path for many rows and on CPU."""
+"""The product in plain jnp: the specification of the op, and the path for most products of many rows and on CPU."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 ROWS = (1, 4, 8, 16, 64)
+MANY_ROWS = (128, 256)  # of gate and up alone: batches of 32 and 64 with four rows each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,8 @@ _PRODUCTS: dict[str, dict[str, Any]] = {
 }
 
 SHAPES = {f"{name} rows {rows}": Shape(rows, **product) for name, product in _PRODUCTS.items() for rows in ROWS}
+_GATE_UP = {name: product for name, product in _PRODUCTS.items() if "swiglu" in product}
+SHAPES |= {f"{name} rows {rows}": Shape(rows, **product) for name, product in _GATE_UP.items() for rows in MANY_ROWS}
 
 
 def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
@@ -71,3 +74,8 @@ def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory: every weight, the input and the residual read once, the result written once."""
     read = shape.depth * (sum(shape.widths) + shape.rows) + (shape.rows * shape.width if shape.residual else 0)
     return 2 * read + shape.rows * shape.width * jnp.dtype(shape.out_dtype).itemsize
+
+
+def flops(shape: Shape) -> int:
+    """Of the products."""
+    return 2 * shape.rows * shape.depth * sum(shape.widths)

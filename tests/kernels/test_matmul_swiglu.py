@@ -1,0 +1,145 @@
+"""Gate and up of many rows, a kernel of its own: it equals float64, and a row's bits do not depend on tile, ring or neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul import matmul, unsupported
+from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
+from tests.kernels.interpreter import interpreted
+from tests.kernels.test_matmul import assert_close, ground_truth, implementations, near_ties, needs_mosaic, run, take
+
+# Small enough for the interpreter.
+SMALL = {
+    "one step, one row tile": Shape(128, 64, (64, 64), swiglu=True),
+    "a depth of odd steps": Shape(128, 192, (192, 192), swiglu=True),
+    "more steps than stages, several column tiles": Shape(128, 640, (320, 320), swiglu=True),
+    "two row tiles of 224 columns": Shape(256, 128, (224, 224), swiglu=True),
+    "two row tiles of 96 columns": Shape(256, 192, (96, 96), swiglu=True),
+}
+MANY_ROWS = [name for name, shape in SHAPES.items() if shape.rows > 64]
+
+
+def kernel(inputs: dict[str, Any], **tuning: int) -> np.ndarray:
+    """The kernel itself, which takes more rows than are measured to be faster than cuBLAS's."""
+    from pallas_kernels.matmul import swiglu_mosaic_gpu
+
+    with interpreted():
+        out = swiglu_mosaic_gpu.swiglu(inputs["x"], *inputs["weights"], tuning=swiglu_mosaic_gpu.Tuning(**tuning) if tuning else None)
+    return np.asarray(out).astype(np.float32)
+
+
+@implementations
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_float64(name: str, implementation: str) -> None:
+    shape = SMALL[name]
+    inputs = make_inputs(shape, seed=len(name))
+    assert_close(shape, run(inputs, implementation), ground_truth(inputs))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [384, 512])
+def test_more_row_tiles_than_are_in_use(rows: int) -> None:
+    shape = Shape(rows, 128, (64, 64), swiglu=True)
+    inputs = make_inputs(shape, seed=rows)
+    assert_close(shape, kernel(inputs), ground_truth(inputs))
+
+
+@needs_mosaic
+def test_gates_far_from_zero() -> None:
+    """silu of -120 is 0 though exp(120) is infinite in float32, of 120 it is 120."""
+    gates = np.repeat([-120.0, -30.0, 0.0, 30.0, 120.0], [24, 24, 32, 24, 24])
+    x = np.zeros((128, 64), np.float32)
+    x[:, 0] = gates
+    weight = np.zeros((64, 64), np.float32)
+    weight[0] = 1.0
+    inputs = {"x": jnp.asarray(x, jnp.bfloat16), "weights": (jnp.asarray(weight, jnp.bfloat16),) * 2}
+    expected = np.repeat((gates / (1 + np.exp(-gates)) * gates)[:, None], 64, axis=1)
+    np.testing.assert_allclose(kernel(inputs), expected, rtol=2 * 2.0**-8, atol=1e-40)
+
+
+@needs_mosaic
+def test_bits_do_not_depend_on_tile_ring_or_neighbours() -> None:
+    """Cancelling sums tell orders of summation apart (test_matmul.py shows that they can)."""
+    inputs = near_ties(Shape(256, 384, (192, 192), swiglu=True), seed=3, step=64) | {"out_dtype": jnp.dtype("bfloat16")}
+    order = np.random.default_rng(0).permutation(256).tolist()
+    expected = run(inputs)
+    np.testing.assert_array_equal(run(take(inputs, order)), expected[order])
+    for tile, stages in ((192, 2), (96, 3)):
+        np.testing.assert_array_equal(kernel(take(inputs, slice(128)), tile=tile, stages=stages), expected[:128])
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("rows", "tuning"), [(128, (128, 7, 1)), (256, (224, 5, 2)), (384, (128, 7, 1)), (512, (224, 5, 2))])
+def test_llamas_gate_and_up_fill_the_gpu(rows: int, tuning: tuple[int, int, int]) -> None:
+    """One block for 112 of 132 SMs, for 128 of them, then in three waves and in two."""
+    from pallas_kernels.matmul import swiglu_mosaic_gpu as many
+
+    assert many.choose_tuning(rows, 14336) == many.Tuning(*tuning)
+    assert many.smem_bytes(*tuning[:2]) <= many.MAX_SMEM < many.smem_bytes(tuning[0], tuning[1] + 1)
+
+
+ROWS = "expected at most 64 rows, or a multiple of 128 up to 256, of gate and up, got"
+ALONE = "expected gate and up as they are and nothing beside them for 128 rows, got a residual, a norm or transposed weights"
+DIVISIBLE = "expected a depth that is a multiple of 64 and a width that one of (224, 192, 160, 128, 96, 64) divides, got"
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "between the two kernels": (f"{ROWS} 72", {"rows": 72}),
+    "between two row tiles": (f"{ROWS} 192", {"rows": 192}),
+    "more than are measured": (f"{ROWS} 384", {"rows": 384}),
+    "a residual": (ALONE, {"residual": True}),
+    "transposed weights": (ALONE, {"transposed": True}),
+    "rows with their squares": (ALONE, {"normed": True}),
+    "a gain": (ALONE, {"norms": True}),
+    "a depth between two steps": (f"{DIVISIBLE} (96, 64)", {"depth": 96}),
+    "a width between two tiles": (f"{DIVISIBLE} (128, 80)", {"width": 80}),
+    "float32 rows": ("expected bfloat16 operands and result, got float32, bfloat16 and bfloat16", {"dtype": jnp.float32}),
+    "a float32 result": ("expected bfloat16 operands and result, got bfloat16, bfloat16 and float32", {"out_dtype": jnp.float32}),
+    "two products": ("expected 1 to 8 rows, or a multiple of 8 up to 64, got 128", {"swiglu": False}),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_the_kernel_cannot_multiply_it_says(name: str) -> None:
+    reason, change = UNSUPPORTED[name]
+    options = {"rows": 128, "depth": 128, "width": 64, "dtype": jnp.bfloat16, "swiglu": True} | change
+    rows, depth, width, dtype = (options.pop(key) for key in ("rows", "depth", "width", "dtype"))
+    x, weight = jax.ShapeDtypeStruct((rows, depth), dtype), jax.ShapeDtypeStruct((depth, width), jnp.bfloat16)
+    assert unsupported(x, (weight, weight), **options) == reason
+
+
+@needs_mosaic
+def test_the_public_op_refuses_what_has_a_norm_or_a_residual() -> None:
+    x, weight = jnp.zeros((128, 128), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
+    besides: tuple[dict[str, Any], ...] = ({"squares": jnp.zeros((64, 128))}, {"gain": weight[0]}, {"residual": x[:, :64]})
+    for beside in besides:
+        with interpreted(), pytest.raises(ValueError) as error:
+            matmul(x, (weight, weight), swiglu=True, **beside, implementation="mosaic_gpu")
+        assert str(error.value) == f"matmul, implementation 'mosaic_gpu': {ALONE}"
+
+
+# ---- on the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_bits_on_the_gpu_do_not_depend_on_neighbours(name: str) -> None:
+    inputs = near_ties(SHAPES[name], seed=5) | {"out_dtype": jnp.dtype("bfloat16")}
+    expected = run(inputs)
+    np.testing.assert_array_equal(run(inputs), expected, err_msg="twice")
+    order = np.random.default_rng(0).permutation(SHAPES[name].rows).tolist()
+    np.testing.assert_array_equal(run(take(inputs, order)), expected[order], err_msg="in another order")
+    np.testing.assert_array_equal(run(take(inputs, slice(-128, None))), expected[-128:], err_msg="the last 128 rows")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_float64_on_the_gpu(name: str) -> None:
+    shape = SMALL[name]
+    inputs = make_inputs(shape, seed=len(name))
+    assert_close(shape, run(inputs), ground_truth(inputs))
