@@ -38,6 +38,7 @@ class Round:
     truncated: bool = False
     layers: int = 3
     num_rounds: int = 1  # of the program
+    batch: int = BATCH
 
 
 ROUNDS = {
@@ -49,6 +50,7 @@ ROUNDS = {
     "smollm2, K 3, sampled, 4 rounds": Round("smollm2-135m", 3, sampled=True, num_rounds=4),
 }
 TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for top-p
+LARGE_BATCH = Round("llama-3-8b", 3, sampled=True, batch=64)
 STEP_METADATA = (32, 0, 0)  # its stack is libdevice's, for the cosine of an angle above 105,615
 # Of 16 rows: norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual. (Up to 8 rows products do the norms.)
 LAUNCHES_PER_LAYER = 8
@@ -139,7 +141,7 @@ def configured(case: Round) -> RoundConfig:
     )
 
 
-def abstract_arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
+def abstract_arguments(cfg: RoundConfig, batch: int) -> tuple[Any, Any, Any]:
     """params, state and block table of decode_round, by their shapes alone."""
     struct = jax.ShapeDtypeStruct
     weights = lambda specs: jax.tree.map(lambda spec: struct(spec.shape, jnp.bfloat16), specs)  # noqa: E731
@@ -147,12 +149,12 @@ def abstract_arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     draft = {"embed_tokens": target["embed_tokens"]} | dict(weights(drafts.family(cfg.draft).param_specs(cfg.draft)))
     draft["draft_to_target"] = struct((cfg.draft.draft_vocab_size,), jnp.int32)
     draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
-    ints, floats = struct((BATCH,), jnp.int32), struct((BATCH,), jnp.float32)
-    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
+    ints, floats = struct((batch,), jnp.int32), struct((batch,), jnp.float32)
+    sampling = SamplingState(struct((batch, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
     new = lambda sampling: decode_state.init_state(  # noqa: E731
-        cfg, sampling, jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32), BATCH * PAGES, jnp.bfloat16
+        cfg, sampling, jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32), batch * PAGES, jnp.bfloat16
     )
-    return {"target": target, "draft": draft}, jax.eval_shape(new, sampling), struct((BATCH, PAGES), jnp.int32)
+    return {"target": target, "draft": draft}, jax.eval_shape(new, sampling), struct((batch, PAGES), jnp.int32)
 
 
 @functools.cache
@@ -162,7 +164,7 @@ def compiled(case: Round) -> Compiled:
         options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
         several = case.num_rounds > 1
         static = (cfg, case.num_rounds) if several else (cfg,)
-        params, state, table = abstract_arguments(cfg)
+        params, state, table = abstract_arguments(cfg, case.batch)
         executable = h200.compile_for_h200(
             rounds.decode_rounds if several else programs.decode_round_of_parts,
             *static,
@@ -288,3 +290,12 @@ def test_a_sampled_draft_step_launches_what_a_greedy_one_does_and_keeps_its_logi
     greedy, sampled = (compiled(r).thunks.inside[1].launches() for r in cases)
     del sampled["kAsyncDone"]  # a wait
     assert sampled.total() == greedy.total() + 1, (sampled, greedy)
+
+
+def test_gate_and_up_of_256_rows_are_the_kernels_and_no_product_copies_its_weights() -> None:
+    """Of the target's layers and of draft step 0: 64 requests with four rows each. The other products of so many rows are cuBLAS's."""
+    case = compiled(LARGE_BATCH)
+    launched = re.findall(r'mosaic_gpu_v2", .*op_name="[^"]*/(swiglu_\w+)/', case.hlo)
+    assert launched == ["swiglu_4096x14336_rows256"] * (LARGE_BATCH.layers + 1)
+    gate = r"bf16\[(?:4096,14336|14336,4096|4096,28672)\]"
+    assert not re.findall(rf"= \(?{gate}\S* (?!parameter|get-tuple-element|bitcast)\w.*", case.hlo)
