@@ -24,6 +24,13 @@ from pallas_kernels.step_metadata.reference import rotation
 logger = logging.getLogger(__name__)
 
 
+def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
+    """x [batch, rows, ...] at row int32 [batch]: [batch, 1, ...]; x itself where it has one row, or row is None."""
+    if row is None or x.shape[1] == 1:
+        return x
+    return jnp.take_along_axis(x, row.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
+
+
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [..., in] @ weight [in, out] (+ bias [out]), accumulated in float32, in x's dtype."""
     y = jnp.matmul(x, weight, preferred_element_type=jnp.float32)

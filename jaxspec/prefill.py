@@ -11,6 +11,7 @@ from jaxspec import drafts, models
 from jaxspec.config import RoundConfig
 from jaxspec.decode import advance
 from jaxspec.decode_state import DecodeState, pending_rows
+from jaxspec.layers import pick_row
 from jaxspec.logits_processing import process_target_logits
 from jaxspec.logprobs import score_hidden, score_tokens
 from jaxspec.metadata import BlockTables, build_metadata
@@ -55,7 +56,7 @@ def prefill(
         aux_layers=cfg.draft.aux_layers if cfg.draft else (),
         kernels=cfg.kernels,
     )
-    last_hidden = jnp.take_along_axis(out.hidden, last_row[:, None, None], axis=1)
+    last_hidden = pick_row(out.hidden, last_row)
     raw = family.logits(params["target"], cfg.target, last_hidden, cfg.kernels)
     logits = process_target_logits(cfg, raw, state.sampling, seq_lens)
     noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size) if cfg.sampled else None
@@ -105,7 +106,7 @@ def _prefill_draft(
         state.draft_caches,
         kernels=cfg.kernels,
     )
-    last_hidden = jnp.take_along_axis(hidden, last_row[:, None, None], axis=1)
+    last_hidden = pick_row(hidden, last_row)
     first_only = jnp.arange(pending_tokens.shape[1]) == 0
     return replace(
         state,

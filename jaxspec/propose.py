@@ -17,6 +17,7 @@ from jax import lax
 from jaxspec import drafts
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.kv_cache import KVCache
+from jaxspec.layers import pick_row
 from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.params import Params
 from jaxspec.sampling import SamplingState, draw, sample, scale_by_temperature
@@ -78,9 +79,9 @@ def draft_step(
     Returns the float32 logits [batch, draft_vocab] and the feedback [batch, 1, D] of row last_row [batch], and the caches.
     """
     family = drafts.family(cfg)
-    out = family.forward(params, cfg, tokens, hidden, metadata, caches, kernels=kernels)
-    pick = lambda x: x if x.shape[1] == 1 else jnp.take_along_axis(x, last_row[:, None, None], axis=1)  # noqa: E731
-    return family.logits(params, cfg, pick(out.head_input)[:, 0], kernels), pick(out.feedback), out.caches
+    out = family.forward(params, cfg, tokens, hidden, metadata, caches, kernels=kernels, last_row=last_row)
+    head_input, feedback = pick_row(out.head_input, last_row), pick_row(out.feedback, last_row)
+    return family.logits(params, cfg, head_input[:, 0], kernels), feedback, out.caches
 
 
 def noise_key(cfg: RoundConfig, seq_lens: jax.Array, step: jax.Array | int) -> tuple[str, jax.Array, jax.Array | int]:

@@ -93,8 +93,9 @@ def forward(
     caches: KVCache,
     *,
     kernels: Kernels = REFERENCE_KERNELS,
+    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]. last_row: see DraftOutput."""
     rope = rope_of(cfg.attention, metadata)
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     joined = jnp.concatenate([embedded, hidden], axis=-1)
@@ -103,6 +104,7 @@ def forward(
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         norm = None if i == 0 else layer["input_layernorm"]
         options = {"norm": norm, "residual": x, "window": cfg.sliding_window}
+        options["last_row"] = last_row if i == cfg.num_layers - 1 else None
         stream, cache = dense_layer(layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options)
         x = stream.x
         new_caches.append(cache)

@@ -154,8 +154,9 @@ def forward(
     caches: KVCache,
     *,
     kernels: Kernels = REFERENCE_KERNELS,
+    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]. last_row: see DraftOutput."""
     rope = rope_of(cfg.attention, metadata)
     x, attention_input = first_layer_input(params, cfg, tokens, hidden, kernels)
     new_caches = []
@@ -164,6 +165,7 @@ def forward(
         if i > 0:
             attention_input, norm = x, layer["input_layernorm"]
         options = {"norm": norm, "residual": x, "window": cfg.sliding_window}
+        options["last_row"] = last_row if i == cfg.num_layers - 1 else None
         stream, cache = dense_layer(layer, cfg.attention, cfg.rms_norm_eps, attention_input, rope, metadata, cache, kernels, **options)
         x = stream.x
         new_caches.append(cache)

@@ -99,12 +99,13 @@ def forward(
     caches: KVCache,
     *,
     kernels: Kernels = REFERENCE_KERNELS,
+    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]. last_row: see DraftOutput."""
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     x = product(jnp.concatenate([embedded, hidden], axis=-1), (params["fc"],), kernels)
     rope = llama4_text.layer_rope(cfg.layer, metadata.positions)
-    x, cache = llama4_text.decoder_layer(params["layers"][0], cfg.layer, 0, x, rope, metadata, caches[0], kernels)
+    x, cache = llama4_text.decoder_layer(params["layers"][0], cfg.layer, 0, x, rope, metadata, caches[0], kernels, last_row=last_row)
     normed = rms_norm(x, params["norm"], cfg.layer.rms_norm_eps, kernels)
     return DraftOutput(normed, normed, (cache,))
 

@@ -16,7 +16,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """head_input [batch, rows, D] goes to `logits`; feedback [batch, rows, D] is the next step's hidden; the caches."""
+    """head_input [batch, rows, D] goes to `logits`; feedback [batch, rows, D] is the next step's hidden; the caches.
+
+    Who reads one row alone names it as last_row, int32 [batch]. Then only that one need be made, [batch, 1, D]: the last layer's attention
+    writes the keys and values of all rows, and what comes after it is done for that row.
+    """
 
     head_input: jax.Array
     feedback: jax.Array

@@ -154,8 +154,9 @@ def forward(
     caches: KVCache,
     *,
     kernels: Kernels = REFERENCE_KERNELS,
+    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]. last_row: see DraftOutput."""
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     if cfg.zero_first_embedding:
         embedded = jnp.where(metadata.positions[..., None] == 0, jnp.zeros((), embedded.dtype), embedded)
@@ -165,7 +166,7 @@ def forward(
     x = product(joined, (params["projection"],), kernels)
     rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
     decoder_layer = models.family(cfg.target).decoder_layer
-    x, cache = decoder_layer(params["layers"][0], cfg.target, x, rope, metadata, caches[0], kernels)
+    x, cache = decoder_layer(params["layers"][0], cfg.target, x, rope, metadata, caches[0], kernels, last_row=last_row)
     normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
     return DraftOutput(normed, normed, (cache,))
 

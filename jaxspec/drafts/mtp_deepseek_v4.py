@@ -112,8 +112,12 @@ def forward(
     caches: KVCache,
     *,
     kernels: Kernels = REFERENCE_KERNELS,
+    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, streams * D]."""
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, streams * D].
+
+    last_row: see DraftOutput.
+    """
     target, eps = cfg.target, cfg.target.rms_norm_eps
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     if cfg.zero_first_embedding:
@@ -123,9 +127,11 @@ def forward(
     streams = product(streams, (params["hidden_projection"],), kernels, norm=params["hidden_norm"], eps=eps)
     x = streams + embedded[:, :, None]
     rope = rope_tables(target.attention.rope, target.attention.rope_head_dim, metadata.positions)
-    x, cache = deepseek_v4.decoder_layer(params["layers"][0], target, SLIDING, x, tokens, rope, metadata, caches[0], kernels)
+    x, cache = deepseek_v4.decoder_layer(
+        params["layers"][0], target, SLIDING, x, tokens, rope, metadata, caches[0], kernels, last_row=last_row
+    )
     head_input = rms_norm(collapse(params["head"], target.residual, x), params["norm"], eps, kernels)
-    return DraftOutput(head_input, x.reshape(hidden.shape), (cache,))
+    return DraftOutput(head_input, x.reshape(*x.shape[:2], -1), (cache,))
 
 
 def logits(params: Params, cfg: DeepseekV4MtpConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:

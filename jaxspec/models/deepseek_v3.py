@@ -22,7 +22,7 @@ from jaxspec.config import (
     refuse_unless,
 )
 from jaxspec.kv_cache import KVCache, LatentCache
-from jaxspec.layers import mlp_block, mlp_specs, rope_tables
+from jaxspec.layers import mlp_block, mlp_specs, pick_row, rope_tables
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.mla import latent_attention, mla_specs
 from jaxspec.models import decoder
@@ -150,10 +150,13 @@ def decoder_layer(
     metadata: AttentionMetadata,
     cache: LatentCache,
     kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    last_row: jax.Array | None = None,
 ) -> tuple[jax.Array, LatentCache]:
-    """One layer on x [batch, rows, D], dense or with experts as its weights say; also that of an MTP module."""
+    """One layer on x [batch, rows, D], dense or with experts as its weights say; also that of an MTP module. last_row: see dense_layer."""
     norm = layer["input_layernorm"]
     x, cache = latent_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x)
+    x = pick_row(x, last_row)
     if "experts" in layer:
         return sigmoid_moe_block(layer, cfg.moe, cfg.rms_norm_eps, x, kernels), cache
     return mlp_block(layer, cfg.rms_norm_eps, x, kernels), cache

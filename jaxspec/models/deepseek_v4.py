@@ -28,7 +28,7 @@ from jaxspec.config import (
 )
 from jaxspec.hyper_connections import HyperConnectionConfig, collapse, connect, connection_specs, head_specs, merge
 from jaxspec.kv_cache import CompressedCache, KVCache
-from jaxspec.layers import product, rms_norm, rope_tables
+from jaxspec.layers import pick_row, product, rms_norm, rope_tables
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, logits
 from jaxspec.moe import MoEConfig, expert_specs, experts, gated, route_sqrt_softplus, router_logits
@@ -234,12 +234,14 @@ def decoder_layer(
     metadata: AttentionMetadata,
     cache: CompressedCache,
     kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    last_row: jax.Array | None = None,
 ) -> tuple[jax.Array, CompressedCache]:
-    """One layer of this kind on the streams x [batch, rows, streams, D] of tokens [batch, rows]."""
+    """One layer of this kind on the streams x [batch, rows, streams, D] of tokens [batch, rows]; last_row: see dense_layer."""
     read, post, comb = connect(layer["attention_connection"], cfg.residual, x)
     normed = rms_norm(read, layer["input_layernorm"], cfg.rms_norm_eps, kernels)
     attended, cache = compressed_attention(layer["self_attn"], cfg.attention, kind, normed, rope, metadata, cache, kernels)
-    x = merge(x, attended, post, comb)
+    x, tokens = pick_row(merge(x, attended, post, comb), last_row), pick_row(tokens, last_row)
     read, post, comb = connect(layer["mlp_connection"], cfg.residual, x)
     normed = rms_norm(read, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
     return merge(x, _moe(layer, cfg.moe, normed, tokens, kernels), post, comb), cache

@@ -129,9 +129,11 @@ def decoder_layer(
     metadata: AttentionMetadata,
     cache: FullCache,
     kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    last_row: jax.Array | None = None,
 ) -> tuple[jax.Array, FullCache]:
-    """One layer on x [batch, rows, D]."""
-    stream, cache = _layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=None)
+    """One layer on x [batch, rows, D]; last_row: see dense_layer."""
+    stream, cache = _layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=None, last_row=last_row)
     return stream.x, cache
 
 
@@ -145,9 +147,10 @@ def _layer(
     kernels: Kernels,
     *,
     next_norm: jax.Array | None,
+    last_row: jax.Array | None = None,
 ) -> tuple[ResidualStream, FullCache]:
     """decoder_layer, whose result is prepared for the norm of gain next_norm."""
-    options = {"norm": layer["input_layernorm"], "residual": x, "next_norm": next_norm}
+    options = {"norm": layer["input_layernorm"], "residual": x, "next_norm": next_norm, "last_row": last_row}
     return dense_layer(layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options)
 
 

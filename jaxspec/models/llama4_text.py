@@ -25,7 +25,7 @@ from jaxspec.config import (
     refuse_unless,
 )
 from jaxspec.kv_cache import FullCache, KVCache
-from jaxspec.layers import mlp_block, mlp_specs, product, rms_norm, rope_tables
+from jaxspec.layers import mlp_block, mlp_specs, pick_row, product, rms_norm, rope_tables
 from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.moe import MoEConfig, experts, router_logits
@@ -192,8 +192,11 @@ def decoder_layer(
     metadata: AttentionMetadata,
     cache: FullCache,
     kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    last_row: jax.Array | None = None,
 ) -> tuple[jax.Array, FullCache]:
-    """Layer i on x [batch, rows, D], with layer_rope's tables and the metadata of its own group; also that of an EAGLE draft."""
+    """Layer i on x [batch, rows, D], with layer_rope's tables and the metadata of its own group; also that of an EAGLE draft. last_row: see
+    dense_layer."""
     normed = cfg.attention.qk_norm and cfg.rope_layers[i]
     tables, query_scale = rope[cfg.rope_layers[i]]
     weights = layer["self_attn"]
@@ -213,7 +216,7 @@ def decoder_layer(
         window=(None, cfg.chunk_size)[cfg.group_of_layer[i]],
         query_scale=query_scale,
     )
-    return (_moe_block if cfg.moe_layers[i] else _dense_block)(layer, cfg, x, kernels), cache
+    return (_moe_block if cfg.moe_layers[i] else _dense_block)(layer, cfg, pick_row(x, last_row), kernels), cache
 
 
 def _dense_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels) -> jax.Array:
