@@ -79,8 +79,12 @@ def unsupported(
         return f"expected at most {FEW_ROWS} rows, or a multiple of {TILE_ROWS} up to {MAX_ROWS}, of gate and up, got {rows}"
     if residual or transposed or normed or norms:
         return f"expected gate and up as they are and nothing beside them for {rows} rows, got a residual, a norm or transposed weights"
-    if depth % TILE_K or choose_tuning(rows, gate.shape[1]) is None:
+    tuning = choose_tuning(rows, gate.shape[1])
+    if depth % TILE_K or tuning is None:
         return f"expected a depth that is a multiple of {TILE_K} and a width that one of {TILES} divides, got {gate.shape}"
+    blocks = rows // TILE_ROWS * (gate.shape[1] // tuning.tile)
+    if blocks > NUM_SMS:  # narrow tiles, for which L2 is too slow, or a last wave that is nearly empty
+        return f"expected tiles that give each of {NUM_SMS} SMs one block at most, got {blocks} of {TILE_ROWS} x {tuning.tile}"
     return None
 
 

@@ -97,6 +97,10 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "a gain": (ALONE, {"norms": True}),
     "a depth between two steps": (f"{DIVISIBLE} (96, 64)", {"depth": 96}),
     "a width between two tiles": (f"{DIVISIBLE} (128, 80)", {"width": 80}),
+    "more blocks than SMs (MiMo-7B)": (
+        "expected tiles that give each of 132 SMs one block at most, got 344 of 128 x 64",
+        {"rows": 256, "width": 11008},
+    ),
     "float32 rows": ("expected bfloat16 operands and result, got float32, bfloat16 and bfloat16", {"dtype": jnp.float32}),
     "a float32 result": ("expected bfloat16 operands and result, got bfloat16, bfloat16 and float32", {"out_dtype": jnp.float32}),
     "two products": ("expected 1 to 8 rows, or a multiple of 8 up to 64, got 128", {"swiglu": False}),
