@@ -36,6 +36,7 @@ def main(
     kernels: Annotated[
         str, typer.Option(help="The implementations that are exchanged one by one for reference; see generate.py.")
     ] = "auto",
+    ops: Annotated[str | None, typer.Option(help="Exchange these only, with commas between them. [default: all that run]")] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
 ) -> None:
     """Exit with 1 if an exchange moves acceptance at any position by more than one point (greedy)."""
@@ -48,11 +49,13 @@ def main(
         print(llm.describe(), flush=True)
         if llm.kernels == Kernels():
             raise ConfigError("kernels: expected an op that is not the reference already, got reference for all (on this device and dtype)")
+        exchanged = choose(ops, [f.name for f in fields(Kernels) if getattr(llm.kernels, f.name) != "reference"])
         runs = {"as chosen": acceptance(llm, llm.kernels, texts, max_tokens)}
-        for op in (f.name for f in fields(Kernels) if getattr(llm.kernels, f.name) != "reference"):
+        for op in exchanged:
             runs[f"{op} reference"] = acceptance(llm, replace(llm.kernels, **{op: "reference"}), texts, max_tokens)
             print(f"{op}: moved by {points_moved(runs['as chosen'], runs[f'{op} reference']):+.2f} points", flush=True)
-        runs["all reference"] = acceptance(llm, Kernels(), texts, max_tokens)
+        if ops is None:
+            runs["all reference"] = acceptance(llm, Kernels(), texts, max_tokens)
         show(runs)
         moved = {name: points_moved(runs["as chosen"], metrics) for name, metrics in runs.items()}
         if json_file:
@@ -61,6 +64,14 @@ def main(
             json_file.write({"settings": settings, "num_prompts": len(texts), "runs": figures, **report.environment()})
         if any(abs(points) > MOST_POINTS for points in moved.values()):
             raise typer.Exit(1)
+
+
+def choose(ops: str | None, there: list[str]) -> list[str]:
+    """Of the ops that do not run the reference already, those asked for."""
+    asked = there if ops is None else [op.strip() for op in ops.split(",")]
+    if unknown := [op for op in asked if op not in there]:
+        raise ConfigError(f"--ops: expected among {', '.join(there)}, got {', '.join(unknown)}")
+    return asked
 
 
 def acceptance(loaded: LLM, kernels: Kernels, texts: list[str], max_tokens: int) -> SpecDecodeMetrics:

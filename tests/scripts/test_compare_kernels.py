@@ -50,6 +50,11 @@ def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
     assert all(r["points_moved"] == 0 for r in json.loads((tmp_path / "run.json").read_text())["runs"].values())
     monkeypatch.setattr(compare_kernels, "MOST_POINTS", -1.0)
     assert run(*args).exit_code == 1
+    asked.clear()
+    run(*args, "--ops", "rms_norm")
+    assert [kernels.parse(text)["rms_norm"] for text in asked[1:]] == ["mosaic_gpu", "reference"]
+    unknown = run(*args, "--ops", "rms_norm,matmul")
+    assert unknown.exit_code == 2 and "--ops: expected among attention, rms_norm, got matmul" in unknown.stderr
 
 
 def reference_runner(init):
