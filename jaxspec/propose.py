@@ -98,11 +98,9 @@ def draw_draft(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.
     sampling = inputs.sampling
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
         return sample(scale_by_temperature(logits, sampling.temperature), None, sampling.greedy)
-    ids = {}
-    if cfg.rule == "strict" and cfg.draft.maps_vocabulary:
-        ids = {"token_ids": params["draft_to_target"], "num_ids": cfg.target.vocab_size}
+    token_ids = params["draft_to_target"] if cfg.rule == "strict" and cfg.draft.maps_vocabulary else None
     key = noise_key(cfg, inputs.seq_lens, step)
-    return draw(logits, sampling.temperature, sampling.keys, *key, **ids, implementation=cfg.kernels.gumbel_sample)
+    return draw(logits, sampling.temperature, sampling.keys, *key, token_ids, implementation=cfg.kernels.gumbel_sample)
 
 
 def write_step(

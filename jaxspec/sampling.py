@@ -88,7 +88,7 @@ def stream_key(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Ar
 def gumbel_noise(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int, size: int) -> jax.Array:
     """Standard Gumbel, float32 [batch, size], of full tail: JAX's default form never exceeds about 16."""
     key = stream_key(keys[:, None], stream, position[:, None], offset)
-    return noise.gumbel(key, jnp.arange(size, dtype=jnp.int32), size)
+    return noise.gumbel(key, jnp.arange(size, dtype=jnp.int32))
 
 
 def uniform_noise(keys: jax.Array, stream: str, position: jax.Array, size: int) -> jax.Array:
@@ -105,16 +105,14 @@ def draw(
     offset: jax.Array | int,
     token_ids: jax.Array | None = None,
     *,
-    num_ids: int | None = None,
     implementation: str = "reference",
 ) -> jax.Array:
     """A token int32 [batch] of each row of logits float32 [batch, vocab], with the noise of a stream; offset is a scalar.
 
-    token_ids, num_ids: see pallas_kernels.gumbel_sample. The same as sample(scale_by_temperature(...), gumbel_noise(...), ...).
+    token_ids: see pallas_kernels.gumbel_sample. The same as sample(scale_by_temperature(...), gumbel_noise(...), ...).
     """
     offset = jnp.asarray(offset, jnp.int32)
-    own = {"stream": STREAMS[stream], "num_ids": num_ids, "implementation": implementation}
-    return gumbel_sample(logits, temperature, keys, position, offset, token_ids, **own)
+    return gumbel_sample(logits, temperature, keys, position, offset, token_ids, stream=STREAMS[stream], implementation=implementation)
 
 
 def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:

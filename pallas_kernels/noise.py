@@ -1,6 +1,6 @@
-"""Gumbel noise of single tokens: jax.random's bits (threefry2x32) and formula, as arithmetic that a kernel and XLA can both fuse.
+"""Gumbel noise of single tokens, as arithmetic that a kernel and XLA can both fuse: threefry2x32, jax.random's hash, once a token.
 
-The noise of a token is a function of a key and the token's id alone: neither a row's neighbours nor a cut of the vocabulary change it.
+The noise of a token is a function of a key and the token's id alone: a row's neighbours, the vocabulary's size and its cut do not matter.
 """
 
 from __future__ import annotations
@@ -44,13 +44,21 @@ def stream_key(key: Key, stream: int, position: jax.Array, offset: jax.Array) ->
 def uniform(key: Key, index: jax.Array) -> jax.Array:
     """Element `index` (uint32) of jax.random.uniform(key, (n,)): float32 in [0, 1), for every n."""
     x0, x1 = threefry2x32(key, jnp.uint32(0), index)
-    return lax.bitcast_convert_type(((x0 ^ x1) >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
+    return unit_interval(x0 ^ x1)
 
 
-def gumbel(key: Key, token_ids: jax.Array, num_ids: int, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
-    """Elements token_ids (int32) of jax.random.gumbel(key, (num_ids,), mode="high"): standard Gumbel of full tail, float32."""
-    index = token_ids.astype(jnp.uint32)
-    return to_gumbel(uniform(key, index), uniform(key, index + jnp.uint32(num_ids)), log1p)
+def unit_interval(word: jax.Array) -> jax.Array:
+    """The upper 23 bits of a uint32 as a float32 in [0, 1), as jax.random.uniform takes them."""
+    return lax.bitcast_convert_type((word >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
+
+
+def gumbel(key: Key, token_ids: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
+    """Standard Gumbel of full tail of token_ids (int32), float32 of their shape and the key's.
+
+    jax.random.gumbel(mode="high") hashes twice and keeps 23 bits of each hash; here the 46 bits are of the two words of one.
+    """
+    high, low = threefry2x32(key, jnp.uint32(0), token_ids.astype(jnp.uint32))
+    return to_gumbel(unit_interval(high), unit_interval(low), log1p)
 
 
 def to_gumbel(high: jax.Array, low: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:

@@ -23,7 +23,6 @@ def gumbel_sample(
     token_ids: jax.Array | None = None,
     *,
     stream: int,
-    num_ids: int | None = None,
     implementation: str = "reference",
 ) -> jax.Array:
     """argmax(logits / temperature + noise) int32 [rows], of equal scores the first; argmax(logits) where the temperature is 0.
@@ -32,11 +31,11 @@ def gumbel_sample(
     temperature: float32 [rows]
     keys:        uint32 [rows, 2]; a row's noise has the key jax.random.fold_in'ed with stream, position and offset, one after another
     position:    int32 [rows]; offset: int32 scalar
-    token_ids:   int32 [vocab], by which ids of a vocabulary of num_ids each column's noise is drawn; None: its own index, of vocab
+    token_ids:   int32 [vocab], by which id each column's noise is drawn; None: its own index
 
-    The noise is jax.random.gumbel(key, (num_ids,), mode="high")[token_ids], and a row's token depends on nothing but the row. The kernel
-    makes the same bits and, on an NVIDIA GPU, XLA's very logarithms and quotient; the interpreter's logarithms on a CPU may differ by a
-    rounding. Raises ValueError for shapes that do not fit together and for what the implementation does not support, with the reason.
+    The noise is pallas_kernels.noise.gumbel(key, token_ids), and a row's token depends on nothing but the row. The kernel makes the same
+    bits and, on an NVIDIA GPU, XLA's very logarithms and quotient; the interpreter's logarithms on a CPU may differ by a rounding. Raises
+    ValueError for shapes that do not fit together and for what the implementation does not support, with the reason.
     """
     if logits.ndim != 2:
         raise ValueError(f"logits: expected [rows, vocab], got {list(logits.shape)}")
@@ -54,18 +53,15 @@ def gumbel_sample(
         if array.dtype != dtype or array.shape != shape:
             expected = f"{jnp.dtype(dtype).name} {list(shape)}"
             raise ValueError(f"{name}: expected {expected}, got {array.dtype} {list(array.shape)}")
-    if (token_ids is None) != (num_ids is None):
-        given = "no token_ids" if token_ids is None else "token_ids"
-        raise ValueError(f"token_ids and num_ids: expected both or neither, got {given} and {num_ids}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     arguments = (logits, temperature, keys, position, offset, token_ids)
     if implementation == "reference":
-        return reference.gumbel_sample(*arguments, stream=stream, num_ids=num_ids or vocab)
+        return reference.gumbel_sample(*arguments, stream=stream)
     reason = hopper.missing() or unsupported(vocab)
     if reason:
         raise ValueError(f"gumbel_sample, implementation {implementation!r}: {reason}")
-    return _mosaic_gpu().gumbel_sample(*arguments, stream=stream, num_ids=num_ids or vocab)
+    return _mosaic_gpu().gumbel_sample(*arguments, stream=stream)
 
 
 def unsupported(vocab: int) -> str | None:

@@ -46,7 +46,7 @@ def shares(pieces: Pieces, rows: int, blocks: int) -> tuple[int, int]:
 
 
 # Compiled as a function of its own, so that a round's draft steps share one kernel instead of lowering one each.
-@partial(jax.jit, static_argnames=("stream", "num_ids", "tuning"))
+@partial(jax.jit, static_argnames=("stream", "tuning"))
 def gumbel_sample(
     logits: jax.Array,
     temperature: jax.Array,
@@ -56,7 +56,6 @@ def gumbel_sample(
     token_ids: jax.Array | None,
     *,
     stream: int,
-    num_ids: int,
     tuning: Tuning | None = None,
 ) -> jax.Array:
     """See pallas_kernels.gumbel_sample.gumbel_sample."""
@@ -99,7 +98,7 @@ def gumbel_sample(
                 ids = ids if ids_ref is None else pieces.load(ids_ref, piece)
                 scaled = values / heat
                 scaled = jnp.where(scaled == scaled, scaled, -jnp.inf)  # as XLA's: nothing fuses the quotient with the sum
-                return scaled + noise.gumbel(key, ids, num_ids, partial(_log1p, pieces))
+                return scaled + noise.gumbel(key, ids, partial(_log1p, pieces))
 
             search(score)
 

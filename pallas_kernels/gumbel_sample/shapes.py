@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Shape:
-    """num_ids: of the vocabulary that keys the noise, where it is another (a draft's tokens under the strict rule).
+    """target_vocab: the one whose ids key the noise, where it is another (a draft's tokens under the strict rule).
 
     mixed: some rows are greedy, some logits -inf or NaN, some rows all of that or flat: for tests, not to be timed.
     """
 
     rows: int
     vocab: int
-    num_ids: int | None = None
+    target_vocab: int | None = None
     mixed: bool = False
 
 
@@ -56,7 +56,9 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         logits = jnp.where(row == 2, jnp.float32(1.5), logits)
         logits = jnp.where((row == 3) | (row == 9), jnp.round(logits), logits)  # greedy, with ties
         logits = jnp.where((row == 7) | (row == 8), jnp.where(column % 2 == 0, -jnp.inf, jnp.nan), logits)
-    token_ids = None if shape.num_ids is None else jnp.sort(jax.random.permutation(keys[2], shape.num_ids)[:vocab]).astype(jnp.int32)
+    token_ids = None
+    if shape.target_vocab is not None:
+        token_ids = jnp.sort(jax.random.permutation(keys[2], shape.target_vocab)[:vocab]).astype(jnp.int32)
     return {
         "logits": logits,
         "temperature": temperature,
@@ -65,10 +67,9 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         "offset": jnp.int32(seed % 5),
         "token_ids": token_ids,
         "stream": 1,
-        "num_ids": shape.num_ids,
     }
 
 
 def bytes_moved(shape: Shape) -> int:
     """The logits, and the ids if there are some; the token, key, temperature and position of a row."""
-    return 4 * (shape.rows * (shape.vocab + 5) + (0 if shape.num_ids is None else shape.vocab))
+    return 4 * (shape.rows * (shape.vocab + 5) + (0 if shape.target_vocab is None else shape.vocab))

@@ -25,10 +25,10 @@ def compiled(name: str, implementation: str, options: dict[str, Any] | None = No
     shape, struct = SHAPES[name], jax.ShapeDtypeStruct
     ints = struct((shape.rows,), jnp.int32)
     arrays = [struct((shape.rows, shape.vocab), jnp.float32), struct((shape.rows,), jnp.float32), struct((shape.rows, 2), jnp.uint32)]
-    arrays += [ints, struct((), jnp.int32)] + ([struct((shape.vocab,), jnp.int32)] if shape.num_ids else [])
+    arrays += [ints, struct((), jnp.int32)] + ([struct((shape.vocab,), jnp.int32)] if shape.target_vocab else [])
 
     def function(*arrays: jax.Array) -> jax.Array:
-        return gumbel_sample(*arrays, stream=1, num_ids=shape.num_ids, implementation=implementation)
+        return gumbel_sample(*arrays, stream=1, implementation=implementation)
 
     return h200.compile_for_h200(function, *arrays, options=options)
 

@@ -113,7 +113,7 @@ def test_sampled_text_repeats_with_its_seed_among_other_neighbours(models: Model
     alone = llm.generate([CHATS[0]], sampled)[0]
     among = llm.generate([CHATS[1], CHATS[2], CHATS[0]], [PARAMS, SamplingParams(temperature=1.0, seed=1, max_tokens=16), sampled])[2]
     assert alone.token_ids == among.token_ids
-    assert alone.token_ids != llm.generate([CHATS[0]], SamplingParams(temperature=0.8, top_p=0.9, seed=6, max_tokens=16))[0].token_ids
+    assert alone.token_ids != llm.generate([CHATS[0]], SamplingParams(temperature=0.8, top_p=0.9, seed=9, max_tokens=16))[0].token_ids
 
 
 @pytest.mark.gpu

@@ -1,9 +1,8 @@
-"""Gumbel-max: the reference draws jax.random's noise from the softmax; the kernel takes its tokens, whatever rows are beside."""
+"""Gumbel-max: reference and kernel take the tokens of its definition, drawn from the softmax, whatever rows are beside."""
 
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import noise
 from pallas_kernels.gumbel_sample import IMPLEMENTATIONS, gumbel_sample, unsupported
 from pallas_kernels.gumbel_sample.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from tests.kernels import noise_oracle
 from tests.kernels.interpreter import interpreted
 from tests.statistics import chi_square, within_limit
 
@@ -30,55 +29,25 @@ def run(inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> np.ndarra
         return np.asarray(gumbel_sample(**inputs, implementation=implementation))
 
 
-@partial(jax.jit, static_argnums=1)
-def gumbel_of(key: jax.Array, size: int) -> jax.Array:
-    return jax.random.gumbel(key, (size,), jnp.float32, mode="high")
-
-
-def by_jax_random(inputs: dict[str, Any]) -> np.ndarray:
-    """Row by row, with jax.random's keys and noise and numpy's argmax."""
+def by_definition(inputs: dict[str, Any]) -> np.ndarray:
+    """Row by row, with the oracle's keys and noise, float64 and numpy's argmax."""
     tokens = []
     for logits, temperature, words, position in zip(*(inputs[n] for n in ("logits", "temperature", "keys", "position")), strict=True):
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        for data in (inputs["stream"], position, inputs["offset"]):
-            key = jax.random.fold_in(key, data)
-        gumbel = gumbel_of(key, inputs["num_ids"] or logits.size)
-        gumbel = gumbel if inputs["token_ids"] is None else gumbel[inputs["token_ids"]]
-        logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-        tokens.append(np.argmax(logits / temperature + gumbel if temperature else logits))
+        logits = np.where(np.isnan(logits), -np.inf, np.asarray(logits, np.float64))
+        key = noise_oracle.stream_key(words, inputs["stream"], position, inputs["offset"])
+        ids = np.arange(logits.size) if inputs["token_ids"] is None else np.asarray(inputs["token_ids"])
+        tokens.append(np.argmax(logits / float(temperature) + noise_oracle.gumbel(key, ids) if temperature else logits))
     return np.asarray(tokens)
 
 
 @implementations
 @pytest.mark.parametrize("name", SMALL)
-def test_tokens_are_those_of_jax_random(name: str, implementation: str) -> None:
+def test_tokens_are_those_of_the_definition(name: str, implementation: str) -> None:
     """Among them greedy rows, ties, rows that are -inf in part and in whole, and NaN."""
     inputs = make_inputs(SHAPES[name], seed=len(name))
     tokens = run(inputs, implementation)
     assert tokens.dtype == np.int32
-    np.testing.assert_array_equal(tokens, by_jax_random(inputs))
-
-
-@pytest.mark.parametrize("size", [1, 128, 5001])
-def test_noise_is_bit_for_bit_jax_randoms(size: int) -> None:
-    keys = jnp.asarray([[0, 0], [3, 4], [0, 2**32 - 1], [2**31, 77]], jnp.uint32)
-    wrapped = jax.random.wrap_key_data(keys, impl="threefry2x32")
-    key = (keys[:, :1], keys[:, 1:])
-    ids = jnp.arange(size, dtype=jnp.int32)
-    draw = jax.vmap(lambda k: jax.random.gumbel(k, (size,), jnp.float32, mode="high"))
-    np.testing.assert_array_equal(jax.jit(partial(noise.gumbel, num_ids=size))(key, ids), jax.jit(draw)(wrapped))
-    uniform = jax.vmap(lambda k: jax.random.uniform(k, (size,), jnp.float32))
-    np.testing.assert_array_equal(jax.jit(noise.uniform)(key, ids.astype(jnp.uint32)), jax.jit(uniform)(wrapped))
-    folded = noise.fold_in((keys[:, 0], keys[:, 1]), jnp.int32(4096))
-    expected = jax.random.key_data(jax.vmap(lambda k: jax.random.fold_in(k, 4096))(wrapped))
-    np.testing.assert_array_equal(jnp.stack(folded, axis=1), expected)
-
-
-def test_noise_has_the_tail_of_46_bits_and_no_infinity() -> None:
-    """Where jax.random's own test would need 2^46 draws."""
-    high, low = jnp.float32([0, 0, 2.0**-23, 0.5, 1 - 2.0**-23]), jnp.float32([0, 2.0**-23, 0, 0.9, 0.9])
-    x = np.asarray([2.0**-47, 2.0**-46 + 2.0**-47, 2.0**-23, 0.5, 1 - 2.0**-23])
-    np.testing.assert_allclose(noise.to_gumbel(high, low), -np.log(-np.log1p(-x)), rtol=1e-6)
+    np.testing.assert_array_equal(tokens, by_definition(inputs))
 
 
 def test_tokens_are_distributed_as_the_softmax() -> None:
@@ -109,10 +78,10 @@ def test_a_rows_token_does_not_depend_on_its_cut(blocks: int, cut: tuple[int, in
 
     shape = SHAPES["tiny, 14 pieces"]
     assert mosaic_gpu.shares(mosaic_gpu.cut(shape.vocab, mosaic_gpu.Tuning.piece), shape.rows, blocks) == cut
-    inputs = make_inputs(shape, seed=3) | {"num_ids": shape.vocab}
+    inputs = make_inputs(shape, seed=3)
     with interpreted():
         tokens = mosaic_gpu.gumbel_sample(**inputs, tuning=mosaic_gpu.Tuning(blocks=blocks))
-    np.testing.assert_array_equal(tokens, run(inputs | {"num_ids": None}, "reference"))
+    np.testing.assert_array_equal(tokens, run(inputs, "reference"))
 
 
 @needs_mosaic
@@ -139,8 +108,7 @@ DOES_NOT_FIT = {
     r"temperature: expected float32 \[4\], got float32 \[\]": {"temperature": jax.ShapeDtypeStruct((), jnp.float32)},
     r"keys: expected uint32 \[4, 2\], got int32 \[4\]": {"keys": INPUTS["position"]},
     r"offset: expected int32 \[\], got int32 \[4\]": {"offset": INPUTS["position"]},
-    r"token_ids: expected int32 \[256\], got int32 \[4\]": {"token_ids": INPUTS["position"], "num_ids": 999},
-    "token_ids and num_ids: expected both or neither, got no token_ids and 999": {"num_ids": 999},
+    r"token_ids: expected int32 \[256\], got int32 \[4\]": {"token_ids": INPUTS["position"]},
     "implementation: expected one of reference, mosaic_gpu, got 'fast'": {"implementation": "fast"},
 }
 
