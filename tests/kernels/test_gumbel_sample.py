@@ -50,6 +50,16 @@ def test_tokens_are_those_of_the_definition(name: str, implementation: str) -> N
     np.testing.assert_array_equal(tokens, by_definition(inputs))
 
 
+@implementations
+def test_the_second_word_decides_where_the_first_is_zero(implementation: str) -> None:
+    """Between four ids whose first words are 0 in 23 bits, under a key of zeros and stream 1: tokens show little else of the second."""
+    inputs = make_inputs(Shape(1, 128), seed=0)
+    columns, ids = np.asarray([5, 40, 77, 127]), np.asarray([27_522_675, 27_726_396, 26_976_924, 15_941_239])
+    inputs |= {name: jnp.zeros_like(inputs[name]) for name in ("keys", "position", "offset")}
+    inputs |= {"logits": jnp.full((1, 128), -jnp.inf).at[0, columns].set(0.0), "token_ids": jnp.zeros(128, jnp.int32).at[columns].set(ids)}
+    assert run(inputs, implementation).tolist() == by_definition(inputs).tolist() == [127]
+
+
 def test_tokens_are_distributed_as_the_softmax() -> None:
     rows, vocab = 5_000, 130
     logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=vocab), jnp.float32)
