@@ -43,6 +43,29 @@ def test_equals_float64(shape: Shape, implementation: str) -> None:
     check(shape, implementation)
 
 
+def check_casts(width: int, implementation: str) -> None:
+    """Rounded to bfloat16 before the gain, and after it. A sum in another order moves a value across a rounding now and then, and no more."""
+    inputs = make_inputs(Shape(8, width), seed=2)
+    x, weight = (np.asarray(inputs[name].astype(jnp.float32)).astype(np.float64) for name in ("x", "weight"))
+    bfloat16 = lambda a: np.asarray(a, np.float32).astype(jnp.bfloat16).astype(np.float64)  # noqa: E731
+    normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + inputs["eps"])
+    found = run(inputs, implementation)
+    assert np.mean(found == bfloat16(bfloat16(normed) * weight)) > 0.999
+    assert np.mean(found == bfloat16(normed * weight)) < 0.9
+
+
+@implementations
+@pytest.mark.parametrize("width", [1024, 576])
+def test_the_order_of_casts_is_pinned(width: int, implementation: str) -> None:
+    check_casts(width, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [4096, 576])
+def test_the_order_of_casts_is_pinned_on_the_gpu(width: int) -> None:
+    check_casts(width, "mosaic_gpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_float64_at_real_sizes(name: str) -> None:
