@@ -44,7 +44,7 @@ def test_equals_float64(shape: Shape, implementation: str) -> None:
 
 
 def check_casts(width: int, implementation: str) -> None:
-    """Rounded to bfloat16 before the gain, and after it. A sum in another order moves a value across a rounding now and then, and no more."""
+    """Rounded to bfloat16 before the gain, and after it. A sum in another order moves few values across a rounding."""
     inputs = make_inputs(Shape(8, width), seed=2)
     x, weight = (np.asarray(inputs[name].astype(jnp.float32)).astype(np.float64) for name in ("x", "weight"))
     bfloat16 = lambda a: np.asarray(a, np.float32).astype(jnp.bfloat16).astype(np.float64)  # noqa: E731
