@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from jaxspec import kernels, llm
+from jaxspec import LLM, SamplingParams, SpeculativeConfig, kernels, llm
 from jaxspec.config import Kernels
 from scripts import compare_kernels
 from tests.scripts.conftest import runner
@@ -55,6 +56,24 @@ def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
     assert [kernels.parse(text)["rms_norm"] for text in asked[1:]] == ["mosaic_gpu", "reference"]
     unknown = run(*args, "--ops", "rms_norm,matmul")
     assert unknown.exit_code == 2 and "--ops: expected among attention, rms_norm, got matmul" in unknown.stderr
+
+
+def test_windows_start_from_what_the_text_says_before_them() -> None:
+    output = lambda prompt, ids: SimpleNamespace(prompt_token_ids=prompt, token_ids=ids)  # noqa: E731
+    found = compare_kernels.windows([output([1, 2], [3, 4, 5, 6, 7]), output([8], [9])], 2)
+    assert found == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [8]]
+
+
+def test_every_run_goes_along_the_text_of_the_kernels_as_chosen(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM.from_pretrained(str(target), speculative=SpeculativeConfig(model=str(draft), num_speculative_tokens=2), dtype="float32")
+    [text] = llm.generate(["a b c"], SamplingParams(0.0, max_tokens=12, ignore_eos=True))
+    starts = compare_kernels.windows([text], 4)
+    asked: list[list[list[int]]] = []
+    generate = LLM.generate
+    monkeypatch.setattr(LLM, "generate", lambda self, prompts, *rest: asked.append(prompts) or generate(self, prompts, *rest))
+    metrics = compare_kernels.acceptance(llm, llm.kernels, starts, 4)
+    assert asked == [starts] and len(starts) == 3
+    assert 3 <= metrics.num_drafts <= 9  # windows of four tokens: the first is prefill's, the others take one to three rounds
 
 
 def reference_runner(init):
