@@ -210,6 +210,13 @@ class Workload:
     def _round(self, state: DecodeState) -> DecodeState:
         return programs.run_round(self.cfg, self.params, state, self.block_table, self.case.compilation)[1]
 
+    def run_rounds(self) -> DecodeState:
+        """Dispatch effort.rounds rounds from the start."""
+        self.state = self.rewind(self.state)
+        for _ in range(self.effort.rounds):
+            self.state = self._round(self.state)
+        return self.state
+
     def _timed(self, step: Callable[[DecodeState], DecodeState], state: DecodeState) -> tuple[Timing, DecodeState]:
         return back_to_back(step, state, count=self.effort.rounds, repeats=self.effort.repeats, rewind=self.rewind)
 
