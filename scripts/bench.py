@@ -30,7 +30,7 @@ def main(
     model: Annotated[str | None, option(f"{', '.join(MODELS)}. [default: llama-3-8b]")] = None,
     method: Annotated[str | None, option("eagle3, eagle, mtp. [default: eagle3]", "--method", "--draft")] = None,
     batch: Annotated[str | None, option("[default: 1]")] = None,
-    context: Annotated[str | None, option("Tokens each request holds, halfway through the timed rounds. [default: 400]")] = None,
+    context: Annotated[str | None, option("Tokens each request holds, halfway through timed rounds. [default: 400]")] = None,
     num_speculative_tokens: Annotated[str | None, option("K. [default: 3]")] = None,
     temperature: Annotated[str | None, option("[default: 0,1]")] = None,
     rule: Annotated[str | None, option("probabilistic, strict, block. [default: probabilistic]")] = None,

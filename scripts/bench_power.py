@@ -53,6 +53,7 @@ def main(
 
             for name, call, calls, work in references(4 << 30 if on_gpu else 1 << 22, 8192 if on_gpu else 128):
                 note(name, meter.measure(call, calls=calls, seconds=seconds, warm=seconds / 2), **work)
+                del call  # and with it its arrays, before the next ones are made
             weights = Weights(jnp.bfloat16 if on_gpu else jnp.float32)
             for case in cases:
                 rounds = Workload(case, weights, {}, Effort(ROUNDS, 1))
@@ -64,13 +65,14 @@ def main(
 
 
 def references(num_bytes: int, size: int) -> Iterator[tuple[str, Callable[[], Any], int, dict[str, float]]]:
-    """Name, load, calls of it a load, and what one call reads or computes; each load's arrays are gone when the next is made."""
+    """Name, load, calls of it a load, and what one call reads or computes."""
     several = lambda f, *args: lambda: [f(*args) for _ in range(AT_ONCE)][-1]  # noqa: E731
     large = jax.random.bits(jax.random.key(0), (num_bytes // 2,), jnp.uint16)
     yield f"reads of {num_bytes >> 20} MiB", several(jax.jit(jnp.max), large), AT_ONCE, {"bytes": float(num_bytes)}
     del large
     a, b = (normal((size, size), i) for i in range(2))
     yield f"{size} x {size} x {size}", several(jax.jit(jnp.matmul), a, b), AT_ONCE, {"flops": 2.0 * size**3}
+    del a, b
     depth, width = size // 2, size // 2 * 7 // 2
     x, ws = normal((256, depth), 0), [normal((depth, width), i) for i in range(PRODUCTS)]
     product = jax.jit(lambda x, ws: [jnp.matmul(x, w, preferred_element_type=x.dtype) for w in ws])

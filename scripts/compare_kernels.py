@@ -72,6 +72,7 @@ def main(
                 "window": window,
                 "dtype": llm.dtype.name,
                 "kernels": asdict(llm.kernels),
+                "ops": exchanged,
             }
             json_file.write({"settings": settings, "num_prompts": len(texts), "runs": figures, **report.environment()})
         if any(abs(points) > MOST_POINTS for points in moved.values()):

@@ -51,14 +51,13 @@ def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Fl
     weights, experts = _target_matrices(cfg)
     draft_bytes = kv_draft = draft_flops = draft_logits = 0
     if cfg.draft is not None:
-        each, once, head, draft_experts = _draft_matrices(cfg)
-        # step 0 reads K+1 rows a request, the head always the last one
+        each, after, once, head, draft_experts = _draft_matrices(cfg)
+        # step 0 reads K+1 rows a request; one of them goes on after the last attention, and into the head
         draft_bytes = itemsize * (K * (each + head) + once + (rows + (K - 1) * batch) * cfg.draft.hidden_size)
-        draft_flops = 2 * (each * (rows + (K - 1) * batch) + once * rows + head * K * batch)
+        draft_flops = 2 * ((each - after + once) * rows + (after + (K - 1) * each + K * head) * batch)
         if draft_experts:  # an MTP module's layer is the target's
-            hit = share_hit(target.moe, rows) + (K - 1) * share_hit(target.moe, batch)
-            draft_bytes += int(itemsize * draft_experts * hit)
-            draft_flops += int(2 * draft_experts * target.moe.top_k / target.moe.num_experts * (rows + (K - 1) * batch))
+            draft_bytes += int(itemsize * draft_experts * K * share_hit(target.moe, batch))
+            draft_flops += int(2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch)
         window = cfg.draft.sliding_window or context
         kv_draft = K * batch * min(window, context) * cfg.draft.num_layers * kv_token_bytes(cfg.draft.attention, itemsize)
         draft_logits = batch * K * cfg.draft.draft_vocab_size
@@ -122,13 +121,17 @@ def _expert_size(specs: Any) -> int:
     return sum(_size(layer["experts"]) for layer in specs["layers"] if "experts" in layer)
 
 
-def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int]:
-    """Numbers that every draft step reads without head and experts, that a round reads once, in the head, and in the experts."""
+def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int, int]:
+    """Numbers that every draft step reads without head and experts, those of them after the last attention, that a round reads once, in
+    the head, and in the experts."""
     specs = drafts.family(cfg.draft).param_specs(cfg.draft)
     fused = ("fc", "fc_bias", "fc_norm", "input_norm") if cfg.draft.method == "eagle3" else ()
     each = {name: spec for name, spec in specs.items() if name not in (*fused, "embed_tokens", "lm_head")}
     experts, head = _expert_size(specs), cfg.draft.hidden_size * cfg.draft.draft_vocab_size
-    return _size(each) - experts, _size({n: s for n, s in specs.items() if n in fused}), head, experts
+    last = specs["layers"][-1]
+    after = _size({name: spec for name, spec in last.items() if name not in ("self_attn", "input_layernorm", "experts")})
+    after += math.prod(last["self_attn"]["o_proj"].shape)
+    return _size(each) - experts, after, _size({n: s for n, s in specs.items() if n in fused}), head, experts
 
 
 def _noise(cfg: RoundConfig, batch: int) -> int:

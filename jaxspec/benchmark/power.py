@@ -9,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 import jax
 
 from jaxspec.config import ConfigError
 
-QUERY = "power.draw.instant,clocks.sm,clocks_event_reasons.active"
+QUERY = "timestamp,power.draw.instant,clocks.sm,clocks_event_reasons.active"
 EVERY_MS = 20
-SETTLES = 0.1  # seconds after which a reading is of what runs now
+SETTLES, LATE = 0.1, 0.2  # seconds after which a reading is of what runs now, and after which it has arrived
 POWER_CAP = 0x4  # NVML's nvmlClocksEventReasonSwPowerCap
 
 
@@ -42,10 +43,11 @@ class Draw:
 
 
 class PowerMeter:
-    """nvidia-smi in the background, for the GPU that JAX computes on; a context manager. ConfigError where it cannot be read."""
+    """nvidia-smi in the background, for the GPU that JAX computes on: the first of CUDA_VISIBLE_DEVICES, counted in PCI order as nvidia-smi
+    does. A context manager. ConfigError where it cannot be read."""
 
     def __init__(self) -> None:
-        self.readings: list[tuple[float, float, float, int]] = []  # moment, watts, MHz, reasons
+        self.readings: list[tuple[float, float, float, int]] = []  # moment by the clock of time.time, watts, MHz, reasons
 
     def __enter__(self) -> PowerMeter:
         device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -67,14 +69,15 @@ class PowerMeter:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if (reading := parse(line)) is not None:
-                self.readings.append((time.perf_counter(), *reading))
+                self.readings.append(reading)
 
     def measure(self, call: Callable[[], Any], *, calls: int = 1, seconds: float = 2.0, warm: float = 1.0) -> Draw:
         """call() over and over, each of them `calls` calls of the load: `warm` seconds that do not count, then `seconds` that do."""
         run_for(call, warm)
-        began = time.perf_counter()
+        began = time.time()
         count = run_for(call, seconds) * calls
-        ended = time.perf_counter()
+        ended = time.time()
+        time.sleep(LATE)
         found = [r for r in self.readings if began + SETTLES <= r[0] <= ended]
         if not found:
             raise ConfigError(f"power: expected readings of nvidia-smi within {seconds} s, got none")
@@ -92,10 +95,10 @@ def run_for(call: Callable[[], Any], seconds: float) -> int:
     return count
 
 
-def parse(line: str) -> tuple[float, float, int] | None:
-    """(watts, MHz, reasons) of a line of nvidia-smi; None of one that holds no reading."""
+def parse(line: str) -> tuple[float, float, float, int] | None:
+    """(moment, watts, MHz, reasons) of a line of nvidia-smi; None of one that holds no reading."""
     try:
-        watts, megahertz, reasons = line.split(",")
-        return float(watts), float(megahertz), int(reasons.strip(), 16)
+        moment, watts, megahertz, reasons = line.split(",")
+        return datetime.strptime(moment, "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(watts), float(megahertz), int(reasons.strip(), 16)
     except ValueError:
         return None

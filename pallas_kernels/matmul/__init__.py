@@ -66,7 +66,7 @@ def matmul(
     reason = hopper.missing() or unsupported(x, weights, **asked)
     if reason:
         raise ValueError(f"matmul, implementation {implementation!r}: {reason}")
-    if _is_many_rows_of_gate_up(x.shape[0], swiglu):
+    if _takes_swiglu_kernel(x.shape[0], swiglu):
         return _kernel("swiglu_mosaic_gpu").swiglu(x, *weights)
     return _kernel("mosaic_gpu").matmul(x, weights, **options, out_dtype=out_dtype)
 
@@ -80,13 +80,13 @@ def unsupported(x: Any, weights: tuple[Any, ...], *, swiglu: bool = False, **opt
     """Why no Mosaic kernel can make this product (see `unsupported` of mosaic_gpu and swiglu_mosaic_gpu), None if one can."""
     if reason := hopper.too_old():
         return reason
-    if _is_many_rows_of_gate_up(x.shape[0], swiglu):
+    if _takes_swiglu_kernel(x.shape[0], swiglu):
         return _kernel("swiglu_mosaic_gpu").unsupported(x, weights, **options)
     return _kernel("mosaic_gpu").unsupported(x, weights, swiglu=swiglu, **options)
 
 
-def _is_many_rows_of_gate_up(rows: int, swiglu: bool) -> bool:
-    """What has a kernel of its own."""
+def _takes_swiglu_kernel(rows: int, swiglu: bool) -> bool:
+    """Gate and up of more rows than the other kernel has."""
     return swiglu and rows > _kernel("mosaic_gpu").MAX_ROWS
 
 

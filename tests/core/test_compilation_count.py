@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams, SpeculativeConfig, rounds
+from jaxspec import LLM, SamplingParams, SpeculativeConfig, rounds, runner
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.sampling_params import features_of
 from tests.support.compilations import counting_compilations
@@ -28,16 +28,20 @@ def engine(model: Model, rule: str = "probabilistic", **changes: Any) -> LLM:
 
 
 @pytest.mark.usefixtures("toy_families")
-@pytest.mark.parametrize(("speculative", "per_step"), [(True, 1), (True, 3), (False, 1)])
-def test_nothing_compiles_after_warm_up(speculative: bool, per_step: int) -> None:
-    """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated requests."""
+@pytest.mark.parametrize(("speculative", "per_step", "is_large"), [(True, 1, False), (True, 1, True), (True, 3, False), (False, 1, False)])
+def test_nothing_compiles_after_warm_up(speculative: bool, per_step: int, is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated requests. is_large: the rows decide
+    whether a round is CUDA graphs."""
+    if is_large:
+        monkeypatch.setattr(runner, "GRAPHS_BELOW_BYTES", 0)
+        monkeypatch.setattr(runner, "GRAPHS_ABOVE_ROWS", 4)  # two rows a request: batches of 1 without, of 3 with them
     table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
     llm = LLM(
         (ToyTarget(VOCAB), table),
         (ToyDraft(VOCAB), table) if speculative else None,
         SpeculativeConfig(method="eagle", num_speculative_tokens=1) if speculative else None,
         config=EngineConfig(
-            max_model_len=130 if speculative else 60,
+            max_model_len=(131 if is_large else 130) if speculative else 60,  # programs of each case's own
             max_num_seqs=3,
             block_size=16,
             batch_buckets=(1, 3),

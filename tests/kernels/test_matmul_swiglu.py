@@ -1,4 +1,7 @@
-"""Gate and up of many rows, a kernel of its own: it equals float64, and a row's bits do not depend on tile, ring or neighbours."""
+"""Gate and up of many rows, a kernel of its own: it equals float64, and a row's bits do not depend on tile, ring or neighbours.
+
+The interpreter has no multicast: two blocks that share weights run in the tests marked `gpu` alone.
+"""
 
 from __future__ import annotations
 

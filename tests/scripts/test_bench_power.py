@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,20 @@ from tests.scripts.conftest import runner
 run = runner(bench_power.main)
 
 
-def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, readings: str) -> None:
+READINGS = r"$t, 700.00, 1500, 0x0000000000000004\n$t, [N/A], 1980, 0x0\n$t, 500.00, 1900, 0x0000000000000000\n"
+
+
+def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """It asks for what is read, and goes on until it is ended."""
     program = folder / "nvidia-smi"
-    program.write_text(
-        f'#!/bin/sh\ncase "$*" in *power.draw.instant*) ;; *) exit 1 ;; esac\nwhile :; do printf "{readings}"; sleep 0.02; done\n'
-    )
+    asked = 'case "$*" in *timestamp,power.draw.instant,*) ;; *) exit 1 ;; esac'
+    program.write_text(f'#!/bin/sh\n{asked}\nwhile :; do t=$({moment}); printf "{READINGS}"; sleep 0.02; done\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
 def test_loads_and_rounds_are_measured_between_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_nvidia_smi(tmp_path, monkeypatch, "700.00, 1500, 0x0000000000000004\\n[N/A], 1980, 0x0\\n500.00, 1900, 0x0000000000000000\\n")
+    put_nvidia_smi(tmp_path, monkeypatch, "date '+%Y/%m/%d %H:%M:%S.%3N'")
     result = run("--model", "tiny", "--batch", "1,2", "--seconds", 0.4, "--output-json", tmp_path / "power.json")
     assert result.exit_code == 0, result.output
     loads = json.loads((tmp_path / "power.json").read_text())["loads"]
@@ -35,6 +38,12 @@ def test_loads_and_rounds_are_measured_between_readings(tmp_path: Path, monkeypa
         assert load["watts"] == pytest.approx(600, abs=20) and load["megahertz"] == pytest.approx(1700, abs=40)
         assert load["capped"] == pytest.approx(0.5, abs=0.1) and load["joules"] == pytest.approx(load["seconds"] * load["watts"])
     assert "pJ/FLOP" in result.output and "pJ/B" in result.output
+
+
+def test_readings_of_another_time_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nvidia_smi(tmp_path, monkeypatch, "echo '2026/01/01 00:00:00.000'")
+    result = run("--model", "tiny", "--batch", "1", "--seconds", 0.2)
+    assert result.exit_code == 2 and "power: expected readings of nvidia-smi within 0.2 s, got none" in result.stderr
 
 
 def test_without_nvidia_smi_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +61,12 @@ def test_bad_flags_are_one_sentence(flag: str, value: str) -> None:
 
 
 def test_readings() -> None:
-    assert parse("686.15, 1555, 0x0000000000000004\n") == (686.15, 1555.0, 4)
-    assert parse("No devices were found\n") is None and parse("[N/A], 1980, 0x0\n") is None
+    moment = "2026/11/22 07:10:00.250"
+    assert parse(f"{moment}, 686.15, 1555, 0x0000000000000004\n") == (
+        datetime(2026, 11, 22, 7, 10, 0, 250_000).timestamp(),
+        686.15,
+        1555.0,
+        4,
+    )
+    assert parse("No devices were found\n") is None and parse(f"{moment}, [N/A], 1980, 0x0\n") is None
     assert Draw(0.009, 700, 1500, 1.0, 9).joules == pytest.approx(6.3)
