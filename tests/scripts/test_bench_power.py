@@ -30,7 +30,7 @@ def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -
 
 def test_loads_and_rounds_are_measured_between_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_nvidia_smi(tmp_path, monkeypatch, "date '+%Y/%m/%d %H:%M:%S.%3N'")
-    result = run("--model", "tiny", "--batch", "1,2", "--seconds", 0.4, "--output-json", tmp_path / "power.json")
+    result = run("--model", "tiny", "--batch", "1,2", "--seconds", 0.8, "--output-json", tmp_path / "power.json")
     assert result.exit_code == 0, result.output
     loads = json.loads((tmp_path / "power.json").read_text())["loads"]
     assert [load["name"].split(",")[0] for load in loads] == ["reads of 4 MiB", "128 x 128 x 128", "256 x 64 x 224", "round", "round"]
