@@ -18,7 +18,7 @@ from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.power import Draw, PowerMeter
-from jaxspec.benchmark.workload import Effort, Weights, Workload
+from jaxspec.benchmark.workload import Effort, Weights, Workload, normal
 from jaxspec.cli import errors_as_sentences, option, run_program
 from jaxspec.loading import keep_compiled_programs
 
@@ -67,21 +67,18 @@ def main(
 def references(num_bytes: int, size: int) -> Iterator[tuple[str, Callable[[], Any], int, dict[str, float]]]:
     """Name, load, calls of it a load, and what one call reads or computes."""
     several = lambda f, *args: lambda: [f(*args) for _ in range(AT_ONCE)][-1]  # noqa: E731
+    keys = list(jax.random.split(jax.random.key(0), PRODUCTS))
     large = jax.random.bits(jax.random.key(0), (num_bytes // 2,), jnp.uint16)
     yield f"reads of {num_bytes >> 20} MiB", several(jax.jit(jnp.max), large), AT_ONCE, {"bytes": float(num_bytes)}
     del large
-    a, b = (normal((size, size), i) for i in range(2))
+    a, b = (normal((size, size), "bfloat16", key) for key in keys[:2])
     yield f"{size} x {size} x {size}", several(jax.jit(jnp.matmul), a, b), AT_ONCE, {"flops": 2.0 * size**3}
     del a, b
     depth, width = size // 2, size // 2 * 7 // 2
-    x, ws = normal((256, depth), 0), [normal((depth, width), i) for i in range(PRODUCTS)]
+    x, ws = normal((256, depth), "bfloat16", keys[0]), [normal((depth, width), "bfloat16", key) for key in keys]
     product = jax.jit(lambda x, ws: [jnp.matmul(x, w, preferred_element_type=x.dtype) for w in ws])
     work = {"flops": 2.0 * 256 * depth * width}
     yield f"256 x {depth} x {width}", several(product, x, ws), AT_ONCE * PRODUCTS, work
-
-
-def normal(shape: tuple[int, ...], seed: int) -> jax.Array:
-    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16))(jax.random.key(seed))
 
 
 def table(loads: list[dict[str, Any]]) -> Table:

@@ -193,7 +193,7 @@ class Workload:
         tokens = np.random.default_rng(3).integers(0, cfg.draft.draft_vocab_size, shape, np.int32)
         if cfg.draft.maps_vocabulary:
             tokens = np.asarray(self.params["draft"]["draft_to_target"])[tokens]
-        logits = _normal((*shape, cfg.draft.draft_vocab_size), "float32", jax.random.key(3)) if cfg.keeps_draft_logits else None
+        logits = normal((*shape, cfg.draft.draft_vocab_size), "float32", jax.random.key(3)) if cfg.keeps_draft_logits else None
         return Proposal(jnp.asarray(tokens), logits)
 
     def rewind(self, state: DecodeState, max_tokens: int = NEVER) -> DecodeState:
@@ -266,7 +266,7 @@ class Workload:
 
         copies = []
         for key in jax.random.split(jax.random.key(4), JUDGEMENTS):
-            arrays = {"target_logits": _normal(shape, "float32", key), "seq_lens": state.seq_lens}
+            arrays = {"target_logits": normal(shape, "float32", key), "seq_lens": state.seq_lens}
             arrays |= {"draft_tokens": self.proposal.draft_tokens}
             copies.append(arrays if self.proposal.draft_logits is None else arrays | {"draft_logits": jnp.copy(self.proposal.draft_logits)})
         return time_chained(op, copies, repeats=self.effort.repeats).to_dict(JUDGEMENTS)
@@ -357,7 +357,7 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> D
         max_drafts=jnp.full(batch, K, jnp.int32),
         sampling=sampling,
         pending_tokens=tokens(batch, K + 1),
-        pending_hidden=_normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
+        pending_hidden=normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
         num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
         target_caches=_random_caches(cfg.target, num_blocks, dtype, jax.random.key(5)),
         draft_caches=_random_caches(cfg.draft, num_blocks, dtype, jax.random.key(6)),
@@ -367,11 +367,12 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> D
 def _random_caches(cfg: Any, num_blocks: int, dtype: Any, key: jax.Array) -> KVCache:
     pools, treedef = jax.tree.flatten(jax.eval_shape(lambda: init_cache(cfg.attention, cfg.num_layers, num_blocks, BLOCK_SIZE, dtype)))
     keys = jax.random.split(key, len(pools))
-    return treedef.unflatten(_normal(pool.shape, jnp.dtype(dtype).name, k) for pool, k in zip(pools, keys, strict=True))
+    return treedef.unflatten(normal(pool.shape, jnp.dtype(dtype).name, k) for pool, k in zip(pools, keys, strict=True))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _normal(shape: tuple[int, ...], dtype: str, key: jax.Array) -> jax.Array:
+def normal(shape: tuple[int, ...], dtype: str, key: jax.Array) -> jax.Array:
+    """Random numbers made on the device."""
     return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 

@@ -25,10 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.matmul.mosaic_gpu import MAX_ROWS as FEW_ROWS
+from pallas_kernels.matmul.mosaic_gpu import MAX_SMEM, NUM_SMS
 
 MAX_ROWS = 256
-MAX_SMEM = 227 * 1024
-NUM_SMS = 132
 TILE_ROWS = 128  # of a block
 TILE_K = 64  # depth of a step
 TILES = (224, 192, 160, 128, 96, 64)  # columns of a block: one wgmma's N; 256 leaves too few registers

@@ -41,6 +41,11 @@ def tile_of(width: int) -> tuple[int, int]:
     return -(-width // (CHUNK * TILE)) * TILE, CHUNK
 
 
+def scale_of(values: Any, width: int, eps: float) -> Any:
+    """What a row of `width` values, float32, is multiplied by."""
+    return lax.rsqrt(jnp.sum(values * values) / width + eps)
+
+
 def normed_row(x_smem: Any, weight_smem: Any, weight_barrier: Any, width: int, eps: float) -> Any:
     """The norm of the row of `width` values in x_smem (tile_of(width)), times the gain that weight_barrier says has come to weight_smem."""
     padded, chunks = x_smem.shape[0], width // CHUNK
@@ -48,7 +53,7 @@ def normed_row(x_smem: Any, weight_smem: Any, weight_barrier: Any, width: int, e
     values = plgpu.load(x_smem, layout=layout).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
     if padded > chunks:  # what lies past the row counts as zero
         values = jnp.where(plgpu.broadcasted_iota(jnp.int32, (padded, CHUNK), 0, layout=layout) < chunks, values, 0.0)
-    scale = lax.rsqrt(jnp.sum(values * values) / width + eps)
+    scale = scale_of(values, width, eps)
     plgpu.barrier_wait(weight_barrier)
     gain = plgpu.load(weight_smem, layout=layout)  # pyright: ignore[reportCallIssue]
     return (values * scale).astype(x_smem.dtype) * gain
@@ -68,8 +73,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.
         if pdl:
             plgpu.griddepcontrol_wait()
         values = plgpu.load(x_gmem.at[row], layout=layout).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
-        scale = lax.rsqrt(jnp.sum(values * values) / width + eps)
-        out_gmem.at[row][...] = (values * scale).astype(x.dtype) * gain
+        out_gmem.at[row][...] = (values * scale_of(values, width, eps)).astype(x.dtype) * gain
 
     def through_shared_memory(x_gmem: Any, weight_gmem: Any, out_gmem: Any, x_smem: Any, weight_smem: Any, barrier: Any) -> None:
         row = lax.axis_index("row")
