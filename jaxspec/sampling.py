@@ -80,20 +80,14 @@ class SamplingState:
         return self.temperature == 0.0
 
 
-def stream_key(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int) -> noise.Key:
-    """The key of a stream, a position and an offset, int32 of shapes that broadcast against keys' rows."""
-    return noise.stream_key((keys[..., 0], keys[..., 1]), STREAMS[stream], position, jnp.asarray(offset, jnp.int32))
+def noise_stream(keys: jax.Array, stream: str, position: jax.Array) -> noise.Stream:
+    """A stream's numbers at positions int32 [batch], for an op that makes them where it reads them."""
+    return noise.Stream(keys, position, STREAMS[stream])
 
 
 def gumbel_noise(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int, size: int) -> jax.Array:
-    """Standard Gumbel, float32 [batch, size], of full tail: JAX's default form never exceeds about 16."""
-    key = stream_key(keys[:, None], stream, position[:, None], offset)
-    return noise.gumbel(key, jnp.arange(size, dtype=jnp.int32))
-
-
-def uniform_noise(keys: jax.Array, stream: str, position: jax.Array, size: int) -> jax.Array:
-    """Uniform on [0, 1), float32 [batch, size]: column i is the number of offset i."""
-    return noise.uniform(stream_key(keys[:, None], stream, position[:, None], jnp.arange(size, dtype=jnp.int32)), jnp.uint32(0))
+    """Standard Gumbel, float32 [batch, size]; see pallas_kernels.noise.Stream."""
+    return noise_stream(keys, stream, position).gumbel(size, offset)
 
 
 def draw(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxspec.logprobs import Scores, score_tokens
 from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import Proposal
-from jaxspec.sampling import SamplingState, draw, gumbel_noise, scale_by_temperature, uniform_noise
+from jaxspec.sampling import SamplingState, draw, noise_stream, scale_by_temperature
 from pallas_kernels.rejection_sampling import rejection_sample
 from pallas_kernels.rejection_sampling.reference import count_leading
 
@@ -39,21 +40,6 @@ class Verification:
     num_sampled: jax.Array
     logprobs: Scores | None = None
     prompt_logprobs: Scores | None = None
-
-
-@struct.dataclass
-class VerifyNoise:
-    """The random numbers of one verification; a rule leaves what it does not read as None (shapes: rejection_sample)."""
-
-    uniforms: jax.Array | None = None
-    recover: jax.Array | None = None
-
-
-def verify_noise(cfg: RoundConfig, sampling: SamplingState, seq_lens: jax.Array) -> VerifyNoise:
-    """Draw a round's noise by its first seq_len [batch]; the strict rule's is drawn with its tokens (sample_rows)."""
-    K, vocab = cfg.num_speculative_tokens, cfg.target.vocab_size
-    uniforms = uniform_noise(sampling.keys, "accept", seq_lens, K) if cfg.sampled or cfg.rule == "synthetic" else None
-    return VerifyNoise(uniforms, gumbel_noise(sampling.keys, "recover", seq_lens, 0, vocab) if cfg.sampled else None)
 
 
 def sample_rows(cfg: RoundConfig, target_logits: jax.Array, temperature: jax.Array, keys: jax.Array, seq_lens: jax.Array) -> jax.Array:
@@ -107,15 +93,15 @@ def judge(
         if narrowed:
             temperature = None
             draft_logits = None if draft_logits is None else scale_by_temperature(draft_logits, sampling.temperature)
-        noise = verify_noise(cfg, sampling, seq_lens)
+        stream = partial(noise_stream, sampling.keys, position=seq_lens)  # the strict rule's is drawn with its tokens (sample_rows)
         output_tokens, num_sampled = rejection_sample(
             target_logits,
             proposal.draft_tokens,
             draft_logits,
             target_to_draft if draft_logits is not None else None,
             sampling.greedy,
-            noise.uniforms,
-            noise.recover,
+            stream("accept") if cfg.sampled or cfg.rule == "synthetic" else None,
+            stream("recover") if cfg.sampled else None,
             None,
             jnp.asarray(cfg.acceptance_rates, jnp.float32) if cfg.rule == "synthetic" else None,
             active,

@@ -6,6 +6,8 @@ The noise of a token is a function of a key and the token's id alone: a row's ne
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,32 @@ from jax import lax
 
 Key = tuple[jax.Array, jax.Array]
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+Function = Callable[[jax.Array], jax.Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("keys", "position"), meta_fields=("stream",))
+@dataclass(frozen=True)
+class Stream:
+    """Random numbers of a batch's requests that are not made yet: of a stream (static) of their keys, at their positions.
+
+    keys: uint32 [batch, 2]; position: int32 [batch].
+    """
+
+    keys: jax.Array
+    position: jax.Array
+    stream: int
+
+    def gumbel(self, size: int, offset: jax.Array | int = 0) -> jax.Array:
+        """Standard Gumbel of full tail, float32 [batch, size], of token ids from 0 on: JAX's default form never exceeds about 16."""
+        return gumbel(self._key(jnp.asarray(offset, jnp.int32)), jnp.arange(size, dtype=jnp.int32))
+
+    def uniforms(self, size: int) -> jax.Array:
+        """Uniform on [0, 1), float32 [batch, size]: column i is the number of offset i."""
+        return uniform(self._key(jnp.arange(size, dtype=jnp.int32)), jnp.uint32(0))
+
+    def _key(self, offset: jax.Array) -> Key:
+        """Two words [batch, 1], or [batch, size] of as many offsets."""
+        return stream_key((self.keys[:, :1], self.keys[:, 1:]), self.stream, self.position[:, None], offset)
 
 
 def threefry2x32(key: Key, x0: jax.Array, x1: jax.Array) -> Key:
@@ -52,16 +80,16 @@ def unit_interval(word: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((word >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
 
 
-def gumbel(key: Key, token_ids: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
+def gumbel(key: Key, token_ids: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p) -> jax.Array:
     """Standard Gumbel of full tail of token_ids (int32), float32 of their shape and the key's.
 
     jax.random.gumbel(mode="high") hashes twice and keeps 23 bits of each hash; here the 46 bits are of the two words of one.
     """
     high, low = threefry2x32(key, jnp.uint32(0), token_ids.astype(jnp.uint32))
-    return to_gumbel(unit_interval(high), unit_interval(low), log1p)
+    return to_gumbel(unit_interval(high), unit_interval(low), log, log1p)
 
 
-def to_gumbel(high: jax.Array, low: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
+def to_gumbel(high: jax.Array, low: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p) -> jax.Array:
     """Standard Gumbel of a uniform number in (0, 1) of 46 bits, in two halves; never above 33, where both are 0."""
     x = jnp.where(high >= 0.5, high, high + low * 2.0**-23 + 2.0**-47)
-    return -jnp.log(-log1p(-x))
+    return -log(-log1p(-x))

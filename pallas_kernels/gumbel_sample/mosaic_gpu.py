@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir.dialects import math
 
-from pallas_kernels import noise
+from pallas_kernels import noise, piece_noise
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.pieces import LANES, Pieces, combine_maximum, cut, store_maximum
 
@@ -98,7 +97,7 @@ def gumbel_sample(
                 ids = ids if ids_ref is None else pieces.load(ids_ref, piece)
                 scaled = values / heat
                 scaled = jnp.where(scaled == scaled, scaled, -jnp.inf)  # as XLA's: nothing fuses the quotient with the sum
-                return scaled + noise.gumbel(key, ids, partial(_log1p, pieces))
+                return scaled + piece_noise.gumbel(pieces, key, ids)
 
             search(score)
 
@@ -133,16 +132,3 @@ def _launch(body: Callable[..., None], grid: int, inputs: tuple[jax.Array, ...],
         ),
     )
     return call(*inputs)
-
-
-def _log1p(pieces: Pieces, x: jax.Array) -> jax.Array:
-    """XLA's own: libdevice's, which Pallas has no rule for."""
-    if interpreting():
-        return jnp.log1p(x)
-
-    @plgpu.inline_mgpu(arg_types=(pieces.layout,), return_type=plgpu.ShapeDtypeStruct((pieces.size,), jnp.float32, layout=pieces.layout))
-    def log1p(_: Any, values: Any) -> Any:
-        return values.foreach(lambda value, _: math.log1p(value), create_array=True)
-
-    call: Any = log1p
-    return call(x)

@@ -1,7 +1,8 @@
 """Rejection sampling: judge K draft tokens per request against the target's logits, in one call.
 
-The noise is an input, so that two implementations can be compared exactly and the caller owns the random streams. Draft, accept and recover
-noise must be independent of each other: shared between draft and recovered token, the output is not the target's distribution.
+The noise is an input, as numbers or as the stream that they are drawn from, so that two implementations can be compared exactly and the
+caller owns the random streams. Draft, accept and recover noise must be independent of each other: shared between draft and recovered token,
+the output is not the target's distribution.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
+from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import reference
 
 RULES = ("strict", "probabilistic", "block", "synthetic")
@@ -50,8 +52,8 @@ def rejection_sample(
     draft_logits: jax.Array | None,
     target_to_draft: jax.Array | None,
     greedy: jax.Array,
-    uniforms: jax.Array | None,
-    recover_noise: jax.Array | None,
+    uniforms: jax.Array | Stream | None,
+    recover_noise: jax.Array | Stream | None,
     sample_noise: jax.Array | None,
     acceptance_rates: jax.Array | None,
     active: jax.Array,
@@ -78,8 +80,9 @@ def rejection_sample(
       draft_logits      f32 [B, K, Vd] from which the drafts were sampled, or None: the drafts are one-hot (drafted greedily).
       target_to_draft   i32 [V] the draft's id of each target token, -1 where it has none; None when Vd == V and ids are equal.
       greedy            bool [B] temperature 0.
-      uniforms          f32 [B, K] in [0, 1), one per draft; not used by strict.
-      recover_noise     f32 [B, V] standard Gumbel for the one token drawn after the accepted drafts; not used by strict.
+      uniforms          f32 [B, K] in [0, 1), one per draft, or the stream of such; not used by strict.
+      recover_noise     f32 [B, V] standard Gumbel for the one token drawn after the accepted drafts, or the stream of such, of which the
+                        kernels make what they need in registers; not used by strict.
       sample_noise      f32 [B, K+1, V] standard Gumbel keyed by position; strict only (the engine uses gumbel_sample), else None.
       acceptance_rates  f32 [K] rate of each draft given that those before it were accepted; synthetic only, else None.
       active            bool [B]; a padding row gets 0 tokens.
@@ -138,7 +141,11 @@ def rejection_sample(
     )
 
 
-def _check(name: str, value: jax.Array | None, dtype: type, shape: tuple[int, ...], needed: bool = True) -> None:
+def _check(name: str, value: jax.Array | Stream | None, dtype: type, shape: tuple[int, ...], needed: bool = True) -> None:
+    if isinstance(value, Stream):
+        _check(f"{name}.keys", value.keys, jnp.uint32, (shape[0], 2))
+        _check(f"{name}.position", value.position, jnp.int32, shape[:1])
+        return
     expected = f"{jnp.dtype(dtype).name} {list(shape)}"
     if value is None:
         if needed:

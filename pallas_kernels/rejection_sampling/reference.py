@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.noise import Stream
+
 
 class DraftScores(NamedTuple):
     """What the rules need to know of each draft token d, and what rebuilds p and q at any row.
@@ -35,8 +37,8 @@ def rejection_sample(
     draft_logits: jax.Array | None,
     target_to_draft: jax.Array | None,
     greedy: jax.Array,
-    uniforms: jax.Array | None,
-    recover_noise: jax.Array | None,
+    uniforms: jax.Array | Stream | None,
+    recover_noise: jax.Array | Stream | None,
     sample_noise: jax.Array | None,
     acceptance_rates: jax.Array | None,
     active: jax.Array,
@@ -46,6 +48,10 @@ def rejection_sample(
     sampled: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The public op's arguments and results; see ``pallas_kernels.rejection_sampling.rejection_sample``."""
+    if isinstance(uniforms, Stream):
+        uniforms = uniforms.uniforms(draft_tokens.shape[1])
+    if isinstance(recover_noise, Stream):
+        recover_noise = recover_noise.gumbel(target_logits.shape[2])
     if temperature is not None and sampled:
         divisor = jnp.where(greedy, 1.0, temperature)[:, None, None]
         target_logits = target_logits / divisor

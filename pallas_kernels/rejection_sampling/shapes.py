@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.noise import Stream
 
 
 @dataclass(frozen=True)
 class Shape:
     """draft_vocab None: one-hot drafts; equal to vocab: no map between the two. sampled False: every request is greedy.
 
+    drawn: uniforms and recover_noise are streams, as a round's, and not numbers.
     mixed: some requests are greedy, some rows idle and some drafts placeholders, which a kernel may skip: for tests, not to be timed.
     """
 
@@ -21,15 +25,19 @@ class Shape:
     draft_vocab: int | None
     rule: str = "probabilistic"
     sampled: bool = True
+    drawn: bool = False
     mixed: bool = False
 
 
 SHAPES = {
     "llama3-8b-b1": Shape(1, 3, 128_256, 32_000),
+    "llama3-8b-b1-drawn": Shape(1, 3, 128_256, 32_000, drawn=True),
     "llama3-8b-b64": Shape(64, 3, 128_256, 32_000),
+    "llama3-8b-b64-drawn": Shape(64, 3, 128_256, 32_000, drawn=True),
     "llama3-8b-b64-k5": Shape(64, 5, 128_256, 32_000),
     "llama3-8b-b64-block": Shape(64, 3, 128_256, 32_000, "block"),
     "llama3-8b-b64-strict": Shape(64, 3, 128_256, None, "strict"),
+    "llama3-8b-b64-block-drawn": Shape(64, 3, 128_256, 32_000, "block", drawn=True),
     "llama3-8b-b64-synthetic": Shape(64, 3, 128_256, 32_000, "synthetic"),
     "llama3-8b-b1-greedy": Shape(1, 3, 128_256, None, sampled=False),
     "llama3-8b-b64-greedy": Shape(64, 3, 128_256, None, sampled=False),
@@ -41,6 +49,7 @@ SHAPES = {
     "gpt-oss-b4": Shape(4, 3, 201_088, 32_000),
     "smollm2-b1": Shape(1, 3, 49_152, 12_000),
     "smollm2-b16": Shape(16, 3, 49_152, 12_000),
+    "smollm2-b1-drawn": Shape(1, 3, 49_152, 12_000, drawn=True),
     "smollm2-b1-greedy": Shape(1, 3, 49_152, None, sampled=False),
     # Two or more pieces of 512 with an overlap; of 128 and 256, as odd and even widths are cut; one piece; nothing drafted.
     "tiny": Shape(12, 3, 700, 520, mixed=True),
@@ -56,6 +65,12 @@ SHAPES = {
     "tiny-greedy": Shape(12, 3, 1300, None, sampled=False, mixed=True),
     "tiny-greedy-synthetic": Shape(12, 3, 700, None, "synthetic", sampled=False, mixed=True),
     "tiny-plain": Shape(12, 0, 700, None, mixed=True),
+    "tiny-drawn": Shape(12, 3, 700, 520, drawn=True, mixed=True),
+    "tiny-drawn-odd": Shape(8, 2, 257, 131, drawn=True, mixed=True),
+    "tiny-drawn-block": Shape(12, 4, 700, 520, "block", drawn=True, mixed=True),
+    "tiny-drawn-synthetic": Shape(12, 3, 700, 300, "synthetic", drawn=True, mixed=True),
+    "tiny-drawn-greedy-synthetic": Shape(12, 3, 700, None, "synthetic", sampled=False, drawn=True, mixed=True),
+    "tiny-drawn-plain": Shape(12, 0, 700, None, drawn=True, mixed=True),
 }
 
 
@@ -79,14 +94,20 @@ def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
     least = np.finfo(np.float32).tiny  # among millions of float32 draws one is 0
     gumbel = lambda *dims: -np.log(np.maximum(rng.standard_exponential(dims, np.float32), least))  # noqa: E731
     needs_uniforms = (shape.sampled and shape.rule != "strict") or shape.rule == "synthetic"
-    return {
+    numbers = {
+        "uniforms": rng.random((B, K), np.float32) if needs_uniforms else None,
+        "recover_noise": gumbel(B, V) if shape.sampled and shape.rule != "strict" else None,
+    }
+    if shape.drawn:
+        keys, position = jnp.asarray(rng.integers(0, 2**32, (B, 2), np.uint32)), jnp.asarray(rng.integers(0, 4096, B, np.int32))
+        streams = {"uniforms": 2, "recover_noise": 3}
+        numbers = {name: None if numbers[name] is None else Stream(keys, position, stream) for name, stream in streams.items()}
+    return numbers | {
         "target_logits": target,
         "draft_tokens": np.where(missing, -1, tokens).astype(np.int32),
         "draft_logits": None if shape.draft_vocab is None else draft,
         "target_to_draft": None if shape.draft_vocab in (None, V) else to_draft,
         "greedy": greedy,
-        "uniforms": rng.random((B, K), np.float32) if needs_uniforms else None,
-        "recover_noise": gumbel(B, V) if shape.sampled and shape.rule != "strict" else None,
         "sample_noise": gumbel(B, K + 1, V) if shape.sampled and shape.rule == "strict" else None,
         "acceptance_rates": np.linspace(0.9, 0.5, K, dtype=np.float32) if shape.rule == "synthetic" else None,
         "active": (np.arange(B) % 7 != 5) | (not shape.mixed),
@@ -100,12 +121,13 @@ def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory that the op must read; what it writes is a few hundred bytes."""
     B, K, V = shape.batch, shape.num_drafts, shape.vocab
     width = shape.draft_vocab or 0
+    noise = shape.sampled and not shape.drawn
     if shape.rule == "synthetic" or (K == 0 and shape.rule != "strict"):
-        return 4 * B * V * (2 if shape.sampled else 1)
+        return 4 * B * V * (2 if noise else 1)
     if not shape.sampled or shape.rule == "strict":
         return 4 * B * (K + 1) * V * (2 if shape.sampled else 1)
     entries = B * ((K + 1) * V + K * width)  # every log-sum-exp
-    entries += B * (2 * V + width)  # one row of target, draft and noise a request
+    entries += B * (V + width + noise * V)  # one row of target, draft and noise a request
     if shape.rule == "block" and width:
         entries += B * (K - 1) * (V + width)  # the inner rows' residual mass
     if width not in (0, V):

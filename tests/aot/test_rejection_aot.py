@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import rejection_sample
 from pallas_kernels.rejection_sampling.shapes import SHAPES, Shape
 from tests.support import h200
@@ -27,7 +29,7 @@ ARGUMENTS = set(inspect.signature(rejection_sample).parameters) - {"rule", "samp
 LARGEST_TEMPORARY = 64 * 128 * 4 * 40  # bytes: partial results of 64 requests, a few arrays of 128 lanes a row
 
 
-def structs(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+def structs(shape: Shape) -> dict[str, Any]:
     """The op's arrays for a shape, without their values; those that it does not take are left out."""
     B, K, V, width = shape.batch, shape.num_drafts, shape.vocab, shape.draft_vocab
     uniform = (shape.sampled and shape.rule != "strict") or shape.rule == "synthetic"
@@ -40,7 +42,11 @@ def structs(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
         "acceptance_rates": shape.rule == "synthetic" and (K,),
         "temperature": shape.sampled and (B,),
     }
-    arrays = {name: jax.ShapeDtypeStruct(d, jnp.float32) for name, d in dims.items() if d}
+    arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(d, jnp.float32) for name, d in dims.items() if d}
+    if shape.drawn:
+        words, ints = jax.ShapeDtypeStruct((B, 2), jnp.uint32), jax.ShapeDtypeStruct((B,), jnp.int32)
+        streams = {"uniforms": Stream(words, ints, 2), "recover_noise": Stream(words, ints, 3)}  # type: ignore[arg-type]
+        arrays |= {name: stream for name, stream in streams.items() if name in arrays}
     arrays |= {"draft_tokens": jax.ShapeDtypeStruct((B, K), jnp.int32)}
     arrays |= {name: jax.ShapeDtypeStruct((B,), jnp.bool_) for name in ("greedy", "active")}
     if width not in (None, V):

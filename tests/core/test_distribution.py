@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state, sampling, verify
+from jaxspec import decode, decode_state, sampling
 from jaxspec import propose as propose_module
 from jaxspec.config import RoundConfig
 from jaxspec.propose import Proposal
 from jaxspec.sampling import SamplingState
+from pallas_kernels import noise
 from tests.statistics import chi_square, within_limit
 from tests.support.toys import ToyDraft, toy_config
 
@@ -256,11 +257,13 @@ def test_noise_keyed_by_position_alone_biases_block_verification_from_the_second
     def noise_key(cfg: RoundConfig, seq_lens: Any, step: Any) -> tuple[str, Any, int]:
         return "draft", seq_lens + jnp.asarray(step, jnp.int32), 0
 
-    def uniform(keys: Any, stream: str, position: Any, size: int) -> jax.Array:
-        return jnp.concatenate([sampling.uniform_noise(keys, stream, position + i, 1) for i in range(size)], axis=1)
+    uniforms = noise.Stream.uniforms
+
+    def by_position(stream: noise.Stream, size: int) -> jax.Array:
+        return jnp.concatenate([uniforms(replace(stream, position=stream.position + i), 1) for i in range(size)], axis=1)
 
     monkeypatch.setattr(propose_module, "noise_key", noise_key)
-    monkeypatch.setattr(verify, "uniform_noise", uniform)
+    monkeypatch.setattr(noise.Stream, "uniforms", by_position)
     cfg = toy_config(V, K, "block")
     trials = play(cfg, "alike", 1.0, rounds=4, trials=TRIALS // 2, program=one_round(cfg))
     assert not within_limit(*joint_statistic(trials, "alike", 1.0))

@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec import sampling
 from jaxspec.propose import Proposal
-from jaxspec.sampling import gumbel_noise, sample, uniform_noise
+from jaxspec.sampling import gumbel_noise, noise_stream, sample
 from jaxspec.verify import judge
 from pallas_kernels.truncation import truncate
 from tests.statistics import chi_square, within_limit
@@ -191,7 +191,8 @@ def test_streams_positions_offsets_and_keys_are_independent() -> None:
 def test_a_requests_noise_does_not_depend_on_its_row_or_the_batch() -> None:
     order = np.array([3, 0, 2, 1, 3])
     positions = jnp.asarray([4, 9, 2, 7], jnp.int32)
-    for function in (partial(gumbel_noise, stream="recover", offset=0, size=64), partial(uniform_noise, stream="accept", size=3)):
+    uniforms = lambda keys, position: noise_stream(keys, "accept", position).uniforms(3)  # noqa: E731
+    for function in (partial(gumbel_noise, stream="recover", offset=0, size=64), uniforms):
         draw = jax.jit(function)
         whole = np.asarray(draw(keys_of(4), position=positions))
         np.testing.assert_array_equal(draw(keys_of(4)[order], position=positions[order]), whole[order])
@@ -199,7 +200,7 @@ def test_a_requests_noise_does_not_depend_on_its_row_or_the_batch() -> None:
 
 
 def test_uniforms_are_in_the_half_open_unit_interval_and_uniform() -> None:
-    drawn = np.asarray(jax.jit(uniform_noise, static_argnums=(1, 3))(keys_of(50_000), "accept", jnp.zeros(50_000, jnp.int32), 3))
+    drawn = np.asarray(noise_stream(keys_of(50_000), "accept", jnp.zeros(50_000, jnp.int32)).uniforms(3))
     assert drawn.min() >= 0 and drawn.max() < 1 and drawn.dtype == np.float32
     for column in drawn.T:
         assert within_limit(*chi_square(np.bincount((column * 100).astype(int), minlength=100), np.full(100, 0.01)))

@@ -32,7 +32,7 @@ def noise_of(words: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 def halves(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
     """The uniform halves, float32 [keys, MANY] each, that the noise of many tokens is made of."""
     with monkeypatch.context() as patch:
-        patch.setattr(noise, "to_gumbel", lambda high, low, _: (high, low))
+        patch.setattr(noise, "to_gumbel", lambda high, low, *_: (high, low))
         high, low = noise.gumbel(as_key(KEYS), jnp.arange(MANY, dtype=jnp.int32))
     return np.asarray(high), np.asarray(low)
 

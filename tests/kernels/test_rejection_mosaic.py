@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import rejection_sample
 from pallas_kernels.rejection_sampling.shapes import SHAPES, make_inputs
 from tests.rejection import oracle
@@ -38,7 +39,7 @@ def program(implementation: str, memory: str | None, absent: frozenset[str], **s
 def run(arguments: dict[str, Any], implementation: str = "mosaic_gpu", memory: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     static = {"rule": arguments["rule"], "sampled": arguments["sampled"]}
     absent = frozenset(name for name, value in arguments.items() if value is None)
-    arrays = {name: jnp.asarray(value) for name, value in arguments.items() if name not in static | dict.fromkeys(absent)}
+    arrays = {name: jax.tree.map(jnp.asarray, x) for name, x in arguments.items() if name not in static | dict.fromkeys(absent)}
     with contextlib.ExitStack() as stack:
         if memory is not None:
             from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -55,12 +56,24 @@ def interpret(arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 def rows(arguments: dict[str, Any], index: list[int]) -> dict[str, Any]:
     """The requests at `index` alone."""
     shared = ("target_to_draft", "acceptance_rates", "rule", "sampled")
-    return {name: value if name in shared or value is None else value[index] for name, value in arguments.items()}
+    at = np.asarray(index)
+    return {name: x if name in shared or x is None else jax.tree.map(lambda leaf: leaf[at], x) for name, x in arguments.items()}
+
+
+def with_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same, with the numbers of what is given as streams."""
+    uniforms, recover_noise = arguments["uniforms"], arguments["recover_noise"]
+    _, num_drafts = arguments["draft_tokens"].shape
+    if isinstance(uniforms, Stream):
+        arguments = arguments | {"uniforms": np.asarray(uniforms.uniforms(num_drafts))}
+    if isinstance(recover_noise, Stream):
+        arguments = arguments | {"recover_noise": np.asarray(recover_noise.gumbel(arguments["target_logits"].shape[-1]))}
+    return arguments
 
 
 def expected(arguments: dict[str, Any], b: int) -> tuple[list[int], bool]:
     """What request b must emit by the float64 oracle, and whether float32 must agree."""
-    one = rows(arguments, [b])
+    one = with_numbers(rows(arguments, [b]))
     temperature = one.pop("temperature")
     if temperature is not None:
         divisor = np.where(one["greedy"], 1.0, temperature.astype(np.float64))[:, None, None]
@@ -105,7 +118,7 @@ def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
 
 
 @needs_jax_11
-@pytest.mark.parametrize("name", ["smollm2-b1", "llama3-8b-b1-greedy"])
+@pytest.mark.parametrize("name", ["smollm2-b1", "smollm2-b1-drawn", "llama3-8b-b1-greedy"])
 def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
     arguments = make_inputs(SHAPES[name])
     tokens, num_sampled = interpret(arguments)
@@ -114,14 +127,24 @@ def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
 
 
 @needs_jax_11
-@pytest.mark.parametrize("name", RULES.values())
+@pytest.mark.parametrize("name", [*RULES.values(), *(name for name in TINY if "drawn" in name)])
 def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None:
     arguments = make_inputs(SHAPES[name])
     tokens, num_sampled = interpret(arguments)
-    for part in ([0], [3, 2], [7, 8, 9]):
+    for part in ([0], [3, 2], [5, 6, 7]):
         alone = interpret(rows(arguments, part))
         np.testing.assert_array_equal(alone[0], tokens[part])
         np.testing.assert_array_equal(alone[1], num_sampled[part])
+
+
+@needs_jax_11
+@pytest.mark.parametrize("name", [name for name in TINY if "drawn" in name])
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_streams_give_the_tokens_of_their_numbers(name: str, implementation: str) -> None:
+    arguments = make_inputs(SHAPES[name], seed=1)
+    memory = "nan" if implementation == "mosaic_gpu" else None
+    for got, wanted in zip(run(arguments, implementation, memory), run(with_numbers(arguments), implementation, memory), strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 @needs_jax_11

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.synthetic import conditional_rates
+from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import RULES, rejection_sample
 from tests.rejection.inputs import Inputs, emitted, judge, make
 from tests.statistics import chi_square, within_limit
@@ -364,6 +365,10 @@ def test_one_compilation_serves_any_values(rule: str, implementation: str) -> No
 # ---- errors
 
 
+def stream_of(keys: int, positions: int) -> Stream:
+    return Stream(jnp.zeros((keys, 2), jnp.uint32), jnp.zeros(positions, jnp.int32), 0)
+
+
 @pytest.mark.parametrize(
     ("rule", "change", "message"),
     [
@@ -391,6 +396,8 @@ def test_one_compilation_serves_any_values(rule: str, implementation: str) -> No
         ("block", {"sample_noise": jnp.zeros((2, 4, 9))}, r"sample_noise: expected None with rule 'block' \(only 'strict' uses it\)"),
         ("synthetic", {"acceptance_rates": None}, r"acceptance_rates: expected float32 \[3\], got None"),
         ("synthetic", {"acceptance_rates": jnp.zeros(2)}, r"acceptance_rates: expected float32 \[3\], got float32 \[2\]"),
+        ("block", {"uniforms": stream_of(3, 2)}, r"uniforms.keys: expected uint32 \[2, 2\], got uint32 \[3, 2\]"),
+        ("probabilistic", {"recover_noise": stream_of(2, 1)}, r"recover_noise.position: expected int32 \[2\], got int32 \[1\]"),
         ("strict", {"acceptance_rates": jnp.zeros(3)}, r"acceptance_rates: expected None with rule 'strict'"),
     ],
 )

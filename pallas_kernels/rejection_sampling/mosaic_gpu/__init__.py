@@ -10,6 +10,7 @@ One warpgroup reduces one piece of one row in registers and writes a partial res
   row_maxima, row_sums   row_reductions.py       argmax, or log-sum-exp, of every row
   prefixes, mass         block_verification.py   the drafts' joint probabilities, then the residual mass of the inner rows
   judge                  acceptance.py           how many drafts are accepted, and what is left to draw
+                         streams.py              the random numbers of judge and draw: given, or made in registers
   draw                   next_token.py           argmax of the one row that is drawn from
   match, emit            output.py               the output, of greedy and strict calls straight from the rows' argmax
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.noise import Stream
 from pallas_kernels.pieces import LANES, cut
 from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import judge
 from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import mass, prefixes
@@ -63,8 +65,8 @@ def rejection_sample(
     draft_logits: jax.Array | None,
     target_to_draft: jax.Array | None,
     greedy: jax.Array,
-    uniforms: jax.Array | None,
-    recover_noise: jax.Array | None,
+    uniforms: jax.Array | Stream | None,
+    recover_noise: jax.Array | Stream | None,
     sample_noise: jax.Array | None,
     acceptance_rates: jax.Array | None,
     active: jax.Array,
@@ -88,10 +90,19 @@ def rejection_sample(
     if rule == "strict" or (not sampled and rule != "synthetic"):
         noise = None if sample_noise is None or not sampled else sample_noise.reshape(batch * rows, vocab)
         return match(problem, arrays | row_maxima(problem, arrays | {"noise": noise}))
-    if num_drafts and uniforms is not None:
-        arrays |= {"uniforms": uniforms.reshape(-1), "rates": acceptance_rates}
+    if num_drafts:
+        arrays |= {"rates": acceptance_rates}
+        if isinstance(uniforms, Stream):
+            problem = replace(problem, accept_stream=uniforms.stream)
+            arrays |= {"accept_keys": uniforms.keys, "accept_position": uniforms.position}
+        elif uniforms is not None:
+            arrays |= {"uniforms": uniforms.reshape(-1)}
     if sampled:
-        arrays |= {"noise": recover_noise}
+        if isinstance(recover_noise, Stream):
+            problem = replace(problem, recover_stream=recover_noise.stream)
+            arrays |= {"recover_keys": recover_noise.keys, "recover_position": recover_noise.position}
+        else:
+            arrays |= {"noise": recover_noise}
     if num_drafts and rule != "synthetic":
         if draft_logits is not None:
             width = draft_logits.shape[-1]

@@ -13,13 +13,14 @@ from pallas_kernels.pieces import combine_maximum
 from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import longest_kept
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch
 from pallas_kernels.rejection_sampling.mosaic_gpu.scores import count_leading, pick, score_drafts
+from pallas_kernels.rejection_sampling.mosaic_gpu.streams import recover_key, uniform
 
 ACCEPTED, MODE, TOKEN, DECIDED = 0, 1, 2, 4  # columns of `decided`, and how many it has
 KNOWN, PLAIN, RESIDUAL = 0, 1, 2  # modes: nothing to draw, draw from the target's row, draw from the residual
 
 
 def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """decided i32 [B, DECIDED], and at the row to draw from: target_lse, draft_lse, log_joint f32 [B]."""
+    """decided i32 [B, DECIDED], and at the row to draw from: target_lse, draft_lse, log_joint f32 [B], recover_key u32 [B, 2]."""
     K = problem.num_drafts
 
     def body(refs: Refs, request: jax.Array) -> None:
@@ -36,7 +37,7 @@ def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, ja
 
         @pl.when(jnp.logical_not(greedy))
         def _() -> None:
-            uniforms = [refs.uniforms[request * K + i] for i in range(K)]
+            uniforms = [uniform(problem, refs, request, i) for i in range(K)]
             scores = score_drafts(problem, refs, request)
             if problem.rule == "block":
                 num_kept = longest_kept(problem, refs, request, scores, uniforms)
@@ -48,10 +49,14 @@ def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, ja
             refs.target_lse[request] = pick(scores.target_lse, num_kept)
             refs.draft_lse[request] = pick(scores.draft_lse, num_kept)  # the bonus row's is not used
             refs.log_joint[request] = pick(scores.log_joint, num_kept)
+            if problem.recover_stream is not None:
+                refs.recover_key[request, 0], refs.recover_key[request, 1] = recover_key(problem, refs, request)
 
     scalar = jax.ShapeDtypeStruct((problem.batch,), jnp.float32)
     decided = jax.ShapeDtypeStruct((problem.batch, DECIDED), jnp.int32)
     outputs = {"decided": decided, "target_lse": scalar, "draft_lse": scalar, "log_joint": scalar}
+    if problem.recover_stream is not None:
+        outputs["recover_key"] = jax.ShapeDtypeStruct((problem.batch, 2), jnp.uint32)
     return launch("judge", body, problem.batch, inputs, outputs)
 
 
@@ -72,5 +77,5 @@ def decision(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Arra
     for i in range(problem.num_drafts):
         draft = refs.tokens[request * problem.num_drafts + i]
         inside = (draft >= 0) & (draft < problem.draw.vocab)
-        kept.append(inside & (refs.uniforms[request * problem.num_drafts + i] < refs.rates[i]))
+        kept.append(inside & (uniform(problem, refs, request, i) < refs.rates[i]))
     return count_leading(kept), jnp.where(refs.active[request], PLAIN, KNOWN)

@@ -26,6 +26,8 @@ class Problem:
     stream: Pieces
     draw: Pieces
     draft_stream: Pieces | None = None  # None: one-hot drafts
+    accept_stream: int | None = None  # None: the numbers are given, as recover_stream's
+    recover_stream: int | None = None
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,7 @@ from pallas_kernels.pieces import store_maximum
 from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import PLAIN, RESIDUAL, decision
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch, partials
 from pallas_kernels.rejection_sampling.mosaic_gpu.residual import log_residual
+from pallas_kernels.rejection_sampling.mosaic_gpu.streams import recover_noise
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
 
 
@@ -30,9 +31,9 @@ def draw(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax
         store = partial(store_maximum, indices=pieces.indices(piece), row=request, piece=piece)
         store_plain = partial(store, best_ref=refs.best, index_ref=refs.index)
 
-        def load_both() -> tuple[jax.Array, jax.Array]:
-            logits, noise = pieces.load(refs.target.at[row], piece), pieces.load(refs.noise.at[request], piece)
-            return scaled(logits, divisor_of(refs, request)), noise
+        def both() -> tuple[jax.Array, jax.Array]:
+            logits = pieces.load(refs.target.at[row], piece)
+            return scaled(logits, divisor_of(refs, request)), recover_noise(problem, refs, request, piece)
 
         if not judged:
 
@@ -44,14 +45,14 @@ def draw(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax
 
             @pl.when(noisy)
             def _() -> None:
-                logits, noise = load_both()
+                logits, noise = both()
                 store_plain(logits + noise)
 
         if judged:
 
             @pl.when(mode == RESIDUAL)
             def _() -> None:
-                logits, noise = load_both()
+                logits, noise = both()
                 residual = log_residual(problem, refs, request, num_accepted, piece, logits)
                 store_plain(logits + noise)
                 store(residual + noise, best_ref=refs.residual_best, index_ref=refs.residual_index)

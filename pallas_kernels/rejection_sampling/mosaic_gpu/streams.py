@@ -1,0 +1,33 @@
+"""The random numbers that judge a request and draw its token: read where they are given, else made in registers; see noise.Stream."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import noise, piece_noise
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
+
+
+def uniform(problem: Problem, refs: Refs, request: jax.Array, draft: int) -> jax.Array:
+    """The uniform number of one of a request's drafts."""
+    if problem.accept_stream is None:
+        return refs.uniforms[request * problem.num_drafts + draft]
+    words = refs.accept_keys[request, 0], refs.accept_keys[request, 1]
+    return noise.uniform(noise.stream_key(words, problem.accept_stream, refs.accept_position[request], jnp.int32(draft)), jnp.uint32(0))
+
+
+def recover_key(problem: Problem, refs: Refs, request: jax.Array) -> noise.Key:
+    """The key of the noise of a request's recovered or bonus token."""
+    assert problem.recover_stream is not None
+    words = refs.recover_keys[request, 0], refs.recover_keys[request, 1]
+    return noise.stream_key(words, problem.recover_stream, refs.recover_position[request], jnp.int32(0))
+
+
+def recover_noise(problem: Problem, refs: Refs, request: jax.Array, piece: jax.Array) -> jax.Array:
+    """The noise of a piece of the row that the request's token is drawn from."""
+    if problem.recover_stream is None:
+        return problem.draw.load(refs.noise.at[request], piece)
+    folded = refs.recover_key is not None  # by judge: once a request, not once a piece
+    key = (refs.recover_key[request, 0], refs.recover_key[request, 1]) if folded else recover_key(problem, refs, request)
+    return piece_noise.gumbel(problem.draw, key, problem.draw.indices(piece))
