@@ -23,19 +23,18 @@ class Floor:
     target_weights, draft_weights: each matrix once a pass (the draft's K times, EAGLE-3's fc once), of an embedding the used rows, of
     experts those that are hit when every row draws its own at random.
     kv: keys and values read, by the target once and by each draft step. logits: float32, written and read once each.
-    noise: Gumbel noise over the vocabulary, written and read; 0 for a greedy batch. flops: matrix products and attention.
+    flops: matrix products and attention. Noise is neither: it is made where it is read, and its hashes are integer operations.
     """
 
     target_weights: int
     draft_weights: int
     kv: int
     logits: int
-    noise: int
     flops: int
 
     @property
     def bytes(self) -> int:
-        return self.target_weights + self.draft_weights + self.kv + self.logits + self.noise
+        return self.target_weights + self.draft_weights + self.kv + self.logits
 
     def to_dict(self, bytes_per_second: float, flops_per_second: float) -> dict[str, Any]:
         """With the two times in seconds at the measured rates; the floor is the larger one."""
@@ -73,7 +72,6 @@ def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Fl
         draft_weights=draft_bytes,
         kv=batch * tokens * kv_token_bytes(attention, itemsize) + kv_draft,
         logits=2 * FLOAT32 * (vocabulary + draft_logits),
-        noise=2 * FLOAT32 * _noise(cfg, batch),
         flops=int(2 * used * rows) + attention_flops + draft_flops,
     )
 
@@ -132,16 +130,6 @@ def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int, int]:
     after = _size({name: spec for name, spec in last.items() if name not in ("self_attn", "input_layernorm", "experts")})
     after += math.prod(last["self_attn"]["o_proj"].shape)
     return _size(each) - experts, after, _size({n: s for n, s in specs.items() if n in fused}), head, experts
-
-
-def _noise(cfg: RoundConfig, batch: int) -> int:
-    """Gumbel numbers over a vocabulary that a round draws."""
-    if not cfg.sampled:
-        return 0
-    K, vocab = cfg.num_speculative_tokens, cfg.target.vocab_size
-    if cfg.rule == "strict":  # a row each for the target, and the same ones for the draft
-        return batch * (2 * K + 1) * vocab
-    return batch * (vocab + (K * cfg.draft.draft_vocab_size if cfg.draft is not None else 0))
 
 
 def _size(specs: Any) -> int:

@@ -253,7 +253,7 @@ class Workload:
         return timing.to_dict()
 
     def time_sampling(self) -> dict[str, Any]:
-        """The noise and rejection sampling on logits that lie in memory, several calls chained in one program."""
+        """Rejection sampling, its noise included, on logits that lie in memory, several calls chained in one program."""
         case, cfg = self.case, self.cfg
         shape = (case.batch, case.num_speculative_tokens + 1, cfg.target.vocab_size)
         state = self.rewind(self.state)

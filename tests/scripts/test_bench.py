@@ -177,7 +177,7 @@ def test_the_floor_of_an_8b_round_is_what_peers_md_counts():
     cfg, plain = configured(Case("llama-3-8b"))
     floor = round_floor(cfg, 1, 400, 2)
     assert floor.target_weights == pytest.approx(15.01e9, rel=1e-3) and floor.draft_weights == pytest.approx(2.347e9, rel=1e-3)
-    assert floor.kv == 400 * 2 * 8 * 128 * 2 * (32 + 3) and floor.noise == 0
+    assert floor.kv == 400 * 2 * 8 * 128 * 2 * (32 + 3)
     assert floor.logits == 2 * 4 * 4 * 128256 + 2 * 4 * 3 * 32000
     step = round_floor(plain, 1, 400, 2)
     assert step.draft_weights == 0 and step.target_weights == pytest.approx(floor.target_weights, rel=1e-4)
@@ -195,11 +195,10 @@ def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():
     assert times["seconds"] == max(times["bytes_seconds"], times["arithmetic_seconds"]) == times["arithmetic_seconds"]
 
 
-@pytest.mark.parametrize(("rule", "rows"), [("probabilistic", (1, 3)), ("strict", (4, 3))])
-def test_the_floor_counts_the_noise_that_the_rule_draws(rule, rows):
-    cfg, _ = configured(Case("smollm2-135m", temperature=1.0, rule=rule))
-    vocab, draft_vocab = 49152, 49152 if rule == "strict" else 16000
-    assert round_floor(cfg, 2, 400, 2).noise == 2 * 2 * 4 * (rows[0] * vocab + rows[1] * draft_vocab)
+@pytest.mark.parametrize("rule", ["probabilistic", "strict"])
+def test_noise_need_not_move(rule):
+    greedy, sampled = (configured(Case("smollm2-135m", temperature=t, rule=rule))[0] for t in (0.0, 1.0))
+    assert round_floor(sampled, 2, 400, 2) == round_floor(greedy, 2, 400, 2)
 
 
 def test_a_tied_head_is_read_and_eagle_reads_the_targets_head_every_step():
