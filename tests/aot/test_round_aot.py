@@ -237,6 +237,14 @@ def test_no_kernel_is_launched_a_second_time_inside_a_fusion(case: Compiled) -> 
     assert not [name for name, body in computations if "fusion" in name and "mosaic_gpu" in body]
 
 
+def test_no_noise_is_written(case: Compiled) -> None:
+    """Of a vocabulary's size: kernels make it in registers, and keys and uniforms with it."""
+    vocabs = {case.cfg.target.vocab_size, case.cfg.draft.draft_vocab_size}
+    made = [line for v in vocabs for line in re.findall(rf"= \(?f32\[{BATCH},{v}\]\S* fusion\(.*", case.hlo)]
+    assert not made
+    assert not re.findall(r"= \(?u32\[.* fusion\(.*", case.hlo[case.hlo.index("ENTRY ") :])
+
+
 def test_no_kernel_spills(case: Compiled) -> None:
     report = h200.stack_and_spills(case.ptxas)
     assert report, "expected ptxas's report on at least one kernel"
