@@ -41,6 +41,7 @@ def main(
     rounds: Annotated[int, option("Rounds dispatched back to back.")] = 64,
     repeats: Annotated[int, option("How often; medians are printed.")] = 5,
     rounds_per_step: Annotated[int | None, option("Of the engine: rounds that one program runs. [default: its choice]")] = None,
+    pause: Annotated[float, option("Seconds of idling before each repeat of plain, verify and round: no power limit then.")] = 0.0,
     cuda_graphs: Annotated[bool | None, option("Launch by CUDA graphs or kernel by kernel. [default: the engine's choice]")] = None,
     dtype: Annotated[str, option("bfloat16, float32, or auto: bfloat16 on a GPU.")] = "auto",
     output_json: Annotated[Path | None, option("Write everything to this file, after every case.")] = None,
@@ -64,6 +65,8 @@ def main(
         timed = check_parts(parts)
         if rounds < 8 or repeats < 1:
             raise ConfigError(f"--rounds, --repeats: expected at least 8 and 1, got {rounds} and {repeats}")
+        if not 0 <= pause <= 60:
+            raise ConfigError(f"--pause: expected 0 to 60 seconds, got {pause}")
         if dtype != "auto" and dtype not in DTYPES:
             raise ConfigError(f"--dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
         EngineConfig(rounds_per_step=rounds_per_step)  # refused here, before anything is measured
@@ -73,9 +76,9 @@ def main(
         record: dict[str, Any] = environment() | measure_rates()
         print(describe(record), flush=True)
         settings = {"preset": preset, "implementation": implementation, "rounds": rounds, "repeats": repeats}
-        settings |= {"rounds_per_step": rounds_per_step, "cuda_graphs": cuda_graphs}
+        settings |= {"rounds_per_step": rounds_per_step, "cuda_graphs": cuda_graphs, "pause": pause}
         record |= {"settings": settings, "cases": []}
-        weights, effort = Weights(numbers), Effort(rounds, repeats, rounds_per_step, cuda_graphs)
+        weights, effort = Weights(numbers), Effort(rounds, repeats, rounds_per_step, cuda_graphs, pause)
         for i, case in enumerate(cases, start=1):
             print(f"[{i}/{len(cases)}] {case.name}", flush=True)
             result = run_case(case, weights, chosen, effort, timed, record, profile)

@@ -53,14 +53,17 @@ def back_to_back(
     count: int,
     repeats: int,
     rewind: Callable[[Carry], Carry] = lambda carry: carry,
+    pause: float = 0.0,
 ) -> tuple[Timing, Carry]:
-    """Time step(carry) -> carry: `count` calls dispatched without waiting, one wait at the end, over and over; rewind comes between."""
+    """Time step(carry) -> carry: `count` calls dispatched without waiting, one wait at the end, over and over; rewind comes between, and
+    so many seconds of idling, after which a device at its power limit runs at full clock for some tenths of a second."""
     carry = rewind(carry)
     for _ in range(min(DISCARDED, count)):
         carry = step(carry)
     samples, host = [], []
     for _ in range(repeats):
         carry = jax.block_until_ready(rewind(carry))
+        time.sleep(pause)
         began = time.perf_counter()
         for _ in range(count):
             carry = step(carry)

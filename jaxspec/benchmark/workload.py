@@ -44,12 +44,13 @@ NEVER = 1 << 30  # max_tokens that no run reaches
 @dataclass(frozen=True)
 class Effort:
     """rounds: calls dispatched back to back; repeats: how often that is timed. rounds_per_step: the engine's (EngineConfig).
-    cuda_graphs: RoundConfig's; None leaves the choice to the engine."""
+    cuda_graphs: RoundConfig's; None leaves the choice to the engine. pause: seconds of idling before each repeat (see back_to_back)."""
 
     rounds: int = 64
     repeats: int = 5
     rounds_per_step: int | None = None
     cuda_graphs: bool | None = None
+    pause: float = 0.0
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------------
@@ -218,7 +219,8 @@ class Workload:
         return self.state
 
     def _timed(self, step: Callable[[DecodeState], DecodeState], state: DecodeState) -> tuple[Timing, DecodeState]:
-        return back_to_back(step, state, count=self.effort.rounds, repeats=self.effort.repeats, rewind=self.rewind)
+        count, repeats, pause = self.effort.rounds, self.effort.repeats, self.effort.pause
+        return back_to_back(step, state, count=count, repeats=repeats, rewind=self.rewind, pause=pause)
 
     # --- the parts of a round, each as {"seconds": median, ...} ---
 

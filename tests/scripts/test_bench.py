@@ -127,6 +127,7 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
         (["--implementation", "matmuls=x"], "--implementation: expected auto, a name, or op=name with op among"),
         (["--parts", "round,all"], "--parts: expected among plain, draft"),
         (["--rounds", "2"], "--rounds, --repeats: expected at least 8 and 1"),
+        (["--pause", "-1"], "--pause: expected 0 to 60 seconds, got -1.0"),
         (["--rounds-per-step", "0"], "rounds_per_step: expected None or an integer of at least 1"),
         (["--dtype", "int8"], "--dtype: expected one of auto"),
     ],
@@ -299,6 +300,22 @@ def test_back_to_back_waits_once_a_repeat_and_rewinds_between():
     found, last = timing.back_to_back(step, jnp.zeros((), jnp.int32), count=7, repeats=3, rewind=rewind)
     assert len(calls) == timing.DISCARDED + 3 * 7 and len(rewound) == 4 and int(last) == 7
     assert len(found.samples) == 3 and found.best <= found.median and 0 < found.host <= max(found.samples)
+
+
+def test_a_pause_is_before_each_repeat_and_in_no_sample(monkeypatch: pytest.MonkeyPatch):
+    now, slept = [0.0], []
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    def step(x: jax.Array) -> jax.Array:
+        passes(1.0)
+        return x
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: (slept.append(seconds), passes(seconds)))
+    found, _ = timing.back_to_back(step, jnp.zeros((), jnp.int32), count=2, repeats=3, pause=1.5)
+    assert slept == [1.5] * 3 and found.samples == (1.0,) * 3
 
 
 def test_a_chain_keeps_every_call_and_its_zero_stays_zero():
