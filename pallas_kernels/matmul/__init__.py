@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
-from pallas_kernels.matmul import reference
+from pallas_kernels.matmul import plan, reference
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
 
@@ -73,21 +73,21 @@ def matmul(
 
 def shares_norm(rows: int) -> bool:
     """Whether the Mosaic kernel does the norm between two products of so many rows (gain, squares)."""
-    return rows <= _kernel("mosaic_gpu").MAX_NORM_ROWS
+    return rows <= plan.MAX_NORM_ROWS
 
 
 def unsupported(x: Any, weights: tuple[Any, ...], *, swiglu: bool = False, **options: Any) -> str | None:
-    """Why no Mosaic kernel can make this product (see `unsupported` of mosaic_gpu and swiglu_mosaic_gpu), None if one can."""
+    """Why no Mosaic kernel can make this product (see `unsupported` of plan and swiglu_mosaic_gpu), None if one can."""
     if reason := hopper.too_old():
         return reason
     if _takes_swiglu_kernel(x.shape[0], swiglu):
         return _kernel("swiglu_mosaic_gpu").unsupported(x, weights, **options)
-    return _kernel("mosaic_gpu").unsupported(x, weights, swiglu=swiglu, **options)
+    return plan.unsupported(x, weights, swiglu=swiglu, **options)
 
 
 def _takes_swiglu_kernel(rows: int, swiglu: bool) -> bool:
     """Gate and up of more rows than the other kernel has."""
-    return swiglu and rows > _kernel("mosaic_gpu").MAX_ROWS
+    return swiglu and rows > plan.MAX_ROWS
 
 
 def _kernel(name: str) -> ModuleType:

@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import interpreting
-from pallas_kernels.matmul.mosaic_gpu import MAX_ROWS as FEW_ROWS
-from pallas_kernels.matmul.mosaic_gpu import MAX_SMEM, NUM_SMS
+from pallas_kernels.matmul.plan import MAX_ROWS as FEW_ROWS
+from pallas_kernels.matmul.plan import MAX_SMEM, NUM_SMS
 
 MAX_ROWS = 256
 TILE_ROWS = 128  # of a block

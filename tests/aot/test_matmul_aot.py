@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,3 +40,48 @@ def test_compiles_to_one_kernel_without_spills(name: str) -> None:
     assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
     assert len(re.findall(r"= \S+ custom-call\(", hlo)) == 1, hlo
     assert not re.findall(r"= \S+ (?:copy|fusion|transpose|concatenate|dot|pad)\(.*", hlo)
+
+
+def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:
+    """A layer's product, and what was compiled. norm: a residual sum has one after it, any other product one before it."""
+    shape = dataclasses.replace(SHAPES[f"llama-3-8b {name} rows 1"], rows=rows)
+    arrays = abstract(shape)
+    if norm and shape.residual:
+        arrays["gain"] = jax.ShapeDtypeStruct((shape.width,), jnp.bfloat16)
+    elif norm:
+        arrays["squares"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    multiply = functools.partial(matmul, swiglu=shape.swiglu, out_dtype=jnp.dtype(shape.out_dtype), implementation="mosaic_gpu")
+    with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
+        compiled = h200.compile_for_h200(lambda arrays: multiply(**arrays), arrays)
+        ptx = report()
+    assert h200.stack_and_spills(ptx) == [(0, 0, 0)]
+    return ptx, compiled
+
+
+@pytest.mark.parametrize(("name", "rows", "norm"), [("o", 1, True), ("down", 4, True), ("o", 16, False), ("down", 64, False)])
+def test_two_ctas_sum_through_the_cluster(name: str, rows: int, norm: bool) -> None:
+    """What the second one has goes into the first one's shared memory, and not through device memory."""
+    ptx, compiled = ptx_of(name, rows, norm)
+    assert ".reqnctapercluster 2, 1, 1" in ptx and "st.async" in ptx
+    assert compiled.memory_analysis().temp_size_in_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "norm", "weights_first", "calls_next"),
+    [
+        ("qkv", 1, True, False, False),
+        ("o", 1, True, True, False),
+        ("gate_up", 1, True, False, True),
+        ("down", 1, True, True, False),
+        ("qkv", 16, False, False, False),
+        ("o", 16, False, True, False),
+        ("gate_up", 16, False, False, True),
+        ("eagle3 head", 1, False, False, True),
+    ],
+)
+def test_who_loads_before_it_waits_and_who_calls_the_next_kernel(
+    name: str, rows: int, norm: bool, weights_first: bool, calls_next: bool
+) -> None:
+    before, after = ptx_of(name, rows, norm)[0].split("griddepcontrol.wait;")
+    assert ("cp.async.bulk.tensor" in before) == weights_first and "cp.async.bulk.tensor" in after
+    assert ("griddepcontrol.launch_dependents" in after) == calls_next and "griddepcontrol.launch_dependents" not in before

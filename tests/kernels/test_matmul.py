@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import IMPLEMENTATIONS, matmul, unsupported
+from pallas_kernels.matmul import IMPLEMENTATIONS, matmul, plan, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, bytes_moved, flops, make_inputs
 from tests.kernels.interpreter import interpreted
 
@@ -67,7 +67,7 @@ def kernel(inputs: dict[str, Any], **changes: Any) -> np.ndarray:
     widths = tuple(w.shape[0 if inputs["transposed"] else 1] for w in inputs["weights"])
     out_bytes = jnp.dtype(inputs["out_dtype"]).itemsize
     options = {"swiglu": inputs["swiglu"], "out_bytes": out_bytes, "residual": inputs["residual"] is not None}
-    tuning = mosaic_gpu.choose_tuning(rows, depth, widths, **options)
+    tuning = plan.choose_tuning(rows, depth, widths, **options)
     assert tuning is not None
     with interpreted():
         return np.asarray(mosaic_gpu.matmul(**inputs, tuning=dataclasses.replace(tuning, **changes))).astype(np.float32)
@@ -122,10 +122,10 @@ def test_an_input_that_streams_gives_the_same_bits(name: str, blocks: int, monke
     shape = dataclasses.replace(SMALL[name], depth=768)
     inputs = make_inputs(shape, seed=2)
     stays = kernel(inputs, blocks=blocks, stages=2)
-    monkeypatch.setattr(mosaic_gpu, "RESIDENT_BYTES", 0)
+    monkeypatch.setattr(plan, "RESIDENT_BYTES", 0)
     mosaic_gpu.matmul.clear_cache()  # the limit is read while tracing
     try:
-        assert not mosaic_gpu.is_resident(shape.rows, shape.depth)
+        assert not plan.is_resident(shape.rows, shape.depth)
         assert_close(shape, kernel(inputs, blocks=blocks, stages=2), ground_truth(inputs))
         np.testing.assert_array_equal(kernel(inputs, blocks=blocks, stages=2), stays)
     finally:
@@ -135,8 +135,8 @@ def test_an_input_that_streams_gives_the_same_bits(name: str, blocks: int, monke
 def near_ties(shape: Shape, seed: int, step: int = 1) -> dict[str, Any]:
     """Inputs whose sums cancel to nearly nothing, so that another order of summation gives other bits.
 
-    step: all but every step-th place of the depth is zero. With 128 no wgmma has more than one term to add up, whose order the CPU's
-    products, unlike wgmma, choose by the number of rows.
+    step: all but every step-th place of the depth is zero. With the kernel's step no wgmma has more than one term to add up, whose
+    order the CPU's products, unlike wgmma, choose by the number of rows.
     """
     inputs = make_inputs(shape, seed)
     rng = np.random.default_rng(seed)
@@ -171,33 +171,15 @@ def assert_bits_are_the_rows_own(inputs: dict[str, Any], classes: tuple[tuple[in
 @pytest.mark.parametrize("name", ["several weights", "residual", "swiglu", "transposed"])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(name: str) -> None:
     """Up to 8 rows, and 16 to 64: two classes, whose steps are of 128 and of 64."""
-    shape = dataclasses.replace(SMALL[name], rows=64, depth=768)
-    assert_bits_are_the_rows_own(near_ties(shape, seed=3, step=128), ((1, 3, 8), (16, 24, 64)))
+    for step, counts in ((128, (1, 3, 8)), (64, (16, 24, 64))):
+        shape = dataclasses.replace(SMALL[name], rows=counts[-1], depth=768)
+        assert_bits_are_the_rows_own(near_ties(shape, seed=3, step=step), (counts,))
 
 
 @needs_mosaic
 def test_the_near_ties_tell_orders_of_summation_apart() -> None:
     inputs = near_ties(Shape(4, 768, (128,)), seed=3, step=128)
     assert (kernel(inputs, warpgroups=2) != kernel(inputs, warpgroups=1)).any()
-
-
-@needs_mosaic
-@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.rows <= 64])
-def test_tuning_fits_and_depends_on_rows_by_class_only(name: str) -> None:
-    from pallas_kernels.matmul import mosaic_gpu
-
-    shape = SHAPES[name]
-    out_bytes = jnp.dtype(shape.out_dtype).itemsize
-    orders = set()
-    for rows in range(1, 9) if shape.rows <= 8 else range(16, 65, 8):
-        tuning = mosaic_gpu.choose_tuning(
-            rows, shape.depth, shape.widths, swiglu=shape.swiglu, out_bytes=out_bytes, residual=shape.residual
-        )
-        assert tuning is not None and tuning.stages >= 2
-        products = 2 if shape.swiglu else 1
-        assert mosaic_gpu.smem_bytes(rows, shape.depth, tuning, products, out_bytes, shape.residual) <= mosaic_gpu.MAX_SMEM
-        orders.add((tuning.tile_k, tuning.warpgroups))
-    assert len(orders) == 1, orders
 
 
 X, W = jax.ShapeDtypeStruct((4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)

@@ -1,0 +1,64 @@
+"""How products of few rows are divided: within an SM's shared memory, by the class of rows only, deep ones over a cluster."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.matmul import plan
+from pallas_kernels.matmul.shapes import SHAPES, Shape
+
+NAMES = [name for name, shape in SHAPES.items() if shape.rows <= plan.MAX_ROWS]
+SPLIT = {"llama-3-8b o", "llama-3-8b down", "llama-3-8b eagle3 fc"}
+# Whether it calls the next kernel early, and whether its weights are asked for before it waits for the kernel before.
+ORDER = {
+    "qkv": (False, False),  # after a norm or a residual sum, which call nobody
+    "o": (False, True),  # attention calls it
+    "gate_up": (True, False),
+    "down": (False, True),  # gate and up call it
+    "fc": (False, False),
+    "head": (True, False),  # it calls the sampler
+}
+
+
+def chosen(shape: Shape, rows: int, norm: bool = False) -> tuple[plan.Tuning, int]:
+    """The tuning and its bytes of shared memory. norm: a residual sum has one after it, any other bfloat16 product one before it."""
+    out_bytes, products = jnp.dtype(shape.out_dtype).itemsize, 2 if shape.swiglu else 1
+    norms = {"normed": norm and not shape.residual, "norms": norm and shape.residual}
+    tuning = plan.choose_tuning(rows, shape.depth, shape.widths, swiglu=shape.swiglu, out_bytes=out_bytes, residual=shape.residual, **norms)
+    assert tuning is not None
+    return tuning, plan.smem_bytes(rows, shape.depth, tuning, products, out_bytes, shape.residual, **norms)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tuning_fits_and_depends_on_rows_by_class_only(name: str) -> None:
+    shape = SHAPES[name]
+    orders = set()
+    for rows in range(1, 9) if shape.rows <= 8 else range(16, 65, 8):
+        for norm in (False, True) if rows <= plan.MAX_NORM_ROWS else (False,):
+            tuning, needed = chosen(shape, rows, norm)
+            assert tuning.stages >= 2 and needed <= plan.MAX_SMEM
+            orders.add((tuning.tile_k, tuning.warpgroups, tuning.split))
+    assert len(orders) == 1, orders
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_split(name: str) -> None:
+    """Deep products whose tiles leave half of the SMs idle; each cluster then has one tile."""
+    shape = SHAPES[name]
+    tuning, _ = chosen(shape, shape.rows)
+    assert tuning.split == (2 if name.rpartition(" rows ")[0] in SPLIT else 1)
+    if tuning.split > 1:
+        assert tuning.blocks == shape.width // plan.TILE_N and tuning.blocks * tuning.split <= plan.NUM_SMS
+
+
+def test_a_depth_that_two_do_not_share_is_not_split() -> None:
+    tuning = plan.choose_tuning(1, 11008, (4096,))
+    assert tuning is not None and (tuning.warpgroups, tuning.split) == (2, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_who_calls_the_next_kernel_and_who_loads_before_it_waits(name: str) -> None:
+    tuning, _ = chosen(SHAPES[name], SHAPES[name].rows)
+    product = name.rpartition(" rows ")[0].split()[-1]
+    assert (tuning.calls_next, tuning.weights_first) == ORDER[product]
