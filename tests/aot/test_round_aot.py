@@ -238,13 +238,10 @@ def test_no_kernel_is_launched_a_second_time_inside_a_fusion(case: Compiled) -> 
 
 
 def test_no_noise_is_written(case: Compiled) -> None:
-    """Of a vocabulary's size: kernels make it in registers, and keys and uniforms with it."""
+    """Kernels make it in registers, and keys and uniforms with it: what is left to XLA hashes nothing, so it shifts no word."""
     if case.cfg.truncated:
-        pytest.skip("what cuts logits is XLA's, of the same shapes and types")
-    vocabs = {case.cfg.target.vocab_size, case.cfg.draft.draft_vocab_size}
-    made = [line for v in vocabs for line in re.findall(rf"= \(?f32\[{BATCH},{v}\]\S* fusion\(.*", case.hlo)]
-    assert not made
-    assert not re.findall(r"= \(?u32\[.* fusion\(.*", case.hlo[case.hlo.index("ENTRY ") :])
+        pytest.skip("what cuts logits is XLA's, and shifts their bits")
+    assert "shift-right-logical(" not in case.hlo
 
 
 def test_no_kernel_spills(case: Compiled) -> None:
