@@ -114,9 +114,8 @@ def rejection_sample(
         _check("draft_logits", draft_logits, jnp.float32, (batch, drafts, width))
     if target_to_draft is not None:
         _check("target_to_draft", target_to_draft, jnp.int32, (vocab,))
-    if rule != "strict":
-        _check("uniforms", uniforms, jnp.float32, (batch, drafts), needed=sampled or rule == "synthetic")
-        _check("recover_noise", recover_noise, jnp.float32, (batch, vocab), needed=sampled)
+    _check_noise("uniforms", uniforms, (batch, drafts), needed=(sampled and rule != "strict") or rule == "synthetic")
+    _check_noise("recover_noise", recover_noise, (batch, vocab), needed=sampled and rule != "strict")
     for name, value, dtype, shape, owner in (
         ("sample_noise", sample_noise, jnp.float32, (batch, rows, vocab), "strict"),
         ("acceptance_rates", acceptance_rates, jnp.float32, (drafts,), "synthetic"),
@@ -141,14 +140,21 @@ def rejection_sample(
     )
 
 
-def _check(name: str, value: jax.Array | Stream | None, dtype: type, shape: tuple[int, ...], needed: bool = True) -> None:
+def _check_noise(name: str, value: jax.Array | Stream | None, shape: tuple[int, ...], needed: bool) -> None:
+    """Numbers, or the stream of them."""
     if isinstance(value, Stream):
         _check(f"{name}.keys", value.keys, jnp.uint32, (shape[0], 2))
         _check(f"{name}.position", value.position, jnp.int32, shape[:1])
-        return
+    else:
+        _check(name, value, jnp.float32, shape, needed)
+
+
+def _check(name: str, value: jax.Array | None, dtype: type, shape: tuple[int, ...], needed: bool = True) -> None:
     expected = f"{jnp.dtype(dtype).name} {list(shape)}"
     if value is None:
         if needed:
             raise ValueError(f"{name}: expected {expected}, got None")
+    elif isinstance(value, Stream):
+        raise ValueError(f"{name}: expected {expected}, got a Stream")
     elif value.dtype != dtype or tuple(value.shape) != shape:
         raise ValueError(f"{name}: expected {expected}, got {value.dtype} {list(value.shape)}")

@@ -398,6 +398,9 @@ def stream_of(keys: int, positions: int) -> Stream:
         ("synthetic", {"acceptance_rates": jnp.zeros(2)}, r"acceptance_rates: expected float32 \[3\], got float32 \[2\]"),
         ("block", {"uniforms": stream_of(3, 2)}, r"uniforms.keys: expected uint32 \[2, 2\], got uint32 \[3, 2\]"),
         ("probabilistic", {"recover_noise": stream_of(2, 1)}, r"recover_noise.position: expected int32 \[2\], got int32 \[1\]"),
+        ("strict", {"recover_noise": stream_of(1, 2)}, r"recover_noise.keys: expected uint32 \[2, 2\], got uint32 \[1, 2\]"),
+        ("strict", {"uniforms": jnp.zeros((2, 1))}, r"uniforms: expected float32 \[2, 3\], got float32 \[2, 1\]"),
+        ("strict", {"sample_noise": stream_of(2, 2)}, r"sample_noise: expected float32 \[2, 4, 9\], got a Stream"),
         ("strict", {"acceptance_rates": jnp.zeros(3)}, r"acceptance_rates: expected None with rule 'strict'"),
     ],
 )
