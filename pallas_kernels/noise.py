@@ -1,6 +1,7 @@
 """Gumbel noise of single tokens, as arithmetic that a kernel and XLA can both fuse: threefry2x32, jax.random's hash, once a token.
 
 The noise of a token is a function of a key and the token's id alone: a row's neighbours, the vocabulary's size and its cut do not matter.
+A Stream stands for the noise of a batch that whoever reads it makes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Function = Callable[[jax.Array], jax.Array]
 @partial(jax.tree_util.register_dataclass, data_fields=("keys", "position"), meta_fields=("stream",))
 @dataclass(frozen=True)
 class Stream:
-    """Random numbers of a batch's requests that are not made yet: of a stream (static) of their keys, at their positions.
+    """Random numbers of a batch's requests, not made yet: each is a function of a request's key, the stream, a position and an offset.
 
-    keys: uint32 [batch, 2]; position: int32 [batch].
+    keys: uint32 [batch, 2]. position: int32 [batch]. stream: static; numbers of two streams are independent.
     """
 
     keys: jax.Array
@@ -31,15 +32,15 @@ class Stream:
     stream: int
 
     def gumbel(self, size: int, offset: jax.Array | int = 0) -> jax.Array:
-        """Standard Gumbel of full tail, float32 [batch, size], of token ids from 0 on: JAX's default form never exceeds about 16."""
-        return gumbel(self._key(jnp.asarray(offset, jnp.int32)), jnp.arange(size, dtype=jnp.int32))
+        """Standard Gumbel, float32 [batch, size], of token ids 0 to size - 1; of full tail, where JAX's default form ends at about 16."""
+        return gumbel(self.key(jnp.asarray(offset, jnp.int32)), jnp.arange(size, dtype=jnp.int32))
 
     def uniforms(self, size: int) -> jax.Array:
         """Uniform on [0, 1), float32 [batch, size]: column i is the number of offset i."""
-        return uniform(self._key(jnp.arange(size, dtype=jnp.int32)), jnp.uint32(0))
+        return uniform(self.key(jnp.arange(size, dtype=jnp.int32)), jnp.uint32(0))
 
-    def _key(self, offset: jax.Array) -> Key:
-        """Two words [batch, 1], or [batch, size] of as many offsets."""
+    def key(self, offset: jax.Array) -> Key:
+        """Two words uint32 [batch, 1] of one offset, int32 []; [batch, size] of as many offsets."""
         return stream_key((self.keys[:, :1], self.keys[:, 1:]), self.stream, self.position[:, None], offset)
 
 

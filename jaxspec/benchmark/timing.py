@@ -56,7 +56,7 @@ def back_to_back(
     pause: float = 0.0,
 ) -> tuple[Timing, Carry]:
     """Time step(carry) -> carry: `count` calls dispatched without waiting, one wait at the end, over and over; rewind comes between, and
-    so many seconds of idling, after which a device at its power limit runs at full clock for some tenths of a second."""
+    `pause` seconds of idling, after which a device at its power limit runs at full clock for some tenths of a second."""
     carry = rewind(carry)
     for _ in range(min(DISCARDED, count)):
         carry = step(carry)

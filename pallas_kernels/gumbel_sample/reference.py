@@ -24,9 +24,8 @@ def gumbel_sample(
 ) -> jax.Array:
     """See pallas_kernels.gumbel_sample.gumbel_sample."""
     greedy = temperature == 0.0
-    key = noise.stream_key((keys[:, :1], keys[:, 1:]), stream, position[:, None], offset)
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32) if token_ids is None else token_ids
-    gumbel = noise.gumbel(key, ids)
+    gumbel = noise.gumbel(noise.Stream(keys, position, stream).key(offset), ids)
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     scaled = jnp.where(jnp.isnan(scaled), -jnp.inf, scaled)
     return argmax(jnp.where(greedy[:, None], scaled, scaled + gumbel))

@@ -1,8 +1,8 @@
 """Rejection sampling: judge K draft tokens per request against the target's logits, in one call.
 
-The noise is an input, as numbers or as the stream that they are drawn from, so that two implementations can be compared exactly and the
-caller owns the random streams. Draft, accept and recover noise must be independent of each other: shared between draft and recovered token,
-the output is not the target's distribution.
+The noise is an input, as numbers or as the stream that they are drawn from, so that two implementations can be compared exactly and
+the caller owns the random streams. Draft, accept and recover noise must be independent of each other (Streams of the same keys and
+positions: of different numbers): shared between draft and recovered token, the output is not the target's distribution.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def rejection_sample(
       draft_logits      f32 [B, K, Vd] from which the drafts were sampled, or None: the drafts are one-hot (drafted greedily).
       target_to_draft   i32 [V] the draft's id of each target token, -1 where it has none; None when Vd == V and ids are equal.
       greedy            bool [B] temperature 0.
-      uniforms          f32 [B, K] in [0, 1), one per draft, or the stream of such; not used by strict.
-      recover_noise     f32 [B, V] standard Gumbel for the one token drawn after the accepted drafts, or the stream of such, of which the
-                        kernels make what they need in registers; not used by strict.
+      uniforms          f32 [B, K] in [0, 1), one per draft, or the Stream whose uniforms(K) they are; not used by strict.
+      recover_noise     f32 [B, V] standard Gumbel for the one token drawn after the accepted drafts, or the Stream whose gumbel(V) it is;
+                        not used by strict. Of Streams the kernels make what they need in registers.
       sample_noise      f32 [B, K+1, V] standard Gumbel keyed by position; strict only (the engine uses gumbel_sample), else None.
       acceptance_rates  f32 [K] rate of each draft given that those before it were accepted; synthetic only, else None.
       active            bool [B]; a padding row gets 0 tokens.

@@ -20,7 +20,10 @@ KNOWN, PLAIN, RESIDUAL = 0, 1, 2  # modes: nothing to draw, draw from the target
 
 
 def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """decided i32 [B, DECIDED], and at the row to draw from: target_lse, draft_lse, log_joint f32 [B], recover_key u32 [B, 2]."""
+    """decided i32 [B, DECIDED], and at the row to draw from: target_lse, draft_lse, log_joint f32 [B].
+
+    And recover_key u32 [B, 2], the key of the token's noise, where that is a stream. All but `decided` are not written for greedy requests.
+    """
     K = problem.num_drafts
 
     def body(refs: Refs, request: jax.Array) -> None:

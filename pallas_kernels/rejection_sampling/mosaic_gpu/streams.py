@@ -1,4 +1,7 @@
-"""The random numbers that judge a request and draw its token: read where they are given, else made in registers; see noise.Stream."""
+"""The random numbers that judge a request and draw its token: read where they are given, else made in registers.
+
+A given noise.Stream has the same bits here as in its own methods: uniforms have their draft as the offset, the token's noise has 0.
+"""
 
 from __future__ import annotations
 
