@@ -250,7 +250,7 @@ def test_every_named_shape_is_supported_and_cut_without_a_gap(vocab: int, draft_
 
     logits = lambda width: jax.ShapeDtypeStruct((1, 1, width), jnp.float32)  # noqa: E731
     assert unsupported(logits(vocab), None if draft_vocab is None else logits(draft_vocab)) is None
-    for size in (Tuning().stream, Tuning().draw):
+    for size in (Tuning().sweep, Tuning().draw):
         pieces = cut(vocab, size)
         starts = [min(i * pieces.size, vocab - pieces.size) for i in range(pieces.count)]
         assert pieces.count <= LANES and pieces.size % (LANES * pieces.vector) == 0

@@ -42,7 +42,7 @@ class Tuning:
     A piece's size decides the order of a row's sums, so it may follow the vocabulary but never the batch.
     """
 
-    stream: int = 4096
+    sweep: int = 4096
     draw: int = 2048
 
 
@@ -52,7 +52,7 @@ DEFAULT = Tuning()
 def unsupported(target_logits: jax.Array, draft_logits: jax.Array | None = None, tuning: Tuning = DEFAULT) -> str | None:
     """Why the kernels cannot take these arguments of the op, None if they can. Values are not read: ShapeDtypeStructs will do."""
     vocabs = {"target": target_logits.shape[-1]} | ({} if draft_logits is None else {"draft": draft_logits.shape[-1]})
-    size = min(tuning.stream, tuning.draw)
+    size = min(tuning.sweep, tuning.draw)
     for name, vocab in vocabs.items():
         if vocab < LANES or cut(vocab, size).count > LANES:
             return f"expected a {name} vocabulary of {LANES} to {LANES * size} tokens, got {vocab}"
@@ -81,7 +81,7 @@ def rejection_sample(
     num_drafts = rows - 1
     if batch == 0:
         return jnp.zeros((0, rows), jnp.int32), jnp.zeros(0, jnp.int32)
-    problem = Problem(batch, num_drafts, rule, sampled, cut(vocab, tuning.stream), cut(vocab, tuning.draw))
+    problem = Problem(batch, num_drafts, rule, sampled, cut(vocab, tuning.sweep), cut(vocab, tuning.draw))
     arrays: dict[str, jax.Array | None] = {"target": target_logits.reshape(batch * rows, vocab), "active": active}
     if num_drafts:
         arrays |= {"tokens": draft_tokens.reshape(-1)}
@@ -106,7 +106,7 @@ def rejection_sample(
     if num_drafts and rule != "synthetic":
         if draft_logits is not None:
             width = draft_logits.shape[-1]
-            problem = replace(problem, draft_stream=cut(width, tuning.stream))
+            problem = replace(problem, draft_sweep=cut(width, tuning.sweep))
             arrays |= {"draft": draft_logits.reshape(batch * num_drafts, width), "to_draft": target_to_draft}
         judged = arrays | row_sums(problem, arrays)
         if rule == "block" and draft_logits is not None and num_drafts > 1:

@@ -65,7 +65,7 @@ def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, ja
 
 def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
     """num_accepted and the token after, strict and greedy: drafts are kept while they equal the row's argmax."""
-    maxima = [combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.stream.count)[1] for i in range(problem.rows)]
+    maxima = [combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.sweep.count)[1] for i in range(problem.rows)]
     drafts = [refs.tokens[request * problem.num_drafts + i] for i in range(problem.num_drafts)]
     num_accepted = count_leading([draft == token for draft, token in zip(drafts, maxima, strict=False)])
     return num_accepted, pick(maxima, num_accepted)

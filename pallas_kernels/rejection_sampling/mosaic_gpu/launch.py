@@ -17,16 +17,20 @@ from pallas_kernels.pieces import LANES, Pieces
 
 @dataclass(frozen=True)
 class Problem:
-    """What is static about one call: requests, drafts of each, and how rows are cut (rows of all requests lie below each other)."""
+    """What is static about one call: requests, drafts of each, and how rows are cut (rows of all requests lie below each other).
+
+    sweep, draft_sweep (None: one-hot drafts): in the pass over all rows of the target, of the draft. draw: where noise or q is read too.
+    accept_stream, recover_stream: numbers of the random streams (noise.Stream); None: their numbers are given.
+    """
 
     batch: int
     num_drafts: int
     rule: str
     sampled: bool
-    stream: Pieces
+    sweep: Pieces
     draw: Pieces
-    draft_stream: Pieces | None = None  # None: one-hot drafts
-    accept_stream: int | None = None  # None: the numbers are given, as recover_stream's
+    draft_sweep: Pieces | None = None
+    accept_stream: int | None = None
     recover_stream: int | None = None
 
     @property

@@ -24,7 +24,7 @@ def log_residual(
 ) -> jax.Array:
     """log max(P p - q, 0) over a piece of row num_accepted, whose draft was rejected; see reference._residual."""
     rejected = request * problem.num_drafts + num_accepted
-    if problem.draft_stream is None:
+    if problem.draft_sweep is None:
         return jnp.where(problem.draw.indices(piece) == refs.tokens[rejected], -jnp.inf, logits)
     log_p = logits - refs.target_lse[request] + refs.log_joint[request]
     log_q = draft_at_target(problem, refs, rejected, piece, divisor_of(refs, request)) - refs.draft_lse[request]
@@ -36,9 +36,9 @@ def draft_at_target(problem: Problem, refs: Refs, row: jax.Array, piece: jax.Arr
     pieces = problem.draw
     if refs.to_draft is None:
         return scaled(pieces.load(refs.draft.at[row], piece), divisor)
-    assert problem.draft_stream is not None
+    assert problem.draft_sweep is not None
     own = pieces.load(refs.to_draft, piece)
-    gathered = _gather(pieces, refs.draft.at[row], jnp.minimum(jnp.maximum(own, 0), problem.draft_stream.vocab - 1))
+    gathered = _gather(pieces, refs.draft.at[row], jnp.minimum(jnp.maximum(own, 0), problem.draft_sweep.vocab - 1))
     return jnp.where(own >= 0, scaled(gathered, divisor), -jnp.inf)
 
 

@@ -22,7 +22,7 @@ LOG2_E = 1.4426950408889634
 
 def row_maxima(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
     """best, index [B (K+1), LANES]: the argmax of each piece of every target row, noise added where the request is sampled."""
-    pieces = problem.stream
+    pieces = problem.sweep
 
     def body(refs: Refs, block: jax.Array) -> None:
         row, piece = block // pieces.count, block % pieces.count
@@ -50,10 +50,10 @@ def row_maxima(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[st
 def row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
     """best, sum [B (K+1), LANES] of the target's rows and draft_best, draft_sum [B K, LANES] of the draft's; index for greedy requests."""
     rows, draft_rows = problem.batch * problem.rows, problem.batch * problem.num_drafts
-    target_blocks = rows * problem.stream.count
+    target_blocks = rows * problem.sweep.count
 
     def target(refs: Refs, block: jax.Array) -> None:
-        pieces = problem.stream
+        pieces = problem.sweep
         row, piece = block // pieces.count, block % pieces.count
         request = row // problem.rows
 
@@ -80,18 +80,18 @@ def row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str,
             _store_sum(logits, divisor_of(refs, request), pieces, refs.draft_best, refs.draft_sum, row, piece)
 
     def body(refs: Refs, block: jax.Array) -> None:
-        if problem.draft_stream is None:
+        if problem.draft_sweep is None:
             target(refs, block)
         else:
             pl.when(block < target_blocks)(partial(target, refs, block))
-            pl.when(block >= target_blocks)(partial(draft, problem.draft_stream, refs, block - target_blocks))
+            pl.when(block >= target_blocks)(partial(draft, problem.draft_sweep, refs, block - target_blocks))
 
     best, total, index = partials(rows, jnp.float32, jnp.float32, jnp.int32)
     outputs = {"best": best, "sum": total, "index": index}
     blocks = target_blocks
-    if problem.draft_stream is not None:
+    if problem.draft_sweep is not None:
         outputs["draft_best"], outputs["draft_sum"] = partials(draft_rows, jnp.float32, jnp.float32)
-        blocks += draft_rows * problem.draft_stream.count
+        blocks += draft_rows * problem.draft_sweep.count
     return launch("row_sums", body, blocks, inputs, outputs, approximate=True)
 
 

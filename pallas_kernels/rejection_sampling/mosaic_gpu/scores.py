@@ -25,7 +25,7 @@ class Scores:
 
 
 def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
-    K, vocab = problem.num_drafts, problem.stream.vocab
+    K, vocab = problem.num_drafts, problem.sweep.vocab
     divisor = divisor_of(refs, request)
     valid, logits, draft_logits = [], [], []
     for i in range(K):  # the dependent reads first, all drafts' at once: each is a trip to memory
@@ -33,18 +33,18 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
         inside = (draft >= 0) & (draft < vocab)
         draft = jnp.where(inside, draft, 0)
         logits.append(scaled(refs.target[request * problem.rows + i, draft], divisor))
-        if problem.draft_stream is not None:
+        if problem.draft_sweep is not None:
             own = draft if refs.to_draft is None else refs.to_draft[draft]
             inside = inside & (own >= 0)
-            own = jnp.minimum(jnp.maximum(own, 0), problem.draft_stream.vocab - 1)
+            own = jnp.minimum(jnp.maximum(own, 0), problem.draft_sweep.vocab - 1)
             draft_logits.append(scaled(refs.draft[request * K + i, own], divisor))
         valid.append(inside)
-    count = problem.stream.count
+    count = problem.sweep.count
     target_lse = [combine_sum(refs.best, refs.sum, request * problem.rows + i, count, divisor) for i in range(K + 1)]
     log_p = [x - lse for x, lse in zip(logits, target_lse, strict=False)]
     log_q, draft_lse = [jnp.float32(0.0)] * K, [jnp.float32(0.0)] * K
-    if problem.draft_stream is not None:
-        count = problem.draft_stream.count
+    if problem.draft_sweep is not None:
+        count = problem.draft_sweep.count
         draft_lse = [combine_sum(refs.draft_best, refs.draft_sum, request * K + i, count, divisor) for i in range(K)]
         log_q = [x - lse for x, lse in zip(draft_logits, draft_lse, strict=True)]
         valid = [v & (q > -jnp.inf) for v, q in zip(valid, log_q, strict=True)]
