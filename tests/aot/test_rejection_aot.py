@@ -54,9 +54,8 @@ def structs(shape: Shape) -> dict[str, Any]:
     return arrays
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_kernels_of_a_named_shape_on_an_h200(name: str) -> None:
-    shape = SHAPES[name]
+def compile_op(shape: Shape) -> tuple[Any, str]:
+    """The executable, and ptxas's report on its kernels."""
     arrays = structs(shape)
     absent = dict.fromkeys(ARGUMENTS - set(arrays))
 
@@ -64,8 +63,13 @@ def test_kernels_of_a_named_shape_on_an_h200(name: str) -> None:
         return rejection_sample(**arrays, **absent, rule=shape.rule, sampled=shape.sampled, implementation="mosaic_gpu")
 
     with h200.ptxas_report() as ptxas:
-        compiled = h200.compile_for_h200(function, arrays)
-        report = ptxas()
+        return h200.compile_for_h200(function, arrays), ptxas()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_kernels_of_a_named_shape_on_an_h200(name: str) -> None:
+    shape = SHAPES[name]
+    compiled, report = compile_op(shape)
     wanted = KERNELS["greedy" if not shape.sampled else shape.rule]
     assert re.findall(r"Function properties for (\w+)_mosaic_gpu_kernel", report) == wanted
     assert h200.stack_and_spills(report) == [(0, 0, 0)] * len(wanted)
@@ -74,3 +78,11 @@ def test_kernels_of_a_named_shape_on_an_h200(name: str) -> None:
     assert entry.count("custom-call(") == len(wanted)
     assert not re.findall(r"= \S+ (fusion|copy|convert|reduce|gather|while)\(", entry), "XLA launches kernels of its own"
     assert compiled.memory_analysis().temp_size_in_bytes < LARGEST_TEMPORARY
+
+
+def test_noise_takes_no_approximate_logarithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bits are XLA's, also in the draw, whose kernel approximates what it can. By rate alone (synthetic) it has no other logarithm."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")  # beside ptxas's report
+    _, ptx = compile_op(Shape(4, 3, 49_152, 12_000, "synthetic", drawn=True))
+    assert ".entry draw_mosaic_gpu_kernel" in ptx
+    assert "lg2.approx" not in ptx
