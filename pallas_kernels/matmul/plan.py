@@ -93,8 +93,10 @@ def choose_tuning(
     # One SM takes in 62 GB/s: half of them are not enough. A tile that fits into one ring needs no second.
     deep = depth > RING_DEPTH and depth % (128 * 2 * SPLIT) == 0  # the first choice of steps and warpgroups, below, stays the same
     split = SPLIT if deep and not swiglu and tiles * SPLIT <= NUM_SMS else 1
-    # Gate and up call down, the head the sampler; what follows the others would land on whatever SMs are left. Before a residual sum are
-    # attention or gate and up, which call; before the others a norm or such a sum, which do not.
+    # Gate and up call down, the head the sampler (a product with a bias is float32 too, but XLA's sum after it is not launched early); what
+    # follows the others would land on whatever SMs are left. Before a residual sum are attention or gate and up, which call; before the
+    # others a norm or such a sum, which do not. Two o, not measured, are otherwise: latent attention's follows a product by head, which
+    # does not call, and one with a bias, which has no residual here, follows attention.
     calls_next = swiglu or out_bytes == 4
     # Gate and up of many rows: two blocks an SM, each with half of the shared memory, keep the tensor cores busy.
     blocks_an_sm = 2 if swiglu and not few and not is_resident(rows, depth) else 1
