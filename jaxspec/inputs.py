@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from jaxspec.config import ConfigError
@@ -27,7 +27,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     prompts = _as_python(prompts)
     if isinstance(prompts, str | bytes | Mapping):  # (bytes are no prompt, and no list of ids either)
         return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Set):  # a set has no order
         raise ConfigError(f"prompts: expected texts, token ids or chats, got {prompts!r:.200}")
     items = list(prompts)
     first = items[0] if items else None
@@ -50,7 +50,7 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
     if isinstance(prompt, Mapping):
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", prompt)
     prompt = _as_python(prompt)
-    listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping)
+    listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping | Set)
     items: list[Any] = list(prompt) if listed else []
     if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
         return [int(t) for t in items]

@@ -104,6 +104,8 @@ def test_a_count_that_may_be_0_is_read_or_refused(name: str, key: str) -> None:
         b"\1\2",
         [b"\1\2"],
         np.float32([1, 2]),
+        {1, 2},
+        [frozenset((1, 2))],
     ],
 )
 def test_a_prompt_of_the_wrong_kind_is_refused(prompts: Any) -> None:

@@ -162,7 +162,7 @@ def test_the_rest_is_made_in_jnp_whatever_the_kernels(group: Any, attention: Any
     jax.tree.map(np.testing.assert_array_equal, made, build_metadata(group, table, ones, ones, rows))
 
 
-# ---- cases that vLLM's suite states (shared/reference/cases.md 3.5)
+# ---- cases that vLLM's suite states
 
 
 def rebuilt(start: list[int], steps: int, limit: int, rows: list[int] | None = None) -> AttentionMetadata:

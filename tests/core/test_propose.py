@@ -306,7 +306,7 @@ def test_no_host_callback_is_traced() -> None:
     assert not [e for e in traced(config(model, 3), model) if "callback" in e.primitive.name]
 
 
-# ---- cases that vLLM's suite states (shared/reference/cases.md 3.5)
+# ---- cases that vLLM's suite states
 
 
 @pytest.mark.parametrize(("K", "expected"), [(1, [[42], [60]]), (3, [[42, 43, 44], [60, 61, 62]])])

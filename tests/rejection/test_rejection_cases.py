@@ -1,4 +1,4 @@
-"""Known inputs with known outputs (shared/reference/cases.md 3.1 and 3.2), and what must hold beside the distribution."""
+"""Known inputs with known outputs, as vLLM's suite has them, and what must hold beside the distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synthetic schedule against shared/reference/cases.md 3.3 and the recomputed values of speculation.md 1.9."""
+"""The synthetic schedule against cases of vLLM's suite, and against values worked out by hand."""
 
 from __future__ import annotations
 

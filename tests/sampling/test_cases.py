@@ -1,4 +1,4 @@
-"""Cases of vLLM's suite for sampling parameters (shared/reference/cases.md 3.1), through judge with every parameter in use."""
+"""Cases of vLLM's suite for sampling parameters, through judge with every parameter in use."""
 
 from __future__ import annotations
 

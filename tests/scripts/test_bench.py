@@ -173,8 +173,8 @@ def configured(case: Case, **changes: Any) -> tuple[Any, Any]:
     return replace(cfg, **changes), plain
 
 
-def test_the_floor_of_an_8b_round_is_what_peers_md_counts():
-    """15.01 GB of target weights, 2.35 GB of three draft steps (shared/reference/peers.md)."""
+def test_the_floor_of_an_8b_round_is_what_it_must_read():
+    """15.01 GB of target weights, 2.35 GB of three draft steps."""
     cfg, plain = configured(Case("llama-3-8b"))
     floor = round_floor(cfg, 1, 400, 2)
     assert floor.target_weights == pytest.approx(15.01e9, rel=1e-3) and floor.draft_weights == pytest.approx(2.347e9, rel=1e-3)
