@@ -44,8 +44,9 @@ def structs(shape: Shape) -> dict[str, Any]:
     }
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(d, jnp.float32) for name, d in dims.items() if d}
     if shape.drawn:
-        words, ints = jax.ShapeDtypeStruct((B, 2), jnp.uint32), jax.ShapeDtypeStruct((B,), jnp.int32)
-        streams = {"uniforms": Stream(words, ints, 2), "recover_noise": Stream(words, ints, 3)}  # type: ignore[arg-type]
+        keys: Any = jax.ShapeDtypeStruct((B, 2), jnp.uint32)
+        position: Any = jax.ShapeDtypeStruct((B,), jnp.int32)
+        streams = {"uniforms": Stream(keys, position, 2), "recover_noise": Stream(keys, position, 3)}
         arrays |= {name: stream for name, stream in streams.items() if name in arrays}
     arrays |= {"draft_tokens": jax.ShapeDtypeStruct((B, K), jnp.int32)}
     arrays |= {name: jax.ShapeDtypeStruct((B,), jnp.bool_) for name in ("greedy", "active")}
