@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig
+from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig, rope_frequencies
 from jaxspec.params import Params, ParamSpec, matrix
 from pallas_kernels import matmul as matmul_op
 from pallas_kernels.embed_norm import embed_norm as embed_norm_op
@@ -188,25 +187,6 @@ def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str
         "up_proj": matrix(f"{prefix}.up_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")),
         "down_proj": matrix(f"{prefix}.down_proj.weight", intermediate_size, hidden_size, ("mlp", "embed")),
     }
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Inverse frequencies [head_dim / 2], float32; llama3 scaling as in Llama 3.1's reference code, YaRN as in its paper's section 3.2."""
-    inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.rope_type == "yarn":
-        turns = np.array([rope.beta_fast, rope.beta_slow])
-        ends = head_dim * np.log(rope.original_max_position_embeddings / (turns * 2 * np.pi)) / (2 * np.log(rope.theta))
-        low, high = (np.floor(ends[0]), np.ceil(ends[1])) if rope.truncate else ends
-        low, high = max(low, 0.0), min(high, head_dim - 1.0)
-        interpolated = np.clip((np.arange(head_dim // 2) - low) / (high - low or 0.001), 0.0, 1.0)
-        inverse = inverse * (interpolated / rope.factor + (1 - interpolated))
-    if rope.rope_type == "llama3":
-        wavelength = 2 * np.pi / inverse
-        original = rope.original_max_position_embeddings
-        smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        blend = np.clip(smooth, 0.0, 1.0)
-        inverse = blend * inverse + (1 - blend) * inverse / rope.factor
-    return inverse.astype(np.float32)
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

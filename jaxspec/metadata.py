@@ -14,8 +14,7 @@ from typing import Any, overload
 import jax
 from flax import struct
 
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, Kernels
-from jaxspec.layers import rope_frequencies
+from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, Kernels, rope_frequencies
 from pallas_kernels.step_metadata import step_metadata, unsupported
 
 CacheGroups = CacheGroup | tuple[CacheGroup, ...]  # of a model: one, or one for each type of attention among its layers

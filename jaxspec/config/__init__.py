@@ -1,15 +1,17 @@
 """Frozen, hashable configuration and all of its validation.
 
 reading      keys of a checkpoint's config.json; ConfigError
-attention    attention's dimensions, rotary embedding, groups of layers that share a block table
+attention    attention's dimensions, groups of layers that share a block table
+rope         rotary embedding: its settings and frequencies
 speculative  SpeculativeConfig: what drafts, and how drafts are judged
 engine       EngineConfig: how the engine runs
 round        RoundConfig, Kernels, SamplingFeatures: the static description of a compiled round
 """
 
-from jaxspec.config.attention import AttentionConfig, CacheGroup, CompressedAttentionConfig, MLAConfig, RopeConfig
+from jaxspec.config.attention import AttentionConfig, CacheGroup, CompressedAttentionConfig, MLAConfig
 from jaxspec.config.engine import Compilation, EngineConfig
 from jaxspec.config.reading import ConfigError, is_int, is_number, read_int, read_number, read_object, refuse_unless, settle_integers
+from jaxspec.config.rope import RopeConfig, rope_frequencies
 from jaxspec.config.round import REFERENCE_KERNELS, Kernels, RoundConfig, SamplingFeatures
 from jaxspec.config.speculative import METHODS, DraftSampling, RejectionRule, SpeculativeConfig
 
@@ -36,5 +38,6 @@ __all__ = [
     "read_number",
     "read_object",
     "refuse_unless",
+    "rope_frequencies",
     "settle_integers",
 ]

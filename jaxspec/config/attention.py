@@ -1,83 +1,11 @@
-"""Attention: its dimensions, its rotary embedding, and the groups of layers that share a block table."""
+"""Attention: its dimensions, and the groups of layers that share a block table."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
-from jaxspec.config.reading import ConfigError, read_int, read_number, read_object
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding. ``llama3`` rescales low frequencies (Llama 3.1's rope_scaling); ``yarn`` (2309.00071) blends
-    interpolated and original frequencies between the dimensions that turn beta_slow and beta_fast times in the original context.
-
-    attention_factor: on cos and sin (YaRN's temperature). softmax_factor: on an MLA layer's softmax scale (DeepSeek's mscale_all_dim).
-    """
-
-    theta: float = 10000.0
-    rope_type: Literal["default", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    softmax_factor: float = 1.0
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-        """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (before), both raw JSON."""
-        scaling = read_object(config, "rope_parameters") or read_object(config, "rope_scaling")
-        theta = read_number(scaling, "rope_theta", read_number(config, "rope_theta", default_theta))
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-            raise ConfigError("partial_rotary_factor: expected 1.0 (the whole head is rotated), got another value")
-        if kind == "default":
-            return cls(theta)
-        needed = {
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-            "yarn": ("factor", "original_max_position_embeddings"),
-        }
-        if kind not in needed:
-            raise ConfigError(f"rope_type: expected 'default', 'llama3' or 'yarn', got {kind!r}")
-        missing = [k for k in needed[kind] if k not in scaling]
-        if missing:
-            raise ConfigError(f"rope_type {kind!r}: expected the keys {missing} in rope_scaling, got {sorted(scaling)}")
-        factor, original = read_number(scaling, "factor", 1.0), read_int(scaling, "original_max_position_embeddings")
-        if kind == "yarn":
-            return cls._yarn(theta, factor, original, scaling)
-        return cls(
-            theta,
-            "llama3",
-            factor=factor,
-            low_freq_factor=read_number(scaling, "low_freq_factor", 1.0),
-            high_freq_factor=read_number(scaling, "high_freq_factor", 4.0),
-            original_max_position_embeddings=original,
-        )
-
-    @classmethod
-    def _yarn(cls, theta: float, factor: float, original: int, scaling: Mapping[str, Any]) -> RopeConfig:
-        """DeepSeek gives mscale and mscale_all_dim: their ratio is on cos and sin, the latter's square on MLA's softmax scale."""
-        mscale = lambda weight: 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0  # noqa: E731
-        one, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention = mscale(one) / mscale(all_dims) if one and all_dims else mscale(1.0)
-        return cls(
-            theta,
-            "yarn",
-            factor=factor,
-            original_max_position_embeddings=original,
-            beta_fast=read_number(scaling, "beta_fast", 32.0),
-            beta_slow=read_number(scaling, "beta_slow", 1.0),
-            truncate=bool(scaling.get("truncate", True)),
-            attention_factor=read_number(scaling, "attention_factor", attention),
-            softmax_factor=mscale(all_dims) ** 2 if all_dims else 1.0,
-        )
+from jaxspec.config.reading import ConfigError
+from jaxspec.config.rope import RopeConfig
 
 
 @dataclass(frozen=True)

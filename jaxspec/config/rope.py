@@ -1,0 +1,101 @@
+"""Rotary position embedding: its settings, and the frequencies that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxspec.config.reading import ConfigError, read_int, read_number, read_object
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. ``llama3`` rescales low frequencies (Llama 3.1's rope_scaling); ``yarn`` (2309.00071) blends
+    interpolated and original frequencies between the dimensions that turn beta_slow and beta_fast times in the original context.
+
+    attention_factor: on cos and sin (YaRN's temperature). softmax_factor: on an MLA layer's softmax scale (DeepSeek's mscale_all_dim).
+    """
+
+    theta: float = 10000.0
+    rope_type: Literal["default", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    softmax_factor: float = 1.0
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
+        """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (before), both raw JSON."""
+        scaling = read_object(config, "rope_parameters") or read_object(config, "rope_scaling")
+        theta = read_number(scaling, "rope_theta", read_number(config, "rope_theta", default_theta))
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+            raise ConfigError("partial_rotary_factor: expected 1.0 (the whole head is rotated), got another value")
+        if kind == "default":
+            return cls(theta)
+        needed = {
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "yarn": ("factor", "original_max_position_embeddings"),
+        }
+        if kind not in needed:
+            raise ConfigError(f"rope_type: expected 'default', 'llama3' or 'yarn', got {kind!r}")
+        missing = [k for k in needed[kind] if k not in scaling]
+        if missing:
+            raise ConfigError(f"rope_type {kind!r}: expected the keys {missing} in rope_scaling, got {sorted(scaling)}")
+        factor, original = read_number(scaling, "factor", 1.0), read_int(scaling, "original_max_position_embeddings")
+        if kind == "yarn":
+            return cls._yarn(theta, factor, original, scaling)
+        return cls(
+            theta,
+            "llama3",
+            factor=factor,
+            low_freq_factor=read_number(scaling, "low_freq_factor", 1.0),
+            high_freq_factor=read_number(scaling, "high_freq_factor", 4.0),
+            original_max_position_embeddings=original,
+        )
+
+    @classmethod
+    def _yarn(cls, theta: float, factor: float, original: int, scaling: Mapping[str, Any]) -> RopeConfig:
+        """DeepSeek gives mscale and mscale_all_dim: their ratio is on cos and sin, the latter's square on MLA's softmax scale."""
+        mscale = lambda weight: 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0  # noqa: E731
+        one, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention = mscale(one) / mscale(all_dims) if one and all_dims else mscale(1.0)
+        return cls(
+            theta,
+            "yarn",
+            factor=factor,
+            original_max_position_embeddings=original,
+            beta_fast=read_number(scaling, "beta_fast", 32.0),
+            beta_slow=read_number(scaling, "beta_slow", 1.0),
+            truncate=bool(scaling.get("truncate", True)),
+            attention_factor=read_number(scaling, "attention_factor", attention),
+            softmax_factor=mscale(all_dims) ** 2 if all_dims else 1.0,
+        )
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Inverse frequencies [head_dim / 2], float32; llama3 scaling as in Llama 3.1's reference code, YaRN as in its paper's section 3.2."""
+    inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.rope_type == "yarn":
+        turns = np.array([rope.beta_fast, rope.beta_slow])
+        ends = head_dim * np.log(rope.original_max_position_embeddings / (turns * 2 * np.pi)) / (2 * np.log(rope.theta))
+        low, high = (np.floor(ends[0]), np.ceil(ends[1])) if rope.truncate else ends
+        low, high = max(low, 0.0), min(high, head_dim - 1.0)
+        interpolated = np.clip((np.arange(head_dim // 2) - low) / (high - low or 0.001), 0.0, 1.0)
+        inverse = inverse * (interpolated / rope.factor + (1 - interpolated))
+    if rope.rope_type == "llama3":
+        wavelength = 2 * np.pi / inverse
+        original = rope.original_max_position_embeddings
+        smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = np.clip(smooth, 0.0, 1.0)
+        inverse = blend * inverse + (1 - blend) * inverse / rope.factor
+    return inverse.astype(np.float32)
