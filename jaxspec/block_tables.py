@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.group_blocks import NULL_BLOCK, Held
+from jaxspec.cache.group_blocks import NULL_BLOCK, Held
 from jaxspec.request import Request
 
 

@@ -25,10 +25,10 @@ import numpy as np
 from jax import lax
 
 from jaxspec.attention import RopeTables
+from jaxspec.cache.arrays import PAD_SLOT, CompressedCache, CompressorCache, entries_a_block, write_rows
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, CompressedAttentionConfig, Kernels, RopeConfig
-from jaxspec.kv_cache import PAD_SLOT, CompressedCache, CompressorCache, entries_a_block, write_rows
 from jaxspec.layers import linear, product, rms_norm, rope_tables
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
 
 _MASKED = -1e30  # finite: a row that sees nothing (an idle request) stays free of NaN

@@ -7,10 +7,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jaxspec import drafts
+from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode_state import DecodeState, draft_inputs, pending_rows
 from jaxspec.logits_processing import count_tokens
-from jaxspec.metadata import BlockTables
 from jaxspec.params import Params
 from jaxspec.propose import Proposal, consume_pending, propose
 from jaxspec.verify import Verification, verify

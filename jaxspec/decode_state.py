@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec import drafts
+from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.config import RoundConfig
-from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.propose import DraftInputs
 from jaxspec.sampling import SamplingState
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from jaxspec.attention import RopeTables, attend, biased_product
+from jaxspec.cache.arrays import FullCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels
-from jaxspec.kv_cache import FullCache
 from jaxspec.layers import ResidualStream, add_mlp, add_product, pick_row, values_of
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import Params
 
 

@@ -12,12 +12,12 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from jaxspec.block_pool import BlockPool
+from jaxspec.cache.block_pool import BlockPool
+from jaxspec.cache.group_blocks import GroupBlocks
+from jaxspec.cache.pool_sizes import steps_ahead
 from jaxspec.config import ConfigError, SamplingFeatures
-from jaxspec.group_blocks import GroupBlocks
 from jaxspec.logprobs import Scores, logprobs_of
 from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
-from jaxspec.pool_sizes import steps_ahead
 from jaxspec.request import FinishReason, Request
 from jaxspec.rounds import each_round
 from jaxspec.runner import GREEDY, ModelRunner

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import drafts, models
+from jaxspec.cache.pool_sizes import demand, layer_block_bytes
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig
 from jaxspec.params import Params, ParamSpec
-from jaxspec.pool_sizes import demand, layer_block_bytes
 from jaxspec.rounds import rounds_per_step
 
 GIB = 1 << 30

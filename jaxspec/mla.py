@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.attention import RopeTables, biased_product, halves_of_pairs, rotated_matrix
+from jaxspec.cache.arrays import LatentCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, MLAConfig
-from jaxspec.kv_cache import LatentCache
 from jaxspec.layers import log_once, product, rms_norm
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
 from pallas_kernels import head_matmul as head_matmul_op
 from pallas_kernels import latent_attention as attention_op

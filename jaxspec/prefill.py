@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import drafts, models
+from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import RoundConfig
 from jaxspec.decode import advance
 from jaxspec.decode_state import DecodeState, pending_rows
 from jaxspec.layers import pick_row
 from jaxspec.logits_processing import process_target_logits
 from jaxspec.logprobs import score_hidden, score_tokens
-from jaxspec.metadata import BlockTables, build_metadata
 from jaxspec.params import Params
 from jaxspec.sampling import gumbel_noise, sample
 from jaxspec.verify import Verification

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode import decode_round, verify_and_commit
 from jaxspec.decode_state import DecodeState, draft_inputs
-from jaxspec.metadata import BlockTables
 from jaxspec.params import Params
 from jaxspec.prefill import prefill
 from jaxspec.propose import DraftInputs, first_step, next_step

@@ -15,10 +15,10 @@ from flax import struct
 from jax import lax
 
 from jaxspec import drafts
+from jaxspec.cache.arrays import KVCache
+from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
-from jaxspec.kv_cache import KVCache
 from jaxspec.layers import pick_row
-from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.params import Params
 from jaxspec.sampling import SamplingState, draw, sample, scale_by_temperature
 

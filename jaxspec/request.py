@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxspec.cache.group_blocks import Held
 from jaxspec.detokenizer import Detokenizer
-from jaxspec.group_blocks import Held
 from jaxspec.logprobs import Logprob
 from jaxspec.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams

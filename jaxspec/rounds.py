@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import EngineConfig, RoundConfig
 from jaxspec.decode import decode_round
 from jaxspec.decode_state import DecodeState
-from jaxspec.metadata import BlockTables
 from jaxspec.params import Params
 from jaxspec.programs import Program, run_round
 from jaxspec.verify import Verification

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode_state, pool_sizes, programs, rounds, slots
+from jaxspec import decode_state, programs, rounds, slots
 from jaxspec.block_tables import BlockTables
 from jaxspec.buckets import Buckets, power_of_two
+from jaxspec.cache import pool_sizes
 from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.decode_state import DecodeState
 from jaxspec.params import Params

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jaxspec.block_pool import hash_blocks
+from jaxspec.cache.block_pool import hash_blocks
+from jaxspec.cache.group_blocks import GroupBlocks, Held, longest_prefix
 from jaxspec.config import CacheGroup
-from jaxspec.group_blocks import GroupBlocks, Held, longest_prefix
 from jaxspec.metrics import SchedulerCounts
 from jaxspec.request import FinishReason, Request
 

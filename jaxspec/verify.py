@@ -14,11 +14,11 @@ from flax import struct
 from jax import lax
 
 from jaxspec import models
+from jaxspec.cache.arrays import KVCache
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import RoundConfig
-from jaxspec.kv_cache import KVCache
 from jaxspec.logits_processing import adjust_logits, narrow_logits
 from jaxspec.logprobs import Scores, score_tokens
-from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import Proposal
 from jaxspec.sampling import SamplingState, draw, noise_stream, scale_by_temperature

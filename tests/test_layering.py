@@ -34,14 +34,21 @@ LAYERS = (
     ),
     ("jaxspec.decode", "jaxspec.prefill"),
     ("jaxspec.decode_state",),
-    ("jaxspec.request", "jaxspec.block_pool", "jaxspec.group_blocks", "jaxspec.detokenizer", "jaxspec.propose", "jaxspec.verify"),
-    ("jaxspec.pool_sizes", "jaxspec.buckets"),
+    (
+        "jaxspec.request",
+        "jaxspec.cache.block_pool",
+        "jaxspec.cache.group_blocks",
+        "jaxspec.detokenizer",
+        "jaxspec.propose",
+        "jaxspec.verify",
+    ),
+    ("jaxspec.cache.pool_sizes", "jaxspec.buckets"),
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.logprobs", "jaxspec.synthetic"),
     ("jaxspec.sampling", "jaxspec.sampling_rows"),
     ("jaxspec.moe", "jaxspec.mla", "jaxspec.compressed_attention", "jaxspec.hyper_connections"),
     ("jaxspec.decoder_layer",),
-    ("jaxspec.attention", "jaxspec.metadata", "jaxspec.layers", "jaxspec.mxfp4"),
-    ("jaxspec.kv_cache", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config"),
+    ("jaxspec.attention", "jaxspec.cache.metadata", "jaxspec.layers", "jaxspec.mxfp4"),
+    ("jaxspec.cache.arrays", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config", "jaxspec.cache"),
 )
 LEAVES = ("jaxspec.compilation_cache", "jaxspec.metrics", "jaxspec.progress")  # import nothing of jaxspec, and anything may import them
 KERNEL_CALLERS = (
@@ -49,7 +56,7 @@ KERNEL_CALLERS = (
     "jaxspec.kernels",
     "jaxspec.layers",
     "jaxspec.logits_processing",
-    "jaxspec.metadata",
+    "jaxspec.cache.metadata",
     "jaxspec.mla",
     "jaxspec.moe",
     "jaxspec.sampling",
@@ -183,7 +190,7 @@ def test_architecture_page_names_every_module_and_imports_go_down_it() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "reason"),
     [
-        ("jaxspec/config/round.py", "from jaxspec.kv_cache import KVCache\nfrom jaxspec import layers", "a layer above"),
+        ("jaxspec/config/round.py", "from jaxspec.cache.arrays import KVCache\nfrom jaxspec import layers", "a layer above"),
         ("jaxspec/models/llama.py", "def f():\n    import jaxspec.verify", "a layer above"),
         ("jaxspec/models/llama.py", "from ..decode import prefill", "a layer above"),
         ("jaxspec/models/llama.py", "from .. import propose", "a layer above"),
@@ -198,7 +205,7 @@ def test_architecture_page_names_every_module_and_imports_go_down_it() -> None:
     ],
 )
 def test_planted_import_is_found(tmp_path: Path, file: str, source: str, reason: str) -> None:
-    for name in ("jaxspec/kv_cache.py", "jaxspec/layers.py", "jaxspec/propose.py", file):
+    for name in ("jaxspec/cache/arrays.py", "jaxspec/layers.py", "jaxspec/propose.py", file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert [v for v in violations(tmp_path) if "no layer" not in v] == []
@@ -210,6 +217,6 @@ def test_planted_import_is_found(tmp_path: Path, file: str, source: str, reason:
 def test_planted_cycle_is_found(tmp_path: Path) -> None:
     (tmp_path / "jaxspec").mkdir()
     (tmp_path / "jaxspec" / "kv_cache.py").write_text("from jaxspec.params import Params\n", encoding="utf-8")
-    (tmp_path / "jaxspec" / "params.py").write_text("def f():\n    from jaxspec.kv_cache import PAD_SLOT\n", encoding="utf-8")
+    (tmp_path / "jaxspec" / "params.py").write_text("def f():\n    from jaxspec.cache.arrays import PAD_SLOT\n", encoding="utf-8")
     assert violations(tmp_path) == []
-    assert cycles(tmp_path) == ["jaxspec.kv_cache -> jaxspec.params -> jaxspec.kv_cache"]
+    assert cycles(tmp_path) == ["jaxspec.cache.arrays -> jaxspec.params -> jaxspec.cache.arrays"]

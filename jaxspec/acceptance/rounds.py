@@ -19,9 +19,9 @@ from flax import struct
 
 from jaxspec import decode, decode_state, models, programs
 from jaxspec.acceptance.expected import Expected, expected_acceptance
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.decode_state import DecodeState
-from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import Proposal, propose
 from jaxspec.sampling import SamplingState

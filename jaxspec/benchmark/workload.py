@@ -20,13 +20,13 @@ from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
 from jaxspec.block_tables import one_or_all
+from jaxspec.cache.arrays import KVCache, init_cache
+from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode_state import DecodeState
 from jaxspec.engine import Engine
-from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
-from jaxspec.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.metrics import SpecDecodeMetrics
 from jaxspec.params import Params, ParamSpec, init_random
 from jaxspec.propose import DraftInputs, Proposal, propose

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, rope_of
+from jaxspec.cache.arrays import KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
 from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
-from jaxspec.kv_cache import KVCache
 from jaxspec.layers import linear, mlp_specs, product, vocab_logits
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, ParamSpec, matrix, vector
 

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import attention_specs, rope_of
+from jaxspec.cache.arrays import KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -30,9 +32,7 @@ from jaxspec.config import (
 from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
-from jaxspec.kv_cache import KVCache
 from jaxspec.layers import embed_norm, linear, mlp_specs, product, rms_norm, vocab_logits
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
 from jaxspec.params import Params, ParamSpec, matrix, vector

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.arrays import KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
-from jaxspec.kv_cache import KVCache
 from jaxspec.layers import product, rms_norm, vocab_logits
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig, llama4_text
 from jaxspec.models.llama4_text import Llama4Config
 from jaxspec.params import Params, ParamSpec, matrix, vector

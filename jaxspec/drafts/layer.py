@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxspec.cache.arrays import KVCache
 from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, SpeculativeConfig, read_int, read_number, refuse_unless
-from jaxspec.kv_cache import KVCache
 
 Shapes = Mapping[str, tuple[int, ...]]
 

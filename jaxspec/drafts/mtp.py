@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import models
+from jaxspec.cache.arrays import KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, MLAConfig, SpeculativeConfig
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
-from jaxspec.kv_cache import KVCache
 from jaxspec.layers import product, rms_norm, rope_tables, vocab_logits
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig
 from jaxspec.params import Params, matrix, vector
 

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.arrays import KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, CacheGroup, CompressedAttentionConfig, ConfigError, Kernels, SpeculativeConfig
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
 from jaxspec.hyper_connections import collapse, head_specs
-from jaxspec.kv_cache import KVCache
 from jaxspec.layers import product, rms_norm, rope_tables, vocab_logits
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models import TargetConfig, deepseek_v4
 from jaxspec.models.deepseek_v4 import SLIDING, DeepseekV4Config
 from jaxspec.params import Params, matrix, vector

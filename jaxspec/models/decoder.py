@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.arrays import KVCache
 from jaxspec.config import REFERENCE_KERNELS, Kernels
-from jaxspec.kv_cache import KVCache
 from jaxspec.layers import ResidualStream, embed_norm, rms_norm, values_of, vocab_logits
 from jaxspec.params import Params, ParamSpec, matrix, vector
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 
 from jaxspec.attention import RopeTables
+from jaxspec.cache.arrays import KVCache, LatentCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
     REFERENCE_KERNELS,
     CacheGroup,
@@ -21,9 +23,7 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.kv_cache import KVCache, LatentCache
 from jaxspec.layers import mlp_block, mlp_specs, pick_row, rope_tables
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.mla import latent_attention, mla_specs
 from jaxspec.models import decoder
 from jaxspec.models.decoder import TargetOutput, decoder_specs, logits, run_layers

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import RopeTables
+from jaxspec.cache.arrays import CompressedCache, KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.compressed_attention import compressed_attention, compressed_attention_specs
 from jaxspec.config import (
     REFERENCE_KERNELS,
@@ -27,9 +29,7 @@ from jaxspec.config import (
     refuse_unless,
 )
 from jaxspec.hyper_connections import HyperConnectionConfig, collapse, connect, connection_specs, head_specs, merge
-from jaxspec.kv_cache import CompressedCache, KVCache
 from jaxspec.layers import pick_row, product, rms_norm, rope_tables
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, logits
 from jaxspec.moe import MoEConfig, expert_specs, experts, gated, route_sqrt_softplus, router_logits
 from jaxspec.params import IndexSpec, Params, ParamSpec, matrix, vector

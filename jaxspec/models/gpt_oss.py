@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from jaxspec.attention import attention_specs, self_attention
+from jaxspec.cache.arrays import FullCache, KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -23,9 +25,7 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.kv_cache import FullCache, KVCache
 from jaxspec.layers import rms_norm, rope_tables
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.moe import MoEConfig, experts, route
 from jaxspec.mxfp4 import BLOCK, dequantise_on_host

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from jaxspec.attention import RopeTables, attention_specs, rope_of
+from jaxspec.cache.arrays import FullCache, KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -24,9 +26,7 @@ from jaxspec.config import (
     refuse_unless,
 )
 from jaxspec.decoder_layer import dense_layer
-from jaxspec.kv_cache import FullCache, KVCache
 from jaxspec.layers import ResidualStream, mlp_specs
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.params import Params, vector
 

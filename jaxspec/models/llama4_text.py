@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention import RopeTables, attention_specs, self_attention
+from jaxspec.cache.arrays import FullCache, KVCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
     REFERENCE_KERNELS,
     AttentionConfig,
@@ -24,9 +26,7 @@ from jaxspec.config import (
     read_number,
     refuse_unless,
 )
-from jaxspec.kv_cache import FullCache, KVCache
 from jaxspec.layers import mlp_block, mlp_specs, pick_row, product, rms_norm, rope_tables
-from jaxspec.metadata import AttentionMetadata
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.moe import MoEConfig, experts, router_logits
 from jaxspec.params import Params, ParamSpec, matrix, vector

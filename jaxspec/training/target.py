@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import models
-from jaxspec.kv_cache import init_cache
-from jaxspec.metadata import build_metadata
+from jaxspec.cache.arrays import init_cache
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.params import Params
 
 

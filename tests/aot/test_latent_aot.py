@@ -13,9 +13,9 @@ import pytest
 from jaxspec import mla
 from jaxspec.attention import join_projections
 from jaxspec.benchmark.dimensions import HYBRID
+from jaxspec.cache.arrays import LatentCache
+from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import Kernels
-from jaxspec.kv_cache import LatentCache
-from jaxspec.metadata import AttentionMetadata
 from pallas_kernels.head_matmul import head_matmul
 from pallas_kernels.head_matmul import shapes as head_shapes
 from pallas_kernels.latent_attention import latent_attention

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxspec.block_pool import BlockPool, hash_blocks
+from jaxspec.cache.block_pool import BlockPool, hash_blocks
 from jaxspec.config import ConfigError
 
 BLOCKS = 6

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state, metadata, models, prefill, programs
+from jaxspec import decode, decode_state, models, prefill, programs
 from jaxspec.block_tables import one_or_all
+from jaxspec.cache import metadata
+from jaxspec.cache.arrays import init_cache
+from jaxspec.cache.metadata import build_metadata, rebuild_draft_metadata
 from jaxspec.config import CacheGroup, RoundConfig
-from jaxspec.kv_cache import init_cache
-from jaxspec.metadata import build_metadata, rebuild_draft_metadata
 from tests.support.families import family_model
 from tests.support.tiny import random_prompts, sampling_state, start
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
-from jaxspec.block_pool import BlockPool
-from jaxspec.pool_sizes import demand, steps_ahead
+from jaxspec.cache.block_pool import BlockPool
+from jaxspec.cache.pool_sizes import demand, steps_ahead
 from tests.support.compilations import counting_compilations
 from tests.support.families import family_model
 from tests.support.tiny import VOCAB, Model

@@ -15,7 +15,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, Increment, Interrupted, SamplingParams, SpeculativeConfig
 from jaxspec import engine as engine_module
-from jaxspec.pool_sizes import steps_ahead
+from jaxspec.cache.pool_sizes import steps_ahead
 from tests.support.tiny import VOCAB, agreeing_model
 from tests.support.toys import ToyDraft, ToyTarget
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxspec import models, programs
-from jaxspec.kv_cache import init_cache
-from jaxspec.metadata import build_metadata
+from jaxspec.cache.arrays import init_cache
+from jaxspec.cache.metadata import build_metadata
 from tests.statistics import chi_square, within_limit
 from tests.support.families import family_model
 from tests.support.tiny import Model, block_table, sampling_state, start

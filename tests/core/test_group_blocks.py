@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxspec.block_pool import BlockPool
+from jaxspec.cache.block_pool import BlockPool
+from jaxspec.cache.group_blocks import GroupBlocks, Held, longest_prefix
+from jaxspec.cache.pool_sizes import PoolDemand, demand, fit, most_pages
 from jaxspec.config import CacheGroup
-from jaxspec.group_blocks import GroupBlocks, Held, longest_prefix
-from jaxspec.pool_sizes import PoolDemand, demand, fit, most_pages
 
 SIZE, BLOCKS, LENGTH = 3, 14, 60
 DIGESTS = [bytes([i]) for i in range(LENGTH // SIZE)]  # of the pages of the one text that everybody writes

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.arrays import PAD_SLOT, FullCache, write
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup
-from jaxspec.kv_cache import PAD_SLOT, FullCache, write
-from jaxspec.metadata import build_metadata
 
 SENTINEL = 1234.5
 BLOCKS, HEADS, DIM = 9, 2, 4

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxspec import drafts
-from jaxspec.kv_cache import init_cache
+from jaxspec.cache.arrays import init_cache
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.layers import pick_row
-from jaxspec.metadata import build_metadata
 from tests.core.test_propose import equations
 from tests.support.families import PAIRS, family_model
 from tests.support.tiny import METHODS, block_table, tiny_model

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxspec import models
+from jaxspec.cache.arrays import init_cache
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup
-from jaxspec.kv_cache import init_cache
 from jaxspec.losslessness import Difference, find_differences, with_margins
-from jaxspec.metadata import build_metadata
 from tests.support.tiny import VOCAB, Model, tiny_model
 
 

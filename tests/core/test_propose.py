@@ -14,9 +14,9 @@ import pytest
 
 from jaxspec import drafts
 from jaxspec import propose as propose_module
+from jaxspec.cache.arrays import PAD_SLOT, FullCache
+from jaxspec.cache.metadata import AttentionMetadata, rebuild_draft_metadata
 from jaxspec.config import Kernels, RoundConfig
-from jaxspec.kv_cache import PAD_SLOT, FullCache
-from jaxspec.metadata import AttentionMetadata, rebuild_draft_metadata
 from jaxspec.propose import DraftInputs, Proposal, draft_step, first_step, next_step, propose
 from jaxspec.sampling import gumbel_noise
 from tests.kernels.interpreter import interpreted

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.block_pool import BlockPool, hash_blocks
+from jaxspec.cache.block_pool import BlockPool, hash_blocks
+from jaxspec.cache.group_blocks import GroupBlocks
+from jaxspec.cache.pool_sizes import PoolDemand, demand, steps_ahead
 from jaxspec.config import CacheGroup
-from jaxspec.group_blocks import GroupBlocks
-from jaxspec.pool_sizes import PoolDemand, demand, steps_ahead
 from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler import Rounds, Scheduler, SchedulerConfig, Step

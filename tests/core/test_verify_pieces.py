@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import verify
-from jaxspec.kv_cache import init_cache
+from jaxspec.cache.arrays import init_cache
 from jaxspec.propose import Proposal
 from tests.support.tiny import LAYERS, VOCAB, agreeing_model, block_table, sampling_state
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import drafts, models
+from jaxspec.cache.arrays import KVCache, init_cache
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup, RoundConfig, SpeculativeConfig
 from jaxspec.drafts import DraftConfig
-from jaxspec.kv_cache import KVCache, init_cache
 from jaxspec.loading.model import load_draft
-from jaxspec.metadata import build_metadata
 from jaxspec.params import Params
 from jaxspec.propose import DraftInputs, Proposal, draft_step, propose
 from jaxspec.sampling import SamplingState

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams, compressed_attention, kv_cache
+from jaxspec import LLM, SamplingParams, compressed_attention
+from jaxspec.cache import arrays as kv_cache
 from jaxspec.config import ConfigError, RopeConfig
 from jaxspec.drafts import mtp_deepseek_v4
 from jaxspec.loading.model import load_target

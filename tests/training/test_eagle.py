@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.arrays import init_cache
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup, RopeConfig, RoundConfig
 from jaxspec.drafts import eagle
-from jaxspec.kv_cache import init_cache
 from jaxspec.loading.model import bind_draft
-from jaxspec.metadata import build_metadata
 from jaxspec.params import init_random
 from jaxspec.propose import DraftInputs, propose
 from jaxspec.sampling import SamplingState

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.arrays import init_cache
+from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup, ConfigError, RoundConfig
 from jaxspec.drafts import eagle3
-from jaxspec.kv_cache import init_cache
-from jaxspec.metadata import build_metadata
 from jaxspec.propose import DraftInputs, propose
 from jaxspec.sampling import SamplingState
 from jaxspec.training.eagle3 import forward_steps as forward_steps_eager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxspec.block_pool import BlockPool
+from jaxspec.cache.block_pool import BlockPool
 from jaxspec.config import CacheGroup
 
 NULL_BLOCK = 0  # of a page that no row sees any more: any block that there is, since its keys are masked

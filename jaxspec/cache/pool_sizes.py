@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from jaxspec.cache.arrays import init_cache
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig
-from jaxspec.kv_cache import init_cache
 
 PREFILLS_AHEAD = 2  # prompts whose next chunks have blocks of a group with a window at the same time
 
