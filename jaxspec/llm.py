@@ -12,19 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import kernels as kernel_choice
 from jaxspec import synthetic
-from jaxspec.attention import join_projections
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.engine import Engine
 from jaxspec.input_processor import InputProcessor
 from jaxspec.inputs import Message, Prompt, as_chats
+from jaxspec.layers import kernels as kernel_choice
+from jaxspec.layers.attention import join_projections
+from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
 from jaxspec.loading.pretrained import load_pretrained
 from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.output_processor import Callback, Waiting, request_outputs
 from jaxspec.outputs import Increment, Interrupted, RequestOutput
-from jaxspec.params import Params
 from jaxspec.progress import no_progress, progress_bar
 from jaxspec.request import Request
 from jaxspec.runner import ModelRunner

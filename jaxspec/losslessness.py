@@ -16,7 +16,7 @@ import numpy as np
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 
 BLOCK = 64
 BUCKET = 256  # prefixes are padded to multiples of this many tokens, so that few lengths compile

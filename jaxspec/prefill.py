@@ -12,10 +12,10 @@ from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import RoundConfig
 from jaxspec.decode import advance
 from jaxspec.decode_state import DecodeState, pending_rows
-from jaxspec.layers import pick_row
+from jaxspec.layers.params import Params
+from jaxspec.layers.products import pick_row
 from jaxspec.logits_processing import process_target_logits
 from jaxspec.logprobs import score_hidden, score_tokens
-from jaxspec.params import Params
 from jaxspec.sampling import gumbel_noise, sample
 from jaxspec.verify import Verification
 

@@ -18,8 +18,8 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
-from jaxspec.layers import pick_row
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
+from jaxspec.layers.products import pick_row
 from jaxspec.sampling import SamplingState, draw, sample, scale_by_temperature
 
 

@@ -18,7 +18,7 @@ from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import EngineConfig, RoundConfig
 from jaxspec.decode import decode_round
 from jaxspec.decode_state import DecodeState
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 from jaxspec.programs import Program, run_round
 from jaxspec.verify import Verification
 

@@ -22,7 +22,7 @@ from jaxspec.buckets import Buckets, power_of_two
 from jaxspec.cache import pool_sizes
 from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.decode_state import DecodeState
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sampling_rows import ends_of, sampling_rows, with_features, words_shape

@@ -17,9 +17,9 @@ from jaxspec import models
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import RoundConfig
+from jaxspec.layers.params import Params
 from jaxspec.logits_processing import adjust_logits, narrow_logits
 from jaxspec.logprobs import Scores, score_tokens
-from jaxspec.params import Params
 from jaxspec.propose import Proposal
 from jaxspec.sampling import SamplingState, draw, noise_stream, scale_by_temperature
 from pallas_kernels.rejection_sampling import rejection_sample

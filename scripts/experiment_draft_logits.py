@@ -27,8 +27,8 @@ from jaxspec.acceptance.show import Grid
 from jaxspec.acceptance.summary import estimate, length, per_position, standard_error, text_check
 from jaxspec.cli import errors_as_sentences, exact_float32, option, run_program
 from jaxspec.config import AttentionConfig
+from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
-from jaxspec.params import init_random
 from jaxspec.training.target import target_states
 
 SCRIPT = "scripts/experiment_draft_logits.py"

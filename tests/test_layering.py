@@ -30,7 +30,7 @@ LAYERS = (
         "jaxspec.loading",
         "jaxspec.rounds",
         "jaxspec.programs",
-        "jaxspec.kernels",
+        "jaxspec.layers.kernels",
     ),
     ("jaxspec.decode", "jaxspec.prefill"),
     ("jaxspec.decode_state",),
@@ -45,20 +45,20 @@ LAYERS = (
     ("jaxspec.cache.pool_sizes", "jaxspec.buckets"),
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.logprobs", "jaxspec.synthetic"),
     ("jaxspec.sampling", "jaxspec.sampling_rows"),
-    ("jaxspec.moe", "jaxspec.mla", "jaxspec.compressed_attention", "jaxspec.hyper_connections"),
-    ("jaxspec.decoder_layer",),
-    ("jaxspec.attention", "jaxspec.cache.metadata", "jaxspec.layers", "jaxspec.mxfp4"),
-    ("jaxspec.cache.arrays", "jaxspec.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config", "jaxspec.cache"),
+    ("jaxspec.layers.moe", "jaxspec.layers.mla", "jaxspec.layers.compressed_attention", "jaxspec.layers.hyper_connections"),
+    ("jaxspec.layers.decoder_layer",),
+    ("jaxspec.layers.attention", "jaxspec.cache.metadata", "jaxspec.layers", "jaxspec.layers.mxfp4"),
+    ("jaxspec.cache.arrays", "jaxspec.layers.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config", "jaxspec.cache"),
 )
 LEAVES = ("jaxspec.compilation_cache", "jaxspec.metrics", "jaxspec.progress")  # import nothing of jaxspec, and anything may import them
 KERNEL_CALLERS = (
-    "jaxspec.attention",
-    "jaxspec.kernels",
+    "jaxspec.layers.attention",
+    "jaxspec.layers.kernels",
     "jaxspec.layers",
     "jaxspec.logits_processing",
     "jaxspec.cache.metadata",
-    "jaxspec.mla",
-    "jaxspec.moe",
+    "jaxspec.layers.mla",
+    "jaxspec.layers.moe",
     "jaxspec.sampling",
     "jaxspec.verify",
 )
@@ -196,7 +196,7 @@ def test_architecture_page_names_every_module_and_imports_go_down_it() -> None:
         ("jaxspec/models/llama.py", "from .. import propose", "a layer above"),
         ("jaxspec/decode.py", "from jaxspec import LLM", "a layer above"),
         ("jaxspec/metrics.py", "from jaxspec.config import ConfigError", "a leaf imports nothing"),
-        ("jaxspec/params.py", "from pallas_kernels.attention import paged_attention", "call kernels"),
+        ("jaxspec/layers/params.py", "from pallas_kernels.attention import paged_attention", "call kernels"),
         ("jaxspec/llm.py", "from scripts.generate import main", "nothing below imports scripts"),
         ("jaxspec/helpers.py", "import math", "no layer is named"),
         ("pallas_kernels/attention/shapes.py", "import jaxspec.config", "imports jax and numpy only"),
@@ -205,7 +205,7 @@ def test_architecture_page_names_every_module_and_imports_go_down_it() -> None:
     ],
 )
 def test_planted_import_is_found(tmp_path: Path, file: str, source: str, reason: str) -> None:
-    for name in ("jaxspec/cache/arrays.py", "jaxspec/layers.py", "jaxspec/propose.py", file):
+    for name in ("jaxspec/cache/arrays.py", "jaxspec/layers/products.py", "jaxspec/propose.py", file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert [v for v in violations(tmp_path) if "no layer" not in v] == []
@@ -216,7 +216,7 @@ def test_planted_import_is_found(tmp_path: Path, file: str, source: str, reason:
 
 def test_planted_cycle_is_found(tmp_path: Path) -> None:
     (tmp_path / "jaxspec").mkdir()
-    (tmp_path / "jaxspec" / "kv_cache.py").write_text("from jaxspec.params import Params\n", encoding="utf-8")
+    (tmp_path / "jaxspec" / "kv_cache.py").write_text("from jaxspec.layers.params import Params\n", encoding="utf-8")
     (tmp_path / "jaxspec" / "params.py").write_text("def f():\n    from jaxspec.cache.arrays import PAD_SLOT\n", encoding="utf-8")
     assert violations(tmp_path) == []
-    assert cycles(tmp_path) == ["jaxspec.cache.arrays -> jaxspec.params -> jaxspec.cache.arrays"]
+    assert cycles(tmp_path) == ["jaxspec.cache.arrays -> jaxspec.layers.params -> jaxspec.cache.arrays"]

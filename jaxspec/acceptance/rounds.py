@@ -22,7 +22,7 @@ from jaxspec.acceptance.expected import Expected, expected_acceptance
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.decode_state import DecodeState
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 from jaxspec.propose import Proposal, propose
 from jaxspec.sampling import SamplingState
 

@@ -10,7 +10,7 @@ import jax
 
 from jaxspec import drafts, models
 from jaxspec.config import AttentionConfig, MLAConfig, RoundConfig
-from jaxspec.moe import MoEConfig
+from jaxspec.layers.moe import MoEConfig
 
 FLOAT32 = 4
 RESERVE = 1 << 30  # bytes for activations, programs and what the allocator cannot use

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import decode_state, drafts, kernels, models, programs, synthetic
+from jaxspec import decode_state, drafts, models, programs, synthetic
 from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
@@ -25,10 +25,11 @@ from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_dr
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode_state import DecodeState
 from jaxspec.engine import Engine
+from jaxspec.layers import kernels
+from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
 from jaxspec.metrics import SpecDecodeMetrics
-from jaxspec.params import Params, ParamSpec, init_random
 from jaxspec.propose import DraftInputs, Proposal, propose
 from jaxspec.request import Request
 from jaxspec.sampling import SamplingState

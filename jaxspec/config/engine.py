@@ -27,7 +27,7 @@ class EngineConfig:
     rounds_per_step: rounds that one dispatched program runs. Several give the host more time a round; requests come, and results are read,
     only between two steps. None: 4 on a GPU whose rounds would be shorter than the host's time (jaxspec.rounds), else 1.
     kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow; "op=name,op=name" for single ops
-    (jaxspec.kernels).
+    (jaxspec.layers.kernels).
     batch_invariant: rounds of one batch size and prefill calls of one size, the largest, whatever runs. A product's last bits depend on how
     many rows it has, so in bfloat16 a request's text can depend on its neighbours where its logits tie; with this it does not (unless
     a preempted request is prefilled again). In float32 it makes no difference. It costs a request that runs alone the time of a full batch.

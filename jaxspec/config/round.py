@@ -11,7 +11,7 @@ from jaxspec.config.speculative import DraftSampling, RejectionRule
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which implementation of each op in pallas_kernels runs; chosen once, when the engine is built (jaxspec.kernels.choose)."""
+    """Which implementation of each op in pallas_kernels runs; chosen once, when the engine is built (jaxspec.layers.kernels.choose)."""
 
     attention: str = "reference"
     matmul: str = "reference"

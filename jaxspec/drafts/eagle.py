@@ -13,16 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import attention_specs, rope_of
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
-from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
-from jaxspec.layers import linear, mlp_specs, product, vocab_logits
+from jaxspec.layers.attention import attention_specs, rope_of
+from jaxspec.layers.decoder_layer import dense_layer
+from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import linear, mlp_specs, product, vocab_logits
 from jaxspec.models import TargetConfig
-from jaxspec.params import Params, ParamSpec, matrix, vector
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import attention_specs, rope_of
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
@@ -29,13 +28,14 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.decoder_layer import dense_layer
 from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
-from jaxspec.layers import embed_norm, linear, mlp_specs, product, rms_norm, vocab_logits
+from jaxspec.layers.attention import attention_specs, rope_of
+from jaxspec.layers.decoder_layer import dense_layer
+from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import embed_norm, linear, mlp_specs, product, rms_norm, vocab_logits
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
-from jaxspec.params import Params, ParamSpec, matrix, vector
 
 logger = logging.getLogger(__name__)
 

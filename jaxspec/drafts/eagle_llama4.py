@@ -17,10 +17,10 @@ from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
-from jaxspec.layers import product, rms_norm, vocab_logits
+from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import product, rms_norm, vocab_logits
 from jaxspec.models import TargetConfig, llama4_text
 from jaxspec.models.llama4_text import Llama4Config
-from jaxspec.params import Params, ParamSpec, matrix, vector
 
 MODEL_TYPES = ("llama4_text", "llama4")
 

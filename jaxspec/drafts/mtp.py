@@ -19,9 +19,9 @@ from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, MLAConfig, SpeculativeConfig
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
-from jaxspec.layers import product, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers.params import Params, matrix, vector
+from jaxspec.layers.products import product, rms_norm, rope_tables, vocab_logits
 from jaxspec.models import TargetConfig
-from jaxspec.params import Params, matrix, vector
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, CacheGroup, CompressedAttentionConfig, ConfigError, Kernels, SpeculativeConfig
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
-from jaxspec.hyper_connections import collapse, head_specs
-from jaxspec.layers import product, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers.hyper_connections import collapse, head_specs
+from jaxspec.layers.params import Params, matrix, vector
+from jaxspec.layers.products import product, rms_norm, rope_tables, vocab_logits
 from jaxspec.models import TargetConfig, deepseek_v4
 from jaxspec.models.deepseek_v4 import SLIDING, DeepseekV4Config
-from jaxspec.params import Params, matrix, vector
 
 MODEL_TYPE = "deepseek_v4"
 PREFIX = "mtp.0"

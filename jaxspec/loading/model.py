@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.layers.params import Params
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.weights import LazyTensor, load_params
-from jaxspec.params import Params
 
 
 def load_target(folder: Path, dtype: Any, *, mxfp4: str = "dequantised") -> tuple[models.TargetConfig, Params]:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.layers.params import Params, ParamSpec
 from jaxspec.loading.checkpoint import LazyTensor
-from jaxspec.params import Params, ParamSpec
 
 SHOWN = 5  # names listed in a message
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
 from jaxspec.config import REFERENCE_KERNELS, Kernels
-from jaxspec.layers import ResidualStream, embed_norm, rms_norm, values_of, vocab_logits
-from jaxspec.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import ResidualStream, embed_norm, rms_norm, values_of, vocab_logits
 
 
 class DecoderConfig(Protocol):

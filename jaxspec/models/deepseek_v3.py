@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from jaxspec.attention import RopeTables
 from jaxspec.cache.arrays import KVCache, LatentCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
@@ -23,12 +22,13 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.layers import mlp_block, mlp_specs, pick_row, rope_tables
-from jaxspec.mla import latent_attention, mla_specs
+from jaxspec.layers.attention import RopeTables
+from jaxspec.layers.mla import latent_attention, mla_specs
+from jaxspec.layers.moe import MoEConfig, sigmoid_moe_block, sigmoid_moe_specs
+from jaxspec.layers.params import Params, vector
+from jaxspec.layers.products import mlp_block, mlp_specs, pick_row, rope_tables
 from jaxspec.models import decoder
 from jaxspec.models.decoder import TargetOutput, decoder_specs, logits, run_layers
-from jaxspec.moe import MoEConfig, sigmoid_moe_block, sigmoid_moe_specs
-from jaxspec.params import Params, vector
 
 __all__ = ["DeepseekV3Config", "config_from_hf", "decoder_layer", "forward", "ignored_tensor", "layer_specs", "logits", "param_specs"]
 

@@ -12,10 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import RopeTables
 from jaxspec.cache.arrays import CompressedCache, KVCache
 from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.compressed_attention import compressed_attention, compressed_attention_specs
 from jaxspec.config import (
     REFERENCE_KERNELS,
     CacheGroup,
@@ -28,11 +26,13 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.hyper_connections import HyperConnectionConfig, collapse, connect, connection_specs, head_specs, merge
-from jaxspec.layers import pick_row, product, rms_norm, rope_tables
+from jaxspec.layers.attention import RopeTables
+from jaxspec.layers.compressed_attention import compressed_attention, compressed_attention_specs
+from jaxspec.layers.hyper_connections import HyperConnectionConfig, collapse, connect, connection_specs, head_specs, merge
+from jaxspec.layers.moe import MoEConfig, expert_specs, experts, gated, route_sqrt_softplus, router_logits
+from jaxspec.layers.params import IndexSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import pick_row, product, rms_norm, rope_tables
 from jaxspec.models.decoder import TargetOutput, logits
-from jaxspec.moe import MoEConfig, expert_specs, experts, gated, route_sqrt_softplus, router_logits
-from jaxspec.params import IndexSpec, Params, ParamSpec, matrix, vector
 
 __all__ = ["DeepseekV4Config", "config_from_hf", "decoder_layer", "forward", "ignored_tensor", "layer_specs", "logits", "param_specs"]
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxspec.attention import attention_specs, self_attention
 from jaxspec.cache.arrays import FullCache, KVCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
@@ -25,11 +24,12 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.layers import rms_norm, rope_tables
+from jaxspec.layers.attention import attention_specs, self_attention
+from jaxspec.layers.moe import MoEConfig, experts, route
+from jaxspec.layers.mxfp4 import BLOCK, dequantise_on_host
+from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import rms_norm, rope_tables
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
-from jaxspec.moe import MoEConfig, experts, route
-from jaxspec.mxfp4 import BLOCK, dequantise_on_host
-from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
 
 __all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jaxspec.attention import RopeTables, attention_specs, rope_of
 from jaxspec.cache.arrays import FullCache, KVCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
@@ -25,10 +24,11 @@ from jaxspec.config import (
     read_number,
     refuse_unless,
 )
-from jaxspec.decoder_layer import dense_layer
-from jaxspec.layers import ResidualStream, mlp_specs
+from jaxspec.layers.attention import RopeTables, attention_specs, rope_of
+from jaxspec.layers.decoder_layer import dense_layer
+from jaxspec.layers.params import Params, vector
+from jaxspec.layers.products import ResidualStream, mlp_specs
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
-from jaxspec.params import Params, vector
 
 __all__ = [
     "LlamaConfig",

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import RopeTables, attention_specs, self_attention
 from jaxspec.cache.arrays import FullCache, KVCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
@@ -26,10 +25,11 @@ from jaxspec.config import (
     read_number,
     refuse_unless,
 )
-from jaxspec.layers import mlp_block, mlp_specs, pick_row, product, rms_norm, rope_tables
+from jaxspec.layers.attention import RopeTables, attention_specs, self_attention
+from jaxspec.layers.moe import MoEConfig, experts, router_logits
+from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import mlp_block, mlp_specs, pick_row, product, rms_norm, rope_tables
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
-from jaxspec.moe import MoEConfig, experts, router_logits
-from jaxspec.params import Params, ParamSpec, matrix, vector
 
 __all__ = ["Llama4Config", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import models
+from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer, load_tokenizer, resolve
 from jaxspec.loading.model import load_target
-from jaxspec.params import Params
 from jaxspec.training.generation import ChatFormat
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from jaxspec import drafts
 from jaxspec.config import ConfigError
 from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig
-from jaxspec.params import Params, ParamSpec
+from jaxspec.layers.params import Params, ParamSpec
 from jaxspec.training.vocabulary import vocabulary_maps
 
 WEIGHTS = "model.safetensors"

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, RopeConfig
-from jaxspec.params import init_random
+from jaxspec.layers.params import init_random
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.generation import ChatFormat
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafts.eagle import EagleConfig
-from jaxspec.layers import linear, mlp_block, rms_norm, rope_tables
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
+from jaxspec.layers.products import linear, mlp_block, rms_norm, rope_tables
 from jaxspec.training.step_attention import StepKeys, require_full_attention, shift_left, step_attention
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
-from jaxspec.layers import mlp_block, rms_norm, rope_tables
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
+from jaxspec.layers.products import mlp_block, rms_norm, rope_tables
 from jaxspec.training.step_attention import StepKeys, require_full_attention, shift_left, step_attention
 
 

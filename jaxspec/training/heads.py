@@ -14,8 +14,8 @@ import numpy as np
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig
+from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.loading.model import load_draft
-from jaxspec.params import Params, ParamSpec, init_random
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.target import head_columns
 from jaxspec.training.vocabulary import choose_vocabulary

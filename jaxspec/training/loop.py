@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec import models
 from jaxspec.drafts import DraftConfig
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import Batch, Chats, batch_of, batches
 from jaxspec.training.objective import StepSums, draft_loss, observe_target, shared_weights, step_counts

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxspec.layers import vocab_logits
+from jaxspec.layers.products import vocab_logits
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

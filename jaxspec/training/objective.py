@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxspec import drafts, models
 from jaxspec.drafts import DraftConfig
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 from jaxspec.training import eagle, eagle3
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.losses import accepted_prefix, decayed_sum, head_logits, smooth_l1, soft_cross_entropy

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 from jaxspec.training.config import TrainConfig
 
 # Moonlight (2502.16982): with updates of this root mean square Muon takes AdamW's learning rate and weight decay.

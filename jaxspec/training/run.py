@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.drafts import DraftConfig
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, save_draft, split_file
 from jaxspec.training.config import TrainConfig

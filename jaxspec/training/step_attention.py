@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import RopeTables, project_qkv
 from jaxspec.config import AttentionConfig, ConfigError
 from jaxspec.drafts import DraftConfig
-from jaxspec.layers import linear
-from jaxspec.params import Params
+from jaxspec.layers.attention import RopeTables, project_qkv
+from jaxspec.layers.params import Params
+from jaxspec.layers.products import linear
 
 _MASKED = -1e30
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.params import Params
+from jaxspec.layers.params import Params
 
 
 def target_states(

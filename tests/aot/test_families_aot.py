@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import decode, decode_state, drafts, kernels, models
+from jaxspec import decode, decode_state, drafts, models
 from jaxspec.benchmark.dimensions import HYBRID, draft_config
 from jaxspec.config import Kernels, RoundConfig
+from jaxspec.layers import kernels
 from jaxspec.sampling import SamplingState
 from pallas_kernels import hopper
 from tests.support import h200

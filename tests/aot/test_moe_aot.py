@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.config import REFERENCE_KERNELS, Kernels
-from jaxspec.moe import MoEConfig, experts, route
+from jaxspec.layers.moe import MoEConfig, experts, route
 from pallas_kernels.moe.shapes import SHAPES as EXPERTS
 from pallas_kernels.router.shapes import SHAPES as ROUTERS
 from tests.support import h200

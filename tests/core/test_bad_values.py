@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig, models
 from jaxspec.drafts import eagle, eagle3
-from jaxspec.params import init_random
+from jaxspec.layers.params import init_random
 from tests.support.full_size import CONFIGS
 
 TARGET: dict[str, Any] = {

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, SamplingParams, SpeculativeConfig, kernels, rounds, runner
+from jaxspec import LLM, SamplingParams, SpeculativeConfig, rounds, runner
 from jaxspec.benchmark.dimensions import HYBRID, MODELS, draft_config
 from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig
+from jaxspec.layers import kernels
 from jaxspec.programs import Program
 from pallas_kernels import hopper
 from tests.support.tiny import tiny_model
@@ -34,13 +35,13 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reference_is_asked_for_and_explained_by_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
         assert choose("reference") == Kernels() == Kernels(**dict.fromkeys(OPS, "reference"))
     assert not caplog.records
 
 
 def test_auto_on_a_cpu_is_the_reference_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
         assert choose("auto") == Kernels()
     assert sorted(r.getMessage() for r in caplog.records) == sorted(
         f"{op}: reference (the kernel expected an NVIDIA GPU, got cpu)" for op in OPS
@@ -66,7 +67,7 @@ def test_every_real_model_runs_on_every_kernel(model: str, requested: str) -> No
 @pytest.mark.usefixtures("on_a_hopper")
 def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     """A block size that only attention minds, a width that products and heads mind, and a dtype that only float32 logits do not."""
-    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
         assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
         assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
         assert choose("auto", "tiny").gumbel_sample == "reference"
@@ -169,7 +170,7 @@ def test_kernels_name_the_commonest_and_what_differs() -> None:
 def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': matmul: expected an NVIDIA GPU, got cpu$"):
         choose("matmul=mosaic_gpu")
-    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
         assert choose("attention=reference,rms_norm=auto") == Kernels()
     assert not any(r.getMessage().startswith("attention") for r in caplog.records), "asked for, not fallen back to"
     with pytest.raises(ConfigError, match="^kernels: expected auto, a name, or op=name with op among attention, .*, got 'norm=auto'$"):
@@ -209,7 +210,7 @@ def test_latent_attention_has_kernels_of_its_own_under_the_names_of_the_ops(capl
     options: dict[str, Any] = {"block_size": 64, "dtype": jnp.bfloat16}
     assert kernels.choose("mosaic_gpu", glm.target, draft_config(glm, "mtp"), **options) == EVERY
     odd = replace(glm.target, attention=replace(glm.target.attention, rope_head_dim=32))
-    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
         assert kernels.choose("auto", odd, None, **options) == replace(EVERY, attention="reference", rope_cache="reference")
     assert (
         "attention: reference (the kernel expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got"

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import layers
 from jaxspec.config import Kernels
+from jaxspec.layers import products as layers
 from tests.kernels.interpreter import interpreted
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}")

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import moe
 from jaxspec.config import Kernels
-from jaxspec.layers import log_once
-from jaxspec.moe import MoEConfig
+from jaxspec.layers import moe
+from jaxspec.layers.moe import MoEConfig
+from jaxspec.layers.products import log_once
 
 CFG = MoEConfig(num_experts=6, top_k=2, intermediate_size=10)
 DIM = 8

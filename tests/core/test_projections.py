@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxspec import models
-from jaxspec.attention import join_projections
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import AttentionConfig, CacheGroup
-from jaxspec.params import init_random
+from jaxspec.layers.attention import join_projections
+from jaxspec.layers.params import init_random
 from tests.support.families import family_model
 from tests.support.tiny import generate, random_prompts, sampling_state, tiny_model
 

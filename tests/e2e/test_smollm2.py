@@ -13,9 +13,9 @@ from jaxspec import LLM, EngineConfig, RequestOutput, SamplingParams, Speculativ
 from jaxspec.config import AttentionConfig, RopeConfig
 from jaxspec.drafts import eagle
 from jaxspec.drafts.eagle import EagleConfig
+from jaxspec.layers.params import init_random
 from jaxspec.loading import load_tokenizer, resolve
 from jaxspec.loading.model import bind_draft, load_draft, load_target
-from jaxspec.params import init_random
 from jaxspec.prompts import DEMO
 
 HEAD, HEAD_1 = "smollm2-135m-instruct-eagle3", "smollm2-135m-instruct-eagle"

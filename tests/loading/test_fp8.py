@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError
+from jaxspec.layers.params import matrix, vector
 from jaxspec.loading import load_params, open_checkpoint
-from jaxspec.params import matrix, vector
 
 BLOCK = (4, 8)
 CONFIG = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}}

@@ -11,8 +11,8 @@ import pytest
 from jaxspec import models
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import mtp
+from jaxspec.layers.params import ParamSpec
 from jaxspec.loading import check_shapes
-from jaxspec.params import ParamSpec
 from tests.support.full_size import BILLIONS, CONFIGS, tensors
 
 

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.config import ConfigError
+from jaxspec.layers.params import ParamSpec, matrix, vector
 from jaxspec.loading import check_shapes, load_params, open_checkpoint
-from jaxspec.params import ParamSpec, matrix, vector
 
 SPECS = {
     "embed": ParamSpec("embed.weight", (5, 4), ("vocab", "embed")),

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams, compressed_attention
+from jaxspec import LLM, SamplingParams
 from jaxspec.cache import arrays as kv_cache
 from jaxspec.config import ConfigError, RopeConfig
 from jaxspec.drafts import mtp_deepseek_v4
+from jaxspec.layers import compressed_attention
+from jaxspec.layers.params import Params, ParamSpec
 from jaxspec.loading.model import load_target
 from jaxspec.models import config_from_hf, deepseek_v4
-from jaxspec.params import Params, ParamSpec
 from tests.parity import test_rounds
 from tests.parity.deepseek_v4 import CONFIG, YARN, save_module, save_target, streams
 from tests.parity.oracles import TOLERANCE, DraftOracle, edit_tensors, hf_outputs

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import moe
+from jaxspec.layers import moe
+from jaxspec.layers.params import Params
 from jaxspec.loading.model import load_target
-from jaxspec.params import Params
 from tests.parity.oracles import TOLERANCE, edit_config, hf_outputs, hf_target
 from tests.parity.ours import PagedTarget, by_position
 from tests.parity.test_targets import AUX, run_all, sequences

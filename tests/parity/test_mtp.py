@@ -19,9 +19,9 @@ from safetensors.numpy import load_file
 from jaxspec import LLM, SamplingParams, drafts
 from jaxspec.config import ConfigError
 from jaxspec.drafts import mtp
-from jaxspec.layers import rms_norm
+from jaxspec.layers.params import Params
+from jaxspec.layers.products import rms_norm
 from jaxspec.loading.model import load_target
-from jaxspec.params import Params
 from tests.parity.oracles import TOLERANCE, DraftOracle, edit_config, edit_tensors, hf_outputs, hf_target, randomise
 from tests.parity.ours import PagedDraft, load
 from tests.parity.test_families import DEEPSEEK, GLM

@@ -13,9 +13,9 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, models
 from jaxspec.config import ConfigError
+from jaxspec.layers.mxfp4 import VALUES, dequantise, dequantise_on_host
 from jaxspec.loading import load_params, open_checkpoint
 from jaxspec.loading.model import load_target
-from jaxspec.mxfp4 import VALUES, dequantise, dequantise_on_host
 from tests.parity.oracles import TOLERANCE, edit_config, edit_tensors, hf_outputs, hf_target
 from tests.parity.ours import PagedTarget, by_position
 from tests.parity.test_families import GPT_OSS

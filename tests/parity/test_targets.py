@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.layers.params import Params
 from jaxspec.loading.model import load_target
 from jaxspec.models import TargetConfig
-from jaxspec.params import Params
 from tests.parity.oracles import TARGETS, TOLERANCE, edit_config, hf_outputs, hf_target
 from tests.parity.ours import PagedTarget, by_position
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxspec import LLM, SamplingParams, SpeculativeConfig, kernels, llm
+from jaxspec import LLM, SamplingParams, SpeculativeConfig, llm
 from jaxspec.config import Kernels
+from jaxspec.layers import kernels
 from scripts import compare_kernels
 from tests.scripts.conftest import runner
 

@@ -13,8 +13,8 @@ from jaxspec.config import AttentionConfig
 from jaxspec.drafts import Eagle3Config, EagleConfig, MtpConfig
 from jaxspec.drafts.eagle_llama4 import EagleLlama4Config
 from jaxspec.drafts.mtp_deepseek_v4 import DeepseekV4MtpConfig
+from jaxspec.layers.params import Params, init_random
 from jaxspec.loading.model import bind_draft
-from jaxspec.params import Params, init_random
 from tests.support.tiny import HIDDEN, VOCAB, Model
 
 _COMMON = dict(

@@ -15,9 +15,9 @@ from jaxspec import decode_state, drafts, models, programs
 from jaxspec.config import AttentionConfig, RoundConfig
 from jaxspec.decode_state import DecodeState
 from jaxspec.drafts import Eagle3Config, EagleConfig
+from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.models import TargetConfig
-from jaxspec.params import init_random
 from jaxspec.sampling import SamplingState
 
 VOCAB, HIDDEN, LAYERS = 48, 32, 2

@@ -13,8 +13,8 @@ from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup, RopeConfig, RoundConfig
 from jaxspec.drafts import eagle
+from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
-from jaxspec.params import init_random
 from jaxspec.propose import DraftInputs, propose
 from jaxspec.sampling import SamplingState
 from jaxspec.training.eagle import forward_steps

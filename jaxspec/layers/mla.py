@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.attention import RopeTables, biased_product, halves_of_pairs, rotated_matrix
 from jaxspec.cache.arrays import LatentCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, MLAConfig
-from jaxspec.layers import log_once, product, rms_norm
-from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.attention import RopeTables, biased_product, halves_of_pairs, rotated_matrix
+from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import log_once, product, rms_norm
 from pallas_kernels import head_matmul as head_matmul_op
 from pallas_kernels import latent_attention as attention_op
 from pallas_kernels.head_matmul import head_matmul

@@ -13,8 +13,8 @@ import numpy as np
 from jaxspec.cache.arrays import FullCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels, MLAConfig
-from jaxspec.layers import ResidualStream, apply_rope, linear, product, rms_norm, rope_tables, values_of
-from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import ResidualStream, apply_rope, linear, product, rms_norm, rope_tables, values_of
 from pallas_kernels.attention import packs, paged_attention
 from pallas_kernels.rope_cache import rope_and_write
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from jaxspec.attention import RopeTables, attend, biased_product
 from jaxspec.cache.arrays import FullCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels
-from jaxspec.layers import ResidualStream, add_mlp, add_product, pick_row, values_of
-from jaxspec.params import Params
+from jaxspec.layers.attention import RopeTables, attend, biased_product
+from jaxspec.layers.params import Params
+from jaxspec.layers.products import ResidualStream, add_mlp, add_product, pick_row, values_of
 
 
 def dense_layer(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig, rope_frequencies
-from jaxspec.params import Params, ParamSpec, matrix
+from jaxspec.layers.params import Params, ParamSpec, matrix
 from pallas_kernels import matmul as matmul_op
 from pallas_kernels.embed_norm import embed_norm as embed_norm_op
 from pallas_kernels.matmul import matmul

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.attention import RopeTables
 from jaxspec.cache.arrays import PAD_SLOT, CompressedCache, CompressorCache, entries_a_block, write_rows
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, CompressedAttentionConfig, Kernels, RopeConfig
-from jaxspec.layers import linear, product, rms_norm, rope_tables
-from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.attention import RopeTables
+from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.products import linear, product, rms_norm, rope_tables
 
 _MASKED = -1e30  # finite: a row that sees nothing (an idle request) stays free of NaN
 

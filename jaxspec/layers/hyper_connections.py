@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.params import Params, ParamSpec
+from jaxspec.layers.params import Params, ParamSpec
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 from jaxspec.config import REFERENCE_KERNELS, Kernels
-from jaxspec.layers import log_once, mlp_specs, product, rms_norm
-from jaxspec.mxfp4 import dequantise
-from jaxspec.params import AssembledSpec, Params, ParamSpec, matrix
+from jaxspec.layers.mxfp4 import dequantise
+from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix
+from jaxspec.layers.products import log_once, mlp_specs, product, rms_norm
 from pallas_kernels import moe as moe_op
 from pallas_kernels import router as router_op
 
