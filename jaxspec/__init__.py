@@ -3,7 +3,7 @@
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.llm import LLM
 from jaxspec.outputs import CompletionOutput, Increment, Interrupted, RequestOutput
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling.params import SamplingParams
 
 __all__ = [
     "LLM",

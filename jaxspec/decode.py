@@ -11,8 +11,8 @@ from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode_state import DecodeState, draft_inputs, pending_rows
 from jaxspec.layers.params import Params
-from jaxspec.logits_processing import count_tokens
 from jaxspec.propose import Proposal, consume_pending, propose
+from jaxspec.sampling.logits import count_tokens
 from jaxspec.verify import Verification, verify
 
 

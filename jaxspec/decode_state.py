@@ -12,7 +12,7 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.config import RoundConfig
 from jaxspec.propose import DraftInputs
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 
 
 @struct.dataclass

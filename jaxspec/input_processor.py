@@ -12,7 +12,7 @@ from jaxspec.inputs import Prompt, as_list, encode, encode_words
 from jaxspec.loading import Tokenizer
 from jaxspec.metrics import SpecDecodeMetrics
 from jaxspec.request import Request, derive_seed
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling.params import SamplingParams
 
 
 class InputProcessor:

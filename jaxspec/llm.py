@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import synthetic
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.engine import Engine
 from jaxspec.input_processor import InputProcessor
@@ -28,7 +27,8 @@ from jaxspec.outputs import Increment, Interrupted, RequestOutput
 from jaxspec.progress import no_progress, progress_bar
 from jaxspec.request import Request
 from jaxspec.runner import ModelRunner
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling import synthetic
+from jaxspec.sampling.params import SamplingParams
 from jaxspec.warmup import USUAL, compile_ahead, shapes_of, shapes_up_to
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.inputs import Prompt
-from jaxspec.logprobs import Logprob
 from jaxspec.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.request import FinishReason
+from jaxspec.sampling.logprobs import Logprob
 
 
 @dataclass

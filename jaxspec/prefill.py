@@ -14,9 +14,9 @@ from jaxspec.decode import advance
 from jaxspec.decode_state import DecodeState, pending_rows
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import pick_row
-from jaxspec.logits_processing import process_target_logits
-from jaxspec.logprobs import score_hidden, score_tokens
-from jaxspec.sampling import gumbel_noise, sample
+from jaxspec.sampling.logits import process_target_logits
+from jaxspec.sampling.logprobs import score_hidden, score_tokens
+from jaxspec.sampling.state import gumbel_noise, sample
 from jaxspec.verify import Verification
 
 

@@ -20,7 +20,7 @@ from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_dr
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import pick_row
-from jaxspec.sampling import SamplingState, draw, sample, scale_by_temperature
+from jaxspec.sampling.state import SamplingState, draw, sample, scale_by_temperature
 
 
 @struct.dataclass

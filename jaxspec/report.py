@@ -17,11 +17,11 @@ import jax
 from rich.table import Table
 
 from jaxspec.config import ConfigError, SpeculativeConfig
-from jaxspec.logprobs import Logprob
 from jaxspec.losslessness import Difference
 from jaxspec.metrics import SpecDecodeMetrics, Timings
 from jaxspec.outputs import CompletionOutput, RequestOutput
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling.logprobs import Logprob
+from jaxspec.sampling.params import SamplingParams
 
 RULER = "-" * 50
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from jaxspec.cache.group_blocks import Held
 from jaxspec.detokenizer import Detokenizer
-from jaxspec.logprobs import Logprob
 from jaxspec.metrics import RequestTimes, SpecDecodeMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling.logprobs import Logprob
+from jaxspec.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

@@ -24,8 +24,8 @@ from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, Sampl
 from jaxspec.decode_state import DecodeState
 from jaxspec.layers.params import Params
 from jaxspec.request import Request
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.sampling_rows import ends_of, sampling_rows, with_features, words_shape
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.rows import ends_of, sampling_rows, with_features, words_shape
 from jaxspec.scheduler import Chunk
 from jaxspec.slots import Admission
 from jaxspec.verify import Verification

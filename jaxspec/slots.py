@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.decode_state import DecodeState
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 
 
 @struct.dataclass

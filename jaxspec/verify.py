@@ -18,10 +18,10 @@ from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import RoundConfig
 from jaxspec.layers.params import Params
-from jaxspec.logits_processing import adjust_logits, narrow_logits
-from jaxspec.logprobs import Scores, score_tokens
 from jaxspec.propose import Proposal
-from jaxspec.sampling import SamplingState, draw, noise_stream, scale_by_temperature
+from jaxspec.sampling.logits import adjust_logits, narrow_logits
+from jaxspec.sampling.logprobs import Scores, score_tokens
+from jaxspec.sampling.state import SamplingState, draw, noise_stream, scale_by_temperature
 from pallas_kernels.rejection_sampling import rejection_sample
 from pallas_kernels.rejection_sampling.reference import count_leading
 

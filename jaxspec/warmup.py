@@ -9,7 +9,7 @@ from jaxspec.config import SamplingFeatures
 from jaxspec.engine import Engine
 from jaxspec.request import Request
 from jaxspec.runner import ModelRunner
-from jaxspec.sampling_params import SamplingParams, features_of
+from jaxspec.sampling.params import SamplingParams, features_of
 
 USUAL = (SamplingParams(temperature=0), SamplingParams(temperature=1), SamplingParams(temperature=1, top_p=0.9))
 

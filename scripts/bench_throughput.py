@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig, prompts, report, synthetic
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig, prompts, report
 from jaxspec.benchmark import throughput
 from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
@@ -28,6 +28,7 @@ from jaxspec.cli import errors_as_sentences, option, run_program
 from jaxspec.loading import keep_compiled_programs
 from jaxspec.loading.pretrained import DTYPES
 from jaxspec.request import Request
+from jaxspec.sampling import synthetic
 
 METHODS = ("plain", "strict", "probabilistic", "block")
 TRAINED = ("smollm2", "smollm2-135m-instruct-eagle3")  # the model that comes with its head

@@ -43,19 +43,19 @@ LAYERS = (
         "jaxspec.verify",
     ),
     ("jaxspec.cache.pool_sizes", "jaxspec.buckets"),
-    ("jaxspec.models", "jaxspec.drafts", "jaxspec.logits_processing", "jaxspec.logprobs", "jaxspec.synthetic"),
-    ("jaxspec.sampling", "jaxspec.sampling_rows"),
+    ("jaxspec.models", "jaxspec.drafts", "jaxspec.sampling.logits", "jaxspec.sampling.logprobs", "jaxspec.sampling.synthetic"),
+    ("jaxspec.sampling", "jaxspec.sampling.rows"),
     ("jaxspec.layers.moe", "jaxspec.layers.mla", "jaxspec.layers.compressed_attention", "jaxspec.layers.hyper_connections"),
     ("jaxspec.layers.decoder_layer",),
     ("jaxspec.layers.attention", "jaxspec.cache.metadata", "jaxspec.layers", "jaxspec.layers.mxfp4"),
-    ("jaxspec.cache.arrays", "jaxspec.layers.params", "jaxspec.prompts", "jaxspec.sampling_params", "jaxspec.config", "jaxspec.cache"),
+    ("jaxspec.cache.arrays", "jaxspec.layers.params", "jaxspec.prompts", "jaxspec.sampling.params", "jaxspec.config", "jaxspec.cache"),
 )
 LEAVES = ("jaxspec.compilation_cache", "jaxspec.metrics", "jaxspec.progress")  # import nothing of jaxspec, and anything may import them
 KERNEL_CALLERS = (
     "jaxspec.layers.attention",
     "jaxspec.layers.kernels",
     "jaxspec.layers",
-    "jaxspec.logits_processing",
+    "jaxspec.sampling.logits",
     "jaxspec.cache.metadata",
     "jaxspec.layers.mla",
     "jaxspec.layers.moe",

@@ -24,7 +24,7 @@ from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.decode_state import DecodeState
 from jaxspec.layers.params import Params
 from jaxspec.propose import Proposal, propose
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 
 Corrupt = Callable[[jax.Array, jax.Array], jax.Array]
 

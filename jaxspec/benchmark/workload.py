@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import decode_state, drafts, models, programs, synthetic
+from jaxspec import decode_state, drafts, models, programs
 from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
@@ -32,8 +32,9 @@ from jaxspec.loading.model import bind_draft
 from jaxspec.metrics import SpecDecodeMetrics
 from jaxspec.propose import DraftInputs, Proposal, propose
 from jaxspec.request import Request
-from jaxspec.sampling import SamplingState
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling import synthetic
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.state import SamplingState
 from jaxspec.verify import judge
 
 BLOCK_SIZE = 64

@@ -40,7 +40,7 @@ class SamplingFeatures:
 
     sampled: a temperature above 0. truncated: top-k or top-p. logit_bias: biases, allowed and banned tokens. all_logprobs: logprobs of the
     whole vocabulary. prompt_logprobs is prefill's. A request's tokens are the same whichever of these its neighbours need
-    (jaxspec.sampling_params.features_of).
+    (jaxspec.sampling.params.features_of).
     """
 
     sampled: bool = True

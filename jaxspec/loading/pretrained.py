@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import synthetic
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.resolve import resolve
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
+from jaxspec.sampling import synthetic
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 USUAL_MODEL_LEN = 2048

@@ -16,7 +16,7 @@ from jaxspec.drafts import DraftConfig
 from jaxspec.layers.params import Params
 from jaxspec.llm import LLM
 from jaxspec.metrics import SpecDecodeMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling.params import SamplingParams
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.heads import load_head
 from jaxspec.training.run_record import RunRecord

@@ -24,7 +24,7 @@ from jaxspec import decode, decode_state, models, prefill
 from jaxspec.config import ConfigError, RoundConfig
 from jaxspec.decode_state import DecodeState
 from jaxspec.layers.params import Params
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 from jaxspec.training.data import Chats, OverlapFilter, pack, token_dtype
 
 

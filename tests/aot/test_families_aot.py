@@ -14,7 +14,7 @@ from jaxspec import decode, decode_state, drafts, models
 from jaxspec.benchmark.dimensions import HYBRID, draft_config
 from jaxspec.config import Kernels, RoundConfig
 from jaxspec.layers import kernels
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 from pallas_kernels import hopper
 from tests.support import h200
 

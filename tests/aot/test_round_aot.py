@@ -18,7 +18,7 @@ import pytest
 from jaxspec import decode_state, drafts, models, programs, rounds
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.config import CacheGroup, Kernels, RoundConfig
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 from pallas_kernels import rms_norm
 from tests.support import h200
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig, rounds, runner
 from jaxspec.config import ConfigError, EngineConfig
-from jaxspec.sampling_params import features_of
+from jaxspec.sampling.params import features_of
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import VOCAB, Model, agreeing_model, random_prompts
 from tests.support.toys import ToyDraft, ToyTarget

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state, sampling
+from jaxspec import decode, decode_state
 from jaxspec import propose as propose_module
 from jaxspec.config import RoundConfig
 from jaxspec.propose import Proposal
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling import state as sampling
+from jaxspec.sampling.state import SamplingState
 from pallas_kernels import noise
 from tests.statistics import chi_square, within_limit
 from tests.support.toys import ToyDraft, toy_config

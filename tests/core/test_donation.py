@@ -14,7 +14,7 @@ import pytest
 
 from jaxspec import decode, programs
 from jaxspec.config import RoundConfig
-from jaxspec.sampling import Penalties
+from jaxspec.sampling.state import Penalties
 from tests.support.tiny import METHODS, Model, agreeing_model, block_table, random_prompts, sampling_state, start
 
 LENGTHS, K = (5, 9, 1), 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import programs
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 from tests.support.tiny import agreeing_model, block_table, generate, random_prompts, sampling_state, start
 
 LENGTHS, K = (5, 9, 1), 3

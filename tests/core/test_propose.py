@@ -18,7 +18,7 @@ from jaxspec.cache.arrays import PAD_SLOT, FullCache
 from jaxspec.cache.metadata import AttentionMetadata, rebuild_draft_metadata
 from jaxspec.config import Kernels, RoundConfig
 from jaxspec.propose import DraftInputs, Proposal, draft_step, first_step, next_step, propose
-from jaxspec.sampling import gumbel_noise
+from jaxspec.sampling.state import gumbel_noise
 from tests.kernels.interpreter import interpreted
 from tests.support.tiny import ATTENTION, HIDDEN, METHODS, VOCAB, Model, block_table, sampling_state, tiny_model
 from tests.support.toys import ToyDraft, toy_config

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import sampling
 from jaxspec.propose import Proposal
-from jaxspec.sampling import gumbel_noise, noise_stream, sample
+from jaxspec.sampling import state as sampling
+from jaxspec.sampling.state import gumbel_noise, noise_stream, sample
 from jaxspec.verify import judge
 from pallas_kernels.truncation import truncate
 from tests.statistics import chi_square, within_limit

@@ -17,7 +17,7 @@ from jaxspec.cache.group_blocks import GroupBlocks
 from jaxspec.cache.pool_sizes import PoolDemand, demand, steps_ahead
 from jaxspec.config import CacheGroup
 from jaxspec.request import Request
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling.params import SamplingParams
 from jaxspec.scheduler import Rounds, Scheduler, SchedulerConfig, Step
 
 VOCAB, STOP = 7, 0

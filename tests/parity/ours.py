@@ -19,7 +19,7 @@ from jaxspec.drafts import DraftConfig
 from jaxspec.layers.params import Params
 from jaxspec.loading.model import load_draft
 from jaxspec.propose import DraftInputs, Proposal, draft_step, propose
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 
 MAX_MODEL_LEN = 64
 

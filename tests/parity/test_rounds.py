@@ -15,7 +15,7 @@ from jaxspec import decode, decode_state, programs
 from jaxspec.config import RoundConfig
 from jaxspec.loading.model import load_target
 from jaxspec.propose import propose
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 from tests.parity.oracles import (
     EAGLE1_CONFIG,
     TOLERANCE,

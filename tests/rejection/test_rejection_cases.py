@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.synthetic import conditional_rates
+from jaxspec.sampling.synthetic import conditional_rates
 from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import RULES, rejection_sample
 from tests.rejection.inputs import Inputs, emitted, judge, make

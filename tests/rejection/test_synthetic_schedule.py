@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError, SpeculativeConfig
-from jaxspec.synthetic import conditional_rates, rates_from_length, rates_from_mean_rate, resolve
+from jaxspec.sampling.synthetic import conditional_rates, rates_from_length, rates_from_mean_rate, resolve
 
 
 def config(num_speculative_tokens: int = 3, **values: Any) -> SpeculativeConfig:

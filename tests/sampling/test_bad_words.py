@@ -13,9 +13,9 @@ import pytest
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError
 from jaxspec.inputs import encode_words
-from jaxspec.logits_processing import count_tokens
-from jaxspec.sampling_params import features_of
-from jaxspec.sampling_rows import sampling_rows, with_features
+from jaxspec.sampling.logits import count_tokens
+from jaxspec.sampling.params import features_of
+from jaxspec.sampling.rows import sampling_rows, with_features
 from tests.support.compilations import counting_compilations
 from tests.support.toys import ToyDraft, ToyTarget
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxspec.propose import Proposal
-from jaxspec.sampling_params import SamplingParams, features_of
-from jaxspec.sampling_rows import sampling_rows
+from jaxspec.sampling.params import SamplingParams, features_of
+from jaxspec.sampling.rows import sampling_rows
 from jaxspec.verify import judge
 from tests.support.toys import toy_config
 

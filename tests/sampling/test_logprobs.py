@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode_state, logprobs, programs
+from jaxspec import decode_state, programs
 from jaxspec.config import CacheGroup, RoundConfig
 from jaxspec.loading.model import load_target
-from jaxspec.logprobs import Logprob, Scores, likeliest, logprobs_of, score_hidden, score_tokens
-from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams, features_of
-from jaxspec.sampling_rows import sampling_rows
+from jaxspec.sampling import logprobs
+from jaxspec.sampling.logprobs import Logprob, Scores, likeliest, logprobs_of, score_hidden, score_tokens
+from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams, features_of
+from jaxspec.sampling.rows import sampling_rows
 from tests.parity.oracles import TARGETS, hf_outputs, hf_target
 from tests.support.tiny import block_table, pad_chunk
 from tests.support.toys import ToyDraft

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state, logits_processing
-from jaxspec.sampling_params import SamplingParams, features_of
-from jaxspec.sampling_rows import sampling_rows
+from jaxspec import decode, decode_state
+from jaxspec.sampling import logits as logits_processing
+from jaxspec.sampling.params import SamplingParams, features_of
+from jaxspec.sampling.rows import sampling_rows
 from tests.statistics import chi_square, within_limit
 from tests.support.sampling_specification import softmax, specification
 from tests.support.toys import toy_config

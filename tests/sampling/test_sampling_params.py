@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspec.config import CacheGroup, ConfigError, RoundConfig, SamplingFeatures
-from jaxspec.sampling_params import SamplingParams, features_of
-from jaxspec.sampling_rows import ends_of, sampling_rows
+from jaxspec.sampling.params import SamplingParams, features_of
+from jaxspec.sampling.rows import ends_of, sampling_rows
 
 # vLLM's defaults (vllm/sampling_params.py), where it has the parameter
 VLLM = {

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampling_params import SamplingParams, features_of
-from jaxspec.sampling_rows import ends_of, sampling_rows
+from jaxspec.sampling.params import SamplingParams, features_of
+from jaxspec.sampling.rows import ends_of, sampling_rows
 from tests.support.tiny import Run, generate
 from tests.support.toys import ToyDraft, toy_config
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling.params import SamplingParams
 
 
 def specification(

@@ -18,7 +18,7 @@ from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.models import TargetConfig
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 
 VOCAB, HIDDEN, LAYERS = 48, 32, 2
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)

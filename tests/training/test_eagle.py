@@ -16,7 +16,7 @@ from jaxspec.drafts import eagle
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.propose import DraftInputs, propose
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 from jaxspec.training.eagle import forward_steps
 from jaxspec.training.heads import eagle_config
 from tests.training.conftest import VOCAB, make_pair

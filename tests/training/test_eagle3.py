@@ -15,7 +15,7 @@ from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup, ConfigError, RoundConfig
 from jaxspec.drafts import eagle3
 from jaxspec.propose import DraftInputs, propose
-from jaxspec.sampling import SamplingState
+from jaxspec.sampling.state import SamplingState
 from jaxspec.training.eagle3 import forward_steps as forward_steps_eager
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, make_pair
 

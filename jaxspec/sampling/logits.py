@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.sampling import BadWords, MinTokens, Penalties, SamplingState, scale_by_temperature
+from jaxspec.sampling.state import BadWords, MinTokens, Penalties, SamplingState, scale_by_temperature
 from pallas_kernels.truncation import truncate
 
 

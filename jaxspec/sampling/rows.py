@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.sampling import BadWords, MinTokens, Penalties, SamplingState
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.state import BadWords, MinTokens, Penalties, SamplingState
 
 NEUTRAL = SamplingParams(temperature=0)
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.sampling import argmax
-from jaxspec.sampling_params import MAX_LOGPROBS
+from jaxspec.sampling.params import MAX_LOGPROBS
+from jaxspec.sampling.state import argmax
 
 PIECE_BYTES = 256 << 20  # of float32 logits at a time: a chunk of a prompt has more rows than a round
 
