@@ -10,8 +10,8 @@ from jaxspec import drafts
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode_state import DecodeState, draft_inputs, pending_rows
+from jaxspec.drafts.autoregressive import Proposal, consume_pending, propose
 from jaxspec.layers.params import Params
-from jaxspec.propose import Proposal, consume_pending, propose
 from jaxspec.sampling.logits import count_tokens
 from jaxspec.verify import Verification, verify
 

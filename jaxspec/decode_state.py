@@ -11,7 +11,7 @@ from flax import struct
 from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.config import RoundConfig
-from jaxspec.propose import DraftInputs
+from jaxspec.drafts.autoregressive import DraftInputs
 from jaxspec.sampling.state import SamplingState
 
 

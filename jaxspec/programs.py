@@ -14,9 +14,9 @@ from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode import decode_round, verify_and_commit
 from jaxspec.decode_state import DecodeState, draft_inputs
+from jaxspec.drafts.autoregressive import DraftInputs, first_step, next_step
 from jaxspec.layers.params import Params
 from jaxspec.prefill import prefill
-from jaxspec.propose import DraftInputs, first_step, next_step
 from jaxspec.verify import Verification
 
 

@@ -17,8 +17,8 @@ from jaxspec import models
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import RoundConfig
+from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.layers.params import Params
-from jaxspec.propose import Proposal
 from jaxspec.sampling.logits import adjust_logits, narrow_logits
 from jaxspec.sampling.logprobs import Scores, score_tokens
 from jaxspec.sampling.state import SamplingState, draw, noise_stream, scale_by_temperature

@@ -22,8 +22,8 @@ from jaxspec.acceptance.expected import Expected, expected_acceptance
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.decode_state import DecodeState
+from jaxspec.drafts.autoregressive import Proposal, propose
 from jaxspec.layers.params import Params
-from jaxspec.propose import Proposal, propose
 from jaxspec.sampling.state import SamplingState
 
 Corrupt = Callable[[jax.Array, jax.Array], jax.Array]

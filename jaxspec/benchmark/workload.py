@@ -24,13 +24,13 @@ from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode_state import DecodeState
+from jaxspec.drafts.autoregressive import DraftInputs, Proposal, propose
 from jaxspec.engine import Engine
 from jaxspec.layers import kernels
 from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
 from jaxspec.metrics import SpecDecodeMetrics
-from jaxspec.propose import DraftInputs, Proposal, propose
 from jaxspec.request import Request
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams

@@ -13,7 +13,7 @@ import pytest
 from jaxspec.benchmark import timing, workload
 from jaxspec.benchmark.cases import Case
 from jaxspec.config import Kernels, RoundConfig
-from jaxspec.propose import Proposal
+from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.state import SamplingState
 from jaxspec.verify import judge
 from tests.support import h200

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from jaxspec import decode, decode_state
-from jaxspec import propose as propose_module
 from jaxspec.config import RoundConfig
-from jaxspec.propose import Proposal
+from jaxspec.drafts import autoregressive as propose_module
+from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import SamplingState
 from pallas_kernels import noise

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxspec import propose as propose_module
 from jaxspec.cache.arrays import PAD_SLOT
 from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.config import AttentionConfig, CacheGroup, Kernels, MLAConfig, RopeConfig
+from jaxspec.drafts import autoregressive as propose_module
 from jaxspec.layers.products import rope_tables
 from pallas_kernels.attention.bounds import key_bounds
 from tests.kernels.interpreter import interpreted

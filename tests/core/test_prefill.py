@@ -13,7 +13,7 @@ import pytest
 from jaxspec import decode_state, drafts, programs
 from jaxspec.config import RoundConfig
 from jaxspec.decode_state import DecodeState, draft_inputs
-from jaxspec.propose import propose
+from jaxspec.drafts.autoregressive import propose
 from tests.support import toys
 from tests.support.tiny import METHODS, block_table, pad_chunk, random_prompts, sampling_state, start, tiny_model
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jaxspec import drafts
-from jaxspec import propose as propose_module
 from jaxspec.cache.arrays import PAD_SLOT, FullCache
 from jaxspec.cache.metadata import AttentionMetadata, rebuild_draft_metadata
 from jaxspec.config import Kernels, RoundConfig
-from jaxspec.propose import DraftInputs, Proposal, draft_step, first_step, next_step, propose
+from jaxspec.drafts import autoregressive as propose_module
+from jaxspec.drafts.autoregressive import DraftInputs, Proposal, draft_step, first_step, next_step, propose
 from jaxspec.sampling.state import gumbel_noise
 from tests.kernels.interpreter import interpreted
 from tests.support.tiny import ATTENTION, HIDDEN, METHODS, VOCAB, Model, block_table, sampling_state, tiny_model

@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec import programs
 from jaxspec.decode_state import DecodeState, draft_inputs
-from jaxspec.propose import Proposal, propose
+from jaxspec.drafts.autoregressive import Proposal, propose
 from tests.support.tiny import METHODS, agreeing_model, block_table, random_prompts, sampling_state, start
 
 LENGTHS, K, LONGEST = (5, 9, 1), 3, 40

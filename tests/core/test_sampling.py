@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.propose import Proposal
+from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import gumbel_noise, noise_stream, sample
 from jaxspec.verify import judge

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec import decode_state, programs, slots
 from jaxspec.decode import limit_drafts
-from jaxspec.propose import Proposal
+from jaxspec.drafts.autoregressive import Proposal
 from tests.support.tiny import agreeing_model, block_table, random_prompts, sampling_state, start
 
 K = 3

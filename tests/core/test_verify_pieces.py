@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec import verify
 from jaxspec.cache.arrays import init_cache
-from jaxspec.propose import Proposal
+from jaxspec.drafts.autoregressive import Proposal
 from tests.support.tiny import LAYERS, VOCAB, agreeing_model, block_table, sampling_state
 
 K, BATCH = 3, 7

@@ -16,9 +16,9 @@ from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup, RoundConfig, SpeculativeConfig
 from jaxspec.drafts import DraftConfig
+from jaxspec.drafts.autoregressive import DraftInputs, Proposal, draft_step, propose
 from jaxspec.layers.params import Params
 from jaxspec.loading.model import load_draft
-from jaxspec.propose import DraftInputs, Proposal, draft_step, propose
 from jaxspec.sampling.state import SamplingState
 
 MAX_MODEL_LEN = 64

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.propose import first_step, next_step
+from jaxspec.drafts.autoregressive import first_step, next_step
 from tests.parity.oracles import EAGLE1_CONFIG, TOLERANCE, DraftOracle, eagle1_head, save_flat
 from tests.parity.ours import TARGET, PagedDraft, load, shared_weights
 

@@ -13,8 +13,8 @@ import pytest
 
 from jaxspec import decode, decode_state, programs
 from jaxspec.config import RoundConfig
+from jaxspec.drafts.autoregressive import propose
 from jaxspec.loading.model import load_target
-from jaxspec.propose import propose
 from jaxspec.sampling.state import SamplingState
 from tests.parity.oracles import (
     EAGLE1_CONFIG,

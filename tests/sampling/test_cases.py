@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.propose import Proposal
+from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.params import SamplingParams, features_of
 from jaxspec.sampling.rows import sampling_rows
 from jaxspec.verify import judge

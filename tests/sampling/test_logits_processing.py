@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.propose import Proposal
+from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.logits import adjust_logits, count_tokens, narrow_logits, process_target_logits
 from jaxspec.sampling.params import SamplingParams, features_of
 from jaxspec.sampling.rows import sampling_rows, with_features

@@ -13,9 +13,9 @@ from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup, RopeConfig, RoundConfig
 from jaxspec.drafts import eagle
+from jaxspec.drafts.autoregressive import DraftInputs, propose
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
-from jaxspec.propose import DraftInputs, propose
 from jaxspec.sampling.state import SamplingState
 from jaxspec.training.eagle import forward_steps
 from jaxspec.training.heads import eagle_config

@@ -14,7 +14,7 @@ from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup, ConfigError, RoundConfig
 from jaxspec.drafts import eagle3
-from jaxspec.propose import DraftInputs, propose
+from jaxspec.drafts.autoregressive import DraftInputs, propose
 from jaxspec.sampling.state import SamplingState
 from jaxspec.training.eagle3 import forward_steps as forward_steps_eager
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, make_pair
