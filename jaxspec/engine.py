@@ -16,14 +16,14 @@ from jaxspec.cache.block_pool import BlockPool
 from jaxspec.cache.group_blocks import GroupBlocks
 from jaxspec.cache.pool_sizes import steps_ahead
 from jaxspec.config import ConfigError, SamplingFeatures
+from jaxspec.decode.several_rounds import each_round
+from jaxspec.decode.verify import Verification
 from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.request import FinishReason, Request
-from jaxspec.rounds import each_round
 from jaxspec.runner import GREEDY, ModelRunner
 from jaxspec.sampling.logprobs import Scores, logprobs_of
 from jaxspec.sampling.params import SamplingParams, features_of
 from jaxspec.scheduler import Chunk, Scheduler, SchedulerConfig
-from jaxspec.verify import Verification
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxspec import drafts, models
 from jaxspec.cache.pool_sizes import demand, layer_block_bytes
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig
+from jaxspec.decode.several_rounds import rounds_per_step
 from jaxspec.layers.params import Params, ParamSpec
-from jaxspec.rounds import rounds_per_step
 
 GIB = 1 << 30
 # Bytes of memory as the data sheets give them.

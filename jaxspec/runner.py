@@ -16,19 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode_state, programs, rounds, slots
 from jaxspec.block_tables import BlockTables
 from jaxspec.buckets import Buckets, power_of_two
 from jaxspec.cache import pool_sizes
 from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
-from jaxspec.decode_state import DecodeState
+from jaxspec.decode import programs, slots
+from jaxspec.decode import several_rounds as rounds
+from jaxspec.decode import state as decode_state
+from jaxspec.decode.slots import Admission
+from jaxspec.decode.state import DecodeState
+from jaxspec.decode.verify import Verification
 from jaxspec.layers.params import Params
 from jaxspec.request import Request
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.rows import ends_of, sampling_rows, with_features, words_shape
 from jaxspec.scheduler import Chunk
-from jaxspec.slots import Admission
-from jaxspec.verify import Verification
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec import decode, decode_state, models, programs
+from jaxspec import models
 from jaxspec.acceptance.expected import Expected, expected_acceptance
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
-from jaxspec.decode_state import DecodeState
+from jaxspec.decode import programs
+from jaxspec.decode import round as decode
+from jaxspec.decode import state as decode_state
+from jaxspec.decode.state import DecodeState
 from jaxspec.drafts.autoregressive import Proposal, propose
 from jaxspec.layers.params import Params
 from jaxspec.sampling.state import SamplingState

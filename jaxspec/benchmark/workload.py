@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import decode_state, drafts, models, programs
+from jaxspec import drafts, models
 from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
@@ -23,7 +23,10 @@ from jaxspec.block_tables import one_or_all
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
-from jaxspec.decode_state import DecodeState
+from jaxspec.decode import programs
+from jaxspec.decode import state as decode_state
+from jaxspec.decode.state import DecodeState
+from jaxspec.decode.verify import judge
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, propose
 from jaxspec.engine import Engine
 from jaxspec.layers import kernels
@@ -35,7 +38,6 @@ from jaxspec.request import Request
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.state import SamplingState
-from jaxspec.verify import judge
 
 BLOCK_SIZE = 64
 PARTS = ("plain", "draft", "verify", "sampling", "round", "engine", "rebuild")

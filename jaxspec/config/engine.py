@@ -25,7 +25,7 @@ class EngineConfig:
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
     rounds_per_step: rounds that one dispatched program runs. Several give the host more time a round; requests come, and results are read,
-    only between two steps. None: 4 on a GPU whose rounds would be shorter than the host's time (jaxspec.rounds), else 1.
+    only between two steps. None: 4 on a GPU whose rounds would be shorter than the host's time (jaxspec.decode.several_rounds), else 1.
     kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow; "op=name,op=name" for single ops
     (jaxspec.layers.kernels).
     batch_invariant: rounds of one batch size and prefill calls of one size, the largest, whatever runs. A product's last bits depend on how

@@ -20,9 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import decode, decode_state, models, prefill
+from jaxspec import models
 from jaxspec.config import ConfigError, RoundConfig
-from jaxspec.decode_state import DecodeState
+from jaxspec.decode import prefill
+from jaxspec.decode import round as decode
+from jaxspec.decode import state as decode_state
+from jaxspec.decode.state import DecodeState
 from jaxspec.layers.params import Params
 from jaxspec.sampling.state import SamplingState
 from jaxspec.training.data import Chats, OverlapFilter, pack, token_dtype

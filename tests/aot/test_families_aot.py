@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import decode, decode_state, drafts, models
+from jaxspec import drafts, models
 from jaxspec.benchmark.dimensions import HYBRID, draft_config
 from jaxspec.config import Kernels, RoundConfig
+from jaxspec.decode import round as decode
+from jaxspec.decode import state as decode_state
 from jaxspec.layers import kernels
 from jaxspec.sampling.state import SamplingState
 from pallas_kernels import hopper

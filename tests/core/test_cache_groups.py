@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state, models, prefill, programs
+from jaxspec import models
 from jaxspec.block_tables import one_or_all
 from jaxspec.cache import metadata
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata, rebuild_draft_metadata
 from jaxspec.config import CacheGroup, RoundConfig
+from jaxspec.decode import prefill, programs
+from jaxspec.decode import round as decode
+from jaxspec.decode import state as decode_state
 from tests.support.families import family_model
 from tests.support.tiny import random_prompts, sampling_state, start
 

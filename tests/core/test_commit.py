@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state
-from jaxspec.decode_state import DecodeState
-from jaxspec.verify import Verification
+from jaxspec.decode import round as decode
+from jaxspec.decode import state as decode_state
+from jaxspec.decode.state import DecodeState
+from jaxspec.decode.verify import Verification
 from tests.support.tiny import sampling_state
 from tests.support.toys import toy_config
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import programs
+from jaxspec.decode import programs
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import agreeing_model, block_table, generate, random_prompts, sampling_state, start
 

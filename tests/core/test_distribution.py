@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state
 from jaxspec.config import RoundConfig
+from jaxspec.decode import round as decode
+from jaxspec.decode import state as decode_state
 from jaxspec.drafts import autoregressive as propose_module
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling import state as sampling

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, programs
 from jaxspec.config import RoundConfig
+from jaxspec.decode import programs
+from jaxspec.decode import round as decode
 from jaxspec.sampling.state import Penalties
 from tests.support.tiny import METHODS, Model, agreeing_model, block_table, random_prompts, sampling_state, start
 

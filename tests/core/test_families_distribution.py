@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import models, programs
+from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
+from jaxspec.decode import programs
 from tests.statistics import chi_square, within_limit
 from tests.support.families import family_model
 from tests.support.tiny import Model, block_table, sampling_state, start

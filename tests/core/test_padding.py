@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import programs
+from jaxspec.decode import programs
 from jaxspec.sampling.state import SamplingState
 from tests.support.tiny import agreeing_model, block_table, generate, random_prompts, sampling_state, start
 

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode_state, drafts, programs
+from jaxspec import drafts
 from jaxspec.config import RoundConfig
-from jaxspec.decode_state import DecodeState, draft_inputs
+from jaxspec.decode import programs
+from jaxspec.decode import state as decode_state
+from jaxspec.decode.state import DecodeState, draft_inputs
 from jaxspec.drafts.autoregressive import propose
 from tests.support import toys
 from tests.support.tiny import METHODS, block_table, pad_chunk, random_prompts, sampling_state, start, tiny_model

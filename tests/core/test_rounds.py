@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import programs
-from jaxspec.decode_state import DecodeState, draft_inputs
+from jaxspec.decode import programs
+from jaxspec.decode.state import DecodeState, draft_inputs
 from jaxspec.drafts.autoregressive import Proposal, propose
 from tests.support.tiny import METHODS, agreeing_model, block_table, random_prompts, sampling_state, start
 

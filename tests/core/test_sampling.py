@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decode.verify import judge
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import gumbel_noise, noise_stream, sample
-from jaxspec.verify import judge
 from pallas_kernels.truncation import truncate
 from tests.statistics import chi_square, within_limit
 from tests.support.tiny import sampling_state

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode_state, programs, slots
-from jaxspec.decode import limit_drafts
+from jaxspec.decode import programs, slots
+from jaxspec.decode import state as decode_state
+from jaxspec.decode.round import limit_drafts
 from jaxspec.drafts.autoregressive import Proposal
 from tests.support.tiny import agreeing_model, block_table, random_prompts, sampling_state, start
 

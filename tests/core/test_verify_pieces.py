@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import verify
 from jaxspec.cache.arrays import init_cache
+from jaxspec.decode import verify
 from jaxspec.drafts.autoregressive import Proposal
 from tests.support.tiny import LAYERS, VOCAB, agreeing_model, block_table, sampling_state
 

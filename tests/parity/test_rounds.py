@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state, programs
 from jaxspec.config import RoundConfig
+from jaxspec.decode import programs
+from jaxspec.decode import round as decode
+from jaxspec.decode import state as decode_state
 from jaxspec.drafts.autoregressive import propose
 from jaxspec.loading.model import load_target
 from jaxspec.sampling.state import SamplingState

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decode.verify import judge
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.params import SamplingParams, features_of
 from jaxspec.sampling.rows import sampling_rows
-from jaxspec.verify import judge
 from tests.support.toys import toy_config
 
 judged = jax.jit(judge, static_argnums=0)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from jaxspec.config import SamplingFeatures
+from jaxspec.decode.verify import judge
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.logits import adjust_logits, count_tokens, narrow_logits, process_target_logits
 from jaxspec.sampling.params import SamplingParams, features_of
 from jaxspec.sampling.rows import sampling_rows, with_features
 from jaxspec.sampling.state import SamplingState, scale_by_temperature
-from jaxspec.verify import judge
 from tests.support.sampling_specification import specification
 from tests.support.toys import toy_config
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode_state, programs
 from jaxspec.config import CacheGroup, RoundConfig
+from jaxspec.decode import programs
+from jaxspec.decode import state as decode_state
 from jaxspec.loading.model import load_target
 from jaxspec.sampling import logprobs
 from jaxspec.sampling.logprobs import Logprob, Scores, likeliest, logprobs_of, score_hidden, score_tokens

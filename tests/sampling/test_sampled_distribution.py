@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode, decode_state
+from jaxspec.decode import round as decode
+from jaxspec.decode import state as decode_state
 from jaxspec.sampling import logits as logits_processing
 from jaxspec.sampling.params import SamplingParams, features_of
 from jaxspec.sampling.rows import sampling_rows

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import models, programs
+from jaxspec import models
 from jaxspec.benchmark import timing, workload
 from jaxspec.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
 from jaxspec.benchmark.dimensions import HYBRID, MODELS
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.config import ConfigError, Kernels
-from jaxspec.verify import judge
+from jaxspec.decode import programs
+from jaxspec.decode.verify import judge
 from scripts import bench, bench_kernels
 from tests.scripts.conftest import runner
 from tests.support.tiny import sampling_state

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode_state, drafts, models, programs
+from jaxspec import drafts, models
 from jaxspec.config import AttentionConfig, RoundConfig
-from jaxspec.decode_state import DecodeState
+from jaxspec.decode import programs
+from jaxspec.decode import state as decode_state
+from jaxspec.decode.state import DecodeState
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft

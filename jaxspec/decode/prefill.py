@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jaxspec import drafts, models
 from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import RoundConfig
-from jaxspec.decode import advance
-from jaxspec.decode_state import DecodeState, pending_rows
+from jaxspec.decode.round import advance
+from jaxspec.decode.state import DecodeState, pending_rows
+from jaxspec.decode.verify import Verification
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import pick_row
 from jaxspec.sampling.logits import process_target_logits
 from jaxspec.sampling.logprobs import score_hidden, score_tokens
 from jaxspec.sampling.state import gumbel_noise, sample
-from jaxspec.verify import Verification
 
 
 def prefill(

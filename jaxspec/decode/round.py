@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxspec import drafts
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
-from jaxspec.decode_state import DecodeState, draft_inputs, pending_rows
+from jaxspec.decode.state import DecodeState, draft_inputs, pending_rows
+from jaxspec.decode.verify import Verification, verify
 from jaxspec.drafts.autoregressive import Proposal, consume_pending, propose
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import count_tokens
-from jaxspec.verify import Verification, verify
 
 
 def verify_and_commit(

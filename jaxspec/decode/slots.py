@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.decode_state import DecodeState
+from jaxspec.decode.state import DecodeState
 from jaxspec.sampling.state import SamplingState
 
 

@@ -16,11 +16,11 @@ from jax import lax
 
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import EngineConfig, RoundConfig
-from jaxspec.decode import decode_round
-from jaxspec.decode_state import DecodeState
+from jaxspec.decode.programs import Program, run_round
+from jaxspec.decode.round import decode_round
+from jaxspec.decode.state import DecodeState
+from jaxspec.decode.verify import Verification
 from jaxspec.layers.params import Params
-from jaxspec.programs import Program, run_round
-from jaxspec.verify import Verification
 
 # A round of so small a target takes an H200 about a millisecond, JAX and Python one to two to schedule and dispatch it (hundreds of
 # arguments). Four rounds outlast that; more would only make new requests wait.

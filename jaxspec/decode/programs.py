@@ -12,12 +12,12 @@ import numpy as np
 
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
-from jaxspec.decode import decode_round, verify_and_commit
-from jaxspec.decode_state import DecodeState, draft_inputs
+from jaxspec.decode.prefill import prefill
+from jaxspec.decode.round import decode_round, verify_and_commit
+from jaxspec.decode.state import DecodeState, draft_inputs
+from jaxspec.decode.verify import Verification
 from jaxspec.drafts.autoregressive import DraftInputs, first_step, next_step
 from jaxspec.layers.params import Params
-from jaxspec.prefill import prefill
-from jaxspec.verify import Verification
 
 
 class Program:

@@ -1,0 +1,1 @@
+"""The device's side of generation: prefill and the round, and the programs that they compile to."""
