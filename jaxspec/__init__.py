@@ -1,8 +1,8 @@
 """jaxspec: EAGLE-type speculative decoding for causal language models, in JAX."""
 
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.engine.outputs import CompletionOutput, Increment, Interrupted, RequestOutput
 from jaxspec.llm import LLM
-from jaxspec.outputs import CompletionOutput, Increment, Interrupted, RequestOutput
 from jaxspec.sampling.params import SamplingParams
 
 __all__ = [

@@ -13,23 +13,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
-from jaxspec.engine import Engine
-from jaxspec.input_processor import InputProcessor
-from jaxspec.inputs import Message, Prompt, as_chats
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.input_processor import InputProcessor
+from jaxspec.engine.inputs import Message, Prompt, as_chats
+from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
+from jaxspec.engine.output_processor import Callback, Waiting, request_outputs
+from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
+from jaxspec.engine.progress import no_progress, progress_bar
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import ModelRunner
+from jaxspec.engine.warmup import USUAL, compile_ahead, shapes_of, shapes_up_to
 from jaxspec.layers import kernels as kernel_choice
 from jaxspec.layers.attention import join_projections
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
 from jaxspec.loading.pretrained import load_pretrained
-from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
-from jaxspec.output_processor import Callback, Waiting, request_outputs
-from jaxspec.outputs import Increment, Interrupted, RequestOutput
-from jaxspec.progress import no_progress, progress_bar
-from jaxspec.request import Request
-from jaxspec.runner import ModelRunner
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.warmup import USUAL, compile_ahead, shapes_of, shapes_up_to
 
 logger = logging.getLogger(__name__)
 

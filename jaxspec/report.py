@@ -17,9 +17,9 @@ import jax
 from rich.table import Table
 
 from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.engine.metrics import SpecDecodeMetrics, Timings
+from jaxspec.engine.outputs import CompletionOutput, RequestOutput
 from jaxspec.losslessness import Difference
-from jaxspec.metrics import SpecDecodeMetrics, Timings
-from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
 

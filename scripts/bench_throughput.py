@@ -25,9 +25,9 @@ from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.benchmark.workload import Weights
 from jaxspec.cli import errors_as_sentences, option, run_program
+from jaxspec.engine.request import Request
 from jaxspec.loading import keep_compiled_programs
 from jaxspec.loading.pretrained import DTYPES
-from jaxspec.request import Request
 from jaxspec.sampling import synthetic
 
 METHODS = ("plain", "strict", "probabilistic", "block")

@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxspec import LLM, ConfigError, RequestOutput, SamplingParams, SpeculativeConfig, report
 from jaxspec.cli import errors_as_sentences, run_program
 from jaxspec.config import Kernels
-from jaxspec.metrics import SpecDecodeMetrics
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.prompts import DEMO, read_prompts
 
 MOST_POINTS = 1.0  # of acceptance, at any position

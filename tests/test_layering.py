@@ -19,13 +19,13 @@ LAYERS = (
     ("jaxspec",),  # the package's __init__, which only gathers names: nothing inside the package imports it
     ("jaxspec.report", "jaxspec.benchmark", "jaxspec.acceptance"),
     ("jaxspec.llm", "jaxspec.training", "jaxspec.losslessness"),
-    ("jaxspec.warmup", "jaxspec.input_processor", "jaxspec.output_processor"),
-    ("jaxspec.engine", "jaxspec.inputs", "jaxspec.outputs"),
-    ("jaxspec.cli", "jaxspec.runner"),
-    ("jaxspec.block_tables",),
+    ("jaxspec.engine.warmup", "jaxspec.engine.input_processor", "jaxspec.engine.output_processor"),
+    ("jaxspec.engine", "jaxspec.engine.inputs", "jaxspec.engine.outputs"),
+    ("jaxspec.cli", "jaxspec.engine.runner"),
+    ("jaxspec.engine.block_tables",),
     (
         "jaxspec.memory_plan",
-        "jaxspec.scheduler",
+        "jaxspec.engine.scheduler",
         "jaxspec.decode.slots",
         "jaxspec.loading",
         "jaxspec.decode.several_rounds",
@@ -35,14 +35,14 @@ LAYERS = (
     ("jaxspec.decode", "jaxspec.decode.prefill"),
     ("jaxspec.decode.state",),
     (
-        "jaxspec.request",
+        "jaxspec.engine.request",
         "jaxspec.cache.block_pool",
         "jaxspec.cache.group_blocks",
-        "jaxspec.detokenizer",
+        "jaxspec.engine.detokenizer",
         "jaxspec.drafts.autoregressive",
         "jaxspec.decode.verify",
     ),
-    ("jaxspec.cache.pool_sizes", "jaxspec.buckets"),
+    ("jaxspec.cache.pool_sizes", "jaxspec.engine.buckets"),
     ("jaxspec.models", "jaxspec.drafts", "jaxspec.sampling.logits", "jaxspec.sampling.logprobs", "jaxspec.sampling.synthetic"),
     ("jaxspec.sampling", "jaxspec.sampling.rows"),
     ("jaxspec.layers.moe", "jaxspec.layers.mla", "jaxspec.layers.compressed_attention", "jaxspec.layers.hyper_connections"),
@@ -50,7 +50,11 @@ LAYERS = (
     ("jaxspec.layers.attention", "jaxspec.cache.metadata", "jaxspec.layers", "jaxspec.layers.mxfp4"),
     ("jaxspec.cache.arrays", "jaxspec.layers.params", "jaxspec.prompts", "jaxspec.sampling.params", "jaxspec.config", "jaxspec.cache"),
 )
-LEAVES = ("jaxspec.compilation_cache", "jaxspec.metrics", "jaxspec.progress")  # import nothing of jaxspec, and anything may import them
+LEAVES = (
+    "jaxspec.compilation_cache",
+    "jaxspec.engine.metrics",
+    "jaxspec.engine.progress",
+)  # import nothing of jaxspec, and anything may import them
 KERNEL_CALLERS = (
     "jaxspec.layers.attention",
     "jaxspec.layers.kernels",
@@ -195,7 +199,7 @@ def test_architecture_page_names_every_module_and_imports_go_down_it() -> None:
         ("jaxspec/models/llama.py", "from ..decode import prefill", "a layer above"),
         ("jaxspec/models/llama.py", "from .. import propose", "a layer above"),
         ("jaxspec/decode/round.py", "from jaxspec import LLM", "a layer above"),
-        ("jaxspec/metrics.py", "from jaxspec.config import ConfigError", "a leaf imports nothing"),
+        ("jaxspec/engine/metrics.py", "from jaxspec.config import ConfigError", "a leaf imports nothing"),
         ("jaxspec/layers/params.py", "from pallas_kernels.attention import paged_attention", "call kernels"),
         ("jaxspec/llm.py", "from scripts.generate import main", "nothing below imports scripts"),
         ("jaxspec/helpers.py", "import math", "no layer is named"),

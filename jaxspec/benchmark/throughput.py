@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.engine.metrics import LatencyMetrics, summary
+from jaxspec.engine.request import Request
 from jaxspec.llm import LLM
-from jaxspec.metrics import LatencyMetrics, summary
-from jaxspec.request import Request
 
 
 @dataclass(frozen=True)

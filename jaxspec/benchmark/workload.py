@@ -19,7 +19,6 @@ from jaxspec.benchmark.cases import Case
 from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
-from jaxspec.block_tables import one_or_all
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
@@ -28,13 +27,14 @@ from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import judge
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, propose
-from jaxspec.engine import Engine
+from jaxspec.engine.block_tables import one_or_all
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.engine.request import Request
 from jaxspec.layers import kernels
 from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
-from jaxspec.metrics import SpecDecodeMetrics
-from jaxspec.request import Request
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.state import SamplingState

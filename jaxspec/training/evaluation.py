@@ -13,9 +13,9 @@ import numpy as np
 from jaxspec import models
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafts import DraftConfig
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.layers.params import Params
 from jaxspec.llm import LLM
-from jaxspec.metrics import SpecDecodeMetrics
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.heads import load_head

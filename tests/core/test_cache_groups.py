@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxspec import models
-from jaxspec.block_tables import one_or_all
 from jaxspec.cache import metadata
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata, rebuild_draft_metadata
@@ -21,6 +20,7 @@ from jaxspec.config import CacheGroup, RoundConfig
 from jaxspec.decode import prefill, programs
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
+from jaxspec.engine.block_tables import one_or_all
 from tests.support.families import family_model
 from tests.support.tiny import random_prompts, sampling_state, start
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams, SpeculativeConfig, runner
+from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.decode import several_rounds as rounds
+from jaxspec.engine import runner
 from jaxspec.sampling.params import features_of
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import VOCAB, Model, agreeing_model, random_prompts

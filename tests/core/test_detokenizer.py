@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.detokenizer import Detokenizer
+from jaxspec.engine.detokenizer import Detokenizer
 
 PIECES = ["a", "b", "ab", "ba", "c", "é", "", "aab"]
 

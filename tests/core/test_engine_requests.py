@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, Increment, Interrupted, SamplingParams, SpeculativeConfig
-from jaxspec import engine as engine_module
 from jaxspec.cache.pool_sizes import steps_ahead
+from jaxspec.engine import engine as engine_module
 from tests.support.tiny import VOCAB, agreeing_model
 from tests.support.toys import ToyDraft, ToyTarget
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
-from jaxspec.buckets import Buckets
 from jaxspec.cache.arrays import PAD_SLOT
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup
+from jaxspec.engine.buckets import Buckets
 from tests.support.tiny import random_prompts, tiny_model
 
 K, BUCKET = 5, 128

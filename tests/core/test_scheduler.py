@@ -16,9 +16,9 @@ from jaxspec.cache.block_pool import BlockPool, hash_blocks
 from jaxspec.cache.group_blocks import GroupBlocks
 from jaxspec.cache.pool_sizes import PoolDemand, demand, steps_ahead
 from jaxspec.config import CacheGroup
-from jaxspec.request import Request
+from jaxspec.engine.request import Request
+from jaxspec.engine.scheduler import Rounds, Scheduler, SchedulerConfig, Step
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.scheduler import Rounds, Scheduler, SchedulerConfig, Step
 
 VOCAB, STOP = 7, 0
 

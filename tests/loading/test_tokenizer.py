@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from jaxspec import inputs
 from jaxspec.config import ConfigError
+from jaxspec.engine import inputs
 from jaxspec.loading import convert_gguf, load_tokenizer
 
 

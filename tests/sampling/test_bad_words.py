@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError
-from jaxspec.inputs import encode_words
+from jaxspec.engine.inputs import encode_words
 from jaxspec.sampling.logits import count_tokens
 from jaxspec.sampling.params import features_of
 from jaxspec.sampling.rows import sampling_rows, with_features

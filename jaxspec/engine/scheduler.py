@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from jaxspec.cache.block_pool import hash_blocks
 from jaxspec.cache.group_blocks import GroupBlocks, Held, longest_prefix
 from jaxspec.config import CacheGroup
-from jaxspec.metrics import SchedulerCounts
-from jaxspec.request import FinishReason, Request
+from jaxspec.engine.metrics import SchedulerCounts
+from jaxspec.engine.request import FinishReason, Request
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxspec.engine.outputs import CompletionOutput, Increment, RequestOutput
+from jaxspec.engine.request import Request
 from jaxspec.loading import Tokenizer
-from jaxspec.outputs import CompletionOutput, Increment, RequestOutput
-from jaxspec.request import Request
 
 Callback = Callable[[Increment], object]
 

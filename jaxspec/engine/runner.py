@@ -1,7 +1,7 @@
 """The device's side of the engine: the resident state, the KV pool, and which compiled program runs for which batch.
 
 Everything here dispatches and returns at once; nothing waits for the device. Shapes come from few buckets: rows of the batch, and those of
-jaxspec.buckets.
+jaxspec.engine.buckets.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.block_tables import BlockTables
-from jaxspec.buckets import Buckets, power_of_two
 from jaxspec.cache import pool_sizes
 from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.decode import programs, slots
@@ -26,11 +24,13 @@ from jaxspec.decode import state as decode_state
 from jaxspec.decode.slots import Admission
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
+from jaxspec.engine.block_tables import BlockTables
+from jaxspec.engine.buckets import Buckets, power_of_two
+from jaxspec.engine.request import Request
+from jaxspec.engine.scheduler import Chunk
 from jaxspec.layers.params import Params
-from jaxspec.request import Request
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.rows import ends_of, sampling_rows, with_features, words_shape
-from jaxspec.scheduler import Chunk
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.inputs import Prompt
-from jaxspec.metrics import RequestTimes, SpecDecodeMetrics
-from jaxspec.request import FinishReason
+from jaxspec.engine.inputs import Prompt
+from jaxspec.engine.metrics import RequestTimes, SpecDecodeMetrics
+from jaxspec.engine.request import FinishReason
 from jaxspec.sampling.logprobs import Logprob
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from jaxspec.config import ConfigError
-from jaxspec.detokenizer import Detokenizer
-from jaxspec.inputs import Prompt, as_list, encode, encode_words
+from jaxspec.engine.detokenizer import Detokenizer
+from jaxspec.engine.inputs import Prompt, as_list, encode, encode_words
+from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.engine.request import Request, derive_seed
 from jaxspec.loading import Tokenizer
-from jaxspec.metrics import SpecDecodeMetrics
-from jaxspec.request import Request, derive_seed
 from jaxspec.sampling.params import SamplingParams
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxspec.cache.group_blocks import NULL_BLOCK, Held
-from jaxspec.request import Request
+from jaxspec.engine.request import Request
 
 
 class BlockTables:

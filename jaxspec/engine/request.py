@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxspec.cache.group_blocks import Held
-from jaxspec.detokenizer import Detokenizer
-from jaxspec.metrics import RequestTimes, SpecDecodeMetrics
+from jaxspec.engine.detokenizer import Detokenizer
+from jaxspec.engine.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
 

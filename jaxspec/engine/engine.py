@@ -18,12 +18,12 @@ from jaxspec.cache.pool_sizes import steps_ahead
 from jaxspec.config import ConfigError, SamplingFeatures
 from jaxspec.decode.several_rounds import each_round
 from jaxspec.decode.verify import Verification
-from jaxspec.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
-from jaxspec.request import FinishReason, Request
-from jaxspec.runner import GREEDY, ModelRunner
+from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
+from jaxspec.engine.request import FinishReason, Request
+from jaxspec.engine.runner import GREEDY, ModelRunner
+from jaxspec.engine.scheduler import Chunk, Scheduler, SchedulerConfig
 from jaxspec.sampling.logprobs import Scores, logprobs_of
 from jaxspec.sampling.params import SamplingParams, features_of
-from jaxspec.scheduler import Chunk, Scheduler, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 

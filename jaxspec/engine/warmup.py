@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.engine import Engine
-from jaxspec.request import Request
-from jaxspec.runner import ModelRunner
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import ModelRunner
 from jaxspec.sampling.params import SamplingParams, features_of
 
 USUAL = (SamplingParams(temperature=0), SamplingParams(temperature=1), SamplingParams(temperature=1, top_p=0.9))
