@@ -13,8 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxspec import compilation_cache
-from jaxspec.loading import cache_dir
+from jaxspec.loading import cache_dir, compilation_cache
 
 MOST_MAPS = 20_000
 

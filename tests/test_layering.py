@@ -51,7 +51,7 @@ LAYERS = (
     ("jaxspec.cache.arrays", "jaxspec.layers.params", "jaxspec.prompts", "jaxspec.sampling.params", "jaxspec.config", "jaxspec.cache"),
 )
 LEAVES = (
-    "jaxspec.compilation_cache",
+    "jaxspec.loading.compilation_cache",
     "jaxspec.engine.metrics",
     "jaxspec.engine.progress",
 )  # import nothing of jaxspec, and anything may import them

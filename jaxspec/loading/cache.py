@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 import jax
 
-from jaxspec import compilation_cache
 from jaxspec.config import ConfigError
+from jaxspec.loading import compilation_cache
 from jaxspec.loading.gguf_file import convert_gguf
 
 CONVERSION = 1  # raise it when the conversion's output changes: older results in caches are then made again

@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxspec import LLM, ConfigError, compilation_cache
+from jaxspec import LLM, ConfigError
+from jaxspec.loading import compilation_cache
 
 PROGRAM = """
 import sys
