@@ -282,7 +282,7 @@ class LLM:
         *,
         streams: bool = False,
     ) -> list[Request]:
-        """Tokenise and check every prompt; n requests for each. For who drives `engine` himself (jaxspec.benchmark.throughput)."""
+        """Tokenise and check every prompt; n requests for each. For who drives `engine` himself (jaxspec.tools.benchmark.throughput)."""
         return self._inputs.make_requests(prompts, sampling_params, streams=streams)
 
     # --- compiling ahead -----------------------------------------------------------------------------------------------------------

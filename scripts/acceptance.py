@@ -19,11 +19,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig, prompts, report
-from jaxspec.acceptance import show
-from jaxspec.acceptance.rounds import Pair, Recorder, Requests
-from jaxspec.acceptance.summary import Case, Result
-from jaxspec.cli import errors_as_sentences, exact_float32, option, run_program
+from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from jaxspec.tools import prompts, report
+from jaxspec.tools.acceptance import show
+from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
+from jaxspec.tools.acceptance.summary import Case, Result
+from jaxspec.tools.cli import errors_as_sentences, exact_float32, option, run_program
 
 RULES, DRAFTS = ("strict", "probabilistic", "block"), ("probabilistic", "greedy")
 

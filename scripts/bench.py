@@ -15,14 +15,15 @@ from typing import Annotated, Any
 import jax
 from rich.table import Table
 
-from jaxspec import ConfigError, EngineConfig, report
-from jaxspec.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_of
-from jaxspec.benchmark.dimensions import MODELS
-from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
-from jaxspec.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
-from jaxspec.cli import errors_as_sentences, option, run_program
+from jaxspec import ConfigError, EngineConfig
 from jaxspec.loading import keep_compiled_programs
 from jaxspec.loading.pretrained import DTYPES
+from jaxspec.tools import report
+from jaxspec.tools.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_of
+from jaxspec.tools.benchmark.dimensions import MODELS
+from jaxspec.tools.benchmark.machine import describe, environment, measure_rates, print_table
+from jaxspec.tools.benchmark.workload import PARTS, Effort, Weights, Workload, does_not_fit, implementations
+from jaxspec.tools.cli import errors_as_sentences, option, run_program
 
 
 def main(

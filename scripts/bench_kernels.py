@@ -22,11 +22,12 @@ import jax.numpy as jnp
 from rich.table import Table
 
 import pallas_kernels
-from jaxspec import ConfigError, report
-from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
-from jaxspec.benchmark.timing import smallest, time_chained
-from jaxspec.cli import errors_as_sentences, option, run_program
+from jaxspec import ConfigError
 from jaxspec.loading import keep_compiled_programs
+from jaxspec.tools import report
+from jaxspec.tools.benchmark.machine import describe, environment, measure_rates, print_table
+from jaxspec.tools.benchmark.timing import smallest, time_chained
+from jaxspec.tools.cli import errors_as_sentences, option, run_program
 
 L2_BYTES = 60e6  # of an H200
 CALLS, MOST_CALLS = 16, 64  # in one program: so many that its launch does not show, so few that it compiles

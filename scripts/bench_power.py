@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from jaxspec import ConfigError, report
-from jaxspec.benchmark.cases import Case
-from jaxspec.benchmark.dimensions import MODELS
-from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
-from jaxspec.benchmark.power import Draw, PowerMeter
-from jaxspec.benchmark.workload import Effort, Weights, Workload, normal
-from jaxspec.cli import errors_as_sentences, option, run_program
+from jaxspec import ConfigError
 from jaxspec.loading import keep_compiled_programs
+from jaxspec.tools import report
+from jaxspec.tools.benchmark.cases import Case
+from jaxspec.tools.benchmark.dimensions import MODELS
+from jaxspec.tools.benchmark.machine import describe, environment, measure_rates, print_table
+from jaxspec.tools.benchmark.power import Draw, PowerMeter
+from jaxspec.tools.benchmark.workload import Effort, Weights, Workload, normal
+from jaxspec.tools.cli import errors_as_sentences, option, run_program
 
 AT_ONCE = 20  # dispatched before one is waited for
 PRODUCTS = 8  # weights of their own, so that none stays in L2

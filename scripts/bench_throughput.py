@@ -18,17 +18,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig, prompts, report
-from jaxspec.benchmark import throughput
-from jaxspec.benchmark.cases import Case
-from jaxspec.benchmark.dimensions import MODELS, draft_config
-from jaxspec.benchmark.machine import describe, environment, measure_rates, print_table
-from jaxspec.benchmark.workload import Weights
-from jaxspec.cli import errors_as_sentences, option, run_program
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.engine.request import Request
 from jaxspec.loading import keep_compiled_programs
 from jaxspec.loading.pretrained import DTYPES
 from jaxspec.sampling import synthetic
+from jaxspec.tools import prompts, report
+from jaxspec.tools.benchmark import throughput
+from jaxspec.tools.benchmark.cases import Case
+from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
+from jaxspec.tools.benchmark.machine import describe, environment, measure_rates, print_table
+from jaxspec.tools.benchmark.workload import Weights
+from jaxspec.tools.cli import errors_as_sentences, option, run_program
 
 METHODS = ("plain", "strict", "probabilistic", "block")
 TRAINED = ("smollm2", "smollm2-135m-instruct-eagle3")  # the model that comes with its head

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec import LLM, SamplingParams, SpeculativeConfig, report
-from jaxspec.cli import errors_as_sentences, run_program
-from jaxspec.losslessness import Difference, find_differences, with_margins
-from jaxspec.prompts import DEMO, read_prompts
+from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec.tools import report
+from jaxspec.tools.cli import errors_as_sentences, run_program
+from jaxspec.tools.losslessness import Difference, find_differences, with_margins
+from jaxspec.tools.prompts import DEMO, read_prompts
 
 
 def main(

@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig, losslessness, report
-from jaxspec.cli import errors_as_sentences, exact_float32, run_program
-from jaxspec.prompts import read_prompts
+from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig
+from jaxspec.tools import losslessness, report
+from jaxspec.tools.cli import errors_as_sentences, exact_float32, run_program
+from jaxspec.tools.prompts import read_prompts
 
 MODES = ("round", "step", "eager")
 COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position")

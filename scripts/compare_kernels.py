@@ -18,11 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import LLM, ConfigError, RequestOutput, SamplingParams, SpeculativeConfig, report
-from jaxspec.cli import errors_as_sentences, run_program
+from jaxspec import LLM, ConfigError, RequestOutput, SamplingParams, SpeculativeConfig
 from jaxspec.config import Kernels
 from jaxspec.engine.metrics import SpecDecodeMetrics
-from jaxspec.prompts import DEMO, read_prompts
+from jaxspec.tools import report
+from jaxspec.tools.cli import errors_as_sentences, run_program
+from jaxspec.tools.prompts import DEMO, read_prompts
 
 MOST_POINTS = 1.0  # of acceptance, at any position
 

@@ -20,15 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jaxspec import LLM, ConfigError, SpeculativeConfig, drafts, models, prompts, report
-from jaxspec.acceptance import show
-from jaxspec.acceptance.rounds import Corrupt, Counts, Pair, Recorder, Requests
-from jaxspec.acceptance.show import Grid
-from jaxspec.acceptance.summary import estimate, length, per_position, standard_error, text_check
-from jaxspec.cli import errors_as_sentences, exact_float32, option, run_program
+from jaxspec import LLM, ConfigError, SpeculativeConfig, drafts, models
 from jaxspec.config import AttentionConfig
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
+from jaxspec.tools import prompts, report
+from jaxspec.tools.acceptance import show
+from jaxspec.tools.acceptance.rounds import Corrupt, Counts, Pair, Recorder, Requests
+from jaxspec.tools.acceptance.show import Grid
+from jaxspec.tools.acceptance.summary import estimate, length, per_position, standard_error, text_check
+from jaxspec.tools.cli import errors_as_sentences, exact_float32, option, run_program
 from jaxspec.training.target import target_states
 
 SCRIPT = "scripts/experiment_draft_logits.py"

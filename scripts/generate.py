@@ -15,10 +15,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxspec import LLM, ConfigError, Interrupted, RequestOutput, SamplingParams, SpeculativeConfig, prompts, report
-from jaxspec.cli import errors_as_sentences, exact_float32, option, run_program
+from jaxspec import LLM, ConfigError, Interrupted, RequestOutput, SamplingParams, SpeculativeConfig
 from jaxspec.loading.default_target import is_default_target
-from jaxspec.losslessness import find_differences, with_margins
+from jaxspec.tools import prompts, report
+from jaxspec.tools.cli import errors_as_sentences, exact_float32, option, run_program
+from jaxspec.tools.losslessness import find_differences, with_margins
 
 DEFAULT_DRAFT = "smollm2-135m-instruct-eagle3"  # fits the default target only
 

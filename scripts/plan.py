@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import models
-from jaxspec.cli import errors_as_sentences, run_program
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import family_of_checkpoint
 from jaxspec.loading.checkpoint import open_checkpoint, read_json
 from jaxspec.loading.resolve import own_drafts
-from jaxspec.memory_plan import GIB, GPUS, MemoryPlan, memory_plan
+from jaxspec.tools.cli import errors_as_sentences, run_program
+from jaxspec.tools.memory_plan import GIB, GPUS, MemoryPlan, memory_plan
 
 
 def main(

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec import ConfigError
-from jaxspec.benchmark.roofline import points_of, roofline_figure
-from jaxspec.cli import errors_as_sentences, run_program
+from jaxspec.tools.benchmark.roofline import points_of, roofline_figure
+from jaxspec.tools.cli import errors_as_sentences, run_program
 
 
 def main(

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import jax
 
-from jaxspec.cli import errors_as_sentences
 from jaxspec.config import ConfigError
-from jaxspec.prompts import read_jsonl
+from jaxspec.tools.cli import errors_as_sentences
+from jaxspec.tools.prompts import read_jsonl
 from jaxspec.training.card import write_card
 from jaxspec.training.chat_files import CHATS, read_chats, write_chats
 from jaxspec.training.chat_target import load_chat_target

@@ -17,14 +17,14 @@ PACKAGES = ("jaxspec", "pallas_kernels", "scripts", "tests")
 # package of that name and everything inside it; the longest name that fits decides.
 LAYERS = (
     ("jaxspec",),  # the package's __init__, which only gathers names: nothing inside the package imports it
-    ("jaxspec.report", "jaxspec.benchmark", "jaxspec.acceptance"),
-    ("jaxspec.llm", "jaxspec.training", "jaxspec.losslessness"),
+    ("jaxspec.tools.report", "jaxspec.tools.benchmark", "jaxspec.tools.acceptance"),
+    ("jaxspec.llm", "jaxspec.training", "jaxspec.tools.losslessness"),
     ("jaxspec.engine.warmup", "jaxspec.engine.input_processor", "jaxspec.engine.output_processor"),
     ("jaxspec.engine", "jaxspec.engine.inputs", "jaxspec.engine.outputs"),
-    ("jaxspec.cli", "jaxspec.engine.runner"),
+    ("jaxspec.tools.cli", "jaxspec.engine.runner"),
     ("jaxspec.engine.block_tables",),
     (
-        "jaxspec.memory_plan",
+        "jaxspec.tools.memory_plan",
         "jaxspec.engine.scheduler",
         "jaxspec.decode.slots",
         "jaxspec.loading",
@@ -48,7 +48,14 @@ LAYERS = (
     ("jaxspec.layers.moe", "jaxspec.layers.mla", "jaxspec.layers.compressed_attention", "jaxspec.layers.hyper_connections"),
     ("jaxspec.layers.decoder_layer",),
     ("jaxspec.layers.attention", "jaxspec.cache.metadata", "jaxspec.layers", "jaxspec.layers.mxfp4"),
-    ("jaxspec.cache.arrays", "jaxspec.layers.params", "jaxspec.prompts", "jaxspec.sampling.params", "jaxspec.config", "jaxspec.cache"),
+    (
+        "jaxspec.cache.arrays",
+        "jaxspec.layers.params",
+        "jaxspec.tools.prompts",
+        "jaxspec.sampling.params",
+        "jaxspec.config",
+        "jaxspec.cache",
+    ),
 )
 LEAVES = (
     "jaxspec.loading.compilation_cache",

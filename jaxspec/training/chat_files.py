@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.prompts import read_jsonl
+from jaxspec.tools.prompts import read_jsonl
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.data import Chats, OverlapFilter, merge
 from jaxspec.training.generation import GenerationConfig, GenerationReport, generate_chats

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.acceptance.expected import expected_acceptance, gumbel_agreement
+from jaxspec.tools.acceptance.expected import expected_acceptance, gumbel_agreement
 from pallas_kernels.rejection_sampling import rejection_sample
 
 VOCAB, K, TRIALS = 12, 3, 40_000

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.benchmark import timing, workload
-from jaxspec.benchmark.cases import Case
 from jaxspec.config import Kernels, RoundConfig
 from jaxspec.decode.verify import judge
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.state import SamplingState
+from jaxspec.tools.benchmark import timing, workload
+from jaxspec.tools.benchmark.cases import Case
 from tests.support import h200
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import drafts, models
-from jaxspec.benchmark.dimensions import HYBRID, draft_config
 from jaxspec.config import Kernels, RoundConfig
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
 from jaxspec.layers import kernels
 from jaxspec.sampling.state import SamplingState
+from jaxspec.tools.benchmark.dimensions import HYBRID, draft_config
 from pallas_kernels import hopper
 from tests.support import h200
 

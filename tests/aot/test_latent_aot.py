@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.benchmark.dimensions import HYBRID
 from jaxspec.cache.arrays import LatentCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import Kernels
 from jaxspec.layers import mla
 from jaxspec.layers.attention import join_projections
+from jaxspec.tools.benchmark.dimensions import HYBRID
 from pallas_kernels.head_matmul import head_matmul
 from pallas_kernels.head_matmul import shapes as head_shapes
 from pallas_kernels.latent_attention import latent_attention

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import drafts, models
-from jaxspec.benchmark.dimensions import MODELS, draft_config
 from jaxspec.config import CacheGroup, Kernels, RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
 from jaxspec.sampling.state import SamplingState
+from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
 from pallas_kernels import rms_norm
 from tests.support import h200
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
-from jaxspec.benchmark.dimensions import HYBRID, MODELS, draft_config
 from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.programs import Program
 from jaxspec.engine import runner
 from jaxspec.layers import kernels
+from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS, draft_config
 from pallas_kernels import hopper
 from tests.support.tiny import tiny_model
 

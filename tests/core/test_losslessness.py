@@ -15,7 +15,7 @@ from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import CacheGroup
-from jaxspec.losslessness import Difference, find_differences, with_margins
+from jaxspec.tools.losslessness import Difference, find_differences, with_margins
 from tests.support.tiny import VOCAB, Model, tiny_model
 
 

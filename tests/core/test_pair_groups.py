@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams
-from jaxspec.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.config import CacheGroup, RoundConfig
-from jaxspec.losslessness import _last_logits
+from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
+from jaxspec.tools.losslessness import _last_logits
 from jaxspec.training.generation import GenerationConfig, Generator, Request
 from jaxspec.training.target import greedy_tokens, target_states
 from tests.support.families import family_model

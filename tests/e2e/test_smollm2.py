@@ -16,7 +16,7 @@ from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.layers.params import init_random
 from jaxspec.loading import load_tokenizer, resolve
 from jaxspec.loading.model import bind_draft, load_draft, load_target
-from jaxspec.prompts import DEMO
+from jaxspec.tools.prompts import DEMO
 
 HEAD, HEAD_1 = "smollm2-135m-instruct-eagle3", "smollm2-135m-instruct-eagle"
 CHATS = [[{"role": "user", "content": text}] for text in (DEMO[3], "Hi!", DEMO[1])]  # three lengths, padded to a bucket of 4

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from jaxspec.cli import command
+from jaxspec.tools.cli import command
 from scripts import compare_compilation, generate
 
 HIDDEN, HEADS, HEAD_DIM, INNER, LAYERS = 32, 2, 16, 48, 3

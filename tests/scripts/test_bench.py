@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from jaxspec import models
-from jaxspec.benchmark import timing, workload
-from jaxspec.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
-from jaxspec.benchmark.dimensions import HYBRID, MODELS
-from jaxspec.benchmark.floor import memory_needed, round_floor
 from jaxspec.config import ConfigError, Kernels
 from jaxspec.decode import programs
 from jaxspec.decode.verify import judge
+from jaxspec.tools.benchmark import timing, workload
+from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
+from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS
+from jaxspec.tools.benchmark.floor import memory_needed, round_floor
 from scripts import bench, bench_kernels
 from tests.scripts.conftest import runner
 from tests.support.tiny import sampling_state

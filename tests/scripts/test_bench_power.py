@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.benchmark.power import Draw, parse
+from jaxspec.tools.benchmark.power import Draw, parse
 from scripts import bench_power
 from tests.scripts.conftest import runner
 

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxspec.benchmark import throughput
-from jaxspec.benchmark.machine import print_table
+from jaxspec.tools.benchmark import throughput
+from jaxspec.tools.benchmark.machine import print_table
 from scripts import bench_throughput
 from tests.scripts.conftest import runner
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM
-from jaxspec.losslessness import Difference
+from jaxspec.tools.losslessness import Difference
 from scripts import compare_batching
 from tests.scripts.conftest import runner
 

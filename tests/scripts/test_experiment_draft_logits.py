@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxspec.acceptance import show
+from jaxspec.tools.acceptance import show
 from scripts import experiment_draft_logits as experiment
 from tests.scripts.conftest import runner
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxspec import LLM, Interrupted, prompts, report
+from jaxspec import LLM, Interrupted
 from jaxspec.loading.resolve import CHECKPOINTS
+from jaxspec.tools import prompts, report
 from scripts import generate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxspec import models
-from jaxspec.cli import command
 from jaxspec.config import SpeculativeConfig
 from jaxspec.drafts import mtp
-from jaxspec.memory_plan import memory_plan
+from jaxspec.tools.cli import command
+from jaxspec.tools.memory_plan import memory_plan
 from scripts import plan as script
 from tests.support.full_size import CONFIGS, tensors
 

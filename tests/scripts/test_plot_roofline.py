@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.benchmark.roofline import points_of, roofline_figure
+from jaxspec.tools.benchmark.roofline import points_of, roofline_figure
 from scripts import plot_roofline
 from tests.scripts.conftest import runner
 

@@ -10,8 +10,8 @@ import types
 import huggingface_hub
 import pytest
 
-from jaxspec import prompts
 from jaxspec.config import ConfigError
+from jaxspec.tools import prompts
 
 
 def test_rows_in_every_form_are_read(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.acceptance.rounds import Counts
+from jaxspec.tools.acceptance.rounds import Counts
 
 RESAMPLES = 2000
 

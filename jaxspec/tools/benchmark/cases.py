@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from jaxspec.benchmark.dimensions import MODELS
 from jaxspec.config import METHODS, Compilation, ConfigError, is_number
+from jaxspec.tools.benchmark.dimensions import MODELS
 
 RULES = ("strict", "probabilistic", "block")
 

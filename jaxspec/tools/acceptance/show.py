@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from jaxspec.acceptance.summary import (
+from jaxspec.config import ConfigError
+from jaxspec.tools.acceptance.summary import (
     Result,
     estimate,
     expected_per_position,
@@ -22,7 +23,6 @@ from jaxspec.acceptance.summary import (
     rate,
     standard_error,
 )
-from jaxspec.config import ConfigError
 
 Record = dict[str, Any]
 SCRIPT = "scripts/acceptance.py"

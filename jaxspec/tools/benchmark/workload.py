@@ -15,10 +15,6 @@ import numpy as np
 from jax import lax
 
 from jaxspec import drafts, models
-from jaxspec.benchmark.cases import Case
-from jaxspec.benchmark.dimensions import MODELS, draft_config
-from jaxspec.benchmark.floor import memory_needed, round_floor
-from jaxspec.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
 from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
@@ -38,6 +34,10 @@ from jaxspec.loading.model import bind_draft
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.state import SamplingState
+from jaxspec.tools.benchmark.cases import Case
+from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
+from jaxspec.tools.benchmark.floor import memory_needed, round_floor
+from jaxspec.tools.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
 
 BLOCK_SIZE = 64
 PARTS = ("plain", "draft", "verify", "sampling", "round", "engine", "rebuild")

@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import report
-from jaxspec.benchmark.timing import measure_bandwidth, measure_matmul_rate
+from jaxspec.tools import report
+from jaxspec.tools.benchmark.timing import measure_bandwidth, measure_matmul_rate
 
 
 def environment() -> dict[str, Any]:

@@ -19,9 +19,9 @@ from rich.table import Table
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.engine.metrics import SpecDecodeMetrics, Timings
 from jaxspec.engine.outputs import CompletionOutput, RequestOutput
-from jaxspec.losslessness import Difference
 from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
+from jaxspec.tools.losslessness import Difference
 
 RULER = "-" * 50
 

@@ -18,7 +18,6 @@ import numpy as np
 from flax import struct
 
 from jaxspec import models
-from jaxspec.acceptance.expected import Expected, expected_acceptance
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
 from jaxspec.decode import programs
@@ -28,6 +27,7 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.drafts.autoregressive import Proposal, propose
 from jaxspec.layers.params import Params
 from jaxspec.sampling.state import SamplingState
+from jaxspec.tools.acceptance.expected import Expected, expected_acceptance
 
 Corrupt = Callable[[jax.Array, jax.Array], jax.Array]
 

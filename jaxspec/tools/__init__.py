@@ -1,0 +1,1 @@
+"""What the scripts share: command lines, reports, acceptance and benchmark runs, memory plans."""
