@@ -81,6 +81,18 @@ def standard_promotion() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def toy_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the toy families findable, as a new family's file would."""
+    from jaxspec import drafts, models
+    from tests.support import toys
+
+    for name, family in toys.TARGET_FAMILIES.items():
+        monkeypatch.setitem(models.FAMILIES, name, family)
+    for name, family in toys.DRAFT_FAMILIES.items():
+        monkeypatch.setitem(drafts.FAMILIES, name, family)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _optimised(request: pytest.FixtureRequest) -> Iterator[None]:
     """Undo _compile_quickly's setting for a module that is marked so (compiling for an H200 too)."""

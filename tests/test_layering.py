@@ -1,4 +1,4 @@
-"""Imports go one way, from the engine down to the configuration; the kernels are a leaf that only few modules call."""
+"""Imports go one way, down the rooms of docs/architecture.md; kernels are a leaf that few rooms call."""
 
 from __future__ import annotations
 
@@ -13,67 +13,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxspec", "pallas_kernels", "scripts", "tests")
 
-# From the top down. A module may import from its own row and from those below it, never from above. A name stands for the module or
-# package of that name and everything inside it; the longest name that fits decides.
-LAYERS = (
-    ("jaxspec",),  # the package's __init__, which only gathers names: nothing inside the package imports it
-    ("jaxspec.tools.report", "jaxspec.tools.benchmark", "jaxspec.tools.acceptance"),
-    ("jaxspec.llm", "jaxspec.training", "jaxspec.tools.losslessness"),
-    ("jaxspec.engine.warmup", "jaxspec.engine.input_processor", "jaxspec.engine.output_processor"),
-    ("jaxspec.engine", "jaxspec.engine.inputs", "jaxspec.engine.outputs"),
-    ("jaxspec.tools.cli", "jaxspec.engine.runner"),
-    ("jaxspec.engine.block_tables",),
-    (
-        "jaxspec.tools.memory_plan",
-        "jaxspec.engine.scheduler",
-        "jaxspec.decode.slots",
-        "jaxspec.loading",
-        "jaxspec.decode.several_rounds",
-        "jaxspec.decode.programs",
-        "jaxspec.layers.kernels",
-    ),
-    ("jaxspec.decode", "jaxspec.decode.prefill"),
-    ("jaxspec.decode.state",),
-    (
-        "jaxspec.engine.request",
-        "jaxspec.cache.block_pool",
-        "jaxspec.cache.group_blocks",
-        "jaxspec.engine.detokenizer",
-        "jaxspec.drafts.autoregressive",
-        "jaxspec.decode.verify",
-    ),
-    ("jaxspec.cache.pool_sizes", "jaxspec.engine.buckets"),
-    ("jaxspec.models", "jaxspec.drafts", "jaxspec.sampling.logits", "jaxspec.sampling.logprobs", "jaxspec.sampling.synthetic"),
-    ("jaxspec.sampling", "jaxspec.sampling.rows"),
-    ("jaxspec.layers.moe", "jaxspec.layers.mla", "jaxspec.layers.compressed_attention", "jaxspec.layers.hyper_connections"),
-    ("jaxspec.layers.decoder_layer",),
-    ("jaxspec.layers.attention", "jaxspec.cache.metadata", "jaxspec.layers", "jaxspec.layers.mxfp4"),
-    (
-        "jaxspec.cache.arrays",
-        "jaxspec.layers.params",
-        "jaxspec.tools.prompts",
-        "jaxspec.sampling.params",
-        "jaxspec.config",
-        "jaxspec.cache",
-    ),
+# The rooms of jaxspec, from the top down. A room imports from itself and from the rooms below it. jaxspec/__init__.py only gathers names.
+ROOMS = (
+    "training",
+    "tools",
+    "llm",
+    "engine",
+    "decode",
+    "loading",
+    "drafts",
+    "models",
+    "layers",
+    "cache",
+    "sampling",
+    "config",
 )
-LEAVES = (
-    "jaxspec.loading.compilation_cache",
-    "jaxspec.engine.metrics",
-    "jaxspec.engine.progress",
-)  # import nothing of jaxspec, and anything may import them
-KERNEL_CALLERS = (
-    "jaxspec.layers.attention",
-    "jaxspec.layers.kernels",
-    "jaxspec.layers",
-    "jaxspec.sampling.logits",
-    "jaxspec.cache.metadata",
-    "jaxspec.layers.mla",
-    "jaxspec.layers.moe",
-    "jaxspec.sampling",
-    "jaxspec.decode.verify",
-)
+KERNEL_CALLERS = ("decode", "layers", "cache", "sampling")  # the rooms that call kernels
 KERNEL_IMPORTS = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
+MOST_FILES_BESIDE_ROOMS = 4
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -101,15 +58,14 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str
                 yield (submodule if submodule in known else source), node.lineno
 
 
-def layer(name: str) -> int | None:
-    """Index into LAYERS, counted from the bottom; None for a module that no row names."""
-    fits = [(len(entry), rank) for rank, row in enumerate(reversed(LAYERS)) for entry in row if inside(name, entry)]
-    length, rank = max(fits, default=(0, None))
-    return None if name != "jaxspec" and length == len("jaxspec") else rank
+def room(name: str) -> str:
+    """The room of a module of jaxspec: a folder, or a file beside the folders. "jaxspec" for the package itself."""
+    _, _, inner = name.partition(".")
+    return inner.split(".")[0] or name
 
 
-def inside(name: str, entry: str) -> bool:
-    return name == entry or name.startswith(entry + ".")
+def is_above(target: str, name: str) -> bool:
+    return target == "jaxspec" or ROOMS.index(room(target)) < ROOMS.index(room(name))
 
 
 def violations(root: Path) -> list[str]:
@@ -118,9 +74,8 @@ def violations(root: Path) -> list[str]:
     found = []
     for name, path in known.items():
         top = name.split(".")[0]
-        leaf = any(inside(name, entry) for entry in LEAVES)
-        if top == "jaxspec" and not leaf and layer(name) is None:
-            found.append(f"{name}: no layer is named for it; add it to LAYERS in tests/test_layering.py")
+        if top == "jaxspec" and name != "jaxspec" and room(name) not in ROOMS:
+            found.append(f"{name}: expected a module inside one of the rooms {', '.join(ROOMS)}, got {room(name)}")
             continue
         for target, line in imports(name, path, known):
             where = f"{path.relative_to(root)}:{line}: {name} imports {target}"
@@ -129,15 +84,10 @@ def violations(root: Path) -> list[str]:
                 found.append(f"{where}: nothing below imports {target_top}")
             elif top == "pallas_kernels" and target_top not in KERNEL_IMPORTS:
                 found.append(f"{where}: pallas_kernels is a leaf and imports jax and numpy only")
-            elif top == "jaxspec" and target_top == "pallas_kernels" and not any(inside(name, c) for c in KERNEL_CALLERS):
-                found.append(f"{where}: only {' and '.join(KERNEL_CALLERS)} call kernels")
-            elif top == "jaxspec" and target_top == "jaxspec":
-                if leaf:
-                    found.append(f"{where}: a leaf imports nothing of jaxspec")
-                elif not any(inside(target, entry) for entry in LEAVES):
-                    mine, theirs = layer(name), layer(target)
-                    if mine is not None and theirs is not None and theirs > mine:
-                        found.append(f"{where}: that is a layer above")
+            elif top == "jaxspec" and target_top == "pallas_kernels" and name.split(".")[1] not in KERNEL_CALLERS:
+                found.append(f"{where}: only the rooms {', '.join(KERNEL_CALLERS)} call kernels")
+            elif top == target_top == "jaxspec" and name != "jaxspec" and is_above(target, name):
+                found.append(f"{where}: {room(target)} is a room above {room(name)}")
     return found
 
 
@@ -170,64 +120,68 @@ def test_no_import_cycles() -> None:
     assert cycles(ROOT) == []
 
 
-def page_rows(page: str) -> list[list[str]]:
-    """The paths that each row of docs/architecture.md names, from the top down; those after a row's first are in the same folder."""
-    rows = []
-    for line in page.splitlines():
-        if line.startswith("| `"):
-            first, *others = re.findall(r"`([^`]+)`", line.split("|")[1])
-            rows.append([first, *(f"{first.rpartition('/')[0]}/{name}" for name in others)])
-    return rows
+def test_few_files_stand_beside_the_rooms() -> None:
+    files = sorted(path.name for path in (ROOT / "jaxspec").glob("*.py"))
+    assert len(files) <= MOST_FILES_BESIDE_ROOMS, files
 
 
-def test_architecture_page_names_every_module_and_imports_go_down_it() -> None:
+def listed_modules(init: Path) -> set[str]:
+    """The names that start a line of a room's docstring, separated from their meaning by two blanks."""
+    text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+    rows = re.findall(r"^((?:[\w/]+, )*[\w/]+) {2,}\S", text, re.MULTILINE)
+    return {name.strip() for row in rows for name in row.split(",")}
+
+
+def test_each_room_lists_its_modules() -> None:
+    for init in sorted((ROOT / "jaxspec").glob("*/__init__.py")):
+        folder = init.parent
+        files = {path.stem for path in folder.glob("*.py") if path.stem != "__init__"}
+        folders = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+        assert listed_modules(init) == files | folders, folder.name
+
+
+def test_architecture_page_has_the_rooms_in_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    row_of_path = [(path, row) for row, paths in enumerate(page_rows(page)) for path in paths if "<op>" not in path]
-    paths = [path for path, _ in row_of_path]
-    assert sorted(set(paths)) == sorted(paths) and [path for path in paths if not (ROOT / path).exists()] == []
+    rows = re.findall(r"^\| `jaxspec/(\w+)(?:/|\.py)` \|", page, re.MULTILINE)
+    assert tuple(rows) == ROOMS
+    assert [path.name for path in (ROOT / "jaxspec").iterdir() if path.is_dir() and path.name not in (*ROOMS, "__pycache__")] == []
     assert [f.name for f in (ROOT / "scripts").glob("*.*") if f"`{f.name}`" not in page] == []
-
-    known = {name: path for name, path in modules(ROOT).items() if not inside(name, "tests") and name not in PACKAGES}
-    rows: dict[str, int] = {}
-    for name, file in known.items():
-        own = file.relative_to(ROOT).as_posix()
-        fits = [(len(path), row) for path, row in row_of_path if own == path or (path.endswith("/") and own.startswith(path))]
-        assert fits, f"{own}: no row of docs/architecture.md names it"
-        rows[name] = max(fits)[1]
-    upwards = [f"{a} imports {b}" for a, file in known.items() for b, _ in imports(a, file, known) if b in rows and rows[b] < rows[a]]
-    assert upwards == []
+    ops = [path.parent.name for path in (ROOT / "pallas_kernels").glob("*/reference.py")]
+    assert [op for op in ops if f"`{op}/`" not in page] == []
 
 
 @pytest.mark.parametrize(
     ("file", "source", "reason"),
     [
-        ("jaxspec/config/round.py", "from jaxspec.cache.arrays import KVCache\nfrom jaxspec import layers", "a layer above"),
-        ("jaxspec/models/llama.py", "def f():\n    import jaxspec.decode.verify", "a layer above"),
-        ("jaxspec/models/llama.py", "from ..decode import prefill", "a layer above"),
-        ("jaxspec/models/llama.py", "from .. import propose", "a layer above"),
-        ("jaxspec/decode/round.py", "from jaxspec import LLM", "a layer above"),
-        ("jaxspec/engine/metrics.py", "from jaxspec.config import ConfigError", "a leaf imports nothing"),
-        ("jaxspec/layers/params.py", "from pallas_kernels.attention import paged_attention", "call kernels"),
+        ("jaxspec/config/round.py", "from jaxspec.cache.arrays import KVCache\nfrom jaxspec import config", "cache is a room above config"),
+        ("jaxspec/models/llama.py", "def f():\n    import jaxspec.decode.verify", "decode is a room above models"),
+        ("jaxspec/models/llama.py", "from ..decode import prefill", "decode is a room above models"),
+        ("jaxspec/models/llama.py", "from .. import drafts", "drafts is a room above models"),
+        ("jaxspec/decode/round.py", "from jaxspec import LLM", "jaxspec is a room above decode"),
+        ("jaxspec/loading/weights.py", "from pallas_kernels.attention import paged_attention", "call kernels"),
         ("jaxspec/llm.py", "from scripts.generate import main", "nothing below imports scripts"),
-        ("jaxspec/helpers.py", "import math", "no layer is named"),
+        ("jaxspec/helpers.py", "import math", "expected a module inside one of the rooms"),
         ("pallas_kernels/attention/shapes.py", "import jaxspec.config", "imports jax and numpy only"),
         ("pallas_kernels/attention/shapes.py", "import torch", "imports jax and numpy only"),
         ("scripts/bench.py", "from tests.helpers import tiny", "nothing below imports tests"),
     ],
 )
 def test_planted_import_is_found(tmp_path: Path, file: str, source: str, reason: str) -> None:
-    for name in ("jaxspec/cache/arrays.py", "jaxspec/layers/products.py", "jaxspec/drafts/autoregressive.py", file):
+    rooms = [f"jaxspec/{name}/__init__.py" for name in ("cache", "config", "decode", "drafts", "models")]
+    for name in ("jaxspec/__init__.py", *rooms, "jaxspec/decode/verify.py", file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert [v for v in violations(tmp_path) if "no layer" not in v] == []
+    assert [v for v in violations(tmp_path) if "inside one of the rooms" not in v] == []
     (tmp_path / file).write_text(source + "\n", encoding="utf-8")
     found = violations(tmp_path)
     assert len(found) == 1 and reason in found[0], found
 
 
 def test_planted_cycle_is_found(tmp_path: Path) -> None:
-    (tmp_path / "jaxspec").mkdir()
-    (tmp_path / "jaxspec" / "kv_cache.py").write_text("from jaxspec.layers.params import Params\n", encoding="utf-8")
-    (tmp_path / "jaxspec" / "params.py").write_text("def f():\n    from jaxspec.cache.arrays import PAD_SLOT\n", encoding="utf-8")
+    (tmp_path / "jaxspec" / "cache").mkdir(parents=True)
+    (tmp_path / "jaxspec" / "cache" / "arrays.py").write_text("from jaxspec.cache.metadata import build\n", encoding="utf-8")
+    (tmp_path / "jaxspec" / "cache" / "metadata.py").write_text(
+        "def f():\n    from jaxspec.cache.arrays import PAD_SLOT\n", encoding="utf-8"
+    )
     assert violations(tmp_path) == []
-    assert cycles(tmp_path) == ["jaxspec.cache.arrays -> jaxspec.layers.params -> jaxspec.cache.arrays"]
+    assert cycles(tmp_path) == ["jaxspec.cache.arrays -> jaxspec.cache.metadata -> jaxspec.cache.arrays"]

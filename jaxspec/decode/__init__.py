@@ -1,1 +1,10 @@
-"""The device's side of generation: prefill and the round, and the programs that they compile to."""
+"""The device's side of generation: prefill, the round, and the programs that they compile to.
+
+state           DecodeState: what requests carry from round to round
+prefill         chunks of prompts through target and draft together
+round           propose, verify, commit; plain decoding is a round with K = 0
+verify          the target's pass over [next token, drafts], and rejection sampling
+slots           small programs that put requests into slots of the state, move and clear them
+programs        compilation modes: one program per round, one per draft step, or none
+several_rounds  several rounds as one program
+"""

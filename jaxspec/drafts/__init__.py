@@ -1,8 +1,12 @@
-"""Drafts, one file per method.
+"""What drafts: one file per method.
 
-A draft is a module with param_specs, target_hidden, fuse, forward, logits, canonical_name, ignored_tensor and
-config_from_checkpoint.
-Its config names it by `method`, which is how propose finds the functions (through `family`).
+autoregressive   the draft step, and the loop that drives it K times
+eagle            EAGLE-1
+eagle3           EAGLE-3
+eagle_llama4     EAGLE for Llama 4
+mtp              multi-token prediction layers of a checkpoint
+mtp_deepseek_v4  the MTP layer of DeepSeek-V4
+layer            parts that drafts share
 """
 
 from __future__ import annotations

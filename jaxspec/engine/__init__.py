@@ -1,1 +1,17 @@
-"""The host's side of generation: requests in, text out. No model mathematics."""
+"""The host's side of generation: requests in, text out. No model mathematics.
+
+engine            the loop: schedule, dispatch, read results; the only place that waits
+scheduler         admission, prefill chunks, reservation, preemption; no jax
+request           a request while it runs
+runner            the device's side: the resident state, and which program runs
+block_tables      block tables of the running requests, on the host and on the device
+buckets           the few shapes that programs are compiled for
+warmup            compiles the shapes that requests will need
+inputs            prompt types
+input_processor   prompts and parameters to checked requests
+detokenizer       text as it grows, and stop strings
+outputs           RequestOutput, CompletionOutput, Increment
+output_processor  generated tokens to increments and outputs
+metrics           acceptance counts and latencies, as vLLM defines them
+progress          a progress bar on standard error
+"""

@@ -3,6 +3,7 @@
 resolve         what the user typed -> a local checkpoint folder
 default_target  SmolLM2-135M-Instruct, fetched and converted once (also a program: it prints the folder)
 cache           the cache folder, safe against two processes at once
+compilation_cache  compiled programs kept on disk between runs
 gguf_file       llama.cpp's GGUF -> a Hugging Face folder
 gguf_tokenizer  a GGUF's metadata -> tokenizer.json
 checkpoint      an opened folder: config.json and lazily read tensors

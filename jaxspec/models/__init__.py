@@ -1,7 +1,18 @@
-"""Targets, one file per family, named by the Hugging Face model_type; decoder.py is what they share.
+"""What is drafted for: one file per family, named by the Hugging Face model_type.
+
+decoder        parts that families share
+llama          Llama 2 and 3; the parts that qwen2, qwen3 and mimo reuse
+qwen2          Qwen2
+qwen3          Qwen3
+mimo           MiMo
+gpt_oss        gpt-oss: attention sinks, windows, MXFP4 experts
+llama4_text    Llama 4's text model
+deepseek_v3    DeepSeek-V3: latent attention and experts
+glm4_moe_lite  GLM-4.7-Flash
+deepseek_v4    DeepSeek-V4
 
 A family is a module with config_from_hf, param_specs, ignored_tensor, forward and logits. Its config names it by
-`model_type`, which is how propose and verify (through `family`) find the functions.
+`model_type`; `family` finds the functions.
 """
 
 from __future__ import annotations

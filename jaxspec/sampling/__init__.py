@@ -1,1 +1,9 @@
-"""From logits to tokens: a request's parameters, their rows on the device, logits processors, random streams, logprobs."""
+"""From logits to tokens.
+
+params     SamplingParams: what a request asks for, and its validation
+rows       a request's parameters as rows of a SamplingState
+state      SamplingState on the device, random streams, Gumbel-max
+logits     logits processing, row by row of the verify window
+logprobs   log-probabilities of tokens, on the device and as dictionaries
+synthetic  acceptance schedules of the synthetic rule
+"""

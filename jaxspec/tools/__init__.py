@@ -1,1 +1,10 @@
-"""What the scripts share: command lines, reports, acceptance and benchmark runs, memory plans."""
+"""What the scripts share.
+
+cli           flags, and errors as one sentence
+report        tables and JSON
+prompts       prompts from files and data sets
+losslessness  where two decodings of a prompt part, and how near to a tie the target was
+memory_plan   what a target and a draft take of a GPU, from their configs alone
+acceptance/   acceptance by round: expected, recorded, summarised, shown
+benchmark/    named dimensions, cases, lower bounds, timing
+"""

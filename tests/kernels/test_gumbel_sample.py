@@ -14,7 +14,7 @@ from pallas_kernels.gumbel_sample import IMPLEMENTATIONS, gumbel_sample, unsuppo
 from pallas_kernels.gumbel_sample.shapes import SHAPES, Shape, bytes_moved, make_inputs
 from tests.kernels import noise_oracle
 from tests.kernels.interpreter import interpreted
-from tests.statistics import chi_square, within_limit
+from tests.support.statistics import chi_square, within_limit
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
 implementations = pytest.mark.parametrize(

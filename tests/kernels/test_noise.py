@@ -12,7 +12,7 @@ from scipy import stats
 
 from pallas_kernels import noise
 from tests.kernels import noise_oracle
-from tests.statistics import chi_square, within_limit
+from tests.support.statistics import chi_square, within_limit
 
 KEYS = np.asarray([[0, 0], [3, 4], [0, 2**32 - 1], [2**31, 77]], np.uint32)
 HIGH_IS_ZERO = np.asarray([5_297_128, 8_507_014, 9_603_566, 17_284_040])  # token ids, under KEYS[0]

@@ -20,8 +20,8 @@ import pytest
 from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import rejection_sample
 from pallas_kernels.rejection_sampling.shapes import SHAPES, make_inputs
-from tests.rejection import oracle
-from tests.rejection.inputs import Inputs, emitted
+from tests.kernels.rejection import oracle
+from tests.kernels.rejection.inputs import Inputs, emitted
 
 TINY = [name for name in SHAPES if name.startswith("tiny")]
 REAL = [name for name in SHAPES if not name.startswith("tiny")]

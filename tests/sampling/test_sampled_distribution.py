@@ -21,8 +21,8 @@ from jaxspec.decode import state as decode_state
 from jaxspec.sampling import logits as logits_processing
 from jaxspec.sampling.params import SamplingParams, features_of
 from jaxspec.sampling.rows import sampling_rows
-from tests.statistics import chi_square, within_limit
 from tests.support.sampling_specification import softmax, specification
+from tests.support.statistics import chi_square, within_limit
 from tests.support.toys import toy_config
 
 V, K, LENGTH, TRIALS = 12, 3, 3, 40_000

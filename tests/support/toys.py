@@ -1,4 +1,4 @@
-"""Toy families whose logits are known in closed form; registered for a test by the `toy_families` fixture (tests/core/conftest.py).
+"""Toy families whose logits are known in closed form; registered for a test by the `toy_families` fixture (tests/conftest.py).
 
 `toy` (target): the logits that follow token t are row t of a table, so text is a Markov chain and every probability is exact.
 `toy` (draft): the same with the draft's own table. `replay` (draft): one-hot on a given text, by position. Neither has a cache.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rejection_sampling import rejection_sample
-from tests.statistics import chi_square, within_limit
+from tests.support.statistics import chi_square, within_limit
 
 pytestmark = [pytest.mark.once, pytest.mark.optimised]
 

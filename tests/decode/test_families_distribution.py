@@ -17,8 +17,8 @@ from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.decode import programs
-from tests.statistics import chi_square, within_limit
 from tests.support.families import family_model
+from tests.support.statistics import chi_square, within_limit
 from tests.support.tiny import Model, block_table, sampling_state, start
 
 VOCAB, LENGTH, K, BATCH, BATCHES = 5, 4, 2, 2_000, 12

@@ -26,7 +26,7 @@ from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import SamplingState
 from pallas_kernels import noise
-from tests.statistics import chi_square, within_limit
+from tests.support.statistics import chi_square, within_limit
 from tests.support.toys import ToyDraft, toy_config
 
 V, K, TRIALS, CHUNK, START = 64, 3, 200_000, 50_000, 7

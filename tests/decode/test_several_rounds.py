@@ -17,7 +17,7 @@ import pytest
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.several_rounds import BELOW_BYTES, SEVERAL, each_round, rounds_per_step, run_rounds
-from tests.core.test_donation import HOST, cache_copies
+from tests.decode.test_donation import HOST, cache_copies
 from tests.support.tiny import agreeing_model, block_table, random_prompts, sampling_state, start
 from tests.support.toys import ToyDraft, ToyTarget
 

@@ -14,7 +14,7 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.layers.products import pick_row
-from tests.core.test_propose import equations
+from tests.drafts.test_autoregressive import equations
 from tests.support.families import PAIRS, family_model
 from tests.support.tiny import METHODS, block_table, tiny_model
 

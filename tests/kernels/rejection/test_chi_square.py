@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.statistics import chi_square, within_limit
+from tests.support.statistics import chi_square, within_limit
 
 
 def test_equals_scipy_where_no_bin_is_merged() -> None:

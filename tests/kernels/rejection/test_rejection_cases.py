@@ -12,8 +12,8 @@ import pytest
 from jaxspec.sampling.synthetic import conditional_rates
 from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import RULES, rejection_sample
-from tests.rejection.inputs import Inputs, emitted, judge, make
-from tests.statistics import chi_square, within_limit
+from tests.kernels.rejection.inputs import Inputs, emitted, judge, make
+from tests.support.statistics import chi_square, within_limit
 
 LOSSLESS = ["strict", "probabilistic", "block"]
 

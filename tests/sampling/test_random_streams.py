@@ -16,7 +16,7 @@ from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import gumbel_noise, noise_stream, sample
 from pallas_kernels.truncation import truncate
-from tests.statistics import chi_square, within_limit
+from tests.support.statistics import chi_square, within_limit
 from tests.support.tiny import sampling_state
 from tests.support.toys import toy_config
 

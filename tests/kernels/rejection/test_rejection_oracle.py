@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.rejection import oracle
-from tests.rejection.inputs import Inputs, emitted, judge, make
+from tests.kernels.rejection import oracle
+from tests.kernels.rejection.inputs import Inputs, emitted, judge, make
 
 BATCH = 300
 # (K, V): K = 0 and 1 have no inner prefix, V = 1 has no other token.

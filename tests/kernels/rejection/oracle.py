@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from tests.rejection.inputs import Inputs
+from tests.kernels.rejection.inputs import Inputs
 
 TOLERANCE = 1e-5
 
