@@ -12,7 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SamplingFeatures, SpeculativeConfig
+from jaxspec.config import (
+    ConfigError,
+    EngineConfig,
+    RoundConfig,
+    SamplingFeatures,
+    SpeculativeConfig,
+)
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.input_processor import InputProcessor
 from jaxspec.engine.inputs import Message, Prompt, as_chats
@@ -75,12 +81,25 @@ class LLM:
         self.draft_config: Any = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else tokenizer.eos_token_ids if tokenizer else ())
+        self.eos_token_ids = tuple(
+            eos_token_ids
+            if eos_token_ids is not None
+            else tokenizer.eos_token_ids
+            if tokenizer
+            else ()
+        )
         self.dtype = jnp.dtype(dtype)
         self.kernels = kernel_choice.choose(
-            self.config.kernels, self.target_config, self.draft_config, block_size=self.config.block_size, dtype=self.dtype
+            self.config.kernels,
+            self.target_config,
+            self.draft_config,
+            block_size=self.config.block_size,
+            dtype=self.dtype,
         )
-        self.params: Params = {"target": join_projections(target_params), "draft": join_projections(draft[1]) if draft else {}}
+        self.params: Params = {
+            "target": join_projections(target_params),
+            "draft": join_projections(draft[1]) if draft else {},
+        }
         self.runner = ModelRunner(
             self.target_config,
             self.draft_config,
@@ -127,7 +146,13 @@ class LLM:
         Raises ConfigError, one sentence, for anything that cannot be loaded or does not fit.
         """
         loaded = load_pretrained(
-            target, speculative, dtype=dtype, max_model_len=max_model_len, batch_buckets=batch_buckets, mxfp4=mxfp4, engine=engine
+            target,
+            speculative,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            batch_buckets=batch_buckets,
+            mxfp4=mxfp4,
+            engine=engine,
         )
         return cls(
             loaded.target,
@@ -164,13 +189,21 @@ class LLM:
             lines.append(
                 f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, "
                 f"rejection {s.rejection_sample_method}, drafts {s.draft_sample_method}, compilation {self.config.compilation}"
-                + (f", {self.runner.rounds_per_step} rounds a step" if self.runner.rounds_per_step > 1 else "")
+                + (
+                    f", {self.runner.rounds_per_step} rounds a step"
+                    if self.runner.rounds_per_step > 1
+                    else ""
+                )
             )
             switches = [
-                f"{n} {getattr(d, n)}" for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if hasattr(d, n)
+                f"{n} {getattr(d, n)}"
+                for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+                if hasattr(d, n)
             ]
             if d.aux_layers:
-                lines.append(f"aux layers (boundary ids) {list(d.aux_layers)}, {', '.join(switches)}")
+                lines.append(
+                    f"aux layers (boundary ids) {list(d.aux_layers)}, {', '.join(switches)}"
+                )
         return "\n".join(lines)
 
     # --- what was counted ----------------------------------------------------------------------------------------------------------
@@ -210,7 +243,9 @@ class LLM:
         callback: Callback | None = None,
     ) -> list[RequestOutput]:
         """generate for one chat (a list of {"role", "content"}) or several, and for nothing else."""
-        return self.generate(as_chats(messages), sampling_params, progress=progress, callback=callback)
+        return self.generate(
+            as_chats(messages), sampling_params, progress=progress, callback=callback
+        )
 
     def generate(
         self,
@@ -229,13 +264,19 @@ class LLM:
         and no other. Ctrl-C raises Interrupted, a KeyboardInterrupt with the outputs that were finished, and leaves the engine usable.
         """
         requests = self.make_requests(prompts, sampling_params, streams=callback is not None)
-        with progress_bar(self._label, len(requests)) if progress else contextlib.nullcontext(no_progress) as advance:
+        with (
+            progress_bar(self._label, len(requests))
+            if progress
+            else contextlib.nullcontext(no_progress) as advance
+        ):
             waiting = Waiting(requests, advance, callback)
             try:
                 self._run(requests, waiting)
             except KeyboardInterrupt as e:
                 self._cancel(requests)
-                raise Interrupted(request_outputs(requests, self.tokenizer, finished_only=True)) from e
+                raise Interrupted(
+                    request_outputs(requests, self.tokenizer, finished_only=True)
+                ) from e
             except BaseException:
                 self._cancel(requests)
                 raise
@@ -248,7 +289,9 @@ class LLM:
             self.engine.step()
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Increment]:
         """What each round adds to each text, as it comes; arguments as generate takes them, and checked before this returns.
 
@@ -289,7 +332,9 @@ class LLM:
 
     def round_config(self, *, sampled: bool, truncated: bool, batch: int = 1) -> RoundConfig:
         """The static description of this engine's rounds, for batches of this size in which some request samples / truncates."""
-        return self.runner.round_config(SamplingFeatures(sampled=sampled, truncated=truncated), batch=batch)
+        return self.runner.round_config(
+            SamplingFeatures(sampled=sampled, truncated=truncated), batch=batch
+        )
 
     def warmup(
         self,
@@ -305,13 +350,25 @@ class LLM:
         (None: greedy, sampled and truncated). Requests with more stop token ids than these, than four and than the target's end-of-text
         ids compile once more, and so do those with more or longer bad words than these and than eight of four tokens.
         """
-        kinds = USUAL if sampling_params is None else [self._inputs.with_words(params) for params in sampling_params]
+        kinds = (
+            USUAL
+            if sampling_params is None
+            else [self._inputs.with_words(params) for params in sampling_params]
+        )
         return compile_ahead(self.engine, kinds, shapes_up_to(self.runner, batch_sizes, lengths))
 
     def warmup_for(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> int:
         """Compile just what generate(prompts, sampling_params) may run, so that it can be timed without compilation;
         returns the number of programs. Checks the prompts as generate does."""
         requests = self.make_requests(prompts, sampling_params)
-        return compile_ahead(self.engine, [r.params for r in requests], shapes_of(self.runner, requests)) if requests else 0
+        return (
+            compile_ahead(
+                self.engine, [r.params for r in requests], shapes_of(self.runner, requests)
+            )
+            if requests
+            else 0
+        )

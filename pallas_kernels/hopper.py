@@ -10,7 +10,11 @@ CAPABILITY = "9.0"
 
 def too_old() -> str | None:
     """Which jax there is instead of one whose Mosaic the kernels are written for, None if there is one. Ask before importing a kernel."""
-    return f"expected jax 0.11 or later, got {jax.__version__}" if jax.__version_info__ < (0, 11) else None
+    return (
+        f"expected jax 0.11 or later, got {jax.__version__}"
+        if jax.__version_info__ < (0, 11)
+        else None
+    )
 
 
 def interpreting() -> bool:
@@ -22,7 +26,9 @@ def missing() -> str | None:
     """Which device there is instead of a Hopper GPU, None if there is one, or the interpreter is on."""
     if interpreting():
         return None
-    described = jax.sharding.get_abstract_mesh().abstract_device  # ahead-of-time compilation for a device that is not here
+    described = (
+        jax.sharding.get_abstract_mesh().abstract_device
+    )  # ahead-of-time compilation for a device that is not here
     if described is not None:
         hopper = any(name in described.device_kind for name in ("H100", "H200", "GH200"))
         return None if hopper else f"expected a Hopper GPU, got {described.device_kind}"
@@ -30,4 +36,8 @@ def missing() -> str | None:
     if device.platform != "gpu":
         return f"expected an NVIDIA GPU, got {device.platform}"
     capability = getattr(device, "compute_capability", "unknown")
-    return None if capability == CAPABILITY else f"expected compute capability {CAPABILITY} (Hopper), got {capability}"
+    return (
+        None
+        if capability == CAPABILITY
+        else f"expected compute capability {CAPABILITY} (Hopper), got {capability}"
+    )

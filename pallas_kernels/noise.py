@@ -19,7 +19,9 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 Function = Callable[[jax.Array], jax.Array]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("keys", "position"), meta_fields=("stream",))
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("keys", "position"), meta_fields=("stream",)
+)
 @dataclass(frozen=True)
 class Stream:
     """Random numbers of a batch's requests, not made yet: each is a function of a request's key, the stream, a position and an offset.
@@ -41,7 +43,9 @@ class Stream:
 
     def key(self, offset: jax.Array) -> Key:
         """Two words uint32 [batch, 1] of one offset, int32 []; [batch, size] of as many offsets."""
-        return stream_key((self.keys[:, :1], self.keys[:, 1:]), self.stream, self.position[:, None], offset)
+        return stream_key(
+            (self.keys[:, :1], self.keys[:, 1:]), self.stream, self.position[:, None], offset
+        )
 
 
 def threefry2x32(key: Key, x0: jax.Array, x1: jax.Array) -> Key:
@@ -81,7 +85,9 @@ def unit_interval(word: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((word >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
 
 
-def gumbel(key: Key, token_ids: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p) -> jax.Array:
+def gumbel(
+    key: Key, token_ids: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p
+) -> jax.Array:
     """Standard Gumbel of full tail of token_ids (int32), float32 of their shape and the key's.
 
     jax.random.gumbel(mode="high") hashes twice and keeps 23 bits of each hash; here the 46 bits are of the two words of one.
@@ -90,7 +96,9 @@ def gumbel(key: Key, token_ids: jax.Array, log: Function = jnp.log, log1p: Funct
     return to_gumbel(unit_interval(high), unit_interval(low), log, log1p)
 
 
-def to_gumbel(high: jax.Array, low: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p) -> jax.Array:
+def to_gumbel(
+    high: jax.Array, low: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p
+) -> jax.Array:
     """Standard Gumbel of a uniform number in (0, 1) of 46 bits, in two halves; never above 33, where both are 0."""
     x = jnp.where(high >= 0.5, high, high + low * 2.0**-23 + 2.0**-47)
     return -log(-log1p(-x))

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NEVER = -1e30  # the maximum of a row that has seen nothing: finite, so that no difference of two is NaN
+NEVER = (
+    -1e30
+)  # the maximum of a row that has seen nothing: finite, so that no difference of two is NaN
 LOG2E = math.log2(math.e)
 
 

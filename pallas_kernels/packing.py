@@ -15,7 +15,11 @@ def pack(q: jax.Array, num_kv_heads: int) -> jax.Array:
     """q [batch, rows, num_heads, head_dim] -> [batch, num_kv_heads, packed_size, head_dim]: row * group + head in the group, then zeros."""
     batch, rows, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
-    q = q.reshape(batch, rows, num_kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4).reshape(batch, num_kv_heads, rows * group, head_dim)
+    q = (
+        q.reshape(batch, rows, num_kv_heads, group, head_dim)
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(batch, num_kv_heads, rows * group, head_dim)
+    )
     return jnp.pad(q, ((0, 0), (0, 0), (0, packed_size(rows * group) - rows * group), (0, 0)))
 
 

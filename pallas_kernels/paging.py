@@ -15,9 +15,13 @@ def unsupported(block_size: int, keys: int) -> str | None:
     return None
 
 
-def pages_of(table_ref: Any, request: Any, tile: Any, *, keys: int, block_size: int, pages: int) -> tuple[Any, ...]:
+def pages_of(
+    table_ref: Any, request: Any, tile: Any, *, keys: int, block_size: int, pages: int
+) -> tuple[Any, ...]:
     """Block ids of a tile's pages. Those past the request's last page may be anything: their keys are masked."""
     pieces = max(keys // block_size, 1)
     if pieces == 1:
         return (table_ref[request, jnp.minimum(lax.div(tile * keys, block_size), pages - 1)],)
-    return tuple(table_ref[request, jnp.minimum(tile * pieces + i, pages - 1)] for i in range(pieces))
+    return tuple(
+        table_ref[request, jnp.minimum(tile * pieces + i, pages - 1)] for i in range(pieces)
+    )

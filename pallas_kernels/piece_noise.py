@@ -20,13 +20,21 @@ def gumbel(pieces: Pieces, key: noise.Key, token_ids: jax.Array) -> jax.Array:
     """See noise.gumbel; token_ids int32 [pieces.size]."""
     if interpreting():
         return noise.gumbel(key, token_ids)
-    return noise.gumbel(key, token_ids, partial(_libdevice, pieces, math.log), partial(_libdevice, pieces, math.log1p))
+    return noise.gumbel(
+        key,
+        token_ids,
+        partial(_libdevice, pieces, math.log),
+        partial(_libdevice, pieces, math.log1p),
+    )
 
 
 def _libdevice(pieces: Pieces, function: Callable[[Any], Any], x: jax.Array) -> jax.Array:
     """XLA's own logarithms: Pallas has no rule for log1p, and its log is another one where a kernel approximates."""
 
-    @plgpu.inline_mgpu(arg_types=(pieces.layout,), return_type=plgpu.ShapeDtypeStruct((pieces.size,), jnp.float32, layout=pieces.layout))
+    @plgpu.inline_mgpu(
+        arg_types=(pieces.layout,),
+        return_type=plgpu.ShapeDtypeStruct((pieces.size,), jnp.float32, layout=pieces.layout),
+    )
     def call(_: Any, values: Any) -> Any:
         return values.foreach(lambda value, _: function(value), create_array=True)
 

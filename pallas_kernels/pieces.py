@@ -40,17 +40,28 @@ class Pieces:
 
     def indices(self, piece: jax.Array) -> jax.Array:
         """The ids of a piece's entries."""
-        return plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout) + self.start(piece)
+        return plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout) + self.start(
+            piece
+        )
 
 
 def cut(vocab: int, size: int) -> Pieces:
     """Pieces of at most `size` (a multiple of LANES) entries that every row of a dense [rows, vocab] array can load in aligned vectors."""
-    vector = next(v for v in (4, 2, 1) if vocab % v == 0 and (v == 1 or min(vocab, size) >= LANES * v))
+    vector = next(
+        v for v in (4, 2, 1) if vocab % v == 0 and (v == 1 or min(vocab, size) >= LANES * v)
+    )
     unit = LANES * vector
     return Pieces(vocab, min(size, vocab // unit * unit), vector)
 
 
-def store_maximum(scores: jax.Array, indices: jax.Array, best_ref: Any, index_ref: Any, row: jax.Array, piece: jax.Array) -> None:
+def store_maximum(
+    scores: jax.Array,
+    indices: jax.Array,
+    best_ref: Any,
+    index_ref: Any,
+    row: jax.Array,
+    piece: jax.Array,
+) -> None:
     """The highest score and its first index; a NaN score (noise of a padding row) counts as -inf."""
     scores = jnp.where(scores == scores, scores, -jnp.inf)
     best = jnp.max(scores)
@@ -64,10 +75,17 @@ def load_lanes(ref: Any, row: jax.Array) -> jax.Array:
 
 def used_lanes(count: int) -> jax.Array:
     """Which lanes of a partial result were written."""
-    return plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)) < count
+    return (
+        plgpu.broadcasted_iota(
+            jnp.int32, (LANES,), 0, layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+        )
+        < count
+    )
 
 
-def combine_maximum(best_ref: Any, index_ref: Any, row: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def combine_maximum(
+    best_ref: Any, index_ref: Any, row: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
     """The highest score of a row's `count` partial results, and its first index."""
     best, index, used = load_lanes(best_ref, row), load_lanes(index_ref, row), used_lanes(count)
     highest = jnp.max(jnp.where(used, best, -jnp.inf))

@@ -30,7 +30,10 @@ from jaxspec.tools.benchmark.timing import smallest, time_chained
 from jaxspec.tools.cli import errors_as_sentences, option, run_program
 
 L2_BYTES = 60e6  # of an H200
-CALLS, MOST_CALLS = 16, 64  # in one program: so many that its launch does not show, so few that it compiles
+CALLS, MOST_CALLS = (
+    16,
+    64,
+)  # in one program: so many that its launch does not show, so few that it compiles
 COPIES_BYTES = 16e9
 
 
@@ -45,18 +48,32 @@ class Op:
 
 
 def main(
-    op: Annotated[str | None, option("Ops, with commas between them. [default: all that have named shapes]")] = None,
-    shape: Annotated[list[str] | None, option("A shape's name or a part of it; may be given several times. [default: all]")] = None,
+    op: Annotated[
+        str | None, option("Ops, with commas between them. [default: all that have named shapes]")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        option("A shape's name or a part of it; may be given several times. [default: all]"),
+    ] = None,
     implementation: Annotated[str | None, option("Implementations. [default: all]")] = None,
     repeats: Annotated[int, option("How often each is timed; medians are printed.")] = 5,
-    output_json: Annotated[Path | None, option("Write everything to this file, after every op and shape.")] = None,
+    output_json: Annotated[
+        Path | None, option("Write everything to this file, after every op and shape.")
+    ] = None,
 ) -> None:
     """Many calls chained inside one program, on inputs rotated through more memory than the L2 cache holds."""
     with errors_as_sentences():
         found = pick_ops(discover(), op)
-        runs = [(o, name, i) for o in found for name in pick_shapes(o, shape) for i in pick_implementations(o, implementation)]
+        runs = [
+            (o, name, i)
+            for o in found
+            for name in pick_shapes(o, shape)
+            for i in pick_implementations(o, implementation)
+        ]
         if not runs:
-            raise ConfigError(f"--op, --shape, --implementation: expected some that go together, got {op}, {shape} and {implementation}")
+            raise ConfigError(
+                f"--op, --shape, --implementation: expected some that go together, got {op}, {shape} and {implementation}"
+            )
         if repeats < 1:
             raise ConfigError(f"--repeats: expected at least 1, got {repeats}")
         json_file = report.JsonFile(output_json) if output_json else None
@@ -64,7 +81,9 @@ def main(
         record: dict[str, Any] = environment() | measure_rates() | {"kernels": []}
         print(describe(record), flush=True)
         for o, name, i in runs:
-            result = {"op": o.name, "shape": name, "implementation": i} | time_op(o, name, i, repeats, record)
+            result = {"op": o.name, "shape": name, "implementation": i} | time_op(
+                o, name, i, repeats, record
+            )
             record["kernels"].append(result)
             print(f"{o.name} {name} {i}: {summary(result)}", flush=True)
             if json_file:
@@ -78,14 +97,24 @@ def discover() -> list[Op]:
     for module in pkgutil.iter_modules(pallas_kernels.__path__):
         name = f"pallas_kernels.{module.name}"
         if module.ispkg and find_spec(f"{name}.shapes"):
-            package, shapes = importlib.import_module(name), importlib.import_module(f"{name}.shapes")
-            found += [Op(module.name, function, tuple(package.IMPLEMENTATIONS), shapes) for function in public_ops(package)]
+            package, shapes = (
+                importlib.import_module(name),
+                importlib.import_module(f"{name}.shapes"),
+            )
+            found += [
+                Op(module.name, function, tuple(package.IMPLEMENTATIONS), shapes)
+                for function in public_ops(package)
+            ]
     return found
 
 
 def public_ops(package: ModuleType) -> list[Callable[..., Any]]:
     """Its own functions that take implementation= by keyword only."""
-    own = [f for _, f in inspect.getmembers(package, inspect.isfunction) if f.__module__ == package.__name__]
+    own = [
+        f
+        for _, f in inspect.getmembers(package, inspect.isfunction)
+        if f.__module__ == package.__name__
+    ]
     by_keyword = lambda p: p.name == "implementation" and p.kind is p.KEYWORD_ONLY  # noqa: E731
     return [f for f in own if any(map(by_keyword, inspect.signature(f).parameters.values()))]
 
@@ -93,7 +122,9 @@ def public_ops(package: ModuleType) -> list[Callable[..., Any]]:
 def pick_ops(ops: list[Op], names: str | None) -> list[Op]:
     wanted = None if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted or () if name not in {op.name for op in ops}]:
-        raise ConfigError(f"--op: expected among {', '.join(op.name for op in ops) or 'no op (none has shapes)'}, got {', '.join(unknown)}")
+        raise ConfigError(
+            f"--op: expected among {', '.join(op.name for op in ops) or 'no op (none has shapes)'}, got {', '.join(unknown)}"
+        )
     return [op for op in ops if wanted is None or op.name in wanted]
 
 
@@ -102,10 +133,16 @@ def pick_shapes(op: Op, parts: list[str] | None) -> list[str]:
 
 
 def pick_implementations(op: Op, names: str | None) -> list[str]:
-    return [name for name in op.implementations if names is None or name in [n.strip() for n in names.split(",")]]
+    return [
+        name
+        for name in op.implementations
+        if names is None or name in [n.strip() for n in names.split(",")]
+    ]
 
 
-def time_op(op: Op, shape_name: str, implementation: str, repeats: int, rates: dict[str, Any]) -> dict[str, Any]:
+def time_op(
+    op: Op, shape_name: str, implementation: str, repeats: int, rates: dict[str, Any]
+) -> dict[str, Any]:
     """Seconds a call without the chain's own, bytes, bytes a second and their share of bandwidth; or {"skipped": reason}.
 
     Arithmetic likewise, where it needs longer than the bytes. rates: what measure_rates has found.
@@ -113,11 +150,20 @@ def time_op(op: Op, shape_name: str, implementation: str, repeats: int, rates: d
     shape = op.shapes.SHAPES[shape_name]
     moved = int(op.shapes.bytes_moved(shape))
     inputs = op.shapes.make_inputs(shape, 0)
-    leaves = {name: jax.tree.leaves(x) for name, x in inputs.items()}  # an argument may be a tuple of arrays
-    arrays = {name: jax.tree.map(jnp.asarray, inputs[name]) for name, found in leaves.items() if found and hasattr(found[0], "nbytes")}
+    leaves = {
+        name: jax.tree.leaves(x) for name, x in inputs.items()
+    }  # an argument may be a tuple of arrays
+    arrays = {
+        name: jax.tree.map(jnp.asarray, inputs[name])
+        for name, found in leaves.items()
+        if found and hasattr(found[0], "nbytes")
+    }
     settings = {name: x for name, x in inputs.items() if name not in arrays}
     # The same values at other addresses: no copy is in the cache when its turn comes again.
-    copies = [arrays, *(jax.tree.map(jnp.copy, arrays) for _ in range(count_copies(arrays, moved) - 1))]
+    copies = [
+        arrays,
+        *(jax.tree.map(jnp.copy, arrays) for _ in range(count_copies(arrays, moved) - 1)),
+    ]
     calls = len(copies)
     try:
         call = lambda **arrays: op.function(**arrays, **settings, implementation=implementation)  # noqa: E731
@@ -131,10 +177,19 @@ def time_op(op: Op, shape_name: str, implementation: str, repeats: int, rates: d
         return {"skipped": f"out of device memory: {str(e).splitlines()[0]:.200}"}
     seconds = max(timing["seconds"] - chain["seconds"], 1e-9)
     rate = moved / seconds
-    result = {"seconds": seconds, "bytes": moved, "bytes_per_second": rate, "share_of_bandwidth": rate / rates["bytes_per_second"]}
+    result = {
+        "seconds": seconds,
+        "bytes": moved,
+        "bytes_per_second": rate,
+        "share_of_bandwidth": rate / rates["bytes_per_second"],
+    }
     flops = op.shapes.flops(shape) if hasattr(op.shapes, "flops") else 0
     if flops / rates["flops_per_second"] > moved / rates["bytes_per_second"]:
-        result |= {"flops": flops, "flops_per_second": flops / seconds, "share_of_products": flops / seconds / rates["flops_per_second"]}
+        result |= {
+            "flops": flops,
+            "flops_per_second": flops / seconds,
+            "share_of_products": flops / seconds / rates["flops_per_second"],
+        }
     return result | {"with_chain": timing, "chain": chain, "copies": calls}
 
 
@@ -167,7 +222,11 @@ def table(kernels: list[dict[str, Any]]) -> Table:
     for k in kernels:
         cells = ["skipped"]
         if "skipped" not in k:
-            cells = [f"{k['seconds'] * 1e6:.1f}", f"{k['bytes'] / 1e6:.1f}", f"{k['bytes_per_second'] / 1e12:.2f}"]
+            cells = [
+                f"{k['seconds'] * 1e6:.1f}",
+                f"{k['bytes'] / 1e6:.1f}",
+                f"{k['bytes_per_second'] / 1e12:.2f}",
+            ]
             cells.append(f"{k['share_of_bandwidth']:.1%}")
             cells.append(f"{k['flops_per_second'] / 1e12:.0f}" if "flops" in k else "")
         found.add_row(k["op"], k["shape"], k["implementation"], *cells)

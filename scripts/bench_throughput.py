@@ -38,35 +38,70 @@ WARM_TOKENS = 8
 
 def main(
     model: Annotated[
-        str, option(f"Random weights at the dimensions of {', '.join(MODELS)}; smollm2: the real target and head.")
+        str,
+        option(
+            f"Random weights at the dimensions of {', '.join(MODELS)}; smollm2: the real target and head."
+        ),
     ] = "llama-3-8b",
-    target: Annotated[str | None, option("A real target instead: folder, .gguf file or hub id.")] = None,
-    draft: Annotated[str | None, option("Its head: folder, name under checkpoints/ or hub id.")] = None,
+    target: Annotated[
+        str | None, option("A real target instead: folder, .gguf file or hub id.")
+    ] = None,
+    draft: Annotated[
+        str | None, option("Its head: folder, name under checkpoints/ or hub id.")
+    ] = None,
     method: Annotated[str, option("eagle or eagle3.")] = "eagle3",
-    methods: Annotated[str, option(f"Rules to compare, plain among them: {', '.join(METHODS)}.")] = "plain,strict,probabilistic",
+    methods: Annotated[
+        str, option(f"Rules to compare, plain among them: {', '.join(METHODS)}.")
+    ] = "plain,strict,probabilistic",
     num_speculative_tokens: Annotated[int, option("K.")] = 3,
-    acceptance_length: Annotated[float, option("Forced with random weights; the bonus token included.")] = 2.56,
-    concurrency: Annotated[str, option("Requests at a time: a run for each.", "--concurrency", "--max-concurrency")] = "1,8,16,64",
+    acceptance_length: Annotated[
+        float, option("Forced with random weights; the bonus token included.")
+    ] = 2.56,
+    concurrency: Annotated[
+        str, option("Requests at a time: a run for each.", "--concurrency", "--max-concurrency")
+    ] = "1,8,16,64",
     output_len: Annotated[str, option("Tokens to generate: a run for each.")] = "256",
     input_len: Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1)] = 136,
-    dataset: Annotated[str | None, option("Prompts from a file or the hub instead; needs a real target.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Requests a run. [default: as many as run at a time]", min=1)] = None,
-    request_rate: Annotated[float, option("Requests a second, Poisson; inf: all at once.")] = math.inf,
-    ignore_eos: Annotated[bool, option("Go on to output-len.", "--ignore-eos/--stop-at-eos")] = True,
+    dataset: Annotated[
+        str | None, option("Prompts from a file or the hub instead; needs a real target.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Requests a run. [default: as many as run at a time]", min=1)
+    ] = None,
+    request_rate: Annotated[
+        float, option("Requests a second, Poisson; inf: all at once.")
+    ] = math.inf,
+    ignore_eos: Annotated[
+        bool, option("Go on to output-len.", "--ignore-eos/--stop-at-eos")
+    ] = True,
     temperature: Annotated[float, option("0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.", min=0)] = 0,
-    max_num_batched_tokens: Annotated[int, option("Of a prefill call; vLLM's default on this GPU.")] = 8192,
+    max_num_batched_tokens: Annotated[
+        int, option("Of a prefill call; vLLM's default on this GPU.")
+    ] = 8192,
     max_model_len: Annotated[int | None, option("[default: what prompts and outputs need]")] = None,
-    prefix_caching: Annotated[bool, option("Share the blocks of equal prefixes.", "--prefix-caching/--no-prefix-caching")] = True,
-    rounds_per_step: Annotated[int | None, option("Rounds that one program runs. [default: the engine's choice]")] = None,
+    prefix_caching: Annotated[
+        bool, option("Share the blocks of equal prefixes.", "--prefix-caching/--no-prefix-caching")
+    ] = True,
+    rounds_per_step: Annotated[
+        int | None, option("Rounds that one program runs. [default: the engine's choice]")
+    ] = None,
     dtype: Annotated[str, option("bfloat16, float32, or auto: bfloat16 on a GPU.")] = "auto",
-    output_json: Annotated[Path | None, option("Write everything to this file, after every run.")] = None,
+    output_json: Annotated[
+        Path | None, option("Write everything to this file, after every run.")
+    ] = None,
 ) -> None:
     """Run a load for every rule, concurrency and output length, and print vLLM's table. Compilation comes before, and is not counted."""
     with errors_as_sentences():
-        rules, sizes, lengths = names(methods), numbers("concurrency", concurrency), numbers("output-len", output_len)
+        rules, sizes, lengths = (
+            names(methods),
+            numbers("concurrency", concurrency),
+            numbers("output-len", output_len),
+        )
         if not request_rate > 0:  # nan is neither
-            raise ConfigError(f"--request-rate: expected requests a second, or inf, got {request_rate}")
+            raise ConfigError(
+                f"--request-rate: expected requests a second, or inf, got {request_rate}"
+            )
         if dtype != "auto" and dtype not in DTYPES:
             raise ConfigError(f"--dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
         is_real = target is not None or model == TRAINED[0]
@@ -76,12 +111,39 @@ def main(
         json_file = report.JsonFile(output_json) if output_json else None
         keep_compiled_programs()
         texts = prompts.read_prompts(dataset) if dataset is not None else None
-        weights = Weights(DTYPES[("bfloat16" if jax.default_backend() == "gpu" else "float32") if dtype == "auto" else dtype])
-        settings: dict[str, Any] = {"model": model, "target": target, "draft": draft, "method": method, "input_len": input_len}
-        settings |= {"num_speculative_tokens": num_speculative_tokens, "acceptance_length": None if is_real else acceptance_length}
-        settings |= {"dataset": dataset, "num_prompts": num_prompts, "ignore_eos": ignore_eos, "temperature": temperature, "seed": seed}
-        settings |= {"max_num_batched_tokens": max_num_batched_tokens, "prefix_caching": prefix_caching, "rounds_per_step": rounds_per_step}
-        record: dict[str, Any] = environment() | measure_rates() | {"settings": settings, "runs": []}
+        weights = Weights(
+            DTYPES[
+                ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+                if dtype == "auto"
+                else dtype
+            ]
+        )
+        settings: dict[str, Any] = {
+            "model": model,
+            "target": target,
+            "draft": draft,
+            "method": method,
+            "input_len": input_len,
+        }
+        settings |= {
+            "num_speculative_tokens": num_speculative_tokens,
+            "acceptance_length": None if is_real else acceptance_length,
+        }
+        settings |= {
+            "dataset": dataset,
+            "num_prompts": num_prompts,
+            "ignore_eos": ignore_eos,
+            "temperature": temperature,
+            "seed": seed,
+        }
+        settings |= {
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "prefix_caching": prefix_caching,
+            "rounds_per_step": rounds_per_step,
+        }
+        record: dict[str, Any] = (
+            environment() | measure_rates() | {"settings": settings, "runs": []}
+        )
         print(describe(record), flush=True)
         for rule, size in itertools.product(rules, sizes):
             count = num_prompts or size
@@ -94,65 +156,122 @@ def main(
                 "enable_prefix_caching": prefix_caching,
                 "rounds_per_step": rounds_per_step,
             }
-            if not is_real:  # caches of one size for every concurrency: they share the programs of prefill
-                engine["num_gpu_blocks_override"] = max(sizes) * -(-longest // EngineConfig.block_size)
-            spec = None if rule == "plain" else SpeculativeConfig(draft, method, num_speculative_tokens, rejection_sample_method=rule)
+            if (
+                not is_real
+            ):  # caches of one size for every concurrency: they share the programs of prefill
+                engine["num_gpu_blocks_override"] = max(sizes) * -(
+                    -longest // EngineConfig.block_size
+                )
+            spec = (
+                None
+                if rule == "plain"
+                else SpeculativeConfig(
+                    draft, method, num_speculative_tokens, rejection_sample_method=rule
+                )
+            )
             if is_real:
                 llm = LLM.from_pretrained(target, speculative=spec, dtype=dtype, **engine)
             else:
-                llm = random_llm(model, method, spec, EngineConfig(**engine), weights, acceptance_length)
+                llm = random_llm(
+                    model, method, spec, EngineConfig(**engine), weights, acceptance_length
+                )
             for length in lengths:
                 llm.engine.reset()  # the prompts are those of the length before: none is in the prefix cache
                 # the last `size` prompts are the warm-up's
                 inputs: list[Any] = random_prompts(llm, count + size, input_len, seed)
                 if texts is not None:
                     chosen = [texts[i % len(texts)] for i in range(count)]
-                    inputs = [[{"role": "user", "content": text}] for text in chosen] + inputs[count:]
-                params = [SamplingParams(temperature, seed=seed + i, max_tokens=length, ignore_eos=ignore_eos) for i in range(len(inputs))]
+                    inputs = [[{"role": "user", "content": text}] for text in chosen] + inputs[
+                        count:
+                    ]
+                params = [
+                    SamplingParams(
+                        temperature, seed=seed + i, max_tokens=length, ignore_eos=ignore_eos
+                    )
+                    for i in range(len(inputs))
+                ]
                 warm_up(llm, inputs, params, size)
                 requests = llm.make_requests(inputs[:count], params[:count])
                 found = throughput.run(llm, requests, throughput.Load(request_rate, size, seed))
-                record["runs"].append({"method": rule, "concurrency": size, "output_len": length, "results": found})
+                record["runs"].append(
+                    {"method": rule, "concurrency": size, "output_len": length, "results": found}
+                )
                 print(line(record["runs"][-1]), flush=True)
                 if json_file:
                     json_file.write(record)
             llm.runner.forget()  # the next engine's KV cache takes its place
         for size, length in itertools.product(sizes, lengths):
-            print_table(table([r for r in record["runs"] if (r["concurrency"], r["output_len"]) == (size, length)]))
+            print_table(
+                table(
+                    [
+                        r
+                        for r in record["runs"]
+                        if (r["concurrency"], r["output_len"]) == (size, length)
+                    ]
+                )
+            )
 
 
-def check_models(model: str, target: str | None, draft: str | None, dataset: str | None, rules: list[str], is_real: bool) -> None:
+def check_models(
+    model: str,
+    target: str | None,
+    draft: str | None,
+    dataset: str | None,
+    rules: list[str],
+    is_real: bool,
+) -> None:
     if not is_real and model not in MODELS:
-        raise ConfigError(f"--model: expected {TRAINED[0]} or one of {', '.join(MODELS)}, got {model!r}")
+        raise ConfigError(
+            f"--model: expected {TRAINED[0]} or one of {', '.join(MODELS)}, got {model!r}"
+        )
     if is_real and draft is None and rules != ["plain"]:
-        raise ConfigError(f"--draft: expected a draft head for {target} (or --methods plain), got none")
+        raise ConfigError(
+            f"--draft: expected a draft head for {target} (or --methods plain), got none"
+        )
     if dataset is not None and not is_real:
-        raise ConfigError("--dataset: expected a real target, whose tokenizer reads it, got random weights")
+        raise ConfigError(
+            "--dataset: expected a real target, whose tokenizer reads it, got random weights"
+        )
 
 
 def names(text: str) -> list[str]:
     found = [part.strip() for part in text.split(",")]
     if unknown := [part for part in found if part not in METHODS]:
-        raise ConfigError(f"--methods: expected among {', '.join(METHODS)}, got {', '.join(unknown)}")
+        raise ConfigError(
+            f"--methods: expected among {', '.join(METHODS)}, got {', '.join(unknown)}"
+        )
     return found
 
 
 def numbers(flag: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
-        raise ConfigError(f"--{flag}: expected integers of at least 1 with commas between them, got {text!r}")
+        raise ConfigError(
+            f"--{flag}: expected integers of at least 1 with commas between them, got {text!r}"
+        )
     return [int(part) for part in parts]
 
 
 def random_llm(
-    model: str, method: str, speculative: SpeculativeConfig | None, config: EngineConfig, weights: Weights, acceptance_length: float
+    model: str,
+    method: str,
+    speculative: SpeculativeConfig | None,
+    config: EngineConfig,
+    weights: Weights,
+    acceptance_length: float,
 ) -> LLM:
     """An engine over random weights. The rule does all its work; then its count of accepted drafts is replaced (force_acceptance)."""
     dimensions = MODELS[model]
     target, draft = weights.get(Case(model, method))
     if speculative is None:
         return LLM((dimensions.target, target), config=config, dtype=weights.dtype)
-    llm = LLM((dimensions.target, target), (draft_config(dimensions, method), draft), speculative, config=config, dtype=weights.dtype)
+    llm = LLM(
+        (dimensions.target, target),
+        (draft_config(dimensions, method), draft),
+        speculative,
+        config=config,
+        dtype=weights.dtype,
+    )
     rates = synthetic.rates_from_length(acceptance_length, speculative.num_speculative_tokens)
     llm.runner.override(acceptance_rates=synthetic.conditional_rates(rates))
     return llm
@@ -177,14 +296,30 @@ def warm_up(llm: LLM, inputs: list[Any], params: list[SamplingParams], size: int
 
 
 def cell(value: Any) -> str:
-    return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        "-"
+        if value is None
+        else f"{value:,.2f}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def line(run: dict[str, Any]) -> str:
     found = run["results"]
-    shown = ("benchmark duration (s)", "output token throughput (tok/s)", "duration / rounds (ms)", "mean TTFT (ms)", "mean TPOT (ms)")
+    shown = (
+        "benchmark duration (s)",
+        "output token throughput (tok/s)",
+        "duration / rounds (ms)",
+        "mean TTFT (ms)",
+        "mean TPOT (ms)",
+    )
     figures = ", ".join(f"{name} {cell(found[name])}" for name in shown)
-    return f"{run['method']}, concurrency {run['concurrency']}, {run['output_len']} tokens: {figures}"
+    return (
+        f"{run['method']}, concurrency {run['concurrency']}, {run['output_len']} tokens: {figures}"
+    )
 
 
 def table(runs: list[dict[str, Any]]) -> Table:
@@ -192,7 +327,9 @@ def table(runs: list[dict[str, Any]]) -> Table:
     found = Table(title="Throughput")
     found.add_column("")
     for run in runs:
-        found.add_column(f"{run['method']} c{run['concurrency']} out {run['output_len']}", justify="right")
+        found.add_column(
+            f"{run['method']} c{run['concurrency']} out {run['output_len']}", justify="right"
+        )
     for name in dict.fromkeys(name for run in runs for name in run["results"]):
         found.add_row(name, *(cell(run["results"].get(name)) for run in runs))
     return found

@@ -28,14 +28,22 @@ from jaxspec.tools import prompts, report
 from jaxspec.tools.acceptance import show
 from jaxspec.tools.acceptance.rounds import Corrupt, Counts, Pair, Recorder, Requests
 from jaxspec.tools.acceptance.show import Grid
-from jaxspec.tools.acceptance.summary import estimate, length, per_position, standard_error, text_check
+from jaxspec.tools.acceptance.summary import (
+    estimate,
+    length,
+    per_position,
+    standard_error,
+    text_check,
+)
 from jaxspec.tools.cli import errors_as_sentences, exact_float32, option, run_program
 from jaxspec.training.target import target_states
 
 SCRIPT = "scripts/experiment_draft_logits.py"
 VOCAB, HIDDEN, K = 6, 32, 3
 PROMPT = [1, 4, 2, 5]
-LENGTH = 4  # tokens of a tiny text: the first is prefill's, the second every first round's position 0
+LENGTH = (
+    4  # tokens of a tiny text: the first is prefill's, the second every first round's position 0
+)
 SAMPLING_TRIALS = 200
 
 
@@ -54,10 +62,19 @@ CONDITIONS: dict[str, Corrupt | None] = {"right": None, "zero": zeros, "stale": 
 
 
 def main(
-    samples: Annotated[int, option("Texts of the tiny model in each condition; 0 leaves it out.")] = 60_000,
-    dataset: Annotated[str | None, option("JSON Lines with prompts, or a hub id: run a real pair on them too.")] = None,
-    target: Annotated[str | None, option("Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]")] = None,
-    draft: Annotated[str, option("Folder, name under checkpoints/ or hub id of the EAGLE head.")] = "smollm2-135m-instruct-eagle3",
+    samples: Annotated[
+        int, option("Texts of the tiny model in each condition; 0 leaves it out.")
+    ] = 60_000,
+    dataset: Annotated[
+        str | None, option("JSON Lines with prompts, or a hub id: run a real pair on them too.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        option("Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]"),
+    ] = None,
+    draft: Annotated[
+        str, option("Folder, name under checkpoints/ or hub id of the EAGLE head.")
+    ] = "smollm2-135m-instruct-eagle3",
     method: Annotated[str, option("eagle or eagle3.")] = "eagle3",
     num_prompts: Annotated[int | None, option("At most this many prompts.")] = None,
     max_tokens: Annotated[int, option("At most this many tokens a prompt.")] = 256,
@@ -67,7 +84,9 @@ def main(
     kernels: Annotated[str, option("reference, mosaic_gpu or auto, of the real pair.")] = "auto",
     output_json: Annotated[Path | None, option("Write figures and tables to this file.")] = None,
     from_json: Annotated[list[Path] | None, option("Run nothing: show these files again.")] = None,
-    markdown: Annotated[Path | None, option("Replace the tables between the markers of this file.")] = None,
+    markdown: Annotated[
+        Path | None, option("Replace the tables between the markers of this file.")
+    ] = None,
 ) -> None:
     """Acceptance and the text's distribution with right, zero and stale draft logits at steps 1 and on; temperature 1, K = 3."""
     with errors_as_sentences():
@@ -89,13 +108,27 @@ def main(
                 records[0]["tiny"] = tiny_experiment(samples)
                 tables.append(tiny_grid(records[0]["tiny"]))
             if texts is not None:
-                speculative = SpeculativeConfig(model=draft, method=method, num_speculative_tokens=K)
-                llm = LLM.from_pretrained(target, speculative=speculative, batch_buckets=[max_num_seqs], **settings)
+                speculative = SpeculativeConfig(
+                    model=draft, method=method, num_speculative_tokens=K
+                )
+                llm = LLM.from_pretrained(
+                    target, speculative=speculative, batch_buckets=[max_num_seqs], **settings
+                )
                 counts = model_experiment(llm, texts, max_tokens, seed)
                 records[0]["model"] = {name: model_figures(c) for name, c in counts.items()}
                 tables.append(model_grid(counts, Path(str(dataset)).stem, draft))
-            settings |= {"max_tokens": max_tokens, "seed": seed, "samples": samples, "draft": draft, "dataset": dataset}
-            records[0] |= {"tables": [asdict(grid) for grid in tables], "settings": settings, **report.environment()}
+            settings |= {
+                "max_tokens": max_tokens,
+                "seed": seed,
+                "samples": samples,
+                "draft": draft,
+                "dataset": dataset,
+            }
+            records[0] |= {
+                "tables": [asdict(grid) for grid in tables],
+                "settings": settings,
+                **report.environment(),
+            }
             if json_file:
                 json_file.write(records[0])
         shown = [(record, Grid(**table)) for record in records for table in record["tables"]]
@@ -111,7 +144,9 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         record["tables"]
     except (ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"--from-json {path}: expected a file that --output-json wrote, got another") from e
+        raise ConfigError(
+            f"--from-json {path}: expected a file that --output-json wrote, got another"
+        ) from e
     return record
 
 
@@ -144,8 +179,16 @@ def tiny_pair() -> Pair:
     keys = jax.random.split(jax.random.key(0), 2)
     target_params = init_random(models.family(target).param_specs(target), keys[0], jnp.float32)
     own = init_random(drafts.family(draft).param_specs(draft), keys[1], jnp.float32)
-    target_params["lm_head"], own["lm_head"] = (spread(p["lm_head"], s) for p, s in ((target_params, 1.2), (own, 2.5)))
-    return Pair(target, draft, {"target": target_params, "draft": bind_draft(draft, own, target_params, None)}, K, stop_token_ids=())
+    target_params["lm_head"], own["lm_head"] = (
+        spread(p["lm_head"], s) for p, s in ((target_params, 1.2), (own, 2.5))
+    )
+    return Pair(
+        target,
+        draft,
+        {"target": target_params, "draft": bind_draft(draft, own, target_params, None)},
+        K,
+        stop_token_ids=(),
+    )
 
 
 def spread(head: jax.Array, deviation: float) -> jax.Array:
@@ -157,10 +200,20 @@ def exact_probabilities(pair: Pair) -> np.ndarray:
     """[VOCAB] * LENGTH: the probability of each text after PROMPT at temperature 1, token by token from the target itself."""
     joint = np.ones(())
     for length_so_far in range(LENGTH):
-        tokens = np.array([[*PROMPT, *prefix] for prefix in itertools.product(range(VOCAB), repeat=length_so_far)], np.int32)
+        tokens = np.array(
+            [
+                [*PROMPT, *prefix]
+                for prefix in itertools.product(range(VOCAB), repeat=length_so_far)
+            ],
+            np.int32,
+        )
         lengths = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
-        hidden, _ = target_states(pair.params["target"], pair.target, jnp.asarray(tokens), lengths, ())
-        logits = models.family(pair.target).logits(pair.params["target"], pair.target, hidden[:, -1])
+        hidden, _ = target_states(
+            pair.params["target"], pair.target, jnp.asarray(tokens), lengths, ()
+        )
+        logits = models.family(pair.target).logits(
+            pair.params["target"], pair.target, hidden[:, -1]
+        )
         p = np.asarray(jax.nn.softmax(logits), np.float64).reshape(*(VOCAB,) * length_so_far, VOCAB)
         joint = joint[..., None] * p / p.sum(axis=-1, keepdims=True)
     return joint
@@ -178,7 +231,14 @@ def tiny_experiment(samples: int, batch: int = 2000) -> dict[str, Any]:
     """For each condition: acceptance by position, the distance of each token's distribution from the target's, and of whole texts."""
     pair = tiny_pair()
     exact = exact_probabilities(pair)
-    recorder = Recorder(pair, max_num_seqs=min(batch, samples), max_tokens=len(PROMPT) + LENGTH, block_size=8, chunk=4, ahead=3)
+    recorder = Recorder(
+        pair,
+        max_num_seqs=min(batch, samples),
+        max_tokens=len(PROMPT) + LENGTH,
+        block_size=8,
+        chunk=4,
+        ahead=3,
+    )
     requests = Requests([PROMPT] * samples, temperature=1.0, max_tokens=LENGTH)
     found = {}
     for name, corrupt in CONDITIONS.items():
@@ -191,7 +251,10 @@ def tiny_experiment(samples: int, batch: int = 2000) -> dict[str, Any]:
             others = tuple(axis for axis in range(LENGTH) if axis != i)
             distances[f"token {i}"] = distance(seen.sum(axis=others), exact.sum(axis=others), rng)
         distances["text"] = distance(seen, exact, rng)
-        record = {key: asdict(d) | {"standard_deviations_off": d.standard_deviations_off} for key, d in distances.items()}
+        record = {
+            key: asdict(d) | {"standard_deviations_off": d.standard_deviations_off}
+            for key, d in distances.items()
+        }
         found[name] = {"acceptance": acceptance_figures(counts), "distances": record}
     return {"vocabulary": VOCAB, "samples": samples, "conditions": found}
 
@@ -223,10 +286,21 @@ def tiny_grid(record: dict[str, Any]) -> Grid:
     keys = list(conditions["right"]["distances"])
     rows = []
     for name, found in conditions.items():
-        rows.append((name, *positions(found["acceptance"]), *(cell(found["distances"][k]) for k in keys)))
+        rows.append(
+            (name, *positions(found["acceptance"]), *(cell(found["distances"][k]) for k in keys))
+        )
     alone = [conditions["right"]["distances"][k] for k in keys]
-    rows.append(("sampling alone", *["-"] * K, *(f"{d['from_sampling_alone']:.4f} ± {d['standard_deviation']:.4f}" for d in alone)))
-    heading = tuple(f"accepted at {i}, %" for i in range(K)), tuple(f"TV of {'the whole text' if k == 'text' else k}" for k in keys)
+    rows.append(
+        (
+            "sampling alone",
+            *["-"] * K,
+            *(f"{d['from_sampling_alone']:.4f} ± {d['standard_deviation']:.4f}" for d in alone),
+        )
+    )
+    heading = (
+        tuple(f"accepted at {i}, %" for i in range(K)),
+        tuple(f"TV of {'the whole text' if k == 'text' else k}" for k in keys),
+    )
     title = f"Tiny model, vocabulary {VOCAB}, {record['samples']} texts of {LENGTH} tokens in each condition, T = 1, K = {K}"
     return Grid(title, ("logits of steps 1+", *heading[0], *heading[1]), rows)
 
@@ -244,13 +318,26 @@ def model_experiment(llm: LLM, texts: list[str], max_tokens: int, seed: int) -> 
     if llm.tokenizer is None:
         raise ConfigError("--target: expected a folder with a tokenizer, got none")
     encoded = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
-    pair = Pair(llm.target_config, llm.draft_config, llm.params, K, llm.eos_token_ids, llm.dtype, llm.kernels)
+    pair = Pair(
+        llm.target_config,
+        llm.draft_config,
+        llm.params,
+        K,
+        llm.eos_token_ids,
+        llm.dtype,
+        llm.kernels,
+    )
     longest = max(map(len, encoded))
-    recorder = Recorder(pair, max_num_seqs=min(llm.config.max_num_seqs, len(texts)), max_tokens=longest + max_tokens)
+    recorder = Recorder(
+        pair, max_num_seqs=min(llm.config.max_num_seqs, len(texts)), max_tokens=longest + max_tokens
+    )
     for corrupt in CONDITIONS.values():
         recorder.announce("probabilistic", "probabilistic", sampled=True, corrupt=corrupt)
     requests = Requests(encoded, 1.0, max_tokens, seed)
-    return {name: recorder.run(requests, "probabilistic", "probabilistic", K, corrupt=c)[0] for name, c in CONDITIONS.items()}
+    return {
+        name: recorder.run(requests, "probabilistic", "probabilistic", K, corrupt=c)[0]
+        for name, c in CONDITIONS.items()
+    }
 
 
 def model_figures(counts: Counts) -> dict[str, Any]:
@@ -263,10 +350,29 @@ def model_grid(counts: dict[str, Counts], dataset: str, draft: str) -> Grid:
         f, right = model_figures(c), counts["right"]
         moved = 100 * (estimate(per_position, c) - estimate(per_position, right))
         error = 100 * standard_error(per_position, c, right)
-        change = " / ".join(f"{m:+.1f} ± {e:.1f}" for m, e in zip(moved, error, strict=True)) if name != "right" else "-"
+        change = (
+            " / ".join(f"{m:+.1f} ± {e:.1f}" for m, e in zip(moved, error, strict=True))
+            if name != "right"
+            else "-"
+        )
         surprise = f"{f['surprise_minus_entropy']:+.3f} ({f['surprise_minus_entropy_standard_errors']:+.1f})"
-        rows.append((name, str(f["rounds"]), *positions(f), change, f"{f['mean_acceptance_length']:.3f}", surprise))
-    headings = ("logits of steps 1+", "rounds", *(f"accepted at {i}, %" for i in range(K)), "against right, points", "length")
+        rows.append(
+            (
+                name,
+                str(f["rounds"]),
+                *positions(f),
+                change,
+                f"{f['mean_acceptance_length']:.3f}",
+                surprise,
+            )
+        )
+    headings = (
+        "logits of steps 1+",
+        "rounds",
+        *(f"accepted at {i}, %" for i in range(K)),
+        "against right, points",
+        "length",
+    )
     prompts_of = f"{len(counts['right'].rounds)} prompts of {dataset}"
     title = f"{draft}, {prompts_of}, T = 1, K = {K}; the last column is 0 for the target's own text"
     return Grid(title, (*headings, "-log p less entropy, a token (standard errors)"), rows)

@@ -18,16 +18,29 @@ from jaxspec.tools.cli import errors_as_sentences, run_program
 
 
 def main(
-    records: Annotated[list[Path], typer.Argument(help="JSON files of scripts/bench.py --output-json, of one machine.")],
-    picture: Annotated[Path, typer.Argument(help="The picture to write; its ending says the format (png, svg, pdf).")],
+    records: Annotated[
+        list[Path],
+        typer.Argument(help="JSON files of scripts/bench.py --output-json, of one machine."),
+    ],
+    picture: Annotated[
+        Path,
+        typer.Argument(help="The picture to write; its ending says the format (png, svg, pdf)."),
+    ],
 ) -> None:
     """Rounds and plain steps as points: operations a byte against operations a second, under the two roofs that were measured."""
     with errors_as_sentences():
         runs = [read_record(path) for path in records]
         found = [point for run in runs for point in points_of(run)]
         if not found:
-            raise ConfigError(f"{', '.join(map(str, records))}: expected timed rounds or plain steps, got none")
-        figure = roofline_figure(found, mean(runs, "bytes_per_second"), mean(runs, "flops_per_second"), title=device_of(runs))
+            raise ConfigError(
+                f"{', '.join(map(str, records))}: expected timed rounds or plain steps, got none"
+            )
+        figure = roofline_figure(
+            found,
+            mean(runs, "bytes_per_second"),
+            mean(runs, "flops_per_second"),
+            title=device_of(runs),
+        )
         figure.savefig(picture, dpi=150, bbox_inches="tight")
         print(f"{picture}: {len(found)} points")
 
@@ -37,7 +50,10 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path}: expected the JSON of scripts/bench.py, got {e}") from e
-    if not isinstance(record, dict) or not {"cases", "bytes_per_second", "flops_per_second"} <= record.keys():
+    if (
+        not isinstance(record, dict)
+        or not {"cases", "bytes_per_second", "flops_per_second"} <= record.keys()
+    ):
         raise ConfigError(f"{path}: expected the JSON of scripts/bench.py, got other JSON")
     return record
 

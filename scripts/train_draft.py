@@ -67,10 +67,25 @@ def log(line: str) -> None:
 
 def general_flags(common: argparse.ArgumentParser) -> None:
     add = common.add_argument
-    add("--target", help="folder, .gguf file or hub id of the target (default: SmolLM2-135M-Instruct)")
-    add("--target-name", help="what the head's config calls its target (default: the folder's name)")
-    add("--output", type=Path, required=True, help="chats.npz, head/, pieces/ and training.json go here")
-    add("--method", default="eagle3", choices=sorted(FORWARDS), help="eagle: EAGLE-1, with the target's whole vocabulary")
+    add(
+        "--target",
+        help="folder, .gguf file or hub id of the target (default: SmolLM2-135M-Instruct)",
+    )
+    add(
+        "--target-name", help="what the head's config calls its target (default: the folder's name)"
+    )
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        help="chats.npz, head/, pieces/ and training.json go here",
+    )
+    add(
+        "--method",
+        default="eagle3",
+        choices=sorted(FORWARDS),
+        help="eagle: EAGLE-1, with the target's whole vocabulary",
+    )
     add(
         "--dtype",
         default="bfloat16",
@@ -78,7 +93,12 @@ def general_flags(common: argparse.ArgumentParser) -> None:
         help="the target's weights, and what everything is computed in; masters are float32",
     )
     add("--dry-run", action="store_true", help="a tiny random target, a minute on a CPU")
-    add("--max-minutes", type=float, default=25.0, help="wall-clock budget of the whole command; evaluation's share is kept back")
+    add(
+        "--max-minutes",
+        type=float,
+        default=25.0,
+        help="wall-clock budget of the whole command; evaluation's share is kept back",
+    )
     add("--evaluate-minutes", type=float, default=2.0)
     add("--seed", type=int, default=0)
     add("--show", type=int, default=3, help="examples to print")
@@ -87,24 +107,58 @@ def general_flags(common: argparse.ArgumentParser) -> None:
 def data_flags(common: argparse.ArgumentParser) -> None:
     add = common.add_argument_group("data").add_argument
     add("--generate-minutes", type=float, default=8.0)
-    add("--prompts", type=Path, action="append", default=[], help="jsonl of seed prompts ('question', 'prompt' or 'turns'); repeatable")
+    add(
+        "--prompts",
+        type=Path,
+        action="append",
+        default=[],
+        help="jsonl of seed prompts ('question', 'prompt' or 'turns'); repeatable",
+    )
     add("--num-slots", type=int, default=1024, help="rows that decode together")
     add("--prefill-rows", type=int, default=128)
     add("--max-len", type=int, default=512)
     add("--max-user-tokens", type=int, default=160)
     add("--max-answer-tokens", type=int, default=320)
     add("--max-chats", type=int, default=1_000_000)
-    add("--greedy-share", type=float, default=0.6, help="answers decoded greedily; the rest at temperatures 0.6 to 1")
-    add("--opened-share", type=float, default=0.5, help="user's turns that begin with one of jaxspec's openings")
-    add("--shard", default="0/1", help="i/n: of the prompts in files, take every n-th from the i-th on")
-    add("--chats", type=Path, nargs="+", help="train: chats.npz of earlier runs, merged (default: OUTPUT/chats.npz)")
+    add(
+        "--greedy-share",
+        type=float,
+        default=0.6,
+        help="answers decoded greedily; the rest at temperatures 0.6 to 1",
+    )
+    add(
+        "--opened-share",
+        type=float,
+        default=0.5,
+        help="user's turns that begin with one of jaxspec's openings",
+    )
+    add(
+        "--shard",
+        default="0/1",
+        help="i/n: of the prompts in files, take every n-th from the i-th on",
+    )
+    add(
+        "--chats",
+        type=Path,
+        nargs="+",
+        help="train: chats.npz of earlier runs, merged (default: OUTPUT/chats.npz)",
+    )
 
 
 def head_flags(common: argparse.ArgumentParser) -> None:
     add = common.add_argument_group("head").add_argument
-    add("--init", type=Path, help="continue from this head's weights; the vocabulary may differ and the MLP may be wider")
+    add(
+        "--init",
+        type=Path,
+        help="continue from this head's weights; the vocabulary may differ and the MLP may be wider",
+    )
     add("--draft-vocab-size", type=int, default=12_000)
-    add("--aux-layers", type=int, nargs="+", help="boundary ids of the target's layers (default: 2, n // 2, n - 3)")
+    add(
+        "--aux-layers",
+        type=int,
+        nargs="+",
+        help="boundary ids of the target's layers (default: 2, n // 2, n - 3)",
+    )
     add("--intermediate-size", type=int, help="of the draft's MLP (default: the target's)")
     add("--norm-before-residual", action=argparse.BooleanOptionalAction, default=True)
     add("--fc-norm", action=argparse.BooleanOptionalAction, default=True)
@@ -115,48 +169,110 @@ def training_flags(common: argparse.ArgumentParser) -> None:
     add = common.add_argument_group("training").add_argument
     add("--ttt-steps", type=int, default=5, help="draft steps of the training-time test")
     add("--decay", type=float, default=0.8, help="weight of each further draft step")
-    add("--argmax-weight", type=float, default=0.0, help="share of the loss on the target's first choice alone")
-    add("--feature-weight", type=float, default=0.1, help="eagle: weight of the hidden state's smooth L1")
-    add("--optimizer", default="adamw", choices=("adamw", "muon"), help="muon: for the matrices but lm_head")
+    add(
+        "--argmax-weight",
+        type=float,
+        default=0.0,
+        help="share of the loss on the target's first choice alone",
+    )
+    add(
+        "--feature-weight",
+        type=float,
+        default=0.1,
+        help="eagle: weight of the hidden state's smooth L1",
+    )
+    add(
+        "--optimizer",
+        default="adamw",
+        choices=("adamw", "muon"),
+        help="muon: for the matrices but lm_head",
+    )
     add("--learning-rate", type=float, default=1e-3)
     add("--warmup-steps", type=int, default=200)
     add("--weight-decay", type=float, default=0.01)
     add("--clip", type=float, default=0.5, help="global norm of the gradient")
     add("--tokens-per-batch", type=int, default=16384, help="of one step, over all GPUs")
-    add("--accumulation", type=int, default=1, help="micro-batches of a step, one after the other: less memory")
-    add("--keep-state", action="store_true", help="save the optimiser's state beside the head (OUTPUT/state)")
-    add("--resume", action="store_true", help="go on from OUTPUT/state; the same curve, if --max-steps ends the run")
-    add("--save-seconds", type=float, default=150.0, help="how often the head is saved and evaluated")
-    add("--buckets", type=int, nargs="+", default=[256, 384, 512], help="sequence lengths that are compiled")
+    add(
+        "--accumulation",
+        type=int,
+        default=1,
+        help="micro-batches of a step, one after the other: less memory",
+    )
+    add(
+        "--keep-state",
+        action="store_true",
+        help="save the optimiser's state beside the head (OUTPUT/state)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from OUTPUT/state; the same curve, if --max-steps ends the run",
+    )
+    add(
+        "--save-seconds",
+        type=float,
+        default=150.0,
+        help="how often the head is saved and evaluated",
+    )
+    add(
+        "--buckets",
+        type=int,
+        nargs="+",
+        default=[256, 384, 512],
+        help="sequence lengths that are compiled",
+    )
     add("--max-steps", type=int, default=1_000_000)
     add("--held-out", type=int, default=512, help="chats kept for validation")
-    add("--remat", action=argparse.BooleanOptionalAction, default=False, help="recompute logits in the backward pass")
+    add(
+        "--remat",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="recompute logits in the backward pass",
+    )
 
 
 def evaluation_flags(common: argparse.ArgumentParser) -> None:
     add = common.add_argument_group("evaluation").add_argument
-    add("--eval-prompts", type=Path, help="jsonl in MT-bench's form; its 13-grams are kept out of the training prompts")
+    add(
+        "--eval-prompts",
+        type=Path,
+        help="jsonl in MT-bench's form; its 13-grams are kept out of the training prompts",
+    )
     add("--eval-tokens", type=int, default=256)
     add("--num-speculative-tokens", type=int, default=3)
     add("--head", type=Path, help="evaluate: the head's folder (default: OUTPUT/head)")
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = top.add_subparsers(dest="command", required=True)
-    common = argparse.ArgumentParser(add_help=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    common = argparse.ArgumentParser(
+        add_help=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     for add_flags in (general_flags, data_flags, head_flags, training_flags, evaluation_flags):
         add_flags(common)
     for name in ("all", "generate", "train", "evaluate"):
-        commands.add_parser(name, parents=[common], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        commands.add_parser(
+            name, parents=[common], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
     about = commands.add_parser("card", help="HEAD/training.json -> HEAD/README.md")
     about.add_argument("head", type=Path)
     about.add_argument(
-        "--evaluation", type=Path, action="append", default=[], help="an evaluation.json of `evaluate` to add to training.json"
+        "--evaluation",
+        type=Path,
+        action="append",
+        default=[],
+        help="an evaluation.json of `evaluate` to add to training.json",
     )
-    about.add_argument("--about-target", default="", help="what follows the target's name: its licence, its file")
+    about.add_argument(
+        "--about-target", default="", help="what follows the target's name: its licence, its file"
+    )
     about.add_argument("--licence", default="Apache-2.0", help="the head's")
-    about.add_argument("--note", action="append", default=[], help="a paragraph of the card; repeatable")
+    about.add_argument(
+        "--note", action="append", default=[], help="a paragraph of the card; repeatable"
+    )
     split = commands.add_parser("split", help="FILE -> FOLDER/FILE.000, ...")
     split.add_argument("file", type=Path)
     split.add_argument("folder", type=Path)
@@ -243,7 +359,13 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "join":
             join_file(args.folder, args.file)
         elif args.command == "card":
-            write_card(args.head, args.evaluation, about_target=args.about_target, licence=args.licence, notes=args.note)
+            write_card(
+                args.head,
+                args.evaluation,
+                about_target=args.about_target,
+                licence=args.licence,
+                notes=args.note,
+            )
         else:
             run(args)
     return 0
@@ -257,9 +379,17 @@ def run(args: argparse.Namespace) -> None:
     measured = eval_prompts or (EVALUATION_PROMPTS if args.dry_run else ())
     evaluation = EvaluationConfig(tuple(measured), args.num_speculative_tokens, args.eval_tokens)
     log(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
-    target = dry_target(args.dtype) if args.dry_run else load_chat_target(args.target, args.dtype, name=args.target_name)
+    target = (
+        dry_target(args.dtype)
+        if args.dry_run
+        else load_chat_target(args.target, args.dtype, name=args.target_name)
+    )
     log(f"target {target.name}: {target.cfg}")
-    record = RunRecord(args.output / ("evaluation.json" if args.command == "evaluate" else "training.json"), sys.argv[1:], START)
+    record = RunRecord(
+        args.output / ("evaluation.json" if args.command == "evaluate" else "training.json"),
+        sys.argv[1:],
+        START,
+    )
     if args.command in ("all", "generate"):
         write_chats(
             generation_config(args),
@@ -277,9 +407,25 @@ def run(args: argparse.Namespace) -> None:
         chats, about_chats = read_chats(args.chats or [args.output / CHATS])
         record.entries |= about_chats
         deadline = START + 60 * (args.max_minutes - args.evaluate_minutes)
-        train_head(run_config(args, evaluation), target, chats, args.output, deadline=deadline, record=record, log=log)
+        train_head(
+            run_config(args, evaluation),
+            target,
+            chats,
+            args.output,
+            deadline=deadline,
+            record=record,
+            log=log,
+        )
     if args.command == "evaluate":
-        evaluate_head(evaluation, target, args.head or args.output / "head", args.method, record, log=log, show=args.show)
+        evaluate_head(
+            evaluation,
+            target,
+            args.head or args.output / "head",
+            args.method,
+            record,
+            log=log,
+            show=args.show,
+        )
 
 
 if __name__ == "__main__":

@@ -26,13 +26,18 @@ def _wants_gpu(config: pytest.Config) -> bool:
 
 def _share_cores() -> None:
     """Give each xdist worker its share of the cores: two workers with a thread pool as wide as the machine slow each other down."""
-    cores, workers = len(os.sched_getaffinity(0)), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    cores, workers = (
+        len(os.sched_getaffinity(0)),
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+    )
     threads = max(1, cores // workers)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # torch, numpy
         os.environ.setdefault(name, str(threads))
     # XLA's CPU client. Mosaic's interpreter (jax 0.11) holds a thread for each warpgroup that waits: with too few they wait for ever, and
     # the eight blocks of a cluster may all wait for each other.
-    os.environ.setdefault("PJRT_NPROC", str(threads if jax.__version_info__ < (0, 11) else max(12, threads)))
+    os.environ.setdefault(
+        "PJRT_NPROC", str(threads if jax.__version_info__ < (0, 11) else max(12, threads))
+    )
 
 
 def _compile_quickly() -> None:
@@ -40,14 +45,21 @@ def _compile_quickly() -> None:
     emitters, a pass through MLIR for each fusion) a round is compiled in 1.3 s, with them in 4.7 s."""
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the processes that tests start
-    if jax.__version_info__ < (0, 11):  # later versions do not know the flag, which ends the process
-        os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".strip()
+    if jax.__version_info__ < (
+        0,
+        11,
+    ):  # later versions do not know the flag, which ends the process
+        os.environ["XLA_FLAGS"] = (
+            f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".strip()
+        )
 
 
 def _compilation_cache() -> Path:
     """One folder per kind of processor: a program compiled for one may hold instructions that another does not have."""
     try:
-        features = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        features = re.search(
+            r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         features = None
     return cache_dir() / f"compiled-tests-{zlib.crc32(features[0].encode()) if features else 0:08x}"
@@ -69,9 +81,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs an NVIDIA GPU, and JAX runs on {jax.default_backend()} here")
     for marker in item.iter_markers("oracle"):
-        missing = [name for name in ("torch", *marker.args) if importlib.util.find_spec(name.split(".")[0]) is None]
+        missing = [
+            name
+            for name in ("torch", *marker.args)
+            if importlib.util.find_spec(name.split(".")[0]) is None
+        ]
         if missing:
-            pytest.skip(f"oracle not installed: {', '.join(missing)} (make test installs it on Python 3.11)")
+            pytest.skip(
+                f"oracle not installed: {', '.join(missing)} (make test installs it on Python 3.11)"
+            )
 
 
 @pytest.fixture

@@ -75,7 +75,9 @@ def violations(root: Path) -> list[str]:
     for name, path in known.items():
         top = name.split(".")[0]
         if top == "jaxspec" and name != "jaxspec" and room(name) not in ROOMS:
-            found.append(f"{name}: expected a module inside one of the rooms {', '.join(ROOMS)}, got {room(name)}")
+            found.append(
+                f"{name}: expected a module inside one of the rooms {', '.join(ROOMS)}, got {room(name)}"
+            )
             continue
         for target, line in imports(name, path, known):
             where = f"{path.relative_to(root)}:{line}: {name} imports {target}"
@@ -84,7 +86,11 @@ def violations(root: Path) -> list[str]:
                 found.append(f"{where}: nothing below imports {target_top}")
             elif top == "pallas_kernels" and target_top not in KERNEL_IMPORTS:
                 found.append(f"{where}: pallas_kernels is a leaf and imports jax and numpy only")
-            elif top == "jaxspec" and target_top == "pallas_kernels" and name.split(".")[1] not in KERNEL_CALLERS:
+            elif (
+                top == "jaxspec"
+                and target_top == "pallas_kernels"
+                and name.split(".")[1] not in KERNEL_CALLERS
+            ):
                 found.append(f"{where}: only the rooms {', '.join(KERNEL_CALLERS)} call kernels")
             elif top == target_top == "jaxspec" and name != "jaxspec" and is_above(target, name):
                 found.append(f"{where}: {room(target)} is a room above {room(name)}")
@@ -94,7 +100,10 @@ def violations(root: Path) -> list[str]:
 def cycles(root: Path) -> list[str]:
     """The import cycles among jaxspec's modules, each as `a -> b -> a`."""
     known = {name: path for name, path in modules(root).items() if name.split(".")[0] == "jaxspec"}
-    edges = {name: sorted({t for t, _ in imports(name, path, known) if t in known and t != name}) for name, path in known.items()}
+    edges = {
+        name: sorted({t for t, _ in imports(name, path, known) if t in known and t != name})
+        for name, path in known.items()
+    }
     found: list[str] = []
     done: set[str] = set()
 
@@ -144,7 +153,11 @@ def test_architecture_page_has_the_rooms_in_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `jaxspec/(\w+)(?:/|\.py)` \|", page, re.MULTILINE)
     assert tuple(rows) == ROOMS
-    assert [path.name for path in (ROOT / "jaxspec").iterdir() if path.is_dir() and path.name not in (*ROOMS, "__pycache__")] == []
+    assert [
+        path.name
+        for path in (ROOT / "jaxspec").iterdir()
+        if path.is_dir() and path.name not in (*ROOMS, "__pycache__")
+    ] == []
     assert [f.name for f in (ROOT / "scripts").glob("*.*") if f"`{f.name}`" not in page] == []
     ops = [path.parent.name for path in (ROOT / "pallas_kernels").glob("*/reference.py")]
     assert [op for op in ops if f"`{op}/`" not in page] == []
@@ -153,21 +166,43 @@ def test_architecture_page_has_the_rooms_in_order() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "reason"),
     [
-        ("jaxspec/config/round.py", "from jaxspec.cache.arrays import KVCache\nfrom jaxspec import config", "cache is a room above config"),
-        ("jaxspec/models/llama.py", "def f():\n    import jaxspec.decode.verify", "decode is a room above models"),
-        ("jaxspec/models/llama.py", "from ..decode import prefill", "decode is a room above models"),
+        (
+            "jaxspec/config/round.py",
+            "from jaxspec.cache.arrays import KVCache\nfrom jaxspec import config",
+            "cache is a room above config",
+        ),
+        (
+            "jaxspec/models/llama.py",
+            "def f():\n    import jaxspec.decode.verify",
+            "decode is a room above models",
+        ),
+        (
+            "jaxspec/models/llama.py",
+            "from ..decode import prefill",
+            "decode is a room above models",
+        ),
         ("jaxspec/models/llama.py", "from .. import drafts", "drafts is a room above models"),
         ("jaxspec/decode/round.py", "from jaxspec import LLM", "jaxspec is a room above decode"),
-        ("jaxspec/loading/weights.py", "from pallas_kernels.attention import paged_attention", "call kernels"),
+        (
+            "jaxspec/loading/weights.py",
+            "from pallas_kernels.attention import paged_attention",
+            "call kernels",
+        ),
         ("jaxspec/llm.py", "from scripts.generate import main", "nothing below imports scripts"),
         ("jaxspec/helpers.py", "import math", "expected a module inside one of the rooms"),
-        ("pallas_kernels/attention/shapes.py", "import jaxspec.config", "imports jax and numpy only"),
+        (
+            "pallas_kernels/attention/shapes.py",
+            "import jaxspec.config",
+            "imports jax and numpy only",
+        ),
         ("pallas_kernels/attention/shapes.py", "import torch", "imports jax and numpy only"),
         ("scripts/bench.py", "from tests.helpers import tiny", "nothing below imports tests"),
     ],
 )
 def test_planted_import_is_found(tmp_path: Path, file: str, source: str, reason: str) -> None:
-    rooms = [f"jaxspec/{name}/__init__.py" for name in ("cache", "config", "decode", "drafts", "models")]
+    rooms = [
+        f"jaxspec/{name}/__init__.py" for name in ("cache", "config", "decode", "drafts", "models")
+    ]
     for name in ("jaxspec/__init__.py", *rooms, "jaxspec/decode/verify.py", file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -179,9 +214,13 @@ def test_planted_import_is_found(tmp_path: Path, file: str, source: str, reason:
 
 def test_planted_cycle_is_found(tmp_path: Path) -> None:
     (tmp_path / "jaxspec" / "cache").mkdir(parents=True)
-    (tmp_path / "jaxspec" / "cache" / "arrays.py").write_text("from jaxspec.cache.metadata import build\n", encoding="utf-8")
+    (tmp_path / "jaxspec" / "cache" / "arrays.py").write_text(
+        "from jaxspec.cache.metadata import build\n", encoding="utf-8"
+    )
     (tmp_path / "jaxspec" / "cache" / "metadata.py").write_text(
         "def f():\n    from jaxspec.cache.arrays import PAD_SLOT\n", encoding="utf-8"
     )
     assert violations(tmp_path) == []
-    assert cycles(tmp_path) == ["jaxspec.cache.arrays -> jaxspec.cache.metadata -> jaxspec.cache.arrays"]
+    assert cycles(tmp_path) == [
+        "jaxspec.cache.arrays -> jaxspec.cache.metadata -> jaxspec.cache.arrays"
+    ]

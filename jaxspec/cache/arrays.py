@@ -69,24 +69,37 @@ def init_cache(
     """
     of_layer = (num_blocks,) * num_layers if isinstance(num_blocks, int) else num_blocks
     assert len(of_layer) == num_layers
-    shapes = [(blocks, block_size, attention.num_kv_heads, attention.head_dim) for blocks in of_layer]
+    shapes = [
+        (blocks, block_size, attention.num_kv_heads, attention.head_dim) for blocks in of_layer
+    ]
     if isinstance(attention, CompressedAttentionConfig):
-        return tuple(_compressed_cache(attention, kind, s, dtype) for kind, s in zip(attention.layer_types, shapes, strict=True))
+        return tuple(
+            _compressed_cache(attention, kind, s, dtype)
+            for kind, s in zip(attention.layer_types, shapes, strict=True)
+        )
     if isinstance(attention, MLAConfig):
         return tuple(LatentCache(jnp.zeros(s, dtype)) for s in shapes)
     return tuple(FullCache(jnp.zeros(s, dtype), jnp.zeros(s, dtype)) for s in shapes)
 
 
-def _compressed_cache(cfg: CompressedAttentionConfig, kind: str, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> CompressedCache:
+def _compressed_cache(
+    cfg: CompressedAttentionConfig, kind: str, shape: tuple[int, int, int, int], dtype: jnp.dtype
+) -> CompressedCache:
     rate, sparse = cfg.rate(kind), kind == "compressed_sparse_attention"
 
     def compressor(width: int) -> CompressorCache:
         assert rate is not None
         inputs = jnp.zeros((*shape[:3], 2 * (2 if sparse else 1) * width), jnp.float32)
-        return CompressorCache(inputs, jnp.zeros((shape[0], entries_a_block(shape[1], rate), 1, width), dtype))
+        return CompressorCache(
+            inputs, jnp.zeros((shape[0], entries_a_block(shape[1], rate), 1, width), dtype)
+        )
 
     kv = jnp.zeros(shape, dtype)
-    return CompressedCache(kv, compressor(cfg.head_dim) if rate else None, compressor(cfg.index_head_dim) if sparse else None)
+    return CompressedCache(
+        kv,
+        compressor(cfg.head_dim) if rate else None,
+        compressor(cfg.index_head_dim) if sparse else None,
+    )
 
 
 def entries_a_block(block_size: int, rate: int) -> int:
@@ -103,6 +116,11 @@ def write_rows(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax
     """The pool [num_blocks, block_size, heads, width] with rows [batch, rows, heads, width] at slot_mapping [batch, rows]."""
     flat = pool.reshape(-1, *pool.shape[2:])
     rows, slots = rows.reshape(-1, *rows.shape[2:]).astype(pool.dtype), slot_mapping.reshape(-1)
-    if slots.shape[0] == 1:  # XLA makes a scatter of one row a choice between two whole caches: a copy of each, every step
-        rows, slots = jnp.concatenate([rows, rows]), jnp.concatenate([slots, jnp.full(1, PAD_SLOT, slots.dtype)])
+    if (
+        slots.shape[0] == 1
+    ):  # XLA makes a scatter of one row a choice between two whole caches: a copy of each, every step
+        rows, slots = (
+            jnp.concatenate([rows, rows]),
+            jnp.concatenate([slots, jnp.full(1, PAD_SLOT, slots.dtype)]),
+        )
     return flat.at[slots].set(rows, mode="drop", unique_indices=False).reshape(pool.shape)

@@ -16,7 +16,9 @@ import numpy as np
 from jaxspec.config import ConfigError
 
 
-def hash_blocks(token_ids: Sequence[int], block_size: int, hashes: list[bytes], *, has_draft: bool = False) -> None:
+def hash_blocks(
+    token_ids: Sequence[int], block_size: int, hashes: list[bytes], *, has_draft: bool = False
+) -> None:
     """Append to `hashes` those of the full blocks of token_ids that it lacks.
 
     A block's hash covers every token up to its end (a chain over the block before). SHA-256, so that no two texts share a block.
@@ -28,7 +30,9 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, hashes: list[bytes], 
     ahead = int(has_draft)
     for i in range(len(hashes), (len(token_ids) - ahead) // block_size):
         digest = hashlib.sha256(hashes[-1] if hashes else b"")
-        digest.update(np.asarray(token_ids[i * block_size : (i + 1) * block_size + ahead], np.int64).tobytes())
+        digest.update(
+            np.asarray(token_ids[i * block_size : (i + 1) * block_size + ahead], np.int64).tobytes()
+        )
         hashes.append(digest.digest())
 
 
@@ -41,7 +45,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # given out from the front
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
+            range(num_blocks)
+        )  # given out from the front
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -88,7 +94,11 @@ class BlockPool:
     def register(self, block: int, digest: bytes) -> None:
         """This block, which somebody refers to, holds what `digest` says. Another block that does so already stays the cached one."""
         assert self._references[block] > 0, f"block {block} is free"
-        if self.enable_prefix_caching and digest not in self._block_of and block not in self._hash_of:
+        if (
+            self.enable_prefix_caching
+            and digest not in self._block_of
+            and block not in self._hash_of
+        ):
             self._block_of[digest], self._hash_of[block] = block, digest
 
     def free(self, blocks: Sequence[int]) -> None:

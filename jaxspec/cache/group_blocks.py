@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from jaxspec.cache.block_pool import BlockPool
 from jaxspec.config import CacheGroup
 
-NULL_BLOCK = 0  # of a page that no row sees any more: any block that there is, since its keys are masked
+NULL_BLOCK = (
+    0  # of a page that no row sees any more: any block that there is, since its keys are masked
+)
 
 
 @dataclass
@@ -49,7 +51,14 @@ class GroupBlocks:
 
     def last_missing(self, hashes: Sequence[bytes], count: int) -> int:
         """The last of those pages that is not cached, -1 if all are."""
-        return next((page for page in reversed(self.pages_of_prefix(count)) if self.pool.find(hashes[page]) is None), -1)
+        return next(
+            (
+                page
+                for page in reversed(self.pages_of_prefix(count))
+                if self.pool.find(hashes[page]) is None
+            ),
+            -1,
+        )
 
     def cached(self, hashes: Sequence[bytes], count: int) -> list[int]:
         """The blocks of those pages, all of which are cached; nothing is taken."""
@@ -57,7 +66,10 @@ class GroupBlocks:
 
     def has_room(self, hashes: Sequence[bytes], count: int, num_pages: int, spare: int) -> bool:
         """Whether a request that starts from `count` cached blocks can have all up to num_pages, and leave `spare` free."""
-        return self.pool.num_free - self.pool.num_idle(self.cached(hashes, count)) >= num_pages - count + spare
+        return (
+            self.pool.num_free - self.pool.num_idle(self.cached(hashes, count))
+            >= num_pages - count + spare
+        )
 
     def start(self, hashes: Sequence[bytes], count: int, num_pages: int) -> Held:
         """Such a request's blocks: shared ones for what it sees of its prefix, and new ones."""
@@ -92,7 +104,9 @@ class GroupBlocks:
 def longest_prefix(groups: Sequence[GroupBlocks], hashes: Sequence[bytes]) -> int:
     """How many blocks of a text a request can start after: the most of which every group has cached all that the next rows see. That is
     every block of a group that sees everything, and the last few of one with a window; those of before need not be there any more."""
-    count = min((len(g.pool.match(hashes)) for g in groups if g.group.reach is None), default=len(hashes))
+    count = min(
+        (len(g.pool.match(hashes)) for g in groups if g.group.reach is None), default=len(hashes)
+    )
     windowed = [g for g in groups if g.group.reach is not None]
     while (missing := max((g.last_missing(hashes, count) for g in windowed), default=-1)) >= 0:
         count = missing  # every prefix that ends between sees the missing block too

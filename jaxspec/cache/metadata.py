@@ -17,7 +17,9 @@ from flax import struct
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, Kernels, rope_frequencies
 from pallas_kernels.step_metadata import step_metadata, unsupported
 
-CacheGroups = CacheGroup | tuple[CacheGroup, ...]  # of a model: one, or one for each type of attention among its layers
+CacheGroups = (
+    CacheGroup | tuple[CacheGroup, ...]
+)  # of a model: one, or one for each type of attention among its layers
 BlockTables = jax.Array | tuple[jax.Array, ...]  # int32 [batch, pages], for every group or one each
 
 
@@ -47,18 +49,33 @@ class AttentionMetadata:
 
 @overload
 def build_metadata(
-    group: CacheGroup, block_table: jax.Array, start: jax.Array, num_rows: jax.Array, rows: int, **readers: Any
+    group: CacheGroup,
+    block_table: jax.Array,
+    start: jax.Array,
+    num_rows: jax.Array,
+    rows: int,
+    **readers: Any,
 ) -> AttentionMetadata: ...
 
 
 @overload
 def build_metadata(
-    group: tuple[CacheGroup, ...], block_table: BlockTables, start: jax.Array, num_rows: jax.Array, rows: int, **readers: Any
+    group: tuple[CacheGroup, ...],
+    block_table: BlockTables,
+    start: jax.Array,
+    num_rows: jax.Array,
+    rows: int,
+    **readers: Any,
 ) -> tuple[AttentionMetadata, ...]: ...
 
 
 def build_metadata(
-    group: CacheGroups, block_table: BlockTables, start: jax.Array, num_rows: jax.Array, rows: int, **readers: Any
+    group: CacheGroups,
+    block_table: BlockTables,
+    start: jax.Array,
+    num_rows: jax.Array,
+    rows: int,
+    **readers: Any,
 ) -> AttentionMetadata | tuple[AttentionMetadata, ...]:
     """Metadata for `rows` query rows a request, of which the first num_rows [batch] are real, from position start [batch].
 
@@ -71,7 +88,12 @@ def build_metadata(
 
 @overload
 def rebuild_draft_metadata(
-    group: CacheGroup, block_table: jax.Array, seq_lens: jax.Array, num_pending: jax.Array, step: jax.Array | int, **readers: Any
+    group: CacheGroup,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    num_pending: jax.Array,
+    step: jax.Array | int,
+    **readers: Any,
 ) -> AttentionMetadata: ...
 
 
@@ -87,7 +109,12 @@ def rebuild_draft_metadata(
 
 
 def rebuild_draft_metadata(
-    group: CacheGroups, block_table: BlockTables, seq_lens: jax.Array, num_pending: jax.Array, step: jax.Array | int, **readers: Any
+    group: CacheGroups,
+    block_table: BlockTables,
+    seq_lens: jax.Array,
+    num_pending: jax.Array,
+    step: jax.Array | int,
+    **readers: Any,
 ) -> AttentionMetadata | tuple[AttentionMetadata, ...]:
     """Metadata of draft step 1, 2, ...: one more row a request, right after the last one; idle requests (num_pending 0) stay idle.
 
@@ -120,19 +147,31 @@ def _build(
     if kernels.step_metadata == "mosaic_gpu" and _is_one_launch(group, attention, rows):
         rope = attention.rope
         frequencies = tuple(rope_frequencies(rope, attention.rope_dim).tolist())
-        options = {"group": attention.num_heads // attention.num_kv_heads, "frequencies": frequencies}
+        options = {
+            "group": attention.num_heads // attention.num_kv_heads,
+            "frequencies": frequencies,
+        }
         options |= {"attention_factor": rope.attention_factor, "implementation": "mosaic_gpu"}
-    sizes = {"rows": rows, "block_size": group.block_size, "max_model_len": group.max_model_len, "window": group.window}
+    sizes = {
+        "rows": rows,
+        "block_size": group.block_size,
+        "max_model_len": group.max_model_len,
+        "window": group.window,
+    }
     made = step_metadata(block_table, start, num_rows, step, **sizes, **options)
     return AttentionMetadata(
         positions=made.positions,
         seq_lens=made.seq_lens,
         slot_mapping=made.slot_mapping,
         block_table=block_table,
-        window_start=made.window_start if group.chunk is None else made.positions // group.chunk * group.chunk,
+        window_start=made.window_start
+        if group.chunk is None
+        else made.positions // group.chunk * group.chunk,
         num_pages=-(-made.seq_lens // group.block_size),
         bounds=made.bounds,
-        rope=None if made.cos is None or made.sin is None else (made.cos[:, :, None], made.sin[:, :, None]),
+        rope=None
+        if made.cos is None or made.sin is None
+        else (made.cos[:, :, None], made.sin[:, :, None]),
     )
 
 
@@ -140,4 +179,6 @@ def _is_one_launch(group: CacheGroup, attention: Any, rows: int) -> bool:
     """Whether the kernel makes the metadata: of keys and values of heads, without chunks; prefill's many rows are jnp's."""
     if not isinstance(attention, AttentionConfig) or group.chunk is not None:
         return False
-    return unsupported(rows, attention.num_heads // attention.num_kv_heads, attention.rope_dim) is None
+    return (
+        unsupported(rows, attention.num_heads // attention.num_kv_heads, attention.rope_dim) is None
+    )

@@ -13,7 +13,9 @@ import jax
 from jaxspec.cache.arrays import init_cache
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig
 
-PREFILLS_AHEAD = 2  # prompts whose next chunks have blocks of a group with a window at the same time
+PREFILLS_AHEAD = (
+    2  # prompts whose next chunks have blocks of a group with a window at the same time
+)
 
 
 def steps_ahead(rounds_per_step: int) -> int:
@@ -43,12 +45,19 @@ class PoolDemand:
         return min(2 * most if caching else most, count * self.whole)
 
 
-def demand(group: CacheGroup, *, max_model_len: int, head_room: int, max_chunk: int, rounds_per_step: int) -> PoolDemand:
+def demand(
+    group: CacheGroup, *, max_model_len: int, head_room: int, max_chunk: int, rounds_per_step: int
+) -> PoolDemand:
     """head_room: rows of a round, K + 1. max_chunk: tokens of a prefill call. rounds_per_step: of one program."""
     # A round's first row is the draft's oldest pending one, K + 1 before the target's at most.
     rows = (1 + (steps_ahead(rounds_per_step) + 1) * rounds_per_step) * head_room
     whole = -(-max_model_len // group.block_size)
-    return PoolDemand(whole, min(whole, most_pages(group, rows)), min(whole, most_pages(group, max_chunk)), group.reach is not None)
+    return PoolDemand(
+        whole,
+        min(whole, most_pages(group, rows)),
+        min(whole, most_pages(group, max_chunk)),
+        group.reach is not None,
+    )
 
 
 def most_pages(group: CacheGroup, rows: int) -> int:
@@ -71,8 +80,13 @@ def block_bytes(cfg: RoundConfig, dtype: Any) -> tuple[int, ...]:
 
 def layer_block_bytes(model: Any, block_size: int, dtype: Any) -> list[int]:
     """Of one block in each layer of a model."""
-    caches = jax.eval_shape(partial(init_cache, model.attention, model.num_layers, 1, block_size, dtype))
-    return [sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache)) for cache in caches]
+    caches = jax.eval_shape(
+        partial(init_cache, model.attention, model.num_layers, 1, block_size, dtype)
+    )
+    return [
+        sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
+        for cache in caches
+    ]
 
 
 def settle(
@@ -91,10 +105,15 @@ def settle(
         found = fit(demands, sizes, room, max_num_seqs=config.max_num_seqs, caching=caching)
     elif isinstance(override, tuple):
         if len(override) != len(groups):
-            raise ConfigError(f"num_gpu_blocks_override: expected a number for each of {len(groups)} KV-cache groups, got {override}")
+            raise ConfigError(
+                f"num_gpu_blocks_override: expected a number for each of {len(groups)} KV-cache groups, got {override}"
+            )
         found = override
     else:
-        most = [d.of_requests(config.max_num_seqs, caching=caching) if d.has_window else override for d in demands]
+        most = [
+            d.of_requests(config.max_num_seqs, caching=caching) if d.has_window else override
+            for d in demands
+        ]
         found = tuple(min(override, n) for n in most)
     for group, wanted, got in zip(groups, demands, found, strict=True):
         if got < wanted.least:
@@ -107,7 +126,14 @@ def settle(
     return found
 
 
-def fit(demands: Sequence[PoolDemand], sizes: Sequence[int], room: int, *, max_num_seqs: int, caching: bool) -> tuple[int, ...]:
+def fit(
+    demands: Sequence[PoolDemand],
+    sizes: Sequence[int],
+    room: int,
+    *,
+    max_num_seqs: int,
+    caching: bool,
+) -> tuple[int, ...]:
     """Blocks of each group in `room` bytes, of which one takes sizes[i].
 
     Groups with a window get what max_num_seqs requests hold of them, which does not grow with the text; the others share what is left, as
@@ -117,14 +143,22 @@ def fit(demands: Sequence[PoolDemand], sizes: Sequence[int], room: int, *, max_n
     whole = sum(size for d, size in zip(demands, sizes, strict=True) if not d.has_window)
     for windows in _windows(demands, max_num_seqs, caching=caching):
         left = room - sum(n * size for n, size in zip(windows, sizes, strict=True))
-        most = [n if d.has_window else d.whole * max_num_seqs for d, n in zip(demands, windows, strict=True)]
-        found = tuple(n if d.has_window or not whole else min(left // whole, n) for d, n in zip(demands, most, strict=True))
+        most = [
+            n if d.has_window else d.whole * max_num_seqs
+            for d, n in zip(demands, windows, strict=True)
+        ]
+        found = tuple(
+            n if d.has_window or not whole else min(left // whole, n)
+            for d, n in zip(demands, most, strict=True)
+        )
         if left >= 0 and all(n >= d.least for d, n in zip(demands, found, strict=True)):
             return found
     return (max(0, room) // max(1, sum(sizes)),) * len(demands)
 
 
-def _windows(demands: Sequence[PoolDemand], max_num_seqs: int, *, caching: bool) -> Iterator[tuple[int, ...]]:
+def _windows(
+    demands: Sequence[PoolDemand], max_num_seqs: int, *, caching: bool
+) -> Iterator[tuple[int, ...]]:
     """Blocks of the groups with a window, 0 of the others: for as many requests as may run, then for fewer and fewer."""
     for count in range(max_num_seqs, 0, -1):
         yield tuple(d.of_requests(count, caching=caching) if d.has_window else 0 for d in demands)

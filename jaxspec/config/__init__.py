@@ -8,9 +8,23 @@ engine       EngineConfig: how the engine runs
 round        RoundConfig, Kernels, SamplingFeatures: the static description of a compiled round
 """
 
-from jaxspec.config.attention import AttentionConfig, CacheGroup, CompressedAttentionConfig, MLAConfig
+from jaxspec.config.attention import (
+    AttentionConfig,
+    CacheGroup,
+    CompressedAttentionConfig,
+    MLAConfig,
+)
 from jaxspec.config.engine import Compilation, EngineConfig
-from jaxspec.config.reading import ConfigError, is_int, is_number, read_int, read_number, read_object, refuse_unless, settle_integers
+from jaxspec.config.reading import (
+    ConfigError,
+    is_int,
+    is_number,
+    read_int,
+    read_number,
+    read_object,
+    refuse_unless,
+    settle_integers,
+)
 from jaxspec.config.rope import RopeConfig, rope_frequencies
 from jaxspec.config.round import REFERENCE_KERNELS, Kernels, RoundConfig, SamplingFeatures
 from jaxspec.config.speculative import METHODS, DraftSampling, RejectionRule, SpeculativeConfig

@@ -20,7 +20,9 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     rms_norm_eps: float = 1e-5
-    sinks: bool = False  # a learned logit per head that joins the softmax's denominator only (gpt-oss)
+    sinks: bool = (
+        False  # a learned logit per head that joins the softmax's denominator only (gpt-oss)
+    )
     rope_interleave: bool = False  # rotated pairs stand side by side in the checkpoint (Llama 4); put in our order when loaded
 
     @property
@@ -30,7 +32,9 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_attention_heads: expected a multiple of num_key_value_heads {self.num_kv_heads}, got {self.num_heads}")
+            raise ConfigError(
+                f"num_attention_heads: expected a multiple of num_key_value_heads {self.num_kv_heads}, got {self.num_heads}"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: expected an even number, got {self.head_dim}")
 
@@ -102,7 +106,9 @@ class CompressedAttentionConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.o_groups:
-            raise ConfigError(f"o_groups: expected a divisor of num_attention_heads {self.num_heads}, got {self.o_groups}")
+            raise ConfigError(
+                f"o_groups: expected a divisor of num_attention_heads {self.num_heads}, got {self.o_groups}"
+            )
         if self.rope_head_dim % 2 or self.rope_head_dim > min(self.head_dim, self.index_head_dim):
             raise ConfigError(
                 f"qk_rope_head_dim: expected an even number of at most head_dim {self.head_dim} and index_head_dim {self.index_head_dim}, "
@@ -111,7 +117,10 @@ class CompressedAttentionConfig:
 
     def rate(self, kind: str) -> int | None:
         """Tokens of one compressed entry in a layer of this kind."""
-        return {"compressed_sparse_attention": self.sparse_rate, "heavily_compressed_attention": self.heavy_rate}.get(kind)
+        return {
+            "compressed_sparse_attention": self.sparse_rate,
+            "heavily_compressed_attention": self.heavy_rate,
+        }.get(kind)
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {self.gpu_memory_utilization!r}")
+            raise ConfigError(
+                f"gpu_memory_utilization: expected a number in (0, 1], got {self.gpu_memory_utilization!r}"
+            )
         blocks = self.num_gpu_blocks_override
-        if blocks is not None and not all(is_int(b) and b >= 1 for b in (blocks if isinstance(blocks, tuple) else (blocks,))):
-            raise ConfigError(f"num_gpu_blocks_override: expected an integer of at least 1, a tuple of them or None, got {blocks!r}")
+        if blocks is not None and not all(
+            is_int(b) and b >= 1 for b in (blocks if isinstance(blocks, tuple) else (blocks,))
+        ):
+            raise ConfigError(
+                f"num_gpu_blocks_override: expected an integer of at least 1, a tuple of them or None, got {blocks!r}"
+            )
         for name in ("enable_prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
@@ -60,11 +66,15 @@ class EngineConfig:
             if not is_int(value) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         if self.compilation not in get_args(Compilation):
-            raise ConfigError(f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}")
+            raise ConfigError(
+                f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}"
+            )
         if not isinstance(self.kernels, str):
             raise ConfigError(f"kernels: expected a name or op=name,op=name, got {self.kernels!r}")
         rounds = self.rounds_per_step
-        if rounds is not None and (not is_int(rounds) or rounds < 1 or (rounds > 1 and self.compilation != "round")):
+        if rounds is not None and (
+            not is_int(rounds) or rounds < 1 or (rounds > 1 and self.compilation != "round")
+        ):
             raise ConfigError(
                 "rounds_per_step: expected None or an integer of at least 1, which is 1 unless compilation is 'round', got "
                 f"{rounds!r} with compilation {self.compilation!r}"
@@ -75,12 +85,18 @@ class EngineConfig:
             powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
             buckets = (self.max_num_seqs,) if self.batch_invariant else powers
         buckets = tuple(buckets) if isinstance(buckets, Iterable) else ()
-        buckets = tuple(sorted({int(b) for b in buckets})) if all(is_int(b) and b >= 1 for b in buckets) else ()
+        buckets = (
+            tuple(sorted({int(b) for b in buckets}))
+            if all(is_int(b) and b >= 1 for b in buckets)
+            else ()
+        )
         if not buckets or buckets[-1] < self.max_num_seqs:
             raise ConfigError(
                 f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, "
                 f"got {self.batch_buckets!r}"
             )
         if self.batch_invariant and len(buckets) > 1:
-            raise ConfigError(f"batch_buckets: expected one batch size with batch_invariant, got {buckets}")
+            raise ConfigError(
+                f"batch_buckets: expected one batch size with batch_invariant, got {buckets}"
+            )
         object.__setattr__(self, "batch_buckets", buckets)

@@ -13,13 +13,17 @@ class ConfigError(ValueError):
     """A setting, a checkpoint or a request that cannot be honoured; the message is one sentence for the user."""
 
 
-def read_int(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+def read_int(
+    config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1
+) -> int:
     """An integer of a raw config.json, of at least `least`; ConfigError if it is absent without a default, or something else."""
     value = config.get(key)
     if value is None and default is not None:
         return default
     if value is None or not is_int(value) or value < least:
-        raise ConfigError(f"config.json: expected {key} to be an integer of at least {least}, got {value!r}")
+        raise ConfigError(
+            f"config.json: expected {key} to be an integer of at least {least}, got {value!r}"
+        )
     return int(value)
 
 
@@ -44,7 +48,9 @@ def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
     """Raise for a switch of a raw config.json that changes the maths in a way that is not implemented; null counts as absent."""
     if config.get(key) is not None and config[key] != expected:
-        raise ConfigError(f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, got {config[key]!r}")
+        raise ConfigError(
+            f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, got {config[key]!r}"
+        )
 
 
 def is_number(x: Any) -> bool:

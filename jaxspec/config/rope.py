@@ -38,20 +38,35 @@ class RopeConfig:
         scaling = read_object(config, "rope_parameters") or read_object(config, "rope_scaling")
         theta = read_number(scaling, "rope_theta", read_number(config, "rope_theta", default_theta))
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-            raise ConfigError("partial_rotary_factor: expected 1.0 (the whole head is rotated), got another value")
+        if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (
+            None,
+            1.0,
+        ):
+            raise ConfigError(
+                "partial_rotary_factor: expected 1.0 (the whole head is rotated), got another value"
+            )
         if kind == "default":
             return cls(theta)
         needed = {
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "llama3": (
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "original_max_position_embeddings",
+            ),
             "yarn": ("factor", "original_max_position_embeddings"),
         }
         if kind not in needed:
             raise ConfigError(f"rope_type: expected 'default', 'llama3' or 'yarn', got {kind!r}")
         missing = [k for k in needed[kind] if k not in scaling]
         if missing:
-            raise ConfigError(f"rope_type {kind!r}: expected the keys {missing} in rope_scaling, got {sorted(scaling)}")
-        factor, original = read_number(scaling, "factor", 1.0), read_int(scaling, "original_max_position_embeddings")
+            raise ConfigError(
+                f"rope_type {kind!r}: expected the keys {missing} in rope_scaling, got {sorted(scaling)}"
+            )
+        factor, original = (
+            read_number(scaling, "factor", 1.0),
+            read_int(scaling, "original_max_position_embeddings"),
+        )
         if kind == "yarn":
             return cls._yarn(theta, factor, original, scaling)
         return cls(
@@ -64,7 +79,9 @@ class RopeConfig:
         )
 
     @classmethod
-    def _yarn(cls, theta: float, factor: float, original: int, scaling: Mapping[str, Any]) -> RopeConfig:
+    def _yarn(
+        cls, theta: float, factor: float, original: int, scaling: Mapping[str, Any]
+    ) -> RopeConfig:
         """DeepSeek gives mscale and mscale_all_dim: their ratio is on cos and sin, the latter's square on MLA's softmax scale."""
         mscale = lambda weight: 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0  # noqa: E731
         one, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -87,7 +104,11 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.rope_type == "yarn":
         turns = np.array([rope.beta_fast, rope.beta_slow])
-        ends = head_dim * np.log(rope.original_max_position_embeddings / (turns * 2 * np.pi)) / (2 * np.log(rope.theta))
+        ends = (
+            head_dim
+            * np.log(rope.original_max_position_embeddings / (turns * 2 * np.pi))
+            / (2 * np.log(rope.theta))
+        )
         low, high = (np.floor(ends[0]), np.ceil(ends[1])) if rope.truncate else ends
         low, high = max(low, 0.0), min(high, head_dim - 1.0)
         interpolated = np.clip((np.arange(head_dim // 2) - low) / (high - low or 0.001), 0.0, 1.0)
@@ -95,7 +116,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.rope_type == "llama3":
         wavelength = 2 * np.pi / inverse
         original = rope.original_max_position_embeddings
-        smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = (original / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
         blend = np.clip(smooth, 0.0, 1.0)
         inverse = blend * inverse + (1 - blend) * inverse / rope.factor
     return inverse.astype(np.float32)

@@ -56,7 +56,12 @@ class SamplingFeatures:
 
     def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
         """What either needs."""
-        return SamplingFeatures(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(SamplingFeatures)})
+        return SamplingFeatures(
+            **{
+                f.name: getattr(self, f.name) or getattr(other, f.name)
+                for f in fields(SamplingFeatures)
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -98,11 +103,28 @@ class RoundConfig(SamplingFeatures):
 
     @classmethod
     def of_pair(
-        cls, target: Any, draft: Any = None, *, block_size: int, max_model_len: int, draft_context: int | None = None, **values: Any
+        cls,
+        target: Any,
+        draft: Any = None,
+        *,
+        block_size: int,
+        max_model_len: int,
+        draft_context: int | None = None,
+        **values: Any,
     ) -> RoundConfig:
         """With the KV-cache groups of the target's layers and of the draft's, which sees draft_context tokens at most (None: all)."""
-        own = None if draft is None else draft.cache_groups(block_size, min(draft_context or max_model_len, max_model_len))
-        return cls(target=target, target_group=target.cache_groups(block_size, max_model_len), draft=draft, draft_group=own, **values)
+        own = (
+            None
+            if draft is None
+            else draft.cache_groups(block_size, min(draft_context or max_model_len, max_model_len))
+        )
+        return cls(
+            target=target,
+            target_group=target.cache_groups(block_size, max_model_len),
+            draft=draft,
+            draft_group=own,
+            **values,
+        )
 
     @property
     def target_groups(self) -> tuple[CacheGroup, ...]:
@@ -112,7 +134,11 @@ class RoundConfig(SamplingFeatures):
     @property
     def group_of_layer(self) -> tuple[int, ...]:
         """For each layer of the target, the index of its group."""
-        return self.target.group_of_layer if isinstance(self.target_group, tuple) else (0,) * self.target.num_layers
+        return (
+            self.target.group_of_layer
+            if isinstance(self.target_group, tuple)
+            else (0,) * self.target.num_layers
+        )
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -125,14 +151,22 @@ class RoundConfig(SamplingFeatures):
         """The index in cache_groups of the group that holds the draft's layers."""
         assert self.draft_group is not None
         sight = lambda group: (group.window, group.chunk)  # noqa: E731
-        found = (i for i, group in enumerate(self.target_groups) if sight(group) == sight(self.draft_group))
+        found = (
+            i
+            for i, group in enumerate(self.target_groups)
+            if sight(group) == sight(self.draft_group)
+        )
         return next(found, len(self.target_groups))
 
     def target_tables(self, block_tables: Any) -> Any:
         """The target's of the block tables of cache_groups, in the structure of target_group; one table, no tuple, is everybody's."""
         if not isinstance(block_tables, tuple):
             return block_tables
-        return block_tables[: len(self.target_groups)] if isinstance(self.target_group, tuple) else block_tables[0]
+        return (
+            block_tables[: len(self.target_groups)]
+            if isinstance(self.target_group, tuple)
+            else block_tables[0]
+        )
 
     def draft_table(self, block_tables: Any) -> Any:
         """The draft's of the block tables of cache_groups."""
@@ -152,13 +186,23 @@ class RoundConfig(SamplingFeatures):
         if self.kernels.matmul == "reference":
             return ()
         graphs = () if self.cuda_graphs else (("xla_gpu_enable_command_buffer", ""),)
-        return (("xla_gpu_enable_triton_gemm", False), ("xla_gpu_enable_dynamic_slice_fusion", False), *graphs)
+        return (
+            ("xla_gpu_enable_triton_gemm", False),
+            ("xla_gpu_enable_dynamic_slice_fusion", False),
+            *graphs,
+        )
 
     @property
     def keeps_draft_logits(self) -> bool:
         """Whether q is needed: drafts are sampled, some request samples, and the rule reads q."""
-        return self.draft_sampling == "probabilistic" and self.sampled and self.rule in ("probabilistic", "block")
+        return (
+            self.draft_sampling == "probabilistic"
+            and self.sampled
+            and self.rule in ("probabilistic", "block")
+        )
 
     def with_features(self, features: SamplingFeatures) -> RoundConfig:
         """The same round for a batch that needs these features."""
-        return replace(self, **{f.name: getattr(features, f.name) for f in fields(SamplingFeatures)})
+        return replace(
+            self, **{f.name: getattr(features, f.name) for f in fields(SamplingFeatures)}
+        )

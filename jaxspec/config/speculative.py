@@ -56,27 +56,56 @@ class SpeculativeConfig:
         if isinstance(self.model, PathLike):
             set_field("model", fspath(self.model))
         for name in ("method", "rejection_sample_method", "draft_sample_method", "model"):
-            if not isinstance(getattr(self, name), str) and not (name == "model" and self.model is None):
+            if not isinstance(getattr(self, name), str) and not (
+                name == "model" and self.model is None
+            ):
                 raise ConfigError(f"{name}: expected a name, got {getattr(self, name)!r}")
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mtp_zero_first_embedding"):
+        for name in (
+            "norm_before_residual",
+            "norm_before_fc",
+            "fc_norm",
+            "norm_output",
+            "mtp_zero_first_embedding",
+        ):
             if not isinstance(getattr(self, name), bool | None):
-                raise ConfigError(f"{name}: expected true, false or none, got {getattr(self, name)!r}")
-        for name, is_right in (("synthetic_acceptance_rates", is_number), ("eagle_aux_hidden_state_layer_ids", is_int)):
+                raise ConfigError(
+                    f"{name}: expected true, false or none, got {getattr(self, name)!r}"
+                )
+        for name, is_right in (
+            ("synthetic_acceptance_rates", is_number),
+            ("eagle_aux_hidden_state_layer_ids", is_int),
+        ):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, list | tuple) and all(map(is_right, value))):
-                raise ConfigError(f"{name}: expected a list of {'numbers' if is_right is is_number else 'integers'}, got {value!r}")
-        set_field("rejection_sample_method", _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method))
-        set_field("draft_sample_method", _DRAFT_ALIASES.get(self.draft_sample_method, self.draft_sample_method))
+            if value is not None and not (
+                isinstance(value, list | tuple) and all(map(is_right, value))
+            ):
+                raise ConfigError(
+                    f"{name}: expected a list of {'numbers' if is_right is is_number else 'integers'}, got {value!r}"
+                )
+        set_field(
+            "rejection_sample_method",
+            _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method),
+        )
+        set_field(
+            "draft_sample_method",
+            _DRAFT_ALIASES.get(self.draft_sample_method, self.draft_sample_method),
+        )
         for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
             if getattr(self, name) is not None:
                 set_field(name, tuple(getattr(self, name)))
         if self.method not in METHODS:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if not is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
-            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens!r}")
+            raise ConfigError(
+                f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens!r}"
+            )
         set_field("num_speculative_tokens_per_batch_size", self._read_schedule())
-        if self.draft_max_model_len is not None and (not is_int(self.draft_max_model_len) or self.draft_max_model_len < 1):
-            raise ConfigError(f"draft_max_model_len: expected an integer of at least 1 or none, got {self.draft_max_model_len!r}")
+        if self.draft_max_model_len is not None and (
+            not is_int(self.draft_max_model_len) or self.draft_max_model_len < 1
+        ):
+            raise ConfigError(
+                f"draft_max_model_len: expected an integer of at least 1 or none, got {self.draft_max_model_len!r}"
+            )
         settle_integers(self)
         if self.rejection_sample_method not in get_args(RejectionRule):
             raise ConfigError(
@@ -89,7 +118,11 @@ class SpeculativeConfig:
         for name in ("synthetic_acceptance_length", "synthetic_acceptance_rate"):
             if getattr(self, name) is not None and not is_number(getattr(self, name)):
                 raise ConfigError(f"{name}: expected a number, got {getattr(self, name)!r}")
-        given = [n for n in ("rates", "length", "rate") if getattr(self, f"synthetic_acceptance_{n}") is not None]
+        given = [
+            n
+            for n in ("rates", "length", "rate")
+            if getattr(self, f"synthetic_acceptance_{n}") is not None
+        ]
         if (self.rejection_sample_method == "synthetic") != (len(given) == 1) or len(given) > 1:
             raise ConfigError(
                 "synthetic_acceptance_rates, _length or _rate: expected exactly one with rejection_sample_method 'synthetic' and none "
@@ -99,7 +132,12 @@ class SpeculativeConfig:
     def _read_schedule(self) -> tuple[tuple[int, int, int], ...]:
         given, K = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
         if not isinstance(given, list | tuple) or not all(
-            isinstance(r, list | tuple) and len(r) == 3 and all(map(is_int, r)) and 1 <= r[0] <= r[1] and 0 <= r[2] <= K for r in given
+            isinstance(r, list | tuple)
+            and len(r) == 3
+            and all(map(is_int, r))
+            and 1 <= r[0] <= r[1]
+            and 0 <= r[2] <= K
+            for r in given
         ):
             raise ConfigError(
                 f"num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with 1 <= first <= last and K from 0 to "
@@ -107,13 +145,18 @@ class SpeculativeConfig:
             )
         ranges = tuple(sorted((int(r[0]), int(r[1]), int(r[2])) for r in given))
         if any(before[1] >= after[0] for before, after in pairwise(ranges)):
-            raise ConfigError(f"num_speculative_tokens_per_batch_size: expected ranges that do not overlap, got {given!r}")
+            raise ConfigError(
+                f"num_speculative_tokens_per_batch_size: expected ranges that do not overlap, got {given!r}"
+            )
         return ranges
 
     def num_drafts(self, batch_size: int) -> int:
         """K for so many running requests."""
         schedule = self.num_speculative_tokens_per_batch_size
-        return next((K for first, last, K in schedule if first <= batch_size <= last), self.num_speculative_tokens)
+        return next(
+            (K for first, last, K in schedule if first <= batch_size <= last),
+            self.num_speculative_tokens,
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
@@ -121,5 +164,7 @@ class SpeculativeConfig:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ConfigError(f"speculative config: expected keys among {sorted(known)}, got {unknown}")
+            raise ConfigError(
+                f"speculative config: expected keys among {sorted(known)}, got {unknown}"
+            )
         return cls(**values)

@@ -59,20 +59,46 @@ def prefill(
     last_hidden = pick_row(out.hidden, last_row)
     raw = family.logits(params["target"], cfg.target, last_hidden, cfg.kernels)
     logits = process_target_logits(cfg, raw, state.sampling, seq_lens)
-    noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size) if cfg.sampled else None
+    noise = (
+        gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size)
+        if cfg.sampled
+        else None
+    )
     is_new = state.num_generated == 0
     first = jnp.where(is_new, sample(logits[:, 0], noise, state.sampling.greedy), state.next_token)
-    verification = Verification(jnp.where(ends & is_new, first, -1)[:, None], (ends & is_new).astype(jnp.int32))
+    verification = Verification(
+        jnp.where(ends & is_new, first, -1)[:, None], (ends & is_new).astype(jnp.int32)
+    )
     if cfg.logprobs:
-        verification = replace(verification, logprobs=score_tokens(raw, verification.output_tokens, everything=cfg.all_logprobs))
+        verification = replace(
+            verification,
+            logprobs=score_tokens(raw, verification.output_tokens, everything=cfg.all_logprobs),
+        )
     if cfg.prompt_logprobs:
         logits_of = lambda hidden: family.logits(params["target"], cfg.target, hidden, cfg.kernels)  # noqa: E731
-        scores = score_hidden(logits_of, cfg.target.vocab_size, out.hidden, _following(tokens, last_row, next_prompt_token))
+        scores = score_hidden(
+            logits_of,
+            cfg.target.vocab_size,
+            out.hidden,
+            _following(tokens, last_row, next_prompt_token),
+        )
         verification = replace(verification, prompt_logprobs=scores)
     state = replace(state, seq_lens=seq_lens, target_caches=out.caches)
     if cfg.draft is not None:
         table = cfg.draft_table(block_tables)
-        state = _prefill_draft(cfg, params["draft"], state, table, tokens, start, num_tokens, next_prompt_token, ends, first, out)
+        state = _prefill_draft(
+            cfg,
+            params["draft"],
+            state,
+            table,
+            tokens,
+            start,
+            num_tokens,
+            next_prompt_token,
+            ends,
+            first,
+            out,
+        )
     return verification, advance(cfg, replace(state, active=state.active | ends), verification)
 
 
@@ -112,7 +138,9 @@ def _prefill_draft(
         state,
         draft_caches=drafted.caches,
         pending_tokens=jnp.where(ends[:, None] & first_only, first[:, None], pending_tokens),
-        pending_hidden=jnp.where(ends[:, None, None] & first_only[:, None], last_hidden, pending_hidden),
+        pending_hidden=jnp.where(
+            ends[:, None, None] & first_only[:, None], last_hidden, pending_hidden
+        ),
         num_pending=jnp.where(ends, 1, num_pending),
     )
 
@@ -120,4 +148,6 @@ def _prefill_draft(
 def _following(tokens: jax.Array, last_row: jax.Array, next_prompt_token: jax.Array) -> jax.Array:
     """The token after each of a chunk's rows, int32 [batch, chunk]; 0 after a prompt's very last."""
     is_last = jnp.arange(tokens.shape[1]) == last_row[:, None]
-    return jnp.where(is_last, jnp.maximum(next_prompt_token, 0)[:, None], jnp.roll(tokens, -1, axis=1))
+    return jnp.where(
+        is_last, jnp.maximum(next_prompt_token, 0)[:, None], jnp.roll(tokens, -1, axis=1)
+    )

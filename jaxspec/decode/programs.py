@@ -36,7 +36,10 @@ class Program:
         options = cfg.compiler_options
         if options not in self._compiled:
             self._compiled[options] = jax.jit(
-                self._function, static_argnums=self._static, donate_argnums=self._donate, compiler_options=dict(options) or None
+                self._function,
+                static_argnums=self._static,
+                donate_argnums=self._donate,
+                compiler_options=dict(options) or None,
             )
         return self._compiled[options]
 
@@ -65,18 +68,30 @@ def take_apart(state: DecodeState) -> tuple[dict[str, Any], DecodeState]:
 
 
 def decode_round_of_parts(
-    cfg: RoundConfig, params: Params, donated: dict[str, Any], rows: DecodeState, block_tables: BlockTables
+    cfg: RoundConfig,
+    params: Params,
+    donated: dict[str, Any],
+    rows: DecodeState,
+    block_tables: BlockTables,
 ) -> tuple[Verification, dict[str, Any], DecodeState]:
     """decode_round of a state taken apart; None stands for the rows' arrays that it leaves alone."""
     verification, state = decode_round(cfg, params, replace(rows, **donated), block_tables)
     donated, after = take_apart(state)
-    return verification, donated, jax.tree.map(lambda new, old: None if new is old else new, after, rows)
+    return (
+        verification,
+        donated,
+        jax.tree.map(lambda new, old: None if new is old else new, after, rows),
+    )
 
 
-def _run_round(cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables) -> tuple[Verification, DecodeState]:
+def _run_round(
+    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables
+) -> tuple[Verification, DecodeState]:
     donated, rows = take_apart(state)
     verification, donated, changed = round_program(cfg, params, donated, rows, block_tables)
-    rows = jax.tree.map(lambda new, old: old if new is None else new, changed, rows, is_leaf=lambda x: x is None)
+    rows = jax.tree.map(
+        lambda new, old: old if new is None else new, changed, rows, is_leaf=lambda x: x is None
+    )
     return verification, replace(rows, **donated)
 
 
@@ -87,13 +102,17 @@ first_step_program = Program(_draft_first_step, donate=2)
 next_step_program = Program(next_step, donate=4)
 
 
-def _step_by_step(cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables) -> tuple[Verification, DecodeState]:
+def _step_by_step(
+    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables
+) -> tuple[Verification, DecodeState]:
     if cfg.num_speculative_tokens == 0:
         return _run_round(cfg, params, state, block_tables)
     carry, inputs, state = first_step_program(cfg, params, state, block_tables)
     for step in range(1, cfg.num_speculative_tokens):
         carry = next_step_program(cfg, params["draft"], inputs, np.int32(step), carry)
-    return verify_program(cfg, params, replace(state, draft_caches=carry.caches), block_tables, carry.proposal)
+    return verify_program(
+        cfg, params, replace(state, draft_caches=carry.caches), block_tables, carry.proposal
+    )
 
 
 def run_round(
@@ -108,7 +127,9 @@ def run_round(
     return _run_round(cfg, params, state, block_tables)
 
 
-def run_prefill(cfg: RoundConfig, params: Params, state: DecodeState, *args: Any, compilation: str) -> tuple[Verification, DecodeState]:
+def run_prefill(
+    cfg: RoundConfig, params: Params, state: DecodeState, *args: Any, compilation: str
+) -> tuple[Verification, DecodeState]:
     """One prefill chunk in the given compilation mode; args as `prefill` takes them after the state."""
     if compilation == "eager":
         with jax.disable_jit():

@@ -17,7 +17,11 @@ from jaxspec.sampling.logits import count_tokens
 
 
 def verify_and_commit(
-    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables, proposal: Proposal
+    cfg: RoundConfig,
+    params: Params,
+    state: DecodeState,
+    block_tables: BlockTables,
+    proposal: Proposal,
 ) -> tuple[Verification, DecodeState]:
     """Judge a proposal, then advance: seq_lens by what was accepted plus one, pending rows for the draft, finished requests.
 
@@ -40,7 +44,9 @@ def verify_and_commit(
         params["draft"].get("target_to_draft") if cfg.draft is not None else None,
     )
     live = state.active
-    state = replace(state, seq_lens=state.seq_lens + verification.num_sampled, target_caches=out.caches)
+    state = replace(
+        state, seq_lens=state.seq_lens + verification.num_sampled, target_caches=out.caches
+    )
     if cfg.draft is not None:
         # Row i of this pass is position seq_lens + i, and output_tokens[i] is the token after it: just the pairs
         # that the draft reads next, rejected rows masked by num_pending.
@@ -51,7 +57,9 @@ def verify_and_commit(
         state = replace(
             state,
             pending_tokens=jnp.where(live[:, None], tokens, pending_tokens),
-            pending_hidden=jnp.where(live[:, None, None], jnp.pad(hidden, ((0, 0), (0, unused), (0, 0))), pending_hidden),
+            pending_hidden=jnp.where(
+                live[:, None, None], jnp.pad(hidden, ((0, 0), (0, unused), (0, 0))), pending_hidden
+            ),
             num_pending=jnp.where(live, verification.num_sampled, num_pending),
         )
     return verification, advance(cfg, state, verification)
@@ -66,7 +74,10 @@ def advance(cfg: RoundConfig, state: DecodeState, verification: Verification) ->
     sampled = num_sampled > 0
     last = jnp.take_along_axis(tokens, jnp.maximum(num_sampled - 1, 0)[:, None], axis=1)[:, 0]
     num_generated = state.num_generated + num_sampled
-    stopped = jnp.any((tokens[:, :, None] == state.stop_token_ids[:, None, :]) & (tokens[:, :, None] >= 0), axis=(1, 2))
+    stopped = jnp.any(
+        (tokens[:, :, None] == state.stop_token_ids[:, None, :]) & (tokens[:, :, None] >= 0),
+        axis=(1, 2),
+    )
     return replace(
         state,
         next_token=jnp.where(sampled, last, state.next_token),
@@ -93,13 +104,26 @@ def no_proposal(batch: int) -> Proposal:
     return Proposal(jnp.zeros((batch, 0), jnp.int32), None)
 
 
-def decode_round(cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables) -> tuple[Verification, DecodeState]:
+def decode_round(
+    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables
+) -> tuple[Verification, DecodeState]:
     """propose, verify, commit. params: {"target": ..., "draft": ...}; block_tables as prefill takes them. Without a draft this is one step
     of plain decoding, the oracle that greedy speculative decoding has to equal."""
     if cfg.num_speculative_tokens == 0:
-        if cfg.draft is not None:  # it reads its pending rows, to be up to date when it drafts again
+        if (
+            cfg.draft is not None
+        ):  # it reads its pending rows, to be up to date when it drafts again
             inputs = draft_inputs(state, cfg.draft_table(block_tables))
-            state = replace(state, draft_caches=consume_pending(cfg, params["draft"], inputs, state.draft_caches))
-        return verify_and_commit(cfg, params, state, block_tables, no_proposal(state.active.shape[0]))
-    carry = propose(cfg, params["draft"], draft_inputs(state, cfg.draft_table(block_tables)), state.draft_caches)
-    return verify_and_commit(cfg, params, replace(state, draft_caches=carry.caches), block_tables, carry.proposal)
+            state = replace(
+                state,
+                draft_caches=consume_pending(cfg, params["draft"], inputs, state.draft_caches),
+            )
+        return verify_and_commit(
+            cfg, params, state, block_tables, no_proposal(state.active.shape[0])
+        )
+    carry = propose(
+        cfg, params["draft"], draft_inputs(state, cfg.draft_table(block_tables)), state.draft_caches
+    )
+    return verify_and_commit(
+        cfg, params, replace(state, draft_caches=carry.caches), block_tables, carry.proposal
+    )

@@ -40,7 +40,9 @@ def decode_rounds(
     """decode_round, num_rounds times. The block tables hold room for all of them; every array of the Verification has an axis of rounds
     before its own."""
 
-    def step(i: jax.Array, carry: tuple[Verification, DecodeState]) -> tuple[Verification, DecodeState]:
+    def step(
+        i: jax.Array, carry: tuple[Verification, DecodeState]
+    ) -> tuple[Verification, DecodeState]:
         results, state = carry
         verification, state = decode_round(cfg, params, state, block_tables)
         return jax.tree.map(partial(_write, i), results, verification), state
@@ -62,7 +64,12 @@ _rounds = Program(decode_rounds, donate=3, static=2)
 
 
 def run_rounds(
-    cfg: RoundConfig, num_rounds: int, params: Params, state: DecodeState, block_tables: Any, compilation: str
+    cfg: RoundConfig,
+    num_rounds: int,
+    params: Params,
+    state: DecodeState,
+    block_tables: Any,
+    compilation: str,
 ) -> tuple[Verification, DecodeState]:
     """What a step dispatches: one round in the given compilation mode, or several in one program."""
     if num_rounds == 1:

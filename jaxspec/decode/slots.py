@@ -82,6 +82,8 @@ def _put(slots: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
 
 admit = jax.jit(_admit, donate_argnums=0)  # slots int32 [n], out of range: nobody
 move = jax.jit(_move)  # sources int32 [rows of the new batch], -1: an idle row
-take = jax.jit(_take)  # at int32 [tiles], out of range for a tile that ends no prompt: it gets any row, and loses it again
+take = jax.jit(
+    _take
+)  # at int32 [tiles], out of range for a tile that ends no prompt: it gets any row, and loses it again
 put_back = jax.jit(_put_back, donate_argnums=0)
 deactivate = jax.jit(_deactivate, donate_argnums=0)  # active, ended: bool [batch]

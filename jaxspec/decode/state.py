@@ -65,7 +65,9 @@ def init_state(
         width = drafts.hidden_width(cfg.draft, cfg.target)
         pending_tokens, num_pending = jnp.zeros((batch, rows), jnp.int32), zeros()
         pending_hidden = jnp.zeros((batch, rows, width), dtype)
-        draft_caches = init_cache(cfg.draft.attention, cfg.draft.num_layers, pools[cfg.draft_pool], cfg.block_size, dtype)
+        draft_caches = init_cache(
+            cfg.draft.attention, cfg.draft.num_layers, pools[cfg.draft_pool], cfg.block_size, dtype
+        )
     return DecodeState(
         seq_lens=zeros(),
         next_token=zeros(),
@@ -79,7 +81,11 @@ def init_state(
         pending_hidden=pending_hidden,
         num_pending=num_pending,
         target_caches=init_cache(
-            cfg.target.attention, cfg.target.num_layers, [pools[group] for group in cfg.group_of_layer], cfg.block_size, dtype
+            cfg.target.attention,
+            cfg.target.num_layers,
+            [pools[group] for group in cfg.group_of_layer],
+            cfg.block_size,
+            dtype,
         ),
         draft_caches=draft_caches,
     )
@@ -87,7 +93,11 @@ def init_state(
 
 def pending_rows(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
     """pending_tokens, pending_hidden, num_pending of a state that has a draft."""
-    assert state.pending_tokens is not None and state.pending_hidden is not None and state.num_pending is not None
+    assert (
+        state.pending_tokens is not None
+        and state.pending_hidden is not None
+        and state.num_pending is not None
+    )
     return state.pending_tokens, state.pending_hidden, state.num_pending
 
 

@@ -42,7 +42,13 @@ class Verification:
     prompt_logprobs: Scores | None = None
 
 
-def sample_rows(cfg: RoundConfig, target_logits: jax.Array, temperature: jax.Array, keys: jax.Array, seq_lens: jax.Array) -> jax.Array:
+def sample_rows(
+    cfg: RoundConfig,
+    target_logits: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    seq_lens: jax.Array,
+) -> jax.Array:
     """The target's own token of every row of target_logits [batch, K+1, vocab], int32 [batch, K+1]: all that plain decoding and the strict
     rule need. Theirs is keyed by the token's position; plain decoding under another rule draws what that rule draws after its drafts."""
     batch, rows, vocab = target_logits.shape
@@ -63,7 +69,9 @@ def sample_rows(cfg: RoundConfig, target_logits: jax.Array, temperature: jax.Arr
     return tokens.reshape(batch, rows)
 
 
-def match_drafts(target_tokens: jax.Array, draft_tokens: jax.Array, active: jax.Array) -> Verification:
+def match_drafts(
+    target_tokens: jax.Array, draft_tokens: jax.Array, active: jax.Array
+) -> Verification:
     """Keep the drafts [batch, K] that equal the target's own tokens [batch, K+1], then emit the target's next one."""
     num_sampled = jnp.where(active, count_leading(target_tokens[:, :-1] == draft_tokens) + 1, 0)
     index = jnp.arange(target_tokens.shape[1], dtype=jnp.int32)
@@ -82,7 +90,9 @@ def judge(
     """Rejection sampling of a proposal against the model's own float32 logits [batch, K+1, vocab] for the active [batch] requests."""
     draft_logits, temperature = proposal.draft_logits, sampling.temperature
     target_logits = adjust_logits(cfg, raw_logits, sampling, seq_lens + 1, proposal.draft_tokens)
-    narrowed = cfg.truncated or cfg.min_p  # they cut what is already divided; else what reads the logits divides them
+    narrowed = (
+        cfg.truncated or cfg.min_p
+    )  # they cut what is already divided; else what reads the logits divides them
     if narrowed:
         target_logits = narrow_logits(cfg, target_logits, sampling)
     if cfg.sampled and (cfg.rule == "strict" or cfg.num_speculative_tokens == 0):
@@ -92,8 +102,14 @@ def judge(
     else:
         if narrowed:
             temperature = None
-            draft_logits = None if draft_logits is None else scale_by_temperature(draft_logits, sampling.temperature)
-        stream = partial(noise_stream, sampling.keys, position=seq_lens)  # the strict rule's is drawn with its tokens (sample_rows)
+            draft_logits = (
+                None
+                if draft_logits is None
+                else scale_by_temperature(draft_logits, sampling.temperature)
+            )
+        stream = partial(
+            noise_stream, sampling.keys, position=seq_lens
+        )  # the strict rule's is drawn with its tokens (sample_rows)
         output_tokens, num_sampled = rejection_sample(
             target_logits,
             proposal.draft_tokens,
@@ -112,14 +128,25 @@ def judge(
         )
         verification = Verification(output_tokens, num_sampled)
     if cfg.acceptance_rates is not None and cfg.rule != "synthetic":
-        verification = force_acceptance(cfg, proposal.draft_tokens, verification, sampling, seq_lens)
+        verification = force_acceptance(
+            cfg, proposal.draft_tokens, verification, sampling, seq_lens
+        )
     if cfg.logprobs:
-        verification = replace(verification, logprobs=score_tokens(raw_logits, verification.output_tokens, everything=cfg.all_logprobs))
+        verification = replace(
+            verification,
+            logprobs=score_tokens(
+                raw_logits, verification.output_tokens, everything=cfg.all_logprobs
+            ),
+        )
     return verification
 
 
 def force_acceptance(
-    cfg: RoundConfig, draft_tokens: jax.Array, verification: Verification, sampling: SamplingState, seq_lens: jax.Array
+    cfg: RoundConfig,
+    draft_tokens: jax.Array,
+    verification: Verification,
+    sampling: SamplingState,
+    seq_lens: jax.Array,
 ) -> Verification:
     """Another count of accepted drafts, at the conditional rates [K], in place of the one that a real rule reached; for benchmarks only.
 
@@ -136,11 +163,17 @@ def force_acceptance(
     if cfg.limits_drafts:  # the placeholders come last
         num_accepted = jnp.minimum(num_accepted, (draft_tokens >= 0).sum(axis=1, dtype=jnp.int32))
     active = verification.num_sampled > 0
-    last = jnp.take_along_axis(verification.output_tokens, jnp.maximum(verification.num_sampled - 1, 0)[:, None], axis=1)
+    last = jnp.take_along_axis(
+        verification.output_tokens, jnp.maximum(verification.num_sampled - 1, 0)[:, None], axis=1
+    )
     index = jnp.arange(draft_tokens.shape[1] + 1, dtype=jnp.int32)
     drafts = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
-    tokens = jnp.where(index < num_accepted[:, None], drafts, jnp.where(index == num_accepted[:, None], last, -1))
-    return Verification(jnp.where(active[:, None], tokens, -1), jnp.where(active, num_accepted + 1, 0))
+    tokens = jnp.where(
+        index < num_accepted[:, None], drafts, jnp.where(index == num_accepted[:, None], last, -1)
+    )
+    return Verification(
+        jnp.where(active[:, None], tokens, -1), jnp.where(active, num_accepted + 1, 0)
+    )
 
 
 def verify(
@@ -182,16 +215,26 @@ def verify(
         kernels=cfg.kernels,
     )
 
-    def judged(hidden: jax.Array, proposal: Proposal, sampling: SamplingState, seq_lens: jax.Array, active: jax.Array) -> Verification:
+    def judged(
+        hidden: jax.Array,
+        proposal: Proposal,
+        sampling: SamplingState,
+        seq_lens: jax.Array,
+        active: jax.Array,
+    ) -> Verification:
         logits = family.logits(params, cfg.target, hidden, cfg.kernels)
         return judge(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active)
 
-    return in_pieces(judged, piece_size(cfg, active.shape[0]), out.hidden, proposal, sampling, seq_lens, active), out
+    return in_pieces(
+        judged, piece_size(cfg, active.shape[0]), out.hidden, proposal, sampling, seq_lens, active
+    ), out
 
 
 def piece_size(cfg: RoundConfig, batch: int) -> int:
     """Requests that are judged at a time: the fewest pieces of one size with at most MAX_LOGITS_BYTES of logits each."""
-    most = max(1, MAX_LOGITS_BYTES // (4 * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size))
+    most = max(
+        1, MAX_LOGITS_BYTES // (4 * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size)
+    )
     return -(-batch // -(-batch // most))
 
 
@@ -204,6 +247,13 @@ def in_pieces(judged: Callable[..., Verification], size: int, *rows: Any) -> Ver
     if size == batch:
         return judged(*rows)
     starts = np.minimum(np.arange(0, batch, size), batch - size).astype(np.int32)
-    pieces = lax.map(lambda start: judged(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), rows)), jnp.asarray(starts))
+    pieces = lax.map(
+        lambda start: judged(
+            *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), rows)
+        ),
+        jnp.asarray(starts),
+    )
     again = len(starts) * size - batch
-    return jax.tree.map(lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, again:]]), pieces)
+    return jax.tree.map(
+        lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, again:]]), pieces
+    )

@@ -53,9 +53,17 @@ def family_of_checkpoint(method: str, config: Mapping[str, Any]) -> ModuleType:
     model_type = config.get("model_type")
     if method == "eagle" and model_type in eagle_llama4.MODEL_TYPES:
         return eagle_llama4
-    return mtp_deepseek_v4 if method == "mtp" and model_type == mtp_deepseek_v4.MODEL_TYPE else FAMILIES[method]
+    return (
+        mtp_deepseek_v4
+        if method == "mtp" and model_type == mtp_deepseek_v4.MODEL_TYPE
+        else FAMILIES[method]
+    )
 
 
 def hidden_width(cfg: DraftConfig, target: Any) -> int:
     """Of what a draft keeps of a row of the target: its last hidden state, or the residual, of one stream or several, at the aux layers."""
-    return getattr(target, "streams_size", target.hidden_size) * len(cfg.aux_layers) if cfg.aux_layers else target.hidden_size
+    return (
+        getattr(target, "streams_size", target.hidden_size) * len(cfg.aux_layers)
+        if cfg.aux_layers
+        else target.hidden_size
+    )

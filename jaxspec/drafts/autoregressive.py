@@ -79,12 +79,16 @@ def draft_step(
     Returns the float32 logits [batch, draft_vocab] and the feedback [batch, 1, D] of row last_row [batch], and the caches.
     """
     family = drafts.family(cfg)
-    out = family.forward(params, cfg, tokens, hidden, metadata, caches, kernels=kernels, last_row=last_row)
+    out = family.forward(
+        params, cfg, tokens, hidden, metadata, caches, kernels=kernels, last_row=last_row
+    )
     head_input, feedback = pick_row(out.head_input, last_row), pick_row(out.feedback, last_row)
     return family.logits(params, cfg, head_input[:, 0], kernels), feedback, out.caches
 
 
-def noise_key(cfg: RoundConfig, seq_lens: jax.Array, step: jax.Array | int) -> tuple[str, jax.Array, jax.Array | int]:
+def noise_key(
+    cfg: RoundConfig, seq_lens: jax.Array, step: jax.Array | int
+) -> tuple[str, jax.Array, jax.Array | int]:
     """Stream, position int32 [batch] and offset of a step's noise.
 
     The strict rule shares the target's own "sample" noise, keyed by the drafted token's position and its id in the
@@ -93,18 +97,34 @@ def noise_key(cfg: RoundConfig, seq_lens: jax.Array, step: jax.Array | int) -> t
     return ("sample", seq_lens + 1 + step, 0) if cfg.rule == "strict" else ("draft", seq_lens, step)
 
 
-def draw_draft(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array) -> jax.Array:
+def draw_draft(
+    cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array
+) -> jax.Array:
     """A step's token [batch], an id of the draft's vocabulary, from logits [batch, draft_vocab]."""
     sampling = inputs.sampling
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
         return sample(scale_by_temperature(logits, sampling.temperature), None, sampling.greedy)
-    token_ids = params["draft_to_target"] if cfg.rule == "strict" and cfg.draft.maps_vocabulary else None
+    token_ids = (
+        params["draft_to_target"] if cfg.rule == "strict" and cfg.draft.maps_vocabulary else None
+    )
     key = noise_key(cfg, inputs.seq_lens, step)
-    return draw(logits, sampling.temperature, sampling.keys, *key, token_ids, implementation=cfg.kernels.gumbel_sample)
+    return draw(
+        logits,
+        sampling.temperature,
+        sampling.keys,
+        *key,
+        token_ids,
+        implementation=cfg.kernels.gumbel_sample,
+    )
 
 
 def write_step(
-    cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array, proposal: Proposal
+    cfg: RoundConfig,
+    params: Params,
+    inputs: DraftInputs,
+    step: jax.Array | int,
+    logits: jax.Array,
+    proposal: Proposal,
 ) -> tuple[Proposal, jax.Array]:
     """Draw step's draft token from logits [batch, draft_vocab] and write both into column step. Returns the token [batch] too."""
     drafted = draw_draft(cfg, params, inputs, step, logits)
@@ -121,11 +141,17 @@ def write_step(
 def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
     """The preallocated buffers; every column is written by its own step."""
     K = cfg.num_speculative_tokens
-    logits = jnp.zeros((batch, K, cfg.draft.draft_vocab_size), jnp.float32) if cfg.keeps_draft_logits else None
+    logits = (
+        jnp.zeros((batch, K, cfg.draft.draft_vocab_size), jnp.float32)
+        if cfg.keeps_draft_logits
+        else None
+    )
     return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
 
 
-def read_pending(cfg: RoundConfig, params: Params, inputs: DraftInputs) -> tuple[jax.Array, AttentionMetadata]:
+def read_pending(
+    cfg: RoundConfig, params: Params, inputs: DraftInputs
+) -> tuple[jax.Array, AttentionMetadata]:
     """What step 0 reads of the pending rows: their hidden states, fused, [batch, K+1, D], and their metadata."""
     assert cfg.draft_group is not None
     metadata = build_metadata(
@@ -137,17 +163,29 @@ def read_pending(cfg: RoundConfig, params: Params, inputs: DraftInputs) -> tuple
         attention=cfg.draft.attention,
         kernels=cfg.kernels,
     )
-    return drafts.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden, cfg.kernels), metadata
+    return drafts.family(cfg.draft).fuse(
+        params, cfg.draft, inputs.pending_hidden, cfg.kernels
+    ), metadata
 
 
-def consume_pending(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache) -> KVCache:
+def consume_pending(
+    cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache
+) -> KVCache:
     """Step 0's pass over the pending rows without its draft: the caches of a round with K = 0."""
     hidden, metadata = read_pending(cfg, params, inputs)
     forward = drafts.family(cfg.draft).forward
-    return forward(params, cfg.draft, inputs.pending_tokens, hidden, metadata, caches, kernels=cfg.kernels).caches
+    return forward(
+        params, cfg.draft, inputs.pending_tokens, hidden, metadata, caches, kernels=cfg.kernels
+    ).caches
 
 
-def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:
+def first_step(
+    cfg: RoundConfig,
+    params: Params,
+    inputs: DraftInputs,
+    caches: KVCache,
+    buffers: Proposal | None = None,
+) -> DraftCarry:
     """Step 0: consume the pending rows (rejected ones are masked), draft the first token from the last real row."""
     hidden, metadata = read_pending(cfg, params, inputs)
     last_row = jnp.maximum(inputs.num_pending - 1, 0)
@@ -161,11 +199,20 @@ def first_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KV
         cfg=cfg.draft,
         kernels=cfg.kernels,
     )
-    proposal, token = write_step(cfg, params, inputs, 0, logits, buffers or empty_proposal(cfg, inputs.pending_tokens.shape[0]))
+    proposal, token = write_step(
+        cfg,
+        params,
+        inputs,
+        0,
+        logits,
+        buffers or empty_proposal(cfg, inputs.pending_tokens.shape[0]),
+    )
     return DraftCarry(proposal, token, feedback, caches)
 
 
-def next_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry) -> DraftCarry:
+def next_step(
+    cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry
+) -> DraftCarry:
     """Step 1 .. K-1: rebuild the metadata, feed the last drafted token back, write column `step`."""
     assert cfg.draft_group is not None
     metadata = rebuild_draft_metadata(
@@ -191,7 +238,13 @@ def next_step(cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.A
     return DraftCarry(proposal, token, feedback, caches)
 
 
-def propose(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache, buffers: Proposal | None = None) -> DraftCarry:
+def propose(
+    cfg: RoundConfig,
+    params: Params,
+    inputs: DraftInputs,
+    caches: KVCache,
+    buffers: Proposal | None = None,
+) -> DraftCarry:
     """K draft tokens a request, and their logits where the rejection rule reads them; see DraftInputs for what goes in.
 
     params are the draft's, with the arrays that it shares with the target (loading.bind_draft). buffers may replace the
@@ -200,4 +253,6 @@ def propose(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCac
     carry = first_step(cfg, params, inputs, caches, buffers)
     if cfg.num_speculative_tokens == 1:
         return carry
-    return lax.fori_loop(1, cfg.num_speculative_tokens, partial(next_step, cfg, params, inputs), carry)
+    return lax.fori_loop(
+        1, cfg.num_speculative_tokens, partial(next_step, cfg, params, inputs), carry
+    )

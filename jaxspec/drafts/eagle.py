@@ -15,8 +15,23 @@ import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig, read_int, read_number
-from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window, refuse_eagle3_switches
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    AttentionConfig,
+    CacheGroup,
+    ConfigError,
+    Kernels,
+    SpeculativeConfig,
+    read_int,
+    read_number,
+)
+from jaxspec.drafts.layer import (
+    DraftOutput,
+    Shapes,
+    draft_attention,
+    draft_window,
+    refuse_eagle3_switches,
+)
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.layers.attention import attention_specs, rope_of
 from jaxspec.layers.decoder_layer import dense_layer
@@ -66,11 +81,16 @@ def param_specs(cfg: EagleConfig) -> Params:
         if i > 0:
             layer["input_layernorm"] = vector(f"{prefix}.input_layernorm.weight", hidden)
         layers.append(layer)
-    specs: dict[str, Any] = {"fc": matrix("fc.weight", 2 * hidden, hidden, (None, "embed")), "layers": layers}
+    specs: dict[str, Any] = {
+        "fc": matrix("fc.weight", 2 * hidden, hidden, (None, "embed")),
+        "layers": layers,
+    }
     if cfg.fc_bias:
         specs["fc_bias"] = vector("fc.bias", hidden)
     if cfg.own_embedding:
-        specs["embed_tokens"] = ParamSpec("embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed"))
+        specs["embed_tokens"] = ParamSpec(
+            "embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed")
+        )
     return specs
 
 
@@ -79,7 +99,9 @@ def target_hidden(cfg: EagleConfig, hidden: jax.Array, aux: jax.Array | None) ->
     return hidden
 
 
-def fuse(params: Params, cfg: EagleConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def fuse(
+    params: Params, cfg: EagleConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """The target's hidden state is used as it is; fc follows in `forward`, together with the embedding."""
     return hidden
 
@@ -99,19 +121,27 @@ def forward(
     rope = rope_of(cfg.attention, metadata)
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     joined = jnp.concatenate([embedded, hidden], axis=-1)
-    x = linear(joined, params["fc"], params["fc_bias"]) if cfg.fc_bias else product(joined, (params["fc"],), kernels)
+    x = (
+        linear(joined, params["fc"], params["fc_bias"])
+        if cfg.fc_bias
+        else product(joined, (params["fc"],), kernels)
+    )
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         norm = None if i == 0 else layer["input_layernorm"]
         options = {"norm": norm, "residual": x, "window": cfg.sliding_window}
         options["last_row"] = last_row if i == cfg.num_layers - 1 else None
-        stream, cache = dense_layer(layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options)
+        stream, cache = dense_layer(
+            layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options
+        )
         x = stream.x
         new_caches.append(cache)
     return DraftOutput(x, x, tuple(new_caches))
 
 
-def logits(params: Params, cfg: EagleConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def logits(
+    params: Params, cfg: EagleConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
     return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
 
@@ -121,16 +151,22 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig) -> EagleConfig:
+def config_from_checkpoint(
+    config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
+) -> EagleConfig:
     """From config.json and the tensors' shapes. fc's bias is what the file holds; a config that says otherwise is an error."""
     fc_bias = "fc.bias" in shapes
     if "bias" in config and bool(config["bias"]) != fc_bias:
         got = "one" if fc_bias else "none"
-        raise ConfigError(f"fc.bias: expected what the draft's config says (bias {config['bias']}), got {got} in the file")
+        raise ConfigError(
+            f"fc.bias: expected what the draft's config says (bias {config['bias']}), got {got} in the file"
+        )
     refuse_eagle3_switches(overrides, "eagle")
     for key, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(key) != ours:
-            raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {config.get(key)}")
+            raise ConfigError(
+                f"draft and target do not fit: expected {key} {ours} as the target has, got {config.get(key)}"
+            )
     return EagleConfig(
         hidden_size=target.hidden_size,
         intermediate_size=read_int(config, "intermediate_size"),

@@ -92,11 +92,18 @@ def param_specs(cfg: Eagle3Config) -> Params:
     if cfg.norm_before_fc:
         specs["input_norm"] = vector("input_norm.weight", fused)
     if cfg.fc_norm:
-        specs["fc_norm"] = [vector(f"fc_norm.{i}.weight", cfg.target_hidden_size) for i in range(len(cfg.aux_layers))]
+        specs["fc_norm"] = [
+            vector(f"fc_norm.{i}.weight", cfg.target_hidden_size)
+            for i in range(len(cfg.aux_layers))
+        ]
     if cfg.own_embedding:
-        specs["embed_tokens"] = ParamSpec("embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed"))
+        specs["embed_tokens"] = ParamSpec(
+            "embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed")
+        )
     if cfg.own_lm_head:
-        specs["lm_head"] = matrix("lm_head.weight", hidden, cfg.draft_vocab_size, ("embed", "vocab"))
+        specs["lm_head"] = matrix(
+            "lm_head.weight", hidden, cfg.draft_vocab_size, ("embed", "vocab")
+        )
     return specs
 
 
@@ -104,7 +111,9 @@ def _layer_specs(prefix: str, cfg: Eagle3Config, *, first: bool) -> Params:
     hidden = cfg.hidden_size
     specs: dict[str, Any] = {
         "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
-        "self_attn": attention_specs(f"{prefix}.self_attn", cfg.attention, 2 * hidden if first else hidden, hidden),
+        "self_attn": attention_specs(
+            f"{prefix}.self_attn", cfg.attention, 2 * hidden if first else hidden, hidden
+        ),
         "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
         **mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size),
     }
@@ -119,27 +128,57 @@ def target_hidden(cfg: Eagle3Config, hidden: jax.Array, aux: jax.Array | None) -
     return aux
 
 
-def fuse(params: Params, cfg: Eagle3Config, aux: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def fuse(
+    params: Params, cfg: Eagle3Config, aux: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """g = fc(aux): [batch, rows, len(aux_layers) * target_hidden] -> [batch, rows, hidden]."""
     if cfg.norm_before_fc:
         aux = rms_norm(aux, params["input_norm"], cfg.rms_norm_eps, kernels)
     if cfg.fc_norm:
         parts = jnp.split(aux, len(cfg.aux_layers), axis=-1)
-        normed = [rms_norm(part, weight, cfg.rms_norm_eps, kernels) for part, weight in zip(parts, params["fc_norm"], strict=True)]
+        normed = [
+            rms_norm(part, weight, cfg.rms_norm_eps, kernels)
+            for part, weight in zip(parts, params["fc_norm"], strict=True)
+        ]
         aux = jnp.concatenate(normed, axis=-1)
-    return linear(aux, params["fc"], params["fc_bias"]) if cfg.fc_bias else product(aux, (params["fc"],), kernels)
+    return (
+        linear(aux, params["fc"], params["fc_bias"])
+        if cfg.fc_bias
+        else product(aux, (params["fc"],), kernels)
+    )
 
 
 def first_layer_input(
-    params: Params, cfg: Eagle3Config, tokens: jax.Array, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+    params: Params,
+    cfg: Eagle3Config,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    kernels: Kernels = REFERENCE_KERNELS,
 ) -> tuple[jax.Array, jax.Array]:
     """(residual [batch, rows, D], attention input [batch, rows, 2D]): the embedding comes first in the concatenation."""
     layer = params["layers"][0]
-    options = {"hidden": hidden, "hidden_weight": layer["hidden_norm"], "norm_residual": cfg.norm_before_residual}
-    return embed_norm(tokens, params["embed_tokens"], layer["input_layernorm"], cfg.rms_norm_eps, kernels, **options)
+    options = {
+        "hidden": hidden,
+        "hidden_weight": layer["hidden_norm"],
+        "norm_residual": cfg.norm_before_residual,
+    }
+    return embed_norm(
+        tokens,
+        params["embed_tokens"],
+        layer["input_layernorm"],
+        cfg.rms_norm_eps,
+        kernels,
+        **options,
+    )
 
 
-def output(params: Params, cfg: Eagle3Config, x: jax.Array, caches: KVCache, kernels: Kernels = REFERENCE_KERNELS) -> DraftOutput:
+def output(
+    params: Params,
+    cfg: Eagle3Config,
+    x: jax.Array,
+    caches: KVCache,
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> DraftOutput:
     """The two outputs of the last layer's x: logits read the normed one, the next step reads it only with norm_output."""
     normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
     return DraftOutput(normed, normed if cfg.norm_output else x, caches)
@@ -166,13 +205,25 @@ def forward(
             attention_input, norm = x, layer["input_layernorm"]
         options = {"norm": norm, "residual": x, "window": cfg.sliding_window}
         options["last_row"] = last_row if i == cfg.num_layers - 1 else None
-        stream, cache = dense_layer(layer, cfg.attention, cfg.rms_norm_eps, attention_input, rope, metadata, cache, kernels, **options)
+        stream, cache = dense_layer(
+            layer,
+            cfg.attention,
+            cfg.rms_norm_eps,
+            attention_input,
+            rope,
+            metadata,
+            cache,
+            kernels,
+            **options,
+        )
         x = stream.x
         new_caches.append(cache)
     return output(params, cfg, x, tuple(new_caches), kernels)
 
 
-def logits(params: Params, cfg: Eagle3Config, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def logits(
+    params: Params, cfg: Eagle3Config, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """Float32 logits [..., draft_vocab] of head_input [..., D]."""
     return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
 
@@ -190,7 +241,9 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig) -> Eagle3Config:
+def config_from_checkpoint(
+    config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
+) -> Eagle3Config:
     """From config.json and the tensors' shapes (canonical names) of either layout.
 
     SafeAI / SpecForge: a flat config whose rope_theta defaults to 10000, never the target's. speculators: the layer is
@@ -212,11 +265,18 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
             f"draft fc.weight: expected [{hidden}, {len(aux_layers)} x {target.hidden_size}] for aux layers {aux_layers} of this target "
             f"(hidden size {target.hidden_size}), got {list(fc)}"
         )
-    for key, ours in (("target_hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+    for key, ours in (
+        ("target_hidden_size", target.hidden_size),
+        ("vocab_size", target.vocab_size),
+    ):
         value = config.get(key, layer.get(key)) if key == "vocab_size" else config.get(key)
         if value is not None and value != ours:
-            raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {value}")
-    draft_vocab = read_int(config, "draft_vocab_size", read_int(layer, "draft_vocab_size", target.vocab_size))
+            raise ConfigError(
+                f"draft and target do not fit: expected {key} {ours} as the target has, got {value}"
+            )
+    draft_vocab = read_int(
+        config, "draft_vocab_size", read_int(layer, "draft_vocab_size", target.vocab_size)
+    )
     if draft_vocab != target.vocab_size and "d2t" not in shapes:
         raise ConfigError(
             f"d2t: expected it in the draft, whose vocabulary of {draft_vocab} is not the target's {target.vocab_size}, got none"
@@ -227,9 +287,12 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
             f"embed_tokens.weight: expected it in a draft of hidden size {hidden} (the target's is {target.hidden_size}), got none"
         )
     if not own_lm_head and (draft_vocab != target.vocab_size or hidden != target.hidden_size):
-        raise ConfigError("lm_head.weight: expected it in a draft whose vocabulary or hidden size is not the target's, got none")
+        raise ConfigError(
+            "lm_head.weight: expected it in a draft whose vocabulary or hidden size is not the target's, got none"
+        )
     switches: dict[str, Any] = {
-        name: _switch(name, config, overrides, speculators) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        name: _switch(name, config, overrides, speculators)
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     }
     return Eagle3Config(
         target_hidden_size=target.hidden_size,
@@ -250,24 +313,36 @@ def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: Ta
     )
 
 
-def _aux_layers(config: Mapping[str, Any], overrides: SpeculativeConfig, num_layers: int) -> tuple[int, ...]:
+def _aux_layers(
+    config: Mapping[str, Any], overrides: SpeculativeConfig, num_layers: int
+) -> tuple[int, ...]:
     """Boundary ids. The top-level field holds boundary ids (vLLM, speculators); SpecForge's nested eagle_config field
     holds the ids of the layers whose *output* is read, one lower. Default (2, n // 2, n - 3)."""
     eagle_config = read_object(config, "eagle_config")
     refuse_unless(eagle_config, "use_aux_hidden_state", True)
     nested = eagle_config.get("eagle_aux_hidden_state_layer_ids")
-    ids = overrides.eagle_aux_hidden_state_layer_ids or config.get("eagle_aux_hidden_state_layer_ids")
+    ids = overrides.eagle_aux_hidden_state_layer_ids or config.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
     for given in (ids, nested):
-        if given and not (isinstance(given, list | tuple) and all(isinstance(i, int) for i in given)):
-            raise ConfigError(f"eagle_aux_hidden_state_layer_ids: expected a list of integers, got {given!r:.200}")
+        if given and not (
+            isinstance(given, list | tuple) and all(isinstance(i, int) for i in given)
+        ):
+            raise ConfigError(
+                f"eagle_aux_hidden_state_layer_ids: expected a list of integers, got {given!r:.200}"
+            )
     if not ids:
         ids = [i + 1 for i in nested] if nested else [2, num_layers // 2, num_layers - 3]
     if any(not 0 <= i <= num_layers for i in ids) or sorted(set(ids)) != list(ids):
-        raise ConfigError(f"aux layer ids: expected increasing boundary ids within 0..{num_layers} of the target's layers, got {list(ids)}")
+        raise ConfigError(
+            f"aux layer ids: expected increasing boundary ids within 0..{num_layers} of the target's layers, got {list(ids)}"
+        )
     return tuple(ids)
 
 
-def _switch(name: str, config: Mapping[str, Any], overrides: SpeculativeConfig, speculators: bool) -> bool:
+def _switch(
+    name: str, config: Mapping[str, Any], overrides: SpeculativeConfig, speculators: bool
+) -> bool:
     value = getattr(overrides, name)
     if value is None:
         value = config.get(name)

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, SpeculativeConfig
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    AttentionConfig,
+    CacheGroup,
+    ConfigError,
+    Kernels,
+    SpeculativeConfig,
+)
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
 from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
 from jaxspec.layers.params import Params, ParamSpec, matrix, vector
@@ -76,7 +83,9 @@ def param_specs(cfg: EagleLlama4Config) -> Params:
         "norm": vector("norm.weight", hidden),
     }
     if cfg.own_embedding:
-        specs["embed_tokens"] = ParamSpec("embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed"))
+        specs["embed_tokens"] = ParamSpec(
+            "embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed")
+        )
     return specs
 
 
@@ -85,7 +94,9 @@ def target_hidden(cfg: EagleLlama4Config, hidden: jax.Array, aux: jax.Array | No
     return hidden
 
 
-def fuse(params: Params, cfg: EagleLlama4Config, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def fuse(
+    params: Params, cfg: EagleLlama4Config, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """The target's hidden state is used as it is; fc follows in `forward`, together with the embedding."""
     return hidden
 
@@ -105,12 +116,19 @@ def forward(
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     x = product(jnp.concatenate([embedded, hidden], axis=-1), (params["fc"],), kernels)
     rope = llama4_text.layer_rope(cfg.layer, metadata.positions)
-    x, cache = llama4_text.decoder_layer(params["layers"][0], cfg.layer, 0, x, rope, metadata, caches[0], kernels, last_row=last_row)
+    x, cache = llama4_text.decoder_layer(
+        params["layers"][0], cfg.layer, 0, x, rope, metadata, caches[0], kernels, last_row=last_row
+    )
     normed = rms_norm(x, params["norm"], cfg.layer.rms_norm_eps, kernels)
     return DraftOutput(normed, normed, (cache,))
 
 
-def logits(params: Params, cfg: EagleLlama4Config, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def logits(
+    params: Params,
+    cfg: EagleLlama4Config,
+    head_input: jax.Array,
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> jax.Array:
     """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
     return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
 
@@ -127,11 +145,15 @@ def config_from_checkpoint(
     refuse_eagle3_switches(overrides, "eagle")
     layer = llama4_text.config_from_hf(config)
     if layer.num_layers != 1:
-        raise ConfigError(f"num_hidden_layers: expected 1 in an EAGLE head for Llama 4, got {layer.num_layers}")
+        raise ConfigError(
+            f"num_hidden_layers: expected 1 in an EAGLE head for Llama 4, got {layer.num_layers}"
+        )
     for key, got, ours in (
         ("hidden_size", layer.hidden_size, target.hidden_size),
         ("vocab_size", layer.vocab_size, target.vocab_size),
     ):
         if got != ours:
-            raise ConfigError(f"draft and target do not fit: expected {key} {ours} as the target has, got {got}")
+            raise ConfigError(
+                f"draft and target do not fit: expected {key} {ours} as the target has, got {got}"
+            )
     return EagleLlama4Config(layer, "embed_tokens.weight" in shapes, target.tie_word_embeddings)

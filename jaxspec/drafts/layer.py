@@ -9,7 +9,15 @@ from typing import Any
 import jax
 
 from jaxspec.cache.arrays import KVCache
-from jaxspec.config import AttentionConfig, ConfigError, RopeConfig, SpeculativeConfig, read_int, read_number, refuse_unless
+from jaxspec.config import (
+    AttentionConfig,
+    ConfigError,
+    RopeConfig,
+    SpeculativeConfig,
+    read_int,
+    read_number,
+    refuse_unless,
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -35,7 +43,9 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
     num_heads = read_int(layer, "num_attention_heads")
     num_kv_heads = read_int(layer, "num_key_value_heads", num_heads)
     q, k = (shapes.get(f"layers.0.self_attn.{x}_proj.weight") for x in "qk")
-    head_dim = read_int(layer, "head_dim", q[0] // num_heads if q else read_int(layer, "hidden_size") // num_heads)
+    head_dim = read_int(
+        layer, "head_dim", q[0] // num_heads if q else read_int(layer, "hidden_size") // num_heads
+    )
     for name, shape, heads in (("q", q, num_heads), ("k", k, num_kv_heads)):
         if shape is not None and shape[0] != heads * head_dim:
             raise ConfigError(
@@ -57,9 +67,17 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
 
 def refuse_eagle3_switches(overrides: SpeculativeConfig, method: str) -> None:
     """ConfigError for a switch of the speculative config that this method does not have."""
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids"):
+    for name in (
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "eagle_aux_hidden_state_layer_ids",
+    ):
         if getattr(overrides, name) is not None:
-            raise ConfigError(f"{name}: expected it only with method 'eagle3', got it with {method!r}")
+            raise ConfigError(
+                f"{name}: expected it only with method 'eagle3', got it with {method!r}"
+            )
 
 
 def draft_window(layer: Mapping[str, Any]) -> int | None:

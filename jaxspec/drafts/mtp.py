@@ -17,7 +17,15 @@ import jax.numpy as jnp
 from jaxspec import models
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, ConfigError, Kernels, MLAConfig, SpeculativeConfig
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    AttentionConfig,
+    CacheGroup,
+    ConfigError,
+    Kernels,
+    MLAConfig,
+    SpeculativeConfig,
+)
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
 from jaxspec.layers.params import Params, matrix, vector
 from jaxspec.layers.products import product, rms_norm, rope_tables, vocab_logits
@@ -45,7 +53,14 @@ class MtpLayout:
     zero_first_embedding: bool = False
 
 
-DEEPSEEK = MtpLayout("model.layers.{n}", "enorm", "hnorm", "eh_proj", "shared_head.norm", ("embed_tokens", "shared_head.head"))
+DEEPSEEK = MtpLayout(
+    "model.layers.{n}",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "shared_head.norm",
+    ("embed_tokens", "shared_head.head"),
+)
 LAYOUTS = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe_lite": DEEPSEEK,
@@ -121,7 +136,9 @@ def param_specs(cfg: MtpConfig) -> Params:
     return {
         "embedding_norm": vector(f"{prefix}.{names.embedding_norm}.weight", hidden),
         "hidden_norm": vector(f"{prefix}.{names.hidden_norm}.weight", hidden),
-        "projection": matrix(f"{prefix}.{names.projection}.weight", 2 * hidden, hidden, (None, "embed")),
+        "projection": matrix(
+            f"{prefix}.{names.projection}.weight", 2 * hidden, hidden, (None, "embed")
+        ),
         "layers": [models.family(cfg.target).layer_specs(cfg.target, prefix)],
         "norm": vector(f"{prefix}.{names.output_norm}.weight", hidden),
     }
@@ -130,9 +147,13 @@ def param_specs(cfg: MtpConfig) -> Params:
 def ignored_tensor(cfg: MtpConfig, name: str) -> bool:
     """The target's own tensors, other modules, and copies of what target and draft share."""
     prefix = f"{cfg.prefix}."
-    if not name.startswith(prefix) or name in [f"{prefix}{shared}.weight" for shared in cfg.layout.shared]:
+    if not name.startswith(prefix) or name in [
+        f"{prefix}{shared}.weight" for shared in cfg.layout.shared
+    ]:
         return True
-    return getattr(cfg.target, "float8", False) and name.endswith("_scale_inv")  # read with what they scale
+    return getattr(cfg.target, "float8", False) and name.endswith(
+        "_scale_inv"
+    )  # read with what they scale
 
 
 def target_hidden(cfg: MtpConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
@@ -140,7 +161,9 @@ def target_hidden(cfg: MtpConfig, hidden: jax.Array, aux: jax.Array | None) -> j
     return hidden
 
 
-def fuse(params: Params, cfg: MtpConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def fuse(
+    params: Params, cfg: MtpConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """The target's hidden state is used as it is; the projection follows in `forward`, together with the embedding."""
     return hidden
 
@@ -159,19 +182,27 @@ def forward(
     """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]. last_row: see DraftOutput."""
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     if cfg.zero_first_embedding:
-        embedded = jnp.where(metadata.positions[..., None] == 0, jnp.zeros((), embedded.dtype), embedded)
+        embedded = jnp.where(
+            metadata.positions[..., None] == 0, jnp.zeros((), embedded.dtype), embedded
+        )
     embedded = rms_norm(embedded, params["embedding_norm"], cfg.rms_norm_eps, kernels)
     hidden = rms_norm(hidden, params["hidden_norm"], cfg.rms_norm_eps, kernels)
-    joined = jnp.concatenate([hidden, embedded] if cfg.layout.hidden_first else [embedded, hidden], axis=-1)
+    joined = jnp.concatenate(
+        [hidden, embedded] if cfg.layout.hidden_first else [embedded, hidden], axis=-1
+    )
     x = product(joined, (params["projection"],), kernels)
     rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
     decoder_layer = models.family(cfg.target).decoder_layer
-    x, cache = decoder_layer(params["layers"][0], cfg.target, x, rope, metadata, caches[0], kernels, last_row=last_row)
+    x, cache = decoder_layer(
+        params["layers"][0], cfg.target, x, rope, metadata, caches[0], kernels, last_row=last_row
+    )
     normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
     return DraftOutput(normed, normed, (cache,))
 
 
-def logits(params: Params, cfg: MtpConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def logits(
+    params: Params, cfg: MtpConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
     return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
 
@@ -181,17 +212,25 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def config_from_checkpoint(config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig) -> MtpConfig:
+def config_from_checkpoint(
+    config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
+) -> MtpConfig:
     """From the target's own config.json."""
     refuse_eagle3_switches(overrides, "mtp")
     if target.model_type not in LAYOUTS:
-        raise ConfigError(f"method 'mtp': expected a target of model_type {', '.join(LAYOUTS)}, got {target.model_type!r}")
+        raise ConfigError(
+            f"method 'mtp': expected a target of model_type {', '.join(LAYOUTS)}, got {target.model_type!r}"
+        )
     if config.get("model_type") != target.model_type:
         raise ConfigError(
             f"method 'mtp': expected the target's own checkpoint (model_type {target.model_type!r}), got {config.get('model_type')!r}"
         )
     zeroed = overrides.mtp_zero_first_embedding
-    cfg = MtpConfig(target, LAYOUTS[target.model_type].zero_first_embedding if zeroed is None else zeroed)
+    cfg = MtpConfig(
+        target, LAYOUTS[target.model_type].zero_first_embedding if zeroed is None else zeroed
+    )
     if not any(name.startswith(f"{cfg.prefix}.") for name in shapes):
-        raise ConfigError(f"method 'mtp': expected tensors {cfg.prefix}.* in the checkpoint, got none (some are published without)")
+        raise ConfigError(
+            f"method 'mtp': expected tensors {cfg.prefix}.* in the checkpoint, got none (some are published without)"
+        )
     return cfg

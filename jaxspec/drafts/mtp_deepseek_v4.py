@@ -16,7 +16,14 @@ import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import REFERENCE_KERNELS, CacheGroup, CompressedAttentionConfig, ConfigError, Kernels, SpeculativeConfig
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    CacheGroup,
+    CompressedAttentionConfig,
+    ConfigError,
+    Kernels,
+    SpeculativeConfig,
+)
 from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
 from jaxspec.layers.hyper_connections import collapse, head_specs
 from jaxspec.layers.params import Params, matrix, vector
@@ -98,7 +105,12 @@ def target_hidden(cfg: DeepseekV4MtpConfig, hidden: jax.Array, aux: jax.Array | 
     return aux
 
 
-def fuse(params: Params, cfg: DeepseekV4MtpConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def fuse(
+    params: Params,
+    cfg: DeepseekV4MtpConfig,
+    hidden: jax.Array,
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> jax.Array:
     """The target's streams are used as they are; the projections follow in `forward`."""
     return hidden
 
@@ -121,20 +133,42 @@ def forward(
     target, eps = cfg.target, cfg.target.rms_norm_eps
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     if cfg.zero_first_embedding:
-        embedded = jnp.where(metadata.positions[..., None] == 0, jnp.zeros((), embedded.dtype), embedded)
-    embedded = product(embedded, (params["embedding_projection"],), kernels, norm=params["embedding_norm"], eps=eps)
+        embedded = jnp.where(
+            metadata.positions[..., None] == 0, jnp.zeros((), embedded.dtype), embedded
+        )
+    embedded = product(
+        embedded, (params["embedding_projection"],), kernels, norm=params["embedding_norm"], eps=eps
+    )
     streams = hidden.reshape(*tokens.shape, target.residual.streams, -1)
-    streams = product(streams, (params["hidden_projection"],), kernels, norm=params["hidden_norm"], eps=eps)
+    streams = product(
+        streams, (params["hidden_projection"],), kernels, norm=params["hidden_norm"], eps=eps
+    )
     x = streams + embedded[:, :, None]
     rope = rope_tables(target.attention.rope, target.attention.rope_head_dim, metadata.positions)
     x, cache = deepseek_v4.decoder_layer(
-        params["layers"][0], target, SLIDING, x, tokens, rope, metadata, caches[0], kernels, last_row=last_row
+        params["layers"][0],
+        target,
+        SLIDING,
+        x,
+        tokens,
+        rope,
+        metadata,
+        caches[0],
+        kernels,
+        last_row=last_row,
     )
-    head_input = rms_norm(collapse(params["head"], target.residual, x), params["norm"], eps, kernels)
+    head_input = rms_norm(
+        collapse(params["head"], target.residual, x), params["norm"], eps, kernels
+    )
     return DraftOutput(head_input, x.reshape(*x.shape[:2], -1), (cache,))
 
 
-def logits(params: Params, cfg: DeepseekV4MtpConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def logits(
+    params: Params,
+    cfg: DeepseekV4MtpConfig,
+    head_input: jax.Array,
+    kernels: Kernels = REFERENCE_KERNELS,
+) -> jax.Array:
     """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
     return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
 
@@ -150,7 +184,11 @@ def config_from_checkpoint(
     """From the target's own config.json."""
     refuse_eagle3_switches(overrides, "mtp")
     if not isinstance(target, DeepseekV4Config):
-        raise ConfigError(f"method 'mtp': expected the target's own checkpoint (model_type {target.model_type!r}), got {MODEL_TYPE!r}")
+        raise ConfigError(
+            f"method 'mtp': expected the target's own checkpoint (model_type {target.model_type!r}), got {MODEL_TYPE!r}"
+        )
     if not any(name.startswith(f"{PREFIX}.") for name in shapes):
-        raise ConfigError(f"method 'mtp': expected tensors {PREFIX}.* in the checkpoint, got none (some are published without)")
+        raise ConfigError(
+            f"method 'mtp': expected tensors {PREFIX}.* in the checkpoint, got none (some are published without)"
+        )
     return DeepseekV4MtpConfig(target, bool(overrides.mtp_zero_first_embedding))

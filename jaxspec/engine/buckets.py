@@ -34,7 +34,9 @@ class Buckets:
         if self.on_gpu:
             return self.max_pages
         size = self.config.block_size
-        return min(-(-power_of_two(max(num_blocks * size, MIN_PAGES_TOKENS)) // size), self.max_pages)
+        return min(
+            -(-power_of_two(max(num_blocks * size, MIN_PAGES_TOKENS)) // size), self.max_pages
+        )
 
     def tiles(self, num_tiles: int) -> int:
         """Tiles of a prefill call that holds at least so many: powers of two, on a GPU three quarters of them as well."""
@@ -48,11 +50,23 @@ class Buckets:
     def every_pages(self, shortest: int, longest: int) -> list[int]:
         """Every bucket of requests that hold from shortest to longest tokens."""
         size = self.config.block_size
-        return sorted({self.pages(n) for n in range(-(-shortest // size), -(-min(longest, self.config.max_model_len) // size) + 1)})
+        return sorted(
+            {
+                self.pages(n)
+                for n in range(
+                    -(-shortest // size), -(-min(longest, self.config.max_model_len) // size) + 1
+                )
+            }
+        )
 
     def every_tiles(self, fewest: int, most: int) -> list[int]:
         """Every bucket of prefill calls of that many tiles."""
-        return sorted({self.tiles(n) for n in range(min(fewest, self.max_tiles), min(most, self.max_tiles) + 1)})
+        return sorted(
+            {
+                self.tiles(n)
+                for n in range(min(fewest, self.max_tiles), min(most, self.max_tiles) + 1)
+            }
+        )
 
 
 def power_of_two(n: int) -> int:

@@ -14,11 +14,20 @@ class Detokenizer:
     may write a token otherwise after others (a leading blank, the rest of a character); what ends inside a character waits for the rest.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
         self._longest_stop = max(map(len, self._stop), default=0)
         self._token_ids: list[int] = []
-        self._prefix, self._read = 0, 0  # decoded together: [prefix, read) is out already, [read, end) is new
+        self._prefix, self._read = (
+            0,
+            0,
+        )  # decoded together: [prefix, read) is out already, [read, end) is new
         self._emitted = self._search_from = 0
         self.text = ""
         self.stopped = False
@@ -32,7 +41,9 @@ class Detokenizer:
             return False
         before = len(self.text)
         self.text += whole[len(self._decode(self._token_ids[self._prefix : self._read])) :]
-        if len(self.text) > before:  # a special token has no text: what follows it is decoded after the tokens before it
+        if (
+            len(self.text) > before
+        ):  # a special token has no text: what follows it is decoded after the tokens before it
             self._prefix = self._read
         self._read = len(self._token_ids)
         if not may_stop:

@@ -40,7 +40,12 @@ class Stats:
 
     @classmethod
     def new(cls, num_speculative_tokens: int) -> Stats:
-        return cls(SpecDecodeMetrics(num_speculative_tokens), Timings(), LatencyMetrics(), SchedulerCounts())
+        return cls(
+            SpecDecodeMetrics(num_speculative_tokens),
+            Timings(),
+            LatencyMetrics(),
+            SchedulerCounts(),
+        )
 
 
 @dataclass
@@ -86,8 +91,17 @@ class Engine:
             rounds_per_step=runner.rounds_per_step,
             has_draft=runner.speculative is not None,
         )
-        pools = [BlockPool(n, enable_prefix_caching=config.enable_prefix_caching) for n in runner.num_blocks]
-        scheduler = Scheduler(settings, [GroupBlocks(group, pool) for group, pool in zip(runner.cache_groups, pools, strict=True)])
+        pools = [
+            BlockPool(n, enable_prefix_caching=config.enable_prefix_caching)
+            for n in runner.num_blocks
+        ]
+        scheduler = Scheduler(
+            settings,
+            [
+                GroupBlocks(group, pool)
+                for group, pool in zip(runner.cache_groups, pools, strict=True)
+            ],
+        )
         scheduler.counts = self.stats.scheduling
         return scheduler
 
@@ -116,7 +130,9 @@ class Engine:
         torn the device's state apart: every request is then cancelled, and the engine starts anew. ConfigError from inside a callback:
         a result is being handed out, and one that is read meanwhile would come before the rest of it."""
         if self._stepping:
-            raise ConfigError("callback: expected no generating inside it, got a call that generates")
+            raise ConfigError(
+                "callback: expected no generating inside it, got a call that generates"
+            )
         assert self.scheduler is not None  # a pool that is too small is found here
         self._stepping = True
         try:
@@ -158,8 +174,14 @@ class Engine:
         if step.chunks:
             verification, rows = runner.prefill(features, step.chunks)
             chunks = list(zip(step.chunks, rows, strict=True))
-            new = [(c.request, tiles[-1]) for c, tiles in chunks if c.ends and c.request.num_generated == 0]
-            prompts = [(c, tiles) for c, tiles in chunks if c.request.params.prompt_logprobs is not None]
+            new = [
+                (c.request, tiles[-1])
+                for c, tiles in chunks
+                if c.ends and c.request.num_generated == 0
+            ]
+            prompts = [
+                (c, tiles) for c, tiles in chunks if c.request.params.prompt_logprobs is not None
+            ]
             self._launched(InFlight(verification, new, is_round=False, prompts=prompts))
         launched = self._launch_rounds() or bool(step.chunks)
         if not launched and self._in_flight:
@@ -190,8 +212,12 @@ class Engine:
             return False
         features = replace(self._settle_features(), prompt_logprobs=False)
         num_drafts = runner.num_drafts(len(found.requests))
-        limits = any(self._num_drafts(r, num_drafts, longest=True) < num_drafts for r in found.requests)
-        verification = runner.round(features, found.requests, num_drafts=num_drafts, limits_drafts=limits)
+        limits = any(
+            self._num_drafts(r, num_drafts, longest=True) < num_drafts for r in found.requests
+        )
+        verification = runner.round(
+            features, found.requests, num_drafts=num_drafts, limits_drafts=limits
+        )
         rows = [(r, r.slot) for r in found.requests if r.slot is not None]
         self._launched(InFlight(verification, rows, is_round=True, num_drafts=num_drafts))
         return True
@@ -202,7 +228,9 @@ class Engine:
         allowed = min(num_drafts, request.max_drafts)
         speculative = self.runner.speculative
         if speculative is not None and speculative.draft_max_model_len is not None:
-            ahead = (request.num_unread_rounds - 1) * self.scheduler.config.head_room if longest else 0
+            ahead = (
+                (request.num_unread_rounds - 1) * self.scheduler.config.head_room if longest else 0
+            )
             allowed = min(allowed, speculative.draft_max_model_len + 1 - request.num_cached - ahead)
         return max(allowed, 0)
 
@@ -236,7 +264,9 @@ class Engine:
             sampled = tokens[row, : num_sampled[row]].tolist()
             if request.params.logprobs is not None and request.finish_reason is None:
                 assert verification.logprobs is not None
-                request.logprobs += logprobs_of(verification.logprobs, row, sampled, request.params.logprobs)
+                request.logprobs += logprobs_of(
+                    verification.logprobs, row, sampled, request.params.logprobs
+                )
             self._hand_over(request, sampled, result, now)
 
     def _hand_over(self, request: Request, tokens: list[int], result: InFlight, now: float) -> None:
@@ -271,10 +301,17 @@ class Engine:
 
     # --- ahead of time, and when memory is short ------------------------------------------------------------------------------------
 
-    def warm(self, features: Iterable[SamplingFeatures], params: Sequence[SamplingParams] = (), **buckets: object) -> int:
+    def warm(
+        self,
+        features: Iterable[SamplingFeatures],
+        params: Sequence[SamplingParams] = (),
+        **buckets: object,
+    ) -> int:
         """Compile what these buckets run for requests with these parameters, whose mixtures need these features; only between requests."""
         if self.has_requests:
-            raise ConfigError("warmup: expected no requests in the engine, got some that have not finished")
+            raise ConfigError(
+                "warmup: expected no requests in the engine, got some that have not finished"
+            )
         self._drop_idle_results()
         try:
             count = sum(self.runner.warm(f, params, **buckets) for f in features)  # type: ignore[arg-type]
@@ -290,7 +327,11 @@ class Engine:
     def _out_of_memory(self) -> str:
         runner, config = self.runner, self.runner.config
         stats = jax.local_devices()[0].memory_stats() or {}
-        limit = f"{stats['bytes_limit'] / 1e9:.1f} GB" if "bytes_limit" in stats else "an unknown amount"
+        limit = (
+            f"{stats['bytes_limit'] / 1e9:.1f} GB"
+            if "bytes_limit" in stats
+            else "an unknown amount"
+        )
         return (
             f"device memory: expected room for weights of {runner.weight_bytes / 1e9:.1f} GB, a KV cache of "
             f"{runner.cache_bytes / 1e9:.1f} GB ({sum(runner.num_blocks)} blocks) and the round's own arrays, got {limit} in all; lower "
@@ -301,12 +342,18 @@ class Engine:
 
 def add_prompt_logprobs(chunk: Chunk, tiles: Iterable[int], scores: Scores) -> None:
     """Of the tokens after a chunk's rows; a request that is prefilled again has the first of them already."""
-    request, tile, num = chunk.request, scores.logprob.shape[1], chunk.request.params.prompt_logprobs
+    request, tile, num = (
+        chunk.request,
+        scores.logprob.shape[1],
+        chunk.request.params.prompt_logprobs,
+    )
     assert num is not None
     found = request.prompt_logprobs or [None]
     for i, row in enumerate(tiles):
         start = chunk.start + i * tile
-        following = request.prompt_token_ids[start + 1 : min(start + tile, chunk.start + len(chunk.token_ids)) + 1]
+        following = request.prompt_token_ids[
+            start + 1 : min(start + tile, chunk.start + len(chunk.token_ids)) + 1
+        ]
         new = logprobs_of(scores, row, following, num)
         found += new[len(found) - start - 1 :]
     request.prompt_logprobs = found

@@ -28,8 +28,14 @@ class InputProcessor:
         num_speculative_tokens: int,
     ) -> None:
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
-        self.vocab_size, self.max_model_len, self.num_speculative_tokens = vocab_size, max_model_len, num_speculative_tokens
-        self._encode_words = lru_cache(maxsize=256)(partial(encode_words, tokenizer=tokenizer))  # many prompts have the same
+        self.vocab_size, self.max_model_len, self.num_speculative_tokens = (
+            vocab_size,
+            max_model_len,
+            num_speculative_tokens,
+        )
+        self._encode_words = lru_cache(maxsize=256)(
+            partial(encode_words, tokenizer=tokenizer)
+        )  # many prompts have the same
 
     def make_requests(
         self,
@@ -43,20 +49,29 @@ class InputProcessor:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
         if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
-            raise ConfigError(f"sampling_params: expected SamplingParams, or a list of them, got {sampling_params!r:.200}")
+            raise ConfigError(
+                f"sampling_params: expected SamplingParams, or a list of them, got {sampling_params!r:.200}"
+            )
         if len(sampling_params) != len(listed):
-            raise ConfigError(f"sampling_params: expected one for all or one for each of {len(listed)} prompts, got {len(sampling_params)}")
+            raise ConfigError(
+                f"sampling_params: expected one for all or one for each of {len(listed)} prompts, got {len(sampling_params)}"
+            )
         requests = []
         for index, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
             if not isinstance(params, SamplingParams):
-                raise ConfigError(f"prompt {index}: sampling_params: expected SamplingParams, got {params!r:.200}")
+                raise ConfigError(
+                    f"prompt {index}: sampling_params: expected SamplingParams, got {params!r:.200}"
+                )
             try:
                 params = self.with_words(params)
                 params.check_vocabulary(self.vocab_size, self.eos_token_ids)
             except ConfigError as e:
                 raise ConfigError(f"prompt {index}: {e}") from None
             token_ids = self._encode(index, prompt)
-            requests += [self._request(index, sample, prompt, token_ids, params, streams) for sample in range(params.n)]
+            requests += [
+                self._request(index, sample, prompt, token_ids, params, streams)
+                for sample in range(params.n)
+            ]
         return requests
 
     def with_words(self, params: SamplingParams) -> SamplingParams:
@@ -72,12 +87,24 @@ class InputProcessor:
             raise ConfigError(f"prompt {index}: expected at least one token, got an empty prompt")
         bad = [t for t in token_ids if not 0 <= t < self.vocab_size]
         if bad:
-            raise ConfigError(f"prompt {index}: expected token ids in 0..{self.vocab_size - 1}, got {bad[0]}")
+            raise ConfigError(
+                f"prompt {index}: expected token ids in 0..{self.vocab_size - 1}, got {bad[0]}"
+            )
         if len(token_ids) >= self.max_model_len:
-            raise ConfigError(f"prompt {index}: expected fewer tokens than max_model_len {self.max_model_len}, got {len(token_ids)}")
+            raise ConfigError(
+                f"prompt {index}: expected fewer tokens than max_model_len {self.max_model_len}, got {len(token_ids)}"
+            )
         return token_ids
 
-    def _request(self, index: int, sample: int, prompt: Prompt, token_ids: list[int], params: SamplingParams, streams: bool) -> Request:
+    def _request(
+        self,
+        index: int,
+        sample: int,
+        prompt: Prompt,
+        token_ids: list[int],
+        params: SamplingParams,
+        streams: bool,
+    ) -> Request:
         K, own = self.num_speculative_tokens, params.num_speculative_tokens
         detokenizer = None
         if params.stop and self.tokenizer is None:
@@ -85,12 +112,20 @@ class InputProcessor:
                 f"prompt {index}: stop: expected a target with a tokenizer, in whose texts the strings are looked for, got none"
             )
         if self.tokenizer is not None and (params.stop or streams):
-            detokenizer = Detokenizer(self.tokenizer.decode, params.stop, include_stop=params.include_stop_str_in_output)
+            detokenizer = Detokenizer(
+                self.tokenizer.decode, params.stop, include_stop=params.include_stop_str_in_output
+            )
         return Request(
             prompt_token_ids=token_ids,
-            params=params if sample == 0 else replace(params, prompt_logprobs=None),  # the prompt is scored once
-            max_tokens=min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids)),
-            stop_token_ids=tuple(sorted({*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids})),
+            params=params
+            if sample == 0
+            else replace(params, prompt_logprobs=None),  # the prompt is scored once
+            max_tokens=min(
+                params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids)
+            ),
+            stop_token_ids=tuple(
+                sorted({*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids})
+            ),
             max_drafts=K if own is None else min(K, own),
             seed=derive_seed(params.seed, sample),
             index=index,

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 from jaxspec.config import ConfigError
 
 Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]  # the last: vLLM's {"prompt": ...}, {"prompt_token_ids": ...}
+Prompt = (
+    str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
+)  # the last: vLLM's {"prompt": ...}, {"prompt_token_ids": ...}
 
 
 class Encoder(Protocol):
@@ -25,7 +27,9 @@ class Encoder(Protocol):
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several? A text, a list of ids and a list of messages are one each; an array is as good as its list."""
     prompts = _as_python(prompts)
-    if isinstance(prompts, str | bytes | Mapping):  # (bytes are no prompt, and no list of ids either)
+    if isinstance(
+        prompts, str | bytes | Mapping
+    ):  # (bytes are no prompt, and no list of ids either)
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Iterable) or isinstance(prompts, Set):  # a set has no order
         raise ConfigError(f"prompts: expected texts, token ids or chats, got {prompts!r:.200}")
@@ -40,15 +44,23 @@ def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[
     """One chat or several; ConfigError for a text or token ids, which no chat template would be put around."""
     chats = as_list(messages)
     for index, chat in enumerate(chats):
-        if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
-            raise ConfigError(f"prompt {index}: expected a list of chat messages with 'role' and 'content', got {chat!r:.200}")
+        if not isinstance(chat, list | tuple) or not all(
+            isinstance(message, Mapping) for message in chat
+        ):
+            raise ConfigError(
+                f"prompt {index}: expected a list of chat messages with 'role' and 'content', got {chat!r:.200}"
+            )
     return chats
 
 
 def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
     """The token ids of the index-th prompt; ConfigError, with the index, for what is none."""
     if isinstance(prompt, Mapping):
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", prompt)
+        prompt = (
+            prompt["prompt_token_ids"]
+            if "prompt_token_ids" in prompt
+            else prompt.get("prompt", prompt)
+        )
     prompt = _as_python(prompt)
     listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping | Set)
     items: list[Any] = list(prompt) if listed else []
@@ -58,9 +70,13 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
     if not is_chat and not isinstance(prompt, str):
         if listed and not items:
             return []
-        raise ConfigError(f"prompt {index}: expected a text, token ids or a list of chat messages, got {prompt!r:.200}")
+        raise ConfigError(
+            f"prompt {index}: expected a text, token ids or a list of chat messages, got {prompt!r:.200}"
+        )
     if tokenizer is None:
-        raise ConfigError(f"prompt {index}: expected token ids (the target comes without a tokenizer), got text")
+        raise ConfigError(
+            f"prompt {index}: expected token ids (the target comes without a tokenizer), got text"
+        )
     try:
         return tokenizer.encode_chat(items) if is_chat else tokenizer.encode(str(prompt))
     except ConfigError as e:
@@ -76,11 +92,15 @@ def encode_words(words: Sequence[str], tokenizer: Encoder | None) -> tuple[tuple
     """The token ids of bad_words, as vLLM has them: at the beginning of a text, and after a blank where that is another first token, with
     as many tokens in all."""
     if words and tokenizer is None:
-        raise ConfigError("bad_words: expected a target with a tokenizer (or bad_words_token_ids), got none")
+        raise ConfigError(
+            "bad_words: expected a target with a tokenizer (or bad_words_token_ids), got none"
+        )
     found: list[tuple[int, ...]] = []
     for word in words:
         assert tokenizer is not None
-        first, after_blank = (tuple(tokenizer.encode_word(blank + word.lstrip())) for blank in ("", " "))
+        first, after_blank = (
+            tuple(tokenizer.encode_word(blank + word.lstrip())) for blank in ("", " ")
+        )
         if not first:
             raise ConfigError(f"bad_words: expected words of at least one token, got {word!r}")
         found.append(first)

@@ -56,7 +56,10 @@ class SpecDecodeMetrics:
     @property
     def per_position_acceptance(self) -> list[float]:
         """The share of rounds that accepted the draft at each position; unconditional, so it never increases."""
-        return [count / self.num_drafts if self.num_drafts else 0.0 for count in self.accepted_per_position]
+        return [
+            count / self.num_drafts if self.num_drafts else 0.0
+            for count in self.accepted_per_position
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Counts and rates, for JSON."""
@@ -133,7 +136,11 @@ class RequestTimes:
     def time_per_output_token(self) -> float | None:
         """Of the tokens after the first."""
         later = self.num_tokens - self.num_tokens_at_first
-        return (self.last - self.first) / later if self.first is not None and self.last is not None and later else None
+        return (
+            (self.last - self.first) / later
+            if self.first is not None and self.last is not None and later
+            else None
+        )
 
     @property
     def latency(self) -> float | None:
@@ -147,7 +154,11 @@ def summary(values: Iterable[float]) -> dict[str, float] | None:
     if not ordered:
         return None
     rank = max(0, -(-99 * len(ordered) // 100) - 1)
-    return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), "p99": ordered[rank]}
+    return {
+        "mean": statistics.fmean(ordered),
+        "median": statistics.median(ordered),
+        "p99": ordered[rank],
+    }
 
 
 @dataclass
@@ -166,11 +177,16 @@ class LatencyMetrics:
     def observe(self, times: RequestTimes) -> None:
         """A request has finished."""
         self.num_requests += 1
-        for kept, value in ((self.ttft, times.time_to_first_token), (self.tpot, times.time_per_output_token)):
+        for kept, value in (
+            (self.ttft, times.time_to_first_token),
+            (self.tpot, times.time_per_output_token),
+        ):
             if value is not None:
                 kept.append(value)
         self.itl.extend(times.inter_token)
 
     def to_dict(self) -> dict[str, Any]:
         """mean, median and p99 of each, in seconds."""
-        return {"num_requests": self.num_requests} | {name: summary(getattr(self, name)) for name in ("ttft", "tpot", "itl")}
+        return {"num_requests": self.num_requests} | {
+            name: summary(getattr(self, name)) for name in ("ttft", "tpot", "itl")
+        }

@@ -17,7 +17,9 @@ class Waiting:
     advance is called with the number that finished, callback with each increment.
     """
 
-    def __init__(self, requests: Sequence[Request], advance: Callable[[int], None], callback: Callback | None) -> None:
+    def __init__(
+        self, requests: Sequence[Request], advance: Callable[[int], None], callback: Callback | None
+    ) -> None:
         self.unfinished = len(requests)
         self._advance, self._callback = advance, callback
         for request in requests:
@@ -37,7 +39,9 @@ class Waiting:
             text = request.detokenizer.take(last=finished)
         new = request.all_token_ids[len(request.all_token_ids) - num_new :]
         try:
-            self._callback(Increment(request.index, request.sample, new, text, request.finish_reason))
+            self._callback(
+                Increment(request.index, request.sample, new, text, request.finish_reason)
+            )
         except Exception:
             if not finished:  # the engine ends the request, and tells nobody
                 self.unfinished -= 1
@@ -45,7 +49,9 @@ class Waiting:
             raise
 
 
-def request_outputs(requests: Sequence[Request], tokenizer: Tokenizer | None, *, finished_only: bool = False) -> list[RequestOutput]:
+def request_outputs(
+    requests: Sequence[Request], tokenizer: Tokenizer | None, *, finished_only: bool = False
+) -> list[RequestOutput]:
     """In the order of the prompts, each with its n texts; finished_only: those whose texts have all come to their end."""
     grouped: dict[int, list[Request]] = {}
     for request in requests:
@@ -54,8 +60,12 @@ def request_outputs(requests: Sequence[Request], tokenizer: Tokenizer | None, *,
     for index, group in grouped.items():
         if not finished_only or all(r.finish_reason in ("stop", "length") for r in group):
             texts = [_completion(r, tokenizer) for r in group]
-            scores = group[0].prompt_logprobs if group[0].params.prompt_logprobs is not None else None
-            outputs.append(RequestOutput(group[0].prompt, group[0].prompt_token_ids, texts, index, scores))
+            scores = (
+                group[0].prompt_logprobs if group[0].params.prompt_logprobs is not None else None
+            )
+            outputs.append(
+                RequestOutput(group[0].prompt, group[0].prompt_token_ids, texts, index, scores)
+            )
     return outputs
 
 
@@ -68,4 +78,13 @@ def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutp
         text = tokenizer.decode(token_ids)
     reason = request.finish_reason or "cancelled"
     scores = None if request.params.logprobs is None else request.logprobs
-    return CompletionOutput(request.sample, token_ids, text, reason, request.metrics, request.times, request.error, scores)
+    return CompletionOutput(
+        request.sample,
+        token_ids,
+        text,
+        reason,
+        request.metrics,
+        request.times,
+        request.error,
+        scores,
+    )

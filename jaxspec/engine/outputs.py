@@ -33,7 +33,9 @@ class CompletionOutput:
         """The text's log-probability under the model's own distribution, where logprobs were asked for."""
         if self.logprobs is None:
             return None
-        return sum(place[token].logprob for token, place in zip(self.token_ids, self.logprobs, strict=True))
+        return sum(
+            place[token].logprob for token, place in zip(self.token_ids, self.logprobs, strict=True)
+        )
 
 
 @dataclass

@@ -112,7 +112,9 @@ class Request:
             self.all_token_ids.append(token)
             is_stop = token in self.stop_token_ids
             if self.detokenizer is not None:
-                is_stop |= self.detokenizer.push(token, may_stop=self.num_generated > self.params.min_tokens)
+                is_stop |= self.detokenizer.push(
+                    token, may_stop=self.num_generated > self.params.min_tokens
+                )
             if is_stop:
                 self.finish_reason = "stop"
             elif self.num_generated >= self.max_tokens:

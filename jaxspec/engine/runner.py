@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import pool_sizes
-from jaxspec.config import CacheGroup, EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
+from jaxspec.config import (
+    CacheGroup,
+    EngineConfig,
+    Kernels,
+    RoundConfig,
+    SamplingFeatures,
+    SpeculativeConfig,
+)
 from jaxspec.decode import programs, slots
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
@@ -63,20 +70,31 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.target_config, self.draft_config, self.params = target_config, draft_config, params
-        self.speculative, self.config, self.kernels, self.dtype = speculative, config, kernels, jnp.dtype(dtype)
+        self.speculative, self.config, self.kernels, self.dtype = (
+            speculative,
+            config,
+            kernels,
+            jnp.dtype(dtype),
+        )
         self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
         self.acceptance_rates = acceptance_rates
         self._overrides: dict[str, Any] = {}
-        self._configs: dict[tuple[SamplingFeatures, int | None, bool, bool], RoundConfig] = {}  # one object each, for jit
+        self._configs: dict[
+            tuple[SamplingFeatures, int | None, bool, bool], RoundConfig
+        ] = {}  # one object each, for jit
         self.on_gpu = jax.default_backend() == "gpu"
         # A tile holds whole row tiles of the attention kernel (48 rows); jnp gathers a request's keys for each tile, so it has fewer.
         self.prefill_tile = 48 if kernels.attention == "mosaic_gpu" else 32
         self.buckets = Buckets(config, self.prefill_tile, self.on_gpu)
         self.weight_bytes = sum(a.nbytes for a in jax.tree.leaves(params["target"]))
-        self.rounds_per_step = rounds.rounds_per_step(config, on_gpu=self.on_gpu, weight_bytes=self.weight_bytes)
+        self.rounds_per_step = rounds.rounds_per_step(
+            config, on_gpu=self.on_gpu, weight_bytes=self.weight_bytes
+        )
         self.eos_token_ids = eos_token_ids
         self._features = GREEDY  # those that the state's sampling parameters have the structure of
-        self._num_stops = power_of_two(max(MIN_STOPS, len(eos_token_ids)))  # columns of the state's stop tokens
+        self._num_stops = power_of_two(
+            max(MIN_STOPS, len(eos_token_ids))
+        )  # columns of the state's stop tokens
         self._words = MIN_WORDS  # shape of the state's bad words
         self._state: DecodeState | None = None
         self._num_blocks: tuple[int, ...] | None = None
@@ -90,7 +108,12 @@ class ModelRunner:
         self._configs.clear()
 
     def round_config(
-        self, features: SamplingFeatures, *, num_drafts: int | None = None, limits_drafts: bool = False, batch: int = 1
+        self,
+        features: SamplingFeatures,
+        *,
+        num_drafts: int | None = None,
+        limits_drafts: bool = False,
+        batch: int = 1,
     ) -> RoundConfig:
         """The static description of rounds of K = num_drafts (None: the engine's K) for requests that need these features."""
         K = self.num_speculative_tokens if num_drafts is None else num_drafts
@@ -100,8 +123,12 @@ class ModelRunner:
             self._configs[key] = self._round_config(*key)
         return self._configs[key]
 
-    def _round_config(self, features: SamplingFeatures, num_drafts: int | None, limits_drafts: bool, graphs: bool) -> RoundConfig:
-        values: dict[str, Any] = {f.name: getattr(features, f.name) for f in fields(SamplingFeatures)}
+    def _round_config(
+        self, features: SamplingFeatures, num_drafts: int | None, limits_drafts: bool, graphs: bool
+    ) -> RoundConfig:
+        values: dict[str, Any] = {
+            f.name: getattr(features, f.name) for f in fields(SamplingFeatures)
+        }
         values |= {"kernels": self.kernels, "cuda_graphs": graphs}
         longest = None
         if self.speculative is not None:
@@ -111,7 +138,9 @@ class ModelRunner:
                 "num_speculative_tokens": K,
                 "rule": self.speculative.rejection_sample_method,
                 "draft_sampling": self.speculative.draft_sample_method,
-                "acceptance_rates": None if self.acceptance_rates is None else self.acceptance_rates[:K],
+                "acceptance_rates": None
+                if self.acceptance_rates is None
+                else self.acceptance_rates[:K],
                 "limits_drafts": limits_drafts and K > 0,
                 "draft_max_model_len": longest if limits_drafts and K > 0 else None,
             }
@@ -159,9 +188,19 @@ class ModelRunner:
         """Of each group's pool; settled once, from what the device has free by then."""
         if self._num_blocks is None:
             demands = [self.demand(group, self.config.max_model_len) for group in self.cache_groups]
-            self._num_blocks = pool_sizes.settle(self.config, self.cache_groups, demands, self.block_bytes, self._room)
-            held = ", ".join(f"{n} for {group}" for n, group in zip(self._num_blocks, self.cache_groups, strict=True))
-            logger.info("KV cache: blocks of %d tokens, %s, %.2f GB", self.config.block_size, held, self.cache_bytes / 1e9)
+            self._num_blocks = pool_sizes.settle(
+                self.config, self.cache_groups, demands, self.block_bytes, self._room
+            )
+            held = ", ".join(
+                f"{n} for {group}"
+                for n, group in zip(self._num_blocks, self.cache_groups, strict=True)
+            )
+            logger.info(
+                "KV cache: blocks of %d tokens, %s, %.2f GB",
+                self.config.block_size,
+                held,
+                self.cache_bytes / 1e9,
+            )
         return self._num_blocks
 
     def _room(self) -> tuple[int, str]:
@@ -169,7 +208,11 @@ class ModelRunner:
         stats = jax.local_devices()[0].memory_stats() if self.on_gpu else None
         if not stats or "bytes_limit" not in stats:
             return CPU_POOL_BYTES, f"{CPU_POOL_BYTES / 1e9:.1f} GB of host memory"
-        share, limit, used = self.config.gpu_memory_utilization, stats["bytes_limit"], stats["bytes_in_use"]
+        share, limit, used = (
+            self.config.gpu_memory_utilization,
+            stats["bytes_limit"],
+            stats["bytes_in_use"],
+        )
         working = self.working_bytes()
         source = (
             f"gpu_memory_utilization {share} of {limit / 1e9:.1f} GB, of which {used / 1e9:.1f} GB are in use and {working / 1e9:.1f} GB "
@@ -180,9 +223,14 @@ class ModelRunner:
     def working_bytes(self) -> int:
         """An estimate of what the largest programs need beside weights and caches: logits with the sampler's copies, prefill's rows."""
         target, rows = self.target_config, self.config.max_num_batched_tokens
-        logits = 4 * min(4 * self.config.max_num_seqs * (self.num_speculative_tokens + 1) * target.vocab_size, 1 << 30)
+        logits = 4 * min(
+            4 * self.config.max_num_seqs * (self.num_speculative_tokens + 1) * target.vocab_size,
+            1 << 30,
+        )
         logits = max(logits, 4 * 4 * self.buckets.max_tiles * target.vocab_size)
-        width = 8 * target.hidden_size + 3 * getattr(target, "intermediate_size", 4 * target.hidden_size)
+        width = 8 * target.hidden_size + 3 * getattr(
+            target, "intermediate_size", 4 * target.hidden_size
+        )
         return logits + 2 * rows * width * self.dtype.itemsize + RESERVE_BYTES
 
     # --- the state ---------------------------------------------------------------------------------------------------------------
@@ -191,8 +239,14 @@ class ModelRunner:
     def state(self) -> DecodeState:
         if self._state is None:
             assert self.config.batch_buckets is not None
-            batch, cfg, dtype = self.config.batch_buckets[0], self.round_config(GREEDY), self.dtype.name
-            self._state = _init_state(cfg, batch, self._num_stops, num_blocks=self.num_blocks, dtype=dtype)
+            batch, cfg, dtype = (
+                self.config.batch_buckets[0],
+                self.round_config(GREEDY),
+                self.dtype.name,
+            )
+            self._state = _init_state(
+                cfg, batch, self._num_stops, num_blocks=self.num_blocks, dtype=dtype
+            )
             self._features = GREEDY
             self.tables.reset(batch)
         assert self._state is not None
@@ -251,15 +305,26 @@ class ModelRunner:
         """Give the state the structure that requests with these parameters need; most often it has it already."""
         features, params, words = structure_of(features), list(params), self._words
         width = self.state.stop_token_ids.shape[1]
-        stops = self._num_stops = power_of_two(max([width, *(len(ends_of(p, self.eos_token_ids)) for p in params)]))
+        stops = self._num_stops = power_of_two(
+            max([width, *(len(ends_of(p, self.eos_token_ids)) for p in params)])
+        )
         num_words, longest = words_shape(params)
         self._words = (power_of_two(max(words[0], num_words)), power_of_two(max(words[1], longest)))
-        if features == self._features and stops == width and (self._words == words or not features.bad_words):
+        if (
+            features == self._features
+            and stops == width
+            and (self._words == words or not features.bad_words)
+        ):
             return
         state, vocab = self.state, self.target_config.vocab_size
         ends = jnp.pad(state.stop_token_ids, ((0, 0), (0, stops - width)), constant_values=-1)
-        sampling = with_features(features, state.sampling, vocab_size=vocab, num_stops=stops, words=self._words)
-        self.state, self._features = replace(state, stop_token_ids=ends, sampling=sampling), features
+        sampling = with_features(
+            features, state.sampling, vocab_size=vocab, num_stops=stops, words=self._words
+        )
+        self.state, self._features = (
+            replace(state, stop_token_ids=ends, sampling=sampling),
+            features,
+        )
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Their parameters into their slots. `use` their features first."""
@@ -301,7 +366,9 @@ class ModelRunner:
 
     # --- programs ----------------------------------------------------------------------------------------------------------------
 
-    def prefill(self, features: SamplingFeatures, chunks: Sequence[Chunk]) -> tuple[Verification, list[range]]:
+    def prefill(
+        self, features: SamplingFeatures, chunks: Sequence[Chunk]
+    ) -> tuple[Verification, list[range]]:
         """Dispatch one prefill call. Returns its result, and the rows of it that hold each chunk's tiles."""
         tile = self.prefill_tile
         tiles: list[tuple[Chunk, int]] = []
@@ -318,26 +385,45 @@ class ModelRunner:
         num_tokens, following = np.zeros(size, np.int32), np.full(size, -1, np.int32)
         for row, (chunk, offset) in enumerate(tiles):
             part = chunk.token_ids[offset : offset + tile]
-            tokens[row, : len(part)], num_tokens[row], start[row] = part, len(part), chunk.start + offset
+            tokens[row, : len(part)], num_tokens[row], start[row] = (
+                part,
+                len(part),
+                chunk.start + offset,
+            )
             ends_chunk = offset + tile >= len(chunk.token_ids)
             following[row] = chunk.next_token if ends_chunk else chunk.token_ids[offset + tile]
             if ends_chunk and chunk.ends:
                 at[row] = slot_of(chunk.request)
-        return self._prefill(self.round_config(features), at, tables, tokens, start, num_tokens, following), rows
+        return self._prefill(
+            self.round_config(features), at, tables, tokens, start, num_tokens, following
+        ), rows
 
-    def _prefill(self, cfg: RoundConfig, at: np.ndarray, tables: Any, *chunk: np.ndarray) -> Verification:
+    def _prefill(
+        self, cfg: RoundConfig, at: np.ndarray, tables: Any, *chunk: np.ndarray
+    ) -> Verification:
         tiles = slots.with_caches(slots.take(slots.without_caches(self.state), at), self.state)
-        verification, after = programs.run_prefill(cfg, self.params, tiles, tables, *chunk, compilation=self.config.compilation)
+        verification, after = programs.run_prefill(
+            cfg, self.params, tiles, tables, *chunk, compilation=self.config.compilation
+        )
         rows = slots.put_back(slots.without_caches(self.state), at, slots.without_caches(after))
         self.state = slots.with_caches(rows, after)
         return verification
 
-    def round(self, features: SamplingFeatures, requests: Iterable[Request], *, num_drafts: int, limits_drafts: bool) -> Verification:
+    def round(
+        self,
+        features: SamplingFeatures,
+        requests: Iterable[Request],
+        *,
+        num_drafts: int,
+        limits_drafts: bool,
+    ) -> Verification:
         """Dispatch a step's rounds; the rows of their results are the slots."""
         running = list(requests)
         self.tables.update(running)
         tables = self.tables.for_round(self.buckets.pages(max(r.num_pages for r in running)))
-        cfg = self.round_config(features, num_drafts=num_drafts, limits_drafts=limits_drafts, batch=self.num_rows)
+        cfg = self.round_config(
+            features, num_drafts=num_drafts, limits_drafts=limits_drafts, batch=self.num_rows
+        )
         return self._round(cfg, tables)
 
     def _round(self, cfg: RoundConfig, tables: Any) -> Verification:
@@ -362,19 +448,34 @@ class ModelRunner:
         self.use(features, params)
         for batch in sizes:
             self.move([-1] * batch)
-            for wanted in (GREEDY, features):  # taking features on is a few small programs for each batch
+            for wanted in (
+                GREEDY,
+                features,
+            ):  # taking features on is a few small programs for each batch
                 self.use(wanted, [])
             self.admit([])
             self.deactivate([0])
             for tiles, pages in prefills:
                 idle = np.zeros(tiles, np.int32)
                 chunk = np.zeros((tiles, self.prefill_tile), np.int32)
-                self._prefill(self.round_config(features), idle + batch, self.tables.idle(tiles, pages), chunk, idle, idle, idle)
+                self._prefill(
+                    self.round_config(features),
+                    idle + batch,
+                    self.tables.idle(tiles, pages),
+                    chunk,
+                    idle,
+                    idle,
+                    idle,
+                )
                 count += 1
             for K in self._drafts_of(batch):
-                cfg = self.round_config(round_features, num_drafts=K, limits_drafts=limits_drafts, batch=batch)
+                cfg = self.round_config(
+                    round_features, num_drafts=K, limits_drafts=limits_drafts, batch=batch
+                )
                 for pages in round_pages:
-                    jax.block_until_ready(self._round(cfg, jax.device_put(self.tables.idle(batch, pages))))
+                    jax.block_until_ready(
+                        self._round(cfg, jax.device_put(self.tables.idle(batch, pages)))
+                    )
                     count += 1
         self.move([-1] * sizes[0])  # and down again, in this structure
         return count
@@ -385,16 +486,31 @@ class ModelRunner:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("num_blocks", "dtype"))
-def _init_state(cfg: RoundConfig, batch: int, stops: int, *, num_blocks: tuple[int, ...], dtype: str) -> DecodeState:
+def _init_state(
+    cfg: RoundConfig, batch: int, stops: int, *, num_blocks: tuple[int, ...], dtype: str
+) -> DecodeState:
     """Idle rows over empty caches."""
     rows = sampling_rows(GREEDY, [], [], [], [], vocab_size=cfg.target.vocab_size, batch=batch)
     ends = jnp.full((batch, stops), -1, jnp.int32)
-    return decode_state.init_state(cfg, jax.tree.map(jnp.asarray, rows), jnp.zeros(batch, jnp.int32), ends, num_blocks, jnp.dtype(dtype))
+    return decode_state.init_state(
+        cfg,
+        jax.tree.map(jnp.asarray, rows),
+        jnp.zeros(batch, jnp.int32),
+        ends,
+        num_blocks,
+        jnp.dtype(dtype),
+    )
 
 
 def structure_of(features: SamplingFeatures) -> SamplingFeatures:
     """The features that the state's structure depends on."""
-    return replace(GREEDY, **{name: getattr(features, name) for name in ("min_p", "penalties", "logit_bias", "min_tokens", "bad_words")})
+    return replace(
+        GREEDY,
+        **{
+            name: getattr(features, name)
+            for name in ("min_p", "penalties", "logit_bias", "min_tokens", "bad_words")
+        },
+    )
 
 
 def slot_of(request: Request) -> int:

@@ -94,7 +94,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * config.buckets[0]
         self.counts = SchedulerCounts()
-        self.changes = 0  # counts admissions and departures: who compares it knows whether others run
+        self.changes = (
+            0  # counts admissions and departures: who compares it knows whether others run
+        )
         self._cleared: list[int] = []
         self._admissions = 0
 
@@ -113,10 +115,16 @@ class Scheduler:
         """A request that is prefilled already, in a slot and in blocks of the caller's choice: for benchmarks of rounds."""
         for group, chosen in zip(self.groups, blocks, strict=True):
             group.pool.take(chosen)
-        request.slot, request.blocks, self.rows[slot] = slot, [Held(0, list(chosen)) for chosen in blocks], request
+        request.slot, request.blocks, self.rows[slot] = (
+            slot,
+            [Held(0, list(chosen)) for chosen in blocks],
+            request,
+        )
         request.num_prefilled = request.num_cached = len(request.prompt_token_ids)
         request.num_consumed = max(0, request.num_cached - self.config.head_room)
-        request.num_registered = request.num_consumed // self.config.block_size  # what is there is nobody's text
+        request.num_registered = (
+            request.num_consumed // self.config.block_size
+        )  # what is there is nobody's text
         self._admissions += 1
         self.changes += 1
         request.admitted = self._admissions
@@ -157,9 +165,14 @@ class Scheduler:
         request.num_prefilled = request.num_consumed = count * self.config.block_size
         request.num_registered, request.num_cached = count, 0
         pages = [self._num_pages(request, g.group) for g in self.groups]
-        if not all(g.has_room(request.hashes, count, n, spare) for g, n in zip(self.groups, pages, strict=True)):
+        if not all(
+            g.has_room(request.hashes, count, n, spare)
+            for g, n in zip(self.groups, pages, strict=True)
+        ):
             return False
-        request.blocks = [g.start(request.hashes, count, n) for g, n in zip(self.groups, pages, strict=True)]
+        request.blocks = [
+            g.start(request.hashes, count, n) for g, n in zip(self.groups, pages, strict=True)
+        ]
         self.counts.num_prefix_queries += request.num_known
         self.counts.num_prefix_hits += request.num_prefilled
         return True
@@ -171,7 +184,9 @@ class Scheduler:
         """
         size = self.config.block_size
         known = request.all_token_ids[: request.num_known]
-        if request.params.prompt_logprobs is not None or not all(g.pool.enable_prefix_caching for g in self.groups):
+        if request.params.prompt_logprobs is not None or not all(
+            g.pool.enable_prefix_caching for g in self.groups
+        ):
             return 0  # (a prompt's log-probabilities need all of its rows)
         hash_blocks(known, size, request.hashes, has_draft=self.config.has_draft)
         return longest_prefix(self.groups, request.hashes[: (len(known) - 1) // size])
@@ -181,7 +196,9 @@ class Scheduler:
         prompt. A group that sees everything has blocks for the whole prompt, and a step, from the start."""
         config = self.config
         if request.is_prefilled:
-            end = request.num_cached + request.num_unread_rounds * config.head_room + config.step_room
+            end = (
+                request.num_cached + request.num_unread_rounds * config.head_room + config.step_room
+            )
         else:
             end = request.num_known + config.step_room
             if group.reach is not None:
@@ -195,7 +212,9 @@ class Scheduler:
         size = next(b for b in self.config.buckets if b >= needed)
         if size == len(self.rows):
             return None
-        sources = [i if i < len(self.rows) and self.rows[i] is not None else -1 for i in range(size)]
+        sources = [
+            i if i < len(self.rows) and self.rows[i] is not None else -1 for i in range(size)
+        ]
         free = (i for i in range(size) if sources[i] < 0)
         rows = [*self.rows[:size], *[None] * (size - len(self.rows))]
         for request in self.rows[size:]:
@@ -213,17 +232,32 @@ class Scheduler:
         chunks: list[Chunk] = []
         for request in sorted(self.running, key=lambda r: r.admitted):
             start, known = request.num_prefilled, request.num_known
-            end = min(known, start + tiles * tile, self.config.block_size * min(held.num_pages for held in request.blocks))
+            end = min(
+                known,
+                start + tiles * tile,
+                self.config.block_size * min(held.num_pages for held in request.blocks),
+            )
             if request.is_prefilled or end <= start:
                 continue
             tiles -= -(-(end - start) // tile)
             ends = end == known
-            chunks.append(Chunk(request, start, request.all_token_ids[start:end], -1 if ends else request.all_token_ids[end]))
+            chunks.append(
+                Chunk(
+                    request,
+                    start,
+                    request.all_token_ids[start:end],
+                    -1 if ends else request.all_token_ids[end],
+                )
+            )
             request.num_prefilled = end
-            request.num_consumed = end - (ends and self.config.has_draft)  # the prompt's last row waits for the token after it
+            request.num_consumed = end - (
+                ends and self.config.has_draft
+            )  # the prompt's last row waits for the token after it
             if ends:
                 request.num_cached = end
-                request.num_unread += request.num_generated == 0  # a request that goes on samples nothing here
+                request.num_unread += (
+                    request.num_generated == 0
+                )  # a request that goes on samples nothing here
             self._register(request)
         return chunks
 
@@ -279,11 +313,16 @@ class Scheduler:
         if is_round:
             before = request.num_cached
             request.num_cached += len(tokens)
-            request.num_consumed = before if self.config.has_draft else request.num_cached  # a draft reads a round's rows in the next
+            request.num_consumed = (
+                before if self.config.has_draft else request.num_cached
+            )  # a draft reads a round's rows in the next
         kept = request.extend(tokens)
         if request.finish_reason is not None:
             slot = self._leave(request)
-            if request.finish_reason == "stop" and request.all_token_ids[-1] not in request.stop_token_ids:
+            if (
+                request.finish_reason == "stop"
+                and request.all_token_ids[-1] not in request.stop_token_ids
+            ):
                 self._cleared.append(slot)  # a stop string: the device does not know of it
         else:
             self._register(request)
@@ -312,7 +351,12 @@ class Scheduler:
         size, count = self.config.block_size, request.num_consumed // self.config.block_size
         if count <= request.num_registered or not self.groups[0].pool.enable_prefix_caching:
             return
-        hash_blocks(request.all_token_ids[: request.num_consumed + 1], size, request.hashes, has_draft=self.config.has_draft)
+        hash_blocks(
+            request.all_token_ids[: request.num_consumed + 1],
+            size,
+            request.hashes,
+            has_draft=self.config.has_draft,
+        )
         for page in range(request.num_registered, count):
             for group, held in zip(self.groups, request.blocks, strict=True):
                 group.pool.register(held.at(page), request.hashes[page])

@@ -11,7 +11,11 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
 from jaxspec.sampling.params import SamplingParams, features_of
 
-USUAL = (SamplingParams(temperature=0), SamplingParams(temperature=1), SamplingParams(temperature=1, top_p=0.9))
+USUAL = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1),
+    SamplingParams(temperature=1, top_p=0.9),
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,9 @@ class Shapes:
     tiles: Sequence[int]
 
 
-def shapes_up_to(runner: ModelRunner, batch_sizes: Sequence[int] | None, lengths: Sequence[int] | None) -> Shapes:
+def shapes_up_to(
+    runner: ModelRunner, batch_sizes: Sequence[int] | None, lengths: Sequence[int] | None
+) -> Shapes:
     """Of any requests up to these sizes: how many run together, and their tokens with the prompt (None: as the engine allows)."""
     config = runner.config
     assert config.batch_buckets is not None
@@ -31,8 +37,12 @@ def shapes_up_to(runner: ModelRunner, batch_sizes: Sequence[int] | None, lengths
     most = max(batch_sizes or config.batch_buckets)
     return Shapes(
         _batches(runner, most),
-        runner.buckets.every_pages(1, longest + runner.num_speculative_tokens + 1),  # a text grows through the smaller ones
-        runner.buckets.every_tiles(1, -(-longest // runner.prefill_tile) * min(most, config.max_num_seqs)),
+        runner.buckets.every_pages(
+            1, longest + runner.num_speculative_tokens + 1
+        ),  # a text grows through the smaller ones
+        runner.buckets.every_tiles(
+            1, -(-longest // runner.prefill_tile) * min(most, config.max_num_seqs)
+        ),
     )
 
 
@@ -41,14 +51,18 @@ def shapes_of(runner: ModelRunner, requests: Sequence[Request]) -> Shapes:
     running = min(len(requests), runner.config.max_num_seqs)
     prompt_tokens = sorted(len(r.prompt_token_ids) for r in requests)
     tokens = sorted(len(r.prompt_token_ids) + r.max_tokens for r in requests)
-    again = _may_preempt(runner, tokens[-running:])  # who is preempted is prefilled anew, with what he has generated
+    again = _may_preempt(
+        runner, tokens[-running:]
+    )  # who is preempted is prefilled anew, with what he has generated
     in_tiles = [-(-n // runner.prefill_tile) for n in (tokens if again else prompt_tokens)]
     most = sum(in_tiles[-running:])
     # What a prefix of others, or the call before, leaves of a prompt may be less than any prompt.
     is_cut = runner.config.enable_prefix_caching or again or most > runner.buckets.max_tiles
     return Shapes(
         _batches(runner, running),
-        runner.buckets.every_pages(prompt_tokens[0], tokens[-1] + runner.num_speculative_tokens + 1),
+        runner.buckets.every_pages(
+            prompt_tokens[0], tokens[-1] + runner.num_speculative_tokens + 1
+        ),
         runner.buckets.every_tiles(1 if is_cut else in_tiles[0], most),
     )
 
@@ -60,7 +74,8 @@ def compile_ahead(engine: Engine, kinds: Sequence[SamplingParams], shapes: Shape
         mixtures |= dict.fromkeys([features, *(features | others for others in mixtures)])
     speculative = engine.runner.speculative
     limited = speculative is not None and (
-        speculative.draft_max_model_len is not None or any(p.num_speculative_tokens is not None for p in kinds)
+        speculative.draft_max_model_len is not None
+        or any(p.num_speculative_tokens is not None for p in kinds)
     )
     return sum(
         engine.warm(

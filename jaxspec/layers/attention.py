@@ -14,7 +14,15 @@ from jaxspec.cache.arrays import FullCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels, MLAConfig
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import ResidualStream, apply_rope, linear, product, rms_norm, rope_tables, values_of
+from jaxspec.layers.products import (
+    ResidualStream,
+    apply_rope,
+    linear,
+    product,
+    rms_norm,
+    rope_tables,
+    values_of,
+)
 from pallas_kernels.attention import packs, paged_attention
 from pallas_kernels.rope_cache import rope_and_write
 
@@ -23,15 +31,25 @@ RopeTables = tuple[jax.Array, jax.Array]
 
 def rope_of(cfg: AttentionConfig, metadata: AttentionMetadata) -> RopeTables:
     """cos and sin of a pass, as rope_tables makes them: the metadata's, if its kernel has made them."""
-    return rope_tables(cfg.rope, cfg.rope_dim, metadata.positions) if metadata.rope is None else metadata.rope
+    return (
+        rope_tables(cfg.rope, cfg.rope_dim, metadata.positions)
+        if metadata.rope is None
+        else metadata.rope
+    )
 
 
-def attention_specs(prefix: str, cfg: AttentionConfig, input_size: int, output_size: int) -> dict[str, ParamSpec]:
+def attention_specs(
+    prefix: str, cfg: AttentionConfig, input_size: int, output_size: int
+) -> dict[str, ParamSpec]:
     """The layer's weights under `prefix` ("...self_attn"); an EAGLE-3 layer reads 2D wide and writes D wide."""
     q_size, kv_size = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     specs = {
-        "q_proj": rotated_matrix(f"{prefix}.q_proj.weight", input_size, cfg.num_heads, 0, cfg, ("embed", "heads")),
-        "k_proj": rotated_matrix(f"{prefix}.k_proj.weight", input_size, cfg.num_kv_heads, 0, cfg, ("embed", "kv_heads")),
+        "q_proj": rotated_matrix(
+            f"{prefix}.q_proj.weight", input_size, cfg.num_heads, 0, cfg, ("embed", "heads")
+        ),
+        "k_proj": rotated_matrix(
+            f"{prefix}.k_proj.weight", input_size, cfg.num_kv_heads, 0, cfg, ("embed", "kv_heads")
+        ),
         "v_proj": matrix(f"{prefix}.v_proj.weight", input_size, kv_size, ("embed", "kv_heads")),
         "o_proj": matrix(f"{prefix}.o_proj.weight", q_size, output_size, ("heads", "embed")),
     }
@@ -63,12 +81,20 @@ def join_projections(params: Any) -> Any:
             for kind in ("proj", "bias"):
                 names = [f"{part}_{kind}" for part in parts]
                 if all(name in joined for name in names):
-                    joined[f"{together}_{kind}"] = jnp.concatenate([joined.pop(name) for name in names], axis=-1)
+                    joined[f"{together}_{kind}"] = jnp.concatenate(
+                        [joined.pop(name) for name in names], axis=-1
+                    )
         return joined
     return [join_projections(value) for value in params] if isinstance(params, list) else params
 
 
-def _qkv(params: Params, cfg: AttentionConfig, x: jax.Array | ResidualStream, kernels: Kernels, norm: jax.Array | None) -> jax.Array:
+def _qkv(
+    params: Params,
+    cfg: AttentionConfig,
+    x: jax.Array | ResidualStream,
+    kernels: Kernels,
+    norm: jax.Array | None,
+) -> jax.Array:
     """x [batch, rows, in] -> queries, keys and values side by side [batch, rows, (num_heads + 2 num_kv_heads) head_dim]."""
     names = ("qkv",) if "qkv_proj" in params else ("q", "k", "v")
     weights = tuple(params[f"{n}_proj"] for n in names)
@@ -77,16 +103,27 @@ def _qkv(params: Params, cfg: AttentionConfig, x: jax.Array | ResidualStream, ke
 
 
 def biased_product(
-    x: jax.Array | ResidualStream, weights: tuple[jax.Array, ...], bias: jax.Array | None, kernels: Kernels, **options: Any
+    x: jax.Array | ResidualStream,
+    weights: tuple[jax.Array, ...],
+    bias: jax.Array | None,
+    kernels: Kernels,
+    **options: Any,
 ) -> jax.Array:
     """product, plus bias if there is one; rounded to x's dtype once, after the sum."""
     if bias is None:
         return product(x, weights, kernels, **options)
-    return (product(x, weights, kernels, out_dtype=jnp.float32, **options) + bias.astype(jnp.float32)).astype(values_of(x).dtype)
+    return (
+        product(x, weights, kernels, out_dtype=jnp.float32, **options) + bias.astype(jnp.float32)
+    ).astype(values_of(x).dtype)
 
 
 def rotated_matrix(
-    name: str, depth: int, num_heads: int, before: int, cfg: AttentionConfig | MLAConfig, axes: tuple[str | None, str | None]
+    name: str,
+    depth: int,
+    num_heads: int,
+    before: int,
+    cfg: AttentionConfig | MLAConfig,
+    axes: tuple[str | None, str | None],
 ) -> ParamSpec:
     """A projection whose output is, for each head, `before` plain dimensions and then the rotated ones, as halves."""
     width = num_heads * (before + cfg.rope_dim)
@@ -100,15 +137,21 @@ def halves_of_pairs(arrays: Sequence[np.ndarray], *, num_heads: int, before: int
     """Rows of each head after `before`, rotated as pairs (0, 1), (2, 3), ... -> rotated as halves; then [out, in] -> [in, out]."""
     (array,) = arrays
     per_head = array.reshape(num_heads, -1, *array.shape[1:])
-    ordered = np.concatenate([per_head[:, :before], per_head[:, before::2], per_head[:, before + 1 :: 2]], axis=1)
+    ordered = np.concatenate(
+        [per_head[:, :before], per_head[:, before::2], per_head[:, before + 1 :: 2]], axis=1
+    )
     return ordered.reshape(array.shape).T
 
 
-def project_qkv(params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array, jax.Array]:
+def project_qkv(
+    params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x [batch, rows, in] -> q [batch, rows, num_heads, head_dim] and k, v with num_kv_heads; normed and rotated."""
 
     def heads(name: str, num_heads: int) -> jax.Array:
-        return linear(x, params[f"{name}_proj"], params.get(f"{name}_bias")).reshape(*x.shape[:2], num_heads, cfg.head_dim)
+        return linear(x, params[f"{name}_proj"], params.get(f"{name}_bias")).reshape(
+            *x.shape[:2], num_heads, cfg.head_dim
+        )
 
     q, k, v = heads("q", cfg.num_heads), heads("k", cfg.num_kv_heads), heads("v", cfg.num_kv_heads)
     if cfg.qk_norm:
@@ -158,7 +201,9 @@ def attend(
     batch, rows = values_of(x).shape[:2]
     qkv = _qkv(params, cfg, x, kernels, norm)
     cos, sin = (table.reshape(batch * rows, -1) for table in rope)
-    packed = query_scale is None and packs(kernels.attention, rows=rows, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads)
+    packed = query_scale is None and packs(
+        kernels.attention, rows=rows, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads
+    )
     q, k_cache, v_cache = rope_and_write(
         qkv.reshape(batch * rows, -1),
         cos,

@@ -24,7 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.arrays import PAD_SLOT, CompressedCache, CompressorCache, entries_a_block, write_rows
+from jaxspec.cache.arrays import (
+    PAD_SLOT,
+    CompressedCache,
+    CompressorCache,
+    entries_a_block,
+    write_rows,
+)
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_KERNELS, CompressedAttentionConfig, Kernels, RopeConfig
 from jaxspec.layers.attention import RopeTables
@@ -34,7 +40,9 @@ from jaxspec.layers.products import linear, product, rms_norm, rope_tables
 _MASKED = -1e30  # finite: a row that sees nothing (an idle request) stays free of NaN
 
 
-def compressed_attention_specs(prefix: str, cfg: CompressedAttentionConfig, kind: str, hidden_size: int) -> dict[str, Any]:
+def compressed_attention_specs(
+    prefix: str, cfg: CompressedAttentionConfig, kind: str, hidden_size: int
+) -> dict[str, Any]:
     """The weights of a layer of this kind under `prefix` ("...attn")."""
     heads, width = cfg.num_heads, cfg.head_dim
     group_in, group_out = heads * width // cfg.o_groups, cfg.o_groups * cfg.o_lora_rank
@@ -42,7 +50,9 @@ def compressed_attention_specs(prefix: str, cfg: CompressedAttentionConfig, kind
     specs: dict[str, Any] = {
         "q_a_proj": matrix(f"{prefix}.wq_a.weight", hidden_size, cfg.q_lora_rank, ("embed", None)),
         "q_a_norm": vector(f"{prefix}.q_norm.weight", cfg.q_lora_rank),
-        "q_b_proj": matrix(f"{prefix}.wq_b.weight", cfg.q_lora_rank, heads * width, (None, "heads")),
+        "q_b_proj": matrix(
+            f"{prefix}.wq_b.weight", cfg.q_lora_rank, heads * width, (None, "heads")
+        ),
         "kv_proj": matrix(f"{prefix}.wkv.weight", hidden_size, width, ("embed", None)),
         "kv_norm": vector(f"{prefix}.kv_norm.weight", width),
         "sinks": ParamSpec(f"{prefix}.attn_sink", (heads,), ("heads",), dtype="float32"),
@@ -57,23 +67,38 @@ def compressed_attention_specs(prefix: str, cfg: CompressedAttentionConfig, kind
     }
     rate, sparse = cfg.rate(kind), kind == "compressed_sparse_attention"
     if rate is not None:
-        specs["compressor"] = _compressor_specs(f"{prefix}.compressor", rate, width, 2 if sparse else 1, hidden_size)
+        specs["compressor"] = _compressor_specs(
+            f"{prefix}.compressor", rate, width, 2 if sparse else 1, hidden_size
+        )
     if sparse:
         assert rate is not None
         index_width = cfg.index_heads * cfg.index_head_dim
         specs["indexer"] = {
-            "compressor": _compressor_specs(f"{prefix}.indexer.compressor", rate, cfg.index_head_dim, 2, hidden_size),
-            "q_b_proj": matrix(f"{prefix}.indexer.wq_b.weight", cfg.q_lora_rank, index_width, (None, "heads")),
-            "weights_proj": matrix(f"{prefix}.indexer.weights_proj.weight", hidden_size, cfg.index_heads, ("embed", "heads")),
+            "compressor": _compressor_specs(
+                f"{prefix}.indexer.compressor", rate, cfg.index_head_dim, 2, hidden_size
+            ),
+            "q_b_proj": matrix(
+                f"{prefix}.indexer.wq_b.weight", cfg.q_lora_rank, index_width, (None, "heads")
+            ),
+            "weights_proj": matrix(
+                f"{prefix}.indexer.weights_proj.weight",
+                hidden_size,
+                cfg.index_heads,
+                ("embed", "heads"),
+            ),
         }
     return specs
 
 
-def _compressor_specs(prefix: str, rate: int, width: int, series: int, hidden_size: int) -> dict[str, ParamSpec]:
+def _compressor_specs(
+    prefix: str, rate: int, width: int, series: int, hidden_size: int
+) -> dict[str, ParamSpec]:
     return {
         "kv_proj": matrix(f"{prefix}.wkv.weight", hidden_size, series * width, ("embed", None)),
         "gate_proj": matrix(f"{prefix}.wgate.weight", hidden_size, series * width, ("embed", None)),
-        "position_bias": ParamSpec(f"{prefix}.ape", (rate, series * width), (None, None), dtype="float32"),
+        "position_bias": ParamSpec(
+            f"{prefix}.ape", (rate, series * width), (None, None), dtype="float32"
+        ),
         "norm": vector(f"{prefix}.norm.weight", width),
     }
 
@@ -99,8 +124,12 @@ def compressed_attention(
     rope: tables of rope_head_dim at the rows' positions, of the layer's kind. metadata: of rows that follow one another.
     """
     batch, rows, _ = x.shape
-    q_latent = rms_norm(product(x, (params["q_a_proj"],), kernels), params["q_a_norm"], cfg.rms_norm_eps, kernels)
-    q = product(q_latent, (params["q_b_proj"],), kernels).reshape(batch, rows, cfg.num_heads, cfg.head_dim)
+    q_latent = rms_norm(
+        product(x, (params["q_a_proj"],), kernels), params["q_a_norm"], cfg.rms_norm_eps, kernels
+    )
+    q = product(q_latent, (params["q_b_proj"],), kernels).reshape(
+        batch, rows, cfg.num_heads, cfg.head_dim
+    )
     q = rotate_pairs(_unit_rms(q, cfg.rms_norm_eps), rope)
     kv = rms_norm(linear(x, params["kv_proj"]), params["kv_norm"], cfg.rms_norm_eps)
     pool = write_rows(cache.kv, rotate_pairs(kv[:, :, None], rope), metadata.slot_mapping)
@@ -110,17 +139,33 @@ def compressed_attention(
     if cache.compressor is not None:
         rate = cfg.rate(kind)
         assert rate is not None
-        compressor = compress(params["compressor"], cfg.compressed_rope, rate, x, metadata, cache.compressor, cfg)
+        compressor = compress(
+            params["compressor"], cfg.compressed_rope, rate, x, metadata, cache.compressor, cfg
+        )
         slots, visible = entry_slots(metadata, pool.shape[1], rate)
         if cache.indexer is not None:
-            indexer = compress(params["indexer"]["compressor"], cfg.compressed_rope, rate, x, metadata, cache.indexer, cfg)
-            scores = index_scores(params["indexer"], cfg, x, q_latent, rope, _rows_at(indexer.entries, slots))
+            indexer = compress(
+                params["indexer"]["compressor"],
+                cfg.compressed_rope,
+                rate,
+                x,
+                metadata,
+                cache.indexer,
+                cfg,
+            )
+            scores = index_scores(
+                params["indexer"], cfg, x, q_latent, rope, _rows_at(indexer.entries, slots)
+            )
             slots, visible = choose(scores, slots, visible, cfg.index_top_k)
         parts.append((_rows_at(compressor.entries, slots), visible))
 
-    attended = rotate_pairs(attend(q, parts, params["sinks"], cfg.head_dim**-0.5), (rope[0], -rope[1]))  # values were rotated, as keys
+    attended = rotate_pairs(
+        attend(q, parts, params["sinks"], cfg.head_dim**-0.5), (rope[0], -rope[1])
+    )  # values were rotated, as keys
     grouped = attended.reshape(batch, rows, cfg.o_groups, -1)
-    low = jnp.einsum("brgi,gio->brgo", grouped, params["o_a_proj"], preferred_element_type=jnp.float32).astype(x.dtype)
+    low = jnp.einsum(
+        "brgi,gio->brgo", grouped, params["o_a_proj"], preferred_element_type=jnp.float32
+    ).astype(x.dtype)
     out = product(low.reshape(batch, rows, -1), (params["o_b_proj"],), kernels)
     return out, CompressedCache(pool, compressor, indexer)
 
@@ -136,14 +181,18 @@ def rotate_pairs(x: jax.Array, tables: RopeTables) -> jax.Array:
 
 def _unit_rms(x: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(
+        x.dtype
+    )
 
 
 def _token_slots(metadata: AttentionMetadata, positions: jax.Array, block_size: int) -> jax.Array:
     """Slots int32 of positions [batch, ...]; of some other token where a position is outside the block table."""
     table = metadata.block_table
     page = jnp.clip(positions // block_size, 0, table.shape[1] - 1)
-    blocks = jnp.take_along_axis(table, page.reshape(table.shape[0], -1), axis=1).reshape(positions.shape)
+    blocks = jnp.take_along_axis(table, page.reshape(table.shape[0], -1), axis=1).reshape(
+        positions.shape
+    )
     return blocks * block_size + positions % block_size
 
 
@@ -152,13 +201,21 @@ def _rows_at(pool: jax.Array, slots: jax.Array) -> jax.Array:
     return pool.reshape(-1, pool.shape[-1])[slots]
 
 
-def window_keys(pool: jax.Array, metadata: AttentionMetadata, window: int) -> tuple[jax.Array, jax.Array]:
+def window_keys(
+    pool: jax.Array, metadata: AttentionMetadata, window: int
+) -> tuple[jax.Array, jax.Array]:
     """The tokens that some row's window holds, [batch, rows + window - 1, width], and which of them each row sees, [batch, rows, those]."""
     positions = metadata.positions
-    key = positions[:, :1] - window + 1 + jnp.arange(positions.shape[1] + window - 1, dtype=jnp.int32)
+    key = (
+        positions[:, :1] - window + 1 + jnp.arange(positions.shape[1] + window - 1, dtype=jnp.int32)
+    )
     first = jnp.maximum(metadata.window_start, positions - window + 1)[..., None]
     key_of_row = key[:, None]
-    visible = (key_of_row >= first) & (key_of_row <= positions[..., None]) & (key_of_row < metadata.seq_lens[:, None, None])
+    visible = (
+        (key_of_row >= first)
+        & (key_of_row <= positions[..., None])
+        & (key_of_row < metadata.seq_lens[:, None, None])
+    )
     return _rows_at(pool, _token_slots(metadata, key, pool.shape[1])), visible
 
 
@@ -172,15 +229,26 @@ def compress(
     cfg: CompressedAttentionConfig,
 ) -> CompressorCache:
     """The cache with the values and gates of rows x [batch, rows, D], and with the entries of the windows that these rows close."""
-    positions, block_size, width = metadata.positions, cache.inputs.shape[1], cache.entries.shape[-1]
-    values, gates = (jnp.matmul(x, params[name], preferred_element_type=jnp.float32) for name in ("kv_proj", "gate_proj"))
+    positions, block_size, width = (
+        metadata.positions,
+        cache.inputs.shape[1],
+        cache.entries.shape[-1],
+    )
+    values, gates = (
+        jnp.matmul(x, params[name], preferred_element_type=jnp.float32)
+        for name in ("kv_proj", "gate_proj")
+    )
     gates = gates + params["position_bias"][positions % rate]
-    inputs = write_rows(cache.inputs, jnp.concatenate([values, gates], axis=-1)[:, :, None], metadata.slot_mapping)
+    inputs = write_rows(
+        cache.inputs, jnp.concatenate([values, gates], axis=-1)[:, :, None], metadata.slot_mapping
+    )
 
     # Rows that follow one another close at most this many windows, from the one that the first row is in.
     window = positions[:, :1] // rate + jnp.arange(-(-x.shape[1] // rate), dtype=jnp.int32)
     series = values.shape[-1] // width
-    token = window[..., None] * rate + jnp.arange(-(series - 1) * rate, rate, dtype=jnp.int32)  # [batch, windows, tokens of one]
+    token = window[..., None] * rate + jnp.arange(
+        -(series - 1) * rate, rate, dtype=jnp.int32
+    )  # [batch, windows, tokens of one]
     members = _rows_at(inputs, _token_slots(metadata, token, block_size))
     values, gates = (_of_series(part, rate) for part in jnp.split(members, 2, axis=-1))
     before = (token < 0)[..., None]  # the first window has none before it
@@ -188,7 +256,9 @@ def compress(
     entry = jnp.sum(jnp.where(before, 0.0, weights * values), axis=2, keepdims=True)
     entry = rms_norm(entry.astype(cache.entries.dtype), params["norm"], cfg.rms_norm_eps)
     entry = rotate_pairs(entry, rope_tables(rope, cfg.rope_head_dim, window * rate))
-    return CompressorCache(inputs, write_rows(cache.entries, entry, _closing_slots(metadata, window, rate, block_size)))
+    return CompressorCache(
+        inputs, write_rows(cache.entries, entry, _closing_slots(metadata, window, rate, block_size))
+    )
 
 
 def _of_series(part: jax.Array, rate: int) -> jax.Array:
@@ -198,7 +268,9 @@ def _of_series(part: jax.Array, rate: int) -> jax.Array:
     return jnp.concatenate([part[:, :, :-rate, :width], part[:, :, -rate:, -width:]], axis=2)
 
 
-def _closing_slots(metadata: AttentionMetadata, window: jax.Array, rate: int, block_size: int) -> jax.Array:
+def _closing_slots(
+    metadata: AttentionMetadata, window: jax.Array, rate: int, block_size: int
+) -> jax.Array:
     """Where the entries of windows [batch, windows] go: PAD_SLOT unless a row that writes is the window's last token."""
     row = window * rate + rate - 1 - metadata.positions[:, :1]
     num_rows = metadata.positions.shape[1]
@@ -209,36 +281,62 @@ def _closing_slots(metadata: AttentionMetadata, window: jax.Array, rate: int, bl
 
 def _entry_slot(token_slot: jax.Array, rate: int, block_size: int) -> jax.Array:
     """The slot of an entry whose last token has this slot."""
-    return token_slot // block_size * entries_a_block(block_size, rate) + token_slot % block_size // rate
+    return (
+        token_slot // block_size * entries_a_block(block_size, rate)
+        + token_slot % block_size // rate
+    )
 
 
-def entry_slots(metadata: AttentionMetadata, block_size: int, rate: int) -> tuple[jax.Array, jax.Array]:
+def entry_slots(
+    metadata: AttentionMetadata, block_size: int, rate: int
+) -> tuple[jax.Array, jax.Array]:
     """Slots int32 [batch, entries] of all entries that a block table has room for, and which each row sees, bool [batch, rows, entries]."""
     batch, pages = metadata.block_table.shape
     last = jnp.arange(1, max(1, pages * block_size // rate) + 1, dtype=jnp.int32) * rate - 1
-    slots = _entry_slot(_token_slots(metadata, jnp.broadcast_to(last, (batch, last.shape[0])), block_size), rate, block_size)
-    return slots, (last <= metadata.positions[..., None]) & (last < metadata.seq_lens[:, None, None])
+    slots = _entry_slot(
+        _token_slots(metadata, jnp.broadcast_to(last, (batch, last.shape[0])), block_size),
+        rate,
+        block_size,
+    )
+    return slots, (last <= metadata.positions[..., None]) & (
+        last < metadata.seq_lens[:, None, None]
+    )
 
 
 def index_scores(
-    params: Params, cfg: CompressedAttentionConfig, x: jax.Array, q_latent: jax.Array, rope: RopeTables, keys: jax.Array
+    params: Params,
+    cfg: CompressedAttentionConfig,
+    x: jax.Array,
+    q_latent: jax.Array,
+    rope: RopeTables,
+    keys: jax.Array,
 ) -> jax.Array:
     """The indexer's float32 scores [batch, rows, entries] of its keys [batch, entries, index_head_dim]."""
-    q = linear(q_latent, params["q_b_proj"]).reshape(*x.shape[:2], cfg.index_heads, cfg.index_head_dim)
-    scores = jnp.einsum("brhd,bnd->brhn", rotate_pairs(q, rope), keys, preferred_element_type=jnp.float32)
+    q = linear(q_latent, params["q_b_proj"]).reshape(
+        *x.shape[:2], cfg.index_heads, cfg.index_head_dim
+    )
+    scores = jnp.einsum(
+        "brhd,bnd->brhn", rotate_pairs(q, rope), keys, preferred_element_type=jnp.float32
+    )
     weights = jnp.matmul(x, params["weights_proj"], preferred_element_type=jnp.float32)
     scale = (cfg.index_head_dim * cfg.index_heads) ** -0.5
     return jnp.einsum("brhn,brh->brn", jax.nn.relu(scores), weights * scale)
 
 
-def choose(scores: jax.Array, slots: jax.Array, visible: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+def choose(
+    scores: jax.Array, slots: jax.Array, visible: jax.Array, top_k: int
+) -> tuple[jax.Array, jax.Array]:
     """Slots [batch, rows, k] of the k entries that each row scores highest among those that it sees, and whether it sees them."""
     _, chosen = lax.top_k(jnp.where(visible, scores, -jnp.inf), min(top_k, scores.shape[-1]))
     of_row = jnp.broadcast_to(slots[:, None], scores.shape)
-    return jnp.take_along_axis(of_row, chosen, axis=-1), jnp.take_along_axis(visible, chosen, axis=-1)
+    return jnp.take_along_axis(of_row, chosen, axis=-1), jnp.take_along_axis(
+        visible, chosen, axis=-1
+    )
 
 
-def attend(q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array]], sinks: jax.Array, scale: float) -> jax.Array:
+def attend(
+    q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array]], sinks: jax.Array, scale: float
+) -> jax.Array:
     """Attention of q [batch, rows, heads, width] over several parts together, softmax in float32, with a sink a head.
 
     parts: what is key and value, [batch, n, width] for all rows or [batch, rows, n, width], and which each row sees, bool [batch, rows, n].
@@ -246,13 +344,26 @@ def attend(q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array]], sinks: ja
     scores = []
     for keys, visible in parts:
         shared = "bnd" if keys.ndim == 3 else "brnd"
-        part = jnp.einsum(f"brhd,{shared}->brhn", q, keys, preferred_element_type=jnp.float32) * scale
+        part = (
+            jnp.einsum(f"brhd,{shared}->brhn", q, keys, preferred_element_type=jnp.float32) * scale
+        )
         scores.append(jnp.where(visible[:, :, None], part, _MASKED))
     scores.append(jnp.broadcast_to(sinks[:, None], (*q.shape[:3], 1)))
-    weights = jnp.split(jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1), np.cumsum([s.shape[-1] for s in scores[:-1]]), axis=-1)
+    weights = jnp.split(
+        jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1),
+        np.cumsum([s.shape[-1] for s in scores[:-1]]),
+        axis=-1,
+    )
     out = jnp.zeros(q.shape, jnp.float32)
     for (keys, visible), part in zip(parts, weights, strict=False):  # the sink has no value
         shared, seen = ("bnd", visible.any(axis=1)) if keys.ndim == 3 else ("brnd", visible)
-        keys = jnp.where(seen[..., None], keys, jnp.zeros((), keys.dtype))  # slots that nobody has written: 0 * NaN is NaN
-        out = out + jnp.einsum(f"brhn,{shared}->brhd", part.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+        keys = jnp.where(
+            seen[..., None], keys, jnp.zeros((), keys.dtype)
+        )  # slots that nobody has written: 0 * NaN is NaN
+        out = out + jnp.einsum(
+            f"brhn,{shared}->brhd",
+            part.astype(keys.dtype),
+            keys,
+            preferred_element_type=jnp.float32,
+        )
     return out.astype(q.dtype)

@@ -43,5 +43,11 @@ def dense_layer(
         added = biased_product(attended, (attention["o_proj"],), attention["o_bias"], kernels)
         stream = ResidualStream(residual + added)
     else:
-        stream = add_product(residual, attended, attention["o_proj"], kernels, next_norm=layer["post_attention_layernorm"])
+        stream = add_product(
+            residual,
+            attended,
+            attention["o_proj"],
+            kernels,
+            next_norm=layer["post_attention_layernorm"],
+        )
     return add_mlp(layer, eps, stream, kernels, next_norm=next_norm), cache

@@ -25,7 +25,9 @@ class HyperConnectionConfig:
     norm_eps: float
 
 
-def connection_specs(prefix: str, cfg: HyperConnectionConfig, hidden_size: int) -> dict[str, ParamSpec]:
+def connection_specs(
+    prefix: str, cfg: HyperConnectionConfig, hidden_size: int
+) -> dict[str, ParamSpec]:
     """The weights around one block, `prefix`_{fn,base,scale}."""
     return _specs(prefix, cfg.streams * hidden_size, (2 + cfg.streams) * cfg.streams, 3)
 
@@ -37,13 +39,17 @@ def head_specs(prefix: str, cfg: HyperConnectionConfig, hidden_size: int) -> dic
 
 def _specs(prefix: str, depth: int, width: int, scales: int) -> dict[str, ParamSpec]:
     return {
-        "fn": ParamSpec(f"{prefix}_fn", (depth, width), (None, None), transpose=True, dtype="float32"),
+        "fn": ParamSpec(
+            f"{prefix}_fn", (depth, width), (None, None), transpose=True, dtype="float32"
+        ),
         "base": ParamSpec(f"{prefix}_base", (width,), (None,), dtype="float32"),
         "scale": ParamSpec(f"{prefix}_scale", (scales,), (None,), dtype="float32"),
     }
 
 
-def connect(params: Params, cfg: HyperConnectionConfig, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def connect(
+    params: Params, cfg: HyperConnectionConfig, x: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What a block reads of the streams x [batch, rows, streams, D]: [batch, rows, D]; and what `merge` needs: the weights float32
     [batch, rows, streams] of its output, and the mixing matrices [batch, rows, streams, streams]."""
     n = cfg.streams
@@ -64,7 +70,9 @@ def merge(x: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> 
 
 def collapse(params: Params, cfg: HyperConnectionConfig, x: jax.Array) -> jax.Array:
     """The streams x [batch, rows, streams, D] as one, before the final norm: [batch, rows, D]."""
-    return _weighted_sum(jax.nn.sigmoid(_mixes(params, cfg, x) * params["scale"] + params["base"]) + cfg.eps, x)
+    return _weighted_sum(
+        jax.nn.sigmoid(_mixes(params, cfg, x) * params["scale"] + params["base"]) + cfg.eps, x
+    )
 
 
 def _mixes(params: Params, cfg: HyperConnectionConfig, x: jax.Array) -> jax.Array:
@@ -85,4 +93,6 @@ def _doubly_stochastic(cfg: HyperConnectionConfig, logits: jax.Array) -> jax.Arr
         return matrix / (matrix.sum(axis=axis, keepdims=True) + cfg.eps)
 
     first = divide(jax.nn.softmax(logits, axis=-1) + cfg.eps, -2)
-    return lax.fori_loop(0, cfg.sinkhorn_iterations - 1, lambda _, matrix: divide(divide(matrix, -1), -2), first)
+    return lax.fori_loop(
+        0, cfg.sinkhorn_iterations - 1, lambda _, matrix: divide(divide(matrix, -1), -2), first
+    )

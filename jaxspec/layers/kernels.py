@@ -9,7 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import AttentionConfig, CompressedAttentionConfig, ConfigError, Kernels, MLAConfig
+from jaxspec.config import (
+    AttentionConfig,
+    CompressedAttentionConfig,
+    ConfigError,
+    Kernels,
+    MLAConfig,
+)
 from pallas_kernels import (
     attention,
     gumbel_sample,
@@ -37,7 +43,9 @@ def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
     for part in text.split(","):
         op, equals, name = part.strip().rpartition("=")
         if (equals and op not in ops) or not name:
-            raise ConfigError(f"{flag}: expected auto, a name, or op=name with op among {', '.join(ops)}, got {part!r}")
+            raise ConfigError(
+                f"{flag}: expected auto, a name, or op=name with op among {', '.join(ops)}, got {part!r}"
+            )
         named |= dict.fromkeys([op] if equals else ops, name)
     return named
 
@@ -70,7 +78,11 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
     models = [target] if draft is None else [target, draft]
     attentions: list[AttentionConfig | MLAConfig] = [m.attention for m in models]
 
-    compressed = "has no attention over compressed entries" if isinstance(target.attention, CompressedAttentionConfig) else None
+    compressed = (
+        "has no attention over compressed entries"
+        if isinstance(target.attention, CompressedAttentionConfig)
+        else None
+    )
 
     def first(reasons: Any) -> str | None:
         return device or next((r for r in reasons if r), None)
@@ -81,12 +93,20 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
         "rope_cache": compressed or first(_rope_cache(a, dtype) for a in attentions),
         "step_metadata": first(_step_metadata(m) for m in models),
         "matmul": first(
-            matmul.unsupported(jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype), (jax.ShapeDtypeStruct((depth, width), dtype),))
+            matmul.unsupported(
+                jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype),
+                (jax.ShapeDtypeStruct((depth, width), dtype),),
+            )
             for m in models
-            for depth, width in ((m.hidden_size, m.intermediate_size), (m.intermediate_size, m.hidden_size))
+            for depth, width in (
+                (m.hidden_size, m.intermediate_size),
+                (m.intermediate_size, m.hidden_size),
+            )
         ),
         "rejection_sampling": first([_rejection_sampling(target, draft)]),
-        "gumbel_sample": first(gumbel_sample.unsupported(vocab) for vocab in _vocabularies(target, draft)),
+        "gumbel_sample": first(
+            gumbel_sample.unsupported(vocab) for vocab in _vocabularies(target, draft)
+        ),
         "moe": first([_moe(target, dtype)]),  # a draft's experts are the target's
     }
 
@@ -95,16 +115,27 @@ def _attention(cfg: AttentionConfig | MLAConfig, block_size: int, dtype: Any) ->
     """Of latents (pallas_kernels.latent_attention), or of keys and values."""
     common: dict[str, Any] = {"block_size": block_size, "q_dtype": dtype, "cache_dtype": dtype}
     if isinstance(cfg, MLAConfig):
-        sizes = {"query_rows": FEW_ROWS * cfg.num_heads, "kv_lora_rank": cfg.kv_lora_rank, "rope_head_dim": cfg.rope_head_dim}
+        sizes = {
+            "query_rows": FEW_ROWS * cfg.num_heads,
+            "kv_lora_rank": cfg.kv_lora_rank,
+            "rope_head_dim": cfg.rope_head_dim,
+        }
         return latent_attention.unsupported("mosaic_gpu", **sizes, **common)
-    sizes = {"rows": FEW_ROWS, "num_heads": cfg.num_heads, "num_kv_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim}
+    sizes = {
+        "rows": FEW_ROWS,
+        "num_heads": cfg.num_heads,
+        "num_kv_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+    }
     return attention.unsupported("mosaic_gpu", **sizes, **common)
 
 
 def _rope_cache(cfg: AttentionConfig | MLAConfig, dtype: Any) -> str | None:
     """With the norms of latents (pallas_kernels.latent_cache), or by heads."""
     if isinstance(cfg, MLAConfig):
-        return latent_cache.unsupported(cfg.q_lora_rank or 0, cfg.kv_lora_rank, cfg.rope_head_dim, dtype)
+        return latent_cache.unsupported(
+            cfg.q_lora_rank or 0, cfg.kv_lora_rank, cfg.rope_head_dim, dtype
+        )
     return rope_cache.unsupported(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, dtype)
 
 
@@ -129,7 +160,9 @@ def _moe(target: Any, dtype: Any) -> str | None:
 
 def _rejection_sampling(target: Any, draft: Any) -> str | None:
     logits: Any = jax.ShapeDtypeStruct((1, 2, target.vocab_size), jnp.float32)
-    draft_logits: Any = None if draft is None else jax.ShapeDtypeStruct((1, 1, draft.draft_vocab_size), jnp.float32)
+    draft_logits: Any = (
+        None if draft is None else jax.ShapeDtypeStruct((1, 1, draft.draft_vocab_size), jnp.float32)
+    )
     return rejection_sampling.unsupported(logits, draft_logits)
 
 

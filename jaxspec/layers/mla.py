@@ -32,25 +32,53 @@ LATENT_NORM_EPS = 1e-6  # of the norms on the latents, whatever the model's rms_
 
 def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, ParamSpec]:
     """The layer's weights under `prefix` ("...self_attn"). kv_b_proj is read twice: as each head's key and value projection."""
-    heads, rank, nope, rope, v = cfg.num_heads, cfg.kv_lora_rank, cfg.nope_head_dim, cfg.rope_head_dim, cfg.v_head_dim
+    heads, rank, nope, rope, v = (
+        cfg.num_heads,
+        cfg.kv_lora_rank,
+        cfg.nope_head_dim,
+        cfg.rope_head_dim,
+        cfg.v_head_dim,
+    )
     kv_b = ((f"{prefix}.kv_b_proj.weight", (heads * (nope + v), rank)),)
     split = partial(_head_part, heads=heads, nope=nope)
 
     specs: dict[str, ParamSpec] = {
-        "kv_a_proj": rotated_matrix(f"{prefix}.kv_a_proj_with_mqa.weight", hidden_size, 1, rank, cfg, ("embed", None)),
+        "kv_a_proj": rotated_matrix(
+            f"{prefix}.kv_a_proj_with_mqa.weight", hidden_size, 1, rank, cfg, ("embed", None)
+        ),
         "kv_a_norm": vector(f"{prefix}.kv_a_layernorm.weight", rank),
-        "k_b_proj": AssembledSpec(kv_b[0][0], (heads, nope, rank), ("heads", None, None), sources=kv_b, build=partial(split, part="k")),
-        "v_b_proj": AssembledSpec(kv_b[0][0], (heads, rank, v), ("heads", None, None), sources=kv_b, build=partial(split, part="v")),
+        "k_b_proj": AssembledSpec(
+            kv_b[0][0],
+            (heads, nope, rank),
+            ("heads", None, None),
+            sources=kv_b,
+            build=partial(split, part="k"),
+        ),
+        "v_b_proj": AssembledSpec(
+            kv_b[0][0],
+            (heads, rank, v),
+            ("heads", None, None),
+            sources=kv_b,
+            build=partial(split, part="v"),
+        ),
         "o_proj": matrix(f"{prefix}.o_proj.weight", heads * v, hidden_size, ("heads", "embed")),
     }
     if cfg.q_lora_rank is None:
-        specs["q_proj"] = rotated_matrix(f"{prefix}.q_proj.weight", hidden_size, heads, nope, cfg, ("embed", "heads"))
+        specs["q_proj"] = rotated_matrix(
+            f"{prefix}.q_proj.weight", hidden_size, heads, nope, cfg, ("embed", "heads")
+        )
     else:
-        specs["q_a_proj"] = matrix(f"{prefix}.q_a_proj.weight", hidden_size, cfg.q_lora_rank, ("embed", None))
+        specs["q_a_proj"] = matrix(
+            f"{prefix}.q_a_proj.weight", hidden_size, cfg.q_lora_rank, ("embed", None)
+        )
         specs["q_a_norm"] = vector(f"{prefix}.q_a_layernorm.weight", cfg.q_lora_rank)
-        specs["q_b_proj"] = rotated_matrix(f"{prefix}.q_b_proj.weight", cfg.q_lora_rank, heads, nope, cfg, (None, "heads"))
+        specs["q_b_proj"] = rotated_matrix(
+            f"{prefix}.q_b_proj.weight", cfg.q_lora_rank, heads, nope, cfg, (None, "heads")
+        )
     if cfg.bias:
-        specs["kv_a_bias"] = _rotated_bias(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, rank, cfg.rope_interleave)
+        specs["kv_a_bias"] = _rotated_bias(
+            f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, rank, cfg.rope_interleave
+        )
         specs["o_bias"] = vector(f"{prefix}.o_proj.bias", hidden_size)
         if cfg.q_lora_rank is not None:
             specs["q_a_bias"] = vector(f"{prefix}.q_a_proj.bias", cfg.q_lora_rank)
@@ -107,7 +135,14 @@ def latent_attention(
         q = product(q_latent, (params["q_b_proj"],), kernels)
     # The kernel's rows x heads are a multiple of 8; what the heads beyond the last one hold is of no account.
     heads = cfg.num_heads if kernels.attention == "reference" else padded_heads(rows, cfg.num_heads)
-    absorbed = _by_head(q.reshape(batch * rows, cfg.num_heads, -1), params["k_b_proj"], kernels, cos=cos, sin=sin, out_heads=heads)
+    absorbed = _by_head(
+        q.reshape(batch * rows, cfg.num_heads, -1),
+        params["k_b_proj"],
+        kernels,
+        cos=cos,
+        sin=sin,
+        out_heads=heads,
+    )
     attended = attention_op.latent_attention(
         absorbed.reshape(batch, rows, heads, -1),
         pool,
@@ -118,15 +153,25 @@ def latent_attention(
         scale=cfg.scale,
         implementation=kernels.attention,
     )
-    values = _by_head(attended.reshape(batch * rows, heads, -1), params["v_b_proj"], kernels).reshape(batch, rows, -1)
+    values = _by_head(
+        attended.reshape(batch * rows, heads, -1), params["v_b_proj"], kernels
+    ).reshape(batch, rows, -1)
     if cfg.bias:
-        return residual + biased_product(values, (params["o_proj"],), params["o_bias"], kernels), LatentCache(pool)
+        return residual + biased_product(
+            values, (params["o_proj"],), params["o_bias"], kernels
+        ), LatentCache(pool)
     return product(values, (params["o_proj"],), kernels, residual=residual), LatentCache(pool)
 
 
 def _latents(params: Params, cfg: MLAConfig, x: jax.Array, kernels: Kernels) -> jax.Array:
     """x [batch, rows, D] -> the query's latent (if there is one), the key's, and the key to rotate, side by side [batch * rows, ...]."""
-    names = ("qkv_a",) if "qkv_a_proj" in params else ("kv_a",) if cfg.q_lora_rank is None else ("q_a", "kv_a")
+    names = (
+        ("qkv_a",)
+        if "qkv_a_proj" in params
+        else ("kv_a",)
+        if cfg.q_lora_rank is None
+        else ("q_a", "kv_a")
+    )
     weights = tuple(params[f"{n}_proj"] for n in names)
     bias = jnp.concatenate([params[f"{n}_bias"] for n in names]) if cfg.bias else None
     return biased_product(x, weights, bias, kernels).reshape(-1, sum(w.shape[1] for w in weights))

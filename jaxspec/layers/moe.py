@@ -24,7 +24,10 @@ from pallas_kernels import router as router_op
 
 # Up to here every expert is given all rows: reading the experts outlasts multiplying them, even with the rows that did not choose them.
 FEW_ROWS = 64
-BLOCK_ROWS, BLOCKS_AT_ONCE = 128, 16  # of a grouped product; the weights of so many blocks are copied at a time
+BLOCK_ROWS, BLOCKS_AT_ONCE = (
+    128,
+    16,
+)  # of a grouped product; the weights of so many blocks are copied at a time
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,18 @@ def route(
         if reason is not None:
             log_once(f"XLA routes by {router.shape}: the kernel {reason}")
             implementation = "reference"
-    options: dict[str, Any] = {"top_k": cfg.top_k, "kind": kind, "scaling": cfg.routed_scaling, "normalise": cfg.norm_top_k}
+    options: dict[str, Any] = {
+        "top_k": cfg.top_k,
+        "kind": kind,
+        "scaling": cfg.routed_scaling,
+        "normalise": cfg.norm_top_k,
+    }
     return router_op.route(x, router, bias, **options, implementation=implementation)
 
 
-def route_sigmoid(logits: jax.Array, bias: jax.Array, cfg: MoEConfig) -> tuple[jax.Array, jax.Array]:
+def route_sigmoid(
+    logits: jax.Array, bias: jax.Array, cfg: MoEConfig
+) -> tuple[jax.Array, jax.Array]:
     """DeepSeek-V3's router (2412.19437, section 2.1.2): as `route`, from float32 logits and the correction bias [experts].
 
     The bias helps to be chosen and never weighs. With groups, experts compete within the top_groups groups whose best two sum highest.
@@ -86,9 +96,13 @@ def route_sigmoid(logits: jax.Array, bias: jax.Array, cfg: MoEConfig) -> tuple[j
         best_two = lax.top_k(grouped, 2)[0].sum(-1)
         _, kept = lax.top_k(best_two, cfg.top_groups)
         allowed = jnp.any(kept[:, :, None] == jnp.arange(cfg.num_groups), axis=1)
-        for_choice = jnp.where(jnp.repeat(allowed, num_experts // cfg.num_groups, axis=1), for_choice, -jnp.inf)
+        for_choice = jnp.where(
+            jnp.repeat(allowed, num_experts // cfg.num_groups, axis=1), for_choice, -jnp.inf
+        )
     _, ids = lax.top_k(for_choice, cfg.top_k)
-    return ids, router_op.reference.weigh(scores, ids, scaling=cfg.routed_scaling, normalise=cfg.norm_top_k)
+    return ids, router_op.reference.weigh(
+        scores, ids, scaling=cfg.routed_scaling, normalise=cfg.norm_top_k
+    )
 
 
 def route_sqrt_softplus(
@@ -107,13 +121,25 @@ def route_sqrt_softplus(
 
 
 def expert_specs(
-    prefix: str, cfg: MoEConfig, hidden_size: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    prefix: str,
+    cfg: MoEConfig,
+    hidden_size: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, ParamSpec]:
     """gate_up and down of experts that a checkpoint stores one by one, `prefix`.N.NAME for the names of gate, up and down."""
     size, count = cfg.intermediate_size, cfg.num_experts
 
-    def one_by_one(name: str, parts: tuple[str, ...], checkpoint_shape: tuple[int, int], axes: tuple[str | None, ...]) -> ParamSpec:
-        sources = tuple((f"{prefix}.{n}.{part}.weight", checkpoint_shape) for n in range(count) for part in parts)
+    def one_by_one(
+        name: str,
+        parts: tuple[str, ...],
+        checkpoint_shape: tuple[int, int],
+        axes: tuple[str | None, ...],
+    ) -> ParamSpec:
+        sources = tuple(
+            (f"{prefix}.{n}.{part}.weight", checkpoint_shape)
+            for n in range(count)
+            for part in parts
+        )
 
         def build(arrays: Sequence[np.ndarray]) -> np.ndarray:
             pairs = [arrays[i : i + len(parts)] for i in range(0, len(arrays), len(parts))]
@@ -123,7 +149,9 @@ def expert_specs(
         return AssembledSpec(f"{prefix}.*.{name}", shape, axes, sources=sources, build=build)
 
     return {
-        "gate_up": one_by_one("gate_up", names[:2], (size, hidden_size), ("experts", "embed", "mlp")),
+        "gate_up": one_by_one(
+            "gate_up", names[:2], (size, hidden_size), ("experts", "embed", "mlp")
+        ),
         "down": one_by_one("down", names[2:], (hidden_size, size), ("experts", "mlp", "embed")),
     }
 
@@ -131,9 +159,16 @@ def expert_specs(
 def sigmoid_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, Any]:
     """The weights of `sigmoid_moe_block` under `prefix` ("...mlp"), named as DeepSeek-V3 and GLM name them."""
     return {
-        "router": matrix(f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", "experts")),
+        "router": matrix(
+            f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", "experts")
+        ),
         # Rounded to bfloat16 it would choose other experts.
-        "router_bias": ParamSpec(f"{prefix}.gate.e_score_correction_bias", (cfg.num_experts,), ("experts",), dtype="float32"),
+        "router_bias": ParamSpec(
+            f"{prefix}.gate.e_score_correction_bias",
+            (cfg.num_experts,),
+            ("experts",),
+            dtype="float32",
+        ),
         "experts": expert_specs(f"{prefix}.experts", cfg, hidden_size),
         "shared": mlp_specs(f"{prefix}.shared_experts", hidden_size, cfg.shared_size),
     }
@@ -144,7 +179,9 @@ def router_logits(normed: jax.Array, router: jax.Array) -> jax.Array:
     return jnp.matmul(normed, router, preferred_element_type=jnp.float32)
 
 
-def sigmoid_moe_block(layer: Params, cfg: MoEConfig, eps: float, x: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def sigmoid_moe_block(
+    layer: Params, cfg: MoEConfig, eps: float, x: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """x + experts(norm(x)) + shared(norm(x)), x [batch, rows, D]: what stands for mlp_block in a layer of DeepSeek-V3 or GLM."""
     normed = rms_norm(x, layer["post_attention_layernorm"], eps, kernels)
     shared = layer["shared"]
@@ -156,7 +193,12 @@ def sigmoid_moe_block(layer: Params, cfg: MoEConfig, eps: float, x: jax.Array, k
 
 
 def experts(
-    params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+    params: Params,
+    cfg: MoEConfig,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    kernels: Kernels = REFERENCE_KERNELS,
 ) -> jax.Array:
     """The sum over each row's experts, weighted: x [rows, D], ids and weights as `route` gives them -> [rows, D].
 
@@ -177,7 +219,14 @@ def experts(
     return _grouped(params, cfg, x, ids, weights)
 
 
-def _by_the_op(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array, implementation: str) -> jax.Array:
+def _by_the_op(
+    params: Params,
+    cfg: MoEConfig,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    implementation: str,
+) -> jax.Array:
     gate_up, down = (weight_of(params[name], x.dtype) for name in ("gate_up", "down"))
     return moe_op.experts(
         x,
@@ -194,7 +243,9 @@ def _by_the_op(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, wei
     )
 
 
-def _gathered(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+def _gathered(
+    params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array
+) -> jax.Array:
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = weight_of(jax.tree.map(lambda w: w[ids], params[name]), x.dtype)
         # Spelt out: of a dot with a bias XLA makes a matrix product, for which it copies the gathered weights (in float32) first.
@@ -207,7 +258,9 @@ def _gathered(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weig
     return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32)).astype(x.dtype)
 
 
-def _grouped(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+def _grouped(
+    params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array
+) -> jax.Array:
     """Rows sorted by expert, each expert's padded to whole blocks of BLOCK_ROWS; a block is multiplied by its one expert.
 
     (lax.ragged_dot is no grouped product on a GPU: XLA multiplies every sorted row by every expert, zeros in place of the others' rows.)
@@ -219,9 +272,15 @@ def _grouped(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weigh
     sizes = jnp.bincount(expert, length=cfg.num_experts)
     blocks = -(-sizes // BLOCK_ROWS)
     ends = jnp.cumsum(blocks)
-    place = (ends - blocks)[expert] * BLOCK_ROWS + jnp.arange(rows * top_k) - (jnp.cumsum(sizes) - sizes)[expert]
+    place = (
+        (ends - blocks)[expert] * BLOCK_ROWS
+        + jnp.arange(rows * top_k)
+        - (jnp.cumsum(sizes) - sizes)[expert]
+    )
     num_blocks = -(-rows * top_k // BLOCK_ROWS) + cfg.num_experts  # enough, however the rows choose
-    of_block = jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), cfg.num_experts - 1)
+    of_block = jnp.minimum(
+        jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), cfg.num_experts - 1
+    )
     row = jnp.zeros(num_blocks * BLOCK_ROWS, order.dtype).at[place].set(order // top_k)
 
     def run(block: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -229,12 +288,21 @@ def _grouped(params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weigh
 
         def product(x: jax.Array, name: str) -> jax.Array:
             weight = weight_of(jax.tree.map(lambda w: w[expert], params[name]), x.dtype)
-            return _with_bias(jnp.matmul(x, weight, preferred_element_type=jnp.float32), params, name, expert).astype(x.dtype)
+            return _with_bias(
+                jnp.matmul(x, weight, preferred_element_type=jnp.float32), params, name, expert
+            ).astype(x.dtype)
 
         return product(gated(cfg, product(x[row], "gate_up")), "down")
 
-    out = lax.map(run, (of_block, row.reshape(num_blocks, BLOCK_ROWS)), batch_size=BLOCKS_AT_ONCE).reshape(-1, x.shape[-1])
-    unsorted = jnp.zeros((rows * top_k, x.shape[-1]), x.dtype).at[order].set(out[place]).reshape(rows, top_k, -1)
+    out = lax.map(
+        run, (of_block, row.reshape(num_blocks, BLOCK_ROWS)), batch_size=BLOCKS_AT_ONCE
+    ).reshape(-1, x.shape[-1])
+    unsorted = (
+        jnp.zeros((rows * top_k, x.shape[-1]), x.dtype)
+        .at[order]
+        .set(out[place])
+        .reshape(rows, top_k, -1)
+    )
     return jnp.einsum("tk,tkd->td", weights, unsorted.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -250,4 +318,8 @@ def gated(cfg: MoEConfig, gate_up: jax.Array) -> jax.Array:
 
 def weight_of(weight: Any, dtype: Any) -> jax.Array:
     """[..., in, out]: the array itself, or what MXFP4's {"blocks", "scales"} stand for."""
-    return dequantise(weight["blocks"], weight["scales"], dtype) if isinstance(weight, dict) else weight
+    return (
+        dequantise(weight["blocks"], weight["scales"], dtype)
+        if isinstance(weight, dict)
+        else weight
+    )

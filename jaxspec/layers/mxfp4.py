@@ -15,7 +15,24 @@ import numpy as np
 from jax import lax
 
 BLOCK = 32
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code: sign, 2 exponent, 1 mantissa
+VALUES = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)  # by code: sign, 2 exponent, 1 mantissa
 
 
 def dequantise_on_host(blocks_and_scales: Sequence[np.ndarray]) -> np.ndarray:

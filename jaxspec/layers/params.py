@@ -70,7 +70,9 @@ class IndexSpec(ParamSpec):
     dtype: str | None = "int32"
 
 
-def matrix(name: str, rows_in: int, rows_out: int, axes: tuple[str | None, str | None]) -> ParamSpec:
+def matrix(
+    name: str, rows_in: int, rows_out: int, axes: tuple[str | None, str | None]
+) -> ParamSpec:
     """A projection [in, out], stored [out, in] in the checkpoint as torch's Linear does."""
     return ParamSpec(name, (rows_in, rows_out), axes, transpose=True)
 
@@ -80,7 +82,9 @@ def vector(name: str, size: int, axis: str | None = None) -> ParamSpec:
     return ParamSpec(name, (size,), (axis,))
 
 
-def init_random(specs: Params, key: jax.Array, dtype: jnp.dtype, scale: float | None = None) -> Params:
+def init_random(
+    specs: Params, key: jax.Array, dtype: jnp.dtype, scale: float | None = None
+) -> Params:
     """Random weights of the right shapes: matrices N(0, scale or 1/sqrt(fan_in)), vectors 1 + N(0, 0.1).
 
     For tests and benchmarks (never zeros: zeros hide wrong indexing), and the start of training.
@@ -101,4 +105,6 @@ def init_random(specs: Params, key: jax.Array, dtype: jnp.dtype, scale: float | 
         fan_in = spec.shape[0] if spec.transpose else spec.shape[-2 if len(spec.shape) > 2 else -1]
         return (noise * (scale or fan_in**-0.5)).astype(own)
 
-    return treedef.unflatten(draw(s, k) for s, k in zip(leaves, jax.random.split(key, len(leaves)), strict=True))
+    return treedef.unflatten(
+        draw(s, k) for s, k in zip(leaves, jax.random.split(key, len(leaves)), strict=True)
+    )

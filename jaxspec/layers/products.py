@@ -72,7 +72,11 @@ def product(
     The kernels are made for the few rows of a decode step, and for gate and up of 128 or 256 rows. More rows, and widths that they do not
     take, are XLA's: logged once, with why.
     """
-    options = {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype or values_of(x).dtype}
+    options = {
+        "swiglu": swiglu,
+        "transposed": transposed,
+        "out_dtype": out_dtype or values_of(x).dtype,
+    }
     return _product(x, weights, kernels, norm, eps, residual, None, options).x
 
 
@@ -85,7 +89,9 @@ def add_product(
     next_norm: jax.Array | None,
 ) -> ResidualStream:
     """stream + x @ weight, prepared for the norm of gain next_norm if that is given and the kernels of product and norm are chosen."""
-    shared = "reference" not in (kernels.matmul, kernels.rms_norm) and matmul_op.shares_norm(math.prod(x.shape[:-1]))
+    shared = "reference" not in (kernels.matmul, kernels.rms_norm) and matmul_op.shares_norm(
+        math.prod(x.shape[:-1])
+    )
     prepared = next_norm if shared else None
     options = {"swiglu": False, "transposed": False, "out_dtype": x.dtype}
     return _product(x, (weight,), kernels, None, 0.0, values_of(stream), prepared, options)
@@ -108,7 +114,11 @@ def _product(
     squares, implementation = stream.squares if norm is not None else None, kernels.matmul
     if implementation != "reference":
         operand = jax.ShapeDtypeStruct((rows + padding, depth), stream.x.dtype)
-        beside = {"residual": residual is not None, "normed": squares is not None, "norms": gain is not None}
+        beside = {
+            "residual": residual is not None,
+            "normed": squares is not None,
+            "norms": gain is not None,
+        }
         reason = matmul_op.unsupported(operand, weights, **beside, **options)
         if reason is not None:
             log_once(f"XLA multiplies by {[w.shape for w in weights]}: the kernel {reason}")
@@ -121,10 +131,17 @@ def _product(
         flat = rms_norm(stream.x, norm, eps, kernels) if flat is None else flat
     pad = lambda a: jnp.pad(a, ((0, padding), (0, 0))) if padding else a  # noqa: E731
     added = None if residual is None else pad(residual.reshape(rows, -1))
-    options = options | {"squares": squares, "eps": eps, "gain": gain, "implementation": implementation}
+    options = options | {
+        "squares": squares,
+        "eps": eps,
+        "gain": gain,
+        "implementation": implementation,
+    }
     out = matmul(pad(flat.reshape(rows, depth)), weights, residual=added, **options)
     out, scaled, made = (out, None, None) if gain is None else out
-    return ResidualStream(out[:rows].reshape(*shape, -1), None if scaled is None else scaled[:rows], made)
+    return ResidualStream(
+        out[:rows].reshape(*shape, -1), None if scaled is None else scaled[:rows], made
+    )
 
 
 @cache
@@ -133,7 +150,9 @@ def log_once(message: str) -> None:
     logger.info("%s", message)
 
 
-def vocab_logits(hidden: jax.Array, lm_head: jax.Array, kernels: Kernels = REFERENCE_KERNELS, *, tied: bool) -> jax.Array:
+def vocab_logits(
+    hidden: jax.Array, lm_head: jax.Array, kernels: Kernels = REFERENCE_KERNELS, *, tied: bool
+) -> jax.Array:
     """Float32 logits [..., vocab] of hidden [..., embed]; lm_head is [embed, vocab], or the embedding [vocab, embed] if tied.
 
     The accumulator is kept: rounding logits to bfloat16 makes ties, and ties make greedy text depend on the path.
@@ -141,9 +160,13 @@ def vocab_logits(hidden: jax.Array, lm_head: jax.Array, kernels: Kernels = REFER
     return product(hidden, (lm_head,), kernels, transposed=tied, out_dtype=jnp.float32)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """The rms_norm op over the last axis of x [..., width]."""
-    return rms_norm_op(x.reshape(-1, x.shape[-1]), weight, eps=eps, implementation=kernels.rms_norm).reshape(x.shape)
+    return rms_norm_op(
+        x.reshape(-1, x.shape[-1]), weight, eps=eps, implementation=kernels.rms_norm
+    ).reshape(x.shape)
 
 
 def embed_norm(
@@ -166,30 +189,47 @@ def embed_norm(
     return residual.reshape(*tokens.shape, -1), normed.reshape(*tokens.shape, -1)
 
 
-def mlp_block(layer: Params, eps: float, x: jax.Array | ResidualStream, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def mlp_block(
+    layer: Params, eps: float, x: jax.Array | ResidualStream, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """x + down(silu(gate(norm(x))) * up(norm(x))), x [batch, rows, D]: the second half of a decoder layer, target's or draft's."""
     return add_mlp(layer, eps, x, kernels, next_norm=None).x
 
 
 def add_mlp(
-    layer: Params, eps: float, x: jax.Array | ResidualStream, kernels: Kernels = REFERENCE_KERNELS, *, next_norm: jax.Array | None
+    layer: Params,
+    eps: float,
+    x: jax.Array | ResidualStream,
+    kernels: Kernels = REFERENCE_KERNELS,
+    *,
+    next_norm: jax.Array | None,
 ) -> ResidualStream:
     """mlp_block's sum, prepared for the norm of gain next_norm (see add_product)."""
     gate_up = (layer["gate_proj"], layer["up_proj"])
-    inner = product(x, gate_up, kernels, norm=layer["post_attention_layernorm"], eps=eps, swiglu=True)
+    inner = product(
+        x, gate_up, kernels, norm=layer["post_attention_layernorm"], eps=eps, swiglu=True
+    )
     return add_product(x, inner, layer["down_proj"], kernels, next_norm=next_norm)
 
 
 def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, ParamSpec]:
     """The weights of the MLP under `prefix` ("...mlp")."""
     return {
-        "gate_proj": matrix(f"{prefix}.gate_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")),
-        "up_proj": matrix(f"{prefix}.up_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")),
-        "down_proj": matrix(f"{prefix}.down_proj.weight", intermediate_size, hidden_size, ("mlp", "embed")),
+        "gate_proj": matrix(
+            f"{prefix}.gate_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")
+        ),
+        "up_proj": matrix(
+            f"{prefix}.up_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")
+        ),
+        "down_proj": matrix(
+            f"{prefix}.down_proj.weight", intermediate_size, hidden_size, ("mlp", "embed")
+        ),
     }
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(
+    rope: RopeConfig, head_dim: int, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32 [batch, rows, 1, head_dim / 2], for positions [batch, rows]; shared by a pass's layers."""
     cos, sin = rotation(positions, rope_frequencies(rope, head_dim), rope.attention_factor)
     return cos[..., None, :], sin[..., None, :]

@@ -18,7 +18,9 @@ from jaxspec.config import ConfigError
 from jaxspec.loading import compilation_cache
 from jaxspec.loading.gguf_file import convert_gguf
 
-CONVERSION = 1  # raise it when the conversion's output changes: older results in caches are then made again
+CONVERSION = (
+    1  # raise it when the conversion's output changes: older results in caches are then made again
+)
 MARKER = "jaxspec_conversion.json"
 
 
@@ -28,7 +30,9 @@ def cache_dir() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"JAXSPEC_CACHE: expected a folder that can be written, got {folder} ({e.strerror})") from e
+        raise ConfigError(
+            f"JAXSPEC_CACHE: expected a folder that can be written, got {folder} ({e.strerror})"
+        ) from e
     return folder
 
 
@@ -50,7 +54,10 @@ def locked(folder: Path) -> Iterator[None]:
 def is_converted(folder: Path, sha256: str) -> bool:
     """Whether the folder holds this GGUF, converted by this version (a folder is renamed into place whole)."""
     try:
-        return json.loads((folder / MARKER).read_text()) == {"conversion": CONVERSION, "sha256": sha256}
+        return json.loads((folder / MARKER).read_text()) == {
+            "conversion": CONVERSION,
+            "sha256": sha256,
+        }
     except (OSError, ValueError):
         return False
 
@@ -58,7 +65,9 @@ def is_converted(folder: Path, sha256: str) -> bool:
 def convert_into(folder: Path, gguf_path: Path, sha256: str) -> Path:
     """Convert into a cache entry whose lock the caller holds, replacing what another version left there."""
     staging = folder.with_name(f"{folder.name}.new")
-    left_over = folder.parent.glob(f".{staging.name}-*")  # of a process that was killed: the lock is ours
+    left_over = folder.parent.glob(
+        f".{staging.name}-*"
+    )  # of a process that was killed: the lock is ours
     for stale in (folder, staging, *left_over):
         if stale.exists():
             shutil.rmtree(stale)

@@ -42,7 +42,9 @@ class SafetensorsTensor:
     dtype: np.dtype
 
     def read(self) -> np.ndarray:
-        if self.dtype == ml_dtypes.float8_e4m3fn:  # which safetensors hands to numpy by a name that numpy has not
+        if (
+            self.dtype == ml_dtypes.float8_e4m3fn
+        ):  # which safetensors hands to numpy by a name that numpy has not
             return self._read_bytes().view(self.dtype).reshape(self.shape)
         with safe_open(self.file, framework="numpy") as f:
             return f.get_tensor(self.name)
@@ -88,7 +90,9 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open a folder of safetensors (one file or shards) or EAGLE-1's pickle; ConfigError names the file that is wrong."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: expected a checkpoint folder, got {'a file' if folder.exists() else 'nothing there'}")
+        raise ConfigError(
+            f"{folder}: expected a checkpoint folder, got {'a file' if folder.exists() else 'nothing there'}"
+        )
     config = read_json(folder / "config.json")
     if (folder / SINGLE).is_file():
         tensors: Mapping[str, LazyTensor] = _open_safetensors(folder / SINGLE)
@@ -126,8 +130,13 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     unknown = {name: dtype for name, (_, dtype) in infos.items() if dtype not in DTYPES}
     if unknown:
         name, dtype = next(iter(unknown.items()))
-        raise ConfigError(f"{path}: expected tensors of {', '.join(DTYPES)}, got {dtype} for {name}")
-    return {name: SafetensorsTensor(path, name, shape, np.dtype(DTYPES[dtype])) for name, (shape, dtype) in infos.items()}
+        raise ConfigError(
+            f"{path}: expected tensors of {', '.join(DTYPES)}, got {dtype} for {name}"
+        )
+    return {
+        name: SafetensorsTensor(path, name, shape, np.dtype(DTYPES[dtype]))
+        for name, (shape, dtype) in infos.items()
+    }
 
 
 def _check_size(path: Path) -> None:
@@ -137,20 +146,35 @@ def _check_size(path: Path) -> None:
         head = f.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if 8 + length > size:
-            raise ConfigError(f"{path}: expected a safetensors file with a whole header, got {size} bytes (truncated or not safetensors)")
+            raise ConfigError(
+                f"{path}: expected a safetensors file with a whole header, got {size} bytes (truncated or not safetensors)"
+            )
         try:
             header = json.loads(f.read(length))
-            end = max((info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"), default=0)
+            end = max(
+                (
+                    info["data_offsets"][1]
+                    for name, info in header.items()
+                    if name != "__metadata__"
+                ),
+                default=0,
+            )
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as e:
-            raise ConfigError(f"{path}: expected a safetensors header, got {type(e).__name__}: {e}") from e
+            raise ConfigError(
+                f"{path}: expected a safetensors header, got {type(e).__name__}: {e}"
+            ) from e
     if 8 + length + end != size:
-        raise ConfigError(f"{path}: expected {8 + length + end} bytes by its header, got {size} (truncated or damaged)")
+        raise ConfigError(
+            f"{path}: expected {8 + length + end} bytes by its header, got {size} (truncated or damaged)"
+        )
 
 
 def _open_shards(index: Path) -> dict[str, LazyTensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{index}: expected an object 'weight_map' of tensor to file, got {weight_map!r}")
+        raise ConfigError(
+            f"{index}: expected an object 'weight_map' of tensor to file, got {weight_map!r}"
+        )
     tensors: dict[str, LazyTensor] = {}
     for shard in sorted({str(s) for s in weight_map.values()}):
         path = index.parent / shard
@@ -160,7 +184,9 @@ def _open_shards(index: Path) -> dict[str, LazyTensor]:
         listed = {name for name, file in weight_map.items() if file == shard}
         if set(held) != listed:
             differ = sorted(listed ^ set(held))
-            raise ConfigError(f"{path}: expected the {len(listed)} tensors that {INDEX} lists, got {len(held)} (differing: {differ[:5]})")
+            raise ConfigError(
+                f"{path}: expected the {len(listed)} tensors that {INDEX} lists, got {len(held)} (differing: {differ[:5]})"
+            )
         tensors |= held
     return tensors
 
@@ -180,10 +206,16 @@ def _open_pickle(path: Path) -> dict[str, LazyTensor]:
     """A pickle can run code when it is loaded; weights_only admits tensors and plain containers and nothing else."""
     torch = _import_torch(path)
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        state = torch.load(
+            path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path)
+        )
     except Exception as e:  # a hostile or damaged pickle may raise anything
         reason = str(e).splitlines()[0] if str(e) else ""
-        raise ConfigError(f"{path}: expected a pickle of tensors only, got {type(e).__name__}: {reason}") from e
+        raise ConfigError(
+            f"{path}: expected a pickle of tensors only, got {type(e).__name__}: {reason}"
+        ) from e
     if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
-        raise ConfigError(f"{path}: expected a dictionary of tensors, got {type(state).__name__} with other values")
+        raise ConfigError(
+            f"{path}: expected a dictionary of tensors, got {type(state).__name__} with other values"
+        )
     return {name: PickledTensor(tensor, tuple(tensor.shape)) for name, tensor in state.items()}

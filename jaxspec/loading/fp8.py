@@ -43,11 +43,15 @@ class ScaledTensor:
 
     def read(self) -> np.ndarray:
         rows, columns = self.shape
-        spread = np.repeat(np.repeat(self.scales.read(), self.block[0], axis=0)[:rows], self.block[1], axis=1)[:, :columns]
+        spread = np.repeat(
+            np.repeat(self.scales.read(), self.block[0], axis=0)[:rows], self.block[1], axis=1
+        )[:, :columns]
         return self.weight.read().astype(np.float32) * spread
 
 
-def with_scales(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> Mapping[str, Tensor | ScaledTensor]:
+def with_scales(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str
+) -> Mapping[str, Tensor | ScaledTensor]:
     """The tensors of a checkpoint whose config.json says quant_method "fp8", each matrix together with its scales; any other's as they are.
 
     Raises ConfigError for a float8 tensor without scales, for scales without a matrix and for scales of another number.
@@ -56,22 +60,34 @@ def with_scales(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
         return tensors
     block = quantization.get("weight_block_size")
-    if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise ConfigError(f"{source} quantization_config: expected weight_block_size as two sizes, got {block!r}")
+    if not (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise ConfigError(
+            f"{source} quantization_config: expected weight_block_size as two sizes, got {block!r}"
+        )
     found: dict[str, Tensor | ScaledTensor] = {}
     for name, tensor in tensors.items():
         if name.endswith(SCALE):
             if name.removesuffix(SCALE) not in tensors:
-                raise ConfigError(f"{source} {name}: expected the tensor {name.removesuffix(SCALE)} that it scales, got none")
+                raise ConfigError(
+                    f"{source} {name}: expected the tensor {name.removesuffix(SCALE)} that it scales, got none"
+                )
             continue
         scales = tensors.get(name + SCALE)
         if scales is None:
             if getattr(tensor, "dtype", None) == ml_dtypes.float8_e4m3fn:
-                raise ConfigError(f"{source} {name}: expected {name + SCALE} beside a float8 tensor, got none")
+                raise ConfigError(
+                    f"{source} {name}: expected {name + SCALE} beside a float8 tensor, got none"
+                )
             found[name] = tensor
             continue
         expected = tuple(-(-n // size) for n, size in zip(tensor.shape, block, strict=False))
         if len(tensor.shape) != 2 or scales.shape != expected:
-            raise ConfigError(f"{source} {name + SCALE}: expected {expected} scales of a matrix {tensor.shape}, got {scales.shape}")
+            raise ConfigError(
+                f"{source} {name + SCALE}: expected {expected} scales of a matrix {tensor.shape}, got {scales.shape}"
+            )
         found[name] = ScaledTensor(tensor, scales, (block[0], block[1]))
     return found

@@ -19,7 +19,11 @@ from jaxspec.config import ConfigError
 from jaxspec.loading.checkpoint import INDEX, SINGLE
 from jaxspec.loading.gguf_tokenizer import write_tokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 SHARD_BYTES = 2 * 1024**3
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK_NAMES = {
@@ -45,12 +49,16 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
     """
     gguf_path, out_dir = Path(gguf_path), Path(out_dir)
     if out_dir.exists():
-        raise ConfigError(f"{out_dir}: expected a folder that does not exist yet, got one that does")
+        raise ConfigError(
+            f"{out_dir}: expected a folder that does not exist yet, got one that does"
+        )
     try:
         reader = GGUFReader(gguf_path)
         metadata = {name: f.contents() for name, f in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError) as e:
-        raise ConfigError(f"{gguf_path}: expected a whole GGUF file, got {type(e).__name__}: {e}") from e
+        raise ConfigError(
+            f"{gguf_path}: expected a whole GGUF file, got {type(e).__name__}: {e}"
+        ) from e
     tensors = {t.name: t for t in reader.tensors}
     config = hf_config(metadata, tensors, str(gguf_path))
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +68,10 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
         _write_json(temp / "config.json", config)
         ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
         eos = list(dict.fromkeys(i for i in ids if i is not None))
-        _write_json(temp / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
+        _write_json(
+            temp / "generation_config.json",
+            {"bos_token_id": config["bos_token_id"], "eos_token_id": eos},
+        )
         _write_weights(temp, hf_tensors(tensors, config, str(gguf_path)))
         for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors keep theirs to the owner
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -71,11 +82,15 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
     return out_dir
 
 
-def hf_config(metadata: dict[str, Any], tensors: dict[str, ReaderTensor], source: str) -> dict[str, Any]:
+def hf_config(
+    metadata: dict[str, Any], tensors: dict[str, ReaderTensor], source: str
+) -> dict[str, Any]:
     """config.json from the metadata, in Hugging Face's keys."""
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise ConfigError(f"{source}: expected a GGUF of architecture {', '.join(ARCHITECTURES)}, got {arch!r}")
+        raise ConfigError(
+            f"{source}: expected a GGUF of architecture {', '.join(ARCHITECTURES)}, got {arch!r}"
+        )
 
     def key(name: str, *default: Any) -> Any:
         value = metadata.get(f"{arch}.{name}", *default)
@@ -86,15 +101,26 @@ def hf_config(metadata: dict[str, Any], tensors: dict[str, ReaderTensor], source
     if key("expert_count", 0):
         raise ConfigError(f"{source}: expected a dense model, got {key('expert_count')} experts")
     if key("rope.scaling.type", "none") != "none":
-        raise ConfigError(f"{source}: expected no rope.scaling.type, got {key('rope.scaling.type')!r}")
+        raise ConfigError(
+            f"{source}: expected no rope.scaling.type, got {key('rope.scaling.type')!r}"
+        )
     heads, hidden = key("attention.head_count"), key("embedding_length")
-    head_dim = key("attention.key_length", None) or key("rope.dimension_count", None) or hidden // heads
-    if key("rope.dimension_count", head_dim) != head_dim or key("attention.value_length", head_dim) != head_dim:
-        raise ConfigError(f"{source}: expected rope and values as wide as the head, {head_dim}, got another width")
+    head_dim = (
+        key("attention.key_length", None) or key("rope.dimension_count", None) or hidden // heads
+    )
+    if (
+        key("rope.dimension_count", head_dim) != head_dim
+        or key("attention.value_length", head_dim) != head_dim
+    ):
+        raise ConfigError(
+            f"{source}: expected rope and values as wide as the head, {head_dim}, got another width"
+        )
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else 0,
+        "vocab_size": int(tensors["token_embd.weight"].shape[1])
+        if "token_embd.weight" in tensors
+        else 0,
         "hidden_size": hidden,
         "intermediate_size": key("feed_forward_length"),
         "num_hidden_layers": key("block_count"),
@@ -119,7 +145,9 @@ def hf_config(metadata: dict[str, Any], tensors: dict[str, ReaderTensor], source
     return config
 
 
-def hf_tensors(tensors: dict[str, ReaderTensor], config: dict[str, Any], source: str) -> Iterator[tuple[str, np.ndarray]]:
+def hf_tensors(
+    tensors: dict[str, ReaderTensor], config: dict[str, Any], source: str
+) -> Iterator[tuple[str, np.ndarray]]:
     """(Hugging Face name, float32 array) of each tensor, dequantised one at a time."""
     for name, tensor in tensors.items():
         if name == ROPE_FREQS:
@@ -127,7 +155,9 @@ def hf_tensors(tensors: dict[str, ReaderTensor], config: dict[str, Any], source:
         try:
             array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as e:
-            raise ConfigError(f"{source}: expected a quantisation that the gguf library can undo, got {e} in {name}") from e
+            raise ConfigError(
+                f"{source}: expected a quantisation that the gguf library can undo, got {e} in {name}"
+            ) from e
         if config["model_type"] == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
             array = unpermute(array, heads)
@@ -141,22 +171,37 @@ def hf_name(name: str, source: str) -> str:
         return f"{TOP_NAMES[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in BLOCK_NAMES:
         return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}.{parts[3]}"
-    raise ConfigError(f"{source}: expected the tensors of a dense llama, qwen2 or qwen3, got {name!r}")
+    raise ConfigError(
+        f"{source}: expected the tensors of a dense llama, qwen2 or qwen3, got {name!r}"
+    )
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undo llama.cpp's order of q's and k's rows, made for interleaved rotation: [heads, hd/2, 2, ...] -> [heads, 2, hd/2, ...]."""
-    return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return (
+        rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
 
 
-def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int, source: str) -> dict[str, Any]:
+def _llama3_scaling(
+    factors: np.ndarray, theta: float, head_dim: int, source: str
+) -> dict[str, Any]:
     """The rope_scaling that gives these factors; Llama 3.1 to 3.3 differ in ``factor`` only."""
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
-        raise ConfigError(f"{source}: expected {ROPE_FREQS} of llama3 rope scaling with factor {factor}, got other values")
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+        raise ConfigError(
+            f"{source}: expected {ROPE_FREQS} of llama3 rope scaling with factor {factor}, got other values"
+        )
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+    }
     return scaling | {"original_max_position_embeddings": original}
 
 

@@ -9,7 +9,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from jaxspec.config import ConfigError
 
@@ -51,26 +60,44 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> Tokenizer:
     if kind != "gpt2":
         raise ConfigError(f"{source}: expected a byte-level BPE tokenizer ('gpt2'), got {kind!r}")
     if pre not in PRE_TOKENIZERS:
-        raise ConfigError(f"{source}: expected a tokenizer.ggml.pre among {', '.join(PRE_TOKENIZERS)}, got {pre!r}")
+        raise ConfigError(
+            f"{source}: expected a tokenizer.ggml.pre among {', '.join(PRE_TOKENIZERS)}, got {pre!r}"
+        )
     style = PRE_TOKENIZERS[pre]
-    if metadata["general.architecture"] == "qwen2" and style != QWEN2:  # AutoTokenizer cuts every qwen2 model's text as Qwen does
-        raise ConfigError(f"{source}: expected tokenizer.ggml.pre 'qwen2' for a qwen2 model, got {pre!r}")
+    if (
+        metadata["general.architecture"] == "qwen2" and style != QWEN2
+    ):  # AutoTokenizer cuts every qwen2 model's text as Qwen does
+        raise ConfigError(
+            f"{source}: expected tokenizer.ggml.pre 'qwen2' for a qwen2 model, got {pre!r}"
+        )
     tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     # llama-bpe takes a word that is a token whole, before any merge, as tiktoken does
-    bpe = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, ignore_merges=style == LLAMA3)
+    bpe = models.BPE(
+        vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, ignore_merges=style == LLAMA3
+    )
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = _pre_tokenizer(style)
     tokenizer.decoder = decoders.ByteLevel()
     if style == QWEN2:  # as in Qwen's own tokenizer.json; llama.cpp leaves it out
         tokenizer.normalizer = normalizers.NFC()
     types = list(zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True))
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, kind in types if kind == CONTROL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, kind in types if kind == USER_DEFINED])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t, kind in types if kind == CONTROL]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(t, normalized=False, special=False)
+            for t, kind in types
+            if kind == USER_DEFINED
+        ]
+    )
     if metadata.get("tokenizer.ggml.add_bos_token", style == LLAMA3):
         bos_id = metadata["tokenizer.ggml.bos_token_id"]
         bos = tokens[bos_id]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, bos_id)]
+        )
     return tokenizer
 
 
@@ -78,8 +105,12 @@ def _pre_tokenizer(style: str) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if style == GPT2:
         return byte_level
-    if style == SMOLLM:  # every digit alone, then GPT-2's pattern: as in SmolLM's own tokenizer.json and in llama.cpp
+    if (
+        style == SMOLLM
+    ):  # every digit alone, then GPT-2's pattern: as in SmolLM's own tokenizer.json and in llama.cpp
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     numbers = r"\p{N}" if style == QWEN2 else r"\p{N}{1,3}"
     split = pre_tokenizers.Split(Regex(CONTRACTION + numbers + REST), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )

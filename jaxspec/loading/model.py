@@ -17,21 +17,31 @@ from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.weights import LazyTensor, load_params
 
 
-def load_target(folder: Path, dtype: Any, *, mxfp4: str = "dequantised") -> tuple[models.TargetConfig, Params]:
+def load_target(
+    folder: Path, dtype: Any, *, mxfp4: str = "dequantised"
+) -> tuple[models.TargetConfig, Params]:
     """The target in a Hugging Face folder, float tensors cast to dtype; mxfp4 "packed" keeps MXFP4 experts as they are stored."""
     checkpoint = open_checkpoint(folder)
     cfg: Any = models.config_from_hf(checkpoint.config)
     if mxfp4 == "packed":
         if getattr(cfg, "mxfp4", None) is None:
-            raise ConfigError(f"mxfp4 'packed': expected a target with MXFP4 weights, got none in {folder}")
+            raise ConfigError(
+                f"mxfp4 'packed': expected a target with MXFP4 weights, got none in {folder}"
+            )
         cfg = replace(cfg, mxfp4=mxfp4)
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
-    return cfg, load_params(family.param_specs(cfg), checkpoint.tensors, dtype, ignore=ignore, source=str(folder))
+    return cfg, load_params(
+        family.param_specs(cfg), checkpoint.tensors, dtype, ignore=ignore, source=str(folder)
+    )
 
 
 def load_draft(
-    folder: Path, target: models.TargetConfig, target_params: Params, speculative: SpeculativeConfig, dtype: Any
+    folder: Path,
+    target: models.TargetConfig,
+    target_params: Params,
+    speculative: SpeculativeConfig,
+    dtype: Any,
 ) -> tuple[drafts.DraftConfig, Params]:
     """The draft head of speculative.method in a folder, made to fit a loaded target: see bind_draft for what is shared."""
     checkpoint = open_checkpoint(folder)
@@ -40,20 +50,35 @@ def load_draft(
     for name, tensor in checkpoint.tensors.items():
         canonical = family.canonical_name(name)
         if canonical in tensors:
-            raise ConfigError(f"{folder}: expected one tensor named {canonical}, got a second one as {name}")
+            raise ConfigError(
+                f"{folder}: expected one tensor named {canonical}, got a second one as {name}"
+            )
         tensors[canonical] = tensor
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     try:
         cfg = family.config_from_checkpoint(checkpoint.config, shapes, target, speculative)
     except KeyError as e:
-        raise ConfigError(f"{folder}/config.json: expected the key {e} of an {speculative.method} draft, got none") from e
+        raise ConfigError(
+            f"{folder}/config.json: expected the key {e} of an {speculative.method} draft, got none"
+        ) from e
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
-    params = load_params(family.param_specs(cfg), tensors, dtype, ignore=ignore, source=f"{speculative.method} draft {folder}")
+    params = load_params(
+        family.param_specs(cfg),
+        tensors,
+        dtype,
+        ignore=ignore,
+        source=f"{speculative.method} draft {folder}",
+    )
     draft_to_target = _draft_to_target(cfg, tensors, str(folder))
     return cfg, bind_draft(cfg, params, target_params, draft_to_target)
 
 
-def bind_draft(cfg: drafts.DraftConfig, params: Params, target_params: Params, draft_to_target: np.ndarray | None) -> Params:
+def bind_draft(
+    cfg: drafts.DraftConfig,
+    params: Params,
+    target_params: Params,
+    draft_to_target: np.ndarray | None,
+) -> Params:
     """A draft's own weights, plus what it shares with the target (no copies) and its vocabulary maps.
 
     draft_to_target int [draft_vocab] holds each draft id's target id (not d2t's offset); None if they are the same.
@@ -73,23 +98,33 @@ def bind_draft(cfg: drafts.DraftConfig, params: Params, target_params: Params, d
     return bound
 
 
-def _draft_to_target(cfg: drafts.DraftConfig, tensors: Mapping[str, LazyTensor], source: str) -> np.ndarray | None:
+def _draft_to_target(
+    cfg: drafts.DraftConfig, tensors: Mapping[str, LazyTensor], source: str
+) -> np.ndarray | None:
     """Target ids from d2t, which holds offsets (target id = draft id + d2t[draft id]), checked against t2d's mask."""
     if "d2t" not in tensors:
         return None
     size, vocab = cfg.draft_vocab_size, cfg.vocab_size
     d2t = np.asarray(tensors["d2t"].read())
     if d2t.shape != (size,) or not np.issubdtype(d2t.dtype, np.integer):
-        raise ConfigError(f"{source}: d2t: expected {size} integers (draft_vocab_size), got {d2t.dtype} {list(d2t.shape)}")
+        raise ConfigError(
+            f"{source}: d2t: expected {size} integers (draft_vocab_size), got {d2t.dtype} {list(d2t.shape)}"
+        )
     ids = d2t.astype(np.int64) + np.arange(size)
     if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) != size:
-        raise ConfigError(f"{source}: d2t: expected offsets to {size} different ids below {vocab}, got ids {ids.min()}..{ids.max()}")
+        raise ConfigError(
+            f"{source}: d2t: expected offsets to {size} different ids below {vocab}, got ids {ids.min()}..{ids.max()}"
+        )
     if "t2d" in tensors:
         t2d = np.asarray(tensors["t2d"].read())
         if t2d.shape != (vocab,) or t2d.dtype != bool or t2d.sum() != size or not t2d[ids].all():
-            raise ConfigError(f"{source}: t2d: expected a bool mask of {vocab} that holds just d2t's {size} ids, got one that does not")
+            raise ConfigError(
+                f"{source}: t2d: expected a bool mask of {vocab} that holds just d2t's {size} ids, got one that does not"
+            )
     if not cfg.maps_vocabulary:
         if not np.array_equal(ids, np.arange(vocab)):
-            raise ConfigError(f"{source}: d2t: expected the identity in a draft with the target's whole vocabulary, got a permutation")
+            raise ConfigError(
+                f"{source}: d2t: expected the identity in a draft with the target's whole vocabulary, got a permutation"
+            )
         return None
     return ids

@@ -57,28 +57,45 @@ def load_pretrained(
         settings["max_model_len"] = max_model_len
     config = EngineConfig(**settings)
     keep_compiled_programs()
-    resolved = DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
+    resolved = (
+        DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"]
+        if dtype == "auto"
+        else DTYPES[dtype]
+    )
     folder = resolve(target, kind="target")
     loaded = load_target(folder, resolved, mxfp4=mxfp4)
     if max_model_len is None:
-        config = replace(config, max_model_len=min(USUAL_MODEL_LEN, loaded[0].max_position_embeddings))
+        config = replace(
+            config, max_model_len=min(USUAL_MODEL_LEN, loaded[0].max_position_embeddings)
+        )
     draft = None
     if speculative is not None:
         own = speculative.model is None  # an MTP module is in the target's own checkpoint
-        draft = load_draft(folder if own else resolve(speculative.model, kind="draft"), *loaded, speculative, resolved)
+        draft = load_draft(
+            folder if own else resolve(speculative.model, kind="draft"),
+            *loaded,
+            speculative,
+            resolved,
+        )
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
     return Pretrained(loaded, draft, speculative, tokenizer, eos, config, resolved)
 
 
-def check_speculative(speculative: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
+def check_speculative(
+    speculative: SpeculativeConfig | Mapping[str, Any] | None,
+) -> SpeculativeConfig | None:
     """The config, from its keys if need be; ConfigError if it names no draft, or rates that do not fit."""
     if isinstance(speculative, Mapping):
         speculative = SpeculativeConfig.from_dict(speculative)
     if speculative is not None:
         if not isinstance(speculative, SpeculativeConfig):
-            raise ConfigError(f"speculative: expected a SpeculativeConfig, its keys or None, got {speculative!r:.200}")
+            raise ConfigError(
+                f"speculative: expected a SpeculativeConfig, its keys or None, got {speculative!r:.200}"
+            )
         if speculative.model is None and speculative.method != "mtp":
-            raise ConfigError("speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none")
+            raise ConfigError(
+                "speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none"
+            )
         synthetic.acceptance_rates(speculative)
     return speculative

@@ -11,7 +11,13 @@ from jaxspec.loading.cache import cached_gguf
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # weights, configs, the tokenizer's files
+HUB_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+]  # weights, configs, the tokenizer's files
 PICKLES = ["pytorch_model.bin"]  # only drafts come as one (EAGLE-1)
 
 
@@ -26,7 +32,9 @@ def resolve(name_or_path: str | Path | None, *, kind: Literal["target", "draft"]
     if kind == "target" and name_or_path is None:
         return default_target()
     if not name_or_path or not str(name_or_path).strip():
-        raise ConfigError(f"{kind}: expected a folder, a .gguf file, a name or a hub id, got {name_or_path!r}")
+        raise ConfigError(
+            f"{kind}: expected a folder, a .gguf file, a name or a hub id, got {name_or_path!r}"
+        )
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -42,7 +50,9 @@ def resolve(name_or_path: str | Path | None, *, kind: Literal["target", "draft"]
     if name in known:
         return known[name]
     if isinstance(name_or_path, Path) or not HUB_ID.fullmatch(name):
-        raise ConfigError(f"{kind} {name}: expected an existing folder, {_choices(known)}, got no such folder")
+        raise ConfigError(
+            f"{kind} {name}: expected an existing folder, {_choices(known)}, got no such folder"
+        )
     return _from_hub(name, kind, known)
 
 
@@ -59,13 +69,23 @@ def _from_hub(name: str, kind: str, known: dict[str, Path]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
     except (RepositoryNotFoundError, HFValidationError) as e:
-        reason = "no such repository on the hub (or it is private or gated and no login may read it)"
+        reason = (
+            "no such repository on the hub (or it is private or gated and no login may read it)"
+        )
         error = e
     except HfHubHTTPError as e:
         reason, error = f"an error from the hub: {_first_line(e)}", e
-    except (OSError, RuntimeError) as e:  # no network, offline mode, and nothing of it in the hub's local cache
-        reason, error = f"no local folder of that name and no hub that can be reached ({_first_line(e)})", e
-    raise ConfigError(f"{kind} {name}: expected a hub id, {_choices(known)}, got {reason}") from error
+    except (
+        OSError,
+        RuntimeError,
+    ) as e:  # no network, offline mode, and nothing of it in the hub's local cache
+        reason, error = (
+            f"no local folder of that name and no hub that can be reached ({_first_line(e)})",
+            e,
+        )
+    raise ConfigError(
+        f"{kind} {name}: expected a hub id, {_choices(known)}, got {reason}"
+    ) from error
 
 
 def _choices(known: dict[str, Path]) -> str:

@@ -31,46 +31,70 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A chat, rendered by the chat template up to where the assistant's turn starts."""
         if not self.hf.chat_template:
-            raise ConfigError(f"{self.path}: expected a chat template in the tokenizer's files, got none; give a plain prompt instead")
-        if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
-            raise ConfigError(f"chat: expected a list of objects with 'role' and 'content', got {messages!r:.200}")
+            raise ConfigError(
+                f"{self.path}: expected a chat template in the tokenizer's files, got none; give a plain prompt instead"
+            )
+        if not messages or not all(
+            isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages
+        ):
+            raise ConfigError(
+                f"chat: expected a list of objects with 'role' and 'content', got {messages!r:.200}"
+            )
         from jinja2 import TemplateError
 
         try:
-            text = self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+            text = self.hf.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
         except (TemplateError, TypeError) as e:
-            raise ConfigError(f"chat: expected messages that the chat template of {self.path} accepts, got {e}") from e
+            raise ConfigError(
+                f"chat: expected messages that the chat template of {self.path} accepts, got {e}"
+            ) from e
         return self._ids(text, add_special_tokens=False)  # the template writes its own bos
 
     def _ids(self, text: str, **options: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as e:  # JSON can write one
-            raise ConfigError(f"text: expected Unicode, got half a character (a lone surrogate), {text[e.start]!r}, at {e.start}") from None
+            raise ConfigError(
+                f"text: expected Unicode, got half a character (a lone surrogate), {text[e.start]!r}, at {e.start}"
+            ) from None
         return list(self.hf.encode(text, **options))
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        return self.hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return self.hf.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a checkpoint folder brings a tokenizer at all."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    )
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint folder; ConfigError if its files are missing or damaged. No code of the folder is run."""
     folder = Path(folder)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": it is not needed
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # "PyTorch was not found": it is not needed
     from transformers import AutoTokenizer
 
     if not has_tokenizer(folder):
-        raise ConfigError(f"{folder}: expected a tokenizer (tokenizer.json, tokenizer.model or vocab.json), got none")
+        raise ConfigError(
+            f"{folder}: expected a tokenizer (tokenizer.json, tokenizer.model or vocab.json), got none"
+        )
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as e:  # tokenizers raises bare Exception for a damaged file
         reason = (str(e) or type(e).__name__).splitlines()[0]
-        raise ConfigError(f"{folder}: expected a tokenizer that transformers can read, got {reason}") from e
+        raise ConfigError(
+            f"{folder}: expected a tokenizer that transformers can read, got {reason}"
+        ) from e
     return Tokenizer(hf, eos_token_ids(folder, hf.eos_token_id), folder)
 
 
@@ -83,7 +107,9 @@ def eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
             continue
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
-            raise ConfigError(f"{folder / name}: expected eos_token_id to be an id or a list of ids, got {value!r}")
+            raise ConfigError(
+                f"{folder / name}: expected eos_token_id to be an id or a list of ids, got {value!r}"
+            )
         ids |= set(values)
         break
     return tuple(sorted(ids))

@@ -21,13 +21,21 @@ def ignore_nothing(name: str) -> bool:
 
 
 def check_shapes(
-    specs: Params, shapes: Mapping[str, tuple[int, ...]], *, ignore: Callable[[str], bool] = ignore_nothing, source: str = "checkpoint"
+    specs: Params,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    ignore: Callable[[str], bool] = ignore_nothing,
+    source: str = "checkpoint",
 ) -> None:
     """Compare a parameter table with the names and shapes of a checkpoint, reading no weights; ConfigError names each difference.
 
     ignore: names that may be there without being in the table (a tied lm_head, rotary tables). It never excuses a missing one.
     """
-    wanted = {name: shape for spec in jax.tree.leaves(specs, is_leaf=_is_spec) for name, shape in spec.tensors.items()}
+    wanted = {
+        name: shape
+        for spec in jax.tree.leaves(specs, is_leaf=_is_spec)
+        for name, shape in spec.tensors.items()
+    }
     missing = [name for name in wanted if name not in shapes]
     extra = [name for name in shapes if name not in wanted and not ignore(name)]
     misshapen = [
@@ -35,9 +43,15 @@ def check_shapes(
         for name, shape in wanted.items()
         if name in shapes and tuple(shapes[name]) != shape
     ]
-    problems = [_listed(*p) for p in (("missing", missing), ("unexpected", extra), ("misshapen", misshapen)) if p[1]]
+    problems = [
+        _listed(*p)
+        for p in (("missing", missing), ("unexpected", extra), ("misshapen", misshapen))
+        if p[1]
+    ]
     if problems:
-        raise ConfigError(f"{source}: expected {len(wanted)} tensors by its config, got {len(shapes)}: {'; '.join(problems)}")
+        raise ConfigError(
+            f"{source}: expected {len(wanted)} tensors by its config, got {len(shapes)}: {'; '.join(problems)}"
+        )
 
 
 def load_params(
@@ -53,14 +67,21 @@ def load_params(
     One weight at a time goes to the device, so that the host never holds the whole model beside it. Integers become
     int32 (jax's default; a value that does not fit is an error), booleans and uint8 (packed weights) stay.
     """
-    check_shapes(specs, {name: tensor.shape for name, tensor in tensors.items()}, ignore=ignore, source=source)
+    check_shapes(
+        specs,
+        {name: tensor.shape for name, tensor in tensors.items()},
+        ignore=ignore,
+        source=source,
+    )
 
     loaded = 0
 
     def load(spec: ParamSpec) -> jax.Array:
         nonlocal loaded
         array = _cast(
-            spec.assemble([tensors[name].read() for name in spec.tensors]), np.dtype(spec.dtype or dtype), f"{source}: {spec.name}"
+            spec.assemble([tensors[name].read() for name in spec.tensors]),
+            np.dtype(spec.dtype or dtype),
+            f"{source}: {spec.name}",
         )
         try:  # waiting bounds the host copies in flight to one
             on_device = jax.block_until_ready(jax.device_put(array))
@@ -90,7 +111,9 @@ def _cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     if jnp.issubdtype(array.dtype, jnp.integer):
         bounds = np.iinfo(np.int32)
         if array.size and not (bounds.min <= array.min() and array.max() <= bounds.max):
-            raise ConfigError(f"{where}: expected integers that fit int32, got values in [{array.min()}, {array.max()}]")
+            raise ConfigError(
+                f"{where}: expected integers that fit int32, got values in [{array.min()}, {array.max()}]"
+            )
         return array.astype(np.int32, copy=False)
     return array
 

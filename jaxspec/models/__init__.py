@@ -22,7 +22,17 @@ from types import ModuleType
 from typing import Any
 
 from jaxspec.config import ConfigError
-from jaxspec.models import deepseek_v3, deepseek_v4, glm4_moe_lite, gpt_oss, llama, llama4_text, mimo, qwen2, qwen3
+from jaxspec.models import (
+    deepseek_v3,
+    deepseek_v4,
+    glm4_moe_lite,
+    gpt_oss,
+    llama,
+    llama4_text,
+    mimo,
+    qwen2,
+    qwen3,
+)
 from jaxspec.models.decoder import TargetOutput
 from jaxspec.models.llama import LlamaConfig
 

@@ -42,18 +42,24 @@ class TargetOutput:
 def decoder_specs(cfg: DecoderConfig, layer_specs: Callable[[int, str], Params]) -> Params:
     """The weights: a ParamSpec per array, in the structure of the params. layer_specs(i, prefix) are those of layer i."""
     specs: dict[str, Any] = {
-        "embed_tokens": ParamSpec("model.embed_tokens.weight", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed")),
+        "embed_tokens": ParamSpec(
+            "model.embed_tokens.weight", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed")
+        ),
         "layers": [layer_specs(i, f"model.layers.{i}") for i in range(cfg.num_layers)],
         "norm": vector("model.norm.weight", cfg.hidden_size),
     }
     if not cfg.tie_word_embeddings:
-        specs["lm_head"] = matrix("lm_head.weight", cfg.hidden_size, cfg.vocab_size, ("embed", "vocab"))
+        specs["lm_head"] = matrix(
+            "lm_head.weight", cfg.hidden_size, cfg.vocab_size, ("embed", "vocab")
+        )
     return specs
 
 
 def ignored_tensor(cfg: DecoderConfig, name: str) -> bool:
     """Tensors that a checkpoint may hold and the decoder does not need: derived tables, a tied head saved twice."""
-    return name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (
+        cfg.tie_word_embeddings and name == "lm_head.weight"
+    )
 
 
 def run_layers(
@@ -76,7 +82,9 @@ def run_layers(
     if first_norm is None:
         x = params["embed_tokens"][tokens]
     else:
-        embedded, normed = embed_norm(tokens, params["embed_tokens"], first_norm, cfg.rms_norm_eps, kernels)
+        embedded, normed = embed_norm(
+            tokens, params["embed_tokens"], first_norm, cfg.rms_norm_eps, kernels
+        )
         x = ResidualStream(embedded, normed=normed)
     aux: dict[int, jax.Array] = {}
     new_caches = []
@@ -92,7 +100,9 @@ def run_layers(
     return TargetOutput(hidden, picked, tuple(new_caches))
 
 
-def logits(params: Params, cfg: DecoderConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS) -> jax.Array:
+def logits(
+    params: Params, cfg: DecoderConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
+) -> jax.Array:
     """Float32 logits [..., vocab] of hidden [..., embed]."""
     tied = cfg.tie_word_embeddings
     return vocab_logits(hidden, params["embed_tokens" if tied else "lm_head"], kernels, tied=tied)

@@ -30,7 +30,16 @@ from jaxspec.layers.products import mlp_block, mlp_specs, pick_row, rope_tables
 from jaxspec.models import decoder
 from jaxspec.models.decoder import TargetOutput, decoder_specs, logits, run_layers
 
-__all__ = ["DeepseekV3Config", "config_from_hf", "decoder_layer", "forward", "ignored_tensor", "layer_specs", "logits", "param_specs"]
+__all__ = [
+    "DeepseekV3Config",
+    "config_from_hf",
+    "decoder_layer",
+    "forward",
+    "ignored_tensor",
+    "layer_specs",
+    "logits",
+    "param_specs",
+]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,9 @@ class DeepseekV3Config:
 
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
     """From a checkpoint's config.json."""
-    return mla_moe_config(config, num_dense_layers=read_int(config, "first_k_dense_replace", 3, least=0))
+    return mla_moe_config(
+        config, num_dense_layers=read_int(config, "first_k_dense_replace", 3, least=0)
+    )
 
 
 def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> DeepseekV3Config:
@@ -71,17 +82,30 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         refuse_unless(config, key, expected)
     quantization = read_object(config, "quantization_config").get("quant_method")
     if quantization not in (None, "fp8"):
-        raise ConfigError(f"quantization_config: expected quant_method 'fp8' or none, got {quantization!r}")
-    for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1), ("ep_size", 1)):
-        refuse_unless(config, key, expected)  # DeepSeek's own config.json has them, transformers' has not
+        raise ConfigError(
+            f"quantization_config: expected quant_method 'fp8' or none, got {quantization!r}"
+        )
+    for key, expected in (
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+        ("ep_size", 1),
+    ):
+        refuse_unless(
+            config, key, expected
+        )  # DeepSeek's own config.json has them, transformers' has not
     num_layers = read_int(config, "num_hidden_layers")
     if not 0 <= num_dense_layers <= num_layers:
-        raise ConfigError(f"first_k_dense_replace: expected at most the model's {num_layers} layers, got {num_dense_layers}")
+        raise ConfigError(
+            f"first_k_dense_replace: expected at most the model's {num_layers} layers, got {num_dense_layers}"
+        )
     eps = read_number(config, "rms_norm_eps", 1e-6)
     attention = MLAConfig(
         num_heads=read_int(config, "num_attention_heads"),
         kv_lora_rank=read_int(config, "kv_lora_rank"),
-        q_lora_rank=read_int(config, "q_lora_rank") if config.get("q_lora_rank") is not None else None,
+        q_lora_rank=read_int(config, "q_lora_rank")
+        if config.get("q_lora_rank") is not None
+        else None,
         nope_head_dim=read_int(config, "qk_nope_head_dim"),
         rope_head_dim=read_int(config, "qk_rope_head_dim"),
         v_head_dim=read_int(config, "v_head_dim"),
@@ -102,7 +126,9 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         shared_size=size * read_int(config, "n_shared_experts", 1),
     )
     if moe.num_experts % moe.num_groups:
-        raise ConfigError(f"n_group: expected a divisor of n_routed_experts {moe.num_experts}, got {moe.num_groups}")
+        raise ConfigError(
+            f"n_group: expected a divisor of n_routed_experts {moe.num_experts}, got {moe.num_groups}"
+        )
     return DeepseekV3Config(
         model_type=config["model_type"],
         vocab_size=read_int(config, "vocab_size"),
@@ -115,14 +141,21 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        num_mtp_layers=read_int(config, "num_nextn_predict_layers", read_int(config, "num_mtp_layers", 0, least=0), least=0),
+        num_mtp_layers=read_int(
+            config,
+            "num_nextn_predict_layers",
+            read_int(config, "num_mtp_layers", 0, least=0),
+            least=0,
+        ),
         float8=quantization is not None,
     )
 
 
 def param_specs(cfg: DeepseekV3Config) -> Params:
     """The weights: a ParamSpec per array, in the structure of the params."""
-    return decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, prefix, dense=i < cfg.num_dense_layers))
+    return decoder_specs(
+        cfg, lambda i, prefix: layer_specs(cfg, prefix, dense=i < cfg.num_dense_layers)
+    )
 
 
 def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> Params:
@@ -132,14 +165,22 @@ def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> P
         "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
         "self_attn": mla_specs(f"{prefix}.self_attn", cfg.attention, hidden),
         "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        **(mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size) if dense else sigmoid_moe_specs(f"{prefix}.mlp", cfg.moe, hidden)),
+        **(
+            mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size)
+            if dense
+            else sigmoid_moe_specs(f"{prefix}.mlp", cfg.moe, hidden)
+        ),
     }
 
 
 def ignored_tensor(cfg: DeepseekV3Config, name: str) -> bool:
     """As any decoder's, and the modules of multi-token prediction; of float8 files the scales, which are read with what they scale."""
     mtp = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.num_mtp_layers))
-    return decoder.ignored_tensor(cfg, name) or name.startswith(mtp) or (cfg.float8 and name.endswith("_scale_inv"))
+    return (
+        decoder.ignored_tensor(cfg, name)
+        or name.startswith(mtp)
+        or (cfg.float8 and name.endswith("_scale_inv"))
+    )
 
 
 def decoder_layer(
@@ -155,7 +196,9 @@ def decoder_layer(
 ) -> tuple[jax.Array, LatentCache]:
     """One layer on x [batch, rows, D], dense or with experts as its weights say; also that of an MTP module. last_row: see dense_layer."""
     norm = layer["input_layernorm"]
-    x, cache = latent_attention(layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x)
+    x, cache = latent_attention(
+        layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x
+    )
     x = pick_row(x, last_row)
     if "experts" in layer:
         return sigmoid_moe_block(layer, cfg.moe, cfg.rms_norm_eps, x, kernels), cache
@@ -175,7 +218,11 @@ def forward(
     """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
     rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
 
-    def run_layer(i: int, layer: Params, x: jax.Array, cache: LatentCache) -> tuple[jax.Array, LatentCache]:
+    def run_layer(
+        i: int, layer: Params, x: jax.Array, cache: LatentCache
+    ) -> tuple[jax.Array, LatentCache]:
         return decoder_layer(layer, cfg, x, rope, metadata, cache, kernels)
 
-    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)
+    return run_layers(
+        params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels
+    )

@@ -28,15 +28,42 @@ from jaxspec.config import (
 )
 from jaxspec.layers.attention import RopeTables
 from jaxspec.layers.compressed_attention import compressed_attention, compressed_attention_specs
-from jaxspec.layers.hyper_connections import HyperConnectionConfig, collapse, connect, connection_specs, head_specs, merge
-from jaxspec.layers.moe import MoEConfig, expert_specs, experts, gated, route_sqrt_softplus, router_logits
+from jaxspec.layers.hyper_connections import (
+    HyperConnectionConfig,
+    collapse,
+    connect,
+    connection_specs,
+    head_specs,
+    merge,
+)
+from jaxspec.layers.moe import (
+    MoEConfig,
+    expert_specs,
+    experts,
+    gated,
+    route_sqrt_softplus,
+    router_logits,
+)
 from jaxspec.layers.params import IndexSpec, Params, ParamSpec, matrix, vector
 from jaxspec.layers.products import pick_row, product, rms_norm, rope_tables
 from jaxspec.models.decoder import TargetOutput, logits
 
-__all__ = ["DeepseekV4Config", "config_from_hf", "decoder_layer", "forward", "ignored_tensor", "layer_specs", "logits", "param_specs"]
+__all__ = [
+    "DeepseekV4Config",
+    "config_from_hf",
+    "decoder_layer",
+    "forward",
+    "ignored_tensor",
+    "layer_specs",
+    "logits",
+    "param_specs",
+]
 
-SLIDING, SPARSE, HEAVY = KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+SLIDING, SPARSE, HEAVY = KINDS = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
 MLP_KINDS = ("hash_moe", "moe")
 EXPERT_NAMES = ("w1", "w3", "w2")
 
@@ -78,16 +105,31 @@ class DeepseekV4Config:
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
         """Of the layers that compress, and of the others."""
-        return CacheGroup(block_size, max_model_len), CacheGroup(block_size, max_model_len, self.attention.sliding_window)
+        return CacheGroup(block_size, max_model_len), CacheGroup(
+            block_size, max_model_len, self.attention.sliding_window
+        )
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV4Config:
     """From a checkpoint's config.json, the original one or transformers'."""
-    for key, expected in (("hidden_act", "silu"), ("quantization_config", None), ("num_key_value_heads", 1), ("n_shared_experts", 1)):
+    for key, expected in (
+        ("hidden_act", "silu"),
+        ("quantization_config", None),
+        ("num_key_value_heads", 1),
+        ("n_shared_experts", 1),
+    ):
         refuse_unless(config, key, expected)
-    for key, expected in (("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+    for key, expected in (
+        ("scoring_func", "sqrtsoftplus"),
+        ("topk_method", "noaux_tc"),
+        ("norm_topk_prob", True),
+    ):
         refuse_unless(config, key, expected)
-    for key, expected in (("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", False)):
+    for key, expected in (
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("tie_word_embeddings", False),
+    ):
         refuse_unless(config, key, expected)
     num_layers = read_int(config, "num_hidden_layers")
     eps = read_number(config, "rms_norm_eps", 1e-6)
@@ -108,7 +150,10 @@ def config_from_hf(config: Mapping[str, Any]) -> DeepseekV4Config:
         hash_layers=_hash_layers(config, num_layers),
         attention=_attention(config, num_layers, eps),
         residual=HyperConnectionConfig(
-            read_int(config, "hc_mult", 4), read_int(config, "hc_sinkhorn_iters", 20), read_number(config, "hc_eps", 1e-6), eps
+            read_int(config, "hc_mult", 4),
+            read_int(config, "hc_sinkhorn_iters", 20),
+            read_number(config, "hc_eps", 1e-6),
+            eps,
         ),
         moe=moe,
         rms_norm_eps=eps,
@@ -123,7 +168,9 @@ def _attention(config: Mapping[str, Any], num_layers: int, eps: float) -> Compre
     sparse, heavy = read_int(rates, SPARSE, 4), read_int(rates, HEAVY, 128)
     head_dim = read_int(config, "head_dim", 512)
     main, compressed = _ropes(config)
-    rope_head_dim = config.get("qk_rope_head_dim") or round(head_dim * read_number(config, "partial_rotary_factor", 0.125))
+    rope_head_dim = config.get("qk_rope_head_dim") or round(
+        head_dim * read_number(config, "partial_rotary_factor", 0.125)
+    )
     return CompressedAttentionConfig(
         num_heads=read_int(config, "num_attention_heads"),
         head_dim=head_dim,
@@ -144,22 +191,34 @@ def _attention(config: Mapping[str, Any], num_layers: int, eps: float) -> Compre
     )
 
 
-def _layer_types(config: Mapping[str, Any], num_layers: int, of_ratio: Mapping[int, str]) -> tuple[str, ...]:
+def _layer_types(
+    config: Mapping[str, Any], num_layers: int, of_ratio: Mapping[int, str]
+) -> tuple[str, ...]:
     """transformers' layer_types, or the original compress_ratios, which go on with those of the MTP modules."""
     ratios = config.get("compress_ratios") or []
-    kinds = list(config.get("layer_types") or [of_ratio.get(ratio, ratio) for ratio in ratios[:num_layers]])
+    kinds = list(
+        config.get("layer_types") or [of_ratio.get(ratio, ratio) for ratio in ratios[:num_layers]]
+    )
     if len(kinds) != num_layers or not set(kinds) <= set(KINDS):
-        raise ConfigError(f"layer_types: expected {num_layers} of {', '.join(KINDS)} (or compress_ratios of {list(of_ratio)}), got {kinds}")
+        raise ConfigError(
+            f"layer_types: expected {num_layers} of {', '.join(KINDS)} (or compress_ratios of {list(of_ratio)}), got {kinds}"
+        )
     if any(ratios[num_layers:]):
-        raise ConfigError(f"compress_ratios: expected 0 (an MTP module compresses nothing) after {num_layers} layers, got {ratios}")
+        raise ConfigError(
+            f"compress_ratios: expected 0 (an MTP module compresses nothing) after {num_layers} layers, got {ratios}"
+        )
     return tuple(kinds)
 
 
 def _hash_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     count = config.get("num_hash_layers", 3)
-    kinds = list(config.get("mlp_layer_types") or [MLP_KINDS[i >= count] for i in range(num_layers)])
+    kinds = list(
+        config.get("mlp_layer_types") or [MLP_KINDS[i >= count] for i in range(num_layers)]
+    )
     if len(kinds) != num_layers or not set(kinds) <= set(MLP_KINDS):
-        raise ConfigError(f"mlp_layer_types: expected {num_layers} of {', '.join(MLP_KINDS)}, got {kinds}")
+        raise ConfigError(
+            f"mlp_layer_types: expected {num_layers} of {', '.join(MLP_KINDS)}, got {kinds}"
+        )
     return tuple(kind == "hash_moe" for kind in kinds)
 
 
@@ -167,27 +226,46 @@ def _ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     """Of layers without and with a compressor. YaRN is for the latter only, and without its factor on cos and sin."""
     nested = read_object(config, "rope_parameters")
     main = {"rope_theta": read_number(config, "rope_theta", 10000.0), **read_object(nested, "main")}
-    scaling = read_object(nested, "compress") or {**read_object(config, "rope_scaling"), **({} if "main" in nested else nested)}
-    compressed = {"attention_factor": 1.0, "rope_theta": read_number(config, "compress_rope_theta", 160000.0), **scaling}
+    scaling = read_object(nested, "compress") or {
+        **read_object(config, "rope_scaling"),
+        **({} if "main" in nested else nested),
+    }
+    compressed = {
+        "attention_factor": 1.0,
+        "rope_theta": read_number(config, "compress_rope_theta", 160000.0),
+        **scaling,
+    }
     if "compress" not in nested:  # a flat rope_theta is the other layers'
         compressed["rope_theta"] = read_number(config, "compress_rope_theta", 160000.0)
-    one, other = ({k: v for k, v in rope.items() if k != "partial_rotary_factor"} for rope in (main, compressed))
-    return RopeConfig.from_hf({"rope_parameters": one}), RopeConfig.from_hf({"rope_parameters": other})
+    one, other = (
+        {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+        for rope in (main, compressed)
+    )
+    return RopeConfig.from_hf({"rope_parameters": one}), RopeConfig.from_hf(
+        {"rope_parameters": other}
+    )
 
 
 def param_specs(cfg: DeepseekV4Config) -> Params:
     """The weights: a ParamSpec per array, in the structure of the params."""
     kinds = zip(cfg.attention.layer_types, cfg.hash_layers, strict=True)
     return {
-        "embed_tokens": ParamSpec("embed.weight", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed")),
-        "layers": [layer_specs(cfg, f"layers.{i}", kind, hashed=hashed) for i, (kind, hashed) in enumerate(kinds)],
+        "embed_tokens": ParamSpec(
+            "embed.weight", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed")
+        ),
+        "layers": [
+            layer_specs(cfg, f"layers.{i}", kind, hashed=hashed)
+            for i, (kind, hashed) in enumerate(kinds)
+        ],
         "head": head_specs("hc_head", cfg.residual, cfg.hidden_size),
         "norm": vector("norm.weight", cfg.hidden_size),
         "lm_head": matrix("head.weight", cfg.hidden_size, cfg.vocab_size, ("embed", "vocab")),
     }
 
 
-def layer_specs(cfg: DeepseekV4Config, prefix: str, kind: str = SLIDING, *, hashed: bool = False) -> Params:
+def layer_specs(
+    cfg: DeepseekV4Config, prefix: str, kind: str = SLIDING, *, hashed: bool = False
+) -> Params:
     """One decoder layer's weights; also an MTP module's layer's."""
     hidden, moe, ffn = cfg.hidden_size, cfg.moe, f"{prefix}.ffn"
     specs: dict[str, Any] = {
@@ -199,16 +277,26 @@ def layer_specs(cfg: DeepseekV4Config, prefix: str, kind: str = SLIDING, *, hash
         "router": matrix(f"{ffn}.gate.weight", hidden, moe.num_experts, ("embed", "experts")),
         "experts": expert_specs(f"{ffn}.experts", moe, hidden, EXPERT_NAMES),
         "shared": {
-            "gate_proj": matrix(f"{ffn}.shared_experts.w1.weight", hidden, moe.shared_size, ("embed", "mlp")),
-            "up_proj": matrix(f"{ffn}.shared_experts.w3.weight", hidden, moe.shared_size, ("embed", "mlp")),
-            "down_proj": matrix(f"{ffn}.shared_experts.w2.weight", moe.shared_size, hidden, ("mlp", "embed")),
+            "gate_proj": matrix(
+                f"{ffn}.shared_experts.w1.weight", hidden, moe.shared_size, ("embed", "mlp")
+            ),
+            "up_proj": matrix(
+                f"{ffn}.shared_experts.w3.weight", hidden, moe.shared_size, ("embed", "mlp")
+            ),
+            "down_proj": matrix(
+                f"{ffn}.shared_experts.w2.weight", moe.shared_size, hidden, ("mlp", "embed")
+            ),
         },
     }
     if hashed:
         table = f"{ffn}.gate.tid2eid"
-        specs["expert_of_token"] = IndexSpec(table, (cfg.vocab_size, moe.top_k), ("vocab", None), below=moe.num_experts)
+        specs["expert_of_token"] = IndexSpec(
+            table, (cfg.vocab_size, moe.top_k), ("vocab", None), below=moe.num_experts
+        )
     else:
-        specs["router_bias"] = ParamSpec(f"{ffn}.gate.bias", (moe.num_experts,), ("experts",), dtype="float32")
+        specs["router_bias"] = ParamSpec(
+            f"{ffn}.gate.bias", (moe.num_experts,), ("experts",), dtype="float32"
+        )
     return specs
 
 
@@ -220,7 +308,10 @@ def ignored_tensor(cfg: DeepseekV4Config, name: str) -> bool:
 def layer_ropes(cfg: DeepseekV4Config, positions: jax.Array) -> tuple[RopeTables, RopeTables]:
     """The tables of layers with a compressor and of those without one: as cache_groups."""
     attention = cfg.attention
-    compressed, main = (rope_tables(rope, attention.rope_head_dim, positions) for rope in (attention.compressed_rope, attention.rope))
+    compressed, main = (
+        rope_tables(rope, attention.rope_head_dim, positions)
+        for rope in (attention.compressed_rope, attention.rope)
+    )
     return compressed, main
 
 
@@ -240,14 +331,18 @@ def decoder_layer(
     """One layer of this kind on the streams x [batch, rows, streams, D] of tokens [batch, rows]; last_row: see dense_layer."""
     read, post, comb = connect(layer["attention_connection"], cfg.residual, x)
     normed = rms_norm(read, layer["input_layernorm"], cfg.rms_norm_eps, kernels)
-    attended, cache = compressed_attention(layer["self_attn"], cfg.attention, kind, normed, rope, metadata, cache, kernels)
+    attended, cache = compressed_attention(
+        layer["self_attn"], cfg.attention, kind, normed, rope, metadata, cache, kernels
+    )
     x, tokens = pick_row(merge(x, attended, post, comb), last_row), pick_row(tokens, last_row)
     read, post, comb = connect(layer["mlp_connection"], cfg.residual, x)
     normed = rms_norm(read, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
     return merge(x, _moe(layer, cfg.moe, normed, tokens, kernels), post, comb), cache
 
 
-def _moe(layer: Params, cfg: MoEConfig, normed: jax.Array, tokens: jax.Array, kernels: Kernels) -> jax.Array:
+def _moe(
+    layer: Params, cfg: MoEConfig, normed: jax.Array, tokens: jax.Array, kernels: Kernels
+) -> jax.Array:
     """experts(normed) + shared(normed), normed [batch, rows, D]."""
     shared = layer["shared"]
     inner = gated(cfg, product(normed, (shared["gate_proj"], shared["up_proj"]), kernels))
@@ -255,7 +350,9 @@ def _moe(layer: Params, cfg: MoEConfig, normed: jax.Array, tokens: jax.Array, ke
     scores = router_logits(flat, layer["router"])
     looked_up = layer["expert_of_token"][tokens.reshape(-1)] if "expert_of_token" in layer else None
     chosen = route_sqrt_softplus(scores, layer.get("router_bias"), cfg, looked_up)
-    return product(inner, (shared["down_proj"],), kernels) + experts(layer["experts"], cfg, flat, *chosen, kernels).reshape(normed.shape)
+    return product(inner, (shared["down_proj"],), kernels) + experts(
+        layer["experts"], cfg, flat, *chosen, kernels
+    ).reshape(normed.shape)
 
 
 def forward(
@@ -274,14 +371,24 @@ def forward(
     """
     ropes = layer_ropes(cfg, metadata[0].positions)
     embedded = params["embed_tokens"][tokens]
-    x = jnp.broadcast_to(embedded[:, :, None], (*tokens.shape, cfg.residual.streams, cfg.hidden_size))
+    x = jnp.broadcast_to(
+        embedded[:, :, None], (*tokens.shape, cfg.residual.streams, cfg.hidden_size)
+    )
     boundary, new_caches = [x], []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         group, kind = cfg.group_of_layer[i], cfg.attention.layer_types[i]
         with jax.named_scope(f"layer_{i}"):
-            x, cache = decoder_layer(layer, cfg, kind, x, tokens, ropes[group], metadata[group], cache, kernels)
+            x, cache = decoder_layer(
+                layer, cfg, kind, x, tokens, ropes[group], metadata[group], cache, kernels
+            )
         boundary.append(x)
         new_caches.append(cache)
-    hidden = rms_norm(collapse(params["head"], cfg.residual, x), params["norm"], cfg.rms_norm_eps, kernels)
-    aux = jnp.concatenate([boundary[i].reshape(*tokens.shape, -1) for i in aux_layers], axis=-1) if aux_layers else None
+    hidden = rms_norm(
+        collapse(params["head"], cfg.residual, x), params["norm"], cfg.rms_norm_eps, kernels
+    )
+    aux = (
+        jnp.concatenate([boundary[i].reshape(*tokens.shape, -1) for i in aux_layers], axis=-1)
+        if aux_layers
+        else None
+    )
     return TargetOutput(hidden, aux, tuple(new_caches))

@@ -35,7 +35,12 @@ __all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logit
 
 KINDS = ("full_attention", "sliding_attention")
 # What transformers assumes where a config says nothing of rope.
-DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @dataclass(frozen=True)
@@ -71,19 +76,27 @@ class GptOssConfig:
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
         """As KINDS."""
-        return CacheGroup(block_size, max_model_len), CacheGroup(block_size, max_model_len, self.sliding_window)
+        return CacheGroup(block_size, max_model_len), CacheGroup(
+            block_size, max_model_len, self.sliding_window
+        )
 
 
 def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
     """From a checkpoint's config.json. MXFP4 experts are dequantised; for packed ones replace mxfp4."""
     refuse_unless(config, "hidden_act", "silu")
     num_layers = read_int(config, "num_hidden_layers")
-    layer_types = tuple(config.get("layer_types") or [KINDS[(i + 1) % 2] for i in range(num_layers)])
+    layer_types = tuple(
+        config.get("layer_types") or [KINDS[(i + 1) % 2] for i in range(num_layers)]
+    )
     if len(layer_types) != num_layers or not set(layer_types) <= set(KINDS):
-        raise ConfigError(f"layer_types: expected {num_layers} of {', '.join(KINDS)}, got {list(layer_types)}")
+        raise ConfigError(
+            f"layer_types: expected {num_layers} of {', '.join(KINDS)}, got {list(layer_types)}"
+        )
     quantization = read_object(config, "quantization_config").get("quant_method")
     if quantization not in (None, "mxfp4"):
-        raise ConfigError(f"quantization_config: expected quant_method 'mxfp4' or none for model_type 'gpt_oss', got {quantization!r}")
+        raise ConfigError(
+            f"quantization_config: expected quant_method 'mxfp4' or none for model_type 'gpt_oss', got {quantization!r}"
+        )
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = {**config, "rope_parameters": DEFAULT_ROPE}
     num_heads = read_int(config, "num_attention_heads", 64)
@@ -132,7 +145,9 @@ def param_specs(cfg: GptOssConfig) -> Params:
             "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
             "self_attn": attention_specs(f"{prefix}.self_attn", cfg.attention, hidden, hidden),
             "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-            "router": matrix(f"{prefix}.mlp.router.weight", hidden, cfg.moe.num_experts, ("embed", "experts")),
+            "router": matrix(
+                f"{prefix}.mlp.router.weight", hidden, cfg.moe.num_experts, ("embed", "experts")
+            ),
             "router_bias": vector(f"{prefix}.mlp.router.bias", cfg.moe.num_experts, "experts"),
             "experts": _expert_specs(f"{prefix}.mlp.experts", cfg),
         }
@@ -142,30 +157,66 @@ def param_specs(cfg: GptOssConfig) -> Params:
 
 def _expert_specs(prefix: str, cfg: GptOssConfig) -> Params:
     count, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
-    gate_up = _weight_spec(cfg, f"{prefix}.gate_up_proj", (count, hidden, 2 * size), ("experts", "embed", "mlp"), interleaved=True)
+    gate_up = _weight_spec(
+        cfg,
+        f"{prefix}.gate_up_proj",
+        (count, hidden, 2 * size),
+        ("experts", "embed", "mlp"),
+        interleaved=True,
+    )
     bias = f"{prefix}.gate_up_proj_bias"
     return {
         "gate_up": gate_up,
-        "gate_up_bias": _assembled(bias, (count, 2 * size), ("experts", "mlp"), ((bias, (count, 2 * size)),), _halves),
-        "down": _weight_spec(cfg, f"{prefix}.down_proj", (count, size, hidden), ("experts", "mlp", "embed"), interleaved=False),
+        "gate_up_bias": _assembled(
+            bias, (count, 2 * size), ("experts", "mlp"), ((bias, (count, 2 * size)),), _halves
+        ),
+        "down": _weight_spec(
+            cfg,
+            f"{prefix}.down_proj",
+            (count, size, hidden),
+            ("experts", "mlp", "embed"),
+            interleaved=False,
+        ),
         "down_bias": ParamSpec(f"{prefix}.down_proj_bias", (count, hidden), ("experts", "embed")),
     }
 
 
-def _weight_spec(cfg: GptOssConfig, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, interleaved: bool) -> Any:
+def _weight_spec(
+    cfg: GptOssConfig,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    interleaved: bool,
+) -> Any:
     """One projection of all experts. The checkpoint has gate and up in turn along the output; ours has the gate's half first."""
     if cfg.mxfp4 is None:
-        return _assembled(name, shape, axes, ((name, shape),), _halves) if interleaved else ParamSpec(name, shape, axes)
+        return (
+            _assembled(name, shape, axes, ((name, shape),), _halves)
+            if interleaved
+            else ParamSpec(name, shape, axes)
+        )
     count, depth, width = shape
     scales = (count, width, depth // BLOCK)
     sources = ((f"{name}_blocks", (*scales, BLOCK // 2)), (f"{name}_scales", scales))
     if cfg.mxfp4 == "dequantised":
-        return _assembled(name, shape, axes, sources, partial(_dequantised, interleaved=interleaved))
+        return _assembled(
+            name, shape, axes, sources, partial(_dequantised, interleaved=interleaved)
+        )
     swapped = (axes[0], axes[2], axes[1])
     order = partial(_halves, axis=1) if interleaved else _as_it_is
     return {
-        "blocks": AssembledSpec(sources[0][0], sources[0][1], (*swapped, None), dtype="uint8", sources=sources[:1], build=order),
-        "scales": AssembledSpec(sources[1][0], sources[1][1], swapped, dtype="uint8", sources=sources[1:], build=order),
+        "blocks": AssembledSpec(
+            sources[0][0],
+            sources[0][1],
+            (*swapped, None),
+            dtype="uint8",
+            sources=sources[:1],
+            build=order,
+        ),
+        "scales": AssembledSpec(
+            sources[1][0], sources[1][1], swapped, dtype="uint8", sources=sources[1:], build=order
+        ),
     }
 
 
@@ -203,14 +254,29 @@ def forward(
     windows = (None, cfg.sliding_window)
     rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata[0].positions)
 
-    def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
+    def run_layer(
+        i: int, layer: Params, x: jax.Array, cache: FullCache
+    ) -> tuple[jax.Array, FullCache]:
         group, norm = cfg.group_of_layer[i], layer["input_layernorm"]
         x, cache = self_attention(
-            layer["self_attn"], cfg.attention, x, rope, metadata[group], cache, kernels, norm=norm, residual=x, window=windows[group]
+            layer["self_attn"],
+            cfg.attention,
+            x,
+            rope,
+            metadata[group],
+            cache,
+            kernels,
+            norm=norm,
+            residual=x,
+            window=windows[group],
         )
         normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
         flat = normed.reshape(-1, cfg.hidden_size)
         chosen = route(flat, layer["router"], layer["router_bias"], cfg.moe, "softmax", kernels)
-        return x + experts(layer["experts"], cfg.moe, flat, *chosen, kernels).reshape(x.shape), cache
+        return x + experts(layer["experts"], cfg.moe, flat, *chosen, kernels).reshape(
+            x.shape
+        ), cache
 
-    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)
+    return run_layers(
+        params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels
+    )

@@ -71,7 +71,13 @@ def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
     return decoder_config(config, qkv_bias=bias, o_bias=bias)
 
 
-def decoder_config(config: Mapping[str, Any], *, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False) -> LlamaConfig:
+def decoder_config(
+    config: Mapping[str, Any],
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+) -> LlamaConfig:
     """The keys that the Llama-like families share, with each family's switches."""
     refuse_unless(config, "hidden_act", "silu")
     refuse_unless(config, "quantization_config", None)
@@ -133,7 +139,9 @@ def decoder_layer(
     last_row: jax.Array | None = None,
 ) -> tuple[jax.Array, FullCache]:
     """One layer on x [batch, rows, D]; last_row: see dense_layer."""
-    stream, cache = _layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=None, last_row=last_row)
+    stream, cache = _layer(
+        layer, cfg, x, rope, metadata, cache, kernels, next_norm=None, last_row=last_row
+    )
     return stream.x, cache
 
 
@@ -150,8 +158,15 @@ def _layer(
     last_row: jax.Array | None = None,
 ) -> tuple[ResidualStream, FullCache]:
     """decoder_layer, whose result is prepared for the norm of gain next_norm."""
-    options = {"norm": layer["input_layernorm"], "residual": x, "next_norm": next_norm, "last_row": last_row}
-    return dense_layer(layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options)
+    options = {
+        "norm": layer["input_layernorm"],
+        "residual": x,
+        "next_norm": next_norm,
+        "last_row": last_row,
+    }
+    return dense_layer(
+        layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options
+    )
 
 
 def forward(
@@ -167,9 +182,20 @@ def forward(
     """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
     rope = rope_of(cfg.attention, metadata)
 
-    def run_layer(i: int, layer: Params, x: jax.Array | ResidualStream, cache: FullCache) -> tuple[ResidualStream, FullCache]:
+    def run_layer(
+        i: int, layer: Params, x: jax.Array | ResidualStream, cache: FullCache
+    ) -> tuple[ResidualStream, FullCache]:
         next_norm = params["layers"][i + 1]["input_layernorm"] if i + 1 < cfg.num_layers else None
         return _layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=next_norm)
 
     first_norm = params["layers"][0]["input_layernorm"]
-    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels, first_norm=first_norm)
+    return run_layers(
+        params,
+        cfg,
+        tokens,
+        caches,
+        run_layer,
+        aux_layers=aux_layers,
+        kernels=kernels,
+        first_norm=first_norm,
+    )

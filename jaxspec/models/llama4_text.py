@@ -73,12 +73,18 @@ class Llama4Config:
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
         """As KINDS."""
-        return CacheGroup(block_size, max_model_len), CacheGroup(block_size, max_model_len, chunk=self.chunk_size)
+        return CacheGroup(block_size, max_model_len), CacheGroup(
+            block_size, max_model_len, chunk=self.chunk_size
+        )
 
 
 def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
     """From a checkpoint's config.json (of the text model: Llama 4's own files hold one with a vision tower, whose text_config this is)."""
-    for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("quantization_config", None)):
+    for key, expected in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("quantization_config", None),
+    ):
         refuse_unless(config, key, expected)
     n = read_int(config, "num_hidden_layers")
     every = read_int(config, "no_rope_layer_interval", 4)
@@ -89,7 +95,9 @@ def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
     moe_layers = range(step - 1, n, step) if moe_layers is None else moe_layers
     for key, found in (("layer_types", kinds), ("no_rope_layers", rope)):
         if len(found) != n or not set(kinds) <= set(KINDS):
-            raise ConfigError(f"{key}: expected one of {', '.join(KINDS)} for each of {n} layers, got {list(found)}")
+            raise ConfigError(
+                f"{key}: expected one of {', '.join(KINDS)} for each of {n} layers, got {list(found)}"
+            )
     num_heads, hidden = read_int(config, "num_attention_heads"), read_int(config, "hidden_size")
     eps = read_number(config, "rms_norm_eps", 1e-5)
     size = read_int(config, "intermediate_size")
@@ -113,7 +121,12 @@ def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
         moe_layers=tuple(i in moe_layers for i in range(n)),
         chunk_size=read_int(config, "attention_chunk_size", 8192),
         attention=attention,
-        moe=MoEConfig(read_int(config, "num_local_experts"), read_int(config, "num_experts_per_tok", 1), size, shared_size=size),
+        moe=MoEConfig(
+            read_int(config, "num_local_experts"),
+            read_int(config, "num_experts_per_tok", 1),
+            size,
+            shared_size=size,
+        ),
         dense_size=read_int(config, "intermediate_size_mlp"),
         attn_scale=read_number(config, "attn_scale", 0.1) if tuned else 0.0,
         floor_scale=read_number(config, "floor_scale", 8192),
@@ -134,7 +147,9 @@ def layer_specs(cfg: Llama4Config, i: int, prefix: str) -> Params:
     block = _moe_specs if cfg.moe_layers[i] else _dense_specs
     return {
         "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
-        "self_attn": attention_specs(f"{prefix}.self_attn", replace(cfg.attention, qk_norm=False), hidden, hidden),
+        "self_attn": attention_specs(
+            f"{prefix}.self_attn", replace(cfg.attention, qk_norm=False), hidden, hidden
+        ),
         "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
         **block(f"{prefix}.feed_forward", cfg),
     }
@@ -149,8 +164,14 @@ def _moe_specs(prefix: str, cfg: Llama4Config) -> dict[str, Any]:
     return {
         "router": matrix(f"{prefix}.router.weight", hidden, count, ("embed", "experts")),
         "experts": {
-            "gate_up": ParamSpec(f"{prefix}.experts.gate_up_proj", (count, hidden, 2 * size), ("experts", "embed", "mlp")),
-            "down": ParamSpec(f"{prefix}.experts.down_proj", (count, size, hidden), ("experts", "mlp", "embed")),
+            "gate_up": ParamSpec(
+                f"{prefix}.experts.gate_up_proj",
+                (count, hidden, 2 * size),
+                ("experts", "embed", "mlp"),
+            ),
+            "down": ParamSpec(
+                f"{prefix}.experts.down_proj", (count, size, hidden), ("experts", "mlp", "embed")
+            ),
         },
         "shared": mlp_specs(f"{prefix}.shared_expert", hidden, cfg.moe.shared_size),
     }
@@ -169,13 +190,21 @@ def forward(
     """One pass over tokens [batch, rows], with the metadata of each of cfg's cache groups; aux_layers: see run_layers."""
     rope = layer_rope(cfg, metadata[0].positions)
 
-    def run_layer(i: int, layer: Params, x: jax.Array, cache: FullCache) -> tuple[jax.Array, FullCache]:
-        return decoder_layer(layer, cfg, i, x, rope, metadata[cfg.group_of_layer[i]], cache, kernels)
+    def run_layer(
+        i: int, layer: Params, x: jax.Array, cache: FullCache
+    ) -> tuple[jax.Array, FullCache]:
+        return decoder_layer(
+            layer, cfg, i, x, rope, metadata[cfg.group_of_layer[i]], cache, kernels
+        )
 
-    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels)
+    return run_layers(
+        params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels
+    )
 
 
-def layer_rope(cfg: Llama4Config, positions: jax.Array) -> tuple[tuple[RopeTables, jax.Array | None], tuple[RopeTables, None]]:
+def layer_rope(
+    cfg: Llama4Config, positions: jax.Array
+) -> tuple[tuple[RopeTables, jax.Array | None], tuple[RopeTables, None]]:
     """Rope tables and scale of the queries (None: 1) of layers without and with rope, for positions [batch, rows]."""
     cos, sin = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions)
     grown = jnp.floor((positions.astype(jnp.float32) + 1) / cfg.floor_scale)
@@ -216,7 +245,9 @@ def decoder_layer(
         window=(None, cfg.chunk_size)[cfg.group_of_layer[i]],
         query_scale=query_scale,
     )
-    return (_moe_block if cfg.moe_layers[i] else _dense_block)(layer, cfg, pick_row(x, last_row), kernels), cache
+    return (_moe_block if cfg.moe_layers[i] else _dense_block)(
+        layer, cfg, pick_row(x, last_row), kernels
+    ), cache
 
 
 def _dense_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels) -> jax.Array:
@@ -232,7 +263,11 @@ def _moe_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels)
     flat = normed.reshape(-1, cfg.hidden_size)
     scores, ids = jax.lax.top_k(router_logits(flat, layer["router"]), cfg.moe.top_k)
     # Each (row, expert) pair has an input of its own: rows of their own with one expert each.
-    weighed = (flat[:, None] * jax.nn.sigmoid(scores)[..., None].astype(flat.dtype)).reshape(-1, cfg.hidden_size)
+    weighed = (flat[:, None] * jax.nn.sigmoid(scores)[..., None].astype(flat.dtype)).reshape(
+        -1, cfg.hidden_size
+    )
     ids = ids.reshape(-1, 1)
-    routed = experts(layer["experts"], cfg.moe, weighed, ids, jnp.ones(ids.shape, jnp.float32), kernels)
+    routed = experts(
+        layer["experts"], cfg.moe, weighed, ids, jnp.ones(ids.shape, jnp.float32), kernels
+    )
     return x + routed.reshape(*flat.shape[:1], cfg.moe.top_k, -1).sum(axis=1).reshape(x.shape)

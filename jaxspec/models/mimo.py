@@ -7,9 +7,25 @@ from typing import Any
 
 from jaxspec.config import refuse_unless
 from jaxspec.models import decoder
-from jaxspec.models.llama import LlamaConfig, decoder_config, decoder_layer, forward, layer_specs, logits, param_specs
+from jaxspec.models.llama import (
+    LlamaConfig,
+    decoder_config,
+    decoder_layer,
+    forward,
+    layer_specs,
+    logits,
+    param_specs,
+)
 
-__all__ = ["config_from_hf", "decoder_layer", "forward", "ignored_tensor", "layer_specs", "logits", "param_specs"]
+__all__ = [
+    "config_from_hf",
+    "decoder_layer",
+    "forward",
+    "ignored_tensor",
+    "layer_specs",
+    "logits",
+    "param_specs",
+]
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:

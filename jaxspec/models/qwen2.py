@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.config import refuse_unless
-from jaxspec.models.llama import LlamaConfig, decoder_config, forward, ignored_tensor, logits, param_specs
+from jaxspec.models.llama import (
+    LlamaConfig,
+    decoder_config,
+    forward,
+    ignored_tensor,
+    logits,
+    param_specs,
+)
 
 __all__ = ["config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 

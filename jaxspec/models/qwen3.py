@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.config import read_int, refuse_unless
-from jaxspec.models.llama import LlamaConfig, decoder_config, forward, ignored_tensor, logits, param_specs
+from jaxspec.models.llama import (
+    LlamaConfig,
+    decoder_config,
+    forward,
+    ignored_tensor,
+    logits,
+    param_specs,
+)
 
 __all__ = ["config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 
@@ -15,4 +22,9 @@ def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
     """From a checkpoint's config.json."""
     refuse_unless(config, "use_sliding_window", False)
     bias = bool(config.get("attention_bias", False))
-    return decoder_config({**config, "head_dim": read_int(config, "head_dim", 128)}, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return decoder_config(
+        {**config, "head_dim": read_int(config, "head_dim", 128)},
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+    )

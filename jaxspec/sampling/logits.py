@@ -15,19 +15,35 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.sampling.state import BadWords, MinTokens, Penalties, SamplingState, scale_by_temperature
+from jaxspec.sampling.state import (
+    BadWords,
+    MinTokens,
+    Penalties,
+    SamplingState,
+    scale_by_temperature,
+)
 from pallas_kernels.truncation import truncate
 
 
 def process_target_logits(
-    features: SamplingFeatures, logits: jax.Array, sampling: SamplingState, positions: jax.Array, draft_tokens: jax.Array | None = None
+    features: SamplingFeatures,
+    logits: jax.Array,
+    sampling: SamplingState,
+    positions: jax.Array,
+    draft_tokens: jax.Array | None = None,
 ) -> jax.Array:
     """The whole order. Arguments as adjust_logits takes them; greedy rows come back undivided."""
-    return narrow_logits(features, adjust_logits(features, logits, sampling, positions, draft_tokens), sampling)
+    return narrow_logits(
+        features, adjust_logits(features, logits, sampling, positions, draft_tokens), sampling
+    )
 
 
 def adjust_logits(
-    features: SamplingFeatures, logits: jax.Array, sampling: SamplingState, positions: jax.Array, draft_tokens: jax.Array | None = None
+    features: SamplingFeatures,
+    logits: jax.Array,
+    sampling: SamplingState,
+    positions: jax.Array,
+    draft_tokens: jax.Array | None = None,
 ) -> jax.Array:
     """What comes before temperature, and changes an argmax: masks, bad words, bias, min_tokens, penalties.
 
@@ -50,7 +66,9 @@ def adjust_logits(
     return logits
 
 
-def narrow_logits(features: SamplingFeatures, logits: jax.Array, sampling: SamplingState) -> jax.Array:
+def narrow_logits(
+    features: SamplingFeatures, logits: jax.Array, sampling: SamplingState
+) -> jax.Array:
     """Temperature, then min_p, top-k and top-p, float32 [batch, rows, vocab]; dropped tokens are -inf."""
     logits = scale_by_temperature(logits, sampling.temperature)
     if features.min_p:
@@ -62,13 +80,24 @@ def narrow_logits(features: SamplingFeatures, logits: jax.Array, sampling: Sampl
 def _forbid_words(logits: jax.Array, words: BadWords, draft_tokens: jax.Array | None) -> jax.Array:
     """Where the generated tokens, the drafts before the row among them, end with a word's other tokens, not its last one."""
     batch, rows, vocab = logits.shape
-    tokens = words.recent if draft_tokens is None else jnp.concatenate([words.recent, draft_tokens], axis=1)
-    before = jnp.arange(rows, dtype=jnp.int32)[:, None] + jnp.arange(words.recent.shape[1], dtype=jnp.int32)
-    begun = words.token_ids[:, None, :, :-1]  # [batch, 1, words, length - 1] against [batch, rows, 1, length - 1]
+    tokens = (
+        words.recent
+        if draft_tokens is None
+        else jnp.concatenate([words.recent, draft_tokens], axis=1)
+    )
+    before = jnp.arange(rows, dtype=jnp.int32)[:, None] + jnp.arange(
+        words.recent.shape[1], dtype=jnp.int32
+    )
+    begun = words.token_ids[
+        :, None, :, :-1
+    ]  # [batch, 1, words, length - 1] against [batch, rows, 1, length - 1]
     fits = jnp.all((begun < 0) | (begun == tokens[:, before][:, :, None]), axis=-1)
     last = words.token_ids[:, None, :, -1]
     forbidden = jnp.where(fits & (last >= 0), last, vocab)  # -1 would wrap
-    request, row = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(rows, dtype=jnp.int32)[:, None]
+    request, row = (
+        jnp.arange(batch, dtype=jnp.int32)[:, None, None],
+        jnp.arange(rows, dtype=jnp.int32)[:, None],
+    )
     return logits.at[request, row, forbidden].set(-jnp.inf, mode="drop")
 
 
@@ -76,7 +105,9 @@ def _forbid_ends(logits: jax.Array, min_tokens: MinTokens, positions: jax.Array)
     """No token that ends the text before the text's least length."""
     rows, vocab = logits.shape[1:]
     too_short = positions[:, None] + jnp.arange(rows, dtype=jnp.int32) < min_tokens.min_len[:, None]
-    ends = jnp.any(min_tokens.stop_token_ids[:, :, None] == jnp.arange(vocab, dtype=jnp.int32), axis=1)
+    ends = jnp.any(
+        min_tokens.stop_token_ids[:, :, None] == jnp.arange(vocab, dtype=jnp.int32), axis=1
+    )
     return jnp.where(too_short[:, :, None] & ends[:, None], -jnp.inf, logits)
 
 
@@ -103,7 +134,9 @@ def _drop_unlikely(logits: jax.Array, min_p: jax.Array) -> jax.Array:
     return jnp.where((logits < threshold) & (min_p > 0)[:, None, None], -jnp.inf, logits)
 
 
-def count_tokens(features: SamplingFeatures, sampling: SamplingState, tokens: jax.Array) -> SamplingState:
+def count_tokens(
+    features: SamplingFeatures, sampling: SamplingState, tokens: jax.Array
+) -> SamplingState:
     """Generated tokens, int32 [batch, n] padded with -1, into what penalties and bad words read of the text."""
     if features.penalties:
         assert sampling.penalties is not None
@@ -118,11 +151,17 @@ def _count(penalties: Penalties, tokens: jax.Array) -> Penalties:
     counts = penalties.output_counts
     batch, vocab = counts.shape
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    return replace(penalties, output_counts=counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop"))  # -1 would wrap
+    return replace(
+        penalties,
+        output_counts=counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop"),
+    )  # -1 would wrap
 
 
 def _remember(words: BadWords, tokens: jax.Array) -> BadWords:
     """The last tokens of the old ones and these."""
     num_new = (tokens >= 0).sum(axis=1, keepdims=True, dtype=jnp.int32)
     last = num_new + jnp.arange(words.recent.shape[1], dtype=jnp.int32)
-    return replace(words, recent=jnp.take_along_axis(jnp.concatenate([words.recent, tokens], axis=1), last, axis=1))
+    return replace(
+        words,
+        recent=jnp.take_along_axis(jnp.concatenate([words.recent, tokens], axis=1), last, axis=1),
+    )

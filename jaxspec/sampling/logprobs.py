@@ -16,7 +16,9 @@ from jax import lax
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.state import argmax
 
-PIECE_BYTES = 256 << 20  # of float32 logits at a time: a chunk of a prompt has more rows than a round
+PIECE_BYTES = (
+    256 << 20
+)  # of float32 logits at a time: a chunk of a prompt has more rows than a round
 
 
 @struct.dataclass
@@ -47,7 +49,9 @@ def score_tokens(logits: jax.Array, tokens: jax.Array, *, everything: bool = Fal
     if everything:
         top, top_ids = lax.top_k(logits, logits.shape[-1])
     else:
-        top, top_ids = lax.platform_dependent(cpu=lambda: tuple(lax.top_k(logits, most)), default=lambda: likeliest(logits, most))
+        top, top_ids = lax.platform_dependent(
+            cpu=lambda: tuple(lax.top_k(logits, most)), default=lambda: likeliest(logits, most)
+        )
     return Scores(
         logprob=(chosen - log_sum_exp)[..., 0],
         rank=jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32),
@@ -58,22 +62,35 @@ def score_tokens(logits: jax.Array, tokens: jax.Array, *, everything: bool = Fal
 
 def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """lax.top_k of [batch, rows, vocab] in `count` passes that read the row and write nothing: on a GPU top_k sorts the vocabulary."""
-    flat, index = logits.reshape(-1, logits.shape[-1]), jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    flat, index = (
+        logits.reshape(-1, logits.shape[-1]),
+        jnp.arange(logits.shape[-1], dtype=jnp.int32),
+    )
 
-    def step(last: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    def step(
+        last: tuple[jax.Array, jax.Array], _: None
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         value, at = last
         left = (flat < value) | ((flat == value) & (index > at))
         at = argmax(jnp.where(left, flat, -jnp.inf))[:, None]
         found = (jnp.take_along_axis(flat, at, axis=-1), at)
         return found, found
 
-    start = (jnp.full((flat.shape[0], 1), jnp.inf, flat.dtype), jnp.full((flat.shape[0], 1), -1, jnp.int32))
+    start = (
+        jnp.full((flat.shape[0], 1), jnp.inf, flat.dtype),
+        jnp.full((flat.shape[0], 1), -1, jnp.int32),
+    )
     values, ids = lax.scan(step, start, None, count)[1]
     values, ids = (x[..., 0].T.reshape(*logits.shape[:-1], count) for x in (values, ids))
     return values, ids
 
 
-def score_hidden(logits_of: Callable[[jax.Array], jax.Array], vocab_size: int, hidden: jax.Array, tokens: jax.Array) -> Scores:
+def score_hidden(
+    logits_of: Callable[[jax.Array], jax.Array],
+    vocab_size: int,
+    hidden: jax.Array,
+    tokens: jax.Array,
+) -> Scores:
     """score_tokens of the logits of hidden [batch, rows, D], a piece of the rows at a time."""
     batch, rows = tokens.shape
     size = max(1, min(rows, PIECE_BYTES // (4 * batch * vocab_size)))
@@ -83,11 +100,17 @@ def score_hidden(logits_of: Callable[[jax.Array], jax.Array], vocab_size: int, h
         padded = jnp.pad(x, [(0, 0), (0, -rows % size), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(padded.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
 
-    pieces = lax.map(lambda piece: score_tokens(logits_of(piece[0]), piece[1]), (split(hidden), split(tokens)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :rows], pieces)
+    pieces = lax.map(
+        lambda piece: score_tokens(logits_of(piece[0]), piece[1]), (split(hidden), split(tokens))
+    )
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :rows], pieces
+    )
 
 
-def logprobs_of(scores: Scores, row: int, tokens: Sequence[int], num_logprobs: int) -> list[dict[int, Logprob]]:
+def logprobs_of(
+    scores: Scores, row: int, tokens: Sequence[int], num_logprobs: int
+) -> list[dict[int, Logprob]]:
     """Of each of tokens, which the first columns of a row score (NumPy arrays): itself, then the num_logprobs likeliest (-1: all)."""
     found, listed = [], None if num_logprobs < 0 else num_logprobs
     for i, token in enumerate(tokens):

@@ -67,9 +67,13 @@ class SamplingParams:
         for name in ("banned_token_ids", "stop_token_ids"):
             self._settle(name, _token_ids(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            self._settle("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            self._settle(
+                "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids)
+            )
             if not set(self.allowed_token_ids) - set(self.banned_token_ids):
-                raise ConfigError(f"allowed_token_ids: expected at least one id that is not banned, got {self.allowed_token_ids}")
+                raise ConfigError(
+                    f"allowed_token_ids: expected at least one id that is not banned, got {self.allowed_token_ids}"
+                )
         self._settle("bad_words", _words(self.bad_words))
         self._settle("bad_words_token_ids", _words_token_ids(self.bad_words_token_ids))
         self._settle("logit_bias", _biases(self.logit_bias))
@@ -82,9 +86,13 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
-            raise ConfigError(f"temperature: expected a number of at least 0, got {self.temperature!r}")
+            raise ConfigError(
+                f"temperature: expected a number of at least 0, got {self.temperature!r}"
+            )
         if 0 < self.temperature < 1e-5:
-            raise ConfigError(f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature!r}")
+            raise ConfigError(
+                f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature!r}"
+            )
         if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
         # The lower end keeps float32 from dividing by 0.
@@ -100,18 +108,30 @@ class SamplingParams:
 
     def _check_counts(self) -> None:
         if not is_int(self.top_k) or not -1 <= self.top_k < 2**31:
-            raise ConfigError(f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k!r}")
+            raise ConfigError(
+                f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k!r}"
+            )
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
         most = self.max_tokens
         if most is not None and (not is_int(most) or most < 1):
-            raise ConfigError(f"max_tokens: expected an integer of at least 1 or None, got {most!r}")
-        if not is_int(self.min_tokens) or self.min_tokens < 0 or (most is not None and self.min_tokens > most):
-            raise ConfigError(f"min_tokens: expected an integer from 0 to max_tokens {most}, got {self.min_tokens!r}")
+            raise ConfigError(
+                f"max_tokens: expected an integer of at least 1 or None, got {most!r}"
+            )
+        if (
+            not is_int(self.min_tokens)
+            or self.min_tokens < 0
+            or (most is not None and self.min_tokens > most)
+        ):
+            raise ConfigError(
+                f"min_tokens: expected an integer from 0 to max_tokens {most}, got {self.min_tokens!r}"
+            )
         for name, least, wanted in (("logprobs", -1, ", -1 for all"), ("prompt_logprobs", 0, "")):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not least <= value <= MAX_LOGPROBS):
-                raise ConfigError(f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, got {value!r}")
+                raise ConfigError(
+                    f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, got {value!r}"
+                )
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
@@ -119,9 +139,13 @@ class SamplingParams:
             raise ConfigError(f"n: expected an integer of at least 1, got {self.n!r}")
         most = self.num_speculative_tokens
         if most is not None and (not is_int(most) or most < 0):
-            raise ConfigError(f"num_speculative_tokens: expected an integer of at least 0 or None, got {most!r}")
+            raise ConfigError(
+                f"num_speculative_tokens: expected an integer of at least 0 or None, got {most!r}"
+            )
         if self.greedy and self.n > 1:
-            raise ConfigError(f"n: expected 1 with temperature 0, whose texts would all be the same, got {self.n!r}")
+            raise ConfigError(
+                f"n: expected 1 with temperature 0, whose texts would all be the same, got {self.n!r}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -130,18 +154,31 @@ class SamplingParams:
     def check_vocabulary(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """ConfigError for ids that a target's vocabulary does not have, or where nothing would be left to generate."""
         words = self.bad_words_token_ids
-        listed = {name: getattr(self, name) or () for name in ("allowed_token_ids", "banned_token_ids", "logit_bias", "stop_token_ids")}
-        for name, ids in (listed | {"bad_words_token_ids": [t for word in words for t in word]}).items():
+        listed = {
+            name: getattr(self, name) or ()
+            for name in ("allowed_token_ids", "banned_token_ids", "logit_bias", "stop_token_ids")
+        }
+        for name, ids in (
+            listed | {"bad_words_token_ids": [t for word in words for t in word]}
+        ).items():
             wrong = [t for t in ids if t >= vocab_size]
             if wrong:
-                raise ConfigError(f"{name}: expected token ids in 0..{vocab_size - 1}, got {wrong[0]}")
+                raise ConfigError(
+                    f"{name}: expected token ids in 0..{vocab_size - 1}, got {wrong[0]}"
+                )
         ends = {*eos_token_ids, *self.stop_token_ids}
-        num_allowed = vocab_size if self.allowed_token_ids is None else len(set(self.allowed_token_ids))
+        num_allowed = (
+            vocab_size if self.allowed_token_ids is None else len(set(self.allowed_token_ids))
+        )
         if num_allowed > len(self.banned_token_ids) + len(words) + len(ends):
             return
-        left = set(range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids) - set(self.banned_token_ids)
+        left = set(
+            range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids
+        ) - set(self.banned_token_ids)
         if not left:
-            raise ConfigError(f"banned_token_ids: expected fewer than the vocabulary's {vocab_size}, got all of them")
+            raise ConfigError(
+                f"banned_token_ids: expected fewer than the vocabulary's {vocab_size}, got all of them"
+            )
         going_on = left - ends if self.min_tokens else left
         if not going_on:
             raise ConfigError(
@@ -151,7 +188,9 @@ class SamplingParams:
         for tokens in (left, going_on):
             text = _dead_end(words, tokens)
             if text is not None:
-                raise ConfigError(f"bad_words: expected some token to be left after any text, got none after token ids {list(text)}")
+                raise ConfigError(
+                    f"bad_words: expected some token to be left after any text, got none after token ids {list(text)}"
+                )
 
 
 def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
@@ -162,8 +201,13 @@ def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
         sampled=bool(sampled),
         truncated=any(p.top_k > 0 or p.top_p < 1 for p in sampled),
         min_p=any(p.min_p > 0 for p in sampled),
-        penalties=any(p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in requests),
-        logit_bias=any(p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None for p in requests),
+        penalties=any(
+            p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+            for p in requests
+        ),
+        logit_bias=any(
+            p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None for p in requests
+        ),
         min_tokens=any(p.min_tokens > 0 for p in requests),
         bad_words=any(p.bad_words or p.bad_words_token_ids for p in requests),
         logprobs=any(p.logprobs is not None for p in requests),
@@ -173,28 +217,48 @@ def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    listed = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else () if value is None else (value,)
+    listed = (
+        (value,)
+        if isinstance(value, str)
+        else tuple(value)
+        if isinstance(value, Iterable)
+        else ()
+        if value is None
+        else (value,)
+    )
     if not all(isinstance(s, str) and s for s in listed):
-        raise ConfigError(f"{name}: expected a string or a list of strings, none of them empty, got {value!r}")
+        raise ConfigError(
+            f"{name}: expected a string or a list of strings, none of them empty, got {value!r}"
+        )
     return listed
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
     """A list's items, none of None; what is no list at all is an item that nobody expects."""
-    return () if value is None else tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (0,)
+    return (
+        ()
+        if value is None
+        else tuple(value)
+        if isinstance(value, Iterable) and not isinstance(value, str)
+        else (0,)
+    )
 
 
 def _words(value: Any) -> tuple[str, ...]:
     listed = _listed(value)
     if not all(isinstance(s, str) and s.strip() for s in listed):
-        raise ConfigError(f"bad_words: expected a list of strings, none of them blank, got {value!r:.200}")
+        raise ConfigError(
+            f"bad_words: expected a list of strings, none of them blank, got {value!r:.200}"
+        )
     return listed
 
 
 def _words_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
     words = tuple(_token_ids("bad_words_token_ids", word) for word in _listed(value))
     if not all(words):
-        raise ConfigError(f"bad_words_token_ids: expected lists of token ids, none of them empty, got {value!r:.200}")
+        raise ConfigError(
+            f"bad_words_token_ids: expected lists of token ids, none of them empty, got {value!r:.200}"
+        )
     return words
 
 
@@ -206,7 +270,9 @@ def _dead_end(words: Sequence[Sequence[int]], left: set[int]) -> Sequence[int] |
     if not left <= {word[-1] for word in words}:
         return None
     for text in (word[:-1] for word in words if left.issuperset(word[:-1])):
-        if left <= {word[-1] for word in words if text[max(0, len(text) + 1 - len(word)) :] == word[:-1]}:
+        if left <= {
+            word[-1] for word in words if text[max(0, len(text) + 1 - len(word)) :] == word[:-1]
+        }:
             return text
     return None
 
@@ -230,5 +296,7 @@ def _biases(value: Any) -> dict[int, float]:
         if not is_int(token) or not 0 <= token < 2**31:
             raise ConfigError(f"logit_bias: expected token ids from 0 to 2**31 - 1, got {token!r}")
         if not is_number(bias) or not -100 <= bias <= 100:
-            raise ConfigError(f"logit_bias: expected numbers from -100 to 100, got {bias!r} for token {token}")
+            raise ConfigError(
+                f"logit_bias: expected numbers from -100 to 100, got {bias!r} for token {token}"
+            )
     return biases

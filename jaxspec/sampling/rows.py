@@ -50,9 +50,21 @@ def sampling_rows(
     """
     idle = (batch or len(params)) - len(params)
     words = words or words_shape(params)
-    columns = ([*params, *[NEUTRAL] * idle], [*seeds, *[0] * idle], [*prompt_token_ids, *[()] * idle], [*generated_token_ids, *[()] * idle])
+    columns = (
+        [*params, *[NEUTRAL] * idle],
+        [*seeds, *[0] * idle],
+        [*prompt_token_ids, *[()] * idle],
+        [*generated_token_ids, *[()] * idle],
+    )
     rows = [
-        _row(features, *request, vocab_size=vocab_size, eos_token_ids=eos_token_ids, num_stops=num_stops, words=words)
+        _row(
+            features,
+            *request,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            num_stops=num_stops,
+            words=words,
+        )
         for request in zip(*columns, strict=True)
     ]
     return jax.tree.map(lambda *x: np.stack(x), *rows)
@@ -86,21 +98,30 @@ def _row(
             repetition=np.float32(params.repetition_penalty),  # type: ignore[arg-type]
             presence=np.float32(params.presence_penalty),  # type: ignore[arg-type]
             frequency=np.float32(params.frequency_penalty),  # type: ignore[arg-type]
-            output_counts=np.bincount(np.asarray(generated, np.int64), minlength=vocab_size).astype(np.int32),  # type: ignore[arg-type]
+            output_counts=np.bincount(np.asarray(generated, np.int64), minlength=vocab_size).astype(
+                np.int32
+            ),  # type: ignore[arg-type]
             prompt_seen=np.bincount(np.asarray(prompt, np.int64), minlength=vocab_size) > 0,  # type: ignore[arg-type]
         )
     if features.min_tokens:
         ends = ends_of(params, eos_token_ids)
         stops = np.full(num_stops, -1, np.int32)
         stops[: len(ends)] = ends
-        row["min_tokens"] = MinTokens(np.int32(len(prompt) + params.min_tokens if params.min_tokens else 0), stops)  # type: ignore[arg-type]
+        row["min_tokens"] = MinTokens(
+            np.int32(len(prompt) + params.min_tokens if params.min_tokens else 0), stops
+        )  # type: ignore[arg-type]
     if features.bad_words:
         row["bad_words"] = _words_and_recent(params, generated, *words)
     return SamplingState(**row)
 
 
-def _words_and_recent(params: SamplingParams, generated: Sequence[int], num_words: int, length: int) -> BadWords:
-    token_ids, recent = np.full((num_words, length), -1, np.int32), np.full(length - 1, -1, np.int32)
+def _words_and_recent(
+    params: SamplingParams, generated: Sequence[int], num_words: int, length: int
+) -> BadWords:
+    token_ids, recent = (
+        np.full((num_words, length), -1, np.int32),
+        np.full(length - 1, -1, np.int32),
+    )
     for row, word in enumerate(params.bad_words_token_ids):
         token_ids[row, length - len(word) :] = word
     known = min(len(generated), length - 1)
@@ -121,7 +142,12 @@ def _dense_bias(params: SamplingParams, vocab_size: int) -> np.ndarray:
 
 
 def with_features(
-    features: SamplingFeatures, sampling: SamplingState, *, vocab_size: int, num_stops: int = 1, words: tuple[int, int] = (1, 1)
+    features: SamplingFeatures,
+    sampling: SamplingState,
+    *,
+    vocab_size: int,
+    num_stops: int = 1,
+    words: tuple[int, int] = (1, 1),
 ) -> SamplingState:
     """A device's state in the structure that features ask for: what is new is neutral in every row, what nobody needs any more is dropped.
 
@@ -129,12 +155,23 @@ def with_features(
     others are longer, their own need no tokens from before.
     """
     batch = sampling.temperature.shape[0]
-    neutral = sampling_rows(features, [NEUTRAL], [0], [()], [()], vocab_size=vocab_size, num_stops=num_stops, words=words)
+    neutral = sampling_rows(
+        features,
+        [NEUTRAL],
+        [0],
+        [()],
+        [()],
+        vocab_size=vocab_size,
+        num_stops=num_stops,
+        words=words,
+    )
     fill = lambda x: jnp.broadcast_to(jnp.asarray(x), (batch, *x.shape[1:]))  # noqa: E731  (one row crosses to the device)
     kept: dict[str, Any] = {}
     for name in ("min_p", "logit_bias", "penalties", "min_tokens", "bad_words"):
         held, wanted = getattr(sampling, name), getattr(neutral, name)
-        kept[name] = None if wanted is None else jax.tree.map(fill, wanted) if held is None else held
+        kept[name] = (
+            None if wanted is None else jax.tree.map(fill, wanted) if held is None else held
+        )
     if kept["min_tokens"] is not None:
         ids = kept["min_tokens"].stop_token_ids
         padded = jnp.pad(ids, ((0, 0), (0, max(0, num_stops - ids.shape[1]))), constant_values=-1)
@@ -143,5 +180,7 @@ def with_features(
         held = kept["bad_words"]
         more, longer = (max(0, n - m) for n, m in zip(words, held.token_ids.shape[1:], strict=True))
         token_ids = jnp.pad(held.token_ids, ((0, 0), (0, more), (longer, 0)), constant_values=-1)
-        kept["bad_words"] = BadWords(token_ids, jnp.pad(held.recent, ((0, 0), (longer, 0)), constant_values=-1))
+        kept["bad_words"] = BadWords(
+            token_ids, jnp.pad(held.recent, ((0, 0), (longer, 0)), constant_values=-1)
+        )
     return replace(sampling, **kept)

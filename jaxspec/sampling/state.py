@@ -85,7 +85,9 @@ def noise_stream(keys: jax.Array, stream: str, position: jax.Array) -> noise.Str
     return noise.Stream(keys, position, STREAMS[stream])
 
 
-def gumbel_noise(keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int, size: int) -> jax.Array:
+def gumbel_noise(
+    keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int, size: int
+) -> jax.Array:
     """Standard Gumbel, float32 [batch, size]; see pallas_kernels.noise.Stream."""
     return noise_stream(keys, stream, position).gumbel(size, offset)
 
@@ -106,7 +108,16 @@ def draw(
     token_ids: see pallas_kernels.gumbel_sample. The same as sample(scale_by_temperature(...), gumbel_noise(...), ...).
     """
     offset = jnp.asarray(offset, jnp.int32)
-    return gumbel_sample(logits, temperature, keys, position, offset, token_ids, stream=STREAMS[stream], implementation=implementation)
+    return gumbel_sample(
+        logits,
+        temperature,
+        keys,
+        position,
+        offset,
+        token_ids,
+        stream=STREAMS[stream],
+        implementation=implementation,
+    )
 
 
 def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:

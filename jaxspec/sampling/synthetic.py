@@ -45,8 +45,13 @@ def conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
     rates = tuple(rates)
     in_range = all(is_number(rate) and 0 <= rate <= 1 for rate in rates)
     if not in_range or any(later > earlier for earlier, later in itertools.pairwise(rates)):
-        raise ConfigError(f"synthetic_acceptance_rates: expected numbers in [0, 1] that do not increase, got {list(rates)}")
-    return tuple(rate / before if before else 0.0 for before, rate in itertools.pairwise((1.0, *map(float, rates))))
+        raise ConfigError(
+            f"synthetic_acceptance_rates: expected numbers in [0, 1] that do not increase, got {list(rates)}"
+        )
+    return tuple(
+        rate / before if before else 0.0
+        for before, rate in itertools.pairwise((1.0, *map(float, rates)))
+    )
 
 
 def rates_from_length(length: float, num_speculative_tokens: int) -> tuple[float, ...]:
@@ -55,7 +60,9 @@ def rates_from_length(length: float, num_speculative_tokens: int) -> tuple[float
     Whole drafts are always accepted, the next one at the fractional rate, later ones never: 2.6 with K = 3 gives 1, 0.6, 0.
     """
     if not is_number(length) or not 1 <= length <= num_speculative_tokens + 1:
-        raise ConfigError(f"synthetic_acceptance_length: expected a number in [1, {num_speculative_tokens + 1}], got {length}")
+        raise ConfigError(
+            f"synthetic_acceptance_length: expected a number in [1, {num_speculative_tokens + 1}], got {length}"
+        )
     return tuple(min(max(float(length) - 1 - i, 0.0), 1.0) for i in range(num_speculative_tokens))
 
 
@@ -68,7 +75,9 @@ def rates_from_mean_rate(rate: float, num_speculative_tokens: int) -> tuple[floa
         raise ConfigError(f"synthetic_acceptance_rate: expected a number in [0, 1], got {rate}")
     decay = MIN_DECAY
     if _mean(_geometric(1.0, decay, num_speculative_tokens)) < rate:
-        decay = _bisect(lambda x: _mean(_geometric(1.0, x, num_speculative_tokens)) >= rate, MIN_DECAY)
+        decay = _bisect(
+            lambda x: _mean(_geometric(1.0, x, num_speculative_tokens)) >= rate, MIN_DECAY
+        )
     first = _bisect(lambda x: _mean(_geometric(x, decay, num_speculative_tokens)) >= rate, 0.0)
     return _geometric(first, decay, num_speculative_tokens)
 

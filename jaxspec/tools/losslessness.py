@@ -74,18 +74,31 @@ def _differences(speculative: Sequence[Decoded], plain: Sequence[Decoded]) -> It
                 break
 
 
-def with_margins(cfg: models.TargetConfig, params: Params, outputs: Sequence[Decoded], found: Sequence[Difference]) -> list[Difference]:
+def with_margins(
+    cfg: models.TargetConfig,
+    params: Params,
+    outputs: Sequence[Decoded],
+    found: Sequence[Difference],
+) -> list[Difference]:
     """The differences with their margins: the target's weights, as they are, multiplied in float32 over the text that both share."""
     done = []
     for d in found:
-        if d.speculative_token_id is None or d.plain_token_id is None:  # one text is the other's beginning: no two logits to compare
+        if (
+            d.speculative_token_id is None or d.plain_token_id is None
+        ):  # one text is the other's beginning: no two logits to compare
             done.append(d)
             continue
         output = outputs[d.prompt]
-        logits = _last_logits(cfg, params, [*output.prompt_token_ids, *output.token_ids[: d.position]])
+        logits = _last_logits(
+            cfg, params, [*output.prompt_token_ids, *output.token_ids[: d.position]]
+        )
         a, b = float(logits[d.speculative_token_id]), float(logits[d.plain_token_id])
         ulp = 2.0 ** (math.floor(math.log2(max(abs(a), abs(b), 2.0**-126))) - BFLOAT16_BITS)
-        done.append(Difference(d.prompt, d.position, d.speculative_token_id, d.plain_token_id, abs(a - b), ulp))
+        done.append(
+            Difference(
+                d.prompt, d.position, d.speculative_token_id, d.plain_token_id, abs(a - b), ulp
+            )
+        )
     return done
 
 
@@ -101,9 +114,17 @@ def _last_logits(cfg: models.TargetConfig, params: Params, tokens: Sequence[int]
 def _forward(cfg: Any, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
     family, pages = models.family(cfg), tokens.shape[1] // BLOCK
     table = jnp.arange(pages, dtype=jnp.int32)[None]
-    metadata = build_metadata(cfg.cache_groups(BLOCK, tokens.shape[1]), table, jnp.zeros_like(length), length, tokens.shape[1])
+    metadata = build_metadata(
+        cfg.cache_groups(BLOCK, tokens.shape[1]),
+        table,
+        jnp.zeros_like(length),
+        length,
+        tokens.shape[1],
+    )
     caches = init_cache(cfg.attention, cfg.num_layers, pages, BLOCK, jnp.float32)
-    params = jax.tree.map(lambda w: w.astype(jnp.float32), params)  # in here, so that the copies live no longer than their use
+    params = jax.tree.map(
+        lambda w: w.astype(jnp.float32), params
+    )  # in here, so that the copies live no longer than their use
     with jax.default_matmul_precision("highest"):
         hidden = family.forward(params, cfg, tokens, metadata, caches).hidden
         return family.logits(params, cfg, hidden[:, length[0] - 1])[0]

@@ -18,7 +18,15 @@ from jaxspec.layers.params import Params, ParamSpec
 
 GIB = 1 << 30
 # Bytes of memory as the data sheets give them.
-GPUS = {"h200": 141e9, "h100": 80e9, "a100-80": 80e9, "a100-40": 40e9, "l40s": 48e9, "rtx-4090": 24e9, "b200": 180e9}
+GPUS = {
+    "h200": 141e9,
+    "h100": 80e9,
+    "a100-80": 80e9,
+    "a100-40": 40e9,
+    "l40s": 48e9,
+    "rtx-4090": 24e9,
+    "b200": 180e9,
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,13 @@ class MemoryPlan:
     @property
     def cache_bytes(self) -> int:
         """What is left for keys and values; negative if the weights do not fit."""
-        return self.usable - self.target_weights - self.draft_weights - self.draft_buffers - self.logits
+        return (
+            self.usable
+            - self.target_weights
+            - self.draft_weights
+            - self.draft_buffers
+            - self.logits
+        )
 
     @property
     def cache_tokens(self) -> int:
@@ -103,7 +117,9 @@ def memory_plan(
     K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
     target_weights = weight_bytes(models.family(target).param_specs(target), dtype)
     rows = {"max_model_len": max_model_len, "head_room": K + 1, "max_chunk": max_num_batched_tokens}
-    rows["rounds_per_step"] = rounds_per_step(EngineConfig(), on_gpu=True, weight_bytes=target_weights)
+    rows["rounds_per_step"] = rounds_per_step(
+        EngineConfig(), on_gpu=True, weight_bytes=target_weights
+    )
     pools = partial(group_plans, dtype=dtype, max_num_seqs=max_num_seqs, **rows)
     groups = pools("target", target, target.cache_groups(block_size, max_model_len))
     draft_weights = buffers = 0
@@ -133,7 +149,13 @@ def weight_bytes(specs: Params, dtype: Any) -> int:
 
 
 def group_plans(
-    owner: str, cfg: Any, groups: CacheGroup | tuple[CacheGroup, ...], *, dtype: Any, max_num_seqs: int, **rows: int
+    owner: str,
+    cfg: Any,
+    groups: CacheGroup | tuple[CacheGroup, ...],
+    *,
+    dtype: Any,
+    max_num_seqs: int,
+    **rows: int,
 ) -> tuple[GroupPlan, ...]:
     """A model's KV-cache groups, those without layers left out. rows: as pool_sizes.demand takes them."""
     listed = groups if isinstance(groups, tuple) else (groups,)
@@ -144,12 +166,24 @@ def group_plans(
     for i, group in enumerate(listed):
         own = [size for size, of in zip(layers, of_layer, strict=True) if of == i]
         needed = demand(group, **rows)
-        pool = needed.of_requests(max_num_seqs, caching=True) * block_size if needed.has_window else None
+        pool = (
+            needed.of_requests(max_num_seqs, caching=True) * block_size
+            if needed.has_window
+            else None
+        )
         if own:
             name, sees = f"{owner}: {_kind(cfg, group)}", group.window or group.chunk
-            plans.append(GroupPlan(name, len(own), sum(own) // block_size, sees, needed.running * block_size, pool))
+            plans.append(
+                GroupPlan(
+                    name, len(own), sum(own) // block_size, sees, needed.running * block_size, pool
+                )
+            )
     return tuple(plans)
 
 
 def _kind(cfg: Any, group: CacheGroup) -> str:
-    return "latent attention" if group.reach is None and hasattr(cfg.attention, "kv_lora_rank") else str(group)
+    return (
+        "latent attention"
+        if group.reach is None and hasattr(cfg.attention, "kv_lora_rank")
+        else str(group)
+    )

@@ -17,7 +17,11 @@ DEMO: tuple[str, ...] = (
     "Write a Python function that checks whether a word is a palindrome, and explain how it works.",
     "Summarise the plot of Romeo and Juliet in one paragraph.",
 )
-KEYS = ("turns", "prompt", "question")  # MT-bench's and its copies', the first that a row has; of several turns the first
+KEYS = (
+    "turns",
+    "prompt",
+    "question",
+)  # MT-bench's and its copies', the first that a row has; of several turns the first
 
 
 def read_prompts(dataset: str) -> list[str]:
@@ -25,8 +29,15 @@ def read_prompts(dataset: str) -> list[str]:
     path = Path(dataset).expanduser()
     if path.is_file():
         return read_jsonl(path)
-    if path.exists() or path.suffix in (".jsonl", ".json") or dataset.count("/") != 1 or not all(dataset.split("/")):
-        raise ConfigError(f"--dataset {dataset}: expected a .jsonl file or the id of a data set on the hub, got no such file")
+    if (
+        path.exists()
+        or path.suffix in (".jsonl", ".json")
+        or dataset.count("/") != 1
+        or not all(dataset.split("/"))
+    ):
+        raise ConfigError(
+            f"--dataset {dataset}: expected a .jsonl file or the id of a data set on the hub, got no such file"
+        )
     return _read_hub(dataset)
 
 
@@ -64,7 +75,9 @@ def _prompt(row: Any, where: str) -> str:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        got = "an empty one" if isinstance(value, str) or value == [] else f"a {type(value).__name__}"
+        got = (
+            "an empty one" if isinstance(value, str) or value == [] else f"a {type(value).__name__}"
+        )
         raise ConfigError(f"{where}: expected a prompt, got {got}")
     return value
 
@@ -83,16 +96,26 @@ def _read_hub(name: str) -> list[str]:
         files = huggingface_hub.list_repo_files(name, repo_type="dataset")
         tables = [f for f in files if f.endswith(".jsonl")]
         if len(tables) == 1:
-            return read_jsonl(Path(huggingface_hub.hf_hub_download(name, tables[0], repo_type="dataset")))
+            return read_jsonl(
+                Path(huggingface_hub.hf_hub_download(name, tables[0], repo_type="dataset"))
+            )
         if importlib.util.find_spec("datasets"):
             import datasets
 
             splits = datasets.load_dataset(name)
             rows = splits[next(iter(splits))]
-            return _at_least_one([_prompt(row, f"{name}, row {i}") for i, row in enumerate(rows)], name)
+            return _at_least_one(
+                [_prompt(row, f"{name}, row {i}") for i, row in enumerate(rows)], name
+            )
     except ConfigError:
         raise
-    except Exception as e:  # no network, no such repository, a gated one, a layout that datasets cannot read
+    except (
+        Exception
+    ) as e:  # no network, no such repository, a gated one, a layout that datasets cannot read
         reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
-        raise ConfigError(f"--dataset {name}: expected a .jsonl file, or a data set on a hub that can be reached, got {reason}") from e
-    raise ConfigError(f"--dataset {name}: expected one .jsonl file in it (or the datasets package installed), got {sorted(files)[:8]}")
+        raise ConfigError(
+            f"--dataset {name}: expected a .jsonl file, or a data set on a hub that can be reached, got {reason}"
+        ) from e
+    raise ConfigError(
+        f"--dataset {name}: expected one .jsonl file in it (or the datasets package installed), got {sorted(files)[:8]}"
+    )

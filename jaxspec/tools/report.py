@@ -36,7 +36,10 @@ def metric_lines(num_output_tokens: int, metrics: SpecDecodeMetrics) -> list[str
         f"num_accepted_tokens: {metrics.num_accepted_tokens}",
         f"mean acceptance length: {metrics.mean_acceptance_length:.2f}",
         RULER,
-        *(f"acceptance at token {i}: {rate:.2f}" for i, rate in enumerate(metrics.per_position_acceptance)),
+        *(
+            f"acceptance at token {i}: {rate:.2f}"
+            for i, rate in enumerate(metrics.per_position_acceptance)
+        ),
     ]
 
 
@@ -63,7 +66,11 @@ def expected_agreement(params: SamplingParams, speculative: SpeculativeConfig) -
     distribution under the other rules, and nothing where a schedule decides what is accepted."""
     if speculative.rejection_sample_method == "synthetic":
         return "nothing"
-    return "tokens" if params.greedy or speculative.rejection_sample_method == "strict" else "distribution"
+    return (
+        "tokens"
+        if params.greedy or speculative.rejection_sample_method == "strict"
+        else "distribution"
+    )
 
 
 def tokens_per_second(timings: Timings) -> float:
@@ -99,12 +106,20 @@ class Comparison:
         agree, where = self.texts_agree, "; ".join(map(str, self.differences))
         count = f"{self.num_prompts - len(self.differences)} of {self.num_prompts}"
         verdict = {
-            "tokens": f"texts agree: yes ({count})" if agree else f"texts agree: NO, {count} ({where})",
+            "tokens": f"texts agree: yes ({count})"
+            if agree
+            else f"texts agree: NO, {count} ({where})",
             "distribution": f"texts agree: {'yes' if agree else 'no'}; under this rejection rule only their distribution is the same",
             "nothing": "texts agree: not compared; the synthetic schedule accepts drafts whatever the target says",
         }[self.expected]
-        speeds = [f"{name} {tokens_per_second(t):.1f} tokens/s" for name, t in (("speculative", self.speculative), ("plain", self.plain))]
-        return [f"speed-up over plain decoding: {self.speed_up:.2f}x ({', '.join(speeds)}; both warm, compilation not counted)", verdict]
+        speeds = [
+            f"{name} {tokens_per_second(t):.1f} tokens/s"
+            for name, t in (("speculative", self.speculative), ("plain", self.plain))
+        ]
+        return [
+            f"speed-up over plain decoding: {self.speed_up:.2f}x ({', '.join(speeds)}; both warm, compilation not counted)",
+            verdict,
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -128,17 +143,24 @@ class JsonFile:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().resolve()
         if self.path.exists() and not self.path.is_file():
-            raise ConfigError(f"--output-json {path}: expected a file, got {'a folder' if path.is_dir() else 'something else'}")
+            raise ConfigError(
+                f"--output-json {path}: expected a file, got {'a folder' if path.is_dir() else 'something else'}"
+            )
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             self._temporary.touch()
             self._temporary.unlink()
         except OSError as e:
-            raise ConfigError(f"--output-json {path}: expected a place to write a file, got {e.strerror}") from e
+            raise ConfigError(
+                f"--output-json {path}: expected a place to write a file, got {e.strerror}"
+            ) from e
 
     def write(self, value: Any) -> None:
         try:
-            self._temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+            self._temporary.write_text(
+                json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+                encoding="utf-8",
+            )
             self._temporary.replace(self.path)
         finally:
             self._temporary.unlink(missing_ok=True)
@@ -146,9 +168,15 @@ class JsonFile:
 
 def request_record(output: RequestOutput, text: str) -> dict[str, Any]:
     """One request; text is the prompt as the user gave it. Of several texts, those after the first are "further_texts"."""
-    record = {"prompt": text, "prompt_token_ids": output.prompt_token_ids, **_text_record(output.outputs[0])}
+    record = {
+        "prompt": text,
+        "prompt_token_ids": output.prompt_token_ids,
+        **_text_record(output.outputs[0]),
+    }
     if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = [None if place is None else _places(place) for place in output.prompt_logprobs]
+        record["prompt_logprobs"] = [
+            None if place is None else _places(place) for place in output.prompt_logprobs
+        ]
     if output.outputs[1:]:
         record["further_texts"] = [_text_record(each) for each in output.outputs[1:]]
     return record
@@ -178,7 +206,11 @@ def environment() -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     devices = [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()]
-    return {"versions": versions | {"git_commit": git_commit()}, "devices": devices, "machine": platform.platform()}
+    return {
+        "versions": versions | {"git_commit": git_commit()},
+        "devices": devices,
+        "machine": platform.platform(),
+    }
 
 
 def git_commit() -> str | None:
@@ -186,7 +218,16 @@ def git_commit() -> str | None:
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

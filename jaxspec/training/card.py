@@ -26,16 +26,27 @@ def write_card(head: Path, evaluations: Sequence[Path] = (), **about: Any) -> No
     (head / "README.md").write_text(card(head.name, record, **about), encoding="utf-8")
 
 
-def card(name: str, record: Record, *, about_target: str = "", licence: str = "Apache-2.0", notes: Sequence[str] = ()) -> str:
+def card(
+    name: str,
+    record: Record,
+    *,
+    about_target: str = "",
+    licence: str = "Apache-2.0",
+    notes: Sequence[str] = (),
+) -> str:
     """Markdown. record: training.json, whose "evaluations" are those made after the run, with another dtype say; about_target goes
     behind the target's name; notes: paragraphs."""
     method = record["head"]["method"]
-    found = ([record["evaluation"]] if "evaluation" in record else []) + record.get("evaluations", [])
+    found = ([record["evaluation"]] if "evaluation" in record else []) + record.get(
+        "evaluations", []
+    )
     parts = [
         f"# {TITLES[method]} head for {record['head']['target'].rpartition('/')[2]}",
         _head_table(record, about_target, licence),
         *(f"{note}\n" for note in notes),
-        f"    python scripts/generate.py --draft {name}" + ("" if method == "eagle3" else f" --method {method}") + "\n",
+        f"    python scripts/generate.py --draft {name}"
+        + ("" if method == "eagle3" else f" --method {method}")
+        + "\n",
         "## Acceptance\n",
         _acceptance(found),
         _held_out(record),
@@ -50,9 +61,15 @@ def card(name: str, record: Record, *, about_target: str = "", licence: str = "A
 def _head_table(record: Record, about_target: str, licence: str) -> str:
     draft, head = record["draft_config"], record["head"]
     attention, method = draft["attention"], head["method"]
-    switches = [key for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if draft.get(key)]
+    switches = [
+        key
+        for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        if draft.get(key)
+    ]
     reads = (
-        f"boundary layers {', '.join(map(str, draft['aux_layers']))}" if draft["aux_layers"] else "the hidden state after the final norm"
+        f"boundary layers {', '.join(map(str, draft['aux_layers']))}"
+        if draft["aux_layers"]
+        else "the hidden state after the final norm"
     )
     rows = [
         ("target", f"{head['target']} {about_target}".rstrip()),
@@ -66,7 +83,11 @@ def _head_table(record: Record, about_target: str, licence: str) -> str:
     if switches:
         rows.append(("switches", f"true: {', '.join(f'`{key}`' for key in switches)}"))
     words = record["vocabulary"]
-    if draft["maps_vocabulary"] if "maps_vocabulary" in draft else draft["draft_vocab_size"] != draft["vocab_size"]:
+    if (
+        draft["maps_vocabulary"]
+        if "maps_vocabulary" in draft
+        else draft["draft_vocab_size"] != draft["vocab_size"]
+    ):
         covered = f"{words['coverage']:.1%} of the training answers' tokens, {words['held_out_coverage']:.1%} of held-out ones"
         rows.append(("draft vocabulary", f"{words['size']:,} tokens: {covered}"))
     rows.append(("licence", licence))
@@ -80,7 +101,9 @@ def _acceptance(found: Sequence[Record]) -> str:
     for run in found:
         positions = " / ".join(f"{x:.3f}".removeprefix("0") for x in run["per_position_acceptance"])
         counts = f"{run['num_accepted_tokens']:,} of {run['num_draft_tokens']:,} drafts in {run['num_drafts']:,} rounds"
-        lines.append(f"| {run['dtype']}, {run['prompts']} prompts | {run['mean_acceptance_length']:.3f} ({counts}) | {positions} |")
+        lines.append(
+            f"| {run['dtype']}, {run['prompts']} prompts | {run['mean_acceptance_length']:.3f} ({counts}) | {positions} |"
+        )
     K = found[0]["num_speculative_tokens"]
     return (
         f"MT-bench's first turns, chat template, at most 256 tokens, temperature 0, K = {K}, `train_draft.py evaluate`:\n\n"
@@ -111,7 +134,10 @@ def _data(record: Record) -> str:
     )
     if not runs:
         return text + "\n"
-    sources = {kind: sum(run["sources"].get(kind, 0) for run in runs) for kind in ("opened", "free", "file")}
+    sources = {
+        kind: sum(run["sources"].get(kind, 0) for run in runs)
+        for kind in ("opened", "free", "file")
+    }
     pace = " + ".join(f"{run['tokens_per_second']:,.0f}" for run in runs)
     return text + (
         f" {len(runs)} GPU(s) wrote {total('num_sampled_tokens') / 1e6:.1f} M tokens in {max(run['seconds'] for run in runs):.0f} s "
@@ -133,8 +159,16 @@ def _recipe(record: Record) -> str:
     )
     if record["head"]["method"] == "eagle":
         loss += f"; plus {cfg['feature_weight']} times smooth L1 on the target's hidden state after its final norm"
-    rule = "Muon for the matrices but `lm_head`, Adam for the rest" if cfg["optimizer"] == "muon" else "AdamW"
-    start = f" Began from the weights of `{record['head']['init']}`." if record["head"].get("init") else ""
+    rule = (
+        "Muon for the matrices but `lm_head`, Adam for the rest"
+        if cfg["optimizer"] == "muon"
+        else "AdamW"
+    )
+    start = (
+        f" Began from the weights of `{record['head']['init']}`."
+        if record["head"].get("init")
+        else ""
+    )
     return (
         f"    python scripts/train_draft.py {shlex.join(record['command'])}\n\n"
         f"Training-time test over {cfg['num_steps']} steps; {loss}. {rule}, learning rate {cfg['learning_rate']:g} with "

@@ -37,7 +37,9 @@ def write_chats(
     """Chats for some minutes, and a report beside them. shard (i, n): of the prompts in files, every n-th from the i-th on; show: so many
     examples are logged."""
     prompts = file_prompts(cfg, target, prompt_files, shard, overlap)
-    log(f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram of the evaluation set")
+    log(
+        f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram of the evaluation set"
+    )
     chats, report = generate_chats(
         cfg,
         target.cfg,
@@ -62,17 +64,27 @@ def write_chats(
 
 
 def file_prompts(
-    cfg: GenerationConfig, target: ChatTarget, files: Sequence[Path], shard: tuple[int, int], overlap: OverlapFilter
+    cfg: GenerationConfig,
+    target: ChatTarget,
+    files: Sequence[Path],
+    shard: tuple[int, int],
+    overlap: OverlapFilter,
 ) -> list[np.ndarray]:
     """The prompts of files as token ids int32 [n], shuffled; without those that the overlap filter refuses, and the very long."""
     texts = [prompt for path in files for prompt in read_jsonl(path) if overlap.admits(prompt)]
     mine, of = shard
-    encoded = [ids for text in texts[mine::of] if len(ids := target.words.encode_chat(text)) <= cfg.max_len // 2]
+    encoded = [
+        ids
+        for text in texts[mine::of]
+        if len(ids := target.words.encode_chat(text)) <= cfg.max_len // 2
+    ]
     np.random.default_rng(cfg.seed).shuffle(encoded)
     return encoded
 
 
-def full_report(cfg: GenerationConfig, chats: Chats, report: GenerationReport, overlap: OverlapFilter) -> dict[str, Any]:
+def full_report(
+    cfg: GenerationConfig, chats: Chats, report: GenerationReport, overlap: OverlapFilter
+) -> dict[str, Any]:
     """The report for generation.json, and from there for the head's card."""
     return dataclasses.asdict(report) | {
         "tokens_per_second": report.tokens_per_second,
@@ -86,7 +98,9 @@ def full_report(cfg: GenerationConfig, chats: Chats, report: GenerationReport, o
 def read_chats(paths: Sequence[Path]) -> tuple[Chats, dict[str, Any]]:
     """The chats of all files, merged, and what a run records of them: their reports and counts."""
     reports = [path.with_name(REPORT) for path in paths]
-    generation = [json.loads(path.read_text(encoding="utf-8")) for path in reports if path.is_file()]
+    generation = [
+        json.loads(path.read_text(encoding="utf-8")) for path in reports if path.is_file()
+    ]
     chats = merge([Chats.load(path) for path in paths])
     counts = {
         "files": len(paths),

@@ -53,7 +53,9 @@ class TokenizerWords:
     tokenizer: Tokenizer
 
     def encode_chat(self, prompt: str) -> np.ndarray:
-        return np.asarray(self.tokenizer.encode_chat([{"role": "user", "content": prompt}]), np.int32)
+        return np.asarray(
+            self.tokenizer.encode_chat([{"role": "user", "content": prompt}]), np.int32
+        )
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self.tokenizer.encode_word(text), np.int32)
@@ -67,4 +69,10 @@ def load_chat_target(target: str | None, dtype: Any, *, name: str | None = None)
     folder: Path = resolve(target, kind="target")
     tokenizer = load_tokenizer(folder)
     cfg, params = load_target(folder, jnp.dtype(dtype))
-    return ChatTarget(name or target or folder.name, cfg, params, ChatFormat.from_tokenizer(tokenizer), TokenizerWords(tokenizer))
+    return ChatTarget(
+        name or target or folder.name,
+        cfg,
+        params,
+        ChatFormat.from_tokenizer(tokenizer),
+        TokenizerWords(tokenizer),
+    )

@@ -24,12 +24,19 @@ WEIGHTS = "model.safetensors"
 PIECE_BYTES = 15 << 20
 
 
-def speculators_config(cfg: Eagle3Config, target: str, max_position_embeddings: int, num_speculative_tokens: int = 3) -> dict[str, Any]:
+def speculators_config(
+    cfg: Eagle3Config, target: str, max_position_embeddings: int, num_speculative_tokens: int = 3
+) -> dict[str, Any]:
     """config.json of an EAGLE-3 head as speculators 0.9 writes it; aux layer ids are boundary ids there too."""
     attention, rope = cfg.attention, cfg.attention.rope
     rope_parameters: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     if rope.rope_type != "default":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        names = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
         rope_parameters |= {name: getattr(rope, name) for name in names}
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -67,7 +74,12 @@ def speculators_config(cfg: Eagle3Config, target: str, max_position_embeddings: 
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": num_speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
             ],
             "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
         },
@@ -79,7 +91,12 @@ def safeai_config(cfg: EagleConfig, max_position_embeddings: int) -> dict[str, A
     attention, rope = cfg.attention, cfg.attention.rope
     scaling = None
     if rope.rope_type != "default":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        names = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
         scaling = {"rope_type": rope.rope_type} | {name: getattr(rope, name) for name in names}
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -104,7 +121,15 @@ def safeai_config(cfg: EagleConfig, max_position_embeddings: int) -> dict[str, A
     }
 
 
-def save_draft(folder: Path, cfg: DraftConfig, params: Params, draft_ids: np.ndarray, *, target: str, max_position_embeddings: int) -> None:
+def save_draft(
+    folder: Path,
+    cfg: DraftConfig,
+    params: Params,
+    draft_ids: np.ndarray,
+    *,
+    target: str,
+    max_position_embeddings: int,
+) -> None:
     """Write the head, weights in bfloat16, atomically: the folder holds the old head until the new one is whole.
 
     EAGLE-3 in the speculators format, EAGLE-1 in SafeAI's. params: what the draft's param_specs names; anything beside it (the
@@ -119,7 +144,12 @@ def save_draft(folder: Path, cfg: DraftConfig, params: Params, draft_ids: np.nda
         tensors[spec.name] = np.ascontiguousarray(host.T if spec.transpose else host)
 
     specs = drafts.family(cfg).param_specs(cfg)
-    jax.tree.map(add, specs, {name: params[name] for name in specs}, is_leaf=lambda x: isinstance(x, ParamSpec))
+    jax.tree.map(
+        add,
+        specs,
+        {name: params[name] for name in specs},
+        is_leaf=lambda x: isinstance(x, ParamSpec),
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     for leftover in (fresh, old):
@@ -128,7 +158,11 @@ def save_draft(folder: Path, cfg: DraftConfig, params: Params, draft_ids: np.nda
     save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
     (fresh / WEIGHTS).chmod(0o644)  # safetensors' temporary file is the owner's only
     eagle1 = cfg.method == "eagle"
-    config = safeai_config(cfg, max_position_embeddings) if eagle1 else speculators_config(cfg, target, max_position_embeddings)
+    config = (
+        safeai_config(cfg, max_position_embeddings)
+        if eagle1
+        else speculators_config(cfg, target, max_position_embeddings)
+    )
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         os.replace(folder, old)
@@ -146,7 +180,9 @@ def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
     for number, begin in enumerate(range(0, len(content), piece_bytes)):
         pieces.append(folder / f"{path.name}.{number:03d}")
         pieces[-1].write_bytes(content[begin : begin + piece_bytes])
-    (folder / f"{path.name}.sha256").write_text(hashlib.sha256(content).hexdigest() + "\n", encoding="utf-8")
+    (folder / f"{path.name}.sha256").write_text(
+        hashlib.sha256(content).hexdigest() + "\n", encoding="utf-8"
+    )
     return pieces
 
 
@@ -154,9 +190,13 @@ def join_file(folder: Path, path: Path) -> None:
     """The inverse of split_file for the pieces of path.name in folder; ConfigError if a piece is missing or damaged."""
     pieces = sorted(folder.glob(f"{path.name}.[0-9][0-9][0-9]"))
     content = b"".join(piece.read_bytes() for piece in pieces)
-    expected = (folder / f"{path.name}.sha256").read_text(encoding="utf-8").strip() if pieces else "pieces"
+    expected = (
+        (folder / f"{path.name}.sha256").read_text(encoding="utf-8").strip() if pieces else "pieces"
+    )
     found = hashlib.sha256(content).hexdigest() if pieces else "none"
     if found != expected:
-        raise ConfigError(f"{folder}/{path.name}.000 ...: expected pieces of sha256 {expected}, got {found}")
+        raise ConfigError(
+            f"{folder}/{path.name}.000 ...: expected pieces of sha256 {expected}, got {found}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)

@@ -37,6 +37,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.num_steps < 1 or self.accumulation < 1:
-            raise ConfigError(f"training: expected at least 1 draft step and 1 micro-batch, got {self.num_steps} and {self.accumulation}")
+            raise ConfigError(
+                f"training: expected at least 1 draft step and 1 micro-batch, got {self.num_steps} and {self.accumulation}"
+            )
         if not 0.0 <= self.argmax_weight <= 1.0:
-            raise ConfigError(f"argmax_weight: expected a share from 0 to 1, got {self.argmax_weight}")
+            raise ConfigError(
+                f"argmax_weight: expected a share from 0 to 1, got {self.argmax_weight}"
+            )

@@ -48,12 +48,19 @@ class Chats:
 
     def select(self, indices: np.ndarray) -> Chats:
         """Some of the chats, in the order of indices."""
-        return pack([self.sequence(i) for i in indices], self.answer_start[indices], self.temperature[indices], self.tokens.dtype)
+        return pack(
+            [self.sequence(i) for i in indices],
+            self.answer_start[indices],
+            self.temperature[indices],
+            self.tokens.dtype,
+        )
 
     def split(self, held_out: int) -> tuple[Chats, Chats]:
         """(all but the last held_out chats, those)."""
         indices = np.arange(len(self))
-        return self.select(indices[: len(self) - held_out]), self.select(indices[len(self) - held_out :])
+        return self.select(indices[: len(self) - held_out]), self.select(
+            indices[len(self) - held_out :]
+        )
 
     def answer_counts(self, vocab: int) -> np.ndarray:
         """How often each token occurs in the answers, int64 [vocab]."""
@@ -70,14 +77,18 @@ class Chats:
             with np.load(path, allow_pickle=False) as arrays:
                 return cls(**{f.name: arrays[f.name] for f in fields(cls)})
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
-            raise ConfigError(f"{path}: expected chats written by `train_draft.py generate`, got {type(e).__name__}: {e}") from e
+            raise ConfigError(
+                f"{path}: expected chats written by `train_draft.py generate`, got {type(e).__name__}: {e}"
+            ) from e
 
 
 def pack(sequences: Sequence[np.ndarray], answer_start: Any, temperature: Any, dtype: Any) -> Chats:
     """Chats from one token array each."""
     offsets = np.concatenate([[0], np.cumsum([len(s) for s in sequences])]).astype(np.int64)
     tokens = np.concatenate(sequences).astype(dtype) if sequences else np.zeros(0, dtype)
-    return Chats(tokens, offsets, np.asarray(answer_start, np.int32), np.asarray(temperature, np.float32))
+    return Chats(
+        tokens, offsets, np.asarray(answer_start, np.int32), np.asarray(temperature, np.float32)
+    )
 
 
 def merge(parts: Sequence[Chats], seed: int = 0) -> Chats:
@@ -122,7 +133,13 @@ def batch_of(chats: Chats, indices: np.ndarray, rows: int) -> Batch:
     return Batch(tokens, lengths, chats.answer_start[indices].astype(np.int32))
 
 
-def epoch(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, rng: np.random.Generator, multiple: int = 1) -> Iterator[Batch]:
+def epoch(
+    chats: Chats,
+    buckets: Sequence[int],
+    tokens_per_batch: int,
+    rng: np.random.Generator,
+    multiple: int = 1,
+) -> Iterator[Batch]:
     """Every chat once in random order, in batches of about tokens_per_batch; chats of a batch share the smallest bucket that holds them.
 
     One compiled train step a bucket, and little padding. A batch holds a multiple of `multiple` chats, so that it can be cut
@@ -136,17 +153,23 @@ def epoch(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, rng: np.r
         size = max(tokens_per_batch // rows // multiple, 1) * multiple
         plan += [(rows, indices[i : i + size]) for i in range(0, len(indices) - size + 1, size)]
     if not plan:
-        raise ConfigError(f"training data: expected enough chats for one batch of {tokens_per_batch} tokens, got {len(chats)} chats")
+        raise ConfigError(
+            f"training data: expected enough chats for one batch of {tokens_per_batch} tokens, got {len(chats)} chats"
+        )
     for which in rng.permutation(len(plan)):
         rows, indices = plan[which]
         yield batch_of(chats, indices, rows)
 
 
-def batches(chats: Chats, buckets: Sequence[int], tokens_per_batch: int, seed: int, multiple: int = 1) -> Iterator[tuple[int, Batch]]:
+def batches(
+    chats: Chats, buckets: Sequence[int], tokens_per_batch: int, seed: int, multiple: int = 1
+) -> Iterator[tuple[int, Batch]]:
     """(epoch, batch) without end."""
     number = 0
     while True:
-        for batch in epoch(chats, buckets, tokens_per_batch, np.random.default_rng((seed, number)), multiple):
+        for batch in epoch(
+            chats, buckets, tokens_per_batch, np.random.default_rng((seed, number)), multiple
+        ):
             yield number, batch
         number += 1
 

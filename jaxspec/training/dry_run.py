@@ -15,7 +15,9 @@ from jaxspec.layers.params import init_random
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.generation import ChatFormat
 
-CHAT = ChatFormat(before_user=(1, 4, 5), before_answer=(2, 6, 7), stop_token_ids=(2,), special_token_ids=(0, 1, 2))
+CHAT = ChatFormat(
+    before_user=(1, 4, 5), before_answer=(2, 6, 7), stop_token_ids=(2,), special_token_ids=(0, 1, 2)
+)
 NUM_RESERVED = 8  # ids below are the template's
 EVALUATION_PROMPTS = tuple(f"prompt number {i} of a dry run" for i in range(3))
 
@@ -27,7 +29,9 @@ class HashedWords:
     vocab_size: int
 
     def encode_chat(self, prompt: str) -> np.ndarray:
-        return np.asarray([*CHAT.before_user, *self._ids(prompt, most=12), *CHAT.before_answer], np.int32)
+        return np.asarray(
+            [*CHAT.before_user, *self._ids(prompt, most=12), *CHAT.before_answer], np.int32
+        )
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._ids(text, most=3), np.int32)

@@ -12,10 +12,17 @@ import jax.numpy as jnp
 from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import linear, mlp_block, rms_norm, rope_tables
-from jaxspec.training.step_attention import StepKeys, require_full_attention, shift_left, step_attention
+from jaxspec.training.step_attention import (
+    StepKeys,
+    require_full_attention,
+    shift_left,
+    step_attention,
+)
 
 
-def forward_steps(params: Params, cfg: EagleConfig, tokens: jax.Array, hidden: jax.Array, num_steps: int) -> list[jax.Array]:
+def forward_steps(
+    params: Params, cfg: EagleConfig, tokens: jax.Array, hidden: jax.Array, num_steps: int
+) -> list[jax.Array]:
     """The feature of each step, num_steps arrays [batch, rows, D]; the target's head turns them into logits.
 
     tokens int32 [batch, rows]; hidden [batch, rows, D], the target's after its final norm. Row p of step i estimates the
@@ -29,10 +36,16 @@ def forward_steps(params: Params, cfg: EagleConfig, tokens: jax.Array, hidden: j
         with jax.named_scope(f"draft_step_{step}"):
             rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions + step)
             embedded = params["embed_tokens"][shift_left(tokens, 1 + step)].astype(hidden.dtype)
-            x = linear(jnp.concatenate([embedded, hidden], axis=-1), params["fc"], params.get("fc_bias"))
+            x = linear(
+                jnp.concatenate([embedded, hidden], axis=-1), params["fc"], params.get("fc_bias")
+            )
             for i, layer in enumerate(params["layers"]):
-                attention_input = x if i == 0 else rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
-                attended, own = step_attention(layer["self_attn"], cfg.attention, attention_input, rope, keys[i])
+                attention_input = (
+                    x if i == 0 else rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
+                )
+                attended, own = step_attention(
+                    layer["self_attn"], cfg.attention, attention_input, rope, keys[i]
+                )
                 x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
                 keys[i].append(own)
         features.append(x)

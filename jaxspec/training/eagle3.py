@@ -15,10 +15,17 @@ from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import mlp_block, rms_norm, rope_tables
-from jaxspec.training.step_attention import StepKeys, require_full_attention, shift_left, step_attention
+from jaxspec.training.step_attention import (
+    StepKeys,
+    require_full_attention,
+    shift_left,
+    step_attention,
+)
 
 
-def forward_steps(params: Params, cfg: Eagle3Config, tokens: jax.Array, aux: jax.Array, num_steps: int) -> list[jax.Array]:
+def forward_steps(
+    params: Params, cfg: Eagle3Config, tokens: jax.Array, aux: jax.Array, num_steps: int
+) -> list[jax.Array]:
     """The head input of each step, num_steps arrays [batch, rows, D]; `drafts.eagle3.logits` turns them into logits.
 
     tokens int32 [batch, rows], aux [batch, rows, len(aux_layers) * target_hidden]. Row p of step i predicts token p+2+i;
@@ -32,11 +39,15 @@ def forward_steps(params: Params, cfg: Eagle3Config, tokens: jax.Array, aux: jax
     for step in range(num_steps):
         with jax.named_scope(f"draft_step_{step}"):
             rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions + step)
-            x, attention_input = eagle3.first_layer_input(params, cfg, shift_left(tokens, 1 + step), hidden)
+            x, attention_input = eagle3.first_layer_input(
+                params, cfg, shift_left(tokens, 1 + step), hidden
+            )
             for i, layer in enumerate(params["layers"]):
                 if i > 0:
                     attention_input = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
-                attended, own = step_attention(layer["self_attn"], cfg.attention, attention_input, rope, keys[i])
+                attended, own = step_attention(
+                    layer["self_attn"], cfg.attention, attention_input, rope, keys[i]
+                )
                 x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
                 keys[i].append(own)
             out = eagle3.output(params, cfg, x, ())

@@ -32,7 +32,14 @@ class EvaluationConfig:
 
 
 def evaluate_head(
-    cfg: EvaluationConfig, target: ChatTarget, folder: Path, method: str, record: RunRecord, *, log: Callable[[str], None], show: int = 0
+    cfg: EvaluationConfig,
+    target: ChatTarget,
+    folder: Path,
+    method: str,
+    record: RunRecord,
+    *,
+    log: Callable[[str], None],
+    show: int = 0,
 ) -> dict[str, Any]:
     """Acceptance of a saved head through the real propose and verify, put on record: the counts, empty without prompts.
 
@@ -55,7 +62,11 @@ def evaluate_head(
         max_tokens=cfg.max_tokens,
         dtype=target.dtype,
     )
-    counts = {"prompts": len(prompts), "output_tokens": int(sum(map(len, answers))), "dtype": str(target.dtype)}
+    counts = {
+        "prompts": len(prompts),
+        "output_tokens": int(sum(map(len, answers))),
+        "dtype": str(target.dtype),
+    }
     record.entries["evaluation"] = found = metrics.to_dict() | counts
     record.write()
     positions = " / ".join(f"{x:.3f}" for x in metrics.per_position_acceptance)
@@ -86,15 +97,30 @@ def evaluate_acceptance(
     the same programs serve every evaluation of a training run.
     """
     block, batch = EngineConfig.block_size, len(prompts)
-    pages = -(-(max(len(p) for p in prompts) + max_tokens + 2 * (num_speculative_tokens + 1)) // block)
+    pages = -(
+        -(max(len(p) for p in prompts) + max_tokens + 2 * (num_speculative_tokens + 1)) // block
+    )
     config = EngineConfig(
         max_model_len=min(pages * block, target.max_position_embeddings),
         max_num_seqs=batch,
         batch_buckets=(batch,),
-        num_gpu_blocks_override=batch * (pages + 1),  # not what a GPU has free: training holds the rest
+        num_gpu_blocks_override=batch
+        * (pages + 1),  # not what a GPU has free: training holds the rest
         enable_prefix_caching=False,
     )
-    speculative = SpeculativeConfig("in memory", draft.method, num_speculative_tokens, draft_sample_method="greedy")
-    llm = LLM((target, target_params), (draft, draft_params), speculative, eos_token_ids=stop_token_ids, config=config, dtype=dtype)
-    outputs = llm.generate([prompt.tolist() for prompt in prompts], SamplingParams(temperature=0, max_tokens=max_tokens))
+    speculative = SpeculativeConfig(
+        "in memory", draft.method, num_speculative_tokens, draft_sample_method="greedy"
+    )
+    llm = LLM(
+        (target, target_params),
+        (draft, draft_params),
+        speculative,
+        eos_token_ids=stop_token_ids,
+        config=config,
+        dtype=dtype,
+    )
+    outputs = llm.generate(
+        [prompt.tolist() for prompt in prompts],
+        SamplingParams(temperature=0, max_tokens=max_tokens),
+    )
     return llm.metrics, [np.asarray(output.token_ids) for output in outputs]

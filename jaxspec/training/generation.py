@@ -73,10 +73,17 @@ class ChatFormat:
     def from_tokenizer(cls, tokenizer: Any) -> ChatFormat:
         """From jaxspec.loading's Tokenizer, by rendering a chat around a marker."""
         marker = "@@USER@@"
-        text = tokenizer.hf.apply_chat_template([{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.hf.apply_chat_template(
+            [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
+        )
         if text.count(marker) != 1:
-            raise ConfigError("chat template: expected the user's text once in a rendered chat, got another number of times")
-        before, after = (tuple(tokenizer.hf.encode(part, add_special_tokens=False)) for part in text.split(marker))
+            raise ConfigError(
+                "chat template: expected the user's text once in a rendered chat, got another number of times"
+            )
+        before, after = (
+            tuple(tokenizer.hf.encode(part, add_special_tokens=False))
+            for part in text.split(marker)
+        )
         return cls(before, after, tokenizer.eos_token_ids, tuple(tokenizer.hf.all_special_ids))
 
 
@@ -111,7 +118,9 @@ class GenerationReport:
 
 
 @partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
-def decode_steps(cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array, steps: int) -> tuple[jax.Array, DecodeState]:
+def decode_steps(
+    cfg: RoundConfig, params: Params, state: DecodeState, block_table: jax.Array, steps: int
+) -> tuple[jax.Array, DecodeState]:
     """steps rounds of plain decoding as one program: tokens int32 [batch, steps], -1 where a row was idle, and the state."""
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
@@ -153,13 +162,17 @@ def admit(
         stop_token_ids=pick(state.stop_token_ids),
         sampling=sampling,
     )
-    verification, part = prefill.prefill(cfg, params, part, pick(block_table), tokens, zeros, num_tokens, zeros - 1)
+    verification, part = prefill.prefill(
+        cfg, params, part, pick(block_table), tokens, zeros, num_tokens, zeros - 1
+    )
     put = lambda whole, rows: whole.at[slots].set(rows, mode="drop")  # noqa: E731
     state = dataclasses.replace(
         state,
         target_caches=part.target_caches,
         sampling=dataclasses.replace(
-            state.sampling, keys=put(state.sampling.keys, keys), temperature=put(state.sampling.temperature, temperature)
+            state.sampling,
+            keys=put(state.sampling.keys, keys),
+            temperature=put(state.sampling.temperature, temperature),
         ),
         seq_lens=put(state.seq_lens, part.seq_lens),
         next_token=put(state.next_token, part.next_token),
@@ -174,18 +187,32 @@ class Generator:
     """The slots: which request each works on, and what it has written. The only state on the host."""
 
     def __init__(
-        self, cfg: GenerationConfig, target: models.TargetConfig, params: Params, stop_token_ids: Iterable[int], dtype: Any
+        self,
+        cfg: GenerationConfig,
+        target: models.TargetConfig,
+        params: Params,
+        stop_token_ids: Iterable[int],
+        dtype: Any,
     ) -> None:
         self.cfg, self.params = cfg, {"target": params}
-        self.round = RoundConfig.of_pair(target, block_size=cfg.block_size, max_model_len=cfg.max_len)
+        self.round = RoundConfig.of_pair(
+            target, block_size=cfg.block_size, max_model_len=cfg.max_len
+        )
         pages = cfg.max_len // cfg.block_size
-        self.block_table = jnp.arange(cfg.num_slots * pages, dtype=jnp.int32).reshape(cfg.num_slots, pages)
+        self.block_table = jnp.arange(cfg.num_slots * pages, dtype=jnp.int32).reshape(
+            cfg.num_slots, pages
+        )
         zeros = lambda dtype: jnp.zeros(cfg.num_slots, dtype)  # noqa: E731
         sampling = SamplingState(
-            jnp.zeros((cfg.num_slots, 2), jnp.uint32), zeros(jnp.float32), zeros(jnp.int32), jnp.ones(cfg.num_slots, jnp.float32)
+            jnp.zeros((cfg.num_slots, 2), jnp.uint32),
+            zeros(jnp.float32),
+            zeros(jnp.int32),
+            jnp.ones(cfg.num_slots, jnp.float32),
         )
         stops = jnp.tile(jnp.asarray(list(stop_token_ids), jnp.int32), (cfg.num_slots, 1))
-        self.state = decode_state.init_state(self.round, sampling, zeros(jnp.int32), stops, cfg.num_slots * pages, dtype)
+        self.state = decode_state.init_state(
+            self.round, sampling, zeros(jnp.int32), stops, cfg.num_slots * pages, dtype
+        )
         self.requests: list[Request | None] = [None] * cfg.num_slots
         self.text = np.zeros((cfg.num_slots, cfg.max_len + 1), np.int32)
         self.written = np.zeros(cfg.num_slots, np.int64)
@@ -199,21 +226,31 @@ class Generator:
         """Fill idle slots, prefill_rows at a time, while that many are idle (or nothing runs) and requests come."""
         cfg = self.cfg
         while len(idle := self.idle) >= cfg.prefill_rows:
-            group = [request for _ in range(cfg.prefill_rows) if (request := next_request()) is not None]
+            group = [
+                request for _ in range(cfg.prefill_rows) if (request := next_request()) is not None
+            ]
             if not group:
                 return
             longest = max(len(request.prompt) for request in group)
-            width = next(w for w in (64, 256, cfg.max_len) if longest <= w or w == cfg.max_len)  # few widths, few compilations
+            width = next(
+                w for w in (64, 256, cfg.max_len) if longest <= w or w == cfg.max_len
+            )  # few widths, few compilations
             width = min(width, cfg.max_len)
             tokens = np.zeros((cfg.prefill_rows, width), np.int32)
-            num_tokens, max_tokens = np.zeros(cfg.prefill_rows, np.int32), np.ones(cfg.prefill_rows, np.int32)
+            num_tokens, max_tokens = (
+                np.zeros(cfg.prefill_rows, np.int32),
+                np.ones(cfg.prefill_rows, np.int32),
+            )
             slots = np.full(cfg.prefill_rows, cfg.num_slots, np.int32)
             temperature = np.zeros(cfg.prefill_rows, np.float32)
             keys = np.zeros((cfg.prefill_rows, 2), np.uint32)
             for row, request in enumerate(group):
                 n = len(request.prompt)
                 tokens[row, :n], num_tokens[row], slots[row] = request.prompt, n, idle[row]
-                max_tokens[row], temperature[row] = min(request.max_tokens, cfg.max_len - n), request.temperature
+                max_tokens[row], temperature[row] = (
+                    min(request.max_tokens, cfg.max_len - n),
+                    request.temperature,
+                )
                 keys[row] = cfg.seed, self.num_admitted
                 self.num_admitted += 1
             first, self.state = admit(
@@ -227,12 +264,18 @@ class Generator:
             for row, request in enumerate(group):
                 slot, n = idle[row], len(request.prompt)
                 self.requests[slot] = request
-                self.text[slot, :n], self.text[slot, n], self.written[slot] = request.prompt, first[row], n + 1
+                self.text[slot, :n], self.text[slot, n], self.written[slot] = (
+                    request.prompt,
+                    first[row],
+                    n + 1,
+                )
             self.num_sampled += len(group)
 
     def step(self) -> list[tuple[Request, np.ndarray]]:
         """One dispatch of decode steps; the requests that ended, each with its whole token sequence int32."""
-        tokens, self.state = decode_steps(self.round, self.params, self.state, self.block_table, self.cfg.steps)
+        tokens, self.state = decode_steps(
+            self.round, self.params, self.state, self.block_table, self.cfg.steps
+        )
         tokens, active = jax.device_get((tokens, self.state.active))
         slot, step = np.nonzero(tokens >= 0)  # a row's tokens are a prefix of the dispatch
         self.text[slot, self.written[slot] + step] = tokens[slot, step]
@@ -278,7 +321,12 @@ def generate_chats(
 
     def answer(prompt: np.ndarray) -> Request:
         greedy = rng.random() < cfg.greedy_share
-        return Request(prompt, 0.0 if greedy else float(rng.uniform(*cfg.temperatures)), cfg.max_answer_tokens, False)
+        return Request(
+            prompt,
+            0.0 if greedy else float(rng.uniform(*cfg.temperatures)),
+            cfg.max_answer_tokens,
+            False,
+        )
 
     def next_request() -> Request | None:
         if waiting:
@@ -288,19 +336,38 @@ def generate_chats(
             return answer(given.popleft())
         kind, prompt = "free", before_user
         if openings and rng.random() < cfg.opened_share:
-            kind, prompt = "opened", np.concatenate([before_user, openings[int(rng.integers(len(openings)))]])
+            kind, prompt = (
+                "opened",
+                np.concatenate([before_user, openings[int(rng.integers(len(openings)))]]),
+            )
         report.sources[kind] += 1
-        return Request(prompt, float(rng.uniform(*cfg.user_temperatures)), cfg.max_user_tokens, True)
+        return Request(
+            prompt, float(rng.uniform(*cfg.user_temperatures)), cfg.max_user_tokens, True
+        )
 
     def take_user_turn(sequence: np.ndarray) -> None:
         turn = sequence[len(before_user) :]
         body = turn[:-1]
-        complete = int(turn[-1]) in stops and len(body) > 0 and not np.isin(body, special).any() and body.tobytes() not in seen
-        if complete and overlap is not None and decode_text is not None and not overlap.admits(decode_text(body)):
+        complete = (
+            int(turn[-1]) in stops
+            and len(body) > 0
+            and not np.isin(body, special).any()
+            and body.tobytes() not in seen
+        )
+        if (
+            complete
+            and overlap is not None
+            and decode_text is not None
+            and not overlap.admits(decode_text(body))
+        ):
             report.removed_by_overlap += 1
         elif complete:
             seen.add(body.tobytes())
-            waiting.append(answer(np.concatenate([before_user, body, np.asarray(chat.before_answer, np.int32)])))
+            waiting.append(
+                answer(
+                    np.concatenate([before_user, body, np.asarray(chat.before_answer, np.int32)])
+                )
+            )
         else:
             report.dropped_user_turns += 1
 
@@ -318,9 +385,14 @@ def generate_chats(
         if now - last_log > 15:
             last_log = now
             rate = generator.num_sampled / (now - start)
-            log(f"generate: {now - start:5.0f} s  {len(sequences)} chats  {generator.num_sampled} tokens  {rate:.0f} tokens/s")
+            log(
+                f"generate: {now - start:5.0f} s  {len(sequences)} chats  {generator.num_sampled} tokens  {rate:.0f} tokens/s"
+            )
     chats = pack(sequences, answer_start, temperature, token_dtype(target.vocab_size))
     report.seconds = time.monotonic() - start
     return chats, dataclasses.replace(
-        report, num_chats=len(chats), num_answer_tokens=chats.num_answer_tokens, num_sampled_tokens=generator.num_sampled
+        report,
+        num_chats=len(chats),
+        num_answer_tokens=chats.num_answer_tokens,
+        num_sampled_tokens=generator.num_sampled,
     )

@@ -39,12 +39,21 @@ class HeadConfig:
     seed: int = 0
 
 
-def new_head(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> tuple[DraftConfig, Params, np.ndarray]:
+def new_head(
+    cfg: HeadConfig, target: ChatTarget, counts: np.ndarray
+) -> tuple[DraftConfig, Params, np.ndarray]:
     """(config, first weights, target ids of its vocabulary) of a head to train; counts [vocab]: of tokens in the answers."""
     if cfg.method == "eagle":
-        draft, ids = eagle_config(target.cfg, intermediate_size=cfg.intermediate_size), np.arange(target.cfg.vocab_size)
+        draft, ids = (
+            eagle_config(target.cfg, intermediate_size=cfg.intermediate_size),
+            np.arange(target.cfg.vocab_size),
+        )
     else:
-        always = {*target.chat.stop_token_ids, *target.chat.special_token_ids, *target.chat.before_answer}
+        always = {
+            *target.chat.stop_token_ids,
+            *target.chat.special_token_ids,
+            *target.chat.before_answer,
+        }
         ids = choose_vocabulary(counts, cfg.draft_vocab_size, always)
         draft = eagle3_config(
             target.cfg,
@@ -58,13 +67,23 @@ def new_head(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> tuple[D
     params = initial_params(draft, target.cfg, target.params, ids, cfg.seed)
     if cfg.init:
         _, old = load_head(cfg.init, cfg.method, target, jnp.float32)
-        params = continued_params(draft, params, ids, old, np.asarray(old.get("draft_to_target", ids)))
+        params = continued_params(
+            draft, params, ids, old, np.asarray(old.get("draft_to_target", ids))
+        )
     return draft, params, ids
 
 
-def load_head(folder: Path, method: str, target: ChatTarget, dtype: Any) -> tuple[DraftConfig, Params]:
+def load_head(
+    folder: Path, method: str, target: ChatTarget, dtype: Any
+) -> tuple[DraftConfig, Params]:
     """A saved head of this target."""
-    return load_draft(folder, target.cfg, target.params, SpeculativeConfig(model=str(folder), method=method), dtype)
+    return load_draft(
+        folder,
+        target.cfg,
+        target.params,
+        SpeculativeConfig(model=str(folder), method=method),
+        dtype,
+    )
 
 
 def eagle3_config(
@@ -84,7 +103,9 @@ def eagle3_config(
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or target.intermediate_size,
         num_layers=1,
-        attention=dataclasses.replace(target.attention, qk_norm=False, qkv_bias=False, o_bias=False),
+        attention=dataclasses.replace(
+            target.attention, qk_norm=False, qkv_bias=False, o_bias=False
+        ),
         rms_norm_eps=target.rms_norm_eps,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -95,13 +116,17 @@ def eagle3_config(
     )
 
 
-def eagle_config(target: models.TargetConfig, *, intermediate_size: int | None = None) -> EagleConfig:
+def eagle_config(
+    target: models.TargetConfig, *, intermediate_size: int | None = None
+) -> EagleConfig:
     """One layer of the target's width, without fc's bias: what vLLM reads."""
     return EagleConfig(
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or target.intermediate_size,
         num_layers=1,
-        attention=dataclasses.replace(target.attention, qk_norm=False, qkv_bias=False, o_bias=False),
+        attention=dataclasses.replace(
+            target.attention, qk_norm=False, qkv_bias=False, o_bias=False
+        ),
         rms_norm_eps=target.rms_norm_eps,
         vocab_size=target.vocab_size,
         fc_bias=False,
@@ -110,7 +135,13 @@ def eagle_config(target: models.TargetConfig, *, intermediate_size: int | None =
     )
 
 
-def initial_params(cfg: DraftConfig, target_cfg: models.TargetConfig, target: Params, draft_ids: np.ndarray, seed: int) -> Params:
+def initial_params(
+    cfg: DraftConfig,
+    target_cfg: models.TargetConfig,
+    target: Params,
+    draft_ids: np.ndarray,
+    seed: int,
+) -> Params:
     """Random matrices, norms of one; a final norm and lm_head start as the target's own, for the draft's tokens."""
     specs = drafts.family(cfg).param_specs(cfg)
     params = init_random(specs, jax.random.key(seed), jnp.float32)
@@ -119,16 +150,22 @@ def initial_params(cfg: DraftConfig, target_cfg: models.TargetConfig, target: Pa
     if "norm" in specs:
         params["norm"] = target["norm"].astype(jnp.float32)
     if "lm_head" in specs:
-        params["lm_head"] = head_columns(target, target_cfg, jnp.asarray(draft_ids)).astype(jnp.float32)
+        params["lm_head"] = head_columns(target, target_cfg, jnp.asarray(draft_ids)).astype(
+            jnp.float32
+        )
     if cfg.method == "eagle":
         # Embeddings are often far smaller than normed hidden states (17 times in SmolLM2); fc's two halves start even.
         rms = lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))  # noqa: E731
-        halves = jnp.concatenate([jnp.full(cfg.hidden_size, rms(target[name])) for name in ("embed_tokens", "norm")])
+        halves = jnp.concatenate(
+            [jnp.full(cfg.hidden_size, rms(target[name])) for name in ("embed_tokens", "norm")]
+        )
         params["fc"] = params["fc"] / halves[:, None]
     return params
 
 
-def continued_params(cfg: DraftConfig, fresh: Params, draft_ids: np.ndarray, old: Params, old_ids: np.ndarray) -> Params:
+def continued_params(
+    cfg: DraftConfig, fresh: Params, draft_ids: np.ndarray, old: Params, old_ids: np.ndarray
+) -> Params:
     """Weights that begin where a trained head ended: fresh ones (initial_params) overwritten by the old head's.
 
     The new head may have another vocabulary (tokens the old one lacks keep their fresh column) and a wider MLP (the new
@@ -137,12 +174,16 @@ def continued_params(cfg: DraftConfig, fresh: Params, draft_ids: np.ndarray, old
     params = dict(fresh)
     for name in fresh:
         if name == "layers":
-            params[name] = [_continued_layer(new, had) for new, had in zip(fresh[name], old[name], strict=True)]
+            params[name] = [
+                _continued_layer(new, had) for new, had in zip(fresh[name], old[name], strict=True)
+            ]
         elif name == "lm_head":
             column = np.full(cfg.vocab_size, -1)
             column[old_ids] = np.arange(len(old_ids))
             kept = column[draft_ids]
-            params[name] = jnp.where(jnp.asarray(kept >= 0), old[name][:, np.maximum(kept, 0)], fresh[name])
+            params[name] = jnp.where(
+                jnp.asarray(kept >= 0), old[name][:, np.maximum(kept, 0)], fresh[name]
+            )
         else:
             _same_shapes(name, fresh[name], old[name])
             params[name] = old[name]
@@ -152,7 +193,9 @@ def continued_params(cfg: DraftConfig, fresh: Params, draft_ids: np.ndarray, old
 def _continued_layer(new: Params, had: Params) -> Params:
     width = had["down_proj"].shape[0]
     if width > new["down_proj"].shape[0]:
-        raise ConfigError(f"intermediate_size: expected at least the {width} of the head to continue from, got {new['down_proj'].shape[0]}")
+        raise ConfigError(
+            f"intermediate_size: expected at least the {width} of the head to continue from, got {new['down_proj'].shape[0]}"
+        )
     mlp = {
         "gate_proj": new["gate_proj"].at[:, :width].set(had["gate_proj"]),
         "up_proj": new["up_proj"].at[:, :width].set(had["up_proj"]),
@@ -166,4 +209,6 @@ def _continued_layer(new: Params, had: Params) -> Params:
 def _same_shapes(name: str, new: Params, old: Params) -> None:
     shapes = [jax.tree.map(jnp.shape, tree) for tree in (new, old)]
     if shapes[0] != shapes[1]:
-        raise ConfigError(f"{name}: expected the head to continue from to have the shapes {shapes[0]}, got {shapes[1]}")
+        raise ConfigError(
+            f"{name}: expected the head to continue from to have the shapes {shapes[0]}, got {shapes[1]}"
+        )

@@ -25,7 +25,13 @@ from jaxspec.drafts import DraftConfig
 from jaxspec.layers.params import Params
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import Batch, Chats, batch_of, batches
-from jaxspec.training.objective import StepSums, draft_loss, observe_target, shared_weights, step_counts
+from jaxspec.training.objective import (
+    StepSums,
+    draft_loss,
+    observe_target,
+    shared_weights,
+    step_counts,
+)
 from jaxspec.training.optimizer import learning_rate, optimizer
 
 DATA = "data"  # the mesh's one axis
@@ -72,7 +78,11 @@ def init_train_state(cfg: TrainConfig, params: Params) -> TrainState:
 
 
 def metrics_of(
-    loss: jax.Array, sums: StepSums, counts: jax.Array, gradient_norm: jax.Array | float = 0.0, rate: jax.Array | float = 0.0
+    loss: jax.Array,
+    sums: StepSums,
+    counts: jax.Array,
+    gradient_norm: jax.Array | float = 0.0,
+    rate: jax.Array | float = 0.0,
 ) -> StepMetrics:
     """Sums over a whole batch -> means over its rows."""
     per_row = 1.0 / jnp.maximum(counts, 1.0)
@@ -109,7 +119,10 @@ def batch_gradient(
 
     def loss(params: Params, share: tuple[jax.Array, ...]) -> tuple[jax.Array, StepSums]:
         side = observe_target(cfg, target_cfg, target, draft, draft_ids, *share)
-        weights = {**shared_weights(draft, target), **jax.tree.map(lambda x: x.astype(dtype), params)}
+        weights = {
+            **shared_weights(draft, target),
+            **jax.tree.map(lambda x: x.astype(dtype), params),
+        }
         return draft_loss(cfg, draft, weights, draft_ids, side, counts)
 
     def one(share: tuple[jax.Array, ...]) -> tuple[Params, jax.Array, StepSums]:
@@ -123,8 +136,13 @@ def batch_gradient(
         parts = one(share)
     else:
         cut = jax.tree.map(lambda x: x.reshape(cfg.accumulation, -1, *x.shape[1:]), share)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)))
-        parts, _ = jax.lax.scan(lambda total, share: (jax.tree.map(jnp.add, total, one(share)), None), zeros, cut)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype),
+            jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)),
+        )
+        parts, _ = jax.lax.scan(
+            lambda total, share: (jax.tree.map(jnp.add, total, one(share)), None), zeros, cut
+        )
     return *jax.lax.psum(parts, DATA), counts
 
 
@@ -151,7 +169,9 @@ def train_step(
 ) -> tuple[StepMetrics, TrainState]:
     """One step of the optimiser; progress float32 [] is the schedule's. The compute dtype is the target's."""
     gradient_of = over_devices(mesh, partial(batch_gradient, cfg, draft, target_cfg))
-    gradient, loss, sums, counts = gradient_of(state.params, target, draft_ids, tokens, lengths, answer_start)
+    gradient, loss, sums, counts = gradient_of(
+        state.params, target, draft_ids, tokens, lengths, answer_start
+    )
     rate = learning_rate(cfg, state.step, progress)
     updates, optimizer_state = optimizer(cfg).update(gradient, state.optimizer, state.params)
     params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
@@ -173,7 +193,9 @@ def validation_step(
     answer_start: jax.Array,
 ) -> StepMetrics:
     """The loss and acceptance of a held-out batch."""
-    observe = over_devices(mesh, partial(batch_gradient, cfg, draft, target_cfg, with_gradient=False))
+    observe = over_devices(
+        mesh, partial(batch_gradient, cfg, draft, target_cfg, with_gradient=False)
+    )
     _, loss, sums, counts = observe(params, target, draft_ids, tokens, lengths, answer_start)
     return metrics_of(loss, sums, counts)
 
@@ -181,7 +203,9 @@ def validation_step(
 def place(mesh: Mesh, batch: Batch) -> tuple[jax.Array, ...]:
     """tokens, lengths and answer_start of a batch, cut over the devices."""
     sharding = NamedSharding(mesh, P(DATA))
-    return tuple(jax.device_put(x, sharding) for x in (batch.tokens, batch.lengths, batch.answer_start))
+    return tuple(
+        jax.device_put(x, sharding) for x in (batch.tokens, batch.lengths, batch.answer_start)
+    )
 
 
 def describe(metrics: StepMetrics, K: int = 3) -> str:
@@ -196,7 +220,10 @@ def describe(metrics: StepMetrics, K: int = 3) -> str:
 def to_lists(metrics: StepMetrics, prefix: str = "") -> dict[str, Any]:
     """For JSON, four digits."""
     names = ("loss", "cross_entropy", "feature", "agreement", "accepted")
-    return {prefix + name: np.round(np.asarray(getattr(metrics, name), np.float64), 4).tolist() for name in names}
+    return {
+        prefix + name: np.round(np.asarray(getattr(metrics, name), np.float64), 4).tolist()
+        for name in names
+    }
 
 
 def mean_metrics(all_metrics: list[StepMetrics]) -> StepMetrics:
@@ -211,7 +238,10 @@ def validation_batches(cfg: TrainConfig, held_out: Chats, num_devices: int) -> l
     if size == 0:
         return []
     pick = np.arange(len(held_out))
-    return [batch_of(held_out, pick[i : i + size], rows) for i in range(0, min(len(pick), 8 * size) - size + 1, size)]
+    return [
+        batch_of(held_out, pick[i : i + size], rows)
+        for i in range(0, min(len(pick), 8 * size) - size + 1, size)
+    ]
 
 
 def train(
@@ -249,17 +279,36 @@ def train(
     def validate() -> dict[str, Any]:
         if not validation:
             return {}
-        mean = mean_metrics([validation_step(cfg, draft, target_cfg, mesh, state.params, target, ids, *place(mesh, b)) for b in validation])
+        mean = mean_metrics(
+            [
+                validation_step(
+                    cfg, draft, target_cfg, mesh, state.params, target, ids, *place(mesh, b)
+                )
+                for b in validation
+            ]
+        )
         log(f"train: held out {describe(mean)}")
         return to_lists(mean, "held_out_")
 
-    stream = batches(chats, cfg.buckets, cfg.tokens_per_batch, cfg.seed, mesh.size * cfg.accumulation)
+    stream = batches(
+        chats, cfg.buckets, cfg.tokens_per_batch, cfg.seed, mesh.size * cfg.accumulation
+    )
     for number, batch in itertools.islice(stream, begin, None):
         now = time.monotonic()
         if step >= max_steps or now >= deadline:
             break
         progress = max(step / max_steps, (now - start) / max(deadline - start, 1e-9))
-        metrics, state = train_step(cfg, draft, target_cfg, mesh, state, target, ids, *place(mesh, batch), np.float32(progress))
+        metrics, state = train_step(
+            cfg,
+            draft,
+            target_cfg,
+            mesh,
+            state,
+            target,
+            ids,
+            *place(mesh, batch),
+            np.float32(progress),
+        )
         recent.append(metrics)
         tokens += int(batch.lengths.sum())
         step += 1
@@ -271,10 +320,20 @@ def train(
                 f"train: step {step}  epoch {number}  {now - start:5.0f} of {deadline - start:.0f} s  {pace:.2f} steps/s  "
                 f"{tokens / (now - start):.0f} tokens/s  rate {rate:.2e}  norm {float(mean.gradient_norm):.2f}  {describe(mean)}"
             )
-            record = {"step": step, "epoch": number, "seconds": round(now - start, 1), "tokens": tokens, "learning_rate": rate}
+            record = {
+                "step": step,
+                "epoch": number,
+                "seconds": round(now - start, 1),
+                "tokens": tokens,
+                "learning_rate": rate,
+            }
             history.append(record | to_lists(mean))
             if now - last_save > save_every_seconds:
                 last_save = now
                 history[-1] |= validate() | save(state, step)
-    history.append({"step": step, "seconds": round(time.monotonic() - start, 1), "tokens": tokens} | validate() | save(state, step))
+    history.append(
+        {"step": step, "seconds": round(time.monotonic() - start, 1), "tokens": tokens}
+        | validate()
+        | save(state, step)
+    )
     return state, history

@@ -21,11 +21,15 @@ def head_logits(x: jax.Array, lm_head: jax.Array, tied: bool) -> jax.Array:
     return vocab_logits(x, lm_head, tied=tied)
 
 
-def _head_logits(x: jax.Array, lm_head: jax.Array, tied: bool) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _head_logits(
+    x: jax.Array, lm_head: jax.Array, tied: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return vocab_logits(x, lm_head, tied=tied), (x, lm_head)
 
 
-def _head_logits_backward(tied: bool, kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _head_logits_backward(
+    tied: bool, kept: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, lm_head = kept
     g = g.astype(x.dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -47,12 +51,16 @@ def soft_cross_entropy(logits: jax.Array, target_probs: jax.Array) -> jax.Array:
     return _soft_cross_entropy(logits, target_probs)[0]
 
 
-def _soft_cross_entropy(logits: jax.Array, target_probs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+def _soft_cross_entropy(
+    logits: jax.Array, target_probs: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     total = jax.nn.logsumexp(logits, axis=-1)
     return total - jnp.sum(target_probs * logits, axis=-1), (logits, target_probs, total)
 
 
-def _soft_cross_entropy_backward(kept: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+def _soft_cross_entropy_backward(
+    kept: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, None]:
     logits, target_probs, total = kept
     return (jnp.exp(logits - total[..., None]) - target_probs) * g[..., None], None
 
@@ -90,7 +98,9 @@ def smooth_l1(features: jax.Array, target: jax.Array, beta: float = 1.0) -> jax.
     EAGLE-1's regression of the target's hidden state.
     """
     error = jnp.abs(features.astype(jnp.float32) - target.astype(jnp.float32))
-    return jnp.mean(jnp.where(error < beta, 0.5 * error * error / beta, error - 0.5 * beta), axis=-1)
+    return jnp.mean(
+        jnp.where(error < beta, 0.5 * error * error / beta, error - 0.5 * beta), axis=-1
+    )
 
 
 def accepted_prefix(matches: Sequence[jax.Array], counted: jax.Array) -> jax.Array:

@@ -17,7 +17,13 @@ from jaxspec.drafts import DraftConfig
 from jaxspec.layers.params import Params
 from jaxspec.training import eagle, eagle3
 from jaxspec.training.config import TrainConfig
-from jaxspec.training.losses import accepted_prefix, decayed_sum, head_logits, smooth_l1, soft_cross_entropy
+from jaxspec.training.losses import (
+    accepted_prefix,
+    decayed_sum,
+    head_logits,
+    smooth_l1,
+    soft_cross_entropy,
+)
 from jaxspec.training.step_attention import shift_left
 from jaxspec.training.target import greedy_tokens, head_columns, target_states
 
@@ -61,7 +67,9 @@ def num_draft_steps(cfg: TrainConfig, rows: int) -> int:
     return min(cfg.num_steps, rows - 1)
 
 
-def step_counts(cfg: TrainConfig, lengths: jax.Array, answer_start: jax.Array, rows: int) -> jax.Array:
+def step_counts(
+    cfg: TrainConfig, lengths: jax.Array, answer_start: jax.Array, rows: int
+) -> jax.Array:
     """How many rows of each draft step predict a token of an answer: float32 [steps] of lengths and answer_start [batch]."""
     first = jnp.arange(num_draft_steps(cfg, rows)) + 2  # step i predicts tokens 2+i and later ones
     count = jnp.maximum(lengths - jnp.maximum(answer_start, first[:, None]), 0)
@@ -90,7 +98,12 @@ def observe_target(
     """The target's pass over a batch, without gradients. draft_ids int32 [draft_vocab]: the target id of each draft id."""
     hidden, aux = target_states(target, target_cfg, tokens, lengths, draft.aux_layers)
     if draft.maps_vocabulary:
-        logits = jnp.einsum("bqd,dv->bqv", hidden, head_columns(target, target_cfg, draft_ids), preferred_element_type=jnp.float32)
+        logits = jnp.einsum(
+            "bqd,dv->bqv",
+            hidden,
+            head_columns(target, target_cfg, draft_ids),
+            preferred_element_type=jnp.float32,
+        )
         greedy = greedy_tokens(target, target_cfg, hidden)
         known = jnp.zeros(draft.vocab_size, bool).at[draft_ids].set(True)[greedy]
     else:
@@ -115,7 +128,12 @@ def observe_target(
 
 
 def draft_loss(
-    cfg: TrainConfig, draft: DraftConfig, weights: Params, draft_ids: jax.Array, side: TargetSide, counts: jax.Array
+    cfg: TrainConfig,
+    draft: DraftConfig,
+    weights: Params,
+    draft_ids: jax.Array,
+    side: TargetSide,
+    counts: jax.Array,
 ) -> tuple[jax.Array, StepSums]:
     """sum_i decay^i (cross entropy_i + feature_weight * smooth L1_i) over teachable rows, each divided by counts[i]; and the sums.
 
@@ -129,7 +147,10 @@ def draft_loss(
         # Row p of step i predicts token p+2+i, which the target predicts at p+1+i: slice the small side.
         ahead = step + 1
         logits = head_logits(head_input[:, : rows - ahead], weights["lm_head"], draft.tied_lm_head)
-        cross_entropy = jnp.sum(soft_cross_entropy(logits, side.probs[:, ahead:]) * side.teachable[:, ahead:].astype(jnp.float32))
+        cross_entropy = jnp.sum(
+            soft_cross_entropy(logits, side.probs[:, ahead:])
+            * side.teachable[:, ahead:].astype(jnp.float32)
+        )
         drafted = jnp.argmax(jnp.asarray(logits), axis=-1)
         drafted = draft_ids[drafted] if draft.maps_vocabulary else drafted
         return cross_entropy, jnp.pad(drafted == side.greedy[:, ahead:], ((0, 0), (0, ahead)))
@@ -143,8 +164,12 @@ def draft_loss(
 
     if cfg.remat:
         judge = jax.checkpoint(judge, static_argnums=2)
-    head_inputs = FORWARDS[draft.method].forward_steps(weights, draft, side.tokens, side.drafted_from, steps)
-    cross_entropies, matches = zip(*(judge(weights, x, step) for step, x in enumerate(head_inputs)), strict=True)
+    head_inputs = FORWARDS[draft.method].forward_steps(
+        weights, draft, side.tokens, side.drafted_from, steps
+    )
+    cross_entropies, matches = zip(
+        *(judge(weights, x, step) for step, x in enumerate(head_inputs)), strict=True
+    )
     features = [regress(x, step) for step, x in enumerate(head_inputs)]
 
     counted = [shift_left(side.predicts, step + 1) for step in range(steps)]
@@ -157,10 +182,15 @@ def draft_loss(
     sums = StepSums(
         cross_entropy=jnp.stack(cross_entropies),
         feature=jnp.stack(features),
-        matches=jnp.stack([count(match & mask) for match, mask in zip(matches, counted, strict=True)]),
+        matches=jnp.stack(
+            [count(match & mask) for match, mask in zip(matches, counted, strict=True)]
+        ),
         accepted=accepted_prefix(matches, followed),
         followed=count(followed),
     )
     scale = 1.0 / jnp.maximum(counts, 1.0)
-    losses = [(a + cfg.feature_weight * b) * scale[i] for i, (a, b) in enumerate(zip(cross_entropies, features, strict=True))]
+    losses = [
+        (a + cfg.feature_weight * b) * scale[i]
+        for i, (a, b) in enumerate(zip(cross_entropies, features, strict=True))
+    ]
     return decayed_sum(losses, cfg.decay), sums

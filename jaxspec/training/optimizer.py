@@ -22,7 +22,10 @@ def _muon_dimensions(params: Params) -> Params:
     """Muon for the matrices inside the head; lm_head, norms and biases keep Adam, as is the custom."""
     dims = contrib.MuonDimensionNumbers()
     return {
-        name: None if name == "lm_head" else jax.tree.map(lambda x: dims if x.ndim == 2 else None, part) for name, part in params.items()
+        name: None
+        if name == "lm_head"
+        else jax.tree.map(lambda x: dims if x.ndim == 2 else None, part)
+        for name, part in params.items()
     }
 
 
@@ -40,7 +43,12 @@ def optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
             consistent_rms=MUON_RMS,
         )
         return optax.chain(clip, muon)
-    return optax.chain(clip, optax.adamw(1.0, b1=cfg.betas[0], b2=cfg.betas[1], weight_decay=cfg.weight_decay, mask=_is_matrix))
+    return optax.chain(
+        clip,
+        optax.adamw(
+            1.0, b1=cfg.betas[0], b2=cfg.betas[1], weight_decay=cfg.weight_decay, mask=_is_matrix
+        ),
+    )
 
 
 def learning_rate(cfg: TrainConfig, step: jax.Array, progress: jax.Array) -> jax.Array:
@@ -48,6 +56,10 @@ def learning_rate(cfg: TrainConfig, step: jax.Array, progress: jax.Array) -> jax
 
     Progress is not a count of steps, so that a run with a time budget ends at the final rate too.
     """
-    warmup = optax.schedules.linear_schedule(1.0 / max(cfg.warmup_steps, 1), 1.0, max(cfg.warmup_steps - 1, 0))
-    cosine = optax.schedules.cosine_decay_schedule(cfg.learning_rate, 1, alpha=cfg.final_learning_rate / cfg.learning_rate)
+    warmup = optax.schedules.linear_schedule(
+        1.0 / max(cfg.warmup_steps, 1), 1.0, max(cfg.warmup_steps - 1, 0)
+    )
+    cosine = optax.schedules.cosine_decay_schedule(
+        cfg.learning_rate, 1, alpha=cfg.final_learning_rate / cfg.learning_rate
+    )
     return jnp.asarray(warmup(step) * cosine(progress), jnp.float32)

@@ -13,7 +13,9 @@ from jaxspec.training.loop import TrainState
 
 def save_state(folder: Path, state: TrainState) -> None:
     """The whole state under folder/STEP; the last two are kept."""
-    with ocp.CheckpointManager(folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+    with ocp.CheckpointManager(
+        folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    ) as manager:
         manager.save(int(state.step), args=ocp.args.StandardSave(state))
 
 
@@ -22,5 +24,9 @@ def restore_state(folder: Path, like: TrainState) -> TrainState:
     with ocp.CheckpointManager(folder.resolve()) as manager:
         step = manager.latest_step()
         if step is None:
-            raise ConfigError(f"{folder}: expected a training state saved by --keep-state to resume from, got none")
-        return manager.restore(step, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)))
+            raise ConfigError(
+                f"{folder}: expected a training state saved by --keep-state to resume from, got none"
+            )
+        return manager.restore(
+            step, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+        )

@@ -42,18 +42,34 @@ class RunConfig:
 
 
 def train_head(
-    cfg: RunConfig, target: ChatTarget, chats: Chats, folder: Path, *, deadline: float, record: RunRecord, log: Callable[[str], None]
+    cfg: RunConfig,
+    target: ChatTarget,
+    chats: Chats,
+    folder: Path,
+    *,
+    deadline: float,
+    record: RunRecord,
+    log: Callable[[str], None],
 ) -> None:
     """Train until max_steps or deadline (time.monotonic). folder gets head/, pieces/, loss.png and, with keep_state, state/."""
     if len(chats) <= cfg.held_out:
-        raise ConfigError(f"training data: expected more than the {cfg.held_out} held-out chats, got {len(chats)}")
+        raise ConfigError(
+            f"training data: expected more than the {cfg.held_out} held-out chats, got {len(chats)}"
+        )
     training, held_out = chats.split(cfg.held_out)
-    counts, held_out_counts = (part.answer_counts(target.cfg.vocab_size) for part in (training, held_out))
+    counts, held_out_counts = (
+        part.answer_counts(target.cfg.vocab_size) for part in (training, held_out)
+    )
     draft, params, ids = new_head(cfg.head, target, counts)
-    covered = {"coverage": coverage(counts, ids), "held_out_coverage": coverage(held_out_counts, ids)}
+    covered = {
+        "coverage": coverage(counts, ids),
+        "held_out_coverage": coverage(held_out_counts, ids),
+    }
     record.entries["vocabulary"] = {"size": len(ids), **covered}
     record.entries |= describe_head(cfg, target, draft, params)
-    log(f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, {training.num_answer_tokens} of them answers")
+    log(
+        f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, {training.num_answer_tokens} of them answers"
+    )
     log(
         f"train: vocabulary {record.entries['vocabulary']}, {record.entries['head']['parameters']} parameters, {jax.device_count()} devices"
     )
@@ -67,7 +83,9 @@ def train_head(
             from jaxspec.training.resume import save_state  # the extra "train"
 
             save_state(folder / "state", state)
-        found = evaluate_head(cfg.evaluation, target, folder / "head", cfg.head.method, record, log=log)
+        found = evaluate_head(
+            cfg.evaluation, target, folder / "head", cfg.head.method, record, log=log
+        )
         return {"acceptance": found} if found else {}
 
     state = init_train_state(cfg.train, params)
@@ -102,19 +120,35 @@ def train_head(
         log(f"train: no loss.png: {e} (the extra 'train' brings it)")
 
 
-def describe_head(cfg: RunConfig, target: ChatTarget, draft: DraftConfig, params: Params) -> dict[str, Any]:
+def describe_head(
+    cfg: RunConfig, target: ChatTarget, draft: DraftConfig, params: Params
+) -> dict[str, Any]:
     """What is known of a head before its first step, for the record."""
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     return {
-        "head": {"method": cfg.head.method, "parameters": num_parameters, "target": target.name, "init": cfg.head.init},
+        "head": {
+            "method": cfg.head.method,
+            "parameters": num_parameters,
+            "target": target.name,
+            "init": cfg.head.init,
+        },
         "train_config": dataclasses.asdict(cfg.train),
         "draft_config": dataclasses.asdict(draft),
     }
 
 
-def save_head(folder: Path, draft: DraftConfig, params: Params, ids: np.ndarray, target: ChatTarget) -> None:
+def save_head(
+    folder: Path, draft: DraftConfig, params: Params, ids: np.ndarray, target: ChatTarget
+) -> None:
     """The head under folder/head, and cut for transport under folder/pieces."""
     head, pieces = folder / "head", folder / "pieces"
-    save_draft(head, draft, params, ids, target=target.name, max_position_embeddings=target.cfg.max_position_embeddings)
+    save_draft(
+        head,
+        draft,
+        params,
+        ids,
+        target=target.name,
+        max_position_embeddings=target.cfg.max_position_embeddings,
+    )
     split_file(head / WEIGHTS, pieces, PIECE_BYTES)
     (pieces / "config.json").write_bytes((head / "config.json").read_bytes())

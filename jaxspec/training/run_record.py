@@ -33,10 +33,14 @@ class RunRecord:
             "seconds": round(time.monotonic() - self.begun, 1),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(about | self.entries, indent=1, default=str) + "\n", encoding="utf-8")
+        self.path.write_text(
+            json.dumps(about | self.entries, indent=1, default=str) + "\n", encoding="utf-8"
+        )
 
 
 def earlier_history(path: Path, step: int) -> list[dict[str, Any]]:
     """What the run that is gone on with had recorded up to this step."""
-    recorded = json.loads(path.read_text(encoding="utf-8")).get("history", []) if path.is_file() else []
+    recorded = (
+        json.loads(path.read_text(encoding="utf-8")).get("history", []) if path.is_file() else []
+    )
     return [entry for entry in recorded if entry["step"] <= step]

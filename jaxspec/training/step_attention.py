@@ -31,7 +31,9 @@ def shift_left(x: jax.Array, n: int) -> jax.Array:
 def require_full_attention(cfg: DraftConfig) -> None:
     """The dense attention below knows no window."""
     if cfg.sliding_window is not None:
-        raise ConfigError(f"sliding_window: expected full attention in a head that is trained here, got a window of {cfg.sliding_window}")
+        raise ConfigError(
+            f"sliding_window: expected full attention in a head that is trained here, got a window of {cfg.sliding_window}"
+        )
 
 
 def step_attention(
@@ -42,19 +44,33 @@ def step_attention(
     q, k, v = project_qkv(params, cfg, x, rope)
     own = StepKeys(k, v)
     first, *later = [*earlier, own]
-    grouped = q.reshape(batch, rows, cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads, cfg.head_dim)
+    grouped = q.reshape(
+        batch, rows, cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads, cfg.head_dim
+    )
     causal = jnp.arange(rows)[None, :] <= jnp.arange(rows)[:, None]
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, first.k, preferred_element_type=jnp.float32) * cfg.head_dim**-0.5
+    scores = (
+        jnp.einsum("bqhgd,bkhd->bhgqk", grouped, first.k, preferred_element_type=jnp.float32)
+        * cfg.head_dim**-0.5
+    )
     scores = jnp.where(causal, scores, _MASKED)
     top = jnp.max(scores, axis=-1)
-    diagonal = [jnp.einsum("bqhgd,bqhd->bhgq", grouped, step.k, preferred_element_type=jnp.float32) * cfg.head_dim**-0.5 for step in later]
+    diagonal = [
+        jnp.einsum("bqhgd,bqhd->bhgq", grouped, step.k, preferred_element_type=jnp.float32)
+        * cfg.head_dim**-0.5
+        for step in later
+    ]
     for score in diagonal:
         top = jnp.maximum(top, score)
     top = jax.lax.stop_gradient(top)
     # Normalised after the sum over keys: the [rows, rows] weights are written and read once less.
     weights = jnp.exp(scores - top[..., None])
     total = jnp.sum(weights, axis=-1)
-    out = jnp.einsum("bhgqk,bkhd->bhgqd", weights.astype(first.v.dtype), first.v, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bhgqk,bkhd->bhgqd",
+        weights.astype(first.v.dtype),
+        first.v,
+        preferred_element_type=jnp.float32,
+    )
     for score, step in zip(diagonal, later, strict=True):
         weight = jnp.exp(score - top)
         total = total + weight

@@ -12,7 +12,11 @@ from jaxspec.layers.params import Params
 
 
 def target_states(
-    params: Params, cfg: models.TargetConfig, tokens: jax.Array, lengths: jax.Array, aux_layers: tuple[int, ...]
+    params: Params,
+    cfg: models.TargetConfig,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    aux_layers: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None]:
     """tokens int32 [batch, rows], of which lengths [batch] are real -> hidden [batch, rows, D] after the final norm, and aux.
 
@@ -20,7 +24,9 @@ def target_states(
     """
     batch, rows = tokens.shape
     block_table = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    metadata = build_metadata(cfg.cache_groups(rows, rows), block_table, jnp.zeros(batch, jnp.int32), lengths, rows)
+    metadata = build_metadata(
+        cfg.cache_groups(rows, rows), block_table, jnp.zeros(batch, jnp.int32), lengths, rows
+    )
     caches = init_cache(cfg.attention, cfg.num_layers, batch, rows, params["norm"].dtype)
     out = models.family(cfg).forward(params, cfg, tokens, metadata, caches, aux_layers=aux_layers)
     return out.hidden, out.aux
@@ -28,14 +34,23 @@ def target_states(
 
 def head_columns(params: Params, cfg: models.TargetConfig, token_ids: jax.Array) -> jax.Array:
     """The target's lm_head for some tokens only: [D, len(token_ids)]."""
-    return params["embed_tokens"][token_ids].T if cfg.tie_word_embeddings else params["lm_head"][:, token_ids]
+    return (
+        params["embed_tokens"][token_ids].T
+        if cfg.tie_word_embeddings
+        else params["lm_head"][:, token_ids]
+    )
 
 
-def greedy_tokens(params: Params, cfg: models.TargetConfig, hidden: jax.Array, chunk: int = 4096) -> jax.Array:
+def greedy_tokens(
+    params: Params, cfg: models.TargetConfig, hidden: jax.Array, chunk: int = 4096
+) -> jax.Array:
     """argmax over the whole vocabulary, int32 [batch, rows] of hidden [batch, rows, D]; never more than chunk rows of logits at once."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     count = rows.shape[0]
     chunk = min(chunk, count)
     padded = jnp.pad(rows, ((0, -count % chunk), (0, 0))).reshape(-1, chunk, rows.shape[1])
-    best = jax.lax.map(lambda x: jnp.argmax(models.family(cfg).logits(params, cfg, x), axis=-1).astype(jnp.int32), padded)
+    best = jax.lax.map(
+        lambda x: jnp.argmax(models.family(cfg).logits(params, cfg, x), axis=-1).astype(jnp.int32),
+        padded,
+    )
     return best.reshape(-1)[:count].reshape(hidden.shape[:-1])

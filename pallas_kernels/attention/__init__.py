@@ -22,7 +22,15 @@ def _compiled(function: Callable[..., jax.Array], *static: str) -> Callable[...,
 
 
 def unsupported(
-    implementation: str, *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any
+    implementation: str,
+    *,
+    rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    q_dtype: Any,
+    cache_dtype: Any,
 ) -> str | None:
     """Why `implementation` cannot run these shapes and dtypes on this process's device; None if it can."""
     if implementation == "reference":
@@ -93,11 +101,18 @@ def paged_attention(
             f"k_cache and v_cache: expected [blocks, block_size, kv_heads, {head_dim}] both, got {k_cache.shape} and {v_cache.shape}"
         )
     if num_heads % k_cache.shape[2]:
-        raise ValueError(f"num_heads: expected a multiple of the cache's {k_cache.shape[2]} KV heads, got {num_heads}")
+        raise ValueError(
+            f"num_heads: expected a multiple of the cache's {k_cache.shape[2]} KV heads, got {num_heads}"
+        )
     expected = (batch, rows, num_heads, head_dim)
     if packed_heads is not None:
         num_kv_heads = k_cache.shape[2]
-        expected = (batch, num_kv_heads, packing.packed_size(rows * num_heads // num_kv_heads), head_dim)
+        expected = (
+            batch,
+            num_kv_heads,
+            packing.packed_size(rows * num_heads // num_kv_heads),
+            head_dim,
+        )
     if q.shape != expected:
         raise ValueError(f"q: expected {expected}, got {q.shape}")
     for name, array, shape in (
@@ -111,12 +126,18 @@ def paged_attention(
     if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
         raise ValueError(f"sinks: expected float32 ({num_heads},), got {sinks.dtype} {sinks.shape}")
     tile = bounds_size(rows, num_heads // k_cache.shape[2])
-    if bounds is not None and (bounds.ndim != 3 or bounds.shape[::2] != (batch, tile) or bounds.dtype != jnp.int32):
-        raise ValueError(f"bounds: expected int32 ({batch}, row tiles, {tile}), got {bounds.dtype} {bounds.shape}")
+    if bounds is not None and (
+        bounds.ndim != 3 or bounds.shape[::2] != (batch, tile) or bounds.dtype != jnp.int32
+    ):
+        raise ValueError(
+            f"bounds: expected int32 ({batch}, row tiles, {tile}), got {bounds.dtype} {bounds.shape}"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window: expected at least 1 key or None, got {window}")
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     reason = unsupported(
         implementation,
         rows=rows,
@@ -134,12 +155,28 @@ def paged_attention(
 
         kernel: Callable[..., jax.Array] = mosaic_gpu.paged_attention
         options: dict[str, Any] = {"scale": scale, "window": window, "packed_heads": packed_heads}
-        arrays = (q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, bounds)
+        arrays = (
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            positions,
+            seq_lens,
+            window_start,
+            sinks,
+            bounds,
+        )
         if packed_heads is None and mosaic_gpu.too_long(rows, num_heads, k_cache.shape[2]):
-            kernel, options, arrays = prefill_mosaic_gpu.paged_attention, {"scale": scale}, arrays[:-1]
+            kernel, options, arrays = (
+                prefill_mosaic_gpu.paged_attention,
+                {"scale": scale},
+                arrays[:-1],
+            )
         # As a function of its own, so that a model's layers share one kernel instead of lowering one each.
         call = kernel if hopper.interpreting() else _compiled(kernel, *options)
         return call(*arrays, **options)
     if packed_heads is not None:
         q = packing.unpack(q, rows, num_heads)
-    return reference.paged_attention(q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale)
+    return reference.paged_attention(
+        q, k_cache, v_cache, block_table, positions, seq_lens, window_start, sinks, scale=scale
+    )

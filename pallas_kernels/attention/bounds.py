@@ -16,7 +16,9 @@ def bounds_size(rows: int, group: int) -> int:
     return 2 * packed_size(min(rows, NARROW // group) * group) + 4
 
 
-def key_bounds(positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array, *, group: int, max_keys: int) -> jax.Array:
+def key_bounds(
+    positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array, *, group: int, max_keys: int
+) -> jax.Array:
     """What the kernel needs to know about which keys exist and who sees them; equal in every layer.
 
     int32 [batch, row_tiles, 2 columns + 4]: per column, its row's first key and the key after its last; first tile of keys that any row

@@ -103,7 +103,9 @@ class Plan:
             first = max(head * self.tile_rows, warpgroup * QUERIES)
             past = min((head + 1) * self.tile_rows, (warpgroup + 1) * QUERIES)
             if first < past:
-                found.append((first - warpgroup * QUERIES, head, first - head * self.tile_rows, past - first))
+                found.append(
+                    (first - warpgroup * QUERIES, head, first - head * self.tile_rows, past - first)
+                )
         return found
 
 
@@ -139,13 +141,19 @@ def paged_attention(
     if padding:
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
         # As the last row: a padded row must not make a tile one that only some rows see.
-        positions, window_start = (jnp.pad(x, ((0, 0), (0, padding)), mode="edge") for x in (positions, window_start))
+        positions, window_start = (
+            jnp.pad(x, ((0, 0), (0, padding)), mode="edge") for x in (positions, window_start)
+        )
     bounds = _bounds(plan, positions, seq_lens, window_start)
-    out = _attend(plan)(q, k_cache, v_cache, block_table, bounds, *(() if sinks is None else (sinks,)))
+    out = _attend(plan)(
+        q, k_cache, v_cache, block_table, bounds, *(() if sinks is None else (sinks,))
+    )
     return out[:, :rows] if padding else out
 
 
-def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array) -> jax.Array:
+def _bounds(
+    plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array
+) -> jax.Array:
     """Which keys exist and who sees them; equal in every layer, so XLA computes it once.
 
     int32 [batch, row_tiles, 128 warpgroups + 8]: per query of a CTA, the first key of its row and the key after the last; first tile of
@@ -161,22 +169,37 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start:
     end = (jnp.max(jnp.where(seen, last, 0), axis=2) + keys - 1) // keys
     ranges = (
         begin,
-        jnp.maximum(end, begin + 1),  # an idle request sees one masked tile: a kernel without a case for none
+        jnp.maximum(
+            end, begin + 1
+        ),  # an idle request sees one masked tile: a kernel without a case for none
         (jnp.max(first, axis=2) + keys - 1) // keys,
         jnp.min(last, axis=2) // keys,
         jnp.broadcast_to(written[:, None], first.shape[:2]),
     )
     spare = plan.warpgroups * QUERIES - plan.heads * plan.tile_rows
-    limits = [jnp.pad(jnp.tile(x, (1, 1, plan.heads)), ((0, 0), (0, 0), (0, spare))) for x in (first, last)]
-    return jnp.concatenate((*limits, jnp.pad(jnp.stack(ranges, axis=2), ((0, 0), (0, 0), (0, 8 - len(ranges))))), axis=2)
+    limits = [
+        jnp.pad(jnp.tile(x, (1, 1, plan.heads)), ((0, 0), (0, 0), (0, spare)))
+        for x in (first, last)
+    ]
+    return jnp.concatenate(
+        (*limits, jnp.pad(jnp.stack(ranges, axis=2), ((0, 0), (0, 0), (0, 8 - len(ranges))))),
+        axis=2,
+    )
 
 
 def _attend(plan: Plan):
     """The kernel: a CTA for every (request, row tile, some heads of a KV head)."""
-    head_dim, heads, tile_rows, warpgroups = plan.head_dim, plan.heads, plan.tile_rows, plan.warpgroups
+    head_dim, heads, tile_rows, warpgroups = (
+        plan.head_dim,
+        plan.heads,
+        plan.tile_rows,
+        plan.warpgroups,
+    )
     keys, slots = plan.tuning.keys, plan.tuning.slots
     head_tiles = plan.group // heads
-    piece = min(keys, plan.block_size & -plan.block_size)  # keys of one copy: of one page, and dividing a tile
+    piece = min(
+        keys, plan.block_size & -plan.block_size
+    )  # keys of one copy: of one page, and dividing a tile
     overlap = plan.tuning.overlap and not plan.interpreted
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
@@ -199,14 +222,21 @@ def _attend(plan: Plan):
         # The last rows of a chunk see most keys: they start first.
         request = plan.batch - 1 - lax.axis_index("request")
         row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")
-        kv_head, head_tile = lax.div(lax.axis_index("heads"), head_tiles), lax.rem(lax.axis_index("heads"), head_tiles)
+        kv_head, head_tile = (
+            lax.div(lax.axis_index("heads"), head_tiles),
+            lax.rem(lax.axis_index("heads"), head_tiles),
+        )
         first_head = kv_head * plan.group + head_tile * heads
         warpgroup = lax.axis_index("warpgroup")
-        start, stop, whole, past_whole, num_keys = (bounds_ref[request, row_tile, 2 * warpgroups * QUERIES + i] for i in range(5))
+        start, stop, whole, past_whole, num_keys = (
+            bounds_ref[request, row_tile, 2 * warpgroups * QUERIES + i] for i in range(5)
+        )
         count = stop - start  # at least 1
 
         def in_memory(ref, head, row, num_rows):
-            first = pl.multiple_of(row_tile * tile_rows + row, 8)  # a copy into swizzled memory has to know
+            first = pl.multiple_of(
+                row_tile * tile_rows + row, 8
+            )  # a copy into swizzled memory has to know
             return ref.at[request, pl.ds(first, num_rows), first_head + head]
 
         def copy_in():
@@ -215,7 +245,9 @@ def _attend(plan: Plan):
                 places = []
                 for i in range(keys // piece):
                     key = tile * keys + i * piece
-                    block = table_ref[request, jnp.minimum(lax.div(key, plan.block_size), plan.pages - 1)]
+                    block = table_ref[
+                        request, jnp.minimum(lax.div(key, plan.block_size), plan.pages - 1)
+                    ]
                     places += [block, lax.rem(key, plan.block_size)]
                 return tuple(places)
 
@@ -223,16 +255,29 @@ def _attend(plan: Plan):
                 for i in range(keys // piece):
                     block, offset = places[2 * i : 2 * i + 2]
                     part = target.at[slot, pl.ds(i * piece, piece)]
-                    plgpu.copy_gmem_to_smem(source.at[block, pl.ds(pl.multiple_of(offset, piece), piece), kv_head], part, barriers.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        source.at[block, pl.ds(pl.multiple_of(offset, piece), piece), kv_head],
+                        part,
+                        barriers.at[slot],
+                    )
 
             for w in range(warpgroups):
                 for query, head, row, num_rows in plan.pieces(w):
-                    plgpu.copy_gmem_to_smem(in_memory(q_ref, head, row, num_rows), q_smem.at[w, pl.ds(query, num_rows)], q_barrier)
+                    plgpu.copy_gmem_to_smem(
+                        in_memory(q_ref, head, row, num_rows),
+                        q_smem.at[w, pl.ds(query, num_rows)],
+                        q_barrier,
+                    )
 
             def step(i, places):
                 slot = lax.rem(i, slots)
-                following = places_of(start + i + 1)  # looked up now: a load from device memory must not hold up the next copy
-                for source, target, full, empty in ((k_ref, k_smem, k_full, k_empty), (v_ref, v_smem, v_full, v_empty)):
+                following = places_of(
+                    start + i + 1
+                )  # looked up now: a load from device memory must not hold up the next copy
+                for source, target, full, empty in (
+                    (k_ref, k_smem, k_full, k_empty),
+                    (v_ref, v_smem, v_full, v_empty),
+                ):
                     pl.when(i >= slots)(lambda empty=empty: plgpu.barrier_wait(empty.at[slot]))
                     fetch(source, target, full, slot, places)
                 return following
@@ -248,7 +293,13 @@ def _attend(plan: Plan):
         def fold():
             """Softmax over all tiles: (values, maximum, sum)."""
             first, last = (
-                load(bounds_ref.at[request, row_tile, pl.ds(n * QUERIES + warpgroup * QUERIES, QUERIES)], by_row, optimized=False)
+                load(
+                    bounds_ref.at[
+                        request, row_tile, pl.ds(n * QUERIES + warpgroup * QUERIES, QUERIES)
+                    ],
+                    by_row,
+                    optimized=False,
+                )
                 for n in (0, warpgroups)
             )
             plgpu.barrier_wait(q_barrier)
@@ -270,8 +321,13 @@ def _attend(plan: Plan):
             def softmax(masked, i, scores, top, total):
                 """With one more tile's scores: (maximum, sum, the tile's weights, the factor on all values so far)."""
                 if masked:
-                    key = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=matrix) + (start + i) * keys
-                    scores = where((key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf)
+                    key = (
+                        plgpu.broadcasted_iota(jnp.int32, square, 1, layout=matrix)
+                        + (start + i) * keys
+                    )
+                    scores = where(
+                        (key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf
+                    )
                 new = jnp.maximum(top, scores.max(axis=1) * (plan.scale * LOG2E))
                 old = jnp.exp2(top - new)
                 weights = jnp.exp2(scores * (plan.scale * LOG2E) - to_scores(new))
@@ -316,13 +372,17 @@ def _attend(plan: Plan):
                     plgpu.barrier_arrive(v_empty.at[before])
                     return added * to_values(old), *sums
 
-                return pl.run_scoped(products, plgpu.ACC(square, jnp.float32), plgpu.ACC(wide, jnp.float32))
+                return pl.run_scoped(
+                    products, plgpu.ACC(square, jnp.float32), plgpu.ACC(wide, jnp.float32)
+                )
 
             def clear(slot, tile):
                 """Values that nobody has written may be NaN, and 0 * NaN is NaN. Each warpgroup does it: all write the same."""
                 for part in range(keys // HALF):
                     here = v_smem.at[slot, pl.ds(part * HALF, HALF)]
-                    row = plgpu.broadcasted_iota(jnp.int32, (HALF, head_dim), 0, layout=matrix) + (tile * keys + part * HALF)
+                    row = plgpu.broadcasted_iota(jnp.int32, (HALF, head_dim), 0, layout=matrix) + (
+                        tile * keys + part * HALF
+                    )
                     here[...] = where(row < num_keys, load(here, matrix), 0.0)
                 plgpu.commit_smem()
 
@@ -332,15 +392,22 @@ def _attend(plan: Plan):
             past_head = jnp.clip(whole - start, 1, count)
             past_middle = jnp.clip(past_whole - start, past_head, count)
             state = lax.fori_loop(1, past_head, lambda i, state: step(True, i, state), state)
-            state = lax.fori_loop(past_head, past_middle, lambda i, state: step(False, i, state), state)
-            values, top, total, weights = lax.fori_loop(past_middle, count, lambda i, state: step(True, i, state), state)
+            state = lax.fori_loop(
+                past_head, past_middle, lambda i, state: step(False, i, state), state
+            )
+            values, top, total, weights = lax.fori_loop(
+                past_middle, count, lambda i, state: step(True, i, state), state
+            )
             values = add_values(count - 1, values, weights)
             return values, top, total
 
         def write(state):
             sink = None
             if sinks_ref is not None:
-                query = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=by_row) + warpgroup * QUERIES
+                query = (
+                    plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=by_row)
+                    + warpgroup * QUERIES
+                )
                 sink = splat((QUERIES,), 0.0, by_row)
                 for head in range(heads):
                     sink = where(query < head * tile_rows, sink, sinks_ref[first_head + head])
@@ -351,7 +418,10 @@ def _attend(plan: Plan):
                 @pl.when(warpgroup == w)
                 def _(w=w):
                     for query, head, row, num_rows in plan.pieces(w):
-                        plgpu.copy_smem_to_gmem(q_smem.at[w, pl.ds(query, num_rows)], in_memory(out_ref, head, row, num_rows))
+                        plgpu.copy_smem_to_gmem(
+                            q_smem.at[w, pl.ds(query, num_rows)],
+                            in_memory(out_ref, head, row, num_rows),
+                        )
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
@@ -383,7 +453,9 @@ def _attend(plan: Plan):
         scratch.append(plgpu.SMEM((warpgroups, *square), jnp.bfloat16, transforms=tiling))
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((plan.batch, plan.row_tiles * tile_rows, plan.num_heads, head_dim), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct(
+            (plan.batch, plan.row_tiles * tile_rows, plan.num_heads, head_dim), jnp.bfloat16
+        ),
         # The last axis runs fastest: neighbours in time read the KV heads of the same pages.
         grid=(plan.batch, plan.row_tiles, plan.num_kv_heads * head_tiles),
         grid_names=("request", "row_tile", "heads"),

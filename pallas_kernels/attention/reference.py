@@ -32,7 +32,9 @@ def paged_attention(
     # 0 * NaN is NaN.
     seen = written & (key >= window_start.min(axis=1)[:, None])
     v = jnp.where(seen[..., None, None], v, jnp.zeros((), v.dtype))
-    visible = written[:, None, :] & (key <= positions[..., None]) & (key >= window_start[..., None])  # [batch, rows, keys]
+    visible = (
+        written[:, None, :] & (key <= positions[..., None]) & (key >= window_start[..., None])
+    )  # [batch, rows, keys]
 
     grouped = q.reshape(batch, rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32) * scale
@@ -41,5 +43,7 @@ def paged_attention(
         sink = sinks.reshape(1, num_kv_heads, -1, 1, 1)
         scores = jnp.concatenate((scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))), axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
-    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bhgqk,bkhd->bqhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     return out.reshape(batch, rows, num_heads, head_dim).astype(q.dtype)

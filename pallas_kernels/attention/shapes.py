@@ -23,7 +23,9 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     block_size: int = 64
-    pages: int | None = None  # columns of the block table; None: the power of two that the longest request needs
+    pages: int | None = (
+        None  # columns of the block table; None: the power of two that the longest request needs
+    )
     window: int | None = None
     sinks: bool = False
     past_end: int = 0
@@ -56,7 +58,11 @@ class Shape:
     def window_start(self) -> np.ndarray:
         """int32 [batch, rows]"""
         positions = self.positions()
-        return np.zeros_like(positions) if self.window is None else np.maximum(positions - self.window + 1, 0)
+        return (
+            np.zeros_like(positions)
+            if self.window is None
+            else np.maximum(positions - self.window + 1, 0)
+        )
 
 
 def ragged(batch: int, longest: int) -> tuple[int, ...]:
@@ -84,14 +90,24 @@ SHAPES = {
     "8b, batch 16, context 32k, Q 4": Shape(ragged(16, 32768), 4, **_LLAMA_8B),
     "8b, prefill of 2048 rows after 2048": Shape((4096,), 2048, **_LLAMA_8B),
     "8b, prefill of 2 x 85 tiles of 48 rows": Shape(2 * tiles(0, 4080), 48, chunk=85, **_LLAMA_8B),
-    "8b, prefill of 4 x 42 tiles of 48 rows after 2048": Shape(4 * tiles(2048, 4096), 48, chunk=42, **_LLAMA_8B),
-    "smollm2, prefill of 2 x 42 tiles of 48 rows": Shape(2 * tiles(0, 2048), 48, chunk=42, **_SMOLLM2),
-    "gpt-oss, prefill of 42 tiles of 48 rows after 2048": Shape(tiles(2048, 4096), 48, chunk=42, **_GPT_OSS),
-    "gpt-oss, prefill of 42 tiles of 48 rows after 2048, window 128": Shape(tiles(2048, 4096), 48, chunk=42, window=128, **_GPT_OSS),
+    "8b, prefill of 4 x 42 tiles of 48 rows after 2048": Shape(
+        4 * tiles(2048, 4096), 48, chunk=42, **_LLAMA_8B
+    ),
+    "smollm2, prefill of 2 x 42 tiles of 48 rows": Shape(
+        2 * tiles(0, 2048), 48, chunk=42, **_SMOLLM2
+    ),
+    "gpt-oss, prefill of 42 tiles of 48 rows after 2048": Shape(
+        tiles(2048, 4096), 48, chunk=42, **_GPT_OSS
+    ),
+    "gpt-oss, prefill of 42 tiles of 48 rows after 2048, window 128": Shape(
+        tiles(2048, 4096), 48, chunk=42, window=128, **_GPT_OSS
+    ),
     "smollm2, batch 1, context 400, Q 4": Shape(ragged(1, 400), 4, **_SMOLLM2),
     "smollm2, batch 16, context 400, Q 4": Shape(ragged(16, 400), 4, **_SMOLLM2),
     "gpt-oss, batch 16, context 4k, Q 4": Shape(ragged(16, 4096), 4, **_GPT_OSS),
-    "gpt-oss, batch 16, context 4k, Q 4, window 128": Shape(ragged(16, 4096), 4, window=128, **_GPT_OSS),
+    "gpt-oss, batch 16, context 4k, Q 4, window 128": Shape(
+        ragged(16, 4096), 4, window=128, **_GPT_OSS
+    ),
 }
 
 
@@ -111,11 +127,17 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     cache = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
 
     def filled(key: jax.Array) -> jax.Array:
-        return jnp.where(jnp.asarray(written)[..., None, None], jax.random.normal(key, cache, dtype), jnp.asarray(jnp.nan, dtype))
+        return jnp.where(
+            jnp.asarray(written)[..., None, None],
+            jax.random.normal(key, cache, dtype),
+            jnp.asarray(jnp.nan, dtype),
+        )
 
     sinks = 2.0 * jax.random.normal(keys[3], (shape.num_heads,), jnp.float32)
     return {
-        "q": jax.random.normal(keys[0], (shape.batch, shape.rows, shape.num_heads, shape.head_dim), dtype),
+        "q": jax.random.normal(
+            keys[0], (shape.batch, shape.rows, shape.num_heads, shape.head_dim), dtype
+        ),
         "k_cache": filled(keys[1]),
         "v_cache": filled(keys[2]),
         "block_table": jnp.asarray(table),
@@ -141,5 +163,7 @@ def bytes_moved(shape: Shape) -> int:
 
 def flops(shape: Shape) -> int:
     """Of queries times keys and weights times values, of the keys that each row sees."""
-    seen = np.minimum(shape.positions() + 1, np.array(shape.lengths)[:, None]) - shape.window_start()
+    seen = (
+        np.minimum(shape.positions() + 1, np.array(shape.lengths)[:, None]) - shape.window_start()
+    )
     return 4 * shape.head_dim * shape.num_heads * int(np.maximum(seen, 0).sum())

@@ -37,20 +37,38 @@ def embed_norm(
     """
     if tokens.ndim != 1 or table.ndim != 2 or weight.shape != table.shape[1:]:
         shapes = f"{tokens.shape}, {table.shape} and {weight.shape}"
-        raise ValueError(f"tokens, table and weight: expected [rows], [vocab, width] and [width], got {shapes}")
+        raise ValueError(
+            f"tokens, table and weight: expected [rows], [vocab, width] and [width], got {shapes}"
+        )
     if (hidden is None) != (hidden_weight is None) or (norm_residual and hidden is None):
-        raise ValueError("hidden and hidden_weight: expected both or neither, and both for norm_residual")
+        raise ValueError(
+            "hidden and hidden_weight: expected both or neither, and both for norm_residual"
+        )
     if hidden is not None and hidden_weight is not None:
-        expected, got = ((*tokens.shape, *weight.shape), weight.shape), (hidden.shape, hidden_weight.shape)
+        expected, got = (
+            ((*tokens.shape, *weight.shape), weight.shape),
+            (hidden.shape, hidden_weight.shape),
+        )
         if got != expected:
-            raise ValueError(f"hidden and hidden_weight: expected {expected[0]} and {expected[1]}, got {got[0]} and {got[1]}")
-    options = {"eps": eps, "hidden": hidden, "hidden_weight": hidden_weight, "norm_residual": norm_residual}
+            raise ValueError(
+                f"hidden and hidden_weight: expected {expected[0]} and {expected[1]}, got {got[0]} and {got[1]}"
+            )
+    options = {
+        "eps": eps,
+        "hidden": hidden,
+        "hidden_weight": hidden_weight,
+        "norm_residual": norm_residual,
+    }
     if implementation == "reference":
         return reference.embed_norm(tokens, table, weight, **options)
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     rows = [table] if hidden is None else [table, hidden]
-    reason = hopper.missing() or next(filter(None, (unsupported(x.shape[1], x.dtype) for x in rows)), None)
+    reason = hopper.missing() or next(
+        filter(None, (unsupported(x.shape[1], x.dtype) for x in rows)), None
+    )
     if reason:
         raise ValueError(f"embed_norm, implementation {implementation!r}: {reason}")
     return _mosaic_gpu().embed_norm(tokens, table, weight, **options)

@@ -18,7 +18,9 @@ from pallas_kernels.hopper import interpreting
 from pallas_kernels.rms_norm.mosaic_gpu import CHUNK, normed_row, tile_of
 
 
-def embed_norm(tokens: jax.Array, table: jax.Array, weight: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+def embed_norm(
+    tokens: jax.Array, table: jax.Array, weight: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
     """See pallas_kernels.embed_norm.embed_norm."""
     return _embed_norm(tokens, table, weight, pdl=not interpreting(), **options)
 
@@ -38,7 +40,11 @@ def _embed_norm(
 ) -> tuple[jax.Array, jax.Array]:
     (rows,), (vocab, width) = tokens.shape, table.shape
     chunks = width // CHUNK
-    arrays = [(table, weight)] if hidden is None or hidden_weight is None else [(table, weight), (hidden, hidden_weight)]
+    arrays = (
+        [(table, weight)]
+        if hidden is None or hidden_weight is None
+        else [(table, weight), (hidden, hidden_weight)]
+    )
     keeps_embedding = len(arrays) == 1  # raw, for a target's residual
 
     def body(tokens_gmem: Any, *refs: Any) -> None:
@@ -89,7 +95,11 @@ def _embed_norm(
         grid=(len(arrays), rows),  # the last axis is the one that CUDA lets grow past 65,535
         grid_names=("part", "row"),
         kernel_name=f"embed_norm_{width}",
-        scratch_types=[plgpu.SMEM(tile_of(width), dtype), plgpu.SMEM(tile_of(width), weight.dtype), plgpu.Barrier(num_barriers=2)],
+        scratch_types=[
+            plgpu.SMEM(tile_of(width), dtype),
+            plgpu.SMEM(tile_of(width), weight.dtype),
+            plgpu.Barrier(num_barriers=2),
+        ],
         # As in rms_norm: copies of a part of a tile's rows.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )

@@ -23,5 +23,7 @@ def embed_norm(
     if hidden is None or hidden_weight is None:
         return embedded, rms_norm(embedded, weight, eps=eps)
     normed = rms_norm(hidden, hidden_weight, eps=eps)
-    joined = jnp.concatenate([rms_norm(embedded.astype(hidden.dtype), weight, eps=eps), normed], axis=-1)
+    joined = jnp.concatenate(
+        [rms_norm(embedded.astype(hidden.dtype), weight, eps=eps), normed], axis=-1
+    )
     return (normed if norm_residual else hidden), joined

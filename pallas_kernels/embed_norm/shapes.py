@@ -21,9 +21,20 @@ class Shape:
 
 
 _MODELS = {"llama-3-8b": (4096, 128256), "smollm2": (576, 49152)}
-SHAPES = {f"{name} rows {rows}": Shape(rows, *sizes) for name, sizes in _MODELS.items() for rows in (1, 4, 64)}
-SHAPES |= {f"EAGLE-3 of {name} rows {rows}": Shape(rows, *sizes, draft=True) for name, sizes in _MODELS.items() for rows in (1, 4, 64)}
-SHAPES |= {f"EAGLE-3 of {name}, residual normed, rows 4": Shape(4, *sizes, True, True) for name, sizes in _MODELS.items()}
+SHAPES = {
+    f"{name} rows {rows}": Shape(rows, *sizes)
+    for name, sizes in _MODELS.items()
+    for rows in (1, 4, 64)
+}
+SHAPES |= {
+    f"EAGLE-3 of {name} rows {rows}": Shape(rows, *sizes, draft=True)
+    for name, sizes in _MODELS.items()
+    for rows in (1, 4, 64)
+}
+SHAPES |= {
+    f"EAGLE-3 of {name}, residual normed, rows 4": Shape(4, *sizes, True, True)
+    for name, sizes in _MODELS.items()
+}
 
 
 def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
@@ -33,10 +44,19 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     gain = lambda: (1 + 0.1 * normal(shape.width)).astype(jnp.bfloat16)  # noqa: E731
     tokens = jax.random.randint(next(keys), (shape.rows,), 0, shape.vocab, jnp.int32)
     ends = jnp.array([shape.vocab - 1, 0], jnp.int32)[: shape.rows]
-    inputs = {"tokens": tokens.at[: len(ends)].set(ends), "table": normal(shape.vocab, shape.width), "weight": gain(), "eps": 1e-5}
+    inputs = {
+        "tokens": tokens.at[: len(ends)].set(ends),
+        "table": normal(shape.vocab, shape.width),
+        "weight": gain(),
+        "eps": 1e-5,
+    }
     if not shape.draft:
         return inputs
-    return inputs | {"hidden": normal(shape.rows, shape.width), "hidden_weight": gain(), "norm_residual": shape.norm_residual}
+    return inputs | {
+        "hidden": normal(shape.rows, shape.width),
+        "hidden_weight": gain(),
+        "norm_residual": shape.norm_residual,
+    }
 
 
 def bytes_moved(shape: Shape) -> int:

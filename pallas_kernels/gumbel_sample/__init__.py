@@ -54,7 +54,9 @@ def gumbel_sample(
             expected = f"{jnp.dtype(dtype).name} {list(shape)}"
             raise ValueError(f"{name}: expected {expected}, got {array.dtype} {list(array.shape)}")
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     arguments = (logits, temperature, keys, position, offset, token_ids)
     if implementation == "reference":
         return reference.gumbel_sample(*arguments, stream=stream)

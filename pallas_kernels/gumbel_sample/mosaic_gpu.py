@@ -65,7 +65,9 @@ def gumbel_sample(
 
     def draw(*refs: Any) -> None:
         logits_ref, temperature_ref, keys_ref, position_ref, offset_ref, *rest = refs
-        ids_ref, (best_ref, index_ref) = (rest[0], rest[1:]) if token_ids is not None else (None, rest)
+        ids_ref, (best_ref, index_ref) = (
+            (rest[0], rest[1:]) if token_ids is not None else (None, rest)
+        )
         block = lax.axis_index("block")
         row, part = block // count, block % count
         heat = temperature_ref[row]
@@ -73,14 +75,20 @@ def gumbel_sample(
         def search(score: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> None:
             """Store the part's highest score(piece, logits, ids)."""
 
-            def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            def step(
+                i: jax.Array, best: tuple[jax.Array, jax.Array]
+            ) -> tuple[jax.Array, jax.Array]:
                 piece = part * share + i
                 values = pieces.load(logits_ref.at[row], piece)
                 values, ids = score(piece, values, pieces.indices(piece)), pieces.indices(piece)
-                higher = values > best[0]  # of a thread's equal scores the first stays; NaN is never higher
+                higher = (
+                    values > best[0]
+                )  # of a thread's equal scores the first stays; NaN is never higher
                 return jnp.where(higher, values, best[0]), jnp.where(higher, ids, best[1])
 
-            lowest = plgpu.layout_cast(jnp.full((pieces.size,), -jnp.inf, jnp.float32), pieces.layout)
+            lowest = plgpu.layout_cast(
+                jnp.full((pieces.size,), -jnp.inf, jnp.float32), pieces.layout
+            )
             first = pieces.indices(jnp.int32(0))  # what a row of -inf takes
             values, ids = lax.fori_loop(0, share, step, (lowest, first))
             store_maximum(values, ids, best_ref, index_ref, row, part)
@@ -91,12 +99,16 @@ def gumbel_sample(
 
         @pl.when(heat != 0.0)
         def _sampled() -> None:
-            key = noise.stream_key((keys_ref[row, 0], keys_ref[row, 1]), stream, position_ref[row], offset_ref[0])
+            key = noise.stream_key(
+                (keys_ref[row, 0], keys_ref[row, 1]), stream, position_ref[row], offset_ref[0]
+            )
 
             def score(piece: jax.Array, values: jax.Array, ids: jax.Array) -> jax.Array:
                 ids = ids if ids_ref is None else pieces.load(ids_ref, piece)
                 scaled = values / heat
-                scaled = jnp.where(scaled == scaled, scaled, -jnp.inf)  # as XLA's: nothing fuses the quotient with the sum
+                scaled = jnp.where(
+                    scaled == scaled, scaled, -jnp.inf
+                )  # as XLA's: nothing fuses the quotient with the sum
                 return scaled + piece_noise.gumbel(pieces, key, ids)
 
             search(score)
@@ -105,13 +117,22 @@ def gumbel_sample(
         row = lax.axis_index("block")
         token_ref[row] = combine_maximum(best_ref, index_ref, row, count)[1]
 
-    partial_results = [jax.ShapeDtypeStruct((rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)]
+    partial_results = [
+        jax.ShapeDtypeStruct((rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)
+    ]
     inputs = (logits, temperature, keys, position, offset.reshape(1))
-    parts = _launch(draw, rows * count, inputs if token_ids is None else (*inputs, token_ids), tuple(partial_results))
+    parts = _launch(
+        draw,
+        rows * count,
+        inputs if token_ids is None else (*inputs, token_ids),
+        tuple(partial_results),
+    )
     return _launch(combine, rows, parts, jax.ShapeDtypeStruct((rows,), jnp.int32))
 
 
-def _launch(body: Callable[..., None], grid: int, inputs: tuple[jax.Array, ...], outputs: Any) -> Any:
+def _launch(
+    body: Callable[..., None], grid: int, inputs: tuple[jax.Array, ...], outputs: Any
+) -> Any:
     """Run body(*input and output refs) in every block of the grid, one warpgroup each."""
     overlapped = not interpreting()  # the interpreter does not know dependent launches
 

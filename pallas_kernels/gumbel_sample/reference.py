@@ -37,15 +37,23 @@ def argmax(x: jax.Array) -> jax.Array:
     In two stages, pieces of a row and then the pieces: XLA reduces a row in one block of threads, and what is fused into it (at
     temperature above 0 a row's noise) would then be computed by a single one of a GPU's multiprocessors.
     """
-    pieces = jnp.pad(x, ((0, 0), (0, -x.shape[1] % PIECE)), constant_values=-jnp.inf).reshape(x.shape[0], -1, PIECE)
-    index = lax.broadcasted_iota(jnp.int32, pieces.shape, 1) * PIECE + lax.broadcasted_iota(jnp.int32, pieces.shape, 2)
+    pieces = jnp.pad(x, ((0, 0), (0, -x.shape[1] % PIECE)), constant_values=-jnp.inf).reshape(
+        x.shape[0], -1, PIECE
+    )
+    index = lax.broadcasted_iota(jnp.int32, pieces.shape, 1) * PIECE + lax.broadcasted_iota(
+        jnp.int32, pieces.shape, 2
+    )
     best = (pieces, index)
     for axis in (2, 1):
-        best = lax.reduce(best, (jnp.float32(-jnp.inf), jnp.int32(np.iinfo(np.int32).max)), _larger, (axis,))
+        best = lax.reduce(
+            best, (jnp.float32(-jnp.inf), jnp.int32(np.iinfo(np.int32).max)), _larger, (axis,)
+        )
     return best[1]
 
 
-def _larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _larger(
+    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Of two (value, index): the larger value, the lower index where they are equal."""
     first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])

@@ -55,10 +55,14 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         logits = jnp.where((row % 6 == 5) & (column % 7 == 3), jnp.nan, logits)
         logits = jnp.where(row == 2, jnp.float32(1.5), logits)
         logits = jnp.where((row == 3) | (row == 9), jnp.round(logits), logits)  # greedy, with ties
-        logits = jnp.where((row == 7) | (row == 8), jnp.where(column % 2 == 0, -jnp.inf, jnp.nan), logits)
+        logits = jnp.where(
+            (row == 7) | (row == 8), jnp.where(column % 2 == 0, -jnp.inf, jnp.nan), logits
+        )
     token_ids = None
     if shape.target_vocab is not None:
-        token_ids = jnp.sort(jax.random.permutation(keys[2], shape.target_vocab)[:vocab]).astype(jnp.int32)
+        token_ids = jnp.sort(jax.random.permutation(keys[2], shape.target_vocab)[:vocab]).astype(
+            jnp.int32
+        )
     return {
         "logits": logits,
         "temperature": temperature,

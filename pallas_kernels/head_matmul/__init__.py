@@ -36,21 +36,31 @@ def head_matmul(
     implementation does not support, with the reason.
     """
     if x.ndim != 3 or weights.ndim != 3 or x.shape[1] < weights.shape[0]:
-        raise ValueError(f"x and weights: expected [rows, heads, depth] and [heads, depth, width], got {x.shape} and {weights.shape}")
+        raise ValueError(
+            f"x and weights: expected [rows, heads, depth] and [heads, depth, width], got {x.shape} and {weights.shape}"
+        )
     heads, depth, _ = weights.shape
     rope = x.shape[2] - depth
     if (cos is None) != (sin is None) or (rope == 0) != (cos is None):
-        raise ValueError(f"cos and sin: expected both for {rope} numbers a head beyond the depth {depth}, or neither for none")
+        raise ValueError(
+            f"cos and sin: expected both for {rope} numbers a head beyond the depth {depth}, or neither for none"
+        )
     for name, array in (("cos", cos), ("sin", sin)):
-        if array is not None and (array.shape != (x.shape[0], rope // 2) or array.dtype != jnp.float32):
-            raise ValueError(f"{name}: expected float32 {(x.shape[0], rope // 2)}, got {array.dtype} {array.shape}")
+        if array is not None and (
+            array.shape != (x.shape[0], rope // 2) or array.dtype != jnp.float32
+        ):
+            raise ValueError(
+                f"{name}: expected float32 {(x.shape[0], rope // 2)}, got {array.dtype} {array.shape}"
+            )
     if out_heads is not None and out_heads < heads:
         raise ValueError(f"out_heads: expected at least {heads}, got {out_heads}")
     options: dict[str, Any] = {"cos": cos, "sin": sin, "out_heads": out_heads or heads}
     if implementation == "reference":
         return reference.head_matmul(x, weights, **options)
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     reason = hopper.missing() or unsupported(x, weights)
     if reason:
         raise ValueError(f"head_matmul, implementation {implementation!r}: {reason}")

@@ -23,7 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE_N = 64  # output columns of a block: wgmma's M; also the width of what is rotated
 TILE_ROWS = 64
-MAX_ROWS = 128  # beyond, every weight is read for too many row tiles: a batched product of XLA's is faster
+MAX_ROWS = (
+    128  # beyond, every weight is read for too many row tiles: a batched product of XLA's is faster
+)
 MAX_DEPTH = 512
 
 
@@ -65,25 +67,39 @@ def head_matmul(
         x = jnp.pad(x, ((0, padding), (0, 0), (0, 0)))
     tables = ()
     if cos is not None and sin is not None:
-        both = jnp.tile(jnp.stack((cos, sin)), (1, 1, 2)).transpose(0, 2, 1)  # equal in every layer, so XLA makes them once
+        both = jnp.tile(jnp.stack((cos, sin)), (1, 1, 2)).transpose(
+            0, 2, 1
+        )  # equal in every layer, so XLA makes them once
         tables = (_rotations(), jnp.pad(both, ((0, 0), (0, 0), (0, padding))))
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
     def body(x_gmem: Any, w_gmem: Any, *refs: Any) -> None:
-        (rotations_gmem, tables_gmem), refs = (refs[:2], refs[2:]) if rotates else ((None, None), refs)
+        (rotations_gmem, tables_gmem), refs = (
+            (refs[:2], refs[2:]) if rotates else ((None, None), refs)
+        )
         out_gmem, x_smem, w_smem, out_smem, w_barrier, x_barrier = refs
-        head, chunk, row_tile = lax.axis_index("head"), lax.axis_index("chunk"), lax.axis_index("row_tile")
-        here = pl.ds(row_tile * tile, tile)  # rows past the last one: copies fill them with zeros, and drop them on the way out
+        head, chunk, row_tile = (
+            lax.axis_index("head"),
+            lax.axis_index("chunk"),
+            lax.axis_index("row_tile"),
+        )
+        here = pl.ds(
+            row_tile * tile, tile
+        )  # rows past the last one: copies fill them with zeros, and drop them on the way out
 
         def store(total: jax.Array) -> None:
             out_smem.transpose((1, 0))[...] = total.astype(x.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[here, head, pl.ds(chunk * TILE_N, TILE_N)])
+            plgpu.copy_smem_to_gmem(
+                out_smem, out_gmem.at[here, head, pl.ds(chunk * TILE_N, TILE_N)]
+            )
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
         @pl.when(chunk < chunks)
         def _multiply() -> None:
-            plgpu.copy_gmem_to_smem(w_gmem.at[head, :, pl.ds(chunk * TILE_N, TILE_N)], w_smem, w_barrier)
+            plgpu.copy_gmem_to_smem(
+                w_gmem.at[head, :, pl.ds(chunk * TILE_N, TILE_N)], w_smem, w_barrier
+            )
             if pdl:
                 plgpu.griddepcontrol_wait()
             plgpu.copy_gmem_to_smem(x_gmem.at[here, head, pl.ds(0, depth)], x_smem, x_barrier)
@@ -118,13 +134,17 @@ def head_matmul(
                 turned = pl.run_scoped(product, plgpu.ACC((TILE_N, tile), jnp.float32))
                 if i == 0:
                     plgpu.copy_gmem_to_smem(rotations_gmem.at[1], matrix, w_barrier)
-                table = plgpu.load(tables_gmem.at[i, :, here], layout=plgpu.Layout.WGMMA, optimized=False)  # pyright: ignore[reportCallIssue]
+                table = plgpu.load(
+                    tables_gmem.at[i, :, here], layout=plgpu.Layout.WGMMA, optimized=False
+                )  # pyright: ignore[reportCallIssue]
                 total = turned * table if total is None else total + turned * table
             store(total)
 
     call = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((x.shape[0], out_heads, width + (TILE_N if rotates else 0)), x.dtype),
+        out_type=jax.ShapeDtypeStruct(
+            (x.shape[0], out_heads, width + (TILE_N if rotates else 0)), x.dtype
+        ),
         grid=(row_tiles, heads, chunks + rotates),
         grid_names=("row_tile", "head", "chunk"),
         kernel_name=f"head_matmul_{depth}x{width}" + ("_rope" if rotates else ""),
@@ -142,4 +162,6 @@ def head_matmul(
 def _rotations() -> jax.Array:
     """bfloat16 [2, 64, 64]: x times the first is x, times the second is [-second half, first half]."""
     one, half = np.eye(TILE_N), TILE_N // 2
-    return jnp.asarray(np.stack((one, np.concatenate((one[half:], -one[:half])))).astype(np.float32), jnp.bfloat16)
+    return jnp.asarray(
+        np.stack((one, np.concatenate((one[half:], -one[:half])))).astype(np.float32), jnp.bfloat16
+    )

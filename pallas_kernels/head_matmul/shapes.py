@@ -49,8 +49,13 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     angle = jax.random.uniform(keys[2], (shape.rows, ROPE // 2), jnp.float32, 0.0, 6.0)
     depth = shape.depth + (ROPE if shape.rotates else 0)
     return {
-        "x": jax.random.normal(keys[0], (shape.rows, shape.in_heads or shape.num_heads, depth), dtype),
-        "weights": (jax.random.normal(keys[1], (shape.num_heads, shape.depth, shape.width)) * shape.depth**-0.5).astype(dtype),
+        "x": jax.random.normal(
+            keys[0], (shape.rows, shape.in_heads or shape.num_heads, depth), dtype
+        ),
+        "weights": (
+            jax.random.normal(keys[1], (shape.num_heads, shape.depth, shape.width))
+            * shape.depth**-0.5
+        ).astype(dtype),
         "cos": jnp.cos(angle) if shape.rotates else None,
         "sin": jnp.sin(angle) if shape.rotates else None,
         "out_heads": shape.out_heads,
@@ -61,4 +66,6 @@ def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory: weights, what is multiplied and rotated, and the result, once each."""
     a_row = shape.num_heads * (shape.depth + shape.width + (2 * ROPE if shape.rotates else 0))
     numbers = shape.num_heads * shape.depth * shape.width + shape.rows * a_row
-    return numbers * jnp.dtype(shape.dtype).itemsize + (shape.rows * ROPE * 4 if shape.rotates else 0)
+    return numbers * jnp.dtype(shape.dtype).itemsize + (
+        shape.rows * ROPE * 4 if shape.rotates else 0
+    )

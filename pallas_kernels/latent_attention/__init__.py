@@ -21,7 +21,14 @@ def _compiled(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def unsupported(
-    implementation: str, *, query_rows: int, kv_lora_rank: int, rope_head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any
+    implementation: str,
+    *,
+    query_rows: int,
+    kv_lora_rank: int,
+    rope_head_dim: int,
+    block_size: int,
+    q_dtype: Any,
+    cache_dtype: Any,
 ) -> str | None:
     """Why `implementation` cannot run these shapes and dtypes on this process's device; None if it can. query_rows: rows x heads."""
     if implementation == "reference":
@@ -66,7 +73,9 @@ def latent_attention(
     batch, rows = positions.shape
     num_heads, width = q.shape[2:]
     if cache.ndim != 4 or cache.shape[2:] != (1, width) or not 0 < kv_lora_rank <= width:
-        raise ValueError(f"cache: expected [blocks, block_size, 1, {width}] with kv_lora_rank {kv_lora_rank} of it, got {cache.shape}")
+        raise ValueError(
+            f"cache: expected [blocks, block_size, 1, {width}] with kv_lora_rank {kv_lora_rank} of it, got {cache.shape}"
+        )
     for name, array, shape, dtype in (
         ("q", q, (batch, rows, num_heads, width), q.dtype),
         ("positions", positions, (batch, rows), jnp.int32),
@@ -74,9 +83,13 @@ def latent_attention(
         ("block_table", block_table, (batch, block_table.shape[-1]), jnp.int32),
     ):
         if array.shape != shape or array.dtype != dtype:
-            raise ValueError(f"{name}: expected {jnp.dtype(dtype).name} {shape}, got {array.dtype} {array.shape}")
+            raise ValueError(
+                f"{name}: expected {jnp.dtype(dtype).name} {shape}, got {array.dtype} {array.shape}"
+            )
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     reason = unsupported(
         implementation,
         query_rows=rows * num_heads,
@@ -94,5 +107,9 @@ def latent_attention(
     from pallas_kernels.latent_attention import mosaic_gpu
 
     # As a function of its own, so that a model's layers share one kernel instead of lowering one each.
-    call = mosaic_gpu.latent_attention if hopper.interpreting() else _compiled(mosaic_gpu.latent_attention)
+    call = (
+        mosaic_gpu.latent_attention
+        if hopper.interpreting()
+        else _compiled(mosaic_gpu.latent_attention)
+    )
     return call(q, cache, block_table, positions, seq_lens, **options)

@@ -44,12 +44,22 @@ class Tuning:
     cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as `fill` says
 
 
-def unsupported(*, query_rows: int, kv_lora_rank: int, rope_head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any) -> str | None:
+def unsupported(
+    *,
+    query_rows: int,
+    kv_lora_rank: int,
+    rope_head_dim: int,
+    block_size: int,
+    q_dtype: Any,
+    cache_dtype: Any,
+) -> str | None:
     """Why the kernel cannot run these shapes and dtypes on this device; None if it can."""
     if device := hopper.missing():
         return f"device: {device}"
     if kv_lora_rank % CHUNK or not CHUNK <= kv_lora_rank <= MAX_RANK or rope_head_dim != 64:
-        expected = f"a kv_lora_rank of a multiple of {CHUNK} up to {MAX_RANK} and a rope_head_dim of 64"
+        expected = (
+            f"a kv_lora_rank of a multiple of {CHUNK} up to {MAX_RANK} and a rope_head_dim of 64"
+        )
         return f"expected {expected}, got {kv_lora_rank} and {rope_head_dim}"
     if query_rows % 8:
         return f"rows x heads: expected a multiple of 8, got {query_rows}"
@@ -106,7 +116,10 @@ class Plan:
         if self.tuning.cluster is not None:
             return self.tuning.cluster
         cluster = 1
-        while cluster < min(self.tiles, CLASSES, self.rank // CHUNK) and 2 * cluster * self.batch * self.row_tiles <= self.tuning.fill:
+        while (
+            cluster < min(self.tiles, CLASSES, self.rank // CHUNK)
+            and 2 * cluster * self.batch * self.row_tiles <= self.tuning.fill
+        ):
             cluster *= 2
         return cluster
 
@@ -136,7 +149,12 @@ def latent_attention(
         tuning=tuning or Tuning(),
         interpreted=hopper.interpreting(),
     )
-    out, *_ = _attend(plan)(q.reshape(batch, plan.query_rows, width), cache, block_table, _bounds(plan, positions, seq_lens))
+    out, *_ = _attend(plan)(
+        q.reshape(batch, plan.query_rows, width),
+        cache,
+        block_table,
+        _bounds(plan, positions, seq_lens),
+    )
     return out.reshape(batch, rows, num_heads, kv_lora_rank)
 
 
@@ -194,7 +212,9 @@ def _attend(plan: Plan):
         return _spread(x, CHUNK)
 
     def splat(shape, value):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), matrix if len(shape) == 2 else by_column)
+        return plgpu.layout_cast(
+            jnp.full(shape, value, jnp.float32), matrix if len(shape) == 2 else by_column
+        )
 
     def add_product(values, left, right):
         """values + left @ right."""
@@ -213,10 +233,15 @@ def _attend(plan: Plan):
         values_ref, stats_ref = scratch
         q_smem, ring, p_smem, last_smem, total_smem, q_barrier, barriers, *everyone = rest
         await_inputs(plan.interpreted)
-        request, row_tile = lax.axis_index("request"), plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows see most keys
+        request, row_tile = (
+            lax.axis_index("request"),
+            plan.row_tiles - 1 - lax.axis_index("row_tile"),
+        )  # the last rows see most keys
         member = lax.axis_index("member") if cluster > 1 else jnp.int32(0)
         stop = bounds_ref[request, row_tile, columns]
-        query_rows = pl.ds(row_tile * columns, columns)  # those past the last one are read as zeros and not written
+        query_rows = pl.ds(
+            row_tile * columns, columns
+        )  # those past the last one are read as zeros and not written
 
         def settle(tile: Any) -> Any:
             """A place in this CTA's order of tiles, class after class: moved on to the next class if this one has ended."""
@@ -224,16 +249,22 @@ def _attend(plan: Plan):
                 return tile
             coming_class = lax.rem(tile, classes) + 1
             # If the next class has no tile, no later one has: classes begin at tiles 0, 1, 2, ...
-            return jnp.where((tile >= stop) & (lax.rem(coming_class, classes_here) != 0), coming_class, tile)
+            return jnp.where(
+                (tile >= stop) & (lax.rem(coming_class, classes_here) != 0), coming_class, tile
+            )
 
         def pages_of(tile):
-            return paging.pages_of(table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages)
+            return paging.pages_of(
+                table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages
+            )
 
         def fetch(slot, tile, blocks):
             for i, block in enumerate(blocks):
                 offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
                 source = cache_ref.at[block, pl.ds(offset, piece), 0]
-                plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(i * piece, piece)], barriers.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    source, ring.at[slot, pl.ds(i * piece, piece)], barriers.at[slot]
+                )
 
         ahead = [member * classes_here]
         while len(ahead) < slots:
@@ -246,7 +277,9 @@ def _attend(plan: Plan):
                     plgpu.copy_gmem_to_smem(q_ref.at[request, query_rows], q_smem, q_barrier)
                 fetch(slot, tile, pages_of(tile))
 
-        last_smem[...] = load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False)
+        last_smem[...] = load(
+            bounds_ref.at[request, row_tile, pl.ds(0, columns)], by_column, optimized=False
+        )
         plgpu.commit_smem()
         pl.when(ahead[0] < stop)(lambda: plgpu.barrier_wait(q_barrier))
 
@@ -255,7 +288,9 @@ def _attend(plan: Plan):
             coming = tile
             for _slot in range(slots):
                 coming = settle(coming + classes)
-            blocks = pages_of(coming)  # looked up now: a load from device memory must not hold up the copy
+            blocks = pages_of(
+                coming
+            )  # looked up now: a load from device memory must not hold up the copy
             plgpu.barrier_wait(barriers.at[slot])
 
             @pl.when(tile + 1 >= stop)
@@ -266,7 +301,10 @@ def _attend(plan: Plan):
                 @pl.loop(0, plan.width // CHUNK)
                 def _(i):
                     chunk = ring.at[slot, :, pl.ds(i * CHUNK, CHUNK)]
-                    row = plgpu.broadcasted_iota(jnp.int32, (KEYS, CHUNK), 0, layout=matrix) + tile * KEYS
+                    row = (
+                        plgpu.broadcasted_iota(jnp.int32, (KEYS, CHUNK), 0, layout=matrix)
+                        + tile * KEYS
+                    )
                     chunk[...] = where(row < num_keys, load(chunk, matrix), 0.0)
 
                 plgpu.commit_smem()
@@ -284,8 +322,14 @@ def _attend(plan: Plan):
             weights = jnp.exp2(scores - _spread(new, KEYS))
             p_smem.transpose((1, 0))[...] = weights.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            total_smem[...] = load(total_smem, by_column, optimized=False) * old + weights.sum(axis=0)
-            values = add_product(values * _spread(old, rank_size), ring.at[slot, :, all_values].transpose((1, 0)), p_smem.transpose((1, 0)))
+            total_smem[...] = load(total_smem, by_column, optimized=False) * old + weights.sum(
+                axis=0
+            )
+            values = add_product(
+                values * _spread(old, rank_size),
+                ring.at[slot, :, all_values].transpose((1, 0)),
+                p_smem.transpose((1, 0)),
+            )
             pl.when(coming < stop)(lambda: fetch(slot, coming, blocks))
             return tile + classes, values, new, jnp.where(slot + 1 == slots, 0, slot + 1)
 
@@ -327,7 +371,11 @@ def _attend(plan: Plan):
                 leave(first_class)
 
         else:
-            lax.while_loop(lambda carry: (carry[0] < (member + 1) * classes_here) & (carry[0] < stop), leave, first_class)
+            lax.while_loop(
+                lambda carry: (carry[0] < (member + 1) * classes_here) & (carry[0] < stop),
+                leave,
+                first_class,
+            )
         _publish(plan)
         if cluster > 1:
             plgpu.barrier_arrive(everyone[0])
@@ -340,11 +388,15 @@ def _attend(plan: Plan):
 
             def gather(base, size):
                 if size > 1:
-                    return merge(gather(base, size // 2), gather(base + size // 2, size // 2), to_chunk)
+                    return merge(
+                        gather(base, size // 2), gather(base + size // 2, size // 2), to_chunk
+                    )
                 here = (request, row_tile, base)
                 left = base < stop  # otherwise nobody has
                 values = where(left, load(values_ref.at[*here, part], matrix, optimized=False), 0.0)
-                top, total = (load(stats_ref.at[*here, j], by_column, optimized=False) for j in range(2))
+                top, total = (
+                    load(stats_ref.at[*here, j], by_column, optimized=False) for j in range(2)
+                )
                 return values, where(left, top, NEVER), where(left, total, 0.0)
 
             write(normalise(gather(0, classes), None, to_chunk).astype(jnp.bfloat16), part)
@@ -355,7 +407,10 @@ def _attend(plan: Plan):
     out_type = [jax.ShapeDtypeStruct((plan.batch, plan.query_rows, rank_size), jnp.bfloat16)]
     if classes > 1:
         lead = (plan.batch, plan.row_tiles, classes)
-        out_type += [jax.ShapeDtypeStruct((*lead, *tall), jnp.float32), jax.ShapeDtypeStruct((*lead, 2, columns), jnp.float32)]
+        out_type += [
+            jax.ShapeDtypeStruct((*lead, *tall), jnp.float32),
+            jax.ShapeDtypeStruct((*lead, 2, columns), jnp.float32),
+        ]
     return plgpu.kernel(
         body,
         out_type=tuple(out_type),

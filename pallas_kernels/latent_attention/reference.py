@@ -19,5 +19,7 @@ def latent_attention(
     scale: float,
 ) -> jax.Array:
     """See pallas_kernels.latent_attention.latent_attention: attention of one KV head whose values are the first part of its keys."""
-    out = paged_attention(q, cache, cache, block_table, positions, seq_lens, jnp.zeros_like(positions), scale=scale)
+    out = paged_attention(
+        q, cache, cache, block_table, positions, seq_lens, jnp.zeros_like(positions), scale=scale
+    )
     return out[..., :kv_lora_rank]

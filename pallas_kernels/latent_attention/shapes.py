@@ -78,15 +78,23 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     dtype = jnp.dtype(shape.dtype)
     pages = shape.table_pages
     num_blocks = shape.batch * pages + 1
-    table = rng.permutation(num_blocks)[: shape.batch * pages].reshape(shape.batch, pages).astype(np.int32)
+    table = (
+        rng.permutation(num_blocks)[: shape.batch * pages]
+        .reshape(shape.batch, pages)
+        .astype(np.int32)
+    )
     written = np.zeros((num_blocks, shape.block_size), bool)
     for blocks, length in zip(table, shape.lengths, strict=True):
-        written[blocks] = np.arange(pages * shape.block_size).reshape(pages, shape.block_size) < length
+        written[blocks] = (
+            np.arange(pages * shape.block_size).reshape(pages, shape.block_size) < length
+        )
     keys = jax.random.split(jax.random.key(seed), 2)
     cache = jax.random.normal(keys[0], (num_blocks, shape.block_size, 1, shape.width), dtype)
     return {
         "q": jax.random.normal(keys[1], (shape.batch, shape.rows, shape.heads, shape.width), dtype),
-        "cache": jnp.where(jnp.asarray(written)[..., None, None], cache, jnp.asarray(jnp.nan, dtype)),
+        "cache": jnp.where(
+            jnp.asarray(written)[..., None, None], cache, jnp.asarray(jnp.nan, dtype)
+        ),
         "block_table": jnp.asarray(table),
         "positions": jnp.asarray(shape.positions()),
         "seq_lens": jnp.asarray(shape.lengths, dtype=jnp.int32),
@@ -99,4 +107,6 @@ def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory: every latent that some row sees once, the query, the output."""
     seen = np.minimum(shape.positions().max(axis=1) + 1, np.array(shape.lengths)).sum()
     rows = shape.batch * shape.rows * shape.heads
-    return (int(seen) * shape.width + rows * (shape.width + shape.kv_lora_rank)) * jnp.dtype(shape.dtype).itemsize
+    return (int(seen) * shape.width + rows * (shape.width + shape.kv_lora_rank)) * jnp.dtype(
+        shape.dtype
+    ).itemsize

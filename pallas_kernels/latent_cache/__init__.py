@@ -40,7 +40,9 @@ def norm_and_write(
     rows, (width,) = latents.shape[0], cache.shape[3:]
     q_rank, kv_rank = 0 if q_norm is None else q_norm.shape[0], kv_norm.shape[0]
     if cache.ndim != 4 or cache.shape[2] != 1 or latents.shape != (rows, q_rank + width):
-        raise ValueError(f"latents: expected [rows, {q_rank} + {width}] for a cache {cache.shape}, got {latents.shape}")
+        raise ValueError(
+            f"latents: expected [rows, {q_rank} + {width}] for a cache {cache.shape}, got {latents.shape}"
+        )
     half = (rows, (width - kv_rank) // 2)
     for name, array, shape, dtype in (
         ("cos", cos, half, jnp.float32),
@@ -48,21 +50,29 @@ def norm_and_write(
         ("slot_mapping", slot_mapping, (rows,), jnp.int32),
     ):
         if array.shape != shape or array.dtype != dtype:
-            raise ValueError(f"{name}: expected {jnp.dtype(dtype).name} {shape}, got {array.dtype} {array.shape}")
+            raise ValueError(
+                f"{name}: expected {jnp.dtype(dtype).name} {shape}, got {array.dtype} {array.shape}"
+            )
     options: dict[str, Any] = {"kv_norm": kv_norm, "q_norm": q_norm, "eps": eps}
     if implementation == "reference":
         return reference.norm_and_write(latents, cos, sin, slot_mapping, cache, **options)
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     reason = hopper.missing() or unsupported(q_rank, kv_rank, width - kv_rank, latents.dtype)
     if reason:
         raise ValueError(f"latent_cache, implementation {implementation!r}: {reason}")
-    return _mosaic_gpu().norm_and_write(latents, cos, sin, slot_mapping, cache, pdl=not hopper.interpreting(), **options)
+    return _mosaic_gpu().norm_and_write(
+        latents, cos, sin, slot_mapping, cache, pdl=not hopper.interpreting(), **options
+    )
 
 
 def unsupported(q_lora_rank: int, kv_lora_rank: int, rope_head_dim: int, dtype: Any) -> str | None:
     """Why the Mosaic kernel cannot run, None if it can; q_lora_rank is 0 where there is no query latent."""
-    return hopper.too_old() or _mosaic_gpu().unsupported(q_lora_rank, kv_lora_rank, rope_head_dim, dtype)
+    return hopper.too_old() or _mosaic_gpu().unsupported(
+        q_lora_rank, kv_lora_rank, rope_head_dim, dtype
+    )
 
 
 def _mosaic_gpu() -> ModuleType:

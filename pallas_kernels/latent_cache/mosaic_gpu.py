@@ -22,7 +22,11 @@ def unsupported(q_lora_rank: int, kv_lora_rank: int, rope_head_dim: int, dtype: 
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
     if rope_head_dim != CHUNK:
         return f"expected a rope_head_dim of {CHUNK}, got {rope_head_dim}"
-    if q_lora_rank % CHUNK or kv_lora_rank % CHUNK or q_lora_rank + kv_lora_rank + rope_head_dim > CHUNK * MAX_CHUNKS:
+    if (
+        q_lora_rank % CHUNK
+        or kv_lora_rank % CHUNK
+        or q_lora_rank + kv_lora_rank + rope_head_dim > CHUNK * MAX_CHUNKS
+    ):
         return f"expected latents of a multiple of {CHUNK} numbers, {CHUNK * MAX_CHUNKS} together, got {q_lora_rank} and {kv_lora_rank}"
     return None
 
@@ -60,23 +64,37 @@ def norm_and_write(
         q_smem, kv_smem, q_gain, kv_gain, key_smem, barriers = rest
         row = lax.axis_index("row")
         if q_chunks:
-            plgpu.copy_gmem_to_smem(q_norm_gmem, q_gain.at[pl.ds(0, q_chunks)], barriers.at[0])  # no kernel writes the gains
+            plgpu.copy_gmem_to_smem(
+                q_norm_gmem, q_gain.at[pl.ds(0, q_chunks)], barriers.at[0]
+            )  # no kernel writes the gains
         plgpu.copy_gmem_to_smem(kv_norm_gmem, kv_gain.at[pl.ds(0, kv_chunks)], barriers.at[1])
         if pdl:
             plgpu.griddepcontrol_wait()
         source = latents_gmem.at[row]
         if q_chunks:
-            plgpu.copy_gmem_to_smem(source.at[pl.ds(0, q_chunks)], q_smem.at[pl.ds(0, q_chunks)], barriers.at[2])
-        plgpu.copy_gmem_to_smem(source.at[pl.ds(q_chunks, kv_chunks)], kv_smem.at[pl.ds(0, kv_chunks)], barriers.at[3])
-        plgpu.copy_gmem_to_smem(source.at[pl.ds(q_chunks + kv_chunks, 1)], key_smem.at[pl.ds(0, 1)], barriers.at[4])
+            plgpu.copy_gmem_to_smem(
+                source.at[pl.ds(0, q_chunks)], q_smem.at[pl.ds(0, q_chunks)], barriers.at[2]
+            )
+        plgpu.copy_gmem_to_smem(
+            source.at[pl.ds(q_chunks, kv_chunks)], kv_smem.at[pl.ds(0, kv_chunks)], barriers.at[3]
+        )
+        plgpu.copy_gmem_to_smem(
+            source.at[pl.ds(q_chunks + kv_chunks, 1)], key_smem.at[pl.ds(0, 1)], barriers.at[4]
+        )
         slot = slot_gmem[row]
 
-        def norm(smem: Any, gain_smem: Any, chunks: int, size: int, gain_barrier: Any, barrier: Any) -> None:
+        def norm(
+            smem: Any, gain_smem: Any, chunks: int, size: int, gain_barrier: Any, barrier: Any
+        ) -> None:
             layout = plgpu.Layout.WG_STRIDED((size, CHUNK), vec_size=8)
             plgpu.barrier_wait(barrier)
             values = plgpu.load(smem, layout=layout).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
             if size > chunks:  # what lies past the row in shared memory is never written
-                values = jnp.where(plgpu.broadcasted_iota(jnp.int32, (size, CHUNK), 0, layout=layout) < chunks, values, 0.0)
+                values = jnp.where(
+                    plgpu.broadcasted_iota(jnp.int32, (size, CHUNK), 0, layout=layout) < chunks,
+                    values,
+                    0.0,
+                )
             scale = lax.rsqrt(jnp.sum(values * values) / (chunks * CHUNK) + eps)
             plgpu.barrier_wait(gain_barrier)
             gain = plgpu.load(gain_smem, layout=layout)  # pyright: ignore[reportCallIssue]
@@ -99,7 +117,12 @@ def norm_and_write(
             vector = plgpu.load(ref, layout=matrix.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
             return lax.broadcast_in_dim(vector, (CHUNK, half), (1,))
 
-        first, second, cosine, sine = load(0), load(half), across(cos_gmem.at[row]), across(sin_gmem.at[row])
+        first, second, cosine, sine = (
+            load(0),
+            load(half),
+            across(cos_gmem.at[row]),
+            across(sin_gmem.at[row]),
+        )
         key_smem[:, pl.ds(0, half)] = (first * cosine - second * sine).astype(dtype)
         key_smem[:, pl.ds(half, half)] = (second * cosine + first * sine).astype(dtype)
         plgpu.commit_smem()
@@ -128,6 +151,9 @@ def norm_and_write(
     )
     # The cache is changed where it is: a reference in, the same memory out.
     cache_ref = jax.new_ref(cache.reshape(num_blocks, block_size, kv_chunks + 1, CHUNK))
-    gains = (kv_norm.reshape(kv_chunks, CHUNK), *(() if q_norm is None else (q_norm.reshape(q_chunks, CHUNK),)))
+    gains = (
+        kv_norm.reshape(kv_chunks, CHUNK),
+        *(() if q_norm is None else (q_norm.reshape(q_chunks, CHUNK),)),
+    )
     q = call(latents.reshape(rows, -1, CHUNK), cos, sin, slot_mapping, *gains, cache_ref)
     return q.reshape(rows, -1) if q_chunks else None, jax.freeze(cache_ref).reshape(cache.shape)

@@ -24,4 +24,6 @@ def norm_and_write(
     q_rank = 0 if q_norm is None else q_norm.shape[0]
     q, latent, key = jnp.split(latents, [q_rank, q_rank + kv_norm.shape[0]], axis=-1)
     entry = jnp.concatenate([rms_norm(latent, kv_norm, eps=eps), rotate(key, cos, sin)], axis=-1)
-    return None if q_norm is None else rms_norm(q, q_norm, eps=eps), write(cache, entry[:, None], slot_mapping)
+    return None if q_norm is None else rms_norm(q, q_norm, eps=eps), write(
+        cache, entry[:, None], slot_mapping
+    )

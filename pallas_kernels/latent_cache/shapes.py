@@ -38,7 +38,11 @@ SHAPES = {
 def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     """Arguments of the public op: normal random numbers, slots in random order."""
     rng = np.random.default_rng(seed)
-    dtype, width, half = jnp.dtype(shape.dtype), shape.kv_lora_rank + shape.rope_head_dim, shape.rope_head_dim // 2
+    dtype, width, half = (
+        jnp.dtype(shape.dtype),
+        shape.kv_lora_rank + shape.rope_head_dim,
+        shape.rope_head_dim // 2,
+    )
     keys = jax.random.split(jax.random.key(seed), 4)
     num_blocks = -(-shape.rows // shape.block_size) + 2
     slots = rng.permutation(num_blocks * shape.block_size)[: shape.rows]

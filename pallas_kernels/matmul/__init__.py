@@ -43,16 +43,26 @@ def matmul(
     Returns [rows, sum of widths] ([rows, width] with swiglu), or three arrays with gain. Raises ValueError for shapes that do not fit
     together and for what the implementation does not support, with the reason.
     """
-    if x.ndim != 2 or not weights or any(w.ndim != 2 or w.shape[1 if transposed else 0] != x.shape[1] for w in weights):
-        raise ValueError(f"weights: expected matrices of depth {x.shape[-1]}, got {[w.shape for w in weights]} for x {x.shape}")
+    if (
+        x.ndim != 2
+        or not weights
+        or any(w.ndim != 2 or w.shape[1 if transposed else 0] != x.shape[1] for w in weights)
+    ):
+        raise ValueError(
+            f"weights: expected matrices of depth {x.shape[-1]}, got {[w.shape for w in weights]} for x {x.shape}"
+        )
     widths = [w.shape[0 if transposed else 1] for w in weights]
     if swiglu and (len(weights) != 2 or widths[0] != widths[1]):
-        raise ValueError(f"weights: expected gate and up of one width with swiglu, got widths {widths}")
+        raise ValueError(
+            f"weights: expected gate and up of one width with swiglu, got widths {widths}"
+        )
     width = widths[0] if swiglu else sum(widths)
     if residual is not None and residual.shape != (x.shape[0], width):
         raise ValueError(f"residual: expected {(x.shape[0], width)}, got {residual.shape}")
     if squares is not None and (squares.ndim != 2 or squares.shape[1] < x.shape[0]):
-        raise ValueError(f"squares: expected [pieces, {x.shape[0]} rows or more], got {squares.shape}")
+        raise ValueError(
+            f"squares: expected [pieces, {x.shape[0]} rows or more], got {squares.shape}"
+        )
     if gain is not None and gain.shape != (width,):
         raise ValueError(f"gain: expected {(width,)}, got {gain.shape}")
     options: dict[str, Any] = {"squares": squares, "eps": eps, "residual": residual, "gain": gain}
@@ -60,8 +70,14 @@ def matmul(
     if implementation == "reference":
         return reference.matmul(x, weights, **options, out_dtype=out_dtype)
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    asked: dict[str, Any] = {"residual": residual is not None, "normed": squares is not None, "norms": gain is not None}
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
+    asked: dict[str, Any] = {
+        "residual": residual is not None,
+        "normed": squares is not None,
+        "norms": gain is not None,
+    }
     asked |= {"swiglu": swiglu, "transposed": transposed, "out_dtype": out_dtype}
     reason = hopper.missing() or unsupported(x, weights, **asked)
     if reason:
@@ -76,7 +92,9 @@ def shares_norm(rows: int) -> bool:
     return rows <= plan.MAX_NORM_ROWS
 
 
-def unsupported(x: Any, weights: tuple[Any, ...], *, swiglu: bool = False, **options: Any) -> str | None:
+def unsupported(
+    x: Any, weights: tuple[Any, ...], *, swiglu: bool = False, **options: Any
+) -> str | None:
     """Why no Mosaic kernel can make this product (see `unsupported` of plan and swiglu_mosaic_gpu), None if one can."""
     if reason := hopper.too_old():
         return reason

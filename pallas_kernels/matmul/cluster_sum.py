@@ -20,7 +20,11 @@ def outputs(blocks: int, senders: int, shape: tuple[int, ...]) -> list[jax.Shape
 
     shape: of a share, [products, columns, rows].
     """
-    return [jax.ShapeDtypeStruct((blocks, senders, *shape), jnp.float32)] if senders and interpreting() else []
+    return (
+        [jax.ShapeDtypeStruct((blocks, senders, *shape), jnp.float32)]
+        if senders and interpreting()
+        else []
+    )
 
 
 def scratch(senders: int, warpgroups: int, shape: tuple[int, ...]) -> list[Any]:
@@ -29,7 +33,10 @@ def scratch(senders: int, warpgroups: int, shape: tuple[int, ...]) -> list[Any]:
         return []
     if interpreting():
         return [plgpu.ClusterBarrier(collective_axes=(AXIS,), num_arrivals=warpgroups)]
-    return [plgpu.SMEM((senders, *shape), jnp.float32), plgpu.Barrier(num_arrivals=senders * shape[0])]
+    return [
+        plgpu.SMEM((senders, *shape), jnp.float32),
+        plgpu.Barrier(num_arrivals=senders * shape[0]),
+    ]
 
 
 def send(share: Sequence[jax.Array], memory: list[Any], block: Any, sender: Any) -> None:
@@ -40,19 +47,28 @@ def send(share: Sequence[jax.Array], memory: list[Any], block: Any, sender: Any)
             slots[block, sender, product] = values
         else:
             slot = slots.at[sender, product]
-            plgpu.async_store_smem(values, slot, barrier, cluster_idx=jnp.int32(0), cluster_dim=AXIS, optimized=False)
+            plgpu.async_store_smem(
+                values, slot, barrier, cluster_idx=jnp.int32(0), cluster_dim=AXIS, optimized=False
+            )
     if interpreting():
         plgpu.barrier_arrive(barrier)
 
 
-def add(totals: list[jax.Array], memory: list[Any], block: Any, senders: int, warpgroups: int) -> list[jax.Array]:
+def add(
+    totals: list[jax.Array], memory: list[Any], block: Any, senders: int, warpgroups: int
+) -> list[jax.Array]:
     """totals plus the senders' shares, in the senders' order."""
     slots, barrier = memory
     if interpreting():
-        pl.loop(0, warpgroups)(lambda _: plgpu.barrier_arrive(barrier))  # it counts those of the first CTA as well
+        pl.loop(0, warpgroups)(
+            lambda _: plgpu.barrier_arrive(barrier)
+        )  # it counts those of the first CTA as well
         slots = slots.at[block]
     plgpu.barrier_wait(barrier)
     for sender in range(senders):
         shares = (slots.at[sender, product] for product in range(len(totals)))
-        totals = [a + plgpu.load(b, layout=plgpu.Layout.WGMMA, optimized=False) for a, b in zip(totals, shares, strict=True)]  # pyright: ignore[reportCallIssue]
+        totals = [
+            a + plgpu.load(b, layout=plgpu.Layout.WGMMA, optimized=False)
+            for a, b in zip(totals, shares, strict=True)
+        ]  # pyright: ignore[reportCallIssue]
     return totals

@@ -31,7 +31,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.matmul import cluster_sum
-from pallas_kernels.matmul.plan import REDUCTION_BYTES, TILE_N, Tuning, choose_tuning, is_resident, num_pieces, padded_rows
+from pallas_kernels.matmul.plan import (
+    REDUCTION_BYTES,
+    TILE_N,
+    Tuning,
+    choose_tuning,
+    is_resident,
+    num_pieces,
+    padded_rows,
+)
 
 
 # Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
@@ -53,8 +61,14 @@ def matmul(
     rows, depth = x.shape
     widths = tuple(w.shape[0 if transposed else 1] for w in weights)
     out_bytes = jnp.dtype(out_dtype).itemsize
-    options: dict[str, Any] = {"residual": residual is not None, "normed": squares is not None, "norms": gain is not None}
-    tuning = tuning or choose_tuning(rows, depth, widths, swiglu=swiglu, out_bytes=out_bytes, **options)
+    options: dict[str, Any] = {
+        "residual": residual is not None,
+        "normed": squares is not None,
+        "norms": gain is not None,
+    }
+    tuning = tuning or choose_tuning(
+        rows, depth, widths, swiglu=swiglu, out_bytes=out_bytes, **options
+    )
     assert tuning is not None  # the public op has asked `unsupported`
     tile_k, stages, warpgroups = tuning.tile_k, tuning.stages, tuning.warpgroups
     split, part_depth = tuning.split, depth // tuning.split
@@ -86,19 +100,29 @@ def matmul(
         out_gmem, rest = rest[0], rest[1:]
         scaled_gmem: Any
         made_gmem: Any
-        (scaled_gmem, made_gmem), rest = (rest[:2], rest[2:]) if gain is not None else ((None, None), rest)
+        (scaled_gmem, made_gmem), rest = (
+            (rest[:2], rest[2:]) if gain is not None else ((None, None), rest)
+        )
         exchange, rest = rest[: len(through_memory)], rest[len(through_memory) :]
         x_smem, w_smem, out_smem, partial_smem, halves, residual_smem, *rest = rest
         scale_smem, gain_smem, scaled_smem, made_smem, *barriers = rest
         barrier, x_barrier, done, taken, residual_barrier, gain_barrier, *received = barriers
         block, wg = lax.axis_index("block"), lax.axis_index("wg")
-        part, cluster_memory = lax.axis_index(cluster_sum.AXIS) if split > 1 else 0, [*exchange, *received]
+        part, cluster_memory = (
+            lax.axis_index(cluster_sum.AXIS) if split > 1 else 0,
+            [*exchange, *received],
+        )
         finishes = (wg == 0) & (part == 0)
-        all_rows = pl.ds(block * 0, padded)  # rows past the last one: copies fill them with zeros, and drop them on the way out
+        all_rows = pl.ds(
+            block * 0, padded
+        )  # rows past the last one: copies fill them with zeros, and drop them on the way out
 
         # Turns count a warpgroup's steps through all tiles of its block.
         def place(turn: Any) -> tuple[Any, Any, Any]:
-            tile, step = block + lax.div(turn, steps) * blocks, lax.rem(turn, steps) * warpgroups + wg
+            tile, step = (
+                block + lax.div(turn, steps) * blocks,
+                lax.rem(turn, steps) * warpgroups + wg,
+            )
             return tile, depth_of(step), wg * stages + lax.rem(turn, stages)
 
         def depth_of(step: Any) -> Any:
@@ -121,7 +145,9 @@ def matmul(
                     copy_weight(ref, tile, k, slot, 0)
                 else:
                     mine = (tile >= first) & (tile < first + count)
-                    pl.when(mine)(lambda ref=ref, first=first: copy_weight(ref, tile - first, k, slot, 0))
+                    pl.when(mine)(
+                        lambda ref=ref, first=first: copy_weight(ref, tile - first, k, slot, 0)
+                    )
                 first += count
 
         def load_x(turn: Any) -> None:
@@ -144,7 +170,9 @@ def matmul(
             @pl.loop(0, steps)
             def _bring(i: Any) -> None:
                 step = i * warpgroups + wg
-                plgpu.copy_gmem_to_smem(x_gmem.at[all_rows, depth_of(step)], x_smem.at[step], x_barrier.at[wg])
+                plgpu.copy_gmem_to_smem(
+                    x_gmem.at[all_rows, depth_of(step)], x_smem.at[step], x_barrier.at[wg]
+                )
         else:
             for turn in range(stages):
                 pl.when(turn < turns)(lambda turn=turn: load_x(jnp.int32(turn)))
@@ -161,7 +189,9 @@ def matmul(
         def scale() -> Any:
             """What the norm divides the rows by, inverted."""
             sums = plgpu.load(squares_gmem, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-            written = plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=layout) < depth // TILE_N
+            written = (
+                plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=layout) < depth // TILE_N
+            )
             return lax.rsqrt(jnp.sum(jnp.where(written, sums, 0.0), axis=0) / depth + eps)
 
         # A lone warpgroup keeps it in registers. Several share the memory that sums across warps need, so just one of them may sum.
@@ -182,7 +212,9 @@ def matmul(
                 pl.when(finishes)(lambda: plgpu.copy_gmem_to_smem(of_tile, gain_smem, gain_barrier))
             if residual_gmem is not None:
                 source = residual_gmem.at[here]
-                pl.when(finishes)(lambda: plgpu.copy_gmem_to_smem(source, residual_smem, residual_barrier))
+                pl.when(finishes)(
+                    lambda: plgpu.copy_gmem_to_smem(source, residual_smem, residual_barrier)
+                )
 
             def accumulate(*accumulators: Any) -> Any:
                 @pl.loop(0, steps)
@@ -190,21 +222,37 @@ def matmul(
                     turn = step + index * steps
                     slot = wg * stages + lax.rem(turn, stages)
                     plgpu.barrier_wait(barrier.at[slot])
-                    x_tile = x_smem.at[step * warpgroups + wg if resident else slot].transpose((1, 0))
+                    x_tile = x_smem.at[step * warpgroups + wg if resident else slot].transpose(
+                        (1, 0)
+                    )
                     for product, acc in enumerate(accumulators):
                         w = w_smem.at[slot, product]
                         plgpu.wgmma(acc, w if transposed else w.transpose((1, 0)), x_tile)
-                    plgpu.wgmma_wait(products)  # the step before is done: its slot takes a later turn
-                    pl.when((turn > 0) & (turn - 1 + stages < turns))(lambda: refill(turn - 1 + stages))
-                    if pdl and tuning.calls_next:  # not before the last copy is on its way: the next one's blocks would compete with it
-                        pl.when(turn == jnp.maximum(turns - stages, 0))(plgpu.griddepcontrol_launch_dependents)
+                    plgpu.wgmma_wait(
+                        products
+                    )  # the step before is done: its slot takes a later turn
+                    pl.when((turn > 0) & (turn - 1 + stages < turns))(
+                        lambda: refill(turn - 1 + stages)
+                    )
+                    if (
+                        pdl and tuning.calls_next
+                    ):  # not before the last copy is on its way: the next one's blocks would compete with it
+                        pl.when(turn == jnp.maximum(turns - stages, 0))(
+                            plgpu.griddepcontrol_launch_dependents
+                        )
 
                 return tuple(acc[...] for acc in accumulators)
 
-            results = pl.run_scoped(accumulate, *[plgpu.ACC((TILE_N, padded), jnp.float32)] * products)
+            results = pl.run_scoped(
+                accumulate, *[plgpu.ACC((TILE_N, padded), jnp.float32)] * products
+            )
 
             if senders:
-                pl.when(part > 0)(lambda: cluster_sum.send(results, cluster_memory, block, (part - 1) * warpgroups + wg))
+                pl.when(part > 0)(
+                    lambda: cluster_sum.send(
+                        results, cluster_memory, block, (part - 1) * warpgroups + wg
+                    )
+                )
 
             if warpgroups > 1:
 
@@ -220,23 +268,33 @@ def matmul(
                     factor = scale_here
                     if factor is None:
                         factor = plgpu.load(scale_smem, layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
-                    totals = [total * lax.broadcast_in_dim(factor, total.shape, [1]) for total in totals]
+                    totals = [
+                        total * lax.broadcast_in_dim(factor, total.shape, [1]) for total in totals
+                    ]
                 if swiglu:
                     gate, up = (t.astype(out_dtype).astype(jnp.float32) for t in totals)
-                    total = (gate / (1.0 + jnp.exp(-gate))).astype(out_dtype).astype(jnp.float32) * up
+                    total = (gate / (1.0 + jnp.exp(-gate))).astype(out_dtype).astype(
+                        jnp.float32
+                    ) * up
                 else:
                     (total,) = totals
                 total = total.astype(out_dtype)
                 if residual_gmem is not None:
                     plgpu.barrier_wait(residual_barrier)
-                    added = residual_smem.transpose((1, 0))[...].astype(jnp.float32) + total.astype(jnp.float32)
+                    added = residual_smem.transpose((1, 0))[...].astype(jnp.float32) + total.astype(
+                        jnp.float32
+                    )
                     total = added.astype(out_dtype)
                 plgpu.wait_smem_to_gmem(0)  # the tile before has left out_smem
                 if gain_gmem is not None:
                     plgpu.barrier_wait(gain_barrier)
-                    column = plgpu.load(gain_smem, layout=layout.reduce(1), optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
+                    column = plgpu.load(gain_smem, layout=layout.reduce(1), optimized=False).astype(
+                        jnp.float32
+                    )  # pyright: ignore[reportCallIssue]
                     value = total.astype(jnp.float32)
-                    scaled_smem.transpose((1, 0))[...] = (value * lax.broadcast_in_dim(column, value.shape, [0])).astype(out_dtype)
+                    scaled_smem.transpose((1, 0))[...] = (
+                        value * lax.broadcast_in_dim(column, value.shape, [0])
+                    ).astype(out_dtype)
                     made_smem[...] = jnp.sum(value * value, axis=0)
                 if out_dtype == jnp.float32:
                     # Only 16-bit values can be stored transposed: high and low halves go apart and meet again in rows of the output.
@@ -261,7 +319,9 @@ def matmul(
                     plgpu.barrier_wait(done)
                     for other in range(warpgroups - 1):
                         for product in range(products):
-                            totals[product] += plgpu.load(partial_smem.at[other, product], layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+                            totals[product] += plgpu.load(
+                                partial_smem.at[other, product], layout=layout, optimized=False
+                            )  # pyright: ignore[reportCallIssue]
 
                     @pl.when(index + 1 < tiles_here)
                     def _free() -> None:
@@ -279,7 +339,12 @@ def matmul(
     out_type = jax.ShapeDtypeStruct((rows, width), out_dtype)
     made_type = jax.ShapeDtypeStruct((num_pieces(width), padded), jnp.float32)
     results = (out_type,) if gain is None else (out_type, out_type, made_type)
-    suffixes = {"swiglu": swiglu, "normed": squares is not None, "residual": residual is not None, "norms": gain is not None}
+    suffixes = {
+        "swiglu": swiglu,
+        "normed": squares is not None,
+        "residual": residual is not None,
+        "norms": gain is not None,
+    }
     call = plgpu.kernel(
         body,
         out_type=(*results, *through_memory),
@@ -288,9 +353,15 @@ def matmul(
         **({"cluster": (split,), "cluster_names": (cluster_sum.AXIS,)} if split > 1 else {}),
         num_threads=warpgroups,
         thread_name="wg",
-        kernel_name="_".join([f"matmul_{depth}x{width}", *(name for name, present in suffixes.items() if present)]),
+        kernel_name="_".join(
+            [f"matmul_{depth}x{width}", *(name for name, present in suffixes.items() if present)]
+        ),
         scratch_types=[
-            plgpu.SMEM((part_depth // tile_k if resident else slots, padded, tile_k), x.dtype, transforms=transforms),
+            plgpu.SMEM(
+                (part_depth // tile_k if resident else slots, padded, tile_k),
+                x.dtype,
+                transforms=transforms,
+            ),
             plgpu.SMEM((slots, products, *weight_tile), x.dtype, transforms=transforms),
             plgpu.SMEM((padded, TILE_N), out_dtype),
             plgpu.SMEM((warpgroups - 1, *share), jnp.float32) if several else None,
@@ -310,5 +381,7 @@ def matmul(
         ],
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_BYTES),
     )
-    made = call(x, *weights, *(a for a in (squares, residual, gain) if a is not None))[: len(results)]
+    made = call(x, *weights, *(a for a in (squares, residual, gain) if a is not None))[
+        : len(results)
+    ]
     return made[0] if gain is None else tuple(made)

@@ -18,7 +18,9 @@ MAX_SMEM = 227 * 1024
 NUM_SMS = 132
 TILE_N = 64  # output columns a tile: wgmma's M
 REDUCTION_BYTES = 1024  # for sums across warps
-RESIDENT_BYTES = 72 * 1024  # an input up to this size stays in shared memory; a wider one streams beside the weights
+RESIDENT_BYTES = (
+    72 * 1024
+)  # an input up to this size stays in shared memory; a wider one streams beside the weights
 SPLIT = 2  # CTAs for a tile where tiles are few and deep; 1 for none
 RING_DEPTH = 1536  # of a tile that a CTA's rings hold as a whole
 
@@ -59,15 +61,32 @@ def num_pieces(width: int) -> int:
 
 
 def smem_bytes(
-    rows: int, depth: int, tuning: Tuning, products: int, out_bytes: int, residual: bool, normed: bool = False, norms: bool = False
+    rows: int,
+    depth: int,
+    tuning: Tuning,
+    products: int,
+    out_bytes: int,
+    residual: bool,
+    normed: bool = False,
+    norms: bool = False,
 ) -> int:
     """Shared memory of a CTA, to within the barriers."""
-    padded, slots, part_depth = padded_rows(rows), tuning.warpgroups * tuning.stages, depth // tuning.split
-    x = part_depth * padded * 2 if is_resident(rows, part_depth) else slots * tuning.tile_k * padded * 2
+    padded, slots, part_depth = (
+        padded_rows(rows),
+        tuning.warpgroups * tuning.stages,
+        depth // tuning.split,
+    )
+    x = (
+        part_depth * padded * 2
+        if is_resident(rows, part_depth)
+        else slots * tuning.tile_k * padded * 2
+    )
     ring = slots * tuning.tile_k * TILE_N * products * 2
     partial_sums = (tuning.warpgroups * tuning.split - 1) * products * TILE_N * padded * 4
     out = TILE_N * padded * (out_bytes + (4 if out_bytes == 4 else 0) + (2 if residual else 0))
-    out += 1024 if normed and tuning.warpgroups > 1 else 0  # what is small takes 1 KB, where the next piece may start
+    out += (
+        1024 if normed and tuning.warpgroups > 1 else 0
+    )  # what is small takes 1 KB, where the next piece may start
     out += TILE_N * padded * 2 + 2 * 1024 if norms else 0
     return x + ring + partial_sums + out + (REDUCTION_BYTES if normed or norms else 0) + 1024
 
@@ -91,7 +110,9 @@ def choose_tuning(
     few = padded_rows(rows) == 8
     tiles = (widths[0] if swiglu else sum(widths)) // TILE_N
     # One SM takes in 62 GB/s: half of them are not enough. A tile that fits into one ring needs no second.
-    deep = depth > RING_DEPTH and depth % (128 * 2 * SPLIT) == 0  # the first choice of steps and warpgroups, below, stays the same
+    deep = (
+        depth > RING_DEPTH and depth % (128 * 2 * SPLIT) == 0
+    )  # the first choice of steps and warpgroups, below, stays the same
     split = SPLIT if deep and not swiglu and tiles * SPLIT <= NUM_SMS else 1
     # Gate and up call down, the head the sampler (a product with a bias is float32 too, but XLA's sum after it is not launched early); what
     # follows the others would land on whatever SMs are left. Before a residual sum are attention or gate and up, which call; before the
@@ -106,8 +127,18 @@ def choose_tuning(
             if depth % (tile_k * warpgroups * split):
                 continue
             for stages in (6, 5, 4, 3, 2):
-                tuning = Tuning(tile_k, warpgroups, stages, -(-tiles // rounds), split=split, calls_next=calls_next, weights_first=residual)
-                needed = smem_bytes(rows, depth, tuning, 2 if swiglu else 1, out_bytes, residual, normed, norms)
+                tuning = Tuning(
+                    tile_k,
+                    warpgroups,
+                    stages,
+                    -(-tiles // rounds),
+                    split=split,
+                    calls_next=calls_next,
+                    weights_first=residual,
+                )
+                needed = smem_bytes(
+                    rows, depth, tuning, 2 if swiglu else 1, out_bytes, residual, normed, norms
+                )
                 if needed <= MAX_SMEM // blocks_an_sm:
                     return tuning
     return None
@@ -138,7 +169,15 @@ def unsupported(
         return f"expected at most {MAX_NORM_ROWS} rows that share a norm, got {rows}"
     if norms and (swiglu or len(weights) > 1 or out_dtype != jnp.bfloat16):
         return f"expected one weight and a bfloat16 result without swiglu where it gets a gain, got {len(weights)}, {out_dtype}, {swiglu}"
-    options: dict[str, Any] = {"swiglu": swiglu, "residual": residual, "normed": normed, "norms": norms}
-    if choose_tuning(rows, depth, widths, out_bytes=jnp.dtype(out_dtype).itemsize, **options) is None:
+    options: dict[str, Any] = {
+        "swiglu": swiglu,
+        "residual": residual,
+        "normed": normed,
+        "norms": norms,
+    }
+    if (
+        choose_tuning(rows, depth, widths, out_bytes=jnp.dtype(out_dtype).itemsize, **options)
+        is None
+    ):
         return f"expected a ring of two stages to fit into {MAX_SMEM} bytes of shared memory, got {rows} rows of {depth}"
     return None

@@ -47,9 +47,17 @@ _PRODUCTS: dict[str, dict[str, Any]] = {
     "smollm2 head": {"depth": 576, "widths": (49152,), "transposed": True, "out_dtype": "float32"},
 }
 
-SHAPES = {f"{name} rows {rows}": Shape(rows, **product) for name, product in _PRODUCTS.items() for rows in ROWS}
+SHAPES = {
+    f"{name} rows {rows}": Shape(rows, **product)
+    for name, product in _PRODUCTS.items()
+    for rows in ROWS
+}
 _GATE_UP = {name: product for name, product in _PRODUCTS.items() if "swiglu" in product}
-SHAPES |= {f"{name} rows {rows}": Shape(rows, **product) for name, product in _GATE_UP.items() for rows in MANY_ROWS}
+SHAPES |= {
+    f"{name} rows {rows}": Shape(rows, **product)
+    for name, product in _GATE_UP.items()
+    for rows in MANY_ROWS
+}
 
 
 def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
@@ -58,12 +66,18 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
 
     def weight(key: jax.Array, width: int) -> jax.Array:
         dims = (width, shape.depth) if shape.transposed else (shape.depth, width)
-        return jax.random.normal(key, dims, jnp.bfloat16) * jnp.asarray(1 / math.sqrt(shape.depth), jnp.bfloat16)
+        return jax.random.normal(key, dims, jnp.bfloat16) * jnp.asarray(
+            1 / math.sqrt(shape.depth), jnp.bfloat16
+        )
 
     return {
         "x": jax.random.normal(keys[0], (shape.rows, shape.depth), jnp.bfloat16),
-        "weights": tuple(weight(key, width) for key, width in zip(keys[2:], shape.widths, strict=True)),
-        "residual": jax.random.normal(keys[1], (shape.rows, shape.width), jnp.bfloat16) if shape.residual else None,
+        "weights": tuple(
+            weight(key, width) for key, width in zip(keys[2:], shape.widths, strict=True)
+        ),
+        "residual": jax.random.normal(keys[1], (shape.rows, shape.width), jnp.bfloat16)
+        if shape.residual
+        else None,
         "swiglu": shape.swiglu,
         "transposed": shape.transposed,
         "out_dtype": jnp.dtype(shape.out_dtype),
@@ -72,7 +86,9 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
 
 def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory: every weight, the input and the residual read once, the result written once."""
-    read = shape.depth * (sum(shape.widths) + shape.rows) + (shape.rows * shape.width if shape.residual else 0)
+    read = shape.depth * (sum(shape.widths) + shape.rows) + (
+        shape.rows * shape.width if shape.residual else 0
+    )
     return 2 * read + shape.rows * shape.width * jnp.dtype(shape.out_dtype).itemsize
 
 

@@ -30,7 +30,14 @@ from pallas_kernels.matmul.plan import MAX_SMEM, NUM_SMS
 MAX_ROWS = 256
 TILE_ROWS = 128  # of a block
 TILE_K = 64  # depth of a step
-TILES = (224, 192, 160, 128, 96, 64)  # columns of a block: one wgmma's N; 256 leaves too few registers
+TILES = (
+    224,
+    192,
+    160,
+    128,
+    96,
+    64,
+)  # columns of a block: one wgmma's N; 256 leaves too few registers
 CONSUMERS = 2
 CONSUMER_ROWS = TILE_ROWS // CONSUMERS
 
@@ -82,14 +89,18 @@ def unsupported(
     if depth % TILE_K or tuning is None:
         return f"expected a depth that is a multiple of {TILE_K} and a width that one of {TILES} divides, got {gate.shape}"
     blocks = rows // TILE_ROWS * (gate.shape[1] // tuning.tile)
-    if blocks > NUM_SMS:  # narrow tiles, for which L2 is too slow, or a last wave that is nearly empty
+    if (
+        blocks > NUM_SMS
+    ):  # narrow tiles, for which L2 is too slow, or a last wave that is nearly empty
         return f"expected tiles that give each of {NUM_SMS} SMs one block at most, got {blocks} of {TILE_ROWS} x {tuning.tile}"
     return None
 
 
 # Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
 @partial(jax.jit, static_argnames=("tuning",))
-def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, tuning: Tuning | None = None) -> jax.Array:
+def swiglu(
+    x: jax.Array, gate: jax.Array, up: jax.Array, *, tuning: Tuning | None = None
+) -> jax.Array:
     """bfloat16 [rows, width] of x [rows, depth], gate and up [depth, width]: pallas_kernels.matmul.matmul's with swiglu."""
     (rows, depth), width = x.shape, gate.shape[1]
     tuning = tuning or choose_tuning(rows, width)
@@ -103,10 +114,20 @@ def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, tuning: Tuning | Non
     stages = min(tuning.stages, turns)
     swizzle = 128 if tile % 64 == 0 else 64
     assert stages >= CONSUMERS and width % tile == 0 and rows % (TILE_ROWS * cluster) == 0, tuning
-    assert CONSUMER_ROWS == TILE_K  # a warpgroup's result has the shape of a step's weights, and leaves through their place
+    assert (
+        CONSUMER_ROWS == TILE_K
+    )  # a warpgroup's result has the shape of a step's weights, and leaves through their place
 
     def body(
-        x_gmem: Any, gate_gmem: Any, up_gmem: Any, out_gmem: Any, x_smem: Any, w_smem: Any, brought: Any, consumed: Any, drained: Any
+        x_gmem: Any,
+        gate_gmem: Any,
+        up_gmem: Any,
+        out_gmem: Any,
+        x_smem: Any,
+        w_smem: Any,
+        brought: Any,
+        consumed: Any,
+        drained: Any,
     ) -> None:
         wg = lax.axis_index("wg")
         row = (lax.axis_index("rows") * cluster + lax.axis_index("rank")) * TILE_ROWS
@@ -121,14 +142,18 @@ def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, tuning: Tuning | Non
             sent_to = "rank" if cluster > 1 else None
 
             def copy(ref: Any) -> None:
-                plgpu.copy_gmem_to_smem(ref.at[k, columns], w_smem.at[slot], brought.at[slot], collective_axes=sent_to)
+                plgpu.copy_gmem_to_smem(
+                    ref.at[k, columns], w_smem.at[slot], brought.at[slot], collective_axes=sent_to
+                )
 
             pl.when(turn < steps)(lambda: copy(gate_gmem))
             pl.when(turn >= steps)(lambda: copy(up_gmem))
 
         def load_x(turn: Any) -> None:
             slot, k = place(turn)
-            plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(row, TILE_ROWS), k], x_smem.at[slot], brought.at[slot])
+            plgpu.copy_gmem_to_smem(
+                x_gmem.at[pl.ds(row, TILE_ROWS), k], x_smem.at[slot], brought.at[slot]
+            )
 
         @pl.when(wg == CONSUMERS)
         def _produce() -> None:
@@ -149,7 +174,9 @@ def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, tuning: Tuning | Non
 
             @pl.loop(turns, turns + stages)
             def _drain(turn: Any) -> None:
-                plgpu.barrier_wait(consumed.at[lax.rem(turn, stages)])  # the cluster's other block signals here: it must not end before
+                plgpu.barrier_wait(
+                    consumed.at[lax.rem(turn, stages)]
+                )  # the cluster's other block signals here: it must not end before
 
         @pl.when(wg < CONSUMERS)
         def _consume() -> None:
@@ -168,7 +195,9 @@ def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, tuning: Tuning | Non
                         plgpu.barrier_wait(brought.at[slot])
                         plgpu.wgmma(acc, x_smem.at[slot, mine], w_smem.at[slot])
                         plgpu.wgmma_wait(1)  # the step before is done: its slot takes a later turn
-                        pl.when(turn > first_turn)(lambda: plgpu.barrier_arrive(consumed.at[lax.rem(turn - 1, stages)]))
+                        pl.when(turn > first_turn)(
+                            lambda: plgpu.barrier_arrive(consumed.at[lax.rem(turn - 1, stages)])
+                        )
 
                     # Packed until the activation takes a few columns at a time: two float32 arrays of this size have no place in registers.
                     result = lax.optimization_barrier(acc[...].astype(jnp.bfloat16))
@@ -187,13 +216,19 @@ def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, tuning: Tuning | Non
                 silu = (g / (1.0 + jnp.exp(-g))).astype(jnp.bfloat16)
                 w_smem[wg, :, few] = (silu.astype(jnp.float32) * u).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(w_smem.at[wg], out_gmem.at[pl.ds(row + wg * CONSUMER_ROWS, CONSUMER_ROWS), columns])
+            plgpu.copy_smem_to_gmem(
+                w_smem.at[wg], out_gmem.at[pl.ds(row + wg * CONSUMER_ROWS, CONSUMER_ROWS), columns]
+            )
             plgpu.wait_smem_to_gmem(0)
 
     transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     # A slot is free when the warpgroups of every block that got a part of it have read it.
     barriers: dict[str, Any] = {"num_barriers": stages, "num_arrivals": CONSUMERS}
-    consumed = plgpu.ClusterBarrier(collective_axes=("rank",), **barriers) if cluster > 1 else plgpu.Barrier(**barriers)
+    consumed = (
+        plgpu.ClusterBarrier(collective_axes=("rank",), **barriers)
+        if cluster > 1
+        else plgpu.Barrier(**barriers)
+    )
     call = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),

@@ -44,9 +44,19 @@ def experts(
     ValueError for shapes that do not fit together and for what the implementation does not support, with the reason.
     """
     count, depth, size = gate_up.shape[0], x.shape[-1], down.shape[1]
-    expected = {"gate_up": (count, depth, 2 * size), "down": (count, size, depth), "x": (weights.shape[0], depth)}
+    expected = {
+        "gate_up": (count, depth, 2 * size),
+        "down": (count, size, depth),
+        "x": (weights.shape[0], depth),
+    }
     expected |= {"gate_up_bias": (count, 2 * size), "down_bias": (count, depth)}
-    arrays = {"gate_up": gate_up, "down": down, "x": x, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    arrays = {
+        "gate_up": gate_up,
+        "down": down,
+        "x": x,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }
     for name, array in arrays.items():
         if array is not None and array.shape != expected[name]:
             raise ValueError(f"{name}: expected {expected[name]}, got {array.shape}")
@@ -54,11 +64,19 @@ def experts(
         raise ValueError(f"ids: expected {weights.shape} or more columns, got {ids.shape}")
     if gate not in GATES:
         raise ValueError(f"gate: expected one of {', '.join(GATES)}, got {gate!r}")
-    options: dict[str, Any] = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "gate": gate, "alpha": alpha, "limit": limit}
+    options: dict[str, Any] = {
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+        "gate": gate,
+        "alpha": alpha,
+        "limit": limit,
+    }
     if implementation == "reference":
         return reference.experts(x, ids[:, : weights.shape[1]], weights, gate_up, down, **options)
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     reason = hopper.missing() or unsupported(x.shape[0], weights.shape[1], gate_up, down, x.dtype)
     if reason:
         raise ValueError(f"moe, implementation {implementation!r}: {reason}")

@@ -54,7 +54,11 @@ class Tuning:
 def smem_bytes(tuning: Tuning, products: int, few: bool) -> int:
     """Shared memory of a CTA, to within the barriers and the plan."""
     sizes = SIZES[:1] if few else SIZES
-    return tuning.stages * tuning.tile_k * 2 * (products * TILE_N + sizes[-1]) + sum(sizes) * TILE_N * 2 + 4096
+    return (
+        tuning.stages * tuning.tile_k * 2 * (products * TILE_N + sizes[-1])
+        + sum(sizes) * TILE_N * 2
+        + 4096
+    )
 
 
 def choose_tuning(depth: int, products: int, few: bool, ctas_an_sm: int = 1) -> Tuning | None:
@@ -104,13 +108,25 @@ def experts(
     (rows, depth), top_k, count, columns = x.shape, weights.shape[1], down.shape[0], ids.shape[1]
     few = rows <= FEW_ROWS
     if few:
-        table, place, gathered = _padded(ids.reshape(-1)), ids * FEW_ROWS + jnp.arange(rows)[:, None], x
+        table, place, gathered = (
+            _padded(ids.reshape(-1)),
+            ids * FEW_ROWS + jnp.arange(rows)[:, None],
+            x,
+        )
     else:
         table, place, row_at = plan_blocks(ids[:, :top_k], count)
         gathered = x[row_at]
     shared: dict[str, Any] = {"few": few, "ids_shape": (rows, top_k), "columns": columns}
     first, second = tunings or (None, None)
-    inner = _grouped(gathered, table, gate_up, gate_up_bias, activation=(gate, alpha, limit), tuning=first, **shared)
+    inner = _grouped(
+        gathered,
+        table,
+        gate_up,
+        gate_up_bias,
+        activation=(gate, alpha, limit),
+        tuning=first,
+        **shared,
+    )
     out = _grouped(inner, table, down, down_bias, activation=None, tuning=second, **shared)
     total = jnp.zeros((rows, depth), jnp.float32)
     for k in range(top_k):  # written out: one order of summation, one kernel
@@ -143,24 +159,33 @@ def plan_blocks(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.A
     chosen, most, largest = ids.reshape(-1), num_blocks(ids.size, count), SIZES[-1]
     expert, slot = jnp.arange(count), jnp.arange(ids.size)
     # Slots of each expert, and before each slot those of its expert.
-    of, until = jnp.concatenate((expert, chosen)), jnp.concatenate((jnp.full(count, ids.size), slot))
+    of, until = (
+        jnp.concatenate((expert, chosen)),
+        jnp.concatenate((jnp.full(count, ids.size), slot)),
+    )
     slots = ((chosen == of[:, None]) & (slot < until[:, None])).sum(1, dtype=jnp.int32)
     of_expert, earlier = slots[:count], slots[count:]
-    blocks = (of_expert + largest - 1) >> (largest.bit_length() - 1)  # shifts: XLA fuses no division into the sums that follow
+    blocks = (of_expert + largest - 1) >> (
+        largest.bit_length() - 1
+    )  # shifts: XLA fuses no division into the sums that follow
     last = of_expert - largest * (blocks - 1)  # rows of an expert's last block
     padded = jnp.where(blocks > 0, largest * (blocks - 1) + (8 << size_index(last)), 0)
     before = expert[:, None] > expert  # [expert, those before it]
     first_block = jnp.where(before, blocks, 0).sum(1, dtype=jnp.int32)
     start = jnp.where(before, padded, 0).sum(1, dtype=jnp.int32)
     index = jnp.arange(1 + most)[:, None] - 1
-    nth = index - first_block  # [1 + blocks, experts]: which of the expert's blocks this is, if it is one of them
+    nth = (
+        index - first_block
+    )  # [1 + blocks, experts]: which of the expert's blocks this is, if it is one of them
     size = jnp.where(nth == blocks - 1, size_index(last), len(SIZES) - 1)
     block = expert | (size << SIZE_SHIFT) | ((start + nth * largest) << (START_SHIFT - 3))
     terms = jnp.where(index < 0, blocks, jnp.where((nth >= 0) & (nth < blocks), block, 0))
     table = jnp.pad(terms.sum(1, dtype=jnp.int32), (0, -(1 + most) % 4))
     place = start[chosen] + earlier
     row = lax.div(slot, ids.shape[1])
-    row_at = jnp.where(place == jnp.arange(num_places(ids.size, count))[:, None], row, 0).sum(1, dtype=jnp.int32)
+    row_at = jnp.where(place == jnp.arange(num_places(ids.size, count))[:, None], row, 0).sum(
+        1, dtype=jnp.int32
+    )
     return table, place.reshape(ids.shape), row_at
 
 
@@ -223,10 +248,22 @@ def _grouped(
             column = (item - index * tiles) * TILE_N
             if few:
                 expert = list_smem[index]  # pyright: ignore[reportOptionalSubscript]
-                return expert, 0 * expert if all_rows else expert * FEW_ROWS, expert * FEW_ROWS, jnp.int32(0), column
+                return (
+                    expert,
+                    0 * expert if all_rows else expert * FEW_ROWS,
+                    expert * FEW_ROWS,
+                    jnp.int32(0),
+                    column,
+                )
             packed = table_smem[index + 1]
             start = pl.multiple_of((packed >> START_SHIFT) * 8, 8)
-            return packed & ((1 << SIZE_SHIFT) - 1), start, start, (packed >> SIZE_SHIFT) & 3, column
+            return (
+                packed & ((1 << SIZE_SHIFT) - 1),
+                start,
+                start,
+                (packed >> SIZE_SHIFT) & 3,
+                column,
+            )
 
         items_here = lax.div(found * tiles - cta + (ctas - 1), ctas)
         turns = items_here * steps
@@ -234,7 +271,11 @@ def _grouped(
         # Turns count the steps through all items of a CTA.
         def place(turn: Any) -> tuple[Any, Any, Any]:
             index = lax.div(turn, steps)
-            return cta + index * ctas, pl.ds((turn - index * steps) * tile_k, tile_k), lax.rem(turn, stages)
+            return (
+                cta + index * ctas,
+                pl.ds((turn - index * steps) * tile_k, tile_k),
+                lax.rem(turn, stages),
+            )
 
         def load_weights(turn: Any) -> None:
             item, depths, slot = place(turn)
@@ -250,7 +291,9 @@ def _grouped(
 
                 def copy(rows: int = rows) -> None:
                     source = x_gmem.at[pl.ds(start, rows), depths]
-                    plgpu.copy_gmem_to_smem(source, x_smem.at[slot, pl.ds(0, rows)], barrier.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        source, x_smem.at[slot, pl.ds(0, rows)], barrier.at[slot]
+                    )
 
                 copy() if few else pl.when(size == i)(copy)
 
@@ -278,7 +321,9 @@ def _grouped(
                     x_tile = x_smem.at[slot, pl.ds(0, rows)].transpose((1, 0))
                     for product, acc in enumerate(accumulators):
                         plgpu.wgmma(acc, w_smem.at[slot, product].transpose((1, 0)), x_tile)
-                    plgpu.wgmma_wait(products)  # the step before is done: its slot takes a later turn
+                    plgpu.wgmma_wait(
+                        products
+                    )  # the step before is done: its slot takes a later turn
 
                     @pl.when((turn > 0) & (turn - 1 + stages < turns))
                     def _refill() -> None:
@@ -287,13 +332,19 @@ def _grouped(
 
                     if pdl:
                         # Not before the last copy is on its way: the next kernel's CTAs would compete with this one's.
-                        pl.when(turn == jnp.maximum(turns - stages, 0))(plgpu.griddepcontrol_launch_dependents)
+                        pl.when(turn == jnp.maximum(turns - stages, 0))(
+                            plgpu.griddepcontrol_launch_dependents
+                        )
 
                 return tuple(acc[...] for acc in accumulators)
 
-            totals = list(pl.run_scoped(accumulate, *[plgpu.ACC((TILE_N, rows), jnp.float32)] * products))
+            totals = list(
+                pl.run_scoped(accumulate, *[plgpu.ACC((TILE_N, rows), jnp.float32)] * products)
+            )
             for product, vector in enumerate(biases):
-                totals[product] += lax.broadcast_in_dim(vector.astype(jnp.float32), (TILE_N, rows), (0,))
+                totals[product] += lax.broadcast_in_dim(
+                    vector.astype(jnp.float32), (TILE_N, rows), (0,)
+                )
             totals = [total.astype(x.dtype) for total in totals]
             if activation is not None:
                 kind, alpha, limit = activation
@@ -302,7 +353,9 @@ def _grouped(
             plgpu.wait_smem_to_gmem(0)  # the item before has left out_smem
             out_smem.transpose((1, 0))[...] = totals[0]
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[pl.ds(start, rows), pl.ds(column, TILE_N)])
+            plgpu.copy_smem_to_gmem(
+                out_smem, out_gmem.at[pl.ds(start, rows), pl.ds(column, TILE_N)]
+            )
 
         @pl.loop(0, items_here)
         def _item(index: Any) -> None:
@@ -314,7 +367,9 @@ def _grouped(
 
     def list_experts(table_smem: Any, list_smem: Any) -> Any:
         """The different ones of the table's ids into list_smem; how many. Every thread does the same, and reads what it has written."""
-        chosen = [table_smem[row * columns + k] for row in range(ids_shape[0]) for k in range(top_k)]
+        chosen = [
+            table_smem[row * columns + k] for row in range(ids_shape[0]) for k in range(top_k)
+        ]
         found, seen = jnp.int32(0), [jnp.int32(0)] * -(-count // WORD)
         for expert in chosen:
             bit, word = jnp.int32(1) << (expert & (WORD - 1)), lax.shift_right_logical(expert, 5)

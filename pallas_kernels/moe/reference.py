@@ -28,7 +28,11 @@ def experts(
 
     # A copy of the rows for each expert: with one operand for all, XLA transposes the weights at every call.
     spread = jnp.broadcast_to(x, (count, *x.shape))
-    out = product(gated(product(spread, gate_up, gate_up_bias), gate, alpha=alpha, limit=limit), down, down_bias)
+    out = product(
+        gated(product(spread, gate_up, gate_up_bias), gate, alpha=alpha, limit=limit),
+        down,
+        down_bias,
+    )
     # [experts, rows]: 0 for what a row did not choose
     of_expert = jnp.where(ids == jnp.arange(count)[:, None, None], weights, 0.0).sum(-1)
     return jnp.einsum("et,etd->td", of_expert, out.astype(jnp.float32)).astype(x.dtype)
@@ -40,7 +44,9 @@ def gated(gate_up: jax.Array, kind: str, *, alpha: float, limit: float) -> jax.A
     return activated(gate, up, kind, alpha=alpha, limit=limit).astype(gate_up.dtype)
 
 
-def activated(gate: jax.Array, up: jax.Array, kind: str, *, alpha: float, limit: float) -> jax.Array:
+def activated(
+    gate: jax.Array, up: jax.Array, kind: str, *, alpha: float, limit: float
+) -> jax.Array:
     """Of float32 gate and up of one shape."""
     if kind != "silu":
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)

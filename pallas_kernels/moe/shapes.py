@@ -35,17 +35,27 @@ _MODELS = {
     "gpt-oss-20b": Shape(0, 32, 4, 2880, 2880, gate="clamped", bias=True),
     "glm-4.7-flash": Shape(0, 64, 4, 2048, 1536),
 }
-SHAPES = {f"{name} rows {rows}": dataclasses.replace(shape, rows=rows) for name, shape in _MODELS.items() for rows in ROWS}
+SHAPES = {
+    f"{name} rows {rows}": dataclasses.replace(shape, rows=rows)
+    for name, shape in _MODELS.items()
+    for rows in ROWS
+}
 
 
 def route(shape: Shape, seed: int) -> np.ndarray:
     """int32 [rows, top_k], no expert twice in a row."""
     rng = np.random.default_rng(seed)
     if shape.routing == "same":
-        return np.tile(rng.permutation(shape.num_experts)[: shape.top_k], (shape.rows, 1)).astype(np.int32)
+        return np.tile(rng.permutation(shape.num_experts)[: shape.top_k], (shape.rows, 1)).astype(
+            np.int32
+        )
     if shape.routing == "spread":
-        return (np.arange(shape.rows * shape.top_k).reshape(shape.rows, shape.top_k) % shape.num_experts).astype(np.int32)
-    return np.stack([rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.rows)]).astype(np.int32)
+        return (
+            np.arange(shape.rows * shape.top_k).reshape(shape.rows, shape.top_k) % shape.num_experts
+        ).astype(np.int32)
+    return np.stack(
+        [rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.rows)]
+    ).astype(np.int32)
 
 
 def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
@@ -59,7 +69,9 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     return {
         "x": normal(keys[0], shape.rows, hidden),
         "ids": jnp.asarray(route(shape, seed)),
-        "weights": jax.nn.softmax(jax.random.normal(keys[1], (shape.rows, shape.top_k), jnp.float32)),
+        "weights": jax.nn.softmax(
+            jax.random.normal(keys[1], (shape.rows, shape.top_k), jnp.float32)
+        ),
         "gate_up": normal(keys[2], count, hidden, 2 * size, scale=1 / math.sqrt(hidden)),
         "down": normal(keys[3], count, size, hidden, scale=1 / math.sqrt(size)),
         "gate_up_bias": normal(keys[4], count, 2 * size) if shape.bias else None,
@@ -71,5 +83,7 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
 def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory: each expert that make_inputs' seed 0 hits read once, the rows in and out."""
     hit = len(np.unique(route(shape, 0)))
-    per_expert = 3 * shape.hidden * shape.size + (2 * shape.size + shape.hidden if shape.bias else 0)
+    per_expert = 3 * shape.hidden * shape.size + (
+        2 * shape.size + shape.hidden if shape.bias else 0
+    )
     return 2 * (hit * per_expert + 2 * shape.rows * shape.hidden) + 8 * shape.rows * shape.top_k

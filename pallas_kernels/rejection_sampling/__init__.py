@@ -30,7 +30,11 @@ def unsupported(target_logits: Any, draft_logits: Any = None) -> str | None:
 
 
 def _mosaic_gpu(
-    target_logits: jax.Array, draft_tokens: jax.Array, draft_logits: jax.Array | None, *args: Any, **kwargs: Any
+    target_logits: jax.Array,
+    draft_tokens: jax.Array,
+    draft_logits: jax.Array | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[jax.Array, jax.Array]:
     reason = unsupported(target_logits, draft_logits)
     if reason is not None:
@@ -101,7 +105,9 @@ def rejection_sample(
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
     if target_logits.ndim != 3 or target_logits.shape[1] < 1:
-        raise ValueError(f"target_logits: expected 3 axes [B, K+1, V], got shape {tuple(target_logits.shape)}")
+        raise ValueError(
+            f"target_logits: expected 3 axes [B, K+1, V], got shape {tuple(target_logits.shape)}"
+        )
     batch, rows, vocab = target_logits.shape
     drafts = rows - 1
     _check("target_logits", target_logits, jnp.float32, (batch, rows, vocab))
@@ -110,19 +116,32 @@ def rejection_sample(
     _check("active", active, jnp.bool_, (batch,))
     _check("temperature", temperature, jnp.float32, (batch,), needed=False)
     if draft_logits is not None:
-        width = draft_logits.shape[-1] if target_to_draft is not None and draft_logits.ndim else vocab
+        width = (
+            draft_logits.shape[-1] if target_to_draft is not None and draft_logits.ndim else vocab
+        )
         _check("draft_logits", draft_logits, jnp.float32, (batch, drafts, width))
     if target_to_draft is not None:
         _check("target_to_draft", target_to_draft, jnp.int32, (vocab,))
-    _check_noise("uniforms", uniforms, (batch, drafts), needed=(sampled and rule != "strict") or rule == "synthetic")
-    _check_noise("recover_noise", recover_noise, (batch, vocab), needed=sampled and rule != "strict")
+    _check_noise(
+        "uniforms",
+        uniforms,
+        (batch, drafts),
+        needed=(sampled and rule != "strict") or rule == "synthetic",
+    )
+    _check_noise(
+        "recover_noise", recover_noise, (batch, vocab), needed=sampled and rule != "strict"
+    )
     for name, value, dtype, shape, owner in (
         ("sample_noise", sample_noise, jnp.float32, (batch, rows, vocab), "strict"),
         ("acceptance_rates", acceptance_rates, jnp.float32, (drafts,), "synthetic"),
     ):
         if rule != owner and value is not None:
-            raise ValueError(f"{name}: expected None with rule {rule!r} (only {owner!r} uses it), got an array")
-        _check(name, value, dtype, shape, needed=rule == owner and (sampled or owner == "synthetic"))
+            raise ValueError(
+                f"{name}: expected None with rule {rule!r} (only {owner!r} uses it), got an array"
+            )
+        _check(
+            name, value, dtype, shape, needed=rule == owner and (sampled or owner == "synthetic")
+        )
     return IMPLEMENTATIONS[implementation](
         target_logits,
         draft_tokens,
@@ -140,7 +159,9 @@ def rejection_sample(
     )
 
 
-def _check_noise(name: str, value: jax.Array | Stream | None, shape: tuple[int, ...], needed: bool) -> None:
+def _check_noise(
+    name: str, value: jax.Array | Stream | None, shape: tuple[int, ...], needed: bool
+) -> None:
     """Numbers, or the stream of them."""
     if isinstance(value, Stream):
         _check(f"{name}.keys", value.keys, jnp.uint32, (shape[0], 2))
@@ -149,7 +170,9 @@ def _check_noise(name: str, value: jax.Array | Stream | None, shape: tuple[int, 
         _check(name, value, jnp.float32, shape, needed)
 
 
-def _check(name: str, value: jax.Array | None, dtype: type, shape: tuple[int, ...], needed: bool = True) -> None:
+def _check(
+    name: str, value: jax.Array | None, dtype: type, shape: tuple[int, ...], needed: bool = True
+) -> None:
     expected = f"{jnp.dtype(dtype).name} {list(shape)}"
     if value is None:
         if needed:

@@ -59,7 +59,9 @@ def rejection_sample(
     target_logits = _without_nan(target_logits)
     if rule == "synthetic":
         assert uniforms is not None and acceptance_rates is not None
-        num_accepted = count_leading(_in_vocabulary(draft_tokens, target_logits) & (uniforms < acceptance_rates))
+        num_accepted = count_leading(
+            _in_vocabulary(draft_tokens, target_logits) & (uniforms < acceptance_rates)
+        )
         row = _at_row(target_logits, num_accepted)
         token = _argmax(row)
         if sampled:
@@ -67,7 +69,9 @@ def rejection_sample(
             token = _sample(row, recover_noise, greedy)
     elif rule == "strict" and sampled:
         assert sample_noise is not None
-        num_accepted, token = _match_target(_sample(target_logits, sample_noise, greedy), draft_tokens)
+        num_accepted, token = _match_target(
+            _sample(target_logits, sample_noise, greedy), draft_tokens
+        )
     else:
         num_accepted, token = _match_target(_argmax(target_logits), draft_tokens)
         if sampled:
@@ -75,17 +79,31 @@ def rejection_sample(
             draft_logits = None if draft_logits is None else _without_nan(draft_logits)
             scores = _score_drafts(target_logits, draft_tokens, draft_logits, target_to_draft)
             if rule == "block":
-                num_kept, log_joint = _block(target_logits, draft_logits, target_to_draft, uniforms, scores)
+                num_kept, log_joint = _block(
+                    target_logits, draft_logits, target_to_draft, uniforms, scores
+                )
             else:
-                num_kept = count_leading(scores.valid & (scores.log_p > jnp.log(uniforms) + scores.log_q))
+                num_kept = count_leading(
+                    scores.valid & (scores.log_p > jnp.log(uniforms) + scores.log_q)
+                )
                 log_joint = jnp.zeros_like(scores.target_lse)
-            residual = _residual(target_logits, draft_tokens, draft_logits, target_to_draft, scores, num_kept, _at_row(log_joint, num_kept))
+            residual = _residual(
+                target_logits,
+                draft_tokens,
+                draft_logits,
+                target_to_draft,
+                scores,
+                num_kept,
+                _at_row(log_joint, num_kept),
+            )
             num_accepted = jnp.where(greedy, num_accepted, num_kept)
             token = jnp.where(greedy, token, _argmax(residual + recover_noise))
     return _emit(draft_tokens, num_accepted, token, active)
 
 
-def _emit(draft_tokens: jax.Array, num_accepted: jax.Array, token: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _emit(
+    draft_tokens: jax.Array, num_accepted: jax.Array, token: jax.Array, active: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The accepted drafts [B, K], then token [B], then -1: output_tokens [B, K+1] and num_sampled [B]."""
     index = jnp.arange(draft_tokens.shape[1] + 1, dtype=jnp.int32)
     drafts = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
@@ -101,7 +119,11 @@ def _match_target(target_tokens: jax.Array, draft_tokens: jax.Array) -> tuple[ja
 
 
 def _block(
-    target_logits: jax.Array, draft_logits: jax.Array | None, target_to_draft: jax.Array | None, uniforms: jax.Array, scores: DraftScores
+    target_logits: jax.Array,
+    draft_logits: jax.Array | None,
+    target_to_draft: jax.Array | None,
+    uniforms: jax.Array,
+    scores: DraftScores,
 ) -> tuple[jax.Array, jax.Array]:
     """Block verification (2403.10444, algorithm 2): num_accepted [B] and log P_i [B, K+1].
 
@@ -121,15 +143,24 @@ def _block(
     else:
         assert scores.draft_lse is not None
         log_p = target_logits[:, 1:num_drafts] - scores.target_lse[:, 1:num_drafts, None]
-        log_q = _to_target_vocabulary(draft_logits[:, 1:], target_to_draft) - scores.draft_lse[:, 1:, None]
-        remaining = jnp.maximum(jnp.exp(inner[..., None] + log_p) - jnp.exp(log_q), 0.0).sum(axis=-1)
+        log_q = (
+            _to_target_vocabulary(draft_logits[:, 1:], target_to_draft)
+            - scores.draft_lse[:, 1:, None]
+        )
+        remaining = jnp.maximum(jnp.exp(inner[..., None] + log_p) - jnp.exp(log_q), 0.0).sum(
+            axis=-1
+        )
     denominator = remaining - jnp.expm1(inner)
-    keep_inner = jnp.where(denominator > 0, remaining / jnp.where(denominator > 0, denominator, 1.0), 1.0)
+    keep_inner = jnp.where(
+        denominator > 0, remaining / jnp.where(denominator > 0, denominator, 1.0), 1.0
+    )
 
     num_valid = count_leading(scores.valid)[:, None]
     length = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)
     joint = jnp.exp(log_joint[:, 1:])
-    keep = jnp.where(length == num_valid, joint, jnp.pad(keep_inner, ((0, 0), (0, 1)))[:, :num_drafts])
+    keep = jnp.where(
+        length == num_valid, joint, jnp.pad(keep_inner, ((0, 0), (0, 1)))[:, :num_drafts]
+    )
     kept = (length <= num_valid) & (uniforms < keep)  # strict: h = 0 is never kept, u = 0 included
     return jnp.max(jnp.where(kept, length, 0), axis=1, initial=0), log_joint
 
@@ -152,14 +183,21 @@ def _residual(
     num_drafts = draft_tokens.shape[1]
     if num_drafts == 0:
         return row
-    judged = jnp.minimum(num_accepted, num_drafts - 1)  # the bonus row judges no draft; what is read for it is not used
+    judged = jnp.minimum(
+        num_accepted, num_drafts - 1
+    )  # the bonus row judges no draft; what is read for it is not used
     if draft_logits is None:
-        is_draft = jnp.arange(row.shape[1], dtype=jnp.int32) == _at_row(draft_tokens, judged)[:, None]
+        is_draft = (
+            jnp.arange(row.shape[1], dtype=jnp.int32) == _at_row(draft_tokens, judged)[:, None]
+        )
         residual = jnp.where(is_draft, -jnp.inf, row)
     else:
         assert scores.draft_lse is not None
         log_p = row - _at_row(scores.target_lse, num_accepted)[:, None] + log_joint[:, None]
-        log_q = _to_target_vocabulary(_at_row(draft_logits, judged), target_to_draft) - _at_row(scores.draft_lse, judged)[:, None]
+        log_q = (
+            _to_target_vocabulary(_at_row(draft_logits, judged), target_to_draft)
+            - _at_row(scores.draft_lse, judged)[:, None]
+        )
         exceeds = log_p > log_q
         gap = jnp.where(exceeds, log_q, -jnp.inf) - jnp.where(exceeds, log_p, 0.0)
         # log(1 - e^gap); expm1 keeps its digits where p is close to q, which log1p(-exp(gap)) does not.
@@ -170,7 +208,10 @@ def _residual(
 
 
 def _score_drafts(
-    target_logits: jax.Array, draft_tokens: jax.Array, draft_logits: jax.Array | None, target_to_draft: jax.Array | None
+    target_logits: jax.Array,
+    draft_tokens: jax.Array,
+    draft_logits: jax.Array | None,
+    target_to_draft: jax.Array | None,
 ) -> DraftScores:
     num_drafts = draft_tokens.shape[1]
     target_lse = _log_sum_exp(target_logits)

@@ -69,7 +69,9 @@ SHAPES = {
     "tiny-drawn-odd": Shape(8, 2, 257, 131, drawn=True, mixed=True),
     "tiny-drawn-block": Shape(12, 4, 700, 520, "block", drawn=True, mixed=True),
     "tiny-drawn-synthetic": Shape(12, 3, 700, 300, "synthetic", drawn=True, mixed=True),
-    "tiny-drawn-greedy-synthetic": Shape(12, 3, 700, None, "synthetic", sampled=False, drawn=True, mixed=True),
+    "tiny-drawn-greedy-synthetic": Shape(
+        12, 3, 700, None, "synthetic", sampled=False, drawn=True, mixed=True
+    ),
     "tiny-drawn-plain": Shape(12, 0, 700, None, drawn=True, mixed=True),
 }
 
@@ -88,7 +90,11 @@ def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
     greedy = (np.arange(B) % 5 == 3) & shape.mixed if shape.sampled else np.ones(B, bool)
     temperature[greedy] = 0.0
     divisor = np.where(greedy, np.float32(1.0), temperature)[:, None, None]
-    noise = 0.0 if shape.draft_vocab is None else -np.log(rng.exponential(size=draft.shape)) * ~greedy[:, None, None]
+    noise = (
+        0.0
+        if shape.draft_vocab is None
+        else -np.log(rng.exponential(size=draft.shape)) * ~greedy[:, None, None]
+    )
     tokens = kept[(draft / divisor + noise).argmax(-1)].astype(np.int32)
     missing = (rng.random((B, K)) < 0.05) & shape.mixed
     least = np.finfo(np.float32).tiny  # among millions of float32 draws one is 0
@@ -99,9 +105,15 @@ def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
         "recover_noise": gumbel(B, V) if shape.sampled and shape.rule != "strict" else None,
     }
     if shape.drawn:
-        keys, position = jnp.asarray(rng.integers(0, 2**32, (B, 2), np.uint32)), jnp.asarray(rng.integers(0, 4096, B, np.int32))
+        keys, position = (
+            jnp.asarray(rng.integers(0, 2**32, (B, 2), np.uint32)),
+            jnp.asarray(rng.integers(0, 4096, B, np.int32)),
+        )
         streams = {"uniforms": 2, "recover_noise": 3}
-        numbers = {name: None if numbers[name] is None else Stream(keys, position, stream) for name, stream in streams.items()}
+        numbers = {
+            name: None if numbers[name] is None else Stream(keys, position, stream)
+            for name, stream in streams.items()
+        }
     return numbers | {
         "target_logits": target,
         "draft_tokens": np.where(missing, -1, tokens).astype(np.int32),
@@ -109,7 +121,9 @@ def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
         "target_to_draft": None if shape.draft_vocab in (None, V) else to_draft,
         "greedy": greedy,
         "sample_noise": gumbel(B, K + 1, V) if shape.sampled and shape.rule == "strict" else None,
-        "acceptance_rates": np.linspace(0.9, 0.5, K, dtype=np.float32) if shape.rule == "synthetic" else None,
+        "acceptance_rates": np.linspace(0.9, 0.5, K, dtype=np.float32)
+        if shape.rule == "synthetic"
+        else None,
         "active": (np.arange(B) % 7 != 5) | (not shape.mixed),
         "temperature": temperature if shape.sampled else None,
         "rule": shape.rule,

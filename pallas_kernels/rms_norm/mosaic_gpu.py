@@ -27,7 +27,9 @@ def unsupported(width: int, dtype: Any) -> str | None:
     if dtype != jnp.bfloat16:
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
     if width % CHUNK or width > CHUNK * MAX_CHUNKS:
-        return f"expected rows of a multiple of {CHUNK} values up to {CHUNK * MAX_CHUNKS}, got {width}"
+        return (
+            f"expected rows of a multiple of {CHUNK} values up to {CHUNK * MAX_CHUNKS}, got {width}"
+        )
     return None
 
 
@@ -52,7 +54,11 @@ def normed_row(x_smem: Any, weight_smem: Any, weight_barrier: Any, width: int, e
     layout = plgpu.Layout.WG_STRIDED((padded, CHUNK), vec_size=8)
     values = plgpu.load(x_smem, layout=layout).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
     if padded > chunks:  # what lies past the row counts as zero
-        values = jnp.where(plgpu.broadcasted_iota(jnp.int32, (padded, CHUNK), 0, layout=layout) < chunks, values, 0.0)
+        values = jnp.where(
+            plgpu.broadcasted_iota(jnp.int32, (padded, CHUNK), 0, layout=layout) < chunks,
+            values,
+            0.0,
+        )
     scale = scale_of(values, width, eps)
     plgpu.barrier_wait(weight_barrier)
     gain = plgpu.load(weight_smem, layout=layout)  # pyright: ignore[reportCallIssue]
@@ -64,7 +70,9 @@ def normed_row(x_smem: Any, weight_smem: Any, weight_barrier: Any, width: int, e
 def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.Array:
     rows, width = x.shape
     chunks = width // CHUNK
-    is_whole = chunks % TILE == 0  # a thread's values are all there: they come and go without shared memory, 0.3 to 0.4 us faster
+    is_whole = (
+        chunks % TILE == 0
+    )  # a thread's values are all there: they come and go without shared memory, 0.3 to 0.4 us faster
 
     def through_registers(x_gmem: Any, weight_gmem: Any, out_gmem: Any) -> None:
         row = lax.axis_index("row")
@@ -75,10 +83,14 @@ def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.
         values = plgpu.load(x_gmem.at[row], layout=layout).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
         out_gmem.at[row][...] = (values * scale_of(values, width, eps)).astype(x.dtype) * gain
 
-    def through_shared_memory(x_gmem: Any, weight_gmem: Any, out_gmem: Any, x_smem: Any, weight_smem: Any, barrier: Any) -> None:
+    def through_shared_memory(
+        x_gmem: Any, weight_gmem: Any, out_gmem: Any, x_smem: Any, weight_smem: Any, barrier: Any
+    ) -> None:
         row = lax.axis_index("row")
         row_in_smem = pl.ds(0, chunks)
-        plgpu.copy_gmem_to_smem(weight_gmem, weight_smem.at[row_in_smem], barrier.at[0])  # no kernel writes it
+        plgpu.copy_gmem_to_smem(
+            weight_gmem, weight_smem.at[row_in_smem], barrier.at[0]
+        )  # no kernel writes it
         if pdl:
             plgpu.griddepcontrol_wait()
         plgpu.copy_gmem_to_smem(x_gmem.at[row], x_smem.at[row_in_smem], barrier.at[1])
@@ -88,7 +100,11 @@ def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.
         plgpu.copy_smem_to_gmem(x_smem.at[row_in_smem], out_gmem.at[row])
         plgpu.wait_smem_to_gmem(0)
 
-    shared = [plgpu.SMEM(tile_of(width), x.dtype), plgpu.SMEM(tile_of(width), weight.dtype), plgpu.Barrier(num_barriers=2)]
+    shared = [
+        plgpu.SMEM(tile_of(width), x.dtype),
+        plgpu.SMEM(tile_of(width), weight.dtype),
+        plgpu.Barrier(num_barriers=2),
+    ]
     call = plgpu.kernel(
         through_registers if is_whole else through_shared_memory,
         out_type=jax.ShapeDtypeStruct((rows, chunks, CHUNK), x.dtype),

@@ -19,7 +19,11 @@ class Shape:
 
 SHAPES = {
     f"{name} rows {rows}": Shape(rows, width)
-    for name, width in (("llama-3-8b", 4096), ("EAGLE-3 of llama-3-8b, fused", 12288), ("smollm2", 576))
+    for name, width in (
+        ("llama-3-8b", 4096),
+        ("EAGLE-3 of llama-3-8b, fused", 12288),
+        ("smollm2", 576),
+    )
     for rows in (1, 4, 64, 256)
 }
 

@@ -45,28 +45,51 @@ def rope_and_write(
     num_kv_heads, head_dim = k_cache.shape[2:]
     total = num_heads + 2 * num_kv_heads
     if qkv.ndim != 2 or qkv.shape[1] != total * head_dim or v_cache.shape != k_cache.shape:
-        raise ValueError(f"qkv: expected [rows, {total} x {head_dim}] for these caches, got {qkv.shape}")
+        raise ValueError(
+            f"qkv: expected [rows, {total} x {head_dim}] for these caches, got {qkv.shape}"
+        )
     for name, array, shape, dtype in (
         ("cos", cos, (qkv.shape[0], head_dim // 2), jnp.float32),
         ("sin", sin, (qkv.shape[0], head_dim // 2), jnp.float32),
         ("slot_mapping", slot_mapping, (qkv.shape[0],), jnp.int32),
     ):
         if array.shape != shape or array.dtype != dtype:
-            raise ValueError(f"{name}: expected {jnp.dtype(dtype).name} {shape}, got {array.dtype} {array.shape}")
+            raise ValueError(
+                f"{name}: expected {jnp.dtype(dtype).name} {shape}, got {array.dtype} {array.shape}"
+            )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm: expected both or neither")
     if pack is not None and (pack < 1 or qkv.shape[0] % pack):
         raise ValueError(f"pack: expected a divisor of {qkv.shape[0]} rows, got {pack}")
-    options: dict[str, Any] = {"num_heads": num_heads, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    options: dict[str, Any] = {
+        "num_heads": num_heads,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "eps": eps,
+    }
     if implementation == "reference":
-        q, k_cache, v_cache = reference.rope_and_write(qkv, cos, sin, slot_mapping, k_cache, v_cache, **options)
-        return (q if pack is None else packing.pack(q.reshape(-1, pack, num_heads, head_dim), num_kv_heads)), k_cache, v_cache
+        q, k_cache, v_cache = reference.rope_and_write(
+            qkv, cos, sin, slot_mapping, k_cache, v_cache, **options
+        )
+        return (
+            (
+                q
+                if pack is None
+                else packing.pack(q.reshape(-1, pack, num_heads, head_dim), num_kv_heads)
+            ),
+            k_cache,
+            v_cache,
+        )
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     reason = unsupported(num_heads, num_kv_heads, head_dim, qkv.dtype)
     if reason:
         raise ValueError(f"rope_cache, implementation {implementation!r}: {reason}")
-    return _mosaic_gpu().rope_and_write(qkv, cos, sin, slot_mapping, k_cache, v_cache, pack=pack, **options)
+    return _mosaic_gpu().rope_and_write(
+        qkv, cos, sin, slot_mapping, k_cache, v_cache, pack=pack, **options
+    )
 
 
 def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) -> str | None:

@@ -35,8 +35,12 @@ def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) ->
 def _row_by_row(half: int) -> Any:
     """A warp's 32 pairs of numbers lie side by side in shared memory. In wgmma's layout they are of 8 rows, which share their banks."""
     if half == 64:
-        return plgpu.Layout.TILED(plgpu.Tiling(((4, 64), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    return plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (2, 32), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((4, 64), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        )
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((8, 32), (2, 32), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    )
 
 
 # Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
@@ -80,10 +84,15 @@ def rope_and_write(
             return plgpu.load(smem.at[:, pl.ds(start, half)], layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
         def across(ref: Any, start: int = 0) -> jax.Array:
-            vector = plgpu.load(ref.at[pl.ds(start, half)], layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
+            vector = plgpu.load(
+                ref.at[pl.ds(start, half)], layout=layout.reduce(0), optimized=False
+            )  # pyright: ignore[reportCallIssue]
             return plgpu.layout_cast(lax.broadcast_in_dim(vector, (padded, half), (1,)), layout)
 
-        cosine, sine = across(cos_gmem.at[row]), across(sin_gmem.at[row])  # on their way while the row is
+        cosine, sine = (
+            across(cos_gmem.at[row]),
+            across(sin_gmem.at[row]),
+        )  # on their way while the row is
         plgpu.barrier_wait(barrier)
         # In this order: by it the compiler decides which product of a sum it fuses with the addition, and so the last bit.
         raw_second, raw_first = load(half), load(0)
@@ -94,30 +103,46 @@ def rope_and_write(
             scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, (padded, half), (0,)), layout)
 
             def norm(part: jax.Array, start: int) -> jax.Array:
-                gain = jnp.where(head < num_heads, across(q_norm_gmem, start), across(k_norm_gmem, start))
+                gain = jnp.where(
+                    head < num_heads, across(q_norm_gmem, start), across(k_norm_gmem, start)
+                )
                 return ((part * scale).astype(qkv.dtype) * gain).astype(jnp.float32)
 
             first, second = norm(first, 0), norm(second, half)
         rotates = head < num_rotated
-        smem[:, pl.ds(0, half)] = jnp.where(rotates, (first * cosine - second * sine).astype(qkv.dtype), raw_first)
-        smem[:, pl.ds(half, half)] = jnp.where(rotates, (second * cosine + first * sine).astype(qkv.dtype), raw_second)
+        smem[:, pl.ds(0, half)] = jnp.where(
+            rotates, (first * cosine - second * sine).astype(qkv.dtype), raw_first
+        )
+        smem[:, pl.ds(half, half)] = jnp.where(
+            rotates, (second * cosine + first * sine).astype(qkv.dtype), raw_second
+        )
         plgpu.commit_smem()
         if pack is None:
             plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, num_heads)], q_gmem.at[row])
         else:
             request, column = lax.div(row, pack), lax.rem(row, pack) * group
             for i in range(num_kv_heads):
-                plgpu.copy_smem_to_gmem(smem.at[pl.ds(i * group, group)], q_gmem.at[request, i, pl.ds(column, group)])
+                plgpu.copy_smem_to_gmem(
+                    smem.at[pl.ds(i * group, group)], q_gmem.at[request, i, pl.ds(column, group)]
+                )
 
         @pl.when((slot >= 0) & (slot < num_slots))
         def _write() -> None:
             block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
-            plgpu.copy_smem_to_gmem(smem.at[pl.ds(num_heads, num_kv_heads)], k_gmem.at[block, offset])
-            plgpu.copy_smem_to_gmem(smem.at[pl.ds(num_rotated, num_kv_heads)], v_gmem.at[block, offset])
+            plgpu.copy_smem_to_gmem(
+                smem.at[pl.ds(num_heads, num_kv_heads)], k_gmem.at[block, offset]
+            )
+            plgpu.copy_smem_to_gmem(
+                smem.at[pl.ds(num_rotated, num_kv_heads)], v_gmem.at[block, offset]
+            )
 
         plgpu.wait_smem_to_gmem(0)
 
-    q_shape = (rows, num_heads) if pack is None else (rows // pack, num_kv_heads, packed_size(pack * group))
+    q_shape = (
+        (rows, num_heads)
+        if pack is None
+        else (rows // pack, num_kv_heads, packed_size(pack * group))
+    )
     call = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((*q_shape, head_dim), qkv.dtype),

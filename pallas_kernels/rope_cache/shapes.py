@@ -62,7 +62,10 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     # The first row goes to one of the last `rows` slots of its first block: 0 or more rows stay there, the others go on in the next.
     first = shape.block_size - 1 - rng.integers(0, min(shape.rows, shape.block_size), shape.batch)
     place = first[:, None] + np.arange(shape.rows)
-    slots = table[np.arange(shape.batch)[:, None], place // shape.block_size] * shape.block_size + place % shape.block_size
+    slots = (
+        table[np.arange(shape.batch)[:, None], place // shape.block_size] * shape.block_size
+        + place % shape.block_size
+    )
     slots[shape.batch - shape.masked :] = PAD_SLOT
     angle = (100 + place).reshape(-1, 1) * 10000.0 ** (-np.arange(half) / half)
     cache = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
@@ -87,5 +90,8 @@ def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory: the projections once in, queries once out, keys and values of the rows with a slot once out."""
     itemsize = jnp.dtype(shape.dtype).itemsize
     written = (shape.batch - shape.masked) * shape.rows
-    heads = shape.total_rows * (2 * shape.num_heads + 2 * shape.num_kv_heads) + written * 2 * shape.num_kv_heads
+    heads = (
+        shape.total_rows * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+        + written * 2 * shape.num_kv_heads
+    )
     return heads * shape.head_dim * itemsize + shape.total_rows * shape.head_dim * 4

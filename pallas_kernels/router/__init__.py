@@ -38,7 +38,9 @@ def route(
     support, with the reason.
     """
     if x.ndim != 2 or router.ndim != 2 or router.shape[0] != x.shape[1]:
-        raise ValueError(f"router: expected [{x.shape[-1]}, experts] for x {x.shape}, got {router.shape}")
+        raise ValueError(
+            f"router: expected [{x.shape[-1]}, experts] for x {x.shape}, got {router.shape}"
+        )
     if bias is not None and bias.shape != router.shape[1:]:
         raise ValueError(f"bias: expected {router.shape[1:]}, got {bias.shape}")
     if kind not in KINDS:
@@ -46,13 +48,19 @@ def route(
     if not 1 <= top_k <= router.shape[1]:
         raise ValueError(f"top_k: expected 1 to {router.shape[1]}, got {top_k}")
     if implementation == "reference":
-        return reference.route(x, router, bias, top_k=top_k, kind=kind, scaling=scaling, normalise=normalise)
+        return reference.route(
+            x, router, bias, top_k=top_k, kind=kind, scaling=scaling, normalise=normalise
+        )
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     reason = hopper.missing() or unsupported(x.shape[0], router.shape, top_k, x.dtype)
     if reason:
         raise ValueError(f"router, implementation {implementation!r}: {reason}")
-    return _mosaic_gpu().route(x, router, bias, top_k=top_k, kind=kind, scaling=scaling, normalise=normalise)
+    return _mosaic_gpu().route(
+        x, router, bias, top_k=top_k, kind=kind, scaling=scaling, normalise=normalise
+    )
 
 
 def unsupported(rows: int, router: tuple[int, ...], top_k: int, dtype: object) -> str | None:

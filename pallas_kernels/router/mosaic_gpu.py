@@ -83,7 +83,9 @@ def route(
         x_gmem, router_gmem, *rest = refs
         bias_gmem, rest = (rest[0], rest[1:]) if bias is not None else (None, rest)
         ids_gmem, weights_gmem, x_smem, router_smem, ids_smem, weights_smem, barrier = rest
-        here = pl.ds(lax.axis_index("tile") * TILE_ROWS, TILE_ROWS)  # past the last row copies bring zeros, and take nothing away
+        here = pl.ds(
+            lax.axis_index("tile") * TILE_ROWS, TILE_ROWS
+        )  # past the last row copies bring zeros, and take nothing away
 
         def load(step: Any, slot: Any, ref: Any, smem: Any) -> None:
             depths = pl.ds(step * tile_k, tile_k)
@@ -132,7 +134,9 @@ def route(
             best = choice == spread(choice.max(axis=1), square)
             first = jnp.where(best, expert, jnp.full(square, count, jnp.int32)).min(axis=1)
             taken = expert == spread(first, square)
-            ids.append(first.astype(jnp.float32))  # layouts are not inferred for an integer that is spread to two shapes
+            ids.append(
+                first.astype(jnp.float32)
+            )  # layouts are not inferred for an integer that is spread to two shapes
             chosen.append(jnp.where(taken, scores, never).max(axis=1))
             choice = jnp.where(taken, never, choice)
         if kind == "softmax":
@@ -152,7 +156,10 @@ def route(
 
     call = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct((rows, WIDTH), jnp.int32), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct((rows, WIDTH), jnp.int32),
+            jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32),
+        ),
         grid=(-(-rows // TILE_ROWS),),
         grid_names=("tile",),
         kernel_name=f"route_{depth}x{count}_{kind}",

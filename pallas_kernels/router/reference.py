@@ -8,7 +8,14 @@ from jax import lax
 
 
 def route(
-    x: jax.Array, router: jax.Array, bias: jax.Array | None, *, top_k: int, kind: str, scaling: float = 1.0, normalise: bool = True
+    x: jax.Array,
+    router: jax.Array,
+    bias: jax.Array | None,
+    *,
+    top_k: int,
+    kind: str,
+    scaling: float = 1.0,
+    normalise: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """See pallas_kernels.router.route."""
     logits = jnp.matmul(x, router, preferred_element_type=jnp.float32)

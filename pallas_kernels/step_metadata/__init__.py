@@ -58,17 +58,32 @@ def step_metadata(
         if array.shape != shape or array.dtype != jnp.int32:
             raise ValueError(f"{name}: expected int32 {shape}, got {array.dtype} {array.shape}")
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    sizes = {"rows": rows, "block_size": block_size, "max_model_len": max_model_len, "window": window}
-    options = sizes | {"group": group, "frequencies": frequencies, "attention_factor": attention_factor}
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
+    sizes = {
+        "rows": rows,
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "window": window,
+    }
+    options = sizes | {
+        "group": group,
+        "frequencies": frequencies,
+        "attention_factor": attention_factor,
+    }
     if implementation == "reference":
         return reference.step_metadata(block_table, start, num_rows, step, **options)
     if group is None or frequencies is None:
-        raise ValueError(f"group and frequencies: expected both for implementation {implementation!r}, got {group} and {frequencies}")
+        raise ValueError(
+            f"group and frequencies: expected both for implementation {implementation!r}, got {group} and {frequencies}"
+        )
     reason = hopper.missing() or unsupported(rows, group, 2 * len(frequencies))
     if reason:
         raise ValueError(f"step_metadata, implementation {implementation!r}: {reason}")
-    return _mosaic_gpu().step_metadata(block_table, start, num_rows, jnp.asarray(step, jnp.int32), **options)
+    return _mosaic_gpu().step_metadata(
+        block_table, start, num_rows, jnp.asarray(step, jnp.int32), **options
+    )
 
 
 def unsupported(rows: int, group: int, rope_dim: int) -> str | None:

@@ -50,13 +50,33 @@ def step_metadata(
     limit, half = min(max_model_len, pages * block_size), len(frequencies)
     size = bounds_size(rows, group)
     columns = (size - 4) // 2
-    padded = -(-rows * half // THREADS) * THREADS // half  # rows of the tables, so that every thread has as many numbers
+    padded = (
+        -(-rows * half // THREADS) * THREADS // half
+    )  # rows of the tables, so that every thread has as many numbers
     by_number = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
     by_angle = plgpu.Layout.WG_STRIDED((padded, half), vec_size=1)
     pdl = not interpreting()
 
-    def body(table_gmem: Any, start_gmem: Any, num_rows_gmem: Any, step_gmem: Any, frequencies_gmem: Any, *rest: Any) -> None:
-        positions_gmem, seq_lens_gmem, slots_gmem, window_gmem, bounds_gmem, cos_gmem, sin_gmem, bounds_smem, cos_smem, sin_smem = rest
+    def body(
+        table_gmem: Any,
+        start_gmem: Any,
+        num_rows_gmem: Any,
+        step_gmem: Any,
+        frequencies_gmem: Any,
+        *rest: Any,
+    ) -> None:
+        (
+            positions_gmem,
+            seq_lens_gmem,
+            slots_gmem,
+            window_gmem,
+            bounds_gmem,
+            cos_gmem,
+            sin_gmem,
+            bounds_smem,
+            cos_smem,
+            sin_smem,
+        ) = rest
         request = lax.axis_index("request")
         if pdl:
             plgpu.griddepcontrol_launch_dependents()
@@ -69,7 +89,11 @@ def step_metadata(
             return jnp.minimum(first + row, limit)
 
         def window_start(position: Any) -> Any:
-            return jnp.zeros_like(position) if window is None else jnp.maximum(position - (window - 1), 0)
+            return (
+                jnp.zeros_like(position)
+                if window is None
+                else jnp.maximum(position - (window - 1), 0)
+            )
 
         def keys_of(row: Any) -> tuple[Any, Any]:
             """A row's first key, and the key after its last."""
@@ -83,20 +107,31 @@ def step_metadata(
             slot = block * block_size + lax.rem(position, block_size)
             slots.append(jnp.where((row < real) & (first + row < limit), slot, PAD_SLOT))
 
-        angles = position_of(plgpu.broadcasted_iota(jnp.int32, (padded, half), 0, layout=by_angle)).astype(jnp.float32)
+        angles = position_of(
+            plgpu.broadcasted_iota(jnp.int32, (padded, half), 0, layout=by_angle)
+        ).astype(jnp.float32)
         angles = angles * plgpu.load(frequencies_gmem, layout=by_angle)  # pyright: ignore[reportCallIssue]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
-        cos_smem[...], sin_smem[...] = (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)
+        cos_smem[...], sin_smem[...] = (
+            (cos, sin)
+            if attention_factor == 1.0
+            else (cos * attention_factor, sin * attention_factor)
+        )
 
         begin, end = -(-pages * block_size // KEYS) * KEYS, 0
         for row in range(rows):
             low, high = keys_of(row)
-            begin, end = jnp.where(low < high, jnp.minimum(begin, low), begin), jnp.where(low < high, jnp.maximum(end, high), end)
+            begin, end = (
+                jnp.where(low < high, jnp.minimum(begin, low), begin),
+                jnp.where(low < high, jnp.maximum(end, high), end),
+            )
         number = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=by_number)
         column = jnp.where(number < columns, number, number - columns)
         low, high = keys_of(lax.div(column, group))
         bounds = jnp.where(column < rows * group, jnp.where(number < columns, low, high), 0)
-        for i, value in enumerate((lax.div(begin, KEYS), lax.div(end + (KEYS - 1), KEYS), length, length)):
+        for i, value in enumerate(
+            (lax.div(begin, KEYS), lax.div(end + (KEYS - 1), KEYS), length, length)
+        ):
             bounds = jnp.where(number == 2 * columns + i, value, bounds)
         bounds_smem[...] = bounds
 
@@ -111,7 +146,10 @@ def step_metadata(
             window_gmem[request, row] = window_start(position_of(row))
         plgpu.wait_smem_to_gmem(0)
 
-    by_row, table = jax.ShapeDtypeStruct((batch, rows), jnp.int32), jax.ShapeDtypeStruct((batch, rows, half), jnp.float32)
+    by_row, table = (
+        jax.ShapeDtypeStruct((batch, rows), jnp.int32),
+        jax.ShapeDtypeStruct((batch, rows, half), jnp.float32),
+    )
     call = plgpu.kernel(
         body,
         out_type=(

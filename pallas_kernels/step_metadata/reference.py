@@ -57,14 +57,28 @@ def step_metadata(
     page = jnp.minimum(positions // block_size, pages - 1)
     slots = jnp.take_along_axis(block_table, page, axis=1) * block_size + positions % block_size
     seq_lens = jnp.where(num_rows > 0, jnp.minimum(start + num_rows, limit), 0)
-    window_start = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
-    bounds = None if group is None else key_bounds(positions, seq_lens, window_start, group=group, max_keys=pages * block_size)
-    cos, sin = (None, None) if frequencies is None else rotation(positions, frequencies, attention_factor)
-    return StepMetadata(positions, seq_lens, jnp.where(written, slots, PAD_SLOT), window_start, bounds, cos, sin)
+    window_start = (
+        jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
+    )
+    bounds = (
+        None
+        if group is None
+        else key_bounds(positions, seq_lens, window_start, group=group, max_keys=pages * block_size)
+    )
+    cos, sin = (
+        (None, None) if frequencies is None else rotation(positions, frequencies, attention_factor)
+    )
+    return StepMetadata(
+        positions, seq_lens, jnp.where(written, slots, PAD_SLOT), window_start, bounds, cos, sin
+    )
 
 
-def rotation(positions: jax.Array, frequencies: tuple[float, ...] | np.ndarray, attention_factor: float) -> tuple[jax.Array, jax.Array]:
+def rotation(
+    positions: jax.Array, frequencies: tuple[float, ...] | np.ndarray, attention_factor: float
+) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32 [batch, rows, rope_dim / 2], of positions [batch, rows]."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)
+    return (
+        (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)
+    )

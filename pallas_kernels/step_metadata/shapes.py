@@ -49,7 +49,9 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     num_rows = rng.integers(1, shape.rows + 1, batch)
     num_rows[batch - shape.masked :] = 0
     return {
-        "block_table": jnp.asarray(rng.permutation(batch * shape.pages).reshape(batch, shape.pages), jnp.int32),
+        "block_table": jnp.asarray(
+            rng.permutation(batch * shape.pages).reshape(batch, shape.pages), jnp.int32
+        ),
         "start": jnp.asarray(start, jnp.int32),
         "num_rows": jnp.asarray(num_rows, jnp.int32),
         "step": jnp.asarray(rng.integers(0, 4), jnp.int32),
@@ -58,11 +60,17 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         "max_model_len": shape.max_model_len,
         "window": shape.window,
         "group": shape.group,
-        "frequencies": tuple((500000.0 ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim)).astype(np.float32).tolist()),
+        "frequencies": tuple(
+            (500000.0 ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim))
+            .astype(np.float32)
+            .tolist()
+        ),
     }
 
 
 def bytes_moved(shape: Shape) -> int:
     """The fewest bytes of device memory: a page of each row in, starts and counts in, what the op makes out."""
-    integers = shape.batch * (2 + shape.rows + 1 + 3 * shape.rows + bounds_size(shape.rows, shape.group))
+    integers = shape.batch * (
+        2 + shape.rows + 1 + 3 * shape.rows + bounds_size(shape.rows, shape.group)
+    )
     return 4 * (integers + 1 + shape.batch * shape.rows * shape.head_dim + shape.head_dim // 2)

@@ -25,10 +25,16 @@ def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     needed = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)[:, None]
     kth = _search(keys, jnp.ones((), jnp.int32), jnp.broadcast_to(needed, highest.shape))
 
-    weights = jnp.exp(logits - jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=-1, keepdims=True))
-    weights = jnp.where((keys >= kth[..., None]) & (weights > 0), weights, 0.0)  # NaN, and rows that are all -inf, weigh nothing
+    weights = jnp.exp(
+        logits - jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=-1, keepdims=True)
+    )
+    weights = jnp.where(
+        (keys >= kth[..., None]) & (weights > 0), weights, 0.0
+    )  # NaN, and rows that are all -inf, weigh nothing
     needed = top_p[:, None] * jnp.sum(weights, axis=-1)
-    last = jnp.where(top_p[:, None] < 1.0, _search(keys, weights, needed), 0)  # rounding of the mass must not drop anything at 1
+    last = jnp.where(
+        top_p[:, None] < 1.0, _search(keys, weights, needed), 0
+    )  # rounding of the mass must not drop anything at 1
     threshold = jnp.minimum(jnp.maximum(kth, last), highest)
     return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
 
@@ -51,12 +57,16 @@ def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array
             shift = jnp.uint32(BITS - bits * (i + 1))
             candidates = [prefix + (jnp.uint32(digit) << shift) for digit in range(1, 1 << bits)]
             totals = add_up([jnp.where(keys >= t[..., None], weights, 0) for t in candidates])
-            reached = [(total >= needed).astype(jnp.uint32) for total in totals]  # true up to some digit, false after it
+            reached = [
+                (total >= needed).astype(jnp.uint32) for total in totals
+            ]  # true up to some digit, false after it
             return prefix + (sum(reached[1:], reached[0]) << shift)
 
         return lax.fori_loop(0, BITS // bits, step, jnp.zeros(needed.shape, jnp.uint32))
 
-    return lax.platform_dependent(cpu=lambda: search(1, _add_in_columns), default=lambda: search(4, _add_at_once))
+    return lax.platform_dependent(
+        cpu=lambda: search(1, _add_in_columns), default=lambda: search(4, _add_at_once)
+    )
 
 
 def _add_in_columns(values: list[jax.Array]) -> list[jax.Array]:
@@ -68,4 +78,8 @@ def _add_in_columns(values: list[jax.Array]) -> list[jax.Array]:
 def _add_at_once(values: list[jax.Array]) -> list[jax.Array]:
     """Sums over the vocabulary as one reduction of several arrays: XLA reads what they are made of once."""
     zeros = (jnp.zeros((), values[0].dtype),) * len(values)
-    return list(lax.reduce(tuple(values), zeros, lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True)), (2,)))
+    return list(
+        lax.reduce(
+            tuple(values), zeros, lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True)), (2,)
+        )
+    )

@@ -17,7 +17,10 @@ from pallas_kernels.attention.shapes import SHAPES, Shape, ragged
 from pallas_kernels.packing import packed_size
 from tests.support.h200 import compile_for_h200, unavailable
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,39 +50,59 @@ def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(*x) for name, x in struct.items()}
 
 
-def compile_without_spills(function: Callable[..., jax.Array], inputs: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> str:
+def compile_without_spills(
+    function: Callable[..., jax.Array], inputs: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> str:
     """The compiled HLO."""
     compiled = compile_for_h200(lambda args: function(**args), inputs)
     captured = capfd.readouterr()
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", captured.out + captured.err)
+    spills = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+        captured.out + captured.err,
+    )
     assert spills, "expected ptxas's report on at least one kernel"
     assert all(int(n) == 0 for kernel in spills for n in kernel), spills
     return compiled.as_text()
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_compiles_without_spills_or_copies_of_the_cache(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_compiles_without_spills_or_copies_of_the_cache(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     shape = SHAPES[name]
     inputs = abstract(shape)
-    attend = functools.partial(paged_attention, scale=shape.head_dim**-0.5, window=shape.window, implementation="mosaic_gpu")
+    attend = functools.partial(
+        paged_attention,
+        scale=shape.head_dim**-0.5,
+        window=shape.window,
+        implementation="mosaic_gpu",
+    )
     hlo = compile_without_spills(attend, inputs, capfd)
     cache = re.escape(f"bf16[{','.join(map(str, inputs['k_cache'].shape))}]")
     assert not re.findall(rf"= {cache}\S* (?:copy|fusion|transpose)\(.*", hlo)
-    if shape.rows == 48:  # an engine's tiles: queries are read, and results written, where the layer has them
+    if (
+        shape.rows == 48
+    ):  # an engine's tiles: queries are read, and results written, where the layer has them
         assert not re.findall(r"= bf16\S* (?:copy|fusion|transpose)\(.*", hlo)
 
 
-@pytest.mark.parametrize(("batch", "context"), [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)])
+@pytest.mark.parametrize(
+    ("batch", "context"), [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)]
+)
 @pytest.mark.parametrize("rows", [1, 3, 4, 8])
 def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     rows: int, batch: int, context: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Every size of a cluster, 8 to 32 columns, one and two tiles in flight, one and two KV heads a CTA."""
-    shape = dataclasses.replace(SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, context), rows=rows)
+    shape = dataclasses.replace(
+        SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, context), rows=rows
+    )
     inputs = abstract(shape)
     packed = (batch, 8, packed_size(4 * rows), 128)
     inputs["q"] = jax.ShapeDtypeStruct(packed, jnp.bfloat16)
-    attend = functools.partial(paged_attention, scale=shape.head_dim**-0.5, packed_heads=32, implementation="mosaic_gpu")
+    attend = functools.partial(
+        paged_attention, scale=shape.head_dim**-0.5, packed_heads=32, implementation="mosaic_gpu"
+    )
     hlo = compile_without_spills(attend, inputs, capfd)
     queries = rf"bf16\[{batch},(?:1,)?8,"
     assert not re.findall(rf"= {queries}\S* (?:copy|fusion|transpose|pad)\(.*", hlo)

@@ -18,14 +18,19 @@ from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import Case
 from tests.support import h200
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
 
 BATCH, K = 16, 3
 REFERENCE = asdict(Kernels())
 
 
 def configured(rule: str, temperature: float) -> RoundConfig:
-    case = Case("llama-3-8b", batch=BATCH, num_speculative_tokens=K, rule=rule, temperature=temperature)
+    case = Case(
+        "llama-3-8b", batch=BATCH, num_speculative_tokens=K, rule=rule, temperature=temperature
+    )
     return workload.configure(case, "bfloat16", REFERENCE, workload.Effort())[0]
 
 
@@ -35,19 +40,46 @@ def judged(cfg: RoundConfig, calls: int = 1, *, chained: bool = False) -> int:
     vocab, draft_vocab = cfg.target.vocab_size, cfg.draft.draft_vocab_size
     floats = lambda *shape: struct(shape, jnp.float32)  # noqa: E731
     ints = lambda *shape: struct(shape, jnp.int32)  # noqa: E731
-    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats(BATCH), ints(BATCH), floats(BATCH))  # type: ignore[arg-type]
-    arrays = {"target_logits": floats(BATCH, K + 1, vocab), "seq_lens": ints(BATCH), "draft_tokens": ints(BATCH, K)}
+    sampling = SamplingState(
+        struct((BATCH, 2), jnp.uint32), floats(BATCH), ints(BATCH), floats(BATCH)
+    )  # type: ignore[arg-type]
+    arrays = {
+        "target_logits": floats(BATCH, K + 1, vocab),
+        "seq_lens": ints(BATCH),
+        "draft_tokens": ints(BATCH, K),
+    }
     if cfg.keeps_draft_logits:
         arrays["draft_logits"] = floats(BATCH, K, draft_vocab)
 
-    def function(copies: Any, sampling: SamplingState, active: jax.Array, to_draft: jax.Array, zero: jax.Array) -> Any:
-        def op(target_logits: jax.Array, seq_lens: jax.Array, draft_tokens: jax.Array, draft_logits: jax.Array | None = None) -> Any:
-            found = judge(cfg, target_logits, Proposal(draft_tokens, draft_logits), to_draft, sampling, seq_lens, active)
+    def function(
+        copies: Any,
+        sampling: SamplingState,
+        active: jax.Array,
+        to_draft: jax.Array,
+        zero: jax.Array,
+    ) -> Any:
+        def op(
+            target_logits: jax.Array,
+            seq_lens: jax.Array,
+            draft_tokens: jax.Array,
+            draft_logits: jax.Array | None = None,
+        ) -> Any:
+            found = judge(
+                cfg,
+                target_logits,
+                Proposal(draft_tokens, draft_logits),
+                to_draft,
+                sampling,
+                seq_lens,
+                active,
+            )
             return found.output_tokens, found.num_sampled
 
         return timing.chain(op)(copies, zero) if chained else op(**copies[0])
 
-    compiled = h200.compile_for_h200(function, [arrays] * calls, sampling, struct((BATCH,), jnp.bool_), ints(vocab), ints())
+    compiled = h200.compile_for_h200(
+        function, [arrays] * calls, sampling, struct((BATCH,), jnp.bool_), ints(vocab), ints()
+    )
     entry = compiled.as_text().split("ENTRY", 1)[1]
     return len(re.findall(r" (?:fusion|custom-call)\(", entry))
 

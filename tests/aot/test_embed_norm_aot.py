@@ -13,25 +13,47 @@ from pallas_kernels.embed_norm import embed_norm
 from pallas_kernels.embed_norm.shapes import SHAPES, Shape
 from tests.support import h200
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
 
 
 def arguments(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     array = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)  # noqa: E731
     tokens = jax.ShapeDtypeStruct((shape.rows,), jnp.int32)
-    found = {"tokens": tokens, "table": array(shape.vocab, shape.width), "weight": array(shape.width)}
-    return found | ({"hidden": array(shape.rows, shape.width), "hidden_weight": array(shape.width)} if shape.draft else {})
+    found = {
+        "tokens": tokens,
+        "table": array(shape.vocab, shape.width),
+        "weight": array(shape.width),
+    }
+    return found | (
+        {"hidden": array(shape.rows, shape.width), "hidden_weight": array(shape.width)}
+        if shape.draft
+        else {}
+    )
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b rows 4", "EAGLE-3 of llama-3-8b rows 1", "EAGLE-3 of smollm2, residual normed, rows 4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-3-8b rows 4",
+        "EAGLE-3 of llama-3-8b rows 1",
+        "EAGLE-3 of smollm2, residual normed, rows 4",
+    ],
+)
 def test_is_one_launch_without_spills(name: str) -> None:
     shape = SHAPES[name]
     names, values = zip(*arguments(shape).items(), strict=True)
 
     def function(*arrays: jax.Array) -> Any:
         named: Any = dict(zip(names, arrays, strict=True))
-        residual, normed = embed_norm(**named, eps=1e-5, norm_residual=shape.norm_residual, implementation="mosaic_gpu")
-        return normed if shape.draft and not shape.norm_residual else (residual, normed)  # an argument handed back would be copied
+        residual, normed = embed_norm(
+            **named, eps=1e-5, norm_residual=shape.norm_residual, implementation="mosaic_gpu"
+        )
+        return (
+            normed if shape.draft and not shape.norm_residual else (residual, normed)
+        )  # an argument handed back would be copied
 
     with h200.ptxas_report() as report:
         hlo = h200.compile_for_h200(function, *values).as_text()

@@ -20,7 +20,10 @@ from jaxspec.tools.benchmark.dimensions import HYBRID, draft_config
 from pallas_kernels import hopper
 from tests.support import h200
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
 BATCH, PAGES, K = 16, 16, 3
 EVERY = Kernels(**{op.name: "mosaic_gpu" for op in fields(Kernels)})
 CASES = {
@@ -43,7 +46,9 @@ def configured(model: str, method: str) -> RoundConfig:
 def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     """params, state and block table of decode_round, by their shapes alone."""
     struct = jax.ShapeDtypeStruct
-    weights = lambda specs: jax.tree.map(lambda s: struct(s.shape, jnp.dtype(s.dtype or "bfloat16")), specs)  # noqa: E731
+    weights = lambda specs: jax.tree.map(
+        lambda s: struct(s.shape, jnp.dtype(s.dtype or "bfloat16")), specs
+    )
     target = weights(models.family(cfg.target).param_specs(cfg.target))
     shared = {name: target[name] for name in ("embed_tokens", "lm_head")}
     draft = shared | dict(weights(drafts.family(cfg.draft).param_specs(cfg.draft)))
@@ -53,12 +58,16 @@ def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     ints, floats = struct((BATCH,), jnp.int32), struct((BATCH,), jnp.float32)
     sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
     zeros = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32)
-    state = jax.eval_shape(lambda s: decode_state.init_state(cfg, s, *zeros, BATCH * PAGES, jnp.bfloat16), sampling)
+    state = jax.eval_shape(
+        lambda s: decode_state.init_state(cfg, s, *zeros, BATCH * PAGES, jnp.bfloat16), sampling
+    )
     return {"target": target, "draft": draft}, state, struct((BATCH, PAGES), jnp.int32)
 
 
 @pytest.mark.parametrize("model", CASES)
-def test_a_round_compiles_without_copies_of_weights_or_caches(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_compiles_without_copies_of_weights_or_caches(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hopper, "missing", lambda: None)
     monkeypatch.setattr(hopper, "too_old", lambda: None)
     method, expected = CASES[model]
@@ -66,11 +75,29 @@ def test_a_round_compiles_without_copies_of_weights_or_caches(model: str, monkey
     assert cfg.kernels == expected
     params, state, table = arguments(cfg)
     options = dict(cfg.compiler_options)
-    compiled = h200.compile_for_h200(decode.decode_round, cfg, params, state, table, static_argnums=0, donate_argnums=2, options=options)
+    compiled = h200.compile_for_h200(
+        decode.decode_round,
+        cfg,
+        params,
+        state,
+        table,
+        static_argnums=0,
+        donate_argnums=2,
+        options=options,
+    )
     memory = compiled.memory_analysis()
-    caches = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((state.target_caches, state.draft_caches)))
+    caches = sum(
+        a.size * a.dtype.itemsize
+        for a in jax.tree.leaves((state.target_caches, state.draft_caches))
+    )
     assert memory.alias_size_in_bytes >= caches
-    assert memory.temp_size_in_bytes < 128e6  # logits, and the rows beside each expert; the experts of one layer are 0.9 GB and more
-    count, hidden, size = cfg.target.moe.num_experts, cfg.target.hidden_size, cfg.target.moe.intermediate_size
+    assert (
+        memory.temp_size_in_bytes < 128e6
+    )  # logits, and the rows beside each expert; the experts of one layer are 0.9 GB and more
+    count, hidden, size = (
+        cfg.target.moe.num_experts,
+        cfg.target.hidden_size,
+        cfg.target.moe.intermediate_size,
+    )
     experts = rf"= \S*\[{count},(?:{hidden},{2 * size}|{size},{hidden})\]\S* (?!parameter|get-tuple-element|bitcast)\w"
     assert not re.findall(experts, compiled.as_text())

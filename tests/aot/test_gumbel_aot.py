@@ -16,7 +16,10 @@ from pallas_kernels.gumbel_sample import gumbel_sample
 from pallas_kernels.gumbel_sample.shapes import SHAPES
 from tests.support import h200
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
 
 REAL = [name for name in SHAPES if not name.startswith("tiny")]
 
@@ -24,8 +27,14 @@ REAL = [name for name in SHAPES if not name.startswith("tiny")]
 def compiled(name: str, implementation: str, options: dict[str, Any] | None = None) -> Any:
     shape, struct = SHAPES[name], jax.ShapeDtypeStruct
     ints = struct((shape.rows,), jnp.int32)
-    arrays = [struct((shape.rows, shape.vocab), jnp.float32), struct((shape.rows,), jnp.float32), struct((shape.rows, 2), jnp.uint32)]
-    arrays += [ints, struct((), jnp.int32)] + ([struct((shape.vocab,), jnp.int32)] if shape.target_vocab else [])
+    arrays = [
+        struct((shape.rows, shape.vocab), jnp.float32),
+        struct((shape.rows,), jnp.float32),
+        struct((shape.rows, 2), jnp.uint32),
+    ]
+    arrays += [ints, struct((), jnp.int32)] + (
+        [struct((shape.vocab,), jnp.int32)] if shape.target_vocab else []
+    )
 
     def function(*arrays: jax.Array) -> jax.Array:
         return gumbel_sample(*arrays, stream=1, implementation=implementation)
@@ -38,11 +47,16 @@ def test_two_launches_without_spills(name: str) -> None:
     with h200.ptxas_report() as ptxas:
         program = compiled(name, "mosaic_gpu").as_text()
         report = ptxas()
-    assert re.findall(r"Function properties for (\w+)_mosaic_gpu_kernel", report) == ["gumbel_draw", "gumbel_combine"]
+    assert re.findall(r"Function properties for (\w+)_mosaic_gpu_kernel", report) == [
+        "gumbel_draw",
+        "gumbel_combine",
+    ]
     assert h200.stack_and_spills(report) == [(0, 0, 0)] * 2
     entry = program[program.index("ENTRY") :]
     assert entry.count("custom-call(") == 2
-    assert not re.findall(r"= \S+ (fusion|copy|convert|reduce|gather|while)\(", entry), "XLA launches kernels of its own"
+    assert not re.findall(r"= \S+ (fusion|copy|convert|reduce|gather|while)\(", entry), (
+        "XLA launches kernels of its own"
+    )
 
 
 def arithmetic(ptx: str) -> set[str]:

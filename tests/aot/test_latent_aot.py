@@ -24,7 +24,10 @@ from pallas_kernels.latent_cache import norm_and_write
 from pallas_kernels.latent_cache import shapes as cache_shapes
 from tests.support import h200
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
 
 LAUNCHES = 8  # norm, projections to latents, norms and write, q_b, keys absorbed and rotation, attention, values, o + residual
 # Clusters of 8, 4, 2 and 1, one row tile to three, a prefill chunk, and many heads.
@@ -41,7 +44,11 @@ ATTENTION = [
 
 
 def struct(arrays: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items() if isinstance(x, jax.Array)}
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name, x in arrays.items()
+        if isinstance(x, jax.Array)
+    }
 
 
 def compile_without_spills(function: Any, *args: Any, **options: Any) -> str:
@@ -57,14 +64,18 @@ def compile_without_spills(function: Any, *args: Any, **options: Any) -> str:
 def moved(hlo: str, *shape: int) -> list[str]:
     """Instructions that make another array of this shape."""
     name = re.escape(f"bf16[{','.join(map(str, shape))}]")
-    return re.findall(rf"= {name}\S* (?:copy|fusion|transpose|pad|scatter|dynamic-update-slice|convert)\(.*", hlo)
+    return re.findall(
+        rf"= {name}\S* (?:copy|fusion|transpose|pad|scatter|dynamic-update-slice|convert)\(.*", hlo
+    )
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_compiles_without_spills_or_copies_of_the_cache(name: str) -> None:
     shape = attention_shapes.SHAPES[name]
     inputs = jax.eval_shape(lambda: attention_inputs(shape))
-    attend = functools.partial(latent_attention, kv_lora_rank=512, scale=shape.scale, implementation="mosaic_gpu")
+    attend = functools.partial(
+        latent_attention, kv_lora_rank=512, scale=shape.scale, implementation="mosaic_gpu"
+    )
     hlo = compile_without_spills(lambda args: attend(**args), inputs)
     assert not moved(hlo, *inputs["cache"].shape)
     assert not moved(hlo, *inputs["q"].shape)
@@ -86,7 +97,10 @@ def attention_inputs(shape: attention_shapes.Shape) -> dict[str, jax.Array]:
 def test_products_by_head_compile_without_spills(name: str) -> None:
     inputs = head_shapes.make_inputs(head_shapes.SHAPES[name], 0)
     hlo = compile_without_spills(
-        lambda args: head_matmul(**args, out_heads=inputs["out_heads"], implementation="mosaic_gpu"), struct(inputs)
+        lambda args: head_matmul(
+            **args, out_heads=inputs["out_heads"], implementation="mosaic_gpu"
+        ),
+        struct(inputs),
     )
     assert not moved(hlo, *inputs["weights"].shape)
 
@@ -99,7 +113,9 @@ def test_norms_and_write_compile_without_spills_or_copies_of_the_cache(name: str
     def write(args: dict[str, jax.Array], cache: jax.Array) -> Any:
         return norm_and_write(**args, cache=cache, eps=1e-6, implementation="mosaic_gpu")
 
-    hlo = compile_without_spills(write, args, jax.ShapeDtypeStruct(cache.shape, cache.dtype), donate_argnums=1)
+    hlo = compile_without_spills(
+        write, args, jax.ShapeDtypeStruct(cache.shape, cache.dtype), donate_argnums=1
+    )
     assert not moved(hlo, *cache.shape)
     assert not moved(hlo, *cache.shape[:2], cache.shape[3] // 64, 64)
 
@@ -109,19 +125,43 @@ def test_a_layer_is_eight_launches_and_what_layers_share(batch: int, rows: int) 
     cfg, hidden = HYBRID["glm-4.7-flash"].target.attention, 2048
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     integers = functools.partial(array, dtype=jnp.int32)
-    params = jax.eval_shape(join_projections, jax.tree.map(lambda spec: array(*spec.shape), mla.mla_specs("layer", cfg, hidden)))
-    x, table = array(batch, rows, hidden), array(batch, rows, 1, cfg.rope_head_dim // 2, dtype=jnp.float32)
-    fields: dict[str, Any] = {name: integers(batch, rows) for name in ("positions", "slot_mapping", "window_start")}
-    fields |= {"seq_lens": integers(batch), "num_pages": integers(batch), "block_table": integers(batch, 8)}
+    params = jax.eval_shape(
+        join_projections,
+        jax.tree.map(lambda spec: array(*spec.shape), mla.mla_specs("layer", cfg, hidden)),
+    )
+    x, table = (
+        array(batch, rows, hidden),
+        array(batch, rows, 1, cfg.rope_head_dim // 2, dtype=jnp.float32),
+    )
+    fields: dict[str, Any] = {
+        name: integers(batch, rows) for name in ("positions", "slot_mapping", "window_start")
+    }
+    fields |= {
+        "seq_lens": integers(batch),
+        "num_pages": integers(batch),
+        "block_table": integers(batch, 8),
+    }
     metadata = AttentionMetadata(**fields)
-    kernels = Kernels(attention="mosaic_gpu", matmul="mosaic_gpu", rms_norm="mosaic_gpu", rope_cache="mosaic_gpu")
+    kernels = Kernels(
+        attention="mosaic_gpu", matmul="mosaic_gpu", rms_norm="mosaic_gpu", rope_cache="mosaic_gpu"
+    )
 
-    def layer(params: Any, x: jax.Array, rope: Any, metadata: Any, norm: jax.Array, cache: LatentCache) -> Any:
-        return mla.latent_attention(params, cfg, x, rope, metadata, cache, kernels, norm=norm, residual=x)
+    def layer(
+        params: Any, x: jax.Array, rope: Any, metadata: Any, norm: jax.Array, cache: LatentCache
+    ) -> Any:
+        return mla.latent_attention(
+            params, cfg, x, rope, metadata, cache, kernels, norm=norm, residual=x
+        )
 
     cache = LatentCache(array(batch * 8, 64, 1, cfg.head_dim))  # type: ignore[arg-type]
-    hlo = compile_without_spills(layer, params, x, (table, table), metadata, array(hidden), cache, donate_argnums=5)
+    hlo = compile_without_spills(
+        layer, params, x, (table, table), metadata, array(hidden), cache, donate_argnums=5
+    )
     entry = hlo[hlo.index("\nENTRY") :]
     assert len(re.findall(r'custom_call_target="mosaic_gpu_v2"', entry)) == LAUNCHES
-    made = re.findall(r"= (\w+)\[[^ ]* (?:fusion|copy|transpose|convert|pad|concatenate|scatter)\(", entry)
-    assert set(made) <= {"s32", "f32", "pred"}, made  # bounds of the keys and tables of the rotation: no activations
+    made = re.findall(
+        r"= (\w+)\[[^ ]* (?:fusion|copy|transpose|convert|pad|concatenate|scatter)\(", entry
+    )
+    assert set(made) <= {"s32", "f32", "pred"}, (
+        made
+    )  # bounds of the keys and tables of the rotation: no activations

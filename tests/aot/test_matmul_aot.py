@@ -17,14 +17,22 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.shapes import SHAPES, Shape
 from tests.support import h200
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
-COMPILED = [name for name, shape in SHAPES.items() if shape.rows != 4]  # 4 rows are padded to 8, as 1 is
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
+COMPILED = [
+    name for name, shape in SHAPES.items() if shape.rows != 4
+]  # 4 rows are padded to 8, as 1 is
 
 
 def abstract(shape: Shape) -> dict[str, Any]:
     """What make_inputs makes, without the arrays."""
     struct = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)  # noqa: E731
-    weights = tuple(struct(width, shape.depth) if shape.transposed else struct(shape.depth, width) for width in shape.widths)
+    weights = tuple(
+        struct(width, shape.depth) if shape.transposed else struct(shape.depth, width)
+        for width in shape.widths
+    )
     arrays = {"x": struct(shape.rows, shape.depth), "weights": weights}
     return arrays | ({"residual": struct(shape.rows, shape.width)} if shape.residual else {})
 
@@ -32,7 +40,11 @@ def abstract(shape: Shape) -> dict[str, Any]:
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_to_one_kernel_without_spills(name: str) -> None:
     shape = SHAPES[name]
-    settings = {"swiglu": shape.swiglu, "transposed": shape.transposed, "out_dtype": jnp.dtype(shape.out_dtype)}
+    settings = {
+        "swiglu": shape.swiglu,
+        "transposed": shape.transposed,
+        "out_dtype": jnp.dtype(shape.out_dtype),
+    }
     multiply = functools.partial(matmul, **settings, implementation="mosaic_gpu")
     with h200.ptxas_report() as report:
         hlo = h200.compile_for_h200(lambda arrays: multiply(**arrays), abstract(shape)).as_text()
@@ -50,7 +62,12 @@ def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:
         arrays["gain"] = jax.ShapeDtypeStruct((shape.width,), jnp.bfloat16)
     elif norm:
         arrays["squares"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    multiply = functools.partial(matmul, swiglu=shape.swiglu, out_dtype=jnp.dtype(shape.out_dtype), implementation="mosaic_gpu")
+    multiply = functools.partial(
+        matmul,
+        swiglu=shape.swiglu,
+        out_dtype=jnp.dtype(shape.out_dtype),
+        implementation="mosaic_gpu",
+    )
     with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
         compiled = h200.compile_for_h200(lambda arrays: multiply(**arrays), arrays)
         ptx = report()
@@ -58,7 +75,10 @@ def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:
     return ptx, compiled
 
 
-@pytest.mark.parametrize(("name", "rows", "norm"), [("o", 1, True), ("down", 4, True), ("o", 16, False), ("down", 64, False)])
+@pytest.mark.parametrize(
+    ("name", "rows", "norm"),
+    [("o", 1, True), ("down", 4, True), ("o", 16, False), ("down", 64, False)],
+)
 def test_two_ctas_sum_through_the_cluster(name: str, rows: int, norm: bool) -> None:
     """What the second one has goes into the first one's shared memory, and not through device memory."""
     ptx, compiled = ptx_of(name, rows, norm)
@@ -84,4 +104,6 @@ def test_who_loads_before_it_waits_and_who_calls_the_next_kernel(
 ) -> None:
     before, after = ptx_of(name, rows, norm)[0].split("griddepcontrol.wait;")
     assert ("cp.async.bulk.tensor" in before) == weights_first and "cp.async.bulk.tensor" in after
-    assert ("griddepcontrol.launch_dependents" in after) == calls_next and "griddepcontrol.launch_dependents" not in before
+    assert (
+        "griddepcontrol.launch_dependents" in after
+    ) == calls_next and "griddepcontrol.launch_dependents" not in before

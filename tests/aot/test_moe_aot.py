@@ -16,7 +16,10 @@ from pallas_kernels.router.shapes import SHAPES as ROUTERS
 from tests.support import h200
 from tests.support.h200 import compile_for_h200, unavailable
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
 # hidden size, experts, router, whether experts have a bias
 MODELS = {
     "gpt-oss-20b": (2880, MoEConfig(32, 4, 2880, gate="clamped"), "softmax", True),
@@ -33,7 +36,9 @@ def weights_of(model: str) -> dict[str, Any]:
     hidden, cfg, _, bias = MODELS[model]
     count, size = cfg.num_experts, cfg.intermediate_size
     params = {"gate_up": array(count, hidden, 2 * size), "down": array(count, size, hidden)}
-    return params | ({"gate_up_bias": array(count, 2 * size), "down_bias": array(count, hidden)} if bias else {})
+    return params | (
+        {"gate_up_bias": array(count, 2 * size), "down_bias": array(count, hidden)} if bias else {}
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 4, 64, 2048])
@@ -43,9 +48,14 @@ def test_experts_are_read_where_they_lie(model: str, rows: int) -> None:
     hidden, cfg, _, _ = MODELS[model]
     chosen = array(rows, cfg.top_k, dtype=jnp.int32), array(rows, cfg.top_k, dtype=jnp.float32)
     multiply = lambda p, x, ids, w: experts(p, cfg, x, ids, w)  # noqa: E731
-    compiled = compile_for_h200(multiply, weights_of(model), array(rows, hidden), *chosen, options=OPTIONS)
+    compiled = compile_for_h200(
+        multiply, weights_of(model), array(rows, hidden), *chosen, options=OPTIONS
+    )
     expert = 2 * hidden * 2 * cfg.intermediate_size
-    assert compiled.memory_analysis().temp_size_in_bytes < {1: 0.1, 4: 0.1, 64: 6, 2048: 26}[rows] * expert
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes
+        < {1: 0.1, 4: 0.1, 64: 6, 2048: 26}[rows] * expert
+    )
 
 
 # Router, two products, sum; of more than 8 rows also the plan's six.
@@ -62,29 +72,59 @@ def test_kernels_leave_the_weights_alone_and_launch_little(model: str, rows: int
     def block(p: Any, router: Any, bias: Any, x: Any) -> jax.Array:
         return x + experts(p, cfg, x, *route(x, router, bias, cfg, kind, kernels), kernels)
 
-    router = array(hidden, cfg.num_experts), array(cfg.num_experts, dtype=jnp.bfloat16 if kind == "softmax" else jnp.float32)
+    router = (
+        array(hidden, cfg.num_experts),
+        array(cfg.num_experts, dtype=jnp.bfloat16 if kind == "softmax" else jnp.float32),
+    )
     with h200.ptxas_report() as report:
-        compiled = compile_for_h200(block, weights_of(model), *router, array(rows, hidden), options=OPTIONS)
+        compiled = compile_for_h200(
+            block, weights_of(model), *router, array(rows, hidden), options=OPTIONS
+        )
         found = h200.stack_and_spills(report())
     assert found == [(0, 0, 0)] * 3
     entry = compiled.as_text().split("ENTRY", 1)[1]
-    launches = re.findall(r"= .*? (copy|fusion|transpose|custom-call|sort|dot|pad|slice|convert|gather|reduce)\(", entry)
+    launches = re.findall(
+        r"= .*? (copy|fusion|transpose|custom-call|sort|dot|pad|slice|convert|gather|reduce)\(",
+        entry,
+    )
     assert launches.count("custom-call") == 3 and set(launches) <= {"custom-call", "fusion"}, entry
     assert len(launches) <= LAUNCHES[rows], launches
-    assert not re.search(rf"= \S*\[{cfg.num_experts},(?:{hidden}|{cfg.intermediate_size}),\d+\]\S* (?!parameter)", entry)
+    assert not re.search(
+        rf"= \S*\[{cfg.num_experts},(?:{hidden}|{cfg.intermediate_size}),\d+\]\S* (?!parameter)",
+        entry,
+    )
     places = 2 * rows * cfg.top_k + 16 * cfg.num_experts  # rows beside each other, padded
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * places * (2 * hidden + cfg.intermediate_size) + 1e6
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes
+        < 2 * places * (2 * hidden + cfg.intermediate_size) + 1e6
+    )
 
 
 def test_dimensions_are_those_that_are_benchmarked() -> None:
     for name, (hidden, cfg, kind, bias) in MODELS.items():
         shape, router = EXPERTS[f"{name} rows 4"], ROUTERS[f"{name} rows 4"]
-        assert (shape.hidden, shape.num_experts, shape.top_k, shape.size) == (hidden, cfg.num_experts, cfg.top_k, cfg.intermediate_size)
-        assert (shape.gate, shape.bias, router.kind, router.hidden, router.num_experts) == (cfg.gate, bias, kind, hidden, cfg.num_experts)
+        assert (shape.hidden, shape.num_experts, shape.top_k, shape.size) == (
+            hidden,
+            cfg.num_experts,
+            cfg.top_k,
+            cfg.intermediate_size,
+        )
+        assert (shape.gate, shape.bias, router.kind, router.hidden, router.num_experts) == (
+            cfg.gate,
+            bias,
+            kind,
+            hidden,
+            cfg.num_experts,
+        )
 
 
 def test_without_the_kernels_nothing_of_them_is_compiled() -> None:
     hidden, cfg, _, _ = MODELS["glm-4.7-flash"]
     chosen = array(4, cfg.top_k, dtype=jnp.int32), array(4, cfg.top_k, dtype=jnp.float32)
     multiply = lambda p, x, ids, w: experts(p, cfg, x, ids, w, REFERENCE_KERNELS)  # noqa: E731
-    assert "mosaic_gpu" not in compile_for_h200(multiply, weights_of("glm-4.7-flash"), array(4, hidden), *chosen, options=OPTIONS).as_text()
+    assert (
+        "mosaic_gpu"
+        not in compile_for_h200(
+            multiply, weights_of("glm-4.7-flash"), array(4, hidden), *chosen, options=OPTIONS
+        ).as_text()
+    )

@@ -15,7 +15,10 @@ from pallas_kernels.rejection_sampling import rejection_sample
 from pallas_kernels.rejection_sampling.shapes import SHAPES, Shape
 from tests.support import h200
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
 
 REAL = [name for name in SHAPES if not name.startswith("tiny")]
 KERNELS = {
@@ -25,8 +28,14 @@ KERNELS = {
     "probabilistic": ["row_sums", "judge", "draw", "emit"],
     "block": ["row_sums", "prefixes", "mass", "judge", "draw", "emit"],
 }
-ARGUMENTS = set(inspect.signature(rejection_sample).parameters) - {"rule", "sampled", "implementation"}
-LARGEST_TEMPORARY = 64 * 128 * 4 * 40  # bytes: partial results of 64 requests, a few arrays of 128 lanes a row
+ARGUMENTS = set(inspect.signature(rejection_sample).parameters) - {
+    "rule",
+    "sampled",
+    "implementation",
+}
+LARGEST_TEMPORARY = (
+    64 * 128 * 4 * 40
+)  # bytes: partial results of 64 requests, a few arrays of 128 lanes a row
 
 
 def structs(shape: Shape) -> dict[str, Any]:
@@ -42,11 +51,16 @@ def structs(shape: Shape) -> dict[str, Any]:
         "acceptance_rates": shape.rule == "synthetic" and (K,),
         "temperature": shape.sampled and (B,),
     }
-    arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(d, jnp.float32) for name, d in dims.items() if d}
+    arrays: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(d, jnp.float32) for name, d in dims.items() if d
+    }
     if shape.drawn:
         keys: Any = jax.ShapeDtypeStruct((B, 2), jnp.uint32)
         position: Any = jax.ShapeDtypeStruct((B,), jnp.int32)
-        streams = {"uniforms": Stream(keys, position, 2), "recover_noise": Stream(keys, position, 3)}
+        streams = {
+            "uniforms": Stream(keys, position, 2),
+            "recover_noise": Stream(keys, position, 3),
+        }
         arrays |= {name: stream for name, stream in streams.items() if name in arrays}
     arrays |= {"draft_tokens": jax.ShapeDtypeStruct((B, K), jnp.int32)}
     arrays |= {name: jax.ShapeDtypeStruct((B,), jnp.bool_) for name in ("greedy", "active")}
@@ -61,7 +75,9 @@ def compile_op(shape: Shape) -> tuple[Any, str]:
     absent = dict.fromkeys(ARGUMENTS - set(arrays))
 
     def function(arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return rejection_sample(**arrays, **absent, rule=shape.rule, sampled=shape.sampled, implementation="mosaic_gpu")
+        return rejection_sample(
+            **arrays, **absent, rule=shape.rule, sampled=shape.sampled, implementation="mosaic_gpu"
+        )
 
     with h200.ptxas_report() as ptxas:
         return h200.compile_for_h200(function, arrays), ptxas()
@@ -77,7 +93,9 @@ def test_kernels_of_a_named_shape_on_an_h200(name: str) -> None:
     program = compiled.as_text()
     entry = program[program.index("ENTRY") :]
     assert entry.count("custom-call(") == len(wanted)
-    assert not re.findall(r"= \S+ (fusion|copy|convert|reduce|gather|while)\(", entry), "XLA launches kernels of its own"
+    assert not re.findall(r"= \S+ (fusion|copy|convert|reduce|gather|while)\(", entry), (
+        "XLA launches kernels of its own"
+    )
     assert compiled.memory_analysis().temp_size_in_bytes < LARGEST_TEMPORARY
 
 

@@ -14,7 +14,10 @@ from pallas_kernels.rope_cache.shapes import SHAPES, Shape
 from tests.aot.test_attention import report  # noqa: F401  # a fixture
 from tests.support.h200 import compile_for_h200, unavailable
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
 
 BLOCKS = 200
 
@@ -23,7 +26,11 @@ def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     half, heads = shape.head_dim // 2, shape.num_heads + 2 * shape.num_kv_heads
     cache = ((BLOCKS, shape.block_size, shape.num_kv_heads, shape.head_dim), jnp.bfloat16)
     table = ((shape.total_rows, half), jnp.float32)
-    struct = {"qkv": ((shape.total_rows, heads * shape.head_dim), jnp.bfloat16), "cos": table, "sin": table}
+    struct = {
+        "qkv": ((shape.total_rows, heads * shape.head_dim), jnp.bfloat16),
+        "cos": table,
+        "sin": table,
+    }
     struct |= {"slot_mapping": ((shape.total_rows,), jnp.int32), "k_cache": cache, "v_cache": cache}
     if shape.qk_norm:
         struct |= {name: ((shape.head_dim,), jnp.bfloat16) for name in ("q_norm", "k_norm")}
@@ -31,25 +38,48 @@ def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_compiles_without_spills_or_copies_of_the_cache(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_compiles_without_spills_or_copies_of_the_cache(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Followed by attention where the queries are packed: nothing stands between the two kernels."""
     shape = SHAPES[name]
 
-    def rope(args: dict[str, jax.Array], caches: dict[str, jax.Array], rest: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def rope(
+        args: dict[str, jax.Array], caches: dict[str, jax.Array], rest: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         pack = shape.rows if shape.packed else None
-        q, k, v = rope_and_write(**args, **caches, num_heads=shape.num_heads, eps=1e-6, pack=pack, implementation="mosaic_gpu")  # pyright: ignore
+        q, k, v = rope_and_write(
+            **args,
+            **caches,
+            num_heads=shape.num_heads,
+            eps=1e-6,
+            pack=pack,
+            implementation="mosaic_gpu",
+        )  # pyright: ignore
         if shape.packed:
-            q = paged_attention(q, k, v, *rest, scale=0.1, packed_heads=shape.num_heads, implementation="mosaic_gpu")
+            q = paged_attention(
+                q, k, v, *rest, scale=0.1, packed_heads=shape.num_heads, implementation="mosaic_gpu"
+            )
         return q, k, v
 
-    integers = ((shape.batch, 4), (shape.batch, shape.rows), (shape.batch,), (shape.batch, shape.rows))
+    integers = (
+        (shape.batch, 4),
+        (shape.batch, shape.rows),
+        (shape.batch,),
+        (shape.batch, shape.rows),
+    )
     rest = tuple(jax.ShapeDtypeStruct(x, jnp.int32) for x in integers)
     args = abstract(shape)
     caches = {name: args.pop(name) for name in ("k_cache", "v_cache")}
     compiled = compile_for_h200(rope, args, caches, rest, donate_argnums=1)
     captured = capfd.readouterr()
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", captured.out + captured.err)
+    spills = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+        captured.out + captured.err,
+    )
     assert len(spills) == 1 + shape.packed, spills
     assert all(int(n) == 0 for kernel in spills for n in kernel), spills
-    moved = re.findall(r"= bf16\S* (?:copy|fusion|transpose|pad|concatenate)\(.*", compiled.as_text())
+    moved = re.findall(
+        r"= bf16\S* (?:copy|fusion|transpose|pad|concatenate)\(.*", compiled.as_text()
+    )
     assert not moved

@@ -25,7 +25,10 @@ from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
 from pallas_kernels import rms_norm
 from tests.support import h200
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
 
 BATCH, PAGES = 4, 12
 GROUP = CacheGroup(64, 2048)
@@ -49,7 +52,9 @@ ROUNDS = {
     "8b, K 5, greedy": Round("llama-3-8b", 5, sampled=False),
     "smollm2, K 3, greedy": Round("smollm2-135m", 3, sampled=False),
     "smollm2, K 5, sampled": Round("smollm2-135m", 5, sampled=True),
-    "smollm2, K 5, sampled, top-k and top-p": Round("smollm2-135m", 5, sampled=True, truncated=True),
+    "smollm2, K 5, sampled, top-k and top-p": Round(
+        "smollm2-135m", 5, sampled=True, truncated=True
+    ),
     "smollm2, K 3, sampled, 4 rounds": Round("smollm2-135m", 3, sampled=True, num_rounds=4),
 }
 TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for top-p
@@ -128,9 +133,13 @@ def parse_thunks(dump: str) -> Thunk:
 
 def configured(case: Round) -> RoundConfig:
     dimensions = MODELS[case.model]
-    dimensions = replace(dimensions, target=replace(dimensions.target, num_layers=case.layers), aux_layers=(0, 1, 2))
+    dimensions = replace(
+        dimensions, target=replace(dimensions.target, num_layers=case.layers), aux_layers=(0, 1, 2)
+    )
     every = Kernels(**{op.name: "mosaic_gpu" for op in fields(Kernels)})
-    narrow = rms_norm.unsupported(dimensions.target.hidden_size, jnp.bfloat16) is not None  # then an engine's norms are XLA's
+    narrow = (
+        rms_norm.unsupported(dimensions.target.hidden_size, jnp.bfloat16) is not None
+    )  # then an engine's norms are XLA's
     return RoundConfig(
         target=dimensions.target,
         target_group=GROUP,
@@ -149,15 +158,26 @@ def abstract_arguments(cfg: RoundConfig, batch: int) -> tuple[Any, Any, Any]:
     struct = jax.ShapeDtypeStruct
     weights = lambda specs: jax.tree.map(lambda spec: struct(spec.shape, jnp.bfloat16), specs)  # noqa: E731
     target = weights(models.family(cfg.target).param_specs(cfg.target))
-    draft = {"embed_tokens": target["embed_tokens"]} | dict(weights(drafts.family(cfg.draft).param_specs(cfg.draft)))
+    draft = {"embed_tokens": target["embed_tokens"]} | dict(
+        weights(drafts.family(cfg.draft).param_specs(cfg.draft))
+    )
     draft["draft_to_target"] = struct((cfg.draft.draft_vocab_size,), jnp.int32)
     draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
     ints, floats = struct((batch,), jnp.int32), struct((batch,), jnp.float32)
     sampling = SamplingState(struct((batch, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
     new = lambda sampling: decode_state.init_state(  # noqa: E731
-        cfg, sampling, jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32), batch * PAGES, jnp.bfloat16
+        cfg,
+        sampling,
+        jnp.zeros(batch, jnp.int32),
+        jnp.zeros((batch, 4), jnp.int32),
+        batch * PAGES,
+        jnp.bfloat16,
     )
-    return {"target": target, "draft": draft}, jax.eval_shape(new, sampling), struct((batch, PAGES), jnp.int32)
+    return (
+        {"target": target, "draft": draft},
+        jax.eval_shape(new, sampling),
+        struct((batch, PAGES), jnp.int32),
+    )
 
 
 @functools.cache
@@ -180,7 +200,14 @@ def compiled(case: Round) -> Compiled:
         )
         [thunks] = Path(folder).glob("*jit_decode_round*.thunk_sequence_after_thunk_passes.txt")
         aliased = executable.memory_analysis().alias_size_in_bytes
-        return Compiled(cfg, case.num_rounds, executable.as_text(), parse_thunks(thunks.read_text()), report(), aliased)
+        return Compiled(
+            cfg,
+            case.num_rounds,
+            executable.as_text(),
+            parse_thunks(thunks.read_text()),
+            report(),
+            aliased,
+        )
 
 
 @pytest.fixture(params=ROUNDS)
@@ -189,12 +216,20 @@ def case(request: pytest.FixtureRequest) -> Compiled:
 
 
 def cache_shape(cfg: RoundConfig) -> tuple[int, ...]:
-    return (BATCH * PAGES, GROUP.block_size, cfg.target.attention.num_kv_heads, cfg.target.attention.head_dim)
+    return (
+        BATCH * PAGES,
+        GROUP.block_size,
+        cfg.target.attention.num_kv_heads,
+        cfg.target.attention.head_dim,
+    )
 
 
 def test_donated_caches_are_updated_in_place(case: Compiled) -> None:
     shape = re.escape(f"bf16[{','.join(map(str, cache_shape(case.cfg)))}]")
-    made = re.findall(rf"= \(?[^=(]*{shape}[^=]*? (?:copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)\(.*", case.hlo)
+    made = re.findall(
+        rf"= \(?[^=(]*{shape}[^=]*? (?:copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)\(.*",
+        case.hlo,
+    )
     assert not made
     caches = 2 * (case.cfg.target.num_layers + case.cfg.draft.num_layers)
     assert case.aliased >= caches * math.prod(cache_shape(case.cfg)) * 2  # bytes of bfloat16
@@ -203,10 +238,16 @@ def test_donated_caches_are_updated_in_place(case: Compiled) -> None:
 def test_the_draft_loop_is_one_while_of_k_minus_1_trips(case: Compiled) -> None:
     """A known count, as that of the rounds: the host does not read the loop's condition back, so it runs ahead of the device."""
     loops = [line for line in case.hlo.splitlines() if re.search(r" while\(", line)]
-    trips = [int(n) for line in loops for n in re.findall(r'"known_trip_count":{"n":"(\d+)"}', line)]
+    trips = [
+        int(n) for line in loops for n in re.findall(r'"known_trip_count":{"n":"(\d+)"}', line)
+    ]
     assert len(loops) == len(trips)
     outer = [case.num_rounds] if case.num_rounds > 1 else []
-    assert trips == [case.cfg.num_speculative_tokens - 1, *(TRUNCATION_TRIPS if case.cfg.truncated else []), *outer]
+    assert trips == [
+        case.cfg.num_speculative_tokens - 1,
+        *(TRUNCATION_TRIPS if case.cfg.truncated else []),
+        *outer,
+    ]
 
 
 def test_a_round_is_three_cuda_graphs_and_one_of_them_is_the_loops_body(case: Compiled) -> None:
@@ -236,7 +277,9 @@ def test_nothing_calls_the_host_and_nothing_sorts(case: Compiled) -> None:
 
 def test_no_kernel_is_launched_a_second_time_inside_a_fusion(case: Compiled) -> None:
     """XLA copies a call into the "dynamic slice fusion" that writes its result into one step's columns, and keeps the call as well."""
-    computations = re.findall(r"^(?:ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}", case.hlo, re.M | re.S)
+    computations = re.findall(
+        r"^(?:ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}", case.hlo, re.M | re.S
+    )
     assert not [name for name, body in computations if "fusion" in name and "mosaic_gpu" in body]
 
 
@@ -261,7 +304,9 @@ def test_each_pass_has_one_launch_for_its_metadata(case: Compiled) -> None:
         (around, str(rows)): 2,
         (around + 1, "1"): 1,
     }
-    assert not re.findall(r" (?:cosine|sine)\(|jit\(paged_attention\)/(?:concatenate|reduce)", case.hlo)
+    assert not re.findall(
+        r" (?:cosine|sine)\(|jit\(paged_attention\)/(?:concatenate|reduce)", case.hlo
+    )
 
 
 @pytest.mark.parametrize(("name", "launches"), LAUNCHES_OF_A_DRAFT_STEP.items())
@@ -276,28 +321,51 @@ def test_a_pass_over_tokens_begins_with_one_launch(case: Compiled) -> None:
     and the next do not share the norm between them: each layer has its second norm, later layers their first, and an end. The first draft
     step has an end: its second norm is of one row a request."""
     kernel = r'mosaic_gpu_v2", .*op_name="jit\(decode_round\w+\)/(.*)/(embed_norm|rms_norm)_\d+/'
-    found = Counter((where.count("while/body") == case.num_loops, name) for where, name in re.findall(kernel, case.hlo))
+    found = Counter(
+        (where.count("while/body") == case.num_loops, name)
+        for where, name in re.findall(kernel, case.hlo)
+    )
     norms = 1 + 2 * case.cfg.target.num_layers
-    assert found == {(True, "embed_norm"): 1, (True, "rms_norm"): 1, (False, "embed_norm"): 2, (False, "rms_norm"): norms}
+    assert found == {
+        (True, "embed_norm"): 1,
+        (True, "rms_norm"): 1,
+        (False, "embed_norm"): 2,
+        (False, "rms_norm"): norms,
+    }
     width = case.cfg.target.hidden_size
     gathers = re.findall(rf"= bf16\[(?:\d+,)*{width}\]\S* gather\(.*", case.hlo)
-    assert all("jit(take_along_axis)" in line for line in gathers)  # of the hidden state of the last accepted token
+    assert all(
+        "jit(take_along_axis)" in line for line in gathers
+    )  # of the hidden state of the last accepted token
     assert not re.findall(rf"= bf16\[(?:\d+,)*{2 * width}\]\S* concatenate\(.*", case.hlo)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "smollm2-135m"])
 def test_launches_of_a_target_layer(model: str) -> None:
     """By the difference of two depths, so that no launch escapes for want of a name."""
-    [shallow] = [r for r in ROUNDS.values() if r.model == model and r.num_speculative_tokens == 3 and r.num_rounds == 1]
+    [shallow] = [
+        r
+        for r in ROUNDS.values()
+        if r.model == model and r.num_speculative_tokens == 3 and r.num_rounds == 1
+    ]
     more = compiled(replace(shallow, layers=shallow.layers + 2)).thunks.launches()
     more.subtract(compiled(shallow).thunks.launches())
     assert more.total() <= 2 * LAUNCHES_PER_LAYER, dict(more)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "smollm2-135m"])
-def test_a_sampled_draft_step_launches_what_a_greedy_one_does_and_keeps_its_logits(model: str) -> None:
+def test_a_sampled_draft_step_launches_what_a_greedy_one_does_and_keeps_its_logits(
+    model: str,
+) -> None:
     """Temperature, noise and argmax are two launches, as the argmax alone; XLA takes three more. The one that is more copies the logits."""
-    cases = [next(r for r in ROUNDS.values() if r.model == model and r.sampled == sampled and not r.truncated) for sampled in (False, True)]
+    cases = [
+        next(
+            r
+            for r in ROUNDS.values()
+            if r.model == model and r.sampled == sampled and not r.truncated
+        )
+        for sampled in (False, True)
+    ]
     greedy, sampled = (compiled(r).thunks.inside[1].launches() for r in cases)
     del sampled["kAsyncDone"]  # a wait
     assert sampled.total() == greedy.total() + 1, (sampled, greedy)

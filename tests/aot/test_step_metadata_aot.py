@@ -13,7 +13,10 @@ from pallas_kernels.step_metadata import step_metadata
 from pallas_kernels.step_metadata.shapes import SHAPES, make_inputs
 from tests.support.h200 import compile_for_h200, ptxas_report, stack_and_spills, unavailable
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -28,6 +31,8 @@ def test_is_one_launch_without_spills(name: str) -> None:
     with ptxas_report() as report:
         hlo = compile_for_h200(make, abstract).as_text()
         spills = stack_and_spills(report())
-    assert spills == [(32, 0, 0)]  # the stack is libdevice's, for the cosine of an angle above 105,615
+    assert spills == [
+        (32, 0, 0)
+    ]  # the stack is libdevice's, for the cosine of an angle above 105,615
     entry = hlo[hlo.index("\nENTRY") :]
     assert re.findall(r" (?:fusion|copy|custom-call)\(", entry) == [" custom-call("]

@@ -20,7 +20,9 @@ class PoolModel(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(BLOCKS)
         self.held: list[list[int]] = []  # a request's blocks each, each block one reference
-        self.digests: dict[int, bytes] = {}  # what a block was registered as, until it is given out anew
+        self.digests: dict[
+            int, bytes
+        ] = {}  # what a block was registered as, until it is given out anew
 
     def references(self, block: int) -> int:
         return sum(blocks.count(block) for blocks in self.held)
@@ -34,7 +36,9 @@ class PoolModel(RuleBasedStateMachine):
             return
         assert blocks is not None and len(set(blocks)) == count and set(blocks) <= free
         uncached = free - set(self.digests)
-        assert set(blocks) <= uncached or uncached <= set(blocks), "a cached block was given out while others were left"
+        assert set(blocks) <= uncached or uncached <= set(blocks), (
+            "a cached block was given out while others were left"
+        )
         for block in blocks:
             self.digests.pop(block, None)
         self.held.append(blocks)
@@ -86,7 +90,9 @@ def test_a_hash_covers_all_tokens_up_to_its_blocks_end() -> None:
 def test_with_a_draft_a_hash_covers_the_token_after_the_block() -> None:
     one, other = digests([1, 2, 3, 4, 5], has_draft=True), digests([1, 2, 3, 4, 6], has_draft=True)
     assert len(one) == 2 and one[0] == other[0] and one[1] != other[1]
-    assert len(digests([1, 2, 3, 4], has_draft=True)) == 1, "the token after the second block is not known"
+    assert len(digests([1, 2, 3, 4], has_draft=True)) == 1, (
+        "the token after the second block is not known"
+    )
 
 
 @pytest.mark.parametrize("has_draft", [False, True])

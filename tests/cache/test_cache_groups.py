@@ -51,12 +51,18 @@ def hybrid() -> tuple[RoundConfig, Any, Any, Any]:
     model = family_model("gpt_oss", "eagle", window=7)
     cfg = model.round_config(K, max_model_len=40, sampled=False)
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
-    state = decode_state.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33, 36), jnp.float32)
-    tables = tuple(jnp.arange(3 * pages, dtype=jnp.int32).reshape(3, pages) for pages in (10, 11, 12))
+    state = decode_state.init_state(
+        cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33, 36), jnp.float32
+    )
+    tables = tuple(
+        jnp.arange(3 * pages, dtype=jnp.int32).reshape(3, pages) for pages in (10, 11, 12)
+    )
     return cfg, model.params, state, tables
 
 
-def test_a_round_builds_the_metadata_of_each_group_from_its_own_table_and_no_other(built: Built, hybrid: Any) -> None:
+def test_a_round_builds_the_metadata_of_each_group_from_its_own_table_and_no_other(
+    built: Built, hybrid: Any
+) -> None:
     """Draft step 0's, and one in the body of the loop, of the draft's group; then that of the target's groups, once each."""
     cfg, params, state, tables = hybrid
     jax.eval_shape(lambda s: decode.decode_round(cfg, params, s, tables), state)
@@ -65,23 +71,38 @@ def test_a_round_builds_the_metadata_of_each_group_from_its_own_table_and_no_oth
     assert built == [(cfg.draft_group, 12)] * 2 + [(full, 10), (window, 11)]
 
 
-def test_prefill_and_a_round_without_drafts_build_each_groups_metadata_once(built: Built, hybrid: Any) -> None:
+def test_prefill_and_a_round_without_drafts_build_each_groups_metadata_once(
+    built: Built, hybrid: Any
+) -> None:
     cfg, params, state, tables = hybrid
     full, window = cfg.target_group
     ints, tokens = jnp.ones(3, jnp.int32), jnp.ones((3, 8), jnp.int32)
-    jax.eval_shape(lambda s: prefill.prefill(cfg, params, s, tables, tokens, ints, ints, ints), state)
+    jax.eval_shape(
+        lambda s: prefill.prefill(cfg, params, s, tables, tokens, ints, ints, ints), state
+    )
     assert built == [(full, 10), (window, 11), (cfg.draft_group, 12)]
     built.clear()
-    jax.eval_shape(lambda s: decode.decode_round(replace(cfg, num_speculative_tokens=0), params, s, tables), state)
+    jax.eval_shape(
+        lambda s: decode.decode_round(replace(cfg, num_speculative_tokens=0), params, s, tables),
+        state,
+    )
     assert built == [(cfg.draft_group, 12), (full, 10), (window, 11)]
 
 
-def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blocks(built: Built) -> None:
+def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blocks(
+    built: Built,
+) -> None:
     model = family_model("gpt_oss", "eagle", window=5)
     cfg = model.round_config(1, max_model_len=40, sampled=False)
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
-    state = decode_state.init_state(cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33), jnp.float32)
-    assert [cache.k.shape[0] for cache in (*state.target_caches, *state.draft_caches)] == [33, 30, 33]
+    state = decode_state.init_state(
+        cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33), jnp.float32
+    )
+    assert [cache.k.shape[0] for cache in (*state.target_caches, *state.draft_caches)] == [
+        33,
+        30,
+        33,
+    ]
     tables = tuple(jnp.zeros((3, pages), jnp.int32) for pages in (10, 11))
     jax.eval_shape(lambda s: decode.decode_round(cfg, model.params, s, tables), state)
     full, window = cfg.target_groups
@@ -108,7 +129,9 @@ def test_every_group_sees_what_its_attention_says() -> None:
 
 
 def test_groups_can_have_block_tables_of_their_own() -> None:
-    tables = tuple(jnp.asarray(np.random.default_rng(i).permutation(10)[None], jnp.int32) for i in range(2))
+    tables = tuple(
+        jnp.asarray(np.random.default_rng(i).permutation(10)[None], jnp.int32) for i in range(2)
+    )
     start_, rows = jnp.asarray([5], jnp.int32), jnp.asarray([3], jnp.int32)
     both = build_metadata((FULL, WINDOW), tables, start_, rows, 3)
     for group, table, together in zip((FULL, WINDOW), tables, both, strict=True):
@@ -139,7 +162,9 @@ def test_blocks_that_left_the_window_are_never_read() -> None:
     freed = jnp.where(jnp.arange(10) < first_page, 0, table)
     poisoned = jax.tree.map(lambda pool: pool.at[0].set(jnp.nan), caches)
     assert first_page >= 3
-    np.testing.assert_array_equal(run(tokens[:, 20:], jnp.asarray([20]), (table, freed), poisoned)[0], right)
+    np.testing.assert_array_equal(
+        run(tokens[:, 20:], jnp.asarray([20]), (table, freed), poisoned)[0], right
+    )
 
 
 # Every kind of attention: full; full and window, with a draft of another window; full and chunks; latent; compressed entries and window.
@@ -150,7 +175,14 @@ KINDS = {
     "deepseek_v3": ("mtp", None),
     "deepseek_v4": ("mtp", None),
 }
-USUAL = {("mimo", 5), ("gpt_oss", 3), ("gpt_oss", 7), ("llama4_text", 6), ("deepseek_v3", 7), ("deepseek_v4", 4)}
+USUAL = {
+    ("mimo", 5),
+    ("gpt_oss", 3),
+    ("gpt_oss", 7),
+    ("llama4_text", 6),
+    ("deepseek_v3", 7),
+    ("deepseek_v4", 4),
+}
 PROMPTS, LIMIT, GUARDS = random_prompts([9, 3]), 27, 3
 
 
@@ -175,17 +207,33 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
     cfg = model.round_config(num_drafts, max_model_len=LIMIT, sampled=False)
     tables, guards, num_blocks = own_tables(cfg)
     ends = [LIMIT - len(p) for p in PROMPTS]
-    first, state = start(cfg, model.params, PROMPTS, sampling_state([0] * 2), tables, num_blocks, max_tokens=ends, chunk=4)
+    first, state = start(
+        cfg,
+        model.params,
+        PROMPTS,
+        sampling_state([0] * 2),
+        tables,
+        num_blocks,
+        max_tokens=ends,
+        chunk=4,
+    )
     pools = [*cfg.group_of_layer, *[cfg.draft_pool if num_drafts else 0] * len(state.draft_caches)]
     mark = lambda caches, pools: tuple(  # noqa: E731
-        jax.tree.map(lambda pool, at=guards[i]: pool.at[at].set(7.0), cache) for cache, i in zip(caches, pools, strict=True)
+        jax.tree.map(lambda pool, at=guards[i]: pool.at[at].set(7.0), cache)
+        for cache, i in zip(caches, pools, strict=True)
     )
     layers = len(state.target_caches)
-    state = replace(state, target_caches=mark(state.target_caches, pools[:layers]), draft_caches=mark(state.draft_caches, pools[layers:]))
+    state = replace(
+        state,
+        target_caches=mark(state.target_caches, pools[:layers]),
+        draft_caches=mark(state.draft_caches, pools[layers:]),
+    )
     text = [[int(t)] for t in first]
     while np.asarray(state.active).any():
         verification, state = programs.run_round(cfg, model.params, state, tables, "round")
-        for row, (tokens, kept) in enumerate(zip(verification.output_tokens, verification.num_sampled.tolist(), strict=True)):
+        for row, (tokens, kept) in enumerate(
+            zip(verification.output_tokens, verification.num_sampled.tolist(), strict=True)
+        ):
             text[row] += tokens[:kept].tolist()
     for layer, i in zip((*state.target_caches, *state.draft_caches), pools, strict=True):
         for pool in jax.tree.leaves(layer):
@@ -195,9 +243,15 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("family", "num_drafts"),
-    [pytest.param(f, K, marks=[pytest.mark.slow] * ((f, K) not in USUAL)) for f in KINDS for K in range(3, 8)],
+    [
+        pytest.param(f, K, marks=[pytest.mark.slow] * ((f, K) not in USUAL))
+        for f in KINDS
+        for K in range(3, 8)
+    ],
 )
 def test_rounds_to_the_length_limit_leave_other_blocks_alone(family: str, num_drafts: int) -> None:
     """Past every window, chunk, block and max_model_len, of every kind of attention; the text is plain decoding's."""
     texts = texts_to_the_limit(family, num_drafts)
-    assert texts == texts_to_the_limit(family, 0) and [len(t) for t in texts] == [LIMIT - len(p) for p in PROMPTS]
+    assert texts == texts_to_the_limit(family, 0) and [len(t) for t in texts] == [
+        LIMIT - len(p) for p in PROMPTS
+    ]

@@ -13,7 +13,9 @@ from jaxspec.cache.pool_sizes import PoolDemand, demand, fit, most_pages
 from jaxspec.config import CacheGroup
 
 SIZE, BLOCKS, LENGTH = 3, 14, 60
-DIGESTS = [bytes([i]) for i in range(LENGTH // SIZE)]  # of the pages of the one text that everybody writes
+DIGESTS = [
+    bytes([i]) for i in range(LENGTH // SIZE)
+]  # of the pages of the one text that everybody writes
 
 
 def seen_from(group: CacheGroup, position: int) -> set[int]:
@@ -36,13 +38,19 @@ class GroupModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = GroupBlocks(self.group, BlockPool(BLOCKS))
-        self.running: list[tuple[Held, list[int]]] = []  # what it holds; [position of its next row, end of what it has blocks for]
+        self.running: list[
+            tuple[Held, list[int]]
+        ] = []  # what it holds; [position of its next row, end of what it has blocks for]
         self.written: dict[int, int] = {}  # block -> page whose content it has
 
     @rule(data=st.data(), tokens=st.integers(1, 9))
     def start(self, data: st.DataObject, tokens: int) -> None:
         longest = longest_prefix([self.blocks], DIGESTS[: (LENGTH - 10) // SIZE])
-        missing = [p for p in seen_from(self.group, longest * SIZE) if p < longest and self.blocks.pool.find(DIGESTS[p]) is None]
+        missing = [
+            p
+            for p in seen_from(self.group, longest * SIZE)
+            if p < longest and self.blocks.pool.find(DIGESTS[p]) is None
+        ]
         assert not missing, "a prefix was found of which a page that is seen is gone"
         count = data.draw(st.sampled_from([longest, 0]))
         end = count * SIZE + tokens
@@ -79,12 +87,16 @@ class GroupModel(RuleBasedStateMachine):
     def everybody_holds_what_he_sees_and_nothing_more(self) -> None:
         references: dict[int, int] = {}
         for held, (position, end) in self.running:
-            needed = {p for p in seen_from(self.group, position) if p < position // SIZE} | set(range(position // SIZE, -(-end // SIZE)))
+            needed = {p for p in seen_from(self.group, position) if p < position // SIZE} | set(
+                range(position // SIZE, -(-end // SIZE))
+            )
             assert set(range(held.first, held.num_pages)) == needed
             assert len(held.blocks) <= most_pages(self.group, max(1, end - position))
             for page in needed:
                 if page * SIZE < position:
-                    assert self.written[held.at(page)] == page, "a block that is seen was given to somebody else"
+                    assert self.written[held.at(page)] == page, (
+                        "a block that is seen was given to somebody else"
+                    )
                 references[held.at(page)] = references.get(held.at(page), 0) + 1
         assert self.blocks.pool.num_free == BLOCKS - len(references)
 
@@ -94,7 +106,9 @@ class GroupModel(RuleBasedStateMachine):
         assert self.blocks.pool.num_free == BLOCKS
 
 
-@pytest.mark.parametrize("sight", [{"window": 5}, {"window": 1}, {"window": 3}, {"chunk": 4}, {"chunk": 6}])
+@pytest.mark.parametrize(
+    "sight", [{"window": 5}, {"window": 1}, {"window": 3}, {"chunk": 4}, {"chunk": 6}]
+)
 def test_a_window_keeps_what_its_rows_see(sight: dict[str, int]) -> None:
     machine = type("Machine", (GroupModel,), {"group": CacheGroup(SIZE, LENGTH, **sight)})
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
@@ -114,23 +128,42 @@ def test_a_group_that_sees_everything_keeps_everything() -> None:
 
 @pytest.mark.parametrize("sight", [{"window": 6}, {"chunk": 8}])
 @pytest.mark.parametrize(("rows", "size"), [(1, 4), (16, 4), (7, 1), (5, 3)])
-def test_no_run_of_rows_sees_and_writes_more_pages_than_that(sight: dict[str, int], rows: int, size: int) -> None:
+def test_no_run_of_rows_sees_and_writes_more_pages_than_that(
+    sight: dict[str, int], rows: int, size: int
+) -> None:
     group = CacheGroup(size, 400, **sight)
     counts = {-(-(p + rows) // size) - group.first_seen(p) // size for p in range(200)}
     assert max(counts) <= most_pages(group, rows) <= max(counts) + 1
 
 
 def test_windows_get_what_those_who_run_hold_and_the_rest_is_for_whole_texts() -> None:
-    full = demand(CacheGroup(64, 4096), max_model_len=4096, head_room=4, max_chunk=512, rounds_per_step=1)
-    window = demand(CacheGroup(64, 4096, window=128), max_model_len=4096, head_room=4, max_chunk=512, rounds_per_step=1)
-    assert (full.least, window.running, window.prefilling) == (64, -(-(127 + 15) // 64) + 1, -(-(127 + 511) // 64) + 1)
+    full = demand(
+        CacheGroup(64, 4096), max_model_len=4096, head_room=4, max_chunk=512, rounds_per_step=1
+    )
+    window = demand(
+        CacheGroup(64, 4096, window=128),
+        max_model_len=4096,
+        head_room=4,
+        max_chunk=512,
+        rounds_per_step=1,
+    )
+    assert (full.least, window.running, window.prefilling) == (
+        64,
+        -(-(127 + 15) // 64) + 1,
+        -(-(127 + 511) // 64) + 1,
+    )
     for_eight = 8 * window.running + 2 * window.prefilling
-    assert window.of_requests(8, caching=False) == for_eight and window.of_requests(8, caching=True) == 2 * for_eight
+    assert (
+        window.of_requests(8, caching=False) == for_eight
+        and window.of_requests(8, caching=True) == 2 * for_eight
+    )
     fits = lambda room: fit([full, window], [10, 7], room, max_num_seqs=8, caching=False)  # noqa: E731
     assert fits(1 << 40) == (8 * 64, for_eight)
     assert fits(for_eight * 7 + 100 * 10 + 9) == (100, for_eight)
     few, windows = fits(for_eight * 7 + 63 * 10)
-    assert few >= 64 and window.least <= windows < for_eight, "with too little for one text the window has fewer"
+    assert few >= 64 and window.least <= windows < for_eight, (
+        "with too little for one text the window has fewer"
+    )
     assert fits(window.least * 7 + 64 * 10) == (64, window.least)
     assert min(fits(window.least * 7 + 64 * 10 - 1)) < 64
 

@@ -20,12 +20,16 @@ from jaxspec.layers.products import rope_tables
 from pallas_kernels.attention.bounds import key_bounds
 from tests.kernels.interpreter import interpreted
 
-FIELDS = tuple(f.name for f in fields(AttentionMetadata) if f.name not in ("bounds", "rope"))  # those are a kernel's, or None
+FIELDS = tuple(
+    f.name for f in fields(AttentionMetadata) if f.name not in ("bounds", "rope")
+)  # those are a kernel's, or None
 BLOCK_SIZES = (1, 2, 16)
 LIMIT = 40  # max_model_len: a multiple of no block size but 1 and 2
 
 
-def from_scratch(group: CacheGroup, table: np.ndarray, start: list[int], num_rows: list[int], rows: int) -> dict[str, np.ndarray]:
+def from_scratch(
+    group: CacheGroup, table: np.ndarray, start: list[int], num_rows: list[int], rows: int
+) -> dict[str, np.ndarray]:
     """What the docstrings of AttentionMetadata say, one entry at a time."""
     size, limit = group.block_size, group.max_model_len
     out: dict[str, Any] = {name: [] for name in FIELDS}
@@ -35,10 +39,19 @@ def from_scratch(group: CacheGroup, table: np.ndarray, start: list[int], num_row
         length = min(first + real, limit) if real else 0
         out["positions"].append(positions)
         out["seq_lens"].append(length)
-        out["slot_mapping"].append([blocks[p // size] * size + p % size if w else PAD_SLOT for p, w in zip(positions, writes, strict=True)])
-        out["window_start"].append([0 if group.window is None else max(p - group.window + 1, 0) for p in positions])
+        out["slot_mapping"].append(
+            [
+                blocks[p // size] * size + p % size if w else PAD_SLOT
+                for p, w in zip(positions, writes, strict=True)
+            ]
+        )
+        out["window_start"].append(
+            [0 if group.window is None else max(p - group.window + 1, 0) for p in positions]
+        )
         out["num_pages"].append(sum(1 for page in range(len(blocks)) if page * size < length))
-    return {name: np.array(value, np.int32) for name, value in (out | {"block_table": table}).items()}
+    return {
+        name: np.array(value, np.int32) for name, value in (out | {"block_table": table}).items()
+    }
 
 
 def differing(metadata: AttentionMetadata, expected: dict[str, np.ndarray]) -> set[str]:
@@ -46,19 +59,34 @@ def differing(metadata: AttentionMetadata, expected: dict[str, np.ndarray]) -> s
     found = set()
     for name in FIELDS:
         value = np.asarray(getattr(metadata, name))
-        if value.dtype != np.int32 or value.shape != expected[name].shape or not np.array_equal(value, expected[name]):
+        if (
+            value.dtype != np.int32
+            or value.shape != expected[name].shape
+            or not np.array_equal(value, expected[name])
+        ):
             found.add(name)
     return found
 
 
 def shuffled_table(group: CacheGroup, batch: int) -> np.ndarray:
     pages = -(-group.max_model_len // group.block_size)
-    return np.random.default_rng(batch).permutation(batch * pages).astype(np.int32).reshape(batch, pages)
+    return (
+        np.random.default_rng(batch)
+        .permutation(batch * pages)
+        .astype(np.int32)
+        .reshape(batch, pages)
+    )
 
 
-def expected_steps(group: CacheGroup, table: np.ndarray, seq_lens: list[int], pending: list[int], K: int) -> list[dict[str, np.ndarray]]:
+def expected_steps(
+    group: CacheGroup, table: np.ndarray, seq_lens: list[int], pending: list[int], K: int
+) -> list[dict[str, np.ndarray]]:
     """Step 0 consumes the pending rows; step k >= 1 is the row at position seq_lens + k - 1."""
-    steps = [from_scratch(group, table, [s - n for s, n in zip(seq_lens, pending, strict=True)], pending, K + 1)]
+    steps = [
+        from_scratch(
+            group, table, [s - n for s, n in zip(seq_lens, pending, strict=True)], pending, K + 1
+        )
+    ]
     for k in range(1, K):
         live = [int(n > 0) for n in pending]
         start = [s + k - 1 for s in seq_lens]
@@ -66,12 +94,16 @@ def expected_steps(group: CacheGroup, table: np.ndarray, seq_lens: list[int], pe
     return steps
 
 
-def rebuilt_steps(group: CacheGroup, table: np.ndarray, seq_lens: list[int], pending: list[int], K: int) -> list[AttentionMetadata]:
+def rebuilt_steps(
+    group: CacheGroup, table: np.ndarray, seq_lens: list[int], pending: list[int], K: int
+) -> list[AttentionMetadata]:
     """The metadata that propose's steps see, through the functions that propose calls."""
     lens, rows = jnp.asarray(seq_lens, jnp.int32), jnp.asarray(pending, jnp.int32)
     steps = [propose_module.build_metadata(group, jnp.asarray(table), lens - rows, rows, K + 1)]
     for step in range(1, K):
-        steps.append(propose_module.rebuild_draft_metadata(group, jnp.asarray(table), lens, rows, step))
+        steps.append(
+            propose_module.rebuild_draft_metadata(group, jnp.asarray(table), lens, rows, step)
+        )
     return steps
 
 
@@ -91,7 +123,9 @@ def test_every_draft_step_equals_a_build_from_scratch(
     pending = [min(n, K + 1, s) for n, s in zip(pending, seq_lens, strict=True)]
     table = shuffled_table(group, 3)
     steps = rebuilt_steps(group, table, seq_lens, pending, K)
-    for step, (metadata, expected) in enumerate(zip(steps, expected_steps(group, table, seq_lens, pending, K), strict=True)):
+    for step, (metadata, expected) in enumerate(
+        zip(steps, expected_steps(group, table, seq_lens, pending, K), strict=True)
+    ):
         assert not differing(metadata, expected), f"step {step}: {differing(metadata, expected)}"
 
 
@@ -104,23 +138,36 @@ def test_every_offset_and_every_length_up_to_the_limit(block_size: int, window: 
     pending = [min(1 + s % (K + 1), s) for s in seq_lens]
     table = shuffled_table(group, len(seq_lens))
     steps = jax.jit(lambda: rebuilt_steps(group, table, seq_lens, pending, K))()
-    for step, (metadata, expected) in enumerate(zip(steps, expected_steps(group, table, seq_lens, pending, K), strict=True)):
+    for step, (metadata, expected) in enumerate(
+        zip(steps, expected_steps(group, table, seq_lens, pending, K), strict=True)
+    ):
         assert not differing(metadata, expected), f"step {step}: {differing(metadata, expected)}"
 
 
-def test_without_rebuilding_the_derived_fields_are_stale_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rebuilding_the_derived_fields_are_stale_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The comparison above notices more than lengths when later steps run on step 1's metadata."""
     monkeypatch.setattr(propose_module, "rebuild_draft_metadata", step_1_always)
     group, K = CacheGroup(2, LIMIT, window=3), 4
     seq_lens, pending = [5, 8, 11], [1, 3, 2]
     table = shuffled_table(group, 3)
-    steps = zip(rebuilt_steps(group, table, seq_lens, pending, K), expected_steps(group, table, seq_lens, pending, K), strict=True)
+    steps = zip(
+        rebuilt_steps(group, table, seq_lens, pending, K),
+        expected_steps(group, table, seq_lens, pending, K),
+        strict=True,
+    )
     found = [differing(metadata, expected) for metadata, expected in steps]
     assert found[:2] == [set(), set()]
-    assert all(f == {"positions", "seq_lens", "slot_mapping", "window_start", "num_pages"} for f in found[2:]), found
+    assert all(
+        f == {"positions", "seq_lens", "slot_mapping", "window_start", "num_pages"}
+        for f in found[2:]
+    ), found
 
 
-def step_1_always(group: CacheGroup, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any) -> AttentionMetadata:
+def step_1_always(
+    group: CacheGroup, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any
+) -> AttentionMetadata:
     """Step 1's metadata, at every step."""
     return rebuild_draft_metadata(group, block_table, seq_lens, num_pending, 1, **options)
 
@@ -128,19 +175,41 @@ def step_1_always(group: CacheGroup, block_table: Any, seq_lens: Any, num_pendin
 KERNELS = Kernels(step_metadata="mosaic_gpu")
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 def test_the_kernel_makes_every_field_and_what_its_readers_read_besides() -> None:
-    group, attention = CacheGroup(2, LIMIT, window=3), AttentionConfig(4, 2, 8, rope=RopeConfig(theta=100.0))
-    table, start, rows = jnp.asarray(shuffled_table(group, 3)), jnp.asarray([5, 0, LIMIT - 1], jnp.int32), jnp.asarray([2, 0, 3], jnp.int32)
-    steps = [(build_metadata, (group, table, start, rows, 3)), (rebuild_draft_metadata, (group, table, start, rows, 2))]
+    group, attention = (
+        CacheGroup(2, LIMIT, window=3),
+        AttentionConfig(4, 2, 8, rope=RopeConfig(theta=100.0)),
+    )
+    table, start, rows = (
+        jnp.asarray(shuffled_table(group, 3)),
+        jnp.asarray([5, 0, LIMIT - 1], jnp.int32),
+        jnp.asarray([2, 0, 3], jnp.int32),
+    )
+    steps = [
+        (build_metadata, (group, table, start, rows, 3)),
+        (rebuild_draft_metadata, (group, table, start, rows, 2)),
+    ]
     for build, args in steps:
         plain: Any = jax.jit(build, static_argnums=(0, 4) if build is build_metadata else 0)(*args)
         assert plain.bounds is None and plain.rope is None
         with interpreted():
             made: Any = build(*args, attention=attention, kernels=KERNELS)
         assert not differing(made, {name: np.asarray(getattr(plain, name)) for name in FIELDS})
-        jax.tree.map(np.testing.assert_array_equal, made.rope, rope_tables(attention.rope, 8, plain.positions))
-        own = key_bounds(plain.positions, plain.seq_lens, plain.window_start, group=2, max_keys=table.shape[1] * 2)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            made.rope,
+            rope_tables(attention.rope, 8, plain.positions),
+        )
+        own = key_bounds(
+            plain.positions,
+            plain.seq_lens,
+            plain.window_start,
+            group=2,
+            max_keys=table.shape[1] * 2,
+        )
         np.testing.assert_array_equal(made.bounds, own)
 
 
@@ -153,24 +222,34 @@ def test_the_kernel_makes_every_field_and_what_its_readers_read_besides() -> Non
         ((CacheGroup(2, LIMIT), CacheGroup(2, LIMIT, window=3)), AttentionConfig(4, 2, 8), 1),
     ],
 )
-def test_the_rest_is_made_in_jnp_whatever_the_kernels(group: Any, attention: Any, rows: int) -> None:
+def test_the_rest_is_made_in_jnp_whatever_the_kernels(
+    group: Any, attention: Any, rows: int
+) -> None:
     """Off a GPU the kernel would be an error."""
     table, ones = jnp.zeros((1, 20), jnp.int32), jnp.ones(1, jnp.int32)
     made: Any = build_metadata(group, table, ones, ones, rows, attention=attention, kernels=KERNELS)
     for metadata in made if isinstance(made, tuple) else (made,):
         assert metadata.bounds is None and metadata.rope is None
-    jax.tree.map(np.testing.assert_array_equal, made, build_metadata(group, table, ones, ones, rows))
+    jax.tree.map(
+        np.testing.assert_array_equal, made, build_metadata(group, table, ones, ones, rows)
+    )
 
 
 # ---- cases that vLLM's suite states
 
 
-def rebuilt(start: list[int], steps: int, limit: int, rows: list[int] | None = None) -> AttentionMetadata:
+def rebuilt(
+    start: list[int], steps: int, limit: int, rows: list[int] | None = None
+) -> AttentionMetadata:
     group = CacheGroup(16, limit)
     table = jnp.asarray(shuffled_table(group, len(start)))
     num_rows = jnp.asarray([1] * len(start) if rows is None else rows, jnp.int32)
     metadata = build_metadata(group, table, jnp.asarray(start, jnp.int32) - num_rows, num_rows, 3)
-    return rebuild_draft_metadata(group, table, jnp.asarray(start, jnp.int32), num_rows, steps) if steps else metadata
+    return (
+        rebuild_draft_metadata(group, table, jnp.asarray(start, jnp.int32), num_rows, steps)
+        if steps
+        else metadata
+    )
 
 
 def test_lengths_grow_by_one_a_step() -> None:
@@ -193,7 +272,11 @@ def test_positions_advance_and_are_clamped_at_the_limit(position: int, following
     before = rebuilt([position + 1], steps=0, limit=100)
     assert before.positions[0, 0] == position
     after = rebuild_draft_metadata(
-        CacheGroup(16, 100), before.block_table, jnp.asarray([position + 1], jnp.int32), jnp.ones(1, jnp.int32), 1
+        CacheGroup(16, 100),
+        before.block_table,
+        jnp.asarray([position + 1], jnp.int32),
+        jnp.ones(1, jnp.int32),
+        1,
     )
     assert after.positions.tolist() == [[following]]
     assert (after.slot_mapping[0, 0] == PAD_SLOT) == (following >= 100)
@@ -206,6 +289,10 @@ def test_rejected_rows_are_masked_and_the_last_real_row_is_sampled() -> None:
     kept = jnp.asarray([2, 3, 1], jnp.int32)
     metadata = build_metadata(group, table, jnp.asarray([10, 20, 30], jnp.int32), kept, 3)
     assert metadata.positions.tolist() == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
-    assert (metadata.slot_mapping != PAD_SLOT).tolist() == [[True, True, False], [True, True, True], [True, False, False]]
+    assert (metadata.slot_mapping != PAD_SLOT).tolist() == [
+        [True, True, False],
+        [True, True, True],
+        [True, False, False],
+    ]
     assert (jnp.arange(3) * 3 + kept - 1).tolist() == [1, 5, 6]
     assert metadata.seq_lens.tolist() == [12, 23, 31]

@@ -37,7 +37,10 @@ HEAD = {**{k: v for k, v in TARGET.items() if k != "model_type"}, "num_hidden_la
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type"),
         ({"model_type": ["llama"]}, "model_type"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 4}, "layer_types"),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 4},
+            "layer_types",
+        ),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
@@ -53,7 +56,10 @@ def test_target_config_names_the_wrong_value(changes: dict[str, Any], names: str
     [
         ({"eagle_config": [1]}, "eagle_config"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}}, "eagle_aux_hidden_state_layer_ids"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}},
+            "eagle_aux_hidden_state_layer_ids",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": "123"}, "eagle_aux_hidden_state_layer_ids"),
         ({"transformer_layer_config": "llama"}, "transformer_layer_config"),
         ({"num_attention_heads": "2"}, "num_attention_heads"),
@@ -64,7 +70,11 @@ def test_target_config_names_the_wrong_value(changes: dict[str, Any], names: str
 )
 def test_draft_config_names_the_wrong_value(changes: dict[str, Any], names: str) -> None:
     target = models.config_from_hf(TARGET)
-    assert eagle3.config_from_checkpoint(HEAD, {}, target, SpeculativeConfig()).aux_layers == (2, 4, 5)
+    assert eagle3.config_from_checkpoint(HEAD, {}, target, SpeculativeConfig()).aux_layers == (
+        2,
+        4,
+        5,
+    )
     with pytest.raises(ConfigError, match=names):
         eagle3.config_from_checkpoint(HEAD | changes, {}, target, SpeculativeConfig())
 
@@ -74,7 +84,9 @@ def test_an_eagle1_window_is_read_or_refused() -> None:
     window = {"layer_types": ["sliding_attention"], "sliding_window": 6}
     assert eagle.config_from_checkpoint(HEAD | window, {}, target, speculative).sliding_window == 6
     with pytest.raises(ConfigError, match="layer_types"):
-        eagle.config_from_checkpoint(HEAD | {"layer_types": ["sliding_attention"]}, {}, target, speculative)
+        eagle.config_from_checkpoint(
+            HEAD | {"layer_types": ["sliding_attention"]}, {}, target, speculative
+        )
 
 
 @pytest.mark.parametrize("key", ["first_k_dense_replace", "num_nextn_predict_layers"])
@@ -85,7 +97,9 @@ def test_a_count_that_may_be_0_is_read_or_refused(name: str, key: str) -> None:
             models.config_from_hf(CONFIGS[name] | {key: wrong})
     default = models.config_from_hf({k: v for k, v in CONFIGS[name].items() if k != key})
     assert models.config_from_hf(CONFIGS[name] | {key: None}) == default
-    assert models.config_from_hf(CONFIGS[name] | {key: 0}) != models.config_from_hf(CONFIGS[name] | {key: 1})
+    assert models.config_from_hf(CONFIGS[name] | {key: 0}) != models.config_from_hf(
+        CONFIGS[name] | {key: 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,11 +126,21 @@ def test_a_prompt_of_the_wrong_kind_is_refused(prompts: Any) -> None:
     cfg = models.config_from_hf(TARGET)
     params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.float32)
     with pytest.raises(ConfigError, match="prompt"):
-        LLM((cfg, params), config=EngineConfig(max_model_len=64)).generate(prompts, SamplingParams(max_tokens=2))
+        LLM((cfg, params), config=EngineConfig(max_model_len=64)).generate(
+            prompts, SamplingParams(max_tokens=2)
+        )
 
 
 @pytest.mark.parametrize(
-    "messages", ["text", ["text"], [1, 2], [[1, 2]], {"role": "user", "content": "text"}, [[{"role": "user"}, "text"]]]
+    "messages",
+    [
+        "text",
+        ["text"],
+        [1, 2],
+        [[1, 2]],
+        {"role": "user", "content": "text"},
+        [[{"role": "user"}, "text"]],
+    ],
 )
 def test_chat_takes_chats_and_nothing_else(messages: Any) -> None:
     """A text would go without the chat template."""
@@ -126,13 +150,19 @@ def test_chat_takes_chats_and_nothing_else(messages: Any) -> None:
 
 def test_settings_may_be_numpys_integers() -> None:
     """Which have no bit_length, and overflow."""
-    asked = {"max_num_seqs": np.int64(5), "max_model_len": np.int32(64), "batch_buckets": np.array([5, 2])}
+    asked = {
+        "max_num_seqs": np.int64(5),
+        "max_model_len": np.int32(64),
+        "batch_buckets": np.array([5, 2]),
+    }
     config = EngineConfig(**asked)  # type: ignore[arg-type]
     assert config == EngineConfig(max_num_seqs=5, max_model_len=64, batch_buckets=(2, 5))
     assert {type(x) for x in (config.max_num_seqs, *(config.batch_buckets or ()))} == {int}
     assert EngineConfig(max_num_seqs=np.int64(5)).batch_buckets == (1, 2, 4, 8)  # type: ignore[arg-type]
     schedule: Any = [(np.int64(1), 2, np.int64(1))]
-    speculative = SpeculativeConfig(num_speculative_tokens=np.int64(3), num_speculative_tokens_per_batch_size=schedule)  # type: ignore[arg-type]
+    speculative = SpeculativeConfig(
+        num_speculative_tokens=np.int64(3), num_speculative_tokens_per_batch_size=schedule
+    )  # type: ignore[arg-type]
     assert speculative == SpeculativeConfig(num_speculative_tokens_per_batch_size=((1, 2, 1),))
 
 
@@ -144,12 +174,26 @@ def test_settings_may_be_numpys_integers() -> None:
         (lambda: SamplingParams(top_k=2**31), "top_k"),
         (lambda: EngineConfig(batch_buckets=("a", 8)), "batch_buckets"),  # type: ignore[arg-type]
         (lambda: EngineConfig(kernels=3), "kernels: expected a name or op=name,op=name, got 3"),  # type: ignore[arg-type]
-        (lambda: LLM.from_pretrained(batch_buckets=8), "batch_buckets: expected batch sizes .* got 8"),  # type: ignore[arg-type]
-        (lambda: LLM.from_pretrained(speculative="eagle3"), "speculative: expected a SpeculativeConfig, its keys or None, got 'eagle3'"),  # type: ignore[arg-type]
-        (lambda: LLM("a-folder"), "target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got 'a-folder'"),  # type: ignore[arg-type]
+        (
+            lambda: LLM.from_pretrained(batch_buckets=8),
+            "batch_buckets: expected batch sizes .* got 8",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: LLM.from_pretrained(speculative="eagle3"),
+            "speculative: expected a SpeculativeConfig, its keys or None, got 'eagle3'",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: LLM("a-folder"),
+            "target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got 'a-folder'",
+        ),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(model=["x"]), "model"),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(norm_output="yes"), "norm_output"),  # type: ignore[arg-type]
-        (lambda: SpeculativeConfig(rejection_sample_method="synthetic", synthetic_acceptance_rates=["a"]), "rates"),  # type: ignore[arg-type]
+        (
+            lambda: SpeculativeConfig(
+                rejection_sample_method="synthetic", synthetic_acceptance_rates=["a"]
+            ),
+            "rates",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_a_setting_of_the_wrong_kind_is_refused(make: Any, names: str) -> None:

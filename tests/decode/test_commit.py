@@ -22,8 +22,18 @@ CFG = toy_config(50, 4)
 def four_requests(max_tokens: list[int], stops: list[list[int]]) -> DecodeState:
     """Backups 10 .. 40; the first two are live."""
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 4))
-    state = decode_state.init_state(CFG, sampling, jnp.asarray(max_tokens, jnp.int32), jnp.asarray(stops, jnp.int32), 1, jnp.float32)
-    return state.replace(next_token=jnp.asarray([10, 20, 30, 40], jnp.int32), active=jnp.asarray([True, True, False, False]))
+    state = decode_state.init_state(
+        CFG,
+        sampling,
+        jnp.asarray(max_tokens, jnp.int32),
+        jnp.asarray(stops, jnp.int32),
+        1,
+        jnp.float32,
+    )
+    return state.replace(
+        next_token=jnp.asarray([10, 20, 30, 40], jnp.int32),
+        active=jnp.asarray([True, True, False, False]),
+    )
 
 
 OUTPUT = np.array([[0, 1, -1, -1, -1], [0, 1, 2, 3, 4], [-1] * 5, [-1] * 5], np.int32)
@@ -51,4 +61,9 @@ def test_a_stop_token_anywhere_in_the_window_ends_its_request_alone(stop: int) -
 
 @pytest.mark.parametrize(("limit", "goes_on"), [(4, False), (5, False), (6, True)])
 def test_max_tokens_ends_a_request_on_the_device(limit: int, goes_on: bool) -> None:
-    assert committed(four_requests([64, limit, 64, 64], [[-1]] * 4)).active.tolist() == [True, goes_on, False, False]
+    assert committed(four_requests([64, limit, 64, 64], [[-1]] * 4)).active.tolist() == [
+        True,
+        goes_on,
+        False,
+        False,
+    ]

@@ -10,7 +10,14 @@ import pytest
 
 from jaxspec.decode import programs
 from tests.support.compilations import counting_compilations
-from tests.support.tiny import agreeing_model, block_table, generate, random_prompts, sampling_state, start
+from tests.support.tiny import (
+    agreeing_model,
+    block_table,
+    generate,
+    random_prompts,
+    sampling_state,
+    start,
+)
 
 LENGTHS, K = (5, 9, 1), 5
 
@@ -21,7 +28,10 @@ def test_round_and_step_give_identical_tokens_and_counts(method: str, rule: str)
     model, prompts = agreeing_model(method), random_prompts(LENGTHS)
     cfg = model.round_config(K, rule=rule)
     sampling = sampling_state([1, 2, 3], (0.0, 0.8, 1.0))
-    runs = [generate(cfg, model.params, prompts, sampling, max_tokens=20, compilation=mode) for mode in ("round", "step")]
+    runs = [
+        generate(cfg, model.params, prompts, sampling, max_tokens=20, compilation=mode)
+        for mode in ("round", "step")
+    ]
     assert runs[0].token_ids == runs[1].token_ids
     assert runs[0].accepted == runs[1].accepted
     assert runs[0].mean_acceptance_length > 1.3
@@ -48,7 +58,9 @@ def test_step_mode_compiles_one_program_for_all_later_steps() -> None:
     model = agreeing_model("eagle")
     cfg = model.round_config(K, max_model_len=68)  # a shape that no other test uses
     table, num_blocks = block_table(3, cfg)
-    _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks)
+    _, state = start(
+        cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks
+    )
     before = programs.next_step_program.cache_size()
     with counting_compilations() as compiled:
         _, state = programs.run_round(cfg, model.params, state, table, "step")
@@ -63,7 +75,12 @@ def launches(trace_folder: str) -> int:
     """How many executables a profile saw the CPU client run."""
     (path,) = Path(trace_folder).rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(path))
-    return sum("ExecuteHelper" in event.name for plane in data.planes for line in plane.lines for event in line.events)
+    return sum(
+        "ExecuteHelper" in event.name
+        for plane in data.planes
+        for line in plane.lines
+        for event in line.events
+    )
 
 
 def test_a_decode_only_round_launches_one_program(tmp_path: Path) -> None:
@@ -74,7 +91,9 @@ def test_a_decode_only_round_launches_one_program(tmp_path: Path) -> None:
     assert isinstance(table, np.ndarray)
     seen = {}
     for mode in ("round", "step"):
-        _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks)
+        _, state = start(
+            cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks
+        )
         _, state = programs.run_round(cfg, model.params, state, table, mode)
         jax.block_until_ready(state)
         with jax.profiler.trace(str(tmp_path / mode)):

@@ -62,7 +62,9 @@ TARGET = table(0)
 CHAINS = {
     "independent": Chain(TARGET, table(1)),
     "negative": Chain(TARGET, -TARGET),
-    "alike": Chain(table(3)[:1] + 0.2 * table(4), table(5)[:1] + 0.2 * table(6)),  # rows depend little on the token before
+    "alike": Chain(
+        table(3)[:1] + 0.2 * table(4), table(5)[:1] + 0.2 * table(6)
+    ),  # rows depend little on the token before
 }
 
 
@@ -117,17 +119,34 @@ def draft_params(cfg: RoundConfig, draft: np.ndarray) -> dict[str, jax.Array]:
     }
 
 
-def play(cfg: RoundConfig, chain: str, temperature: float, rounds: int, trials: int = TRIALS, program: Any = None) -> Trials:
+def play(
+    cfg: RoundConfig,
+    chain: str,
+    temperature: float,
+    rounds: int,
+    trials: int = TRIALS,
+    program: Any = None,
+) -> Trials:
     program = program or cached_round(cfg)
-    params = {"target": {"table": jnp.asarray(CHAINS[chain].target)}, "draft": draft_params(cfg, CHAINS[chain].draft)}
+    params = {
+        "target": {"table": jnp.asarray(CHAINS[chain].target)},
+        "draft": draft_params(cfg, CHAINS[chain].draft),
+    }
     tokens, counts = [], []
     for begin in range(0, trials, CHUNK):
         size = min(CHUNK, trials)
-        keys = np.stack([np.full(size, 3), np.arange(begin, begin + size)], axis=1).astype(np.uint32)
+        keys = np.stack([np.full(size, 3), np.arange(begin, begin + size)], axis=1).astype(
+            np.uint32
+        )
         full = lambda x, dtype: jnp.full(size, x, dtype)  # noqa: B023, E731
         state = decode_state.init_state(
             cfg,
-            SamplingState(jnp.asarray(keys), full(temperature, jnp.float32), full(0, jnp.int32), full(1, jnp.float32)),
+            SamplingState(
+                jnp.asarray(keys),
+                full(temperature, jnp.float32),
+                full(0, jnp.int32),
+                full(1, jnp.float32),
+            ),
             full(1000, jnp.int32),
             jnp.full((size, 1), -1, jnp.int32),
             1,
@@ -143,7 +162,9 @@ def play(cfg: RoundConfig, chain: str, temperature: float, rounds: int, trials: 
         found = []
         for _ in range(rounds):
             verification, state = program(params, state, jnp.zeros((size, 1), jnp.int32))
-            found.append(jax.tree.map(np.asarray, (verification.output_tokens, verification.num_sampled)))
+            found.append(
+                jax.tree.map(np.asarray, (verification.output_tokens, verification.num_sampled))
+            )
         tokens.append(np.stack([t for t, _ in found]))
         counts.append(np.stack([c for _, c in found]))
     return Trials(np.concatenate(tokens, axis=1), np.concatenate(counts, axis=1))
@@ -153,7 +174,9 @@ def biased_steps(trials: Trials, chain: str, temperature: float) -> list[tuple[i
     """(round, position, statistic) wherever the tokens do not follow the target's row of the token before."""
     found, P = [], CHAINS[chain].transition(temperature)
     for r, p, before, token in trials.steps():
-        if len(token) < 500:  # too few trials accept so much (strict, with a draft that wants the opposite)
+        if (
+            len(token) < 500
+        ):  # too few trials accept so much (strict, with a draft that wants the opposite)
             continue
         share = np.bincount(before, minlength=V) / len(before)
         pairs = np.bincount(before * V + token, minlength=V * V)
@@ -197,7 +220,9 @@ def joint_statistic(trials: Trials, chain: str, temperature: float) -> tuple[flo
         ("block", "negative", 1.0),
     ],
 )
-def test_every_position_of_a_round_follows_the_target(rule: str, chain: str, temperature: float) -> None:
+def test_every_position_of_a_round_follows_the_target(
+    rule: str, chain: str, temperature: float
+) -> None:
     """Drafts sampled; a draft whose logits are the negative of the target's among them."""
     trials = play(toy_config(V, K, rule), chain, temperature, rounds=1)
     assert not biased_steps(trials, chain, temperature)
@@ -205,15 +230,26 @@ def test_every_position_of_a_round_follows_the_target(rule: str, chain: str, tem
 
 @pytest.mark.parametrize(
     ("rule", "chain", "temperature"),
-    [("strict", "independent", 1.0), ("probabilistic", "negative", 0.6), ("block", "independent", 1.0), ("block", "negative", 0.6)],
+    [
+        ("strict", "independent", 1.0),
+        ("probabilistic", "negative", 0.6),
+        ("block", "independent", 1.0),
+        ("block", "negative", 0.6),
+    ],
 )
-def test_every_position_follows_the_target_when_drafts_are_greedy(rule: str, chain: str, temperature: float) -> None:
+def test_every_position_follows_the_target_when_drafts_are_greedy(
+    rule: str, chain: str, temperature: float
+) -> None:
     trials = play(toy_config(V, K, rule, "greedy"), chain, temperature, rounds=1)
     assert not biased_steps(trials, chain, temperature)
 
 
-@pytest.mark.parametrize(("rule", "temperature"), [("strict", 0.6), ("probabilistic", 1.0), ("block", 0.6)])
-def test_every_position_follows_the_target_when_the_draft_has_a_vocabulary_of_its_own(rule: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("rule", "temperature"), [("strict", 0.6), ("probabilistic", 1.0), ("block", 0.6)]
+)
+def test_every_position_follows_the_target_when_the_draft_has_a_vocabulary_of_its_own(
+    rule: str, temperature: float
+) -> None:
     """d2t: q lives on some of the tokens; the others are only ever recovered, or the strict rule's own."""
     cfg = toy_config(V, K, rule, draft=ToyDraft(V, own_vocab_size=V * 3 // 4))
     trials = play(cfg, "independent", temperature, rounds=1)
@@ -242,7 +278,9 @@ def test_the_first_tokens_together_follow_the_target_over_several_rounds(
 # ---- what the tests above notice
 
 
-def test_a_wrong_map_of_the_drafts_vocabulary_biases_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_map_of_the_drafts_vocabulary_biases_the_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """q read at the neighbour's id."""
     right = draft_params
 
@@ -255,14 +293,19 @@ def test_a_wrong_map_of_the_drafts_vocabulary_biases_the_output(monkeypatch: pyt
     assert biased_steps(play(cfg, "independent", 1.0, rounds=1), "independent", 1.0)
 
 
-def test_noise_keyed_by_position_alone_biases_block_verification_from_the_second_round_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_keyed_by_position_alone_biases_block_verification_from_the_second_round_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def noise_key(cfg: RoundConfig, seq_lens: Any, step: Any) -> tuple[str, Any, int]:
         return "draft", seq_lens + jnp.asarray(step, jnp.int32), 0
 
     uniforms = noise.Stream.uniforms
 
     def by_position(stream: noise.Stream, size: int) -> jax.Array:
-        return jnp.concatenate([uniforms(replace(stream, position=stream.position + i), 1) for i in range(size)], axis=1)
+        return jnp.concatenate(
+            [uniforms(replace(stream, position=stream.position + i), 1) for i in range(size)],
+            axis=1,
+        )
 
     monkeypatch.setattr(propose_module, "noise_key", noise_key)
     monkeypatch.setattr(noise.Stream, "uniforms", by_position)
@@ -274,7 +317,9 @@ def test_noise_keyed_by_position_alone_biases_block_verification_from_the_second
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
-def test_noise_shared_between_draft_and_recovered_token_biases_the_output(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_shared_between_draft_and_recovered_token_biases_the_output(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM issue #47386."""
     monkeypatch.setitem(sampling.STREAMS, "recover", sampling.STREAMS["draft"])
     cfg = toy_config(V, K, rule)
@@ -286,10 +331,14 @@ def forget_later_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft logits of steps 1 and on are never written: the buffer stays zero, or holds what an earlier round left."""
     write_step, empty = propose_module.write_step, propose_module.empty_proposal
 
-    def write_first_only(cfg: Any, params: Any, inputs: Any, step: Any, logits: Any, proposal: Proposal) -> tuple[Proposal, jax.Array]:
+    def write_first_only(
+        cfg: Any, params: Any, inputs: Any, step: Any, logits: Any, proposal: Proposal
+    ) -> tuple[Proposal, jax.Array]:
         written, token = write_step(cfg, params, inputs, step, logits, proposal)
         first = isinstance(step, int) and step == 0
-        return written.replace(draft_logits=written.draft_logits if first else proposal.draft_logits), token
+        return written.replace(
+            draft_logits=written.draft_logits if first else proposal.draft_logits
+        ), token
 
     def left_over(cfg: RoundConfig, batch: int) -> Proposal:
         stale = jnp.broadcast_to(jnp.asarray(table(9)[0]), (batch, cfg.num_speculative_tokens, V))
@@ -321,10 +370,15 @@ def test_draft_logits_that_are_not_written_bias_the_output_and_flatter_acceptanc
     if rule == "probabilistic":
         assert 0 not in biased
         assert wrong.acceptance[0] == right.acceptance[0]
-        assert min(w - r for w, r in zip(wrong.acceptance[1:], right.acceptance[1:], strict=True)) > 0.05
+        assert (
+            min(w - r for w, r in zip(wrong.acceptance[1:], right.acceptance[1:], strict=True))
+            > 0.05
+        )
 
 
-def test_with_one_draft_token_logits_that_are_not_written_later_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_one_draft_token_logits_that_are_not_written_later_do_not_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cfg = toy_config(V, 1, "probabilistic")
     right = play(cfg, "negative", 1.0, rounds=1, trials=CHUNK)
     forget_later_logits("zero", monkeypatch)

@@ -16,7 +16,15 @@ from jaxspec.config import RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import round as decode
 from jaxspec.sampling.state import Penalties
-from tests.support.tiny import METHODS, Model, agreeing_model, block_table, random_prompts, sampling_state, start
+from tests.support.tiny import (
+    METHODS,
+    Model,
+    agreeing_model,
+    block_table,
+    random_prompts,
+    sampling_state,
+    start,
+)
 
 LENGTHS, K = (5, 9, 1), 3
 # Operations that reach the host, in StableHLO and in optimised HLO (whose tables of file and function names may hold any word).
@@ -26,9 +34,24 @@ HOST = re.compile(
 
 
 def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, np.ndarray]:
-    table, num_blocks = block_table(3, cfg, shuffle_seed=0, guard=5)  # a pool larger than what attention gathers of it
-    _, state = start(cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3], 1.0), table, num_blocks)
-    return programs.round_program.jitted(cfg).lower(cfg, model.params, *programs.take_apart(state), table), state, table
+    table, num_blocks = block_table(
+        3, cfg, shuffle_seed=0, guard=5
+    )  # a pool larger than what attention gathers of it
+    _, state = start(
+        cfg,
+        model.params,
+        random_prompts(LENGTHS),
+        sampling_state([1, 2, 3], 1.0),
+        table,
+        num_blocks,
+    )
+    return (
+        programs.round_program.jitted(cfg).lower(
+            cfg, model.params, *programs.take_apart(state), table
+        ),
+        state,
+        table,
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -46,8 +69,12 @@ def test_the_round_is_one_program_with_donated_caches_and_no_host_callback(metho
     verification, after = programs.run_round(cfg, model.params, state, table, "round")
     donated, rows = programs.take_apart(state)
     assert all(x.is_deleted() for x in jax.tree.leaves(donated)), "what is large is donated"
-    assert not any(x.is_deleted() for x in jax.tree.leaves((verification, after, rows, model.params)))
-    assert after.max_tokens is state.max_tokens, "what a round leaves alone does not pass through it"
+    assert not any(
+        x.is_deleted() for x in jax.tree.leaves((verification, after, rows, model.params))
+    )
+    assert after.max_tokens is state.max_tokens, (
+        "what a round leaves alone does not pass through it"
+    )
 
 
 def test_counts_of_the_whole_vocabulary_are_donated_as_well() -> None:
@@ -55,7 +82,10 @@ def test_counts_of_the_whole_vocabulary_are_donated_as_well() -> None:
     _, state, _ = lowered(model.round_config(K), model)
     assert "sampling" not in programs.take_apart(state)[0]
     ones, counts = jnp.ones(3), jnp.zeros((3, 7), jnp.int32)
-    counting = replace(state, sampling=replace(state.sampling, penalties=Penalties(ones, ones, ones, counts, counts > 0)))
+    counting = replace(
+        state,
+        sampling=replace(state.sampling, penalties=Penalties(ones, ones, ones, counts, counts > 0)),
+    )
     donated, rows = programs.take_apart(counting)
     assert donated["sampling"] is counting.sampling and rows.sampling is None
 
@@ -94,6 +124,13 @@ def test_no_cache_is_copied_by_a_plain_step_of_one_request() -> None:
     model = agreeing_model("eagle")
     cfg = model.round_config(0)
     table, num_blocks = block_table(1, cfg, guard=5)
-    _, state = start(cfg, model.params, random_prompts((5,)), sampling_state([1], 1.0), table, num_blocks)
-    text = programs.round_program.jitted(cfg).lower(cfg, model.params, *programs.take_apart(state), table).compile().as_text()
+    _, state = start(
+        cfg, model.params, random_prompts((5,)), sampling_state([1], 1.0), table, num_blocks
+    )
+    text = (
+        programs.round_program.jitted(cfg)
+        .lower(cfg, model.params, *programs.take_apart(state), table)
+        .compile()
+        .as_text()
+    )
     assert not cache_copies(text, jax.tree.leaves(state.target_caches))

@@ -31,19 +31,31 @@ def probabilities(model: Model) -> np.ndarray:
     """Of every text of LENGTH tokens after PROMPT, [VOCAB] * LENGTH, float64."""
     cfg, params = model.target, model.params["target"]
     texts = np.array(list(itertools.product(range(VOCAB), repeat=LENGTH)), np.int32)
-    tokens = np.concatenate([np.tile(np.array(PROMPT, np.int32), (len(texts), 1)), texts], axis=1)[:, :-1]
+    tokens = np.concatenate([np.tile(np.array(PROMPT, np.int32), (len(texts), 1)), texts], axis=1)[
+        :, :-1
+    ]
     batch, rows = tokens.shape
     table = jnp.arange(batch, dtype=jnp.int32)[:, None]  # a block holds a text
 
     @jax.jit
     def logits() -> jax.Array:
-        metadata = build_metadata(cfg.cache_groups(rows, rows), table, jnp.zeros(batch, jnp.int32), jnp.full(batch, rows), rows)
+        metadata = build_metadata(
+            cfg.cache_groups(rows, rows),
+            table,
+            jnp.zeros(batch, jnp.int32),
+            jnp.full(batch, rows),
+            rows,
+        )
         caches = init_cache(cfg.attention, cfg.num_layers, batch, rows, jnp.float32)
         family = models.family(cfg)
-        return family.logits(params, cfg, family.forward(params, cfg, jnp.asarray(tokens), metadata, caches).hidden)
+        return family.logits(
+            params, cfg, family.forward(params, cfg, jnp.asarray(tokens), metadata, caches).hidden
+        )
 
     log_p = np.asarray(jax.nn.log_softmax(logits()), np.float64)[:, len(PROMPT) - 1 :]
-    return np.exp(np.take_along_axis(log_p, texts[..., None], axis=2).sum((1, 2))).reshape((VOCAB,) * LENGTH)
+    return np.exp(np.take_along_axis(log_p, texts[..., None], axis=2).sum((1, 2))).reshape(
+        (VOCAB,) * LENGTH
+    )
 
 
 def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
@@ -53,14 +65,24 @@ def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
     counts, accepted = np.zeros((VOCAB,) * LENGTH), set()
     for batch in range(BATCHES):
         seeds = range(batch * BATCH, (batch + 1) * BATCH)
-        first, state = start(cfg, model.params, [PROMPT] * BATCH, sampling_state(seeds, 1.0), table, num_blocks, max_tokens=99)
+        first, state = start(
+            cfg,
+            model.params,
+            [PROMPT] * BATCH,
+            sampling_state(seeds, 1.0),
+            table,
+            num_blocks,
+            max_tokens=99,
+        )
         emitted = [np.asarray(first)[:, None]]
         for _ in range(LENGTH - 1):  # each round emits a token at least
             verification, state = programs.run_round(cfg, model.params, state, table, "round")
             emitted.append(np.asarray(verification.output_tokens))
             accepted |= set((np.asarray(verification.num_sampled) - 1).tolist())
         flat = np.concatenate(emitted, axis=1)
-        kept = np.take_along_axis(flat, np.argsort(flat < 0, axis=1, kind="stable"), axis=1)[:, :LENGTH]
+        kept = np.take_along_axis(flat, np.argsort(flat < 0, axis=1, kind="stable"), axis=1)[
+            :, :LENGTH
+        ]
         np.add.at(counts, tuple(kept.T), 1)
     return counts, accepted
 

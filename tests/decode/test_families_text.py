@@ -12,7 +12,12 @@ from tests.support.tiny import generate, random_prompts, sampling_state
 LENGTHS, MAX_TOKENS = (5, 9, 1), (22, 17, 3)
 QUICK = {"deepseek_v4": (5,)}  # the others: 3
 CASES = [
-    pytest.param(*pair, K, (4, 1, 16)[(K + i) % 3], marks=() if K in QUICK.get(pair[0], (3,)) else pytest.mark.slow)
+    pytest.param(
+        *pair,
+        K,
+        (4, 1, 16)[(K + i) % 3],
+        marks=() if K in QUICK.get(pair[0], (3,)) else pytest.mark.slow,
+    )
     for i, pair in enumerate(PAIRS)
     for K in range(1, 6)
 ]
@@ -22,14 +27,29 @@ CASES = [
 def plain_text(family: str, method: str) -> list[list[int]]:
     model = family_model(family, method)
     cfg = model.round_config(0, sampled=False)
-    return generate(cfg, model.params, random_prompts(LENGTHS), sampling_state([0] * 3), max_tokens=MAX_TOKENS, chunk=4).token_ids
+    return generate(
+        cfg,
+        model.params,
+        random_prompts(LENGTHS),
+        sampling_state([0] * 3),
+        max_tokens=MAX_TOKENS,
+        chunk=4,
+    ).token_ids
 
 
 @pytest.mark.parametrize(("family", "method", "K", "block_size"), CASES)
 def test_greedy_text_equals_plain_text(family: str, method: str, K: int, block_size: int) -> None:
     model = family_model(family, method)
     cfg = model.round_config(K, block_size=block_size, sampled=False)
-    run = generate(cfg, model.params, random_prompts(LENGTHS), sampling_state([0] * 3), max_tokens=MAX_TOKENS, chunk=4, shuffle_seed=K)
+    run = generate(
+        cfg,
+        model.params,
+        random_prompts(LENGTHS),
+        sampling_state([0] * 3),
+        max_tokens=MAX_TOKENS,
+        chunk=4,
+        shuffle_seed=K,
+    )
     plain = plain_text(family, method)
     assert [len(text) for text in plain] == list(MAX_TOKENS)
     assert run.token_ids == plain

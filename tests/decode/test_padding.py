@@ -11,7 +11,14 @@ import pytest
 
 from jaxspec.decode import programs
 from jaxspec.sampling.state import SamplingState
-from tests.support.tiny import agreeing_model, block_table, generate, random_prompts, sampling_state, start
+from tests.support.tiny import (
+    agreeing_model,
+    block_table,
+    generate,
+    random_prompts,
+    sampling_state,
+    start,
+)
 
 LENGTHS, K = (5, 9, 1), 3
 TEMPERATURES = (0.0, 1.0, 0.8)
@@ -75,10 +82,14 @@ def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
             used[[1, 3]] = table[[0, 2]]
             state = state.replace(
                 seq_lens=state.seq_lens.at[jnp.array([1, 3])].set(jnp.array([7, 2**30], jnp.int32)),
-                next_token=state.next_token.at[jnp.array([1, 3])].set(jnp.array([-5, 2**30], jnp.int32)),
+                next_token=state.next_token.at[jnp.array([1, 3])].set(
+                    jnp.array([-5, 2**30], jnp.int32)
+                ),
                 pending_tokens=state.pending_tokens.at[jnp.array([1, 3])].set(2**30),
                 pending_hidden=state.pending_hidden.at[jnp.array([1, 3])].set(jnp.nan),
-                num_pending=state.num_pending.at[jnp.array([1, 3])].set(jnp.array([4, 2], jnp.int32)),
+                num_pending=state.num_pending.at[jnp.array([1, 3])].set(
+                    jnp.array([4, 2], jnp.int32)
+                ),
                 sampling=SamplingState(
                     state.sampling.keys.at[jnp.array([1, 3])].set(jnp.uint32(2**32 - 1)),
                     state.sampling.temperature.at[1].set(jnp.nan),
@@ -97,9 +108,14 @@ def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
         np.testing.assert_array_equal(a.num_sampled, b.num_sampled)
         assert b.num_sampled[[1, 3]].tolist() == [0, 0]
     for caches in ("target_caches", "draft_caches"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(clean_state, caches), getattr(dirty_state, caches))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            getattr(clean_state, caches),
+            getattr(dirty_state, caches),
+        )
     live: dict[str, Any] = {
-        name: (getattr(clean_state, name)[[0, 2]], getattr(dirty_state, name)[[0, 2]]) for name in ("seq_lens", "next_token")
+        name: (getattr(clean_state, name)[[0, 2]], getattr(dirty_state, name)[[0, 2]])
+        for name in ("seq_lens", "next_token")
     }
     for name, (a, b) in live.items():
         np.testing.assert_array_equal(a, b, err_msg=name)

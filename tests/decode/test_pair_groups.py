@@ -30,13 +30,19 @@ def model(request: pytest.FixtureRequest) -> Model:
 @pytest.fixture(scope="module")
 def text(model: Model) -> list[int]:
     config = EngineConfig(max_model_len=32, max_num_seqs=1, block_size=4)
-    (output,) = LLM((model.target, model.params["target"]), config=config).generate([PROMPT], SamplingParams(0.0, max_tokens=LENGTH))
+    (output,) = LLM((model.target, model.params["target"]), config=config).generate(
+        [PROMPT], SamplingParams(0.0, max_tokens=LENGTH)
+    )
     return output.token_ids
 
 
-def test_training_computes_the_hidden_states_that_decoding_sees(model: Model, text: list[int]) -> None:
+def test_training_computes_the_hidden_states_that_decoding_sees(
+    model: Model, text: list[int]
+) -> None:
     whole = jnp.asarray([[*PROMPT, *text]], jnp.int32)
-    hidden, _ = target_states(model.params["target"], model.target, whole, jnp.asarray([whole.shape[1]]), ())
+    hidden, _ = target_states(
+        model.params["target"], model.target, whole, jnp.asarray([whole.shape[1]]), ()
+    )
     following = greedy_tokens(model.params["target"], model.target, hidden)[0, len(PROMPT) - 1 : -1]
     assert following.tolist() == text
 
@@ -52,12 +58,21 @@ def test_trainings_generation_writes_plain_decodings_text(model: Model, text: li
 
 
 def test_recorded_rounds_write_plain_decodings_text(model: Model, text: list[int]) -> None:
-    recorder = Recorder(Pair(model.target, model.draft, model.params, 3, ()), max_num_seqs=1, max_tokens=32, block_size=4, chunk=6, ahead=2)
+    recorder = Recorder(
+        Pair(model.target, model.draft, model.params, 3, ()),
+        max_num_seqs=1,
+        max_tokens=32,
+        block_size=4,
+        chunk=6,
+        ahead=2,
+    )
     _, texts = recorder.run(Requests([PROMPT], 0.0, LENGTH), "probabilistic", "probabilistic", 3)
     assert texts == [text]
 
 
-def test_logits_of_a_difference_are_those_that_decoding_takes_the_argmax_of(model: Model, text: list[int]) -> None:
+def test_logits_of_a_difference_are_those_that_decoding_takes_the_argmax_of(
+    model: Model, text: list[int]
+) -> None:
     for count in (0, LENGTH - 1):
         logits = _last_logits(model.target, model.params["target"], [*PROMPT, *text[:count]])
         assert int(logits.argmax()) == text[count]
@@ -79,10 +94,18 @@ def test_a_draft_has_a_group_of_its_own_unless_it_sees_just_as_far(
     family: str, method: str, window: int | None, groups: list[dict[str, Any]], pool: int
 ) -> None:
     model = family_model(family, method, window=window)
-    cfg = RoundConfig.of_pair(model.target, model.draft, block_size=4, max_model_len=64, draft_context=24)
+    cfg = RoundConfig.of_pair(
+        model.target, model.draft, block_size=4, max_model_len=64, draft_context=24
+    )
     sights = [CacheGroup(4, 64, **sight) for sight in groups]
-    assert [(g.window, g.chunk) for g in cfg.cache_groups] == [(g.window, g.chunk) for g in sights] and cfg.draft_pool == pool
-    assert cfg.draft_group is not None and cfg.draft_group.max_model_len == 24 and cfg.max_model_len == 64
+    assert [(g.window, g.chunk) for g in cfg.cache_groups] == [
+        (g.window, g.chunk) for g in sights
+    ] and cfg.draft_pool == pool
+    assert (
+        cfg.draft_group is not None
+        and cfg.draft_group.max_model_len == 24
+        and cfg.max_model_len == 64
+    )
     tables = tuple(range(len(groups)))
     assert cfg.draft_table(tables) == pool
     assert cfg.target_tables(tables) == (tables[:2] if isinstance(cfg.target_group, tuple) else 0)

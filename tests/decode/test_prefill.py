@@ -17,13 +17,23 @@ from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState, draft_inputs
 from jaxspec.drafts.autoregressive import propose
 from tests.support import toys
-from tests.support.tiny import METHODS, block_table, pad_chunk, random_prompts, sampling_state, start, tiny_model
+from tests.support.tiny import (
+    METHODS,
+    block_table,
+    pad_chunk,
+    random_prompts,
+    sampling_state,
+    start,
+    tiny_model,
+)
 
 LENGTHS, K, BLOCK = (13, 8, 1, 5), 2, 4
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
 
-def gathered(state: DecodeState, cfg: RoundConfig, table: np.ndarray, caches: str, row: int, length: int) -> np.ndarray:
+def gathered(
+    state: DecodeState, cfg: RoundConfig, table: np.ndarray, caches: str, row: int, length: int
+) -> np.ndarray:
     """The keys and values of positions 0 .. length-1 of a request, all layers."""
     size = cfg.target_group.block_size
     slots = [table[row, p // size] * size + p % size for p in range(length)]
@@ -38,7 +48,11 @@ def test_chunked_prefill_equals_one_chunk(method: str) -> None:
     cfg = model.round_config(K, block_size=BLOCK, max_model_len=32, rule="probabilistic")
     prompts, sampling = random_prompts(LENGTHS), sampling_state([1, 2, 3, 4], (0.0, 1.0, 0.7, 1.0))
     table, num_blocks = block_table(len(prompts), cfg, shuffle_seed=0)
-    first_proposal = jax.jit(lambda state: propose(cfg, model.params["draft"], draft_inputs(state, jnp.asarray(table)), state.draft_caches))
+    first_proposal = jax.jit(
+        lambda state: propose(
+            cfg, model.params["draft"], draft_inputs(state, jnp.asarray(table)), state.draft_caches
+        )
+    )
 
     def prefilled(chunk: int | None) -> tuple[np.ndarray, DecodeState, Any]:
         first, state = start(cfg, model.params, prompts, sampling, table, num_blocks, chunk=chunk)
@@ -49,15 +63,26 @@ def test_chunked_prefill_equals_one_chunk(method: str) -> None:
         chunked_first, chunked, chunked_proposal = prefilled(chunk)
         assert chunked_first.tolist() == first.tolist()
         assert chunked_proposal.draft_tokens.tolist() == proposal.draft_tokens.tolist()
-        np.testing.assert_allclose(chunked_proposal.draft_logits, proposal.draft_logits, **TOLERANCE)
+        np.testing.assert_allclose(
+            chunked_proposal.draft_logits, proposal.draft_logits, **TOLERANCE
+        )
         for row, length in enumerate(LENGTHS):
             for caches, cached in (("target_caches", length), ("draft_caches", length - 1)):
                 expected = gathered(whole, cfg, table, caches, row, cached)
-                np.testing.assert_allclose(gathered(chunked, cfg, table, caches, row, cached), expected, **TOLERANCE, err_msg=f"{chunk}")
+                np.testing.assert_allclose(
+                    gathered(chunked, cfg, table, caches, row, cached),
+                    expected,
+                    **TOLERANCE,
+                    err_msg=f"{chunk}",
+                )
         for name in ("seq_lens", "next_token", "active", "num_generated", "num_pending"):
-            np.testing.assert_array_equal(getattr(chunked, name), getattr(whole, name), err_msg=name)
+            np.testing.assert_array_equal(
+                getattr(chunked, name), getattr(whole, name), err_msg=name
+            )
         np.testing.assert_array_equal(chunked.pending_tokens[:, 0], whole.pending_tokens[:, 0])
-        np.testing.assert_allclose(chunked.pending_hidden[:, 0], whole.pending_hidden[:, 0], **TOLERANCE)
+        np.testing.assert_allclose(
+            chunked.pending_hidden[:, 0], whole.pending_hidden[:, 0], **TOLERANCE
+        )
 
 
 def test_a_chunks_last_row_pairs_with_the_next_prompt_token() -> None:
@@ -69,12 +94,28 @@ def test_a_chunks_last_row_pairs_with_the_next_prompt_token() -> None:
     _, whole = start(cfg, model.params, prompts, sampling, table, num_blocks)
     off = []
     for wrong in (False, True):
-        state = decode_state.init_state(cfg, jax.tree.map(jnp.asarray, sampling), *stop_arrays(1), num_blocks, jnp.float32)
+        state = decode_state.init_state(
+            cfg, jax.tree.map(jnp.asarray, sampling), *stop_arrays(1), num_blocks, jnp.float32
+        )
         for begin in range(0, 9, 3):
             tokens, first, count, following = pad_chunk(prompts, begin, 3)
-            following = np.where(wrong & (following >= 0), (following + 1) % 48, following).astype(np.int32)
-            _, state = programs.run_prefill(cfg, model.params, state, table, tokens, first, count, following, compilation="round")
-        difference = gathered(state, cfg, table, "draft_caches", 0, 8) - gathered(whole, cfg, table, "draft_caches", 0, 8)
+            following = np.where(wrong & (following >= 0), (following + 1) % 48, following).astype(
+                np.int32
+            )
+            _, state = programs.run_prefill(
+                cfg,
+                model.params,
+                state,
+                table,
+                tokens,
+                first,
+                count,
+                following,
+                compilation="round",
+            )
+        difference = gathered(state, cfg, table, "draft_caches", 0, 8) - gathered(
+            whole, cfg, table, "draft_caches", 0, 8
+        )
         off.append(np.abs(difference).max((0, 2, 3)))
     assert off[0].max() < 1e-4
     assert (off[1] > 1e-2).tolist() == [p % 3 == 2 for p in range(8)]
@@ -89,9 +130,26 @@ def test_the_drafts_ids_are_the_prompts_shifted_by_one(monkeypatch: pytest.Monke
     """[10,11,12 | 20,21 | 30,31,32,33] with sampled next tokens 100, 200, 300 (cases.md 3.5): the last pair of each waits as pending."""
     seen = []
 
-    def forward(params: Any, cfg: Any, tokens: jax.Array, hidden: jax.Array, metadata: Any, caches: Any, **options: Any) -> Any:
-        seen.append((np.asarray(tokens), np.asarray(hidden[..., 0]), np.asarray(metadata.positions), np.asarray(metadata.seq_lens)))
-        return toys.DRAFT_FAMILIES["toy"].forward(params, cfg, tokens, hidden, metadata, caches, **options)
+    def forward(
+        params: Any,
+        cfg: Any,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        metadata: Any,
+        caches: Any,
+        **options: Any,
+    ) -> Any:
+        seen.append(
+            (
+                np.asarray(tokens),
+                np.asarray(hidden[..., 0]),
+                np.asarray(metadata.positions),
+                np.asarray(metadata.seq_lens),
+            )
+        )
+        return toys.DRAFT_FAMILIES["toy"].forward(
+            params, cfg, tokens, hidden, metadata, caches, **options
+        )
 
     recorder = SimpleNamespace(**(vars(toys.DRAFT_FAMILIES["toy"]) | {"forward": forward}))
     monkeypatch.setitem(drafts.FAMILIES, "toy", recorder)
@@ -100,12 +158,24 @@ def test_the_drafts_ids_are_the_prompts_shifted_by_one(monkeypatch: pytest.Monke
     cfg = toys.toy_config(301, 2)
     prompts = [[10, 11, 12], [20, 21], [30, 31, 32, 33]]
     params = {"target": {"table": jnp.asarray(table)}, "draft": {"table": jnp.asarray(table)}}
-    first, state = start(cfg, params, prompts, sampling_state([0] * 3), np.zeros((3, 1), np.int32), 1, compilation="eager")
+    first, state = start(
+        cfg,
+        params,
+        prompts,
+        sampling_state([0] * 3),
+        np.zeros((3, 1), np.int32),
+        1,
+        compilation="eager",
+    )
     (tokens, hidden, positions, seq_lens) = seen[0]
     rows = [tokens[b, :n].tolist() for b, n in enumerate(seq_lens)]
     assert first.tolist() == [100, 200, 300]
     assert rows == [[11, 12], [21], [31, 32, 33]]
-    assert [hidden[b, :n].tolist() for b, n in enumerate(seq_lens)] == [[10, 11], [20], [30, 31, 32]]
+    assert [hidden[b, :n].tolist() for b, n in enumerate(seq_lens)] == [
+        [10, 11],
+        [20],
+        [30, 31, 32],
+    ]
     assert positions.tolist() == [[0, 1, 2, 3]] * 3
     assert state.pending_tokens[:, 0].tolist() == [100, 200, 300]
     assert state.pending_hidden[:, 0, 0].tolist() == [12, 21, 33]

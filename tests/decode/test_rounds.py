@@ -13,7 +13,14 @@ import pytest
 from jaxspec.decode import programs
 from jaxspec.decode.state import DecodeState, draft_inputs
 from jaxspec.drafts.autoregressive import Proposal, propose
-from tests.support.tiny import METHODS, agreeing_model, block_table, random_prompts, sampling_state, start
+from tests.support.tiny import (
+    METHODS,
+    agreeing_model,
+    block_table,
+    random_prompts,
+    sampling_state,
+    start,
+)
 
 LENGTHS, K, LONGEST = (5, 9, 1), 3, 40
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32, sums in another order
@@ -25,7 +32,11 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
     cfg = model.round_config(K, rule="probabilistic")
     sampling = sampling_state([1, 2, 3])
     table, num_blocks = block_table(3, cfg, shuffle_seed=0)
-    proposed = jax.jit(lambda state: propose(cfg, model.params["draft"], draft_inputs(state, jnp.asarray(table)), state.draft_caches))
+    proposed = jax.jit(
+        lambda state: propose(
+            cfg, model.params["draft"], draft_inputs(state, jnp.asarray(table)), state.draft_caches
+        )
+    )
 
     def next_proposal(state: DecodeState) -> tuple[Proposal, list[np.ndarray]]:
         """And the draft's keys and values once it has read all of its pending rows."""
@@ -37,7 +48,9 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
         size, found = cfg.target_group.block_size, []
         for row, text in enumerate(texts):
             slots = [table[row, p // size] * size + p % size for p in range(len(text) - 1)]
-            found += [np.asarray(x).reshape(-1, *x.shape[2:])[slots] for x in jax.tree.leaves(caches)]
+            found += [
+                np.asarray(x).reshape(-1, *x.shape[2:])[slots] for x in jax.tree.leaves(caches)
+            ]
         return found
 
     first, state = start(cfg, model.params, texts, sampling, table, num_blocks, chunk=LONGEST)
@@ -46,15 +59,37 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
     pending = set()
     for _ in range(5):
         verification, state = programs.run_round(cfg, model.params, state, table, "round")
-        for text, tokens, count in zip(texts, verification.output_tokens.tolist(), verification.num_sampled.tolist(), strict=True):
+        for text, tokens, count in zip(
+            texts,
+            verification.output_tokens.tolist(),
+            verification.num_sampled.tolist(),
+            strict=True,
+        ):
             text += tokens[:count]
-        first, fresh = start(cfg, model.params, [text[:-1] for text in texts], sampling, table, num_blocks, chunk=LONGEST)
+        first, fresh = start(
+            cfg,
+            model.params,
+            [text[:-1] for text in texts],
+            sampling,
+            table,
+            num_blocks,
+            chunk=LONGEST,
+        )
         assert first.tolist() == [text[-1] for text in texts] == state.next_token.tolist()
         assert fresh.seq_lens.tolist() == state.seq_lens.tolist()
-        (proposal, draft), (fresh_proposal, fresh_draft) = next_proposal(state), next_proposal(fresh)
+        (proposal, draft), (fresh_proposal, fresh_draft) = (
+            next_proposal(state),
+            next_proposal(fresh),
+        )
         assert proposal.draft_tokens.tolist() == fresh_proposal.draft_tokens.tolist()
         np.testing.assert_allclose(proposal.draft_logits, fresh_proposal.draft_logits, **TOLERANCE)
-        for x, y in zip([*draft, *cached(state.target_caches)], [*fresh_draft, *cached(fresh.target_caches)], strict=True):
+        for x, y in zip(
+            [*draft, *cached(state.target_caches)],
+            [*fresh_draft, *cached(fresh.target_caches)],
+            strict=True,
+        ):
             np.testing.assert_allclose(x, y, **TOLERANCE)
         pending |= set(state.num_pending.tolist())
-    assert 1 in pending and len(pending) >= 3, "expected rounds that accept nothing, and rounds that accept more and less"
+    assert 1 in pending and len(pending) >= 3, (
+        "expected rounds that accept nothing, and rounds that accept more and less"
+    )

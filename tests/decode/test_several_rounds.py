@@ -16,7 +16,13 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.decode import several_rounds as rounds
-from jaxspec.decode.several_rounds import BELOW_BYTES, SEVERAL, each_round, rounds_per_step, run_rounds
+from jaxspec.decode.several_rounds import (
+    BELOW_BYTES,
+    SEVERAL,
+    each_round,
+    rounds_per_step,
+    run_rounds,
+)
 from tests.decode.test_donation import HOST, cache_copies
 from tests.support.tiny import agreeing_model, block_table, random_prompts, sampling_state, start
 from tests.support.toys import ToyDraft, ToyTarget
@@ -29,7 +35,9 @@ def state_of(cfg: Any, params: Any) -> tuple[Any, np.ndarray]:
     """Requests of which the second ends within the first rounds; in a pool larger than what attention gathers of it."""
     table, num_blocks = block_table(3, cfg, shuffle_seed=0, guard=5)
     sampling = sampling_state([1, 2, 3], 1.0)
-    return start(cfg, params, random_prompts(LENGTHS), sampling, table, num_blocks, max_tokens=[64, 5, 64])[1], table
+    return start(
+        cfg, params, random_prompts(LENGTHS), sampling, table, num_blocks, max_tokens=[64, 5, 64]
+    )[1], table
 
 
 def test_a_step_of_rounds_is_as_many_single_rounds() -> None:
@@ -45,9 +53,13 @@ def test_a_step_of_rounds_is_as_many_single_rounds() -> None:
         np.testing.assert_array_equal(found.output_tokens, expected.output_tokens)
         np.testing.assert_array_equal(found.num_sampled, expected.num_sampled)
     num_sampled = np.asarray(together.num_sampled)
-    assert not num_sampled[-1, 1] and num_sampled[:, [0, 2]].all() and len(set(num_sampled.flat)) > 2
+    assert (
+        not num_sampled[-1, 1] and num_sampled[:, [0, 2]].all() and len(set(num_sampled.flat)) > 2
+    )
     for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5 if jnp.issubdtype(x.dtype, jnp.floating) else 0, atol=1e-5)
+        np.testing.assert_allclose(
+            x, y, rtol=1e-5 if jnp.issubdtype(x.dtype, jnp.floating) else 0, atol=1e-5
+        )
 
 
 def test_a_step_of_rounds_is_one_program_with_donated_caches_that_nothing_copies() -> None:
@@ -70,13 +82,22 @@ def table_of(seed: int) -> Any:
 
 
 def engine(*, speculative: bool = True, spec: dict[str, Any] | None = None, **config: Any) -> LLM:
-    tokenizer: Any = SimpleNamespace(eos_token_ids=(20,), decode=lambda ids: "".join(chr(65 + t) for t in ids))
+    tokenizer: Any = SimpleNamespace(
+        eos_token_ids=(20,), decode=lambda ids: "".join(chr(65 + t) for t in ids)
+    )
     return LLM(
         (ToyTarget(V), table_of(0)),
         (ToyDraft(V), table_of(0)) if speculative else None,
-        SpeculativeConfig(method="eagle", num_speculative_tokens=K, **(spec or {})) if speculative else None,
+        SpeculativeConfig(method="eagle", num_speculative_tokens=K, **(spec or {}))
+        if speculative
+        else None,
         tokenizer=tokenizer,
-        config=EngineConfig(**({"max_model_len": LIMIT, "max_num_seqs": 3, "block_size": 4, "batch_buckets": (3,)} | config)),
+        config=EngineConfig(
+            **(
+                {"max_model_len": LIMIT, "max_num_seqs": 3, "block_size": 4, "batch_buckets": (3,)}
+                | config
+            )
+        ),
     )
 
 
@@ -86,7 +107,12 @@ KINDS = {
     "scored": {"logprobs": 3, "prompt_logprobs": 2},
     "listed": {"logprobs": -1},
     "punished": {"presence_penalty": 0.5, "repetition_penalty": 1.3, "min_tokens": 3},
-    "words": {"bad_words_token_ids": ((4, 5), (6,)), "logit_bias": {7: 2.0}, "min_p": 0.05, "top_k": 9},
+    "words": {
+        "bad_words_token_ids": ((4, 5), (6,)),
+        "logit_bias": {7: 2.0},
+        "min_p": 0.05,
+        "top_k": 9,
+    },
 }
 
 
@@ -102,19 +128,39 @@ def test_requests_of_every_kind_have_what_single_rounds_give_them(kind: str) -> 
         outputs = llm.generate(prompts, params, callback=increments.append)
         each = [[i for i in increments if i.index == index] for index in range(8)]
         found[count] = [
-            (o.outputs[0].token_ids, o.text, o.finish_reason, o.outputs[0].logprobs, o.prompt_logprobs, o.metrics) for o in outputs
+            (
+                o.outputs[0].token_ids,
+                o.text,
+                o.finish_reason,
+                o.outputs[0].logprobs,
+                o.prompt_logprobs,
+                o.metrics,
+            )
+            for o in outputs
         ]
-        assert [[t for i in own for t in i.token_ids] for own in each] == [o.token_ids for o in outputs]
-        assert [len(own) for own in each] == [1 + o.metrics.num_drafts for o in outputs], "one a round, and the prefill's"
+        assert [[t for i in own for t in i.token_ids] for own in each] == [
+            o.token_ids for o in outputs
+        ]
+        assert [len(own) for own in each] == [1 + o.metrics.num_drafts for o in outputs], (
+            "one a round, and the prefill's"
+        )
         assert all(g.pool.num_free == g.pool.num_blocks for g in llm.engine.scheduler.groups)
     assert found[1] == found[R]
 
 
 @pytest.mark.usefixtures("toy_families")
 def test_greedy_text_is_plain_decodings_with_rounds_of_either_kind() -> None:
-    prompts, params = random_prompts([2, 5, 9, 3], vocab=V), SamplingParams(0.0, max_tokens=30, ignore_eos=True)
+    prompts, params = (
+        random_prompts([2, 5, 9, 3], vocab=V),
+        SamplingParams(0.0, max_tokens=30, ignore_eos=True),
+    )
     texts = [
-        [o.token_ids for o in engine(speculative=speculative, rounds_per_step=count).generate(prompts, params)]
+        [
+            o.token_ids
+            for o in engine(speculative=speculative, rounds_per_step=count).generate(
+                prompts, params
+            )
+        ]
         for speculative in (True, False)
         for count in (1, R)
     ]
@@ -128,8 +174,15 @@ def test_no_round_of_a_step_drafts_past_the_drafts_context(depth: int) -> None:
     for longest in range(12, 16):
         llm, increments = engine(rounds_per_step=R, spec={"draft_max_model_len": longest}), []
         llm.engine.depth = depth
-        llm.generate([[1, 2]], SamplingParams(0.0, max_tokens=30, ignore_eos=True), callback=increments.append)
-        held, counts = 2, [len(i.token_ids) for i in increments[1:]]  # in the target's cache before the round
+        llm.generate(
+            [[1, 2]],
+            SamplingParams(0.0, max_tokens=30, ignore_eos=True),
+            callback=increments.append,
+        )
+        held, counts = (
+            2,
+            [len(i.token_ids) for i in increments[1:]],
+        )  # in the target's cache before the round
         for count in counts[:-1]:
             assert count == min(K, max(0, longest + 1 - held)) + 1
             held += count
@@ -142,7 +195,11 @@ def test_the_host_dispatches_once_for_all_rounds_of_a_step(monkeypatch: pytest.M
     for count, dispatched in ((1, 39), (R, 10)):
         llm, calls = engine(rounds_per_step=count), []
         run = llm.runner.round
-        monkeypatch.setattr(llm.runner, "round", lambda *a, calls=calls, run=run, **k: (calls.append(1), run(*a, **k))[1])
+        monkeypatch.setattr(
+            llm.runner,
+            "round",
+            lambda *a, calls=calls, run=run, **k: (calls.append(1), run(*a, **k))[1],
+        )
         llm.generate([[1]], params)
         assert len(calls) == dispatched and llm.timings.num_rounds == 39
 
@@ -150,7 +207,14 @@ def test_the_host_dispatches_once_for_all_rounds_of_a_step(monkeypatch: pytest.M
 @pytest.mark.usefixtures("toy_families")
 def test_one_round_a_step_is_the_single_rounds_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_rounds", lambda *_: pytest.fail("a loop of one round"))
-    assert len(engine(rounds_per_step=1).generate([[1]], SamplingParams(0.0, max_tokens=9))[0].token_ids) == 9
+    assert (
+        len(
+            engine(rounds_per_step=1)
+            .generate([[1]], SamplingParams(0.0, max_tokens=9))[0]
+            .token_ids
+        )
+        == 9
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,14 +228,24 @@ def test_one_round_a_step_is_the_single_rounds_program(monkeypatch: pytest.Monke
         ({"rounds_per_step": 1}, True, 1, 1),
     ],
 )
-def test_several_rounds_a_step_are_chosen_where_a_round_is_short(values: Any, on_gpu: bool, weight_bytes: int, expected: int) -> None:
-    assert rounds_per_step(EngineConfig(**values), on_gpu=on_gpu, weight_bytes=weight_bytes) == expected
+def test_several_rounds_a_step_are_chosen_where_a_round_is_short(
+    values: Any, on_gpu: bool, weight_bytes: int, expected: int
+) -> None:
+    assert (
+        rounds_per_step(EngineConfig(**values), on_gpu=on_gpu, weight_bytes=weight_bytes)
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
-    ("per_step", "compilation"), [(0, "round"), (True, "round"), (2.0, "round"), ("4", "round"), (2, "step"), (2, "eager")]
+    ("per_step", "compilation"),
+    [(0, "round"), (True, "round"), (2.0, "round"), ("4", "round"), (2, "step"), (2, "eager")],
 )
-def test_a_number_of_rounds_that_cannot_be_is_named_in_one_sentence(per_step: Any, compilation: Any) -> None:
-    with pytest.raises(ConfigError, match="rounds_per_step: expected None or an integer of at least 1") as raised:
+def test_a_number_of_rounds_that_cannot_be_is_named_in_one_sentence(
+    per_step: Any, compilation: Any
+) -> None:
+    with pytest.raises(
+        ConfigError, match="rounds_per_step: expected None or an integer of at least 1"
+    ) as raised:
         EngineConfig(rounds_per_step=per_step, compilation=compilation)
     assert repr(per_step) in str(raised.value) and ". " not in str(raised.value)

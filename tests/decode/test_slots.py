@@ -21,12 +21,23 @@ def test_moved_rows_bring_everything_and_the_others_are_idle() -> None:
     model = agreeing_model("eagle")
     cfg = model.round_config(K)
     table, num_blocks = block_table(3, cfg)
-    _, state = start(cfg, model.params, random_prompts((5, 9, 1)), sampling_state([1, 2, 3], 0.7), table, num_blocks)
+    _, state = start(
+        cfg,
+        model.params,
+        random_prompts((5, 9, 1)),
+        sampling_state([1, 2, 3], 0.7),
+        table,
+        num_blocks,
+    )
     rows = slots.without_caches(state)
     moved = slots.move(rows, np.asarray([2, -1, 0, -1], np.int32))
     assert moved.active.tolist() == [True, False, True, False]
     for new, old in ((0, 2), (2, 0)):
-        jax.tree.map(lambda x, y, new=new, old=old: np.testing.assert_array_equal(x[new], y[old]), moved, rows)
+        jax.tree.map(
+            lambda x, y, new=new, old=old: np.testing.assert_array_equal(x[new], y[old]),
+            moved,
+            rows,
+        )
     ended = slots.deactivate(moved.active, np.asarray([True, False, False, False]))
     assert ended.tolist() == [False, False, True, False]
 
@@ -35,7 +46,9 @@ def test_only_tiles_that_end_a_prompt_come_back() -> None:
     model = agreeing_model("eagle")
     cfg = model.round_config(K)
     table, num_blocks = block_table(3, cfg)
-    _, state = start(cfg, model.params, random_prompts((5, 9, 1)), sampling_state([1, 2, 3]), table, num_blocks)
+    _, state = start(
+        cfg, model.params, random_prompts((5, 9, 1)), sampling_state([1, 2, 3]), table, num_blocks
+    )
     rows = slots.without_caches(state)
     at = np.asarray([3, 1], np.int32)  # 3 rows: the first tile ends nothing
     taken = slots.take(rows, at)
@@ -50,11 +63,17 @@ def test_drafts_past_a_requests_own_number_and_past_the_drafts_context_are_place
     """Draft i comes from a context of seq_lens + i tokens, of which 10 are the most."""
     model = agreeing_model("eagle")
     cfg = model.round_config(K, limits_drafts=True, draft_max_model_len=10)
-    state = decode_state.init_state(cfg, sampling_state([0] * 7), jnp.zeros(7, jnp.int32), jnp.full((7, 1), -1), 1, jnp.float32)
+    state = decode_state.init_state(
+        cfg, sampling_state([0] * 7), jnp.zeros(7, jnp.int32), jnp.full((7, 1), -1), 1, jnp.float32
+    )
     state = replace(state, seq_lens=jnp.asarray([5, 8, 9, 10, 11, 12, 5], jnp.int32))
     state = replace(state, max_drafts=state.max_drafts.at[6].set(1))
     limited = limit_drafts(cfg, state, Proposal(jnp.full((7, K), 4, jnp.int32), None)).draft_tokens
-    assert (limited >= 0).sum(axis=1).tolist() == [3, 3, 2, 1, 0, 0, 1] and limited[2].tolist() == [4, 4, -1]
+    assert (limited >= 0).sum(axis=1).tolist() == [3, 3, 2, 1, 0, 0, 1] and limited[2].tolist() == [
+        4,
+        4,
+        -1,
+    ]
 
 
 def test_a_round_without_drafts_leaves_the_drafts_cache_as_a_round_with_them() -> None:
@@ -64,11 +83,18 @@ def test_a_round_without_drafts_leaves_the_drafts_cache_as_a_round_with_them() -
     table, num_blocks = block_table(1, cfg)
     caches = {}
     for drafts in (0, K):
-        _, state = start(cfg, model.params, random_prompts((9,)), sampling_state([1]), table, num_blocks)
+        _, state = start(
+            cfg, model.params, random_prompts((9,)), sampling_state([1]), table, num_blocks
+        )
         untouched = np.asarray(state.draft_caches[0].k)
         round_cfg = replace(cfg, num_speculative_tokens=drafts)
         verification, state = programs.run_round(round_cfg, model.params, state, table, "round")
         caches[drafts] = np.asarray(state.draft_caches[0].k).reshape(-1, *untouched.shape[2:])[:9]
-        assert verification.output_tokens.shape == (1, drafts + 1) and state.pending_tokens.shape == (1, K + 1)  # type: ignore[union-attr]
+        assert verification.output_tokens.shape == (
+            1,
+            drafts + 1,
+        ) and state.pending_tokens.shape == (1, K + 1)  # type: ignore[union-attr]
     np.testing.assert_allclose(caches[0], caches[K], rtol=1e-5, atol=1e-6)
-    assert not np.allclose(caches[0][8], untouched.reshape(-1, *untouched.shape[2:])[8]), "the prompt's last row was pending"
+    assert not np.allclose(caches[0][8], untouched.reshape(-1, *untouched.shape[2:])[8]), (
+        "the prompt's last row was pending"
+    )

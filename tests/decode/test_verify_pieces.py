@@ -17,8 +17,13 @@ from tests.support.tiny import LAYERS, VOCAB, agreeing_model, block_table, sampl
 K, BATCH = 3, 7
 
 
-@pytest.mark.parametrize(("rule", "temperature", "sizes"), [("block", 1.0, (1, 3, 4)), ("strict", 1.0, (3,)), ("probabilistic", 0.0, (4,))])
-def test_pieces_give_the_bits_of_the_whole(rule: str, temperature: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rule", "temperature", "sizes"),
+    [("block", 1.0, (1, 3, 4)), ("strict", 1.0, (3,)), ("probabilistic", 0.0, (4,))],
+)
+def test_pieces_give_the_bits_of_the_whole(
+    rule: str, temperature: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """7 requests, of which 3 and 4 at a time leave a rest; log-probabilities are among the results."""
     model = agreeing_model("eagle")
     cfg = model.round_config(K, rule=rule, sampled=temperature > 0, logprobs=True)
@@ -27,16 +32,30 @@ def test_pieces_give_the_bits_of_the_whole(rule: str, temperature: float, sizes:
     caches = init_cache(cfg.target.attention, LAYERS, num_blocks, cfg.block_size, jnp.float32)
     caches = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), caches)
     drafts = jnp.asarray(rng.integers(0, VOCAB, (BATCH, K)), jnp.int32)
-    proposal = Proposal(drafts, jnp.asarray(rng.normal(size=(BATCH, K, VOCAB)), jnp.float32) if temperature else None)
+    proposal = Proposal(
+        drafts,
+        jnp.asarray(rng.normal(size=(BATCH, K, VOCAB)), jnp.float32) if temperature else None,
+    )
     sampling = jax.tree.map(jnp.asarray, sampling_state(list(range(BATCH)), temperature))
-    seq_lens, active = jnp.asarray([5, 9, 1, 3, 2, 7, 4], jnp.int32), jnp.asarray([True] * 4 + [False] + [True] * 2)
+    seq_lens, active = (
+        jnp.asarray([5, 9, 1, 3, 2, 7, 4], jnp.int32),
+        jnp.asarray([True] * 4 + [False] + [True] * 2),
+    )
 
     def judged(size: int) -> Any:
         monkeypatch.setattr(verify, "MAX_LOGITS_BYTES", size * 4 * (K + 1) * VOCAB)
         assert verify.piece_size(cfg, BATCH) == size
         run = jax.jit(
             lambda *args: verify.verify(
-                cfg, model.params["target"], seq_lens, proposal, seq_lens, active, jnp.asarray(table), caches, *args
+                cfg,
+                model.params["target"],
+                seq_lens,
+                proposal,
+                seq_lens,
+                active,
+                jnp.asarray(table),
+                caches,
+                *args,
             )[0]
         ).lower(sampling)
         assert f"tensor<{size}x{K + 1}x{VOCAB}xf32>" in run.as_text()

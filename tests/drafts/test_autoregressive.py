@@ -17,10 +17,26 @@ from jaxspec.cache.arrays import PAD_SLOT, FullCache
 from jaxspec.cache.metadata import AttentionMetadata, rebuild_draft_metadata
 from jaxspec.config import Kernels, RoundConfig
 from jaxspec.drafts import autoregressive as propose_module
-from jaxspec.drafts.autoregressive import DraftInputs, Proposal, draft_step, first_step, next_step, propose
+from jaxspec.drafts.autoregressive import (
+    DraftInputs,
+    Proposal,
+    draft_step,
+    first_step,
+    next_step,
+    propose,
+)
 from jaxspec.sampling.state import gumbel_noise
 from tests.kernels.interpreter import interpreted
-from tests.support.tiny import ATTENTION, HIDDEN, METHODS, VOCAB, Model, block_table, sampling_state, tiny_model
+from tests.support.tiny import (
+    ATTENTION,
+    HIDDEN,
+    METHODS,
+    VOCAB,
+    Model,
+    block_table,
+    sampling_state,
+    tiny_model,
+)
 from tests.support.toys import ToyDraft, toy_config
 
 LIMIT, BATCH, IDLE = 24, 5, 3
@@ -81,7 +97,14 @@ def dense_metadata(first: int, rows: int, window: int | None) -> AttentionMetada
 
 
 @partial(jax.jit, static_argnums=0)
-def one_pass(cfg: Any, params: Any, tokens: jax.Array, hidden: jax.Array, metadata: AttentionMetadata, caches: Any) -> tuple[Any, Any, Any]:
+def one_pass(
+    cfg: Any,
+    params: Any,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    metadata: AttentionMetadata,
+    caches: Any,
+) -> tuple[Any, Any, Any]:
     """The family's own forward and head on all rows: logits [batch, rows, Vd], feedback and caches."""
     family = drafts.family(cfg)
     out = family.forward(params, cfg, tokens, hidden, metadata, caches)
@@ -91,7 +114,9 @@ def one_pass(cfg: Any, params: Any, tokens: jax.Array, hidden: jax.Array, metada
 noise_of = jax.jit(gumbel_noise, static_argnums=(1, 4))
 
 
-def eager_draft(cfg: RoundConfig, params: Any, inputs: DraftInputs, caches: Any, b: int) -> tuple[list[int], np.ndarray, Any, list[Any]]:
+def eager_draft(
+    cfg: RoundConfig, params: Any, inputs: DraftInputs, caches: Any, b: int
+) -> tuple[list[int], np.ndarray, Any, list[Any]]:
     """Request b alone, one draft pass after another: tokens [K], logits [K, Vd], the caches, and what hidden state each step feeds back."""
     family, K = drafts.family(cfg.draft), cfg.num_speculative_tokens
     length, n = int(inputs.seq_lens[b]), int(inputs.num_pending[b])
@@ -107,7 +132,9 @@ def eager_draft(cfg: RoundConfig, params: Any, inputs: DraftInputs, caches: Any,
         scores = logits
         if temperature and cfg.draft_sampling == "probabilistic" and cfg.sampled:
             if cfg.rule == "strict":  # the noise of the token's own position, by the target's ids
-                noise = noise_of(keys, "sample", jnp.asarray([length + 1 + step], jnp.int32), 0, VOCAB)
+                noise = noise_of(
+                    keys, "sample", jnp.asarray([length + 1 + step], jnp.int32), 0, VOCAB
+                )
                 noise = noise[:, params["draft_to_target"]] if cfg.draft.maps_vocabulary else noise
             else:
                 noise = noise_of(keys, "draft", jnp.asarray([length], jnp.int32), step, logits.size)
@@ -124,10 +151,14 @@ def eager_draft(cfg: RoundConfig, params: Any, inputs: DraftInputs, caches: Any,
 
 def compiled(cfg: RoundConfig) -> Any:
     """propose as a fresh program, so that what a test patches is traced."""
-    return jax.jit(lambda params, inputs, caches, buffers=None: propose(cfg, params, inputs, caches, buffers))
+    return jax.jit(
+        lambda params, inputs, caches, buffers=None: propose(cfg, params, inputs, caches, buffers)
+    )
 
 
-def assert_equals_eager_draft(cfg: RoundConfig, params: Any, carry: Any, inputs: DraftInputs, caches: Any) -> None:
+def assert_equals_eager_draft(
+    cfg: RoundConfig, params: Any, carry: Any, inputs: DraftInputs, caches: Any
+) -> None:
     for b in set(range(BATCH)) - {IDLE}:
         tokens, logits, dense_caches, fed_back = eager_draft(cfg, params, inputs, caches, b)
         assert carry.proposal.draft_tokens[b].tolist() == tokens
@@ -141,14 +172,24 @@ def assert_equals_eager_draft(cfg: RoundConfig, params: Any, carry: Any, inputs:
         np.testing.assert_allclose(carry.hidden[b, 0], fed_back[-1], **TOLERANCE)
 
 
-def assert_only_this_proposals_slots_changed(cfg: RoundConfig, carry: Any, inputs: DraftInputs, caches: Any) -> None:
+def assert_only_this_proposals_slots_changed(
+    cfg: RoundConfig, carry: Any, inputs: DraftInputs, caches: Any
+) -> None:
     """Step 0's pending rows and one row of each later step; nothing past step K-1's slot, no idle or guard block."""
     size, expected = cfg.target_group.block_size, set()
-    for length, n, table in zip(inputs.seq_lens.tolist(), inputs.num_pending.tolist(), inputs.block_table.tolist(), strict=True):
+    for length, n, table in zip(
+        inputs.seq_lens.tolist(),
+        inputs.num_pending.tolist(),
+        inputs.block_table.tolist(),
+        strict=True,
+    ):
         last = min(length + cfg.num_speculative_tokens - 1, LIMIT) if n else 0
         expected |= {table[p // size] * size + p % size for p in range(length - n, last)}
     for before, after in zip(jax.tree.leaves(caches), jax.tree.leaves(carry.caches), strict=True):
-        old, new = (np.asarray(x).reshape(-1, ATTENTION.num_kv_heads * ATTENTION.head_dim) for x in (before, after))
+        old, new = (
+            np.asarray(x).reshape(-1, ATTENTION.num_kv_heads * ATTENTION.head_dim)
+            for x in (before, after)
+        )
         same = (old == new) | (np.isnan(old) & np.isnan(new))
         assert set(np.flatnonzero(~same.all(axis=1)).tolist()) == expected
 
@@ -164,9 +205,15 @@ def test_equals_an_eager_draft_in_every_column(method: str, K: int) -> None:
     model = tiny_model(method, window=WINDOWS[K])
     cfg = config(model, K)
     inputs, caches = inputs_for(cfg)
-    poisoned = Proposal(jnp.full((BATCH, K), -7, jnp.int32), jnp.full((BATCH, K, cfg.draft.draft_vocab_size), jnp.nan, jnp.float32))
+    poisoned = Proposal(
+        jnp.full((BATCH, K), -7, jnp.int32),
+        jnp.full((BATCH, K, cfg.draft.draft_vocab_size), jnp.nan, jnp.float32),
+    )
     carry = compiled(cfg)(model.params["draft"], inputs, caches, poisoned)
-    assert carry.proposal.draft_tokens.shape == (BATCH, K) and carry.proposal.draft_logits.dtype == jnp.float32
+    assert (
+        carry.proposal.draft_tokens.shape == (BATCH, K)
+        and carry.proposal.draft_logits.dtype == jnp.float32
+    )
     assert_equals_eager_draft(cfg, model.params["draft"], carry, inputs, caches)
     assert_only_this_proposals_slots_changed(cfg, carry, inputs, caches)
 
@@ -180,7 +227,9 @@ def test_equals_an_eager_draft_in_every_column(method: str, K: int) -> None:
         ("eagle", "probabilistic", {"sampled": False}),
     ],
 )
-def test_other_ways_to_draw_equal_the_eager_draft_too(method: str, rule: str, changes: dict[str, Any]) -> None:
+def test_other_ways_to_draw_equal_the_eager_draft_too(
+    method: str, rule: str, changes: dict[str, Any]
+) -> None:
     """The strict rule shares the target's noise; a greedy draft has none. Neither keeps logits."""
     model = tiny_model(method)
     cfg = config(model, 3, rule, **changes)
@@ -201,21 +250,29 @@ def test_the_carry_is_that_of_the_last_step() -> None:
         carry = jax.jit(partial(next_step, cfg))(params, inputs, step, carry)
     whole = compiled(cfg)(params, inputs, caches)
     np.testing.assert_allclose(whole.hidden, carry.hidden, **TOLERANCE)
-    assert np.array_equal(whole.token, carry.token) and np.array_equal(whole.token, whole.proposal.draft_tokens[:, -1])
+    assert np.array_equal(whole.token, carry.token) and np.array_equal(
+        whole.token, whole.proposal.draft_tokens[:, -1]
+    )
 
 
 @pytest.mark.parametrize("method", ["eagle"])
-def test_stale_metadata_changes_the_compiled_loops_logits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_metadata_changes_the_compiled_loops_logits(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With step 1's metadata in every later step, columns 0 and 1 still agree with the eager draft and later ones do not."""
 
-    def step_1_always(group: Any, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any) -> AttentionMetadata:
+    def step_1_always(
+        group: Any, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any
+    ) -> AttentionMetadata:
         return rebuild_draft_metadata(group, block_table, seq_lens, num_pending, 1, **options)
 
     monkeypatch.setattr(propose_module, "rebuild_draft_metadata", step_1_always)
     model = tiny_model(method)
     cfg = config(model, 4)
     inputs, caches = inputs_for(cfg)
-    inputs = inputs.replace(sampling=inputs.sampling.replace(temperature=jnp.zeros(BATCH, jnp.float32)))
+    inputs = inputs.replace(
+        sampling=inputs.sampling.replace(temperature=jnp.zeros(BATCH, jnp.float32))
+    )
     stale = compiled(cfg)(model.params["draft"], inputs, caches)
     for b in (0, 1, 2):
         tokens, logits, *_ = eager_draft(cfg, model.params["draft"], inputs, caches, b)
@@ -224,7 +281,9 @@ def test_stale_metadata_changes_the_compiled_loops_logits(method: str, monkeypat
         assert np.abs(stale.proposal.draft_logits[b, 2:] - logits[2:]).max(axis=1).min() > 1e-3
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 @pytest.mark.parametrize(("method", "window"), [("eagle3", 3), ("eagle", None)])
 def test_the_kernels_metadata_changes_nothing(method: str, window: int | None) -> None:
     """Every pass of the draft with the kernel's metadata and tables of the rotation, to the bit."""
@@ -233,7 +292,9 @@ def test_the_kernels_metadata_changes_nothing(method: str, window: int | None) -
     inputs, caches = inputs_for(cfg)
     plain = compiled(cfg)(model.params["draft"], inputs, caches)
     with interpreted():
-        ours = compiled(replace(cfg, kernels=Kernels(step_metadata="mosaic_gpu")))(model.params["draft"], inputs, caches)
+        ours = compiled(replace(cfg, kernels=Kernels(step_metadata="mosaic_gpu")))(
+            model.params["draft"], inputs, caches
+        )
     jax.tree.map(np.testing.assert_array_equal, plain, ours)
 
 
@@ -246,10 +307,14 @@ def test_draft_step_can_be_called_alone(method: str) -> None:
     caches = tuple(dense(cache, np.asarray(inputs.block_table[1])) for cache in caches)
     hidden = family.fuse(params, cfg.draft, inputs.pending_hidden[1:2, :2])
     metadata = dense_metadata(7, 2, None)
-    all_logits, all_feedback, _ = one_pass(cfg.draft, params, inputs.pending_tokens[1:2, :2], hidden, metadata, caches)
+    all_logits, all_feedback, _ = one_pass(
+        cfg.draft, params, inputs.pending_tokens[1:2, :2], hidden, metadata, caches
+    )
     for row in (0, 1):
         last = jnp.asarray([row], jnp.int32)
-        logits, feedback, _ = draft_step(params, inputs.pending_tokens[1:2, :2], hidden, last, metadata, caches, cfg=cfg.draft)
+        logits, feedback, _ = draft_step(
+            params, inputs.pending_tokens[1:2, :2], hidden, last, metadata, caches, cfg=cfg.draft
+        )
         np.testing.assert_allclose(logits, all_logits[:, row], **TOLERANCE)
         np.testing.assert_allclose(feedback, all_feedback[:, row : row + 1], **TOLERANCE)
 
@@ -261,7 +326,10 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr and of the jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+        ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
@@ -269,7 +337,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def traced(cfg: RoundConfig, model: Model) -> list[Any]:
     inputs, caches = inputs_for(cfg)
-    jaxpr = jax.make_jaxpr(lambda *args: propose(cfg, *args).proposal)(model.params["draft"], inputs, caches)
+    jaxpr = jax.make_jaxpr(lambda *args: propose(cfg, *args).proposal)(
+        model.params["draft"], inputs, caches
+    )
     return list(equations(jaxpr.jaxpr))
 
 
@@ -292,12 +362,25 @@ def test_more_draft_tokens_trace_one_loop_of_k_minus_1_trips(method: str, K: int
 
 
 @pytest.mark.parametrize(
-    ("changes", "kept"), [({}, True), ({"draft_sampling": "greedy"}, False), ({"sampled": False}, False), ({"rule": "strict"}, False)]
+    ("changes", "kept"),
+    [
+        ({}, True),
+        ({"draft_sampling": "greedy"}, False),
+        ({"sampled": False}, False),
+        ({"rule": "strict"}, False),
+    ],
 )
-def test_a_buffer_of_draft_logits_exists_only_where_q_is_read(changes: dict[str, Any], kept: bool) -> None:
+def test_a_buffer_of_draft_logits_exists_only_where_q_is_read(
+    changes: dict[str, Any], kept: bool
+) -> None:
     K, model = 3, tiny_model("eagle3")
     cfg = replace(config(model, K), **changes)
-    shapes = {v.aval.shape for e in traced(cfg, model) for v in (*e.invars, *e.outvars) if hasattr(v.aval, "shape")}
+    shapes = {
+        v.aval.shape
+        for e in traced(cfg, model)
+        for v in (*e.invars, *e.outvars)
+        if hasattr(v.aval, "shape")
+    }
     assert ((BATCH, K, cfg.draft.draft_vocab_size) in shapes) == kept
 
 

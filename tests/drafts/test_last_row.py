@@ -21,12 +21,17 @@ from tests.support.tiny import METHODS, block_table, tiny_model
 BATCH, ROWS = 3, 4
 LAST = np.array([3, 0, 2], np.int32)
 MODELS = {method: lambda method=method: tiny_model(method) for method in METHODS}
-MODELS |= {f"{family}-{method}": lambda pair=(family, method): family_model(*pair) for family, method in PAIRS}
+MODELS |= {
+    f"{family}-{method}": lambda pair=(family, method): family_model(*pair)
+    for family, method in PAIRS
+}
 
 
 def products(program: Any, *args: Any) -> int:
     """Multiplications of a program's matrix products."""
-    found = [e for e in equations(jax.make_jaxpr(program)(*args).jaxpr) if "dot" in e.primitive.name]
+    found = [
+        e for e in equations(jax.make_jaxpr(program)(*args).jaxpr) if "dot" in e.primitive.name
+    ]
     return sum(math.prod(e.outvars[0].aval.shape) * e.invars[0].aval.shape[-1] for e in found)
 
 
@@ -34,17 +39,36 @@ def products(program: Any, *args: Any) -> int:
 def test_what_nobody_reads_of_a_pass_is_not_made(name: str) -> None:
     model = MODELS[name]()
     cfg = model.round_config(ROWS - 1, sampled=False)
-    draft, group, family, rng = cfg.draft, cfg.draft_group, drafts.family(cfg.draft), np.random.default_rng(0)
+    draft, group, family, rng = (
+        cfg.draft,
+        cfg.draft_group,
+        drafts.family(cfg.draft),
+        np.random.default_rng(0),
+    )
     tables, num_blocks = block_table(BATCH, cfg, shuffle_seed=1)
     table = cfg.draft_table(tables)
-    caches = init_cache(draft.attention, draft.num_layers, num_blocks, group.block_size, jnp.float32)
+    caches = init_cache(
+        draft.attention, draft.num_layers, num_blocks, group.block_size, jnp.float32
+    )
     tokens = jnp.asarray(rng.integers(0, draft.vocab_size, (BATCH, ROWS)), jnp.int32)
-    hidden = jnp.asarray(rng.normal(size=(BATCH, ROWS, drafts.hidden_width(draft, cfg.target))), jnp.float32)
-    metadata = build_metadata(group, jnp.asarray(table), jnp.zeros(BATCH, jnp.int32), jnp.asarray(LAST) + 1, ROWS)
+    hidden = jnp.asarray(
+        rng.normal(size=(BATCH, ROWS, drafts.hidden_width(draft, cfg.target))), jnp.float32
+    )
+    metadata = build_metadata(
+        group, jnp.asarray(table), jnp.zeros(BATCH, jnp.int32), jnp.asarray(LAST) + 1, ROWS
+    )
 
     def outputs(last_row: jax.Array | None) -> tuple[Any, Any, Any]:
         params = model.params["draft"]
-        out = family.forward(params, draft, tokens, family.fuse(params, draft, hidden), metadata, caches, last_row=last_row)
+        out = family.forward(
+            params,
+            draft,
+            tokens,
+            family.fuse(params, draft, hidden),
+            metadata,
+            caches,
+            last_row=last_row,
+        )
         return out.head_input, out.feedback, out.caches
 
     whole, row = jax.jit(outputs)(None), jax.jit(outputs)(jnp.asarray(LAST))
@@ -59,4 +83,6 @@ def test_pick_row_leaves_what_has_one_row() -> None:
     x = jnp.arange(6).reshape(3, 1, 2)
     assert pick_row(x, jnp.zeros(3, jnp.int32)) is x and pick_row(x, None) is x
     four = jnp.arange(24).reshape(2, 3, 2, 2)
-    np.testing.assert_array_equal(pick_row(four, jnp.asarray([2, 1])), np.stack([four[0, 2:], four[1, 1:2]]))
+    np.testing.assert_array_equal(
+        pick_row(four, jnp.asarray([2, 1])), np.stack([four[0, 2:], four[1, 1:2]])
+    )

@@ -19,7 +19,9 @@ from jaxspec.loading.model import bind_draft, load_draft, load_target
 from jaxspec.tools.prompts import DEMO
 
 HEAD, HEAD_1 = "smollm2-135m-instruct-eagle3", "smollm2-135m-instruct-eagle"
-CHATS = [[{"role": "user", "content": text}] for text in (DEMO[3], "Hi!", DEMO[1])]  # three lengths, padded to a bucket of 4
+CHATS = [
+    [{"role": "user", "content": text}] for text in (DEMO[3], "Hi!", DEMO[1])
+]  # three lengths, padded to a bucket of 4
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24)
 
 
@@ -31,19 +33,43 @@ class Models:
         self.tokenizer = load_tokenizer(folder)
         self.target = load_target(folder, jnp.float32)
 
-    def engine(self, draft: tuple[Any, Any] | None = None, speculative: SpeculativeConfig | None = None, **config: Any) -> LLM:
+    def engine(
+        self,
+        draft: tuple[Any, Any] | None = None,
+        speculative: SpeculativeConfig | None = None,
+        **config: Any,
+    ) -> LLM:
         settings = EngineConfig(max_model_len=512, max_num_seqs=4, **config)
         return LLM(self.target, draft, speculative, tokenizer=self.tokenizer, config=settings)
 
     def eagle3(self, K: int, **config: Any) -> LLM:
         speculative = SpeculativeConfig(model=HEAD, num_speculative_tokens=K)
-        return self.engine(load_draft(resolve(HEAD, kind="draft"), *self.target, speculative, jnp.float32), speculative, **config)
+        return self.engine(
+            load_draft(resolve(HEAD, kind="draft"), *self.target, speculative, jnp.float32),
+            speculative,
+            **config,
+        )
 
     def random_eagle1(self, K: int) -> LLM:
         """A random head proposes what is rejected."""
         cfg = self.target[0]
-        attention = AttentionConfig(cfg.attention.num_heads, cfg.attention.num_kv_heads, cfg.attention.head_dim, RopeConfig())
-        draft = EagleConfig(cfg.hidden_size, 512, 1, attention, cfg.rms_norm_eps, cfg.vocab_size, True, False, cfg.tie_word_embeddings)
+        attention = AttentionConfig(
+            cfg.attention.num_heads,
+            cfg.attention.num_kv_heads,
+            cfg.attention.head_dim,
+            RopeConfig(),
+        )
+        draft = EagleConfig(
+            cfg.hidden_size,
+            512,
+            1,
+            attention,
+            cfg.rms_norm_eps,
+            cfg.vocab_size,
+            True,
+            False,
+            cfg.tie_word_embeddings,
+        )
         params = init_random(eagle.param_specs(draft), jax.random.key(0), jnp.float32)
         speculative = SpeculativeConfig(model="random", method="eagle", num_speculative_tokens=K)
         return self.engine((draft, bind_draft(draft, params, self.target[1], None)), speculative)
@@ -69,19 +95,30 @@ def slow(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("K", [1, slow(2), 3, slow(4), 5])
-def test_trained_head_accepts_and_text_is_the_plain_one(models: Models, plain: list[RequestOutput], K: int) -> None:
+def test_trained_head_accepts_and_text_is_the_plain_one(
+    models: Models, plain: list[RequestOutput], K: int
+) -> None:
     llm = models.eagle3(K)
     assert token_ids(llm.generate(CHATS, PARAMS)) == token_ids(plain)
-    assert llm.metrics.mean_acceptance_length > 1.3, "a run in which nothing is accepted shows little"
+    assert llm.metrics.mean_acceptance_length > 1.3, (
+        "a run in which nothing is accepted shows little"
+    )
 
 
 @pytest.mark.parametrize("K", [slow(1), 3, slow(5)])
-def test_hostile_eagle1_head_leaves_the_plain_text(models: Models, plain: list[RequestOutput], K: int) -> None:
+def test_hostile_eagle1_head_leaves_the_plain_text(
+    models: Models, plain: list[RequestOutput], K: int
+) -> None:
     assert token_ids(models.random_eagle1(K).generate(CHATS, PARAMS)) == token_ids(plain)
 
 
-@pytest.mark.parametrize(("head", "method", "length"), [(HEAD, "eagle3", 1 + 190 / 132), (HEAD_1, "eagle", 1 + 182 / 138)])
-def test_trained_heads_reach_the_acceptance_that_was_recorded(models: Models, head: str, method: str, length: float) -> None:
+@pytest.mark.parametrize(
+    ("head", "method", "length"),
+    [(HEAD, "eagle3", 1 + 190 / 132), (HEAD_1, "eagle", 1 + 182 / 138)],
+)
+def test_trained_heads_reach_the_acceptance_that_was_recorded(
+    models: Models, head: str, method: str, length: float
+) -> None:
     """The demo's prompts at K = 3; MT-bench's figures are in the cards.
 
     A wrong norm or aux layer leaves the text right: of EAGLE-3, norm_output off gives 2.38 here, aux layers one up 2.13,
@@ -111,9 +148,17 @@ def test_sampled_text_repeats_with_its_seed_among_other_neighbours(models: Model
     llm = models.eagle3(3)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=16)
     alone = llm.generate([CHATS[0]], sampled)[0]
-    among = llm.generate([CHATS[1], CHATS[2], CHATS[0]], [PARAMS, SamplingParams(temperature=1.0, seed=1, max_tokens=16), sampled])[2]
+    among = llm.generate(
+        [CHATS[1], CHATS[2], CHATS[0]],
+        [PARAMS, SamplingParams(temperature=1.0, seed=1, max_tokens=16), sampled],
+    )[2]
     assert alone.token_ids == among.token_ids
-    assert alone.token_ids != llm.generate([CHATS[0]], SamplingParams(temperature=0.8, top_p=0.9, seed=9, max_tokens=16))[0].token_ids
+    assert (
+        alone.token_ids
+        != llm.generate(
+            [CHATS[0]], SamplingParams(temperature=0.8, top_p=0.9, seed=9, max_tokens=16)
+        )[0].token_ids
+    )
 
 
 @pytest.mark.gpu
@@ -121,7 +166,9 @@ def test_bfloat16_text_of_a_gpu_is_the_plain_one_at_batch_1() -> None:
     """Every kernel of the target sums a row in one order, whether there are K + 1 rows or one. MT-bench's 80: docs/performance.md."""
     chats = [[{"role": "user", "content": text}] for text in DEMO]
     params = SamplingParams(temperature=0.0, max_tokens=96)
-    llm = LLM.from_pretrained(speculative={"model": HEAD, "num_speculative_tokens": 3}, dtype="bfloat16", max_num_seqs=1)
+    llm = LLM.from_pretrained(
+        speculative={"model": HEAD, "num_speculative_tokens": 3}, dtype="bfloat16", max_num_seqs=1
+    )
     plain = LLM.from_pretrained(dtype="bfloat16", max_num_seqs=1)
     assert token_ids(llm.generate(chats, params)) == token_ids(plain.generate(chats, params))
     assert llm.metrics.mean_acceptance_length > 1.5
@@ -134,8 +181,15 @@ def test_bfloat16_text_of_a_gpu_does_not_depend_on_neighbours(temperature: float
     chats = [[{"role": "user", "content": text}] for text in DEMO]
     speculative = {"model": HEAD, "num_speculative_tokens": 3}
     llm = LLM.from_pretrained(
-        speculative=speculative, dtype="bfloat16", max_num_seqs=8, batch_invariant=True, enable_prefix_caching=False, max_model_len=512
+        speculative=speculative,
+        dtype="bfloat16",
+        max_num_seqs=8,
+        batch_invariant=True,
+        enable_prefix_caching=False,
+        max_model_len=512,
     )
     params = [SamplingParams(temperature, seed=i, max_tokens=48) for i in range(len(chats))]
     together = token_ids(llm.generate(chats, params))
-    assert [token_ids(llm.generate([chat], p))[0] for chat, p in zip(chats, params, strict=True)] == together
+    assert [
+        token_ids(llm.generate([chat], p))[0] for chat, p in zip(chats, params, strict=True)
+    ] == together

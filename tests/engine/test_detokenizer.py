@@ -51,7 +51,9 @@ def test_a_tokens_text_depends_on_the_one_before() -> None:
 def test_a_token_without_text_hides_no_blank(pieces: list[str]) -> None:
     """A tokenizer that, like Llama 2's, writes no blank at the beginning, and no special token."""
     kinds = sorted(set(pieces))
-    decode = lambda ids: "".join(kinds[i] for i in ids).replace("<eos>", "").replace("▁", " ").removeprefix(" ")  # noqa: E731
+    decode = lambda ids: (
+        "".join(kinds[i] for i in ids).replace("<eos>", "").replace("▁", " ").removeprefix(" ")
+    )
     found, ids = Detokenizer(decode), [kinds.index(piece) for piece in pieces]
     for i in ids:
         found.push(i)
@@ -63,7 +65,9 @@ def test_a_token_without_text_hides_no_blank(pieces: list[str]) -> None:
     st.lists(st.sampled_from(["aa", "ab", "bab", "ca"]), min_size=1, max_size=2),
     st.booleans(),
 )
-def test_the_first_stop_string_ends_the_text(pieces: list[str], stops: list[str], include: bool) -> None:
+def test_the_first_stop_string_ends_the_text(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
     """Against a search in the whole text after every token."""
     found = Detokenizer(lambda ids: "".join(PIECES[i] for i in ids), stops, include_stop=include)
     shown, text = [], ""
@@ -82,5 +86,11 @@ def test_the_first_stop_string_ends_the_text(pieces: list[str], stops: list[str]
 
 def test_a_stop_string_before_min_tokens_does_not_count() -> None:
     found = Detokenizer(lambda ids: "".join("xab"[i] for i in ids), ["ab"])
-    assert [found.push(i, may_stop=n > 2) for n, i in enumerate([1, 2, 0, 1, 2])] == [False, False, False, False, True]
+    assert [found.push(i, may_stop=n > 2) for n, i in enumerate([1, 2, 0, 1, 2])] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
     assert found.text == "abx"

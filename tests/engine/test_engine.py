@@ -55,9 +55,13 @@ def engine(
     return LLM(
         (ToyTarget(V), target or counting_table()),
         (ToyDraft(V), counting_table(wrong_after)) if speculative else None,
-        SpeculativeConfig(method="eagle", num_speculative_tokens=K, rejection_sample_method=rule) if speculative else None,
+        SpeculativeConfig(method="eagle", num_speculative_tokens=K, rejection_sample_method=rule)
+        if speculative
+        else None,
         tokenizer=tokenizer,
-        config=EngineConfig(**({"max_model_len": LIMIT, "max_num_seqs": 3, "block_size": 16} | config)),
+        config=EngineConfig(
+            **({"max_model_len": LIMIT, "max_num_seqs": 3, "block_size": 16} | config)
+        ),
     )
 
 
@@ -75,7 +79,9 @@ def test_outputs_come_in_the_order_of_more_prompts_than_run_together(speculative
     limits = [SamplingParams(0.0, max_tokens=n) for n in (1, 9, 4, 13, 2, 7, 5)]
     outputs = llm.generate(prompts, limits)
     assert [o.prompt_token_ids for o in outputs] == prompts
-    assert [o.token_ids for o in outputs] == [counted(p[0] + 1, s.max_tokens) for p, s in zip(prompts, limits, strict=True)]
+    assert [o.token_ids for o in outputs] == [
+        counted(p[0] + 1, s.max_tokens) for p, s in zip(prompts, limits, strict=True)
+    ]
     assert {o.finish_reason for o in outputs} == {"length"}
 
 
@@ -102,20 +108,29 @@ def test_stop_token_ids_end_a_request_and_ignore_eos_passes_over_the_end_of_text
 
 def test_a_stop_token_from_prefill_ends_a_request_at_once() -> None:
     (output,) = engine(tokenizer=Digits()).generate([[19]], GREEDY)
-    assert output.token_ids == [20] and output.finish_reason == "stop" and output.metrics.num_drafts == 0
+    assert (
+        output.token_ids == [20]
+        and output.finish_reason == "stop"
+        and output.metrics.num_drafts == 0
+    )
 
 
 @pytest.mark.parametrize("speculative", [True, False])
 def test_max_tokens_1_and_a_prompt_one_short_of_the_limit_give_one_token(speculative: bool) -> None:
     llm = engine(speculative=speculative)
-    short, long = llm.generate([[1], [2] * (LIMIT - 1)], [SamplingParams(0.0, max_tokens=1), SamplingParams(0.0, max_tokens=99)])
+    short, long = llm.generate(
+        [[1], [2] * (LIMIT - 1)],
+        [SamplingParams(0.0, max_tokens=1), SamplingParams(0.0, max_tokens=99)],
+    )
     assert (short.token_ids, short.finish_reason) == ([2], "length")
     assert (long.token_ids, long.finish_reason) == ([3], "length")
 
 
 @pytest.mark.parametrize("length", [1, LIMIT // 2, LIMIT - 5, LIMIT - 2])
 def test_a_request_ends_at_max_model_len(length: int) -> None:
-    (output,) = engine(wrong_after=(5,)).generate([[3] * length], SamplingParams(0.0, max_tokens=1000))
+    (output,) = engine(wrong_after=(5,)).generate(
+        [[3] * length], SamplingParams(0.0, max_tokens=1000)
+    )
     assert len(output.token_ids) == LIMIT - length and output.finish_reason == "length"
     assert output.token_ids == counted(4, LIMIT - length)
 
@@ -129,7 +144,13 @@ def test_one_prompt_texts_and_chats_are_understood() -> None:
     llm = engine(tokenizer=Digits())
     two = SamplingParams(0.0, max_tokens=2)
     chat = [{"role": "user", "content": "1 2"}]
-    for prompts, texts in (("7", ["8 9"]), ([7], ["8 9"]), (["7", "1 2"], ["8 9", "3 4"]), (chat, ["3 4"]), ([chat, chat], ["3 4"] * 2)):
+    for prompts, texts in (
+        ("7", ["8 9"]),
+        ([7], ["8 9"]),
+        (["7", "1 2"], ["8 9", "3 4"]),
+        (chat, ["3 4"]),
+        ([chat, chat], ["3 4"] * 2),
+    ):
         assert [o.text for o in llm.generate(prompts, two)] == texts
     assert llm.chat(chat, two)[0].text == "3 4"
 
@@ -151,10 +172,14 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(rule: str) ->
 
     def text(seed: int | None, prompts: int = 1) -> list[int]:
         others = [SamplingParams(1.0, seed=99, max_tokens=20)] * (prompts - 1)
-        return llm.generate([[1], [2], [3]][:prompts], [SamplingParams(1.0, seed=seed, max_tokens=20), *others])[0].token_ids
+        return llm.generate(
+            [[1], [2], [3]][:prompts], [SamplingParams(1.0, seed=seed, max_tokens=20), *others]
+        )[0].token_ids
 
     assert text(7) == text(7) == text(7, prompts=3)
-    assert len({tuple(text(seed)) for seed in (7, 8, 7 + 2**32, -7, 2**63)}) == 5, "both halves of a seed count"
+    assert len({tuple(text(seed)) for seed in (7, 8, 7 + 2**32, -7, 2**63)}) == 5, (
+        "both halves of a seed count"
+    )
     assert text(None) != text(None)
 
 
@@ -170,7 +195,9 @@ def test_metrics_of_an_example_worked_out_by_hand() -> None:
     assert (m.num_drafts, m.num_draft_tokens, m.num_accepted_tokens) == (4, 12, 3 + 0 + 2 + 3)
     assert m.acceptance_histogram == [1, 0, 1, 2] and m.accepted_per_position == [3, 3, 2]
     assert m.per_position_acceptance == [0.75, 0.75, 0.5]
-    assert m.acceptance_rate == pytest.approx(8 / 12) and m.mean_acceptance_length == pytest.approx(3.0)
+    assert m.acceptance_rate == pytest.approx(8 / 12) and m.mean_acceptance_length == pytest.approx(
+        3.0
+    )
     assert vars(llm.metrics) == vars(m)
 
 
@@ -182,9 +209,18 @@ def test_metrics_count_a_last_round_whole_as_vllm_does() -> None:
 
 def test_drafts_past_a_stop_string_are_not_counted() -> None:
     """Prefill gives 1, rounds give 2 3 4 5 | 6 7 8 9, and 7 ends the text."""
-    (output,) = engine(tokenizer=Digits()).generate([[0]], SamplingParams(0.0, max_tokens=30, stop="7"))
-    assert output.token_ids == counted(1, 7) and output.text == "1 2 3 4 5 6 " and output.finish_reason == "stop"
-    assert output.metrics.acceptance_histogram == [0, 0, 1, 1] and output.metrics.num_accepted_tokens == 3 + 2
+    (output,) = engine(tokenizer=Digits()).generate(
+        [[0]], SamplingParams(0.0, max_tokens=30, stop="7")
+    )
+    assert (
+        output.token_ids == counted(1, 7)
+        and output.text == "1 2 3 4 5 6 "
+        and output.finish_reason == "stop"
+    )
+    assert (
+        output.metrics.acceptance_histogram == [0, 0, 1, 1]
+        and output.metrics.num_accepted_tokens == 3 + 2
+    )
 
 
 def test_engine_metrics_are_the_sum_over_requests_and_can_be_reset() -> None:
@@ -193,14 +229,23 @@ def test_engine_metrics_are_the_sum_over_requests_and_can_be_reset() -> None:
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert getattr(llm.metrics, name) == sum(getattr(o.metrics, name) for o in outputs) > 0
     llm.reset_metrics()
-    assert llm.metrics.num_drafts == 0 and llm.metrics.mean_acceptance_length == 1.0 and llm.timings.num_rounds == 0
+    assert (
+        llm.metrics.num_drafts == 0
+        and llm.metrics.mean_acceptance_length == 1.0
+        and llm.timings.num_rounds == 0
+    )
 
 
 def test_a_draft_that_is_always_right_is_accepted_whole_in_every_compilation_mode() -> None:
     for mode in ("round", "step", "eager"):
         llm = engine(compilation=mode)
         (output,) = llm.generate([[0]], GREEDY)
-        assert output.token_ids == counted(1, 13) and output.metrics.acceptance_histogram == [0, 0, 0, 3]
+        assert output.token_ids == counted(1, 13) and output.metrics.acceptance_histogram == [
+            0,
+            0,
+            0,
+            3,
+        ]
 
 
 # ---- bad input
@@ -221,29 +266,57 @@ SETTINGS: dict[str, Any] = {
     "top_p: expected a number in (0, 1], got 1.5": lambda: SamplingParams(top_p=1.5),
     "top_p: expected a number in (0, 1], got nan": lambda: SamplingParams(top_p=math.nan),
     "top_k: expected an integer": lambda: SamplingParams(top_k=-2),
-    "max_tokens: expected an integer of at least 1 or None, got 0": lambda: SamplingParams(max_tokens=0),
+    "max_tokens: expected an integer of at least 1 or None, got 0": lambda: SamplingParams(
+        max_tokens=0
+    ),
     "seed: expected a 64-bit integer": lambda: SamplingParams(seed=2**64),
     "stop_token_ids: expected token ids": lambda: SamplingParams(stop_token_ids=(-1,)),
-    "num_speculative_tokens: expected an integer of at least 1, got 0": lambda: SpeculativeConfig(num_speculative_tokens=0),
-    "num_speculative_tokens: expected an integer of at least 1, got -3": lambda: SpeculativeConfig(num_speculative_tokens=-3),
+    "num_speculative_tokens: expected an integer of at least 1, got 0": lambda: SpeculativeConfig(
+        num_speculative_tokens=0
+    ),
+    "num_speculative_tokens: expected an integer of at least 1, got -3": lambda: SpeculativeConfig(
+        num_speculative_tokens=-3
+    ),
     "method: expected one of eagle, eagle3": lambda: SpeculativeConfig(method="medusa"),
-    "rejection_sample_method: expected one of": lambda: SpeculativeConfig(rejection_sample_method="lenient"),
+    "rejection_sample_method: expected one of": lambda: SpeculativeConfig(
+        rejection_sample_method="lenient"
+    ),
     "draft_sample_method: expected one of": lambda: SpeculativeConfig(draft_sample_method="beam"),
-    "speculative config: expected keys among": lambda: SpeculativeConfig.from_dict({"model": "x", "num_tokens": 3}),
-    "compilation: expected one of round, step, eager, got 'fast'": lambda: EngineConfig(compilation="fast"),  # type: ignore[arg-type]
+    "speculative config: expected keys among": lambda: SpeculativeConfig.from_dict(
+        {"model": "x", "num_tokens": 3}
+    ),
+    "compilation: expected one of round, step, eager, got 'fast'": lambda: EngineConfig(
+        compilation="fast"
+    ),  # type: ignore[arg-type]
     "max_num_seqs: expected an integer of at least 1, got 0": lambda: EngineConfig(max_num_seqs=0),
-    "block_size: expected an integer of at least 1, got True": lambda: EngineConfig(block_size=True),
-    "batch_buckets: expected batch sizes": lambda: EngineConfig(max_num_seqs=8, batch_buckets=(1, 4)),
-    "dtype: expected one of auto, float32, bfloat16, got 'int8'": lambda: LLM.from_pretrained(dtype="int8"),
+    "block_size: expected an integer of at least 1, got True": lambda: EngineConfig(
+        block_size=True
+    ),
+    "batch_buckets: expected batch sizes": lambda: EngineConfig(
+        max_num_seqs=8, batch_buckets=(1, 4)
+    ),
+    "dtype: expected one of auto, float32, bfloat16, got 'int8'": lambda: LLM.from_pretrained(
+        dtype="int8"
+    ),
     "mxfp4: expected dequantised or packed, got 'no'": lambda: LLM.from_pretrained(mxfp4="no"),
-    "sampling_params: expected one for all or one for each of 2": lambda: engine().generate([[1], [2]], [GREEDY]),
-    "sampling_params: expected SamplingParams, or a list of them, got 'greedy'": lambda: engine().generate([[1]], "greedy"),  # type: ignore
-    "prompt 1: sampling_params: expected SamplingParams, got None": lambda: engine().generate([[1], [2]], [GREEDY, None]),  # type: ignore
+    "sampling_params: expected one for all or one for each of 2": lambda: engine().generate(
+        [[1], [2]], [GREEDY]
+    ),
+    "sampling_params: expected SamplingParams, or a list of them, got 'greedy'": lambda: (
+        engine().generate([[1]], "greedy")
+    ),  # type: ignore
+    "prompt 1: sampling_params: expected SamplingParams, got None": lambda: engine().generate(
+        [[1], [2]], [GREEDY, None]
+    ),  # type: ignore
     "prompt 1: stop_token_ids: expected token ids in 0..31, got 32": lambda: engine().generate(
         [[1], [2]], [GREEDY, SamplingParams(stop_token_ids=[V])]
     ),
-    "draft and speculative: expected both or neither": lambda: LLM((ToyTarget(V), {}), None, SpeculativeConfig()),
-    "max_model_len: expected at most the target's": lambda: LLM((ToyTarget(V, max_position_embeddings=16), {})),
+    "draft and speculative: expected both or neither": lambda: LLM(
+        (ToyTarget(V), {}), None, SpeculativeConfig()
+    ),
+    "max_model_len: expected at most the target's": lambda: LLM(
+        (ToyTarget(V, max_position_embeddings=16), {})
+    ),
 }
 
 
@@ -254,7 +327,9 @@ def assert_one_sentence(raised: pytest.ExceptionInfo[ConfigError], message: str)
 
 
 @pytest.mark.parametrize("message", PROMPTS)
-def test_a_bad_prompt_is_named_in_one_sentence_before_anything_runs(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_prompt_is_named_in_one_sentence_before_anything_runs(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = engine()
     monkeypatch.setattr(llm, "_run", lambda *_: pytest.fail("a batch ran"))
     with pytest.raises(ConfigError) as raised:
@@ -274,4 +349,9 @@ def test_no_prompts_give_no_outputs() -> None:
 
 
 def test_a_tokenizer_is_any_object_with_its_methods() -> None:
-    assert engine(tokenizer=SimpleNamespace(eos_token_ids=(), decode=lambda ids: f"{len(ids)}")).generate([[1]], GREEDY)[0].text == "13"
+    assert (
+        engine(tokenizer=SimpleNamespace(eos_token_ids=(), decode=lambda ids: f"{len(ids)}"))
+        .generate([[1]], GREEDY)[0]
+        .text
+        == "13"
+    )

@@ -28,8 +28,16 @@ PAIRS = {
 }
 
 
-def make(model: Model, num_blocks: int | tuple[int, ...], *, draft: bool = True, **config: Any) -> LLM:
-    values = {"max_model_len": LIMIT, "max_num_seqs": 4, "block_size": SIZE, "batch_buckets": (4,), "max_num_batched_tokens": 32}
+def make(
+    model: Model, num_blocks: int | tuple[int, ...], *, draft: bool = True, **config: Any
+) -> LLM:
+    values = {
+        "max_model_len": LIMIT,
+        "max_num_seqs": 4,
+        "block_size": SIZE,
+        "batch_buckets": (4,),
+        "max_num_batched_tokens": 32,
+    }
     method = str(model.draft.method).split("_")[0]
     return LLM(
         (model.target, model.params["target"]),
@@ -57,8 +65,12 @@ FAMILIES = [
     for f in PAIRS
     for rounds in ROUNDS.get(f, (1,))
 ]
-of_several_groups = pytest.mark.parametrize("engines", [p for p in FAMILIES if len(PAIRS[p.values[0][0]][2]) > 1], indirect=True)  # type: ignore
-in_flight = pytest.mark.parametrize("ahead", [False, True])  # True: as on a GPU, programs are launched before a result is read
+of_several_groups = pytest.mark.parametrize(
+    "engines", [p for p in FAMILIES if len(PAIRS[p.values[0][0]][2]) > 1], indirect=True
+)  # type: ignore
+in_flight = pytest.mark.parametrize(
+    "ahead", [False, True]
+)  # True: as on a GPU, programs are launched before a result is read
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -69,7 +81,10 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
     roomy = make(model, (ROOM,) * len(sights), enable_prefix_caching=False)
     groups = roomy.runner.cache_groups
     assert [{k: v for k in ("window", "chunk") if (v := getattr(g, k))} for g in groups] == sights
-    least = tuple(demand(g, max_model_len=LIMIT, head_room=K + 1, max_chunk=32, rounds_per_step=rounds).least for g in groups)
+    least = tuple(
+        demand(g, max_model_len=LIMIT, head_room=K + 1, max_chunk=32, rounds_per_step=rounds).least
+        for g in groups
+    )
     small = make(model, (ROOM,) * len(sights), rounds_per_step=rounds)
     for blocks, count in zip(small.engine.scheduler.groups, least, strict=True):
         blocks.pool = BlockPool(count)
@@ -106,8 +121,13 @@ def random_requests(count: int, seed: int) -> tuple[list[list[int]], list[Sampli
 def test_a_program_is_compiled_once_for_each_bucket_and_kind(engines: Engines) -> None:
     """Greedy and sampled."""
     several = engines.small.runner.rounds_per_step > 1
-    count = {name: sum(name in compiled for compiled in engines.compiled) for name in ("decode_round_", "decode_rounds)", "prefill)")}
-    assert (count["decode_round_"], count["decode_rounds)"]) == ((0, 2) if several else (2, 0)), engines.compiled
+    count = {
+        name: sum(name in compiled for compiled in engines.compiled)
+        for name in ("decode_round_", "decode_rounds)", "prefill)")
+    }
+    assert (count["decode_round_"], count["decode_rounds)"]) == ((0, 2) if several else (2, 0)), (
+        engines.compiled
+    )
     assert count["prefill)"] == 2 or several, "with one round a step they are the same"
 
 
@@ -122,30 +142,47 @@ def test_each_of_many_requests_has_its_own_text_in_pools_far_too_small(
     with counting_compilations() as compiled:
         together = small.generate(prompts, params)
     assert not compiled, "nothing compiles while decoding"
-    assert small.scheduling.num_preemptions > 0 and small.scheduling.num_prefix_hits > 0 and all_free(small)
+    assert (
+        small.scheduling.num_preemptions > 0
+        and small.scheduling.num_prefix_hits > 0
+        and all_free(small)
+    )
     alone = [roomy.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
-    assert roomy.scheduling.num_preemptions == 0 == roomy.scheduling.num_prefix_hits and all_free(roomy)
+    assert roomy.scheduling.num_preemptions == 0 == roomy.scheduling.num_prefix_hits and all_free(
+        roomy
+    )
     for i, (output, expected) in enumerate(zip(together, alone, strict=True)):
-        assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason), i
+        assert (output.token_ids, output.finish_reason) == (
+            expected.token_ids,
+            expected.finish_reason,
+        ), i
     assert small.metrics.mean_acceptance_length > 1.3
 
 
 @of_several_groups
 @in_flight
-def test_a_text_as_long_as_can_be_holds_a_window_of_blocks_only(engines: Engines, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_as_long_as_can_be_holds_a_window_of_blocks_only(
+    engines: Engines, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small, rounds, held = engines.small, engines.small.runner.rounds_per_step, []
     depth = ahead * steps_ahead(rounds)
     monkeypatch.setattr(small.engine, "depth", depth)
     (prompt,) = (np.random.default_rng(3).integers(0, VOCAB, 40).tolist(),)
 
     def note(_: object) -> None:
-        held.extend([len(h.blocks) for h in r.blocks] for r in small.engine.scheduler.running if r.num_generated > 1)
+        held.extend(
+            [len(h.blocks) for h in r.blocks]
+            for r in small.engine.scheduler.running
+            if r.num_generated > 1
+        )
 
     params = SamplingParams(0.0, max_tokens=LIMIT, ignore_eos=True)
     (output,) = small.generate([prompt], params, callback=note)
     assert len(output.token_ids) == LIMIT - 40 and all_free(small)
     assert output.token_ids == engines.roomy.generate([prompt], params)[0].token_ids
-    for group, most, least in zip(small.runner.cache_groups, np.max(held, axis=0), engines.least, strict=True):
+    for group, most, least in zip(
+        small.runner.cache_groups, np.max(held, axis=0), engines.least, strict=True
+    ):
         if group.reach is not None:
             rows = (1 + (depth + 1) * rounds) * (K + 1)
             assert 1 < most <= -(-(group.reach + rows) // SIZE) + 1 and least < LIMIT // SIZE // 2
@@ -154,8 +191,16 @@ def test_a_text_as_long_as_can_be_holds_a_window_of_blocks_only(engines: Engines
 @of_several_groups
 def test_a_pool_too_small_for_one_window_is_named_with_the_numbers(engines: Engines) -> None:
     blocks = (*engines.least[:-1], engines.least[-1] - 1)
-    with pytest.raises(ConfigError, match=rf"KV cache: expected {engines.least[-1]} blocks of 4 tokens for (a window of|chunks of) \d"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"KV cache: expected {engines.least[-1]} blocks of 4 tokens for (a window of|chunks of) \d",
+    ):
         make(engines.model, blocks, rounds_per_step=engines.small.runner.rounds_per_step)
-    assert make(engines.model, engines.least, rounds_per_step=engines.small.runner.rounds_per_step).runner.num_blocks == engines.least
+    assert (
+        make(
+            engines.model, engines.least, rounds_per_step=engines.small.runner.rounds_per_step
+        ).runner.num_blocks
+        == engines.least
+    )
     with pytest.raises(ConfigError, match="num_gpu_blocks_override: expected a number for each of"):
         make(engines.model, (*engines.least, 9))

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, ConfigError, EngineConfig, Increment, Interrupted, SamplingParams, SpeculativeConfig
+from jaxspec import (
+    LLM,
+    ConfigError,
+    EngineConfig,
+    Increment,
+    Interrupted,
+    SamplingParams,
+    SpeculativeConfig,
+)
 from jaxspec.cache.pool_sizes import steps_ahead
 from jaxspec.engine import engine as engine_module
 from tests.support.tiny import VOCAB, agreeing_model
@@ -28,15 +36,33 @@ def tokenizer() -> Any:
     """Texts of one letter a token."""
     letters = [chr(ord("A") + i) for i in range(VOCAB)]
     return SimpleNamespace(
-        eos_token_ids=STOP_IDS, decode=lambda ids: "".join(letters[i] for i in ids), encode=lambda t: [ord(c) - 65 for c in t]
+        eos_token_ids=STOP_IDS,
+        decode=lambda ids: "".join(letters[i] for i in ids),
+        encode=lambda t: [ord(c) - 65 for c in t],
     )
 
 
-def make(*, draft: bool = True, rule: str = "probabilistic", spec: dict[str, Any] | None = None, **config: Any) -> LLM:
+def make(
+    *,
+    draft: bool = True,
+    rule: str = "probabilistic",
+    spec: dict[str, Any] | None = None,
+    **config: Any,
+) -> LLM:
     speculative = (
-        SpeculativeConfig(method="eagle3", num_speculative_tokens=K, rejection_sample_method=rule, **(spec or {})) if draft else None
+        SpeculativeConfig(
+            method="eagle3", num_speculative_tokens=K, rejection_sample_method=rule, **(spec or {})
+        )
+        if draft
+        else None
     )
-    values = {"max_model_len": LIMIT, "max_num_seqs": 4, "block_size": 4, "batch_buckets": (4,), "max_num_batched_tokens": 64}
+    values = {
+        "max_model_len": LIMIT,
+        "max_num_seqs": 4,
+        "block_size": 4,
+        "batch_buckets": (4,),
+        "max_num_batched_tokens": 64,
+    }
     values["num_gpu_blocks_override"] = LIMIT // 4  # room for one request of the largest size
     return LLM(
         (MODEL.target, MODEL.params["target"]),
@@ -87,7 +113,9 @@ def all_free(llm: LLM) -> bool:
 
 
 @pytest.mark.once
-def test_each_of_200_random_requests_has_its_own_text_in_a_pool_far_too_small(llm: LLM, cold: LLM) -> None:
+def test_each_of_200_random_requests_has_its_own_text_in_a_pool_far_too_small(
+    llm: LLM, cold: LLM
+) -> None:
     """In any order of arrival; alone means one after the other, and without a prefix cache."""
     prompts, params = random_requests(200, seed=1)
     order = np.random.default_rng(2).permutation(200)
@@ -123,18 +151,27 @@ def ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     return llm
 
 
-def test_requests_have_their_own_text_and_counts_with_steps_in_flight(ahead: LLM, cold: LLM) -> None:
+def test_requests_have_their_own_text_and_counts_with_steps_in_flight(
+    ahead: LLM, cold: LLM
+) -> None:
     """Stop strings end a request that the device goes on with; its blocks and its slot are another's by then."""
     prompts, params = random_requests(60, seed=11)
     rng = np.random.default_rng(12)
-    params = [replace(p, stop=[chr(65 + t) for t in rng.integers(0, VOCAB, 2 * (i % 2))]) for i, p in enumerate(params)]
+    params = [
+        replace(p, stop=[chr(65 + t) for t in rng.integers(0, VOCAB, 2 * (i % 2))])
+        for i, p in enumerate(params)
+    ]
     ahead.reset_metrics()
     together = ahead.generate(prompts, params)
     assert ahead.scheduling.num_preemptions > 0 and ahead.scheduling.num_prefix_hits > 0
     assert sum(len(o.text) < len(o.token_ids) for o in together) > 5, "stopped by a string"
     for i, output in enumerate(together):
         (alone,) = cold.generate([prompts[i]], params[i])
-        assert (output.token_ids, output.text, output.finish_reason) == (alone.token_ids, alone.text, alone.finish_reason), i
+        assert (output.token_ids, output.text, output.finish_reason) == (
+            alone.token_ids,
+            alone.text,
+            alone.finish_reason,
+        ), i
         assert output.metrics == alone.metrics, i
     assert all_free(ahead)
 
@@ -151,8 +188,12 @@ def test_rounds_in_flight_past_the_last_request_count_for_nothing(ahead: LLM) ->
     time.sleep(0.5)
     began = time.perf_counter()
     (again,) = ahead.generate([[20, 21]], params)
-    assert again.token_ids == whole.token_ids and ahead.timings.num_rounds == again.metrics.num_drafts
-    assert ahead.timings.prefill_seconds + ahead.timings.decode_seconds <= time.perf_counter() - began
+    assert (
+        again.token_ids == whole.token_ids and ahead.timings.num_rounds == again.metrics.num_drafts
+    )
+    assert (
+        ahead.timings.prefill_seconds + ahead.timings.decode_seconds <= time.perf_counter() - began
+    )
 
 
 def test_prefix_caching_changes_no_greedy_text(llm: LLM, cold: LLM) -> None:
@@ -165,7 +206,9 @@ def test_prefix_caching_changes_no_greedy_text(llm: LLM, cold: LLM) -> None:
     warm, plain = llm.generate(prompts, greedy), cold.generate(prompts, greedy)
     assert llm.scheduling.num_prefix_hits > 100 and cold.scheduling.num_prefix_hits == 0
     assert [o.token_ids for o in warm] == [o.token_ids for o in plain]
-    assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in plain]
+    assert [o.metrics.acceptance_histogram for o in warm] == [
+        o.metrics.acceptance_histogram for o in plain
+    ]
 
 
 # ---- faults of one request
@@ -184,7 +227,10 @@ def test_a_callback_that_raises_ends_its_own_request_only(llm: LLM) -> None:
     outputs = llm.generate(prompts, params, callback=callback)
     assert [outputs[i].token_ids for i in (0, 2)] == [expected[i].token_ids for i in (0, 2)]
     assert outputs[1].finish_reason == "error" and str(outputs[1].error) == "mine"
-    assert outputs[1].token_ids == expected[1].token_ids[: len(outputs[1].token_ids)] and len(outputs[1].token_ids) < 20
+    assert (
+        outputs[1].token_ids == expected[1].token_ids[: len(outputs[1].token_ids)]
+        and len(outputs[1].token_ids) < 20
+    )
     assert all_free(llm)
     for i in (0, 2):
         assert "".join(s.text for s in seen if s.index == i) == expected[i].text
@@ -202,7 +248,9 @@ def test_a_callback_that_generates_ends_its_own_request_only(llm: LLM) -> None:
 
     outputs = llm.generate(prompts, params, callback=callback)
     assert [outputs[i].token_ids for i in (0, 2)] == [expected[i].token_ids for i in (0, 2)]
-    assert outputs[1].finish_reason == "error" and str(outputs[1].error).startswith("callback: expected no generating inside it")
+    assert outputs[1].finish_reason == "error" and str(outputs[1].error).startswith(
+        "callback: expected no generating inside it"
+    )
     assert all_free(llm)
 
 
@@ -231,7 +279,9 @@ def test_a_bad_request_does_not_touch_those_that_run(llm: LLM) -> None:
     assert tokens + [t for increment in stream for t in increment.token_ids] == expected.token_ids
 
 
-def test_ctrl_c_leaves_what_was_finished_and_a_usable_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_what_was_finished_and_a_usable_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = [SamplingParams(0.0, max_tokens=n, ignore_eos=True) for n in (1, 80, 2)]
     expected = [o.token_ids for o in llm.generate([[9], [10], [11]], params)]
     steps, step = [], engine_module.Engine._step
@@ -245,15 +295,27 @@ def test_ctrl_c_leaves_what_was_finished_and_a_usable_engine(llm: LLM, monkeypat
     monkeypatch.setattr(engine_module.Engine, "_step", interrupted)
     with pytest.raises(Interrupted) as raised:
         llm.generate([[9], [10], [11]], params)
-    assert [(o.index, o.token_ids) for o in raised.value.outputs] == [(0, expected[0]), (2, expected[2])]
+    assert [(o.index, o.token_ids) for o in raised.value.outputs] == [
+        (0, expected[0]),
+        (2, expected[2]),
+    ]
     assert isinstance(raised.value, KeyboardInterrupt)
-    assert str(raised.value).splitlines()[0] == "2 prompts were finished, their outputs are in this exception's outputs:"
-    assert str(raised.value).splitlines()[1:] == [f"  {o.text or o.token_ids!r}" for o in raised.value.outputs]
-    assert [o.token_ids for o in llm.generate([[9], [10], [11]], params)] == expected and all_free(llm)
+    assert (
+        str(raised.value).splitlines()[0]
+        == "2 prompts were finished, their outputs are in this exception's outputs:"
+    )
+    assert str(raised.value).splitlines()[1:] == [
+        f"  {o.text or o.token_ids!r}" for o in raised.value.outputs
+    ]
+    assert [o.token_ids for o in llm.generate([[9], [10], [11]], params)] == expected and all_free(
+        llm
+    )
 
 
 @pytest.mark.parametrize("added", [0, 1])
-def test_ctrl_c_while_requests_are_added_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch, added: int) -> None:
+def test_ctrl_c_while_requests_are_added_leaves_a_usable_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, added: int
+) -> None:
     count, add = [], engine_module.Engine.add
 
     def interrupted(self: Any, request: Any) -> None:
@@ -267,25 +329,42 @@ def test_ctrl_c_while_requests_are_added_leaves_a_usable_engine(llm: LLM, monkey
         patch.setattr(engine_module.Engine, "add", interrupted)
         with pytest.raises(Interrupted) as raised:
             llm.generate([[9], [10], [11]], params)
-    assert raised.value.outputs == [] and str(raised.value).startswith("0 prompts were finished") and all_free(llm)
+    assert (
+        raised.value.outputs == []
+        and str(raised.value).startswith("0 prompts were finished")
+        and all_free(llm)
+    )
     assert len(llm.generate([[9]], params)[0].token_ids) == 3
 
 
-def test_out_of_device_memory_is_one_sentence_with_numbers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_device_memory_is_one_sentence_with_numbers(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes."
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.runner, "round", full)
         with pytest.raises(ConfigError) as raised:
             llm.generate([[1, 2]], SamplingParams(0.0, max_tokens=5, ignore_eos=True))
     text = str(raised.value)
-    assert text.startswith("device memory: expected room for weights of") and "lower gpu_memory_utilization (0.9), max_num_seqs (4)" in text
-    assert len(llm.generate([[1, 2]], SamplingParams(0.0, max_tokens=5, ignore_eos=True))[0].token_ids) == 5
+    assert (
+        text.startswith("device memory: expected room for weights of")
+        and "lower gpu_memory_utilization (0.9), max_num_seqs (4)" in text
+    )
+    assert (
+        len(llm.generate([[1, 2]], SamplingParams(0.0, max_tokens=5, ignore_eos=True))[0].token_ids)
+        == 5
+    )
 
 
 def test_a_pool_too_small_for_one_request_is_named_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"KV cache: expected 24 blocks of 4 tokens .* got 23 from num_gpu_blocks_override 23; lower"):
+    with pytest.raises(
+        ConfigError,
+        match=r"KV cache: expected 24 blocks of 4 tokens .* got 23 from num_gpu_blocks_override 23; lower",
+    ):
         make(num_gpu_blocks_override=23)
 
 
@@ -298,13 +377,24 @@ def test_nothing_after_a_stop_string_leaks_wherever_it_lies_in_a_window(llm: LLM
     (whole,) = llm.generate([[20, 21]], SamplingParams(**greedy))
     assert whole.metrics.mean_acceptance_length > 1.5
     stops = sorted({whole.text[i : i + 2] for i in range(len(whole.text) - 1)})
-    outputs = llm.generate([[20, 21]] * len(stops), [SamplingParams(**greedy, stop=s) for s in stops])
-    kept = llm.generate([[20, 21]] * len(stops), [SamplingParams(**greedy, stop=s, include_stop_str_in_output=True) for s in stops])
+    outputs = llm.generate(
+        [[20, 21]] * len(stops), [SamplingParams(**greedy, stop=s) for s in stops]
+    )
+    kept = llm.generate(
+        [[20, 21]] * len(stops),
+        [SamplingParams(**greedy, stop=s, include_stop_str_in_output=True) for s in stops],
+    )
     for stop, cut, with_stop in zip(stops, outputs, kept, strict=True):
         at = whole.text.index(stop)
-        assert cut.finish_reason == "stop" and cut.text == whole.text[:at] and with_stop.text == whole.text[: at + 2]
+        assert (
+            cut.finish_reason == "stop"
+            and cut.text == whole.text[:at]
+            and with_stop.text == whole.text[: at + 2]
+        )
         assert cut.token_ids == whole.token_ids[: at + 2], "up to the token that completes it"
-        assert cut.metrics.num_accepted_tokens <= len(cut.token_ids) - max(1, cut.metrics.num_drafts), "nothing past the stop is counted"
+        assert cut.metrics.num_accepted_tokens <= len(cut.token_ids) - max(
+            1, cut.metrics.num_drafts
+        ), "nothing past the stop is counted"
         assert cut.times.num_tokens == len(cut.token_ids)
     assert all_free(llm)
 
@@ -313,7 +403,11 @@ def test_a_stop_string_that_never_comes_changes_nothing(llm: LLM) -> None:
     params = {"temperature": 0.0, "max_tokens": 15, "ignore_eos": True}
     (plain,) = llm.generate([[22]], SamplingParams(**params))
     (other,) = llm.generate([[22]], SamplingParams(**params, stop="!"))
-    assert (other.token_ids, other.text, other.finish_reason) == (plain.token_ids, plain.text, "length")
+    assert (other.token_ids, other.text, other.finish_reason) == (
+        plain.token_ids,
+        plain.text,
+        "length",
+    )
 
 
 def test_a_stream_never_shows_the_start_of_a_stop_string(llm: LLM) -> None:
@@ -333,16 +427,23 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 def test_n_texts_have_seeds_of_their_own_and_the_first_is_the_only_one_of_n_1(llm: LLM) -> None:
     params = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
-    (one,), (three,) = llm.generate([[30]], SamplingParams(**params)), llm.generate([[30]], SamplingParams(**params, n=3))
+    (one,), (three,) = (
+        llm.generate([[30]], SamplingParams(**params)),
+        llm.generate([[30]], SamplingParams(**params, n=3)),
+    )
     assert [o.index for o in three.outputs] == [0, 1, 2] and three.token_ids == one.token_ids
     assert len({tuple(o.token_ids) for o in three.outputs}) == 3
-    assert [o.token_ids for o in llm.generate([[30]], SamplingParams(**params, n=3))[0].outputs] == [o.token_ids for o in three.outputs]
+    assert [
+        o.token_ids for o in llm.generate([[30]], SamplingParams(**params, n=3))[0].outputs
+    ] == [o.token_ids for o in three.outputs]
 
 
 def test_a_request_drafts_as_many_tokens_as_it_asks_for(llm: LLM) -> None:
     """Beside others with their own number; greedy text is the same with every one."""
     asked = [None, 0, 1, 2, 9]
-    params = [SamplingParams(0.0, max_tokens=20, ignore_eos=True, num_speculative_tokens=n) for n in asked]
+    params = [
+        SamplingParams(0.0, max_tokens=20, ignore_eos=True, num_speculative_tokens=n) for n in asked
+    ]
     outputs = llm.generate([[20, 21]] * 5, params)
     assert len({tuple(o.token_ids) for o in outputs}) == 1
     for output, n in zip(outputs, [3, 0, 1, 2, 3], strict=True):
@@ -354,24 +455,39 @@ def test_a_request_drafts_as_many_tokens_as_it_asks_for(llm: LLM) -> None:
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_past_draft_max_model_len_a_request_goes_on_without_drafts(rounds: int) -> None:
     """Under the strict rule sampled text is plain decoding's as well."""
-    limited, plain = make(rule="strict", spec={"draft_max_model_len": 24}, rounds_per_step=rounds), make(draft=False)
+    limited, plain = (
+        make(rule="strict", spec={"draft_max_model_len": 24}, rounds_per_step=rounds),
+        make(draft=False),
+    )
     params = [SamplingParams(t, seed=3, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
     prompts = [[20, 21, 22], [20, 21, 22]]
     outputs, expected = limited.generate(prompts, params), plain.generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     for output in outputs:
-        assert 0 < output.metrics.num_draft_tokens <= 3 * (24 - 3 + 1), "no draft from a context of more than 24 tokens"
+        assert 0 < output.metrics.num_draft_tokens <= 3 * (24 - 3 + 1), (
+            "no draft from a context of more than 24 tokens"
+        )
     (long,) = limited.generate([list(range(30))], params[0])
-    assert long.metrics.num_drafts == 0 and long.token_ids == plain.generate([list(range(30))], params[0])[0].token_ids
+    assert (
+        long.metrics.num_drafts == 0
+        and long.token_ids == plain.generate([list(range(30))], params[0])[0].token_ids
+    )
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_k_follows_the_batch_size_and_greedy_text_does_not(rounds: int) -> None:
     """Rounds without drafts keep the draft's cache up to date: it is accepted again afterwards."""
     spec = {"num_speculative_tokens_per_batch_size": [(2, 3, 1), (4, 4, 0)]}
-    wide = {"batch_buckets": (1, 2, 4), "num_gpu_blocks_override": LIMIT, "max_num_batched_tokens": 128}
+    wide = {
+        "batch_buckets": (1, 2, 4),
+        "num_gpu_blocks_override": LIMIT,
+        "max_num_batched_tokens": 128,
+    }
     scheduled = make(spec=spec, rounds_per_step=rounds, **wide)
-    usual, params = make(), [SamplingParams(0.0, max_tokens=n, ignore_eos=True) for n in (4, 9, 16, 40)]
+    usual, params = (
+        make(),
+        [SamplingParams(0.0, max_tokens=n, ignore_eos=True) for n in (4, 9, 16, 40)],
+    )
     prompts = [[20, 21], [22], [23, 24, 25], [26]]
     outputs, expected = scheduled.generate(prompts, params), usual.generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
@@ -389,10 +505,14 @@ def test_max_tokens_1_ends_after_prefill_without_a_round(llm: LLM) -> None:
 def test_latencies_are_counted(llm: LLM) -> None:
     llm.reset_metrics()
     outputs = llm.generate([[20, 21], [22]], SamplingParams(0.0, max_tokens=12, ignore_eos=True))
-    results = [-(-o.metrics.num_drafts // llm.runner.rounds_per_step) for o in outputs]  # of a step's rounds come together
+    results = [
+        -(-o.metrics.num_drafts // llm.runner.rounds_per_step) for o in outputs
+    ]  # of a step's rounds come together
     for o, count in zip(outputs, results, strict=True):
         assert o.times.num_tokens == 12 and len(o.times.inter_token) == count
-        assert o.times.latency >= o.times.time_to_first_token > 0 and o.times.time_per_output_token > 0  # type: ignore[operator]
+        assert (
+            o.times.latency >= o.times.time_to_first_token > 0 and o.times.time_per_output_token > 0
+        )  # type: ignore[operator]
     counted = llm.latency.to_dict()
     assert counted["num_requests"] == 2 and counted["ttft"]["p99"] >= counted["ttft"]["median"] > 0
     assert len(llm.latency.itl) == sum(results)
@@ -405,7 +525,9 @@ def test_latencies_are_counted(llm: LLM) -> None:
 @pytest.mark.usefixtures("toy_families")
 def test_10000_short_requests_leak_neither_blocks_nor_host_memory() -> None:
     """Objects that the garbage collector knows, after 2,000 requests and after 10,000."""
-    table = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)}
+    table = {
+        "table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)
+    }
     config = EngineConfig(max_model_len=32, max_num_seqs=64, block_size=4, batch_buckets=(64,))
     speculative = SpeculativeConfig(method="eagle", num_speculative_tokens=1)
     llm = LLM((ToyTarget(VOCAB), table), (ToyDraft(VOCAB), table), speculative, config=config)

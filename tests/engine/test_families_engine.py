@@ -13,12 +13,17 @@ GREEDY = [SamplingParams(temperature=0, max_tokens=n) for n in (20, 9, 14)]
 LENGTHS = (18, 3, 7)  # more requests than slots; longer than a window and than a prefill chunk
 
 
-@pytest.mark.parametrize(("family", "method"), [("gpt_oss", "eagle"), ("glm4_moe_lite", "mtp"), ("llama4_text", "eagle_llama4")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("gpt_oss", "eagle"), ("glm4_moe_lite", "mtp"), ("llama4_text", "eagle_llama4")],
+)
 def test_the_engine_gives_plain_decodings_text(family: str, method: str) -> None:
     model = family_model(family, method, window=6 if method == "eagle" else None)
     target = model.target, model.params["target"]
     plain = LLM(target, config=CONFIG).generate(random_prompts(LENGTHS), GREEDY)
-    speculative = SpeculativeConfig(method="mtp" if method == "mtp" else "eagle", num_speculative_tokens=3)
+    speculative = SpeculativeConfig(
+        method="mtp" if method == "mtp" else "eagle", num_speculative_tokens=3
+    )
     llm = LLM(target, (model.draft, model.params["draft"]), speculative, config=CONFIG)
     outputs = llm.generate(random_prompts(LENGTHS), GREEDY)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]

@@ -68,13 +68,21 @@ class FakeDevice:
         assert page < request.blocks[group].num_pages, f"position {position} has no block"
         return group, request.blocks[group].at(page), offset
 
-    def check_context(self, request: Request, text: list[int], num_cached: int, drafted: int) -> None:
+    def check_context(
+        self, request: Request, text: list[int], num_cached: int, drafted: int
+    ) -> None:
         """Everything that attention would read of rows from num_cached on, the draft's from drafted on, holds what it should."""
         for i, blocks in enumerate(self.scheduler.groups):
             for p in range(blocks.group.first_seen(num_cached), num_cached):
-                assert self.target[self.place(request, i, p)] == text[p], f"the target's row {p} is another request's"
-            for p in range(blocks.group.first_seen(drafted), drafted if self.config.has_draft else 0):
-                assert self.draft[self.place(request, i, p)] == (text[p], text[p + 1]), f"the draft's row {p} is another request's"
+                assert self.target[self.place(request, i, p)] == text[p], (
+                    f"the target's row {p} is another request's"
+                )
+            for p in range(
+                blocks.group.first_seen(drafted), drafted if self.config.has_draft else 0
+            ):
+                assert self.draft[self.place(request, i, p)] == (text[p], text[p + 1]), (
+                    f"the draft's row {p} is another request's"
+                )
 
     def write(self, request: Request, position: int, token: int) -> None:
         self.target |= dict.fromkeys(self.places(request, position), token)
@@ -93,7 +101,9 @@ class FakeDevice:
             self.rows.pop(request.slot, None)
         results = []
         tile = self.config.prefill_tile
-        assert sum(-(-len(c.token_ids) // tile) for c in step.chunks) * tile <= max(tile, self.config.max_num_batched_tokens)
+        assert sum(-(-len(c.token_ids) // tile) for c in step.chunks) * tile <= max(
+            tile, self.config.max_num_batched_tokens
+        )
         for chunk in step.chunks:
             request, end = chunk.request, chunk.start + len(chunk.token_ids)
             text = request.all_token_ids
@@ -108,7 +118,9 @@ class FakeDevice:
                 known = text[:end]
                 first = next_token(known)
                 self.rows[request.slot] = Row(request, [*known, first], end - 1)
-                assert not request.num_generated or text[end:] == [first], "a request that goes on is not sampled anew"
+                assert not request.num_generated or text[end:] == [first], (
+                    "a request that goes on is not sampled anew"
+                )
                 if not request.num_generated:
                     results.append((request, [first]))
                     self.end(self.rows[request.slot], 1)
@@ -116,7 +128,9 @@ class FakeDevice:
 
     def end(self, row: Row, num_new: int) -> None:
         generated = len(row.text) - len(row.request.prompt_token_ids)
-        row.active = generated < row.request.max_tokens and not set(row.text[-num_new:]) & set(row.request.stop_token_ids)
+        row.active = generated < row.request.max_tokens and not set(row.text[-num_new:]) & set(
+            row.request.stop_token_ids
+        )
 
     def round(self, found: Rounds) -> list[tuple[Request, list[int]]]:
         for slot in found.cleared:
@@ -134,7 +148,9 @@ class FakeDevice:
             self.check_context(request, text, cached, row.draft_from)
             for p in range(row.draft_from, cached):
                 self.write_draft(request, p, (text[p], text[p + 1]))
-            for p in range(cached, min(cached + K + 1, self.config.max_model_len)):  # drafts and their verification: rows to be overwritten
+            for p in range(
+                cached, min(cached + K + 1, self.config.max_model_len)
+            ):  # drafts and their verification: rows to be overwritten
                 self.write(request, p, -1)
                 self.write_draft(request, p, (-1, -1))
             new: list[int] = []
@@ -148,7 +164,9 @@ class FakeDevice:
             self.end(row, len(new))
             results.append((request, new))
         for slot, row in self.rows.items():
-            assert not row.active or self.owner(slot) is row.request, "a row that nobody waits for still generates"
+            assert not row.active or self.owner(slot) is row.request, (
+                "a row that nobody waits for still generates"
+            )
         return results
 
     def owner(self, slot: int) -> Any:
@@ -156,12 +174,19 @@ class FakeDevice:
 
 
 def groups_of(
-    config: SchedulerConfig, num_blocks: int | list[int], sights: tuple[dict[str, int], ...] = ({},), *, caching: bool = True
+    config: SchedulerConfig,
+    num_blocks: int | list[int],
+    sights: tuple[dict[str, int], ...] = ({},),
+    *,
+    caching: bool = True,
 ) -> list[GroupBlocks]:
     """Groups that see as far as these say (nothing: everything), each with so many blocks."""
     counts = num_blocks if isinstance(num_blocks, list) else [num_blocks] * len(sights)
     groups = [CacheGroup(config.block_size, config.max_model_len, **sight) for sight in sights]
-    return [GroupBlocks(g, BlockPool(n, enable_prefix_caching=caching)) for g, n in zip(groups, counts, strict=True)]
+    return [
+        GroupBlocks(g, BlockPool(n, enable_prefix_caching=caching))
+        for g, n in zip(groups, counts, strict=True)
+    ]
 
 
 def demand_of(config: SchedulerConfig, sight: dict[str, int]) -> PoolDemand:
@@ -179,11 +204,18 @@ def check_holdings(scheduler: Scheduler, found: Rounds) -> None:
     """Nobody holds more than his group's demand says; who generates, nothing that the next round does not see."""
     for request in scheduler.running:
         for blocks, held in zip(scheduler.groups, request.blocks, strict=True):
-            sight = {k: v for k in ("window", "chunk") if (v := getattr(blocks.group, k)) is not None}
+            sight = {
+                k: v for k in ("window", "chunk") if (v := getattr(blocks.group, k)) is not None
+            }
             most = demand_of(scheduler.config, sight)
-            assert len(held.blocks) <= (most.running if request in found.requests else most.least), (blocks.group, held)
+            assert len(held.blocks) <= (
+                most.running if request in found.requests else most.least
+            ), (blocks.group, held)
             if request in found.requests:
-                assert held.first == blocks.group.first_seen(request.num_consumed) // blocks.group.block_size
+                assert (
+                    held.first
+                    == blocks.group.first_seen(request.num_consumed) // blocks.group.block_size
+                )
 
 
 def run(
@@ -201,7 +233,9 @@ def run(
     """Until nothing is left, as the engine does it. arrivals[i]: the step before which request i comes; cancelled: step -> request."""
     scheduler = Scheduler(config, groups_of(config, num_blocks, sights, caching=caching))
     device = FakeDevice(config, random.Random(seed), scheduler)
-    in_flight: deque[tuple[bool, list[list[tuple[Request, list[int]]]]]] = deque()  # whether it is of rounds, and of each its results
+    in_flight: deque[tuple[bool, list[list[tuple[Request, list[int]]]]]] = (
+        deque()
+    )  # whether it is of rounds, and of each its results
     arrivals = arrivals or [0] * len(requests)
 
     def read() -> None:
@@ -221,7 +255,10 @@ def run(
         if cancelled and at in cancelled and arrivals[cancelled[at]] <= at:
             scheduler.finish(requests[cancelled[at]], "cancelled")
         step = scheduler.schedule()
-        assert sum(1 for _ in scheduler.running) <= config.max_num_seqs and len(scheduler.rows) in config.buckets
+        assert (
+            sum(1 for _ in scheduler.running) <= config.max_num_seqs
+            and len(scheduler.rows) in config.buckets
+        )
         results = device.apply(step)
         if step.chunks:
             launch(False, [results])
@@ -241,12 +278,22 @@ def run(
 
 
 def request(prompt: list[int], max_tokens: int = 8, stops: tuple[int, ...] = ()) -> Request:
-    return Request(list(prompt), SamplingParams(temperature=0, max_tokens=max_tokens), max_tokens, stops)
+    return Request(
+        list(prompt), SamplingParams(temperature=0, max_tokens=max_tokens), max_tokens, stops
+    )
 
 
 def settings_of(**changes: Any) -> SchedulerConfig:
-    values = {"max_num_seqs": 4, "buckets": (1, 2, 4), "max_model_len": 64, "max_num_batched_tokens": 16, "prefill_tile": 4}
-    return SchedulerConfig(**(values | {"block_size": 4, "head_room": 4, "has_draft": True} | changes))
+    values = {
+        "max_num_seqs": 4,
+        "buckets": (1, 2, 4),
+        "max_model_len": 64,
+        "max_num_batched_tokens": 16,
+        "prefill_tile": 4,
+    }
+    return SchedulerConfig(
+        **(values | {"block_size": 4, "head_room": 4, "has_draft": True} | changes)
+    )
 
 
 PREFIX = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
@@ -262,20 +309,32 @@ SIGHTS: list[tuple[dict[str, int], ...]] = [
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(data: st.DataObject) -> None:
+def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
+    data: st.DataObject,
+) -> None:
     """Shared prefixes, pools that are far too small, arrivals and cancellations at any time, results read late, several KV-cache groups,
     several rounds a step."""
     K, has_draft = data.draw(st.sampled_from([(3, True), (1, True), (0, False)]))
     size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
     rounds, tokens = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([4, 16]))
-    config = settings_of(head_room=K + 1, has_draft=has_draft, block_size=size, max_num_batched_tokens=tokens, rounds_per_step=rounds)
+    config = settings_of(
+        head_room=K + 1,
+        has_draft=has_draft,
+        block_size=size,
+        max_num_batched_tokens=tokens,
+        rounds_per_step=rounds,
+    )
     requests = []
     for _ in range(data.draw(st.integers(1, 12))):
-        prompt = PREFIX[: data.draw(st.integers(0, 12))] + data.draw(st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12))
+        prompt = PREFIX[: data.draw(st.integers(0, 12))] + data.draw(
+            st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12)
+        )
         stops = data.draw(st.sampled_from([(), (STOP,)]))
         requests.append(request(prompt, data.draw(st.integers(1, 20)), stops))
     most = len(requests) - 1
-    num_blocks = [demand_of(config, sight).least + data.draw(st.integers(0, 10)) for sight in sights]
+    num_blocks = [
+        demand_of(config, sight).least + data.draw(st.integers(0, 10)) for sight in sights
+    ]
     cancelled = data.draw(st.dictionaries(st.integers(0, 30), st.integers(0, most), max_size=2))
     scheduler = run(
         requests,
@@ -298,7 +357,9 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(dat
 
 @pytest.mark.parametrize("rounds", [1, 4])
 @pytest.mark.parametrize(("sight", "reach"), [({"window": 6}, 5), ({"chunk": 8}, 7)])
-def test_a_long_text_needs_a_windows_worth_of_blocks_only(sight: dict[str, int], reach: int, rounds: int) -> None:
+def test_a_long_text_needs_a_windows_worth_of_blocks_only(
+    sight: dict[str, int], reach: int, rounds: int
+) -> None:
     """Prompt and text of 200 tokens, in pools that hold a window, and the chunk of prefill or the rounds: three in flight or launched and
     the pending rows of one, or two steps of four."""
     config = settings_of(max_model_len=200, rounds_per_step=rounds)
@@ -322,7 +383,10 @@ def test_a_window_needs_the_end_of_a_prefix_only_and_ends_it_where_that_is_gone(
             window._forget(block)
         second = request([*PREFIX, 3, 1])
         assert prefill(scheduler, device, second) == shared, gone
-        assert second.blocks[0].first == 0 and second.blocks[1].first == {12: 1, 8: 0, 4: 0, 0: 0}[shared]
+        assert (
+            second.blocks[0].first == 0
+            and second.blocks[1].first == {12: 1, 8: 0, 4: 0, 0: 0}[shared]
+        )
 
 
 def request_hashes(text: list[int]) -> list[bytes]:
@@ -394,11 +458,15 @@ def test_a_prefix_is_shared_up_to_the_token_before_the_last() -> None:
             first = request([*PREFIX, 3, 3], 1)
             prefill(scheduler, device, first)
             second = request([*PREFIX, 3][:length])
-            assert prefill(scheduler, device, second) == shared == scheduler.counts.num_prefix_hits, (has_draft, length)
+            assert (
+                prefill(scheduler, device, second) == shared == scheduler.counts.num_prefix_hits
+            ), (has_draft, length)
 
 
 @pytest.mark.parametrize(("has_draft", "shared"), [(True, 4), (False, 8)])
-def test_with_a_draft_a_block_is_shared_only_where_the_next_token_is_the_same(has_draft: bool, shared: int) -> None:
+def test_with_a_draft_a_block_is_shared_only_where_the_next_token_is_the_same(
+    has_draft: bool, shared: int
+) -> None:
     """The draft's row p depends on token p + 1, so the last row of a block belongs to one continuation."""
     scheduler, device = started(has_draft=has_draft)
     prefill(scheduler, device, request([*PREFIX[:8], 1, 1], 1))
@@ -413,7 +481,9 @@ def test_blocks_of_two_continuations_are_not_put_together() -> None:
     assert prefill(scheduler, device, request([1, 2, 3, 4, 2, 2, 2, 2, 3])) == 4
 
 
-def started(*, sights: tuple[dict[str, int], ...] = ({},), **changes: Any) -> tuple[Scheduler, FakeDevice]:
+def started(
+    *, sights: tuple[dict[str, int], ...] = ({},), **changes: Any
+) -> tuple[Scheduler, FakeDevice]:
     config = settings_of(**changes)
     scheduler = Scheduler(config, groups_of(config, 64, sights))
     return scheduler, FakeDevice(config, random.Random(0), scheduler)

@@ -22,18 +22,31 @@ def live(shape: Shape) -> np.ndarray:
 def ground_truth(shape: Shape, inputs: dict[str, Any]) -> np.ndarray:
     """float64 [batch, rows, num_heads, head_dim], one request and row at a time from the op's docstring; NaN for rows that are not live."""
     q, k, v = (np.asarray(inputs[name]).astype(np.float64) for name in ("q", "k_cache", "v_cache"))
-    table, starts, positions = np.asarray(inputs["block_table"]), shape.window_start(), shape.positions()
+    table, starts, positions = (
+        np.asarray(inputs["block_table"]),
+        shape.window_start(),
+        shape.positions(),
+    )
     group = shape.num_heads // shape.num_kv_heads
     out = np.full(q.shape, np.nan)
     for b, row in np.argwhere(live(shape)):
         seen = np.arange(starts[b, row], positions[b, row] + 1)
         slots = table[b, seen // shape.block_size], seen % shape.block_size
-        keys, values = (np.repeat(x[slots], group, axis=1) for x in (k, v))  # [seen, num_heads, head_dim]
+        keys, values = (
+            np.repeat(x[slots], group, axis=1) for x in (k, v)
+        )  # [seen, num_heads, head_dim]
         scores = np.einsum("hd,khd->hk", q[b, row], keys) * inputs["scale"]
-        sinks = np.full(shape.num_heads, -np.inf) if inputs["sinks"] is None else np.asarray(inputs["sinks"], np.float64)
+        sinks = (
+            np.full(shape.num_heads, -np.inf)
+            if inputs["sinks"] is None
+            else np.asarray(inputs["sinks"], np.float64)
+        )
         top = np.maximum(scores.max(axis=1), sinks)
         weights = np.exp(scores - top[:, None])
-        out[b, row] = np.einsum("hk,khd->hd", weights, values) / (weights.sum(axis=1) + np.exp(sinks - top))[:, None]
+        out[b, row] = (
+            np.einsum("hk,khd->hd", weights, values)
+            / (weights.sum(axis=1) + np.exp(sinks - top))[:, None]
+        )
     return out
 
 
@@ -43,4 +56,6 @@ def assert_close(got: np.ndarray, expected: np.ndarray, rows: np.ndarray) -> Non
     scale = np.sqrt(np.square(expected[rows]).mean(axis=-1, keepdims=True))
     error = np.abs(got[rows].astype(np.float64) - expected[rows]) / scale
     found = {share: float(np.quantile(error, share)) for share in TOLERANCE}
-    assert all(found[share] <= TOLERANCE[share] for share in TOLERANCE), f"expected at most {TOLERANCE}, got {found}"
+    assert all(found[share] <= TOLERANCE[share] for share in TOLERANCE), (
+        f"expected at most {TOLERANCE}, got {found}"
+    )

@@ -14,7 +14,9 @@ def interpreted() -> Iterator[None]:
     if jax.default_backend() == "gpu":
         yield
         return
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+        reset_gpu_interpret_mode_state,
+    )
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     try:

@@ -18,44 +18,82 @@ from pallas_kernels.attention.shapes import SHAPES, Shape, bytes_moved, flops, m
 from pallas_kernels.packing import pack, unpack
 from tests.kernels.attention import assert_close, ground_truth, live
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 # Small enough for the interpreter. A tile holds 64 keys and there are 8 classes of tiles, so 64, 65, 512, 513 are the edges.
 SMALL = {
-    "draft step, one head a group": Shape((64, 1, 65), rows=1, num_heads=2, num_kv_heads=2, head_dim=128),
+    "draft step, one head a group": Shape(
+        (64, 1, 65), rows=1, num_heads=2, num_kv_heads=2, head_dim=128
+    ),
     "verify, group of 4": Shape((130, 0, 63), rows=4, num_heads=8, num_kv_heads=2, head_dim=128),
-    "verify, group of 3, head_dim 64": Shape((130, 2, 64), rows=4, num_heads=9, num_kv_heads=3, head_dim=64),
-    "verify, group of 8, 8 rows, one page": Shape((5, 60), rows=8, num_heads=8, num_kv_heads=1, head_dim=64),
+    "verify, group of 3, head_dim 64": Shape(
+        (130, 2, 64), rows=4, num_heads=9, num_kv_heads=3, head_dim=64
+    ),
+    "verify, group of 8, 8 rows, one page": Shape(
+        (5, 60), rows=8, num_heads=8, num_kv_heads=1, head_dim=64
+    ),
     "around eight tiles": Shape((512, 513), rows=2, num_heads=2, num_kv_heads=1, head_dim=64),
     "classes of two tiles": Shape((1000, 130), rows=3, num_heads=4, num_kv_heads=1, head_dim=64),
-    "rows past the end": Shape((100, 3), rows=4, num_heads=4, num_kv_heads=1, head_dim=64, past_end=2),
+    "rows past the end": Shape(
+        (100, 3), rows=4, num_heads=4, num_kv_heads=1, head_dim=64, past_end=2
+    ),
     "sinks": Shape((100, 0, 7), rows=4, num_heads=6, num_kv_heads=2, head_dim=64, sinks=True),
-    "window and sinks": Shape((200, 40, 0), rows=3, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True),
-    "window of ten tiles": Shape((700, 520), rows=2, num_heads=2, num_kv_heads=1, head_dim=64, window=600),
+    "window and sinks": Shape(
+        (200, 40, 0), rows=3, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True
+    ),
+    "window of ten tiles": Shape(
+        (700, 520), rows=2, num_heads=2, num_kv_heads=1, head_dim=64, window=600
+    ),
     "4 row tiles": Shape((150, 20), rows=40, num_heads=3, num_kv_heads=1, head_dim=64),
     "prefill, window": Shape((90,), rows=70, num_heads=4, num_kv_heads=1, head_dim=64, window=30),
-    "blocks of 16": Shape((100, 17), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16),
-    "blocks of 128": Shape((200, 100), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=128),
+    "blocks of 16": Shape(
+        (100, 17), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16
+    ),
+    "blocks of 128": Shape(
+        (200, 100), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=128
+    ),
     # These have more than 128 query rows a KV head, which is the prefill kernel's; 64 of them are a warpgroup's.
     "prefill, the first chunk": Shape((48, 40), rows=48, num_heads=8, num_kv_heads=2, head_dim=128),
     "prefill, a later chunk": Shape((300,), rows=48, num_heads=4, num_kv_heads=1, head_dim=64),
-    "prefill, ragged and idle tiles": Shape((150, 0, 60), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, past_end=20),
-    "prefill, group of 8, window and sinks": Shape((200, 64), rows=48, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True),
-    "prefill, window that begins in two tiles": Shape((367,), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, window=150),
+    "prefill, ragged and idle tiles": Shape(
+        (150, 0, 60), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, past_end=20
+    ),
+    "prefill, group of 8, window and sinks": Shape(
+        (200, 64), rows=48, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True
+    ),
+    "prefill, window that begins in two tiles": Shape(
+        (367,), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, window=150
+    ),
     "prefill, group of 3": Shape((129,), rows=48, num_heads=6, num_kv_heads=2, head_dim=64),
-    "prefill, group of 5, sinks, blocks of 16": Shape((190,), rows=33, num_heads=5, num_kv_heads=1, head_dim=64, block_size=16, sinks=True),
-    "prefill, group of 1, blocks of 128": Shape((250,), rows=200, num_heads=1, num_kv_heads=1, head_dim=64, block_size=128),
+    "prefill, group of 5, sinks, blocks of 16": Shape(
+        (190,), rows=33, num_heads=5, num_kv_heads=1, head_dim=64, block_size=16, sinks=True
+    ),
+    "prefill, group of 1, blocks of 128": Shape(
+        (250,), rows=200, num_heads=1, num_kv_heads=1, head_dim=64, block_size=128
+    ),
 }
-PREFILL = [name for name, shape in SMALL.items() if shape.rows * shape.num_heads // shape.num_kv_heads > 128]
+PREFILL = [
+    name
+    for name, shape in SMALL.items()
+    if shape.rows * shape.num_heads // shape.num_kv_heads > 128
+]
 
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Mosaic's GPU interpreter on the CPU; its global state is reset after an error, or the next kernel would fail too."""
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+        reset_gpu_interpret_mode_state,
+    )
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     try:
@@ -67,15 +105,23 @@ def interpreted() -> Iterator[None]:
 
 
 def run(inputs: dict[str, Any], implementation: str) -> np.ndarray:
-    with interpreted() if implementation == "mosaic_gpu" and jax.default_backend() == "cpu" else contextlib.nullcontext():
-        return np.asarray(paged_attention(**inputs, implementation=implementation)).astype(np.float32)
+    with (
+        interpreted()
+        if implementation == "mosaic_gpu" and jax.default_backend() == "cpu"
+        else contextlib.nullcontext()
+    ):
+        return np.asarray(paged_attention(**inputs, implementation=implementation)).astype(
+            np.float32
+        )
 
 
 def kernel(inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
     from pallas_kernels.attention import mosaic_gpu
 
     with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
-        return np.asarray(mosaic_gpu.paged_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning))).astype(np.float32)
+        return np.asarray(
+            mosaic_gpu.paged_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning))
+        ).astype(np.float32)
 
 
 def prefill_kernel(inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
@@ -83,11 +129,15 @@ def prefill_kernel(inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
 
     arguments = {name: x for name, x in inputs.items() if name != "window"}
     with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
-        out = prefill_mosaic_gpu.paged_attention(**arguments, tuning=prefill_mosaic_gpu.Tuning(**tuning))
+        out = prefill_mosaic_gpu.paged_attention(
+            **arguments, tuning=prefill_mosaic_gpu.Tuning(**tuning)
+        )
     return np.asarray(out).astype(np.float32)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's NumPy, about the padding
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # the interpreter's NumPy, about the padding
 @implementations
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_float64(name: str, implementation: str) -> None:
@@ -110,7 +160,9 @@ def near_ties(shape: Shape, seed: int) -> dict[str, Any]:
     for blocks, length in zip(np.asarray(inputs["block_table"]), shape.lengths, strict=True):
         token = np.arange(length)
         slots = blocks[token // shape.block_size], token % shape.block_size
-        k[(*slots, slice(None), 0)] = np.repeat(-rng.integers(0, 16, (length + 1) // 2), 2)[:length, None]
+        k[(*slots, slice(None), 0)] = np.repeat(-rng.integers(0, 16, (length + 1) // 2), 2)[
+            :length, None
+        ]
         v[slots] = low + (token % 2 * 2.0**-7).astype(v.dtype)[:, None, None]
     arrays = {name: jnp.asarray(x) for name, x in (("q", q), ("k_cache", k), ("v_cache", v))}
     return inputs | arrays | {"scale": math.log(2)}
@@ -123,9 +175,13 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
     inputs = near_ties(shape, seed=1)
     expected = kernel(inputs, cluster=1)
     for cluster in (2, 4, 8):
-        np.testing.assert_array_equal(kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs")
+        np.testing.assert_array_equal(
+            kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs"
+        )
     np.testing.assert_array_equal(kernel(inputs, slots=3, cluster=1), expected, err_msg="3 slots")
-    np.testing.assert_array_equal(kernel(inputs, cluster=1, heads=2), expected, err_msg="2 heads a CTA")
+    np.testing.assert_array_equal(
+        kernel(inputs, cluster=1, heads=2), expected, err_msg="2 heads a CTA"
+    )
 
     one = {"q", "block_table", "positions", "seq_lens", "window_start"}
     alone = {name: x[2:] if name in one else x for name, x in inputs.items()}
@@ -146,57 +202,94 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
 
 def rows_of(inputs: dict[str, Any], first: int, past: int) -> dict[str, Any]:
     """Some rows of every request."""
-    return inputs | {name: inputs[name][:, first:past] for name in ("q", "positions", "window_start")}
+    return inputs | {
+        name: inputs[name][:, first:past] for name in ("q", "positions", "window_start")
+    }
 
 
 @needs_mosaic
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_prefill_rows_bits_do_not_depend_on_its_chunk_batch_or_table(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_rows_bits_do_not_depend_on_its_chunk_batch_or_table(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows 252 .. 299 see four or five tiles of 64 keys; in other chunks their tile begins and ends elsewhere, and is masked elsewhere."""
     # BLAS rounds a row as its place in the matrix says; wgmma does not.
-    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype)))
+    monkeypatch.setattr(
+        np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype))
+    )
     shape = Shape((120, 300), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, window=window)
     inputs = near_ties(shape, seed=1)
     expected = prefill_kernel(inputs)
-    alone = {name: x[1:] if name in ("q", "block_table", "positions", "seq_lens", "window_start") else x for name, x in inputs.items()}
+    alone = {
+        name: x[1:] if name in ("q", "block_table", "positions", "seq_lens", "window_start") else x
+        for name, x in inputs.items()
+    }
     for tuning in ({"slots": 2}, {"warpgroups": 2}):
-        np.testing.assert_array_equal(prefill_kernel(alone, **tuning), expected[1:], err_msg=str(tuning))
-    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 3)))}
-    np.testing.assert_array_equal(prefill_kernel(wide), expected[1:], err_msg="alone, a wider block table")
-    for first, past in ((0, 4), (4, 47)):  # positions 252 .. 255, of which a chunk sees four tiles only, and the others but one
         np.testing.assert_array_equal(
-            prefill_kernel(rows_of(alone, first, past)), expected[1:, first:past], err_msg=f"rows {first} .. {past}"
+            prefill_kernel(alone, **tuning), expected[1:], err_msg=str(tuning)
+        )
+    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 3)))}
+    np.testing.assert_array_equal(
+        prefill_kernel(wide), expected[1:], err_msg="alone, a wider block table"
+    )
+    for first, past in (
+        (0, 4),
+        (4, 47),
+    ):  # positions 252 .. 255, of which a chunk sees four tiles only, and the others but one
+        np.testing.assert_array_equal(
+            prefill_kernel(rows_of(alone, first, past)),
+            expected[1:, first:past],
+            err_msg=f"rows {first} .. {past}",
         )
     if window is None:
-        assert (prefill_kernel(inputs, keys=128) != expected).any(), "expected another order of sums to show"
+        assert (prefill_kernel(inputs, keys=128) != expected).any(), (
+            "expected another order of sums to show"
+        )
 
 
 @needs_mosaic
 @pytest.mark.parametrize("cluster", [None, 1])
 def test_the_promise_of_a_window_changes_nothing(cluster: int | None) -> None:
     """A window of three tiles or four: fewer CTAs share a row's keys, and some classes have no tile between others that have one."""
-    inputs = make_inputs(Shape((300, 0, 200), rows=3, num_heads=4, num_kv_heads=2, head_dim=64, window=150), seed=2)
+    inputs = make_inputs(
+        Shape((300, 0, 200), rows=3, num_heads=4, num_kv_heads=2, head_dim=64, window=150), seed=2
+    )
     promised, silent = (kernel(inputs | {"window": w}, cluster=cluster) for w in (150, None))
     np.testing.assert_array_equal(promised, silent)
 
 
 @needs_mosaic
 def test_a_cta_of_several_heads_gives_what_one_of_each_gives() -> None:
-    inputs = make_inputs(Shape((200, 0, 70), rows=2, num_heads=8, num_kv_heads=4, head_dim=64, window=100, sinks=True), seed=3)
+    inputs = make_inputs(
+        Shape(
+            (200, 0, 70), rows=2, num_heads=8, num_kv_heads=4, head_dim=64, window=100, sinks=True
+        ),
+        seed=3,
+    )
     expected = kernel(inputs, cluster=1, heads=1)
     for heads, slots in ((2, 1), (4, 2)):
-        np.testing.assert_array_equal(kernel(inputs, cluster=1, heads=heads, slots=slots), expected, err_msg=f"{heads} heads")
+        np.testing.assert_array_equal(
+            kernel(inputs, cluster=1, heads=heads, slots=slots), expected, err_msg=f"{heads} heads"
+        )
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's NumPy, about the padding
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # the interpreter's NumPy, about the padding
 @implementations
-@pytest.mark.parametrize("name", ["verify, group of 3, head_dim 64", "draft step, one head a group", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["verify, group of 3, head_dim 64", "draft step, one head a group", "sinks"]
+)
 def test_packed_queries_give_the_same_whatever_pads_them(name: str, implementation: str) -> None:
     shape = SMALL[name]
     inputs = make_inputs(shape, seed=5)
     expected = run(inputs, implementation)
     for padding in (jnp.nan, jnp.inf, 1e30):
-        np.testing.assert_array_equal(run(packed_inputs(shape, inputs, padding), implementation), expected, err_msg=str(padding))
+        np.testing.assert_array_equal(
+            run(packed_inputs(shape, inputs, padding), implementation),
+            expected,
+            err_msg=str(padding),
+        )
 
 
 def packed_inputs(shape: Shape, inputs: dict[str, Any], padding: float) -> dict[str, Any]:
@@ -228,16 +321,31 @@ def plan_of(batch: int, num_kv_heads: int, pages: int) -> Any:
 @needs_mosaic
 @pytest.mark.parametrize(
     ("batch", "num_kv_heads", "pages", "expected"),
-    [(1, 8, 8, 1), (33, 8, 8, 1), (34, 8, 8, 2), (64, 8, 16, 2), (72, 8, 8, 1), (128, 8, 8, 4), (100, 3, 8, 1), (64, 8, 20, 1)],
+    [
+        (1, 8, 8, 1),
+        (33, 8, 8, 1),
+        (34, 8, 8, 2),
+        (64, 8, 16, 2),
+        (72, 8, 8, 1),
+        (128, 8, 8, 4),
+        (100, 3, 8, 1),
+        (64, 8, 20, 1),
+    ],
 )
-def test_a_short_cta_does_so_many_heads_that_no_second_wave_is_needed(batch: int, num_kv_heads: int, pages: int, expected: int) -> None:
+def test_a_short_cta_does_so_many_heads_that_no_second_wave_is_needed(
+    batch: int, num_kv_heads: int, pages: int, expected: int
+) -> None:
     """Of 264 places; where the heads of 72 requests would need four times one head's time, three waves are better."""
     assert plan_of(batch, num_kv_heads, pages).heads == expected
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("batch", "pages", "expected"), [(1, 8, 2), (16, 13, 1), (16, 66, 2), (64, 13, 1), (64, 66, 2)])
-def test_one_tile_is_in_flight_where_ctas_are_many_and_short(batch: int, pages: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "pages", "expected"), [(1, 8, 2), (16, 13, 1), (16, 66, 2), (64, 13, 1), (64, 66, 2)]
+)
+def test_one_tile_is_in_flight_where_ctas_are_many_and_short(
+    batch: int, pages: int, expected: int
+) -> None:
     assert plan_of(batch, 8, pages).slots == expected
 
 
@@ -253,7 +361,9 @@ def test_pack_and_unpack_are_inverse() -> None:
     q = jnp.arange(2 * 3 * 6 * 4, dtype=jnp.float32).reshape(2, 3, 6, 4)
     packed = pack(q, 2)
     assert packed.shape == (2, 2, 16, 4)
-    np.testing.assert_array_equal(packed[1, 1, 3 * 2 + 1], q[1, 2, 3 + 1])  # row 2, head 1 of the second group
+    np.testing.assert_array_equal(
+        packed[1, 1, 3 * 2 + 1], q[1, 2, 3 + 1]
+    )  # row 2, head 1 of the second group
     np.testing.assert_array_equal(packed[:, :, 9:], 0.0)
     np.testing.assert_array_equal(unpack(packed, 3, 6), q)
 
@@ -276,18 +386,27 @@ FITS = {
         ({"head_dim": 96}, "head_dim: expected 64 or 128, got 96"),
         ({"block_size": 48}, "block_size: expected 8, 16, 32 or a multiple of 64, got 48"),
         ({"num_heads": 256}, "num_heads / num_kv_heads: expected at most 32, got 128"),
-        ({"q_dtype": jnp.dtype("float32")}, "dtypes of q and the caches: expected bfloat16, got float32 and"),
+        (
+            {"q_dtype": jnp.dtype("float32")},
+            "dtypes of q and the caches: expected bfloat16, got float32 and",
+        ),
         ({}, None),
     ],
 )
-def test_what_the_kernel_does_not_support_has_a_reason(change: dict[str, Any], reason: str | None) -> None:
+def test_what_the_kernel_does_not_support_has_a_reason(
+    change: dict[str, Any], reason: str | None
+) -> None:
     with interpreted():
         got = unsupported("mosaic_gpu", **(FITS | change))
     assert got is None if reason is None else got is not None and got.startswith(reason)
 
 
 def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
-    expected = "device: expected an NVIDIA GPU" if jax.__version_info__ >= (0, 11) else "implementation 'mosaic_gpu': expected jax 0.11"
+    expected = (
+        "device: expected an NVIDIA GPU"
+        if jax.__version_info__ >= (0, 11)
+        else "implementation 'mosaic_gpu': expected jax 0.11"
+    )
     if jax.default_backend() != "cpu":
         pytest.skip("there is a GPU")
     inputs = make_inputs(SMALL["sinks"], seed=0)
@@ -313,7 +432,10 @@ def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> N
 def test_bytes_moved_counts_each_key_once() -> None:
     shape = Shape((10, 0), rows=2, num_heads=4, num_kv_heads=2, head_dim=64)
     assert bytes_moved(shape) == (2 * 10 * 2 * 64 + 2 * 2 * 2 * 4 * 64) * 2
-    assert bytes_moved(dataclasses.replace(shape, window=3)) == (2 * 4 * 2 * 64 + 2 * 2 * 2 * 4 * 64) * 2
+    assert (
+        bytes_moved(dataclasses.replace(shape, window=3))
+        == (2 * 4 * 2 * 64 + 2 * 2 * 2 * 4 * 64) * 2
+    )
 
 
 def test_tiles_of_a_chunk_share_their_blocks_and_see_what_is_before_them() -> None:
@@ -332,13 +454,23 @@ def test_equals_the_float32_reference_at_real_sizes(name: str) -> None:
     shape = SHAPES[name]
     inputs = make_inputs(shape, seed=3)
     got = run(inputs, "mosaic_gpu")
-    wide = {k: x.astype(jnp.float32) if k in ("q", "k_cache", "v_cache") else x for k, x in inputs.items() if k != "window"}
+    wide = {
+        k: x.astype(jnp.float32) if k in ("q", "k_cache", "v_cache") else x
+        for k, x in inputs.items()
+        if k != "window"
+    }
     of_request = ("q", "block_table", "positions", "seq_lens", "window_start")
-    wide |= {k: np.asarray(wide[k]) for k in of_request}  # a slice of a device array compiles for every place
+    wide |= {
+        k: np.asarray(wide[k]) for k in of_request
+    }  # a slice of a device array compiles for every place
     with jax.default_matmul_precision("highest"):
-        for b in range(shape.batch):  # one request at a time: the reference gathers its keys and holds all its scores
+        for b in range(
+            shape.batch
+        ):  # one request at a time: the reference gathers its keys and holds all its scores
             one = {k: x[b : b + 1] if k in of_request else x for k, x in wide.items()}
-            expected = np.asarray(jax.jit(reference.paged_attention, static_argnames="scale")(**one))
+            expected = np.asarray(
+                jax.jit(reference.paged_attention, static_argnames="scale")(**one)
+            )
             assert_close(got[b : b + 1], expected, live(shape)[b : b + 1])
 
 
@@ -348,12 +480,21 @@ def test_bits_of_prefill_on_the_gpu_do_not_depend_on_batch_table_or_chunk(name: 
     inputs = near_ties(dataclasses.replace(SHAPES[name], lengths=SHAPES[name].lengths[:8]), seed=4)
     expected = run(inputs, "mosaic_gpu")
     np.testing.assert_array_equal(run(inputs, "mosaic_gpu"), expected, err_msg="twice")
-    alone = {key: x[-1:] if key in ("q", "block_table", "positions", "seq_lens", "window_start") else x for key, x in inputs.items()}
+    alone = {
+        key: x[-1:] if key in ("q", "block_table", "positions", "seq_lens", "window_start") else x
+        for key, x in inputs.items()
+    }
     for tuning in ({"slots": 2}, {"warpgroups": 2}):
-        np.testing.assert_array_equal(prefill_kernel(alone, **tuning), expected[-1:], err_msg=str(tuning))
+        np.testing.assert_array_equal(
+            prefill_kernel(alone, **tuning), expected[-1:], err_msg=str(tuning)
+        )
     wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 7)))}
-    np.testing.assert_array_equal(run(wide, "mosaic_gpu"), expected[-1:], err_msg="alone, a wider block table")
-    np.testing.assert_array_equal(prefill_kernel(rows_of(alone, 3, 43)), expected[-1:, 3:43], err_msg="40 rows")
+    np.testing.assert_array_equal(
+        run(wide, "mosaic_gpu"), expected[-1:], err_msg="alone, a wider block table"
+    )
+    np.testing.assert_array_equal(
+        prefill_kernel(rows_of(alone, 3, 43)), expected[-1:, 3:43], err_msg="40 rows"
+    )
 
 
 @pytest.mark.gpu
@@ -375,14 +516,22 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
     expected = run(inputs, "mosaic_gpu")
     np.testing.assert_array_equal(run(inputs, "mosaic_gpu"), expected, err_msg="twice")
     for cluster in (1, 2, 4, 8):
-        np.testing.assert_array_equal(kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs")
+        np.testing.assert_array_equal(
+            kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs"
+        )
     for heads in [heads for heads in (2, 3, 4) if shape.num_kv_heads % heads == 0]:
-        np.testing.assert_array_equal(kernel(inputs, cluster=1, heads=heads), expected, err_msg=f"{heads} heads a CTA")
+        np.testing.assert_array_equal(
+            kernel(inputs, cluster=1, heads=heads), expected, err_msg=f"{heads} heads a CTA"
+        )
     one = {"q", "block_table", "positions", "seq_lens", "window_start"}
     alone = {key: x[-1:] if key in one else x for key, x in inputs.items()}
     np.testing.assert_array_equal(run(alone, "mosaic_gpu"), expected[-1:], err_msg="alone")
-    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 2 * shape.table_pages)))}
-    np.testing.assert_array_equal(run(wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table")
+    wide = alone | {
+        "block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 2 * shape.table_pages)))
+    }
+    np.testing.assert_array_equal(
+        run(wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table"
+    )
     plain = alone | {key: alone[key][:, :1] for key in ("q", "positions", "window_start")}
     np.testing.assert_array_equal(run(plain, "mosaic_gpu"), expected[-1:, :1], err_msg="one row")
 

@@ -14,13 +14,23 @@ from pallas_kernels.embed_norm.shapes import SHAPES, Shape, make_inputs
 from pallas_kernels.rms_norm import rms_norm
 from tests.kernels.interpreter import interpreted
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
+)
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 SMALL = {
     f"{kind}, {rows} rows of {width}": Shape(rows, width, 96, *switches)
-    for kind, switches in (("target", ()), ("draft", (True,)), ("draft, residual normed", (True, True)))
+    for kind, switches in (
+        ("target", ()),
+        ("draft", (True,)),
+        ("draft, residual normed", (True, True)),
+    )
     for rows, width in ((1, 4096), (4, 576), (3, 2048), (64, 576))
 }
 
@@ -52,7 +62,9 @@ def together(inputs: dict[str, Any], implementation: str) -> tuple[jax.Array, ja
 
 def check(shape: Shape, implementation: str) -> None:
     inputs = make_inputs(shape, seed=0)
-    for ours, theirs in zip(run(together, inputs, implementation), run(separately, inputs, implementation), strict=True):
+    for ours, theirs in zip(
+        run(together, inputs, implementation), run(separately, inputs, implementation), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -71,8 +83,13 @@ def test_is_gather_norm_and_concatenation_to_the_bit_at_real_sizes(name: str) ->
 @implementations
 def test_an_id_outside_the_vocabulary_reads_the_nearest_row(implementation: str) -> None:
     inputs = make_inputs(Shape(4, 576, 96), seed=1)
-    outside, nearest = jnp.array([96, -1, 2**31 - 1, -(2**31)], jnp.int32), jnp.array([95, 0, 95, 0], jnp.int32)
-    found, expected = (run(together, inputs | {"tokens": tokens}, implementation) for tokens in (outside, nearest))
+    outside, nearest = (
+        jnp.array([96, -1, 2**31 - 1, -(2**31)], jnp.int32),
+        jnp.array([95, 0, 95, 0], jnp.int32),
+    )
+    found, expected = (
+        run(together, inputs | {"tokens": tokens}, implementation) for tokens in (outside, nearest)
+    )
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -80,11 +97,26 @@ def test_an_id_outside_the_vocabulary_reads_the_nearest_row(implementation: str)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"weight": jnp.ones(65, jnp.bfloat16)}, r"expected \[rows\], \[vocab, width\] and \[width\], got \(2,\), \(9, 64\) and \(65,\)"),
-        ({"hidden_weight": None}, "hidden and hidden_weight: expected both or neither, and both for norm_residual"),
-        ({"hidden": None, "hidden_weight": None, "norm_residual": True}, "expected both or neither, and both for norm_residual"),
-        ({"hidden": jnp.ones((3, 64), jnp.bfloat16)}, r"hidden_weight: expected \(2, 64\) and \(64,\), got \(3, 64\) and \(64,\)"),
-        ({"implementation": "nothing"}, "implementation: expected one of reference, mosaic_gpu, got 'nothing'"),
+        (
+            {"weight": jnp.ones(65, jnp.bfloat16)},
+            r"expected \[rows\], \[vocab, width\] and \[width\], got \(2,\), \(9, 64\) and \(65,\)",
+        ),
+        (
+            {"hidden_weight": None},
+            "hidden and hidden_weight: expected both or neither, and both for norm_residual",
+        ),
+        (
+            {"hidden": None, "hidden_weight": None, "norm_residual": True},
+            "expected both or neither, and both for norm_residual",
+        ),
+        (
+            {"hidden": jnp.ones((3, 64), jnp.bfloat16)},
+            r"hidden_weight: expected \(2, 64\) and \(64,\), got \(3, 64\) and \(64,\)",
+        ),
+        (
+            {"implementation": "nothing"},
+            "implementation: expected one of reference, mosaic_gpu, got 'nothing'",
+        ),
         ({"implementation": "mosaic_gpu"}, "embed_norm, implementation 'mosaic_gpu': expected"),
     ],
 )

@@ -16,9 +16,15 @@ from tests.kernels import noise_oracle
 from tests.kernels.interpreter import interpreted
 from tests.support.statistics import chi_square, within_limit
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 SMALL = [name for name in SHAPES if name.startswith("tiny")]
 REAL = [name for name in SHAPES if not name.startswith("tiny")]
@@ -32,11 +38,23 @@ def run(inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> np.ndarra
 def by_definition(inputs: dict[str, Any]) -> np.ndarray:
     """Row by row, with the oracle's keys and noise, float64 and numpy's argmax."""
     tokens = []
-    for logits, temperature, words, position in zip(*(inputs[n] for n in ("logits", "temperature", "keys", "position")), strict=True):
+    for logits, temperature, words, position in zip(
+        *(inputs[n] for n in ("logits", "temperature", "keys", "position")), strict=True
+    ):
         logits = np.where(np.isnan(logits), -np.inf, np.asarray(logits, np.float64))
         key = noise_oracle.stream_key(words, inputs["stream"], position, inputs["offset"])
-        ids = np.arange(logits.size) if inputs["token_ids"] is None else np.asarray(inputs["token_ids"])
-        tokens.append(np.argmax(logits / float(temperature) + noise_oracle.gumbel(key, ids) if temperature else logits))
+        ids = (
+            np.arange(logits.size)
+            if inputs["token_ids"] is None
+            else np.asarray(inputs["token_ids"])
+        )
+        tokens.append(
+            np.argmax(
+                logits / float(temperature) + noise_oracle.gumbel(key, ids)
+                if temperature
+                else logits
+            )
+        )
     return np.asarray(tokens)
 
 
@@ -54,9 +72,15 @@ def test_tokens_are_those_of_the_definition(name: str, implementation: str) -> N
 def test_the_second_word_decides_where_the_first_is_zero(implementation: str) -> None:
     """Between four ids whose first words are 0 in 23 bits, under a key of zeros and stream 1: tokens show little else of the second."""
     inputs = make_inputs(Shape(1, 128), seed=0)
-    columns, ids = np.asarray([5, 40, 77, 127]), np.asarray([27_522_675, 27_726_396, 26_976_924, 15_941_239])
+    columns, ids = (
+        np.asarray([5, 40, 77, 127]),
+        np.asarray([27_522_675, 27_726_396, 26_976_924, 15_941_239]),
+    )
     inputs |= {name: jnp.zeros_like(inputs[name]) for name in ("keys", "position", "offset")}
-    inputs |= {"logits": jnp.full((1, 128), -jnp.inf).at[0, columns].set(0.0), "token_ids": jnp.zeros(128, jnp.int32).at[columns].set(ids)}
+    inputs |= {
+        "logits": jnp.full((1, 128), -jnp.inf).at[0, columns].set(0.0),
+        "token_ids": jnp.zeros(128, jnp.int32).at[columns].set(ids),
+    }
     assert run(inputs, implementation).tolist() == by_definition(inputs).tolist() == [127]
 
 
@@ -65,7 +89,12 @@ def test_tokens_are_distributed_as_the_softmax() -> None:
     logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=vocab), jnp.float32)
     keys = jnp.stack([jnp.zeros(rows, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], axis=1)
     tokens = gumbel_sample(
-        jnp.broadcast_to(logits, (rows, vocab)), jnp.full(rows, 0.7), keys, jnp.zeros(rows, jnp.int32), jnp.int32(0), stream=1
+        jnp.broadcast_to(logits, (rows, vocab)),
+        jnp.full(rows, 0.7),
+        keys,
+        jnp.zeros(rows, jnp.int32),
+        jnp.int32(0),
+        stream=1,
     )
     weights = np.exp(np.asarray(logits, np.float64) / 0.7)
     assert within_limit(*chi_square(np.bincount(tokens, minlength=vocab), weights / weights.sum()))
@@ -76,7 +105,10 @@ def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     inputs = make_inputs(SHAPES["tiny, odd"], seed=2)
     tokens = run(inputs)
     rows = [3, 6, 1]
-    some = {name: inputs[name][np.asarray(rows)] for name in ("logits", "temperature", "keys", "position")}
+    some = {
+        name: inputs[name][np.asarray(rows)]
+        for name in ("logits", "temperature", "keys", "position")
+    }
     np.testing.assert_array_equal(run(inputs | some), tokens[rows])
 
 
@@ -87,7 +119,10 @@ def test_a_rows_token_does_not_depend_on_its_cut(blocks: int, cut: tuple[int, in
     from pallas_kernels.gumbel_sample import mosaic_gpu
 
     shape = SHAPES["tiny, 14 pieces"]
-    assert mosaic_gpu.shares(mosaic_gpu.cut(shape.vocab, mosaic_gpu.Tuning.piece), shape.rows, blocks) == cut
+    assert (
+        mosaic_gpu.shares(mosaic_gpu.cut(shape.vocab, mosaic_gpu.Tuning.piece), shape.rows, blocks)
+        == cut
+    )
     inputs = make_inputs(shape, seed=3)
     with interpreted():
         tokens = mosaic_gpu.gumbel_sample(**inputs, tuning=mosaic_gpu.Tuning(blocks=blocks))
@@ -98,7 +133,9 @@ def test_a_rows_token_does_not_depend_on_its_cut(blocks: int, cut: tuple[int, in
 @pytest.mark.parametrize("at", [0, 255, 256, 39_935, 39_936, 39_999])
 def test_the_highest_is_found_wherever_it_stands_and_of_equals_the_first(at: int) -> None:
     """One, then a second one at the row's end: 79 blocks of two pieces, the last piece moved back, and read twice."""
-    inputs = make_inputs(Shape(2, 40_000), seed=3) | {"temperature": jnp.asarray([0.0, 1.0], jnp.float32)}
+    inputs = make_inputs(Shape(2, 40_000), seed=3) | {
+        "temperature": jnp.asarray([0.0, 1.0], jnp.float32)
+    }
     logits = inputs["logits"].at[:, at].set(1e6)
     assert run(inputs | {"logits": logits.at[0, -1].set(1e6)}).tolist() == [at, at]
 
@@ -114,8 +151,12 @@ INPUTS: dict[str, Any] = {
 }
 DOES_NOT_FIT = {
     r"logits: expected \[rows, vocab\], got \[4\]": {"logits": ROW},
-    r"logits: expected float32 \[4, 256\], got bfloat16 \[4, 256\]": {"logits": jax.ShapeDtypeStruct((4, 256), jnp.bfloat16)},
-    r"temperature: expected float32 \[4\], got float32 \[\]": {"temperature": jax.ShapeDtypeStruct((), jnp.float32)},
+    r"logits: expected float32 \[4, 256\], got bfloat16 \[4, 256\]": {
+        "logits": jax.ShapeDtypeStruct((4, 256), jnp.bfloat16)
+    },
+    r"temperature: expected float32 \[4\], got float32 \[\]": {
+        "temperature": jax.ShapeDtypeStruct((), jnp.float32)
+    },
     r"keys: expected uint32 \[4, 2\], got int32 \[4\]": {"keys": INPUTS["position"]},
     r"offset: expected int32 \[\], got int32 \[4\]": {"offset": INPUTS["position"]},
     r"token_ids: expected int32 \[256\], got int32 \[4\]": {"token_ids": INPUTS["position"]},
@@ -138,7 +179,10 @@ def test_what_the_kernel_cannot_take_it_says() -> None:
 def test_the_kernel_needs_a_gpu() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is one here")
-    with pytest.raises(ValueError, match="^gumbel_sample, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"):
+    with pytest.raises(
+        ValueError,
+        match="^gumbel_sample, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$",
+    ):
         gumbel_sample(**INPUTS, implementation="mosaic_gpu")
 
 
@@ -160,7 +204,9 @@ def test_tokens_of_real_sizes_are_the_references(name: str) -> None:
     )
     kernel, reference = draw("mosaic_gpu"), draw("reference")
     for offset in range(20):
-        np.testing.assert_array_equal(kernel(jnp.int32(offset)), reference(jnp.int32(offset)), err_msg=f"offset {offset}")
+        np.testing.assert_array_equal(
+            kernel(jnp.int32(offset)), reference(jnp.int32(offset)), err_msg=f"offset {offset}"
+        )
 
 
 @pytest.mark.gpu

@@ -16,7 +16,11 @@ from pallas_kernels.head_matmul.shapes import ROPE, SHAPES, Shape, bytes_moved, 
 from tests.kernels.test_attention import interpreted, needs_mosaic
 
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 SMALL = {
@@ -31,9 +35,17 @@ ROUNDING = 1.1 * 2.0**-8
 
 def run(shape: Shape, inputs: dict[str, Any], implementation: str) -> np.ndarray:
     """[rows, num_heads, width (+ ROPE)]"""
-    with interpreted() if implementation == "mosaic_gpu" and jax.default_backend() == "cpu" else contextlib.nullcontext():
+    with (
+        interpreted()
+        if implementation == "mosaic_gpu" and jax.default_backend() == "cpu"
+        else contextlib.nullcontext()
+    ):
         out = np.asarray(head_matmul(**inputs, implementation=implementation)).astype(np.float32)
-    assert out.shape == (shape.rows, shape.out_heads or shape.num_heads, shape.width + (ROPE if shape.rotates else 0))
+    assert out.shape == (
+        shape.rows,
+        shape.out_heads or shape.num_heads,
+        shape.width + (ROPE if shape.rotates else 0),
+    )
     return out[:, : shape.num_heads]
 
 
@@ -79,8 +91,14 @@ def test_bits_on_the_gpu_do_not_depend_on_the_number_of_rows(name: str) -> None:
     inputs = make_inputs(shape, seed=2)
     expected = run(shape, inputs, "mosaic_gpu")
     for rows in (1, 4, 16, 64):
-        fewer = inputs | {key: inputs[key][:rows] for key in ("x", "cos", "sin") if inputs[key] is not None}
-        np.testing.assert_array_equal(run(replace(shape, rows=rows), fewer, "mosaic_gpu"), expected[:rows], err_msg=f"{rows} rows")
+        fewer = inputs | {
+            key: inputs[key][:rows] for key in ("x", "cos", "sin") if inputs[key] is not None
+        }
+        np.testing.assert_array_equal(
+            run(replace(shape, rows=rows), fewer, "mosaic_gpu"),
+            expected[:rows],
+            err_msg=f"{rows} rows",
+        )
 
 
 @needs_mosaic
@@ -90,11 +108,17 @@ def test_bits_on_the_gpu_do_not_depend_on_the_number_of_rows(name: str) -> None:
         ((4, 3, 192), (3, 192, 64), None),
         ((4, 3, 256), (3, 192, 64), None),
         ((129, 3, 192), (3, 192, 64), "expected 1 to 128 rows, got 129"),
-        ((4, 3, 96), (3, 96, 64), "expected a depth of a multiple of 64 up to 512 and a width of a multiple of 64, got 96 and 64"),
+        (
+            (4, 3, 96),
+            (3, 96, 64),
+            "expected a depth of a multiple of 64 up to 512 and a width of a multiple of 64, got 96 and 64",
+        ),
         ((4, 3, 224), (3, 192, 64), "expected 64 numbers a head to rotate, or none, got 32"),
     ],
 )
-def test_what_the_kernel_does_not_support_has_a_reason(x: tuple[int, ...], weights: tuple[int, ...], reason: str | None) -> None:
+def test_what_the_kernel_does_not_support_has_a_reason(
+    x: tuple[int, ...], weights: tuple[int, ...], reason: str | None
+) -> None:
     struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     assert unsupported(struct(x), struct(weights)) == reason
 
@@ -102,10 +126,16 @@ def test_what_the_kernel_does_not_support_has_a_reason(x: tuple[int, ...], weigh
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"sin": None}, "cos and sin: expected both for 64 numbers a head beyond the depth 192, or neither for none"),
+        (
+            {"sin": None},
+            "cos and sin: expected both for 64 numbers a head beyond the depth 192, or neither for none",
+        ),
         ({"cos": jnp.zeros((4, 16))}, "cos: expected float32 (4, 32), got float32 (4, 16)"),
         ({"out_heads": 2}, "out_heads: expected at least 3, got 2"),
-        ({"implementation": "cuda"}, "implementation: expected one of reference, mosaic_gpu, got 'cuda'"),
+        (
+            {"implementation": "cuda"},
+            "implementation: expected one of reference, mosaic_gpu, got 'cuda'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
@@ -118,4 +148,7 @@ def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> N
 def test_bytes_moved_counts_each_weight_once() -> None:
     shape = Shape(2, 3, 64, 128)
     assert bytes_moved(shape) == (3 * 64 * 128 + 2 * 3 * (64 + 128)) * 2
-    assert bytes_moved(replace(shape, rotates=True)) == bytes_moved(shape) + 2 * 3 * 128 * 2 + 2 * 64 * 4
+    assert (
+        bytes_moved(replace(shape, rotates=True))
+        == bytes_moved(shape) + 2 * 3 * 128 * 2 + 2 * 64 * 4
+    )

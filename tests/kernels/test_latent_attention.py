@@ -12,15 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.latent_attention import IMPLEMENTATIONS, latent_attention, reference, unsupported
+from pallas_kernels.latent_attention import (
+    IMPLEMENTATIONS,
+    latent_attention,
+    reference,
+    unsupported,
+)
 from pallas_kernels.latent_attention.shapes import SHAPES, Shape, bytes_moved, make_inputs
 from pallas_kernels.packing import padded_heads
 from tests.kernels.attention import assert_close
 from tests.kernels.test_attention import interpreted
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 # Small enough for the interpreter. A tile holds 64 latents, there are 8 classes of tiles and up to 40 query rows a row tile.
@@ -41,7 +52,11 @@ REQUESTS = {"q", "block_table", "positions", "seq_lens"}  # arguments with an en
 
 def run(shape: Shape, inputs: dict[str, Any], implementation: str) -> np.ndarray:
     """[batch, rows, num_heads, kv_lora_rank]"""
-    with interpreted() if implementation == "mosaic_gpu" and jax.default_backend() == "cpu" else contextlib.nullcontext():
+    with (
+        interpreted()
+        if implementation == "mosaic_gpu" and jax.default_backend() == "cpu"
+        else contextlib.nullcontext()
+    ):
         return without_padding(shape, latent_attention(**inputs, implementation=implementation))
 
 
@@ -49,7 +64,9 @@ def kernel(shape: Shape, inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
     from pallas_kernels.latent_attention import mosaic_gpu
 
     with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
-        return without_padding(shape, mosaic_gpu.latent_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning)))
+        return without_padding(
+            shape, mosaic_gpu.latent_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning))
+        )
 
 
 def without_padding(shape: Shape, out: jax.Array) -> np.ndarray:
@@ -88,7 +105,9 @@ def test_equals_float64(name: str, implementation: str) -> None:
 
 
 @implementations
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's NumPy, about the padding
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # the interpreter's NumPy, about the padding
 def test_what_pads_the_queries_changes_nothing(implementation: str) -> None:
     shape = SMALL["draft step of glm"]
     inputs = make_inputs(shape, seed=5)
@@ -96,7 +115,9 @@ def test_what_pads_the_queries_changes_nothing(implementation: str) -> None:
     expected = run(shape, inputs, implementation)
     for padding in (jnp.nan, jnp.inf, 1e30):
         padded = inputs | {"q": inputs["q"].at[:, :, shape.num_heads :].set(padding)}
-        np.testing.assert_array_equal(run(shape, padded, implementation), expected, err_msg=str(padding))
+        np.testing.assert_array_equal(
+            run(shape, padded, implementation), expected, err_msg=str(padding)
+        )
 
 
 def near_ties(shape: Shape, seed: int) -> dict[str, Any]:
@@ -124,57 +145,98 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
     inputs = near_ties(shape, seed=1)
     expected = kernel(shape, inputs, cluster=1)
     for tuning in ({"cluster": 2}, {"cluster": 8}, {"slots": 3, "cluster": 4}):
-        np.testing.assert_array_equal(kernel(shape, inputs, **tuning), expected, err_msg=str(tuning))
+        np.testing.assert_array_equal(
+            kernel(shape, inputs, **tuning), expected, err_msg=str(tuning)
+        )
 
     alone = {name: x[2:] if name in REQUESTS else x for name, x in inputs.items()}
     np.testing.assert_array_equal(kernel(shape, alone), expected[2:], err_msg="alone")
     short = alone | {"block_table": alone["block_table"][:, :2]}
-    np.testing.assert_array_equal(kernel(shape, short), expected[2:], err_msg="a narrower block table")
+    np.testing.assert_array_equal(
+        kernel(shape, short), expected[2:], err_msg="a narrower block table"
+    )
     plain = inputs | {"q": inputs["q"][:, 1:2], "positions": inputs["positions"][:, 1:2]}
-    np.testing.assert_array_equal(kernel(shape, plain), expected[:, 1:2], err_msg="one row of three")
+    np.testing.assert_array_equal(
+        kernel(shape, plain), expected[:, 1:2], err_msg="one row of three"
+    )
 
     from pallas_kernels.latent_attention import mosaic_gpu
 
     monkeypatch.setattr(mosaic_gpu, "CLASSES", 2)
-    assert (kernel(shape, inputs, cluster=1) != expected).any(), "expected another order of sums to show"
+    assert (kernel(shape, inputs, cluster=1) != expected).any(), (
+        "expected another order of sums to show"
+    )
 
 
-FITS = {"query_rows": 80, "kv_lora_rank": 512, "rope_head_dim": 64, "block_size": 64, "q_dtype": jnp.bfloat16, "cache_dtype": jnp.bfloat16}
+FITS = {
+    "query_rows": 80,
+    "kv_lora_rank": 512,
+    "rope_head_dim": 64,
+    "block_size": 64,
+    "q_dtype": jnp.bfloat16,
+    "cache_dtype": jnp.bfloat16,
+}
 
 
 @needs_mosaic
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"kv_lora_rank": 576}, "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got 576 and 64"),
-        ({"rope_head_dim": 32}, "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got 512 and 32"),
+        (
+            {"kv_lora_rank": 576},
+            "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got 576 and 64",
+        ),
+        (
+            {"rope_head_dim": 32},
+            "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got 512 and 32",
+        ),
         ({"block_size": 48}, "block_size: expected 8, 16, 32 or a multiple of 64, got 48"),
         ({"query_rows": 20}, "rows x heads: expected a multiple of 8, got 20"),
-        ({"q_dtype": jnp.dtype("float32")}, "dtypes of q and the cache: expected bfloat16, got float32 and"),
+        (
+            {"q_dtype": jnp.dtype("float32")},
+            "dtypes of q and the cache: expected bfloat16, got float32 and",
+        ),
         ({}, None),
     ],
 )
-def test_what_the_kernel_does_not_support_has_a_reason(change: dict[str, Any], reason: str | None) -> None:
+def test_what_the_kernel_does_not_support_has_a_reason(
+    change: dict[str, Any], reason: str | None
+) -> None:
     with interpreted():
         got = unsupported("mosaic_gpu", **(FITS | change))
     assert got is None if reason is None else got is not None and got.startswith(reason)
 
 
 def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
-    expected = "device: expected an NVIDIA GPU" if jax.__version_info__ >= (0, 11) else "implementation 'mosaic_gpu': expected jax 0.11"
+    expected = (
+        "device: expected an NVIDIA GPU"
+        if jax.__version_info__ >= (0, 11)
+        else "implementation 'mosaic_gpu': expected jax 0.11"
+    )
     if jax.default_backend() != "cpu":
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=f"^{expected}"):
-        latent_attention(**make_inputs(SMALL["rows past the end"], seed=0), implementation="mosaic_gpu")
+        latent_attention(
+            **make_inputs(SMALL["rows past the end"], seed=0), implementation="mosaic_gpu"
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"positions": jnp.zeros((2, 3), jnp.int32)}, "q: expected bfloat16 (2, 3, 4, 128), got bfloat16 (2, 4, 4, 128)"),
-        ({"kv_lora_rank": 129}, "cache: expected [blocks, block_size, 1, 128] with kv_lora_rank 129 of it, got (5, 64, 1, 128)"),
+        (
+            {"positions": jnp.zeros((2, 3), jnp.int32)},
+            "q: expected bfloat16 (2, 3, 4, 128), got bfloat16 (2, 4, 4, 128)",
+        ),
+        (
+            {"kv_lora_rank": 129},
+            "cache: expected [blocks, block_size, 1, 128] with kv_lora_rank 129 of it, got (5, 64, 1, 128)",
+        ),
         ({"seq_lens": jnp.zeros(3, jnp.int32)}, "seq_lens: expected int32 (2,), got int32 (3,)"),
-        ({"implementation": "cuda"}, "implementation: expected one of reference, mosaic_gpu, got 'cuda'"),
+        (
+            {"implementation": "cuda"},
+            "implementation: expected one of reference, mosaic_gpu, got 'cuda'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
@@ -199,9 +261,13 @@ def test_equals_the_float32_reference_at_real_sizes(name: str) -> None:
     wide = {k: x.astype(jnp.float32) if k in ("q", "cache") else x for k, x in inputs.items()}
     static = ("kv_lora_rank", "scale")
     with jax.default_matmul_precision("highest"):
-        for b in range(0, shape.batch, max(shape.batch // 4, 1)):  # the reference gathers a request's keys and holds all its scores
+        for b in range(
+            0, shape.batch, max(shape.batch // 4, 1)
+        ):  # the reference gathers a request's keys and holds all its scores
             one = {k: x[b : b + 1] if k in REQUESTS else x for k, x in wide.items()}
-            expected = without_padding(shape, jax.jit(reference.latent_attention, static_argnames=static)(**one))
+            expected = without_padding(
+                shape, jax.jit(reference.latent_attention, static_argnames=static)(**one)
+            )
             assert_close(got[b : b + 1], expected, live(shape)[b : b + 1])
 
 
@@ -213,14 +279,25 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
     expected = run(shape, inputs, "mosaic_gpu")
     np.testing.assert_array_equal(run(shape, inputs, "mosaic_gpu"), expected, err_msg="twice")
     for cluster in (1, 2, 4, 8):
-        np.testing.assert_array_equal(kernel(shape, inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs")
+        np.testing.assert_array_equal(
+            kernel(shape, inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs"
+        )
     alone = {key: x[-1:] if key in REQUESTS else x for key, x in inputs.items()}
     np.testing.assert_array_equal(run(shape, alone, "mosaic_gpu"), expected[-1:], err_msg="alone")
-    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 2 * shape.table_pages)))}
-    np.testing.assert_array_equal(run(shape, wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table")
-    first = jnp.pad(alone["q"][:, :1], ((0, 0), (0, 0), (0, padded_heads(1, shape.num_heads) - shape.heads), (0, 0)))
+    wide = alone | {
+        "block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 2 * shape.table_pages)))
+    }
+    np.testing.assert_array_equal(
+        run(shape, wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table"
+    )
+    first = jnp.pad(
+        alone["q"][:, :1],
+        ((0, 0), (0, 0), (0, padded_heads(1, shape.num_heads) - shape.heads), (0, 0)),
+    )
     plain = alone | {"q": first, "positions": alone["positions"][:, :1]}
-    np.testing.assert_array_equal(run(shape, plain, "mosaic_gpu"), expected[-1:, :1], err_msg="one row")
+    np.testing.assert_array_equal(
+        run(shape, plain, "mosaic_gpu"), expected[-1:, :1], err_msg="one row"
+    )
 
 
 @pytest.mark.gpu

@@ -15,7 +15,11 @@ from pallas_kernels.latent_cache.shapes import SHAPES, Shape, bytes_moved, make_
 from tests.kernels.test_attention import interpreted, needs_mosaic
 
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 SMALL = {
@@ -29,32 +33,47 @@ ROUNDING = 5 * 2.0**-8
 
 
 def run(inputs: dict[str, Any], implementation: str) -> tuple[np.ndarray | None, np.ndarray]:
-    with interpreted() if implementation == "mosaic_gpu" and jax.default_backend() == "cpu" else contextlib.nullcontext():
+    with (
+        interpreted()
+        if implementation == "mosaic_gpu" and jax.default_backend() == "cpu"
+        else contextlib.nullcontext()
+    ):
         q, cache = norm_and_write(**inputs, implementation=implementation)
-    return None if q is None else np.asarray(q).astype(np.float32), np.asarray(cache).astype(np.float32)
+    return None if q is None else np.asarray(q).astype(np.float32), np.asarray(cache).astype(
+        np.float32
+    )
 
 
 def ground_truth(shape: Shape, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """float64 query latents and cache, one row at a time from the op's docstring."""
-    latents, cos, sin, cache, gain = (np.asarray(inputs[n]).astype(np.float64) for n in ("latents", "cos", "sin", "cache", "kv_norm"))
+    latents, cos, sin, cache, gain = (
+        np.asarray(inputs[n]).astype(np.float64)
+        for n in ("latents", "cos", "sin", "cache", "kv_norm")
+    )
 
     def norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
         return x / np.sqrt(np.square(x).mean() + inputs["eps"]) * gain
 
     queries = np.zeros((shape.rows, shape.q_lora_rank))
     for row in range(shape.rows):
-        q, latent, key = np.split(latents[row], (shape.q_lora_rank, shape.q_lora_rank + shape.kv_lora_rank))
+        q, latent, key = np.split(
+            latents[row], (shape.q_lora_rank, shape.q_lora_rank + shape.kv_lora_rank)
+        )
         if shape.q_lora_rank:
             queries[row] = norm(q, np.asarray(inputs["q_norm"]).astype(np.float64))
         a, b = np.split(key, 2)
         slot = int(inputs["slot_mapping"][row])
         if slot < cache.shape[0] * shape.block_size:
             rotated = a * cos[row] - b * sin[row], b * cos[row] + a * sin[row]
-            cache[slot // shape.block_size, slot % shape.block_size, 0] = np.concatenate((norm(latent, gain), *rotated))
+            cache[slot // shape.block_size, slot % shape.block_size, 0] = np.concatenate(
+                (norm(latent, gain), *rotated)
+            )
     return queries, cache
 
 
-def assert_close(shape: Shape, got: tuple[np.ndarray | None, np.ndarray], expected: tuple[np.ndarray, np.ndarray]) -> None:
+def assert_close(
+    shape: Shape, got: tuple[np.ndarray | None, np.ndarray], expected: tuple[np.ndarray, np.ndarray]
+) -> None:
     rank = shape.kv_lora_rank
     if shape.q_lora_rank:
         assert got[0] is not None
@@ -83,7 +102,9 @@ def test_slots_of_others_stay_as_they_are(implementation: str) -> None:
     after = run(inputs, implementation)[1].reshape(-1, 576)
     written = np.asarray(inputs["slot_mapping"])[:2]
     assert (before[written] != after[written]).any(axis=1).all()
-    np.testing.assert_array_equal(np.delete(after, written, axis=0), np.delete(before, written, axis=0))
+    np.testing.assert_array_equal(
+        np.delete(after, written, axis=0), np.delete(before, written, axis=0)
+    )
 
 
 @pytest.mark.gpu
@@ -100,11 +121,17 @@ def test_bits_on_the_gpu_do_not_depend_on_the_number_of_rows() -> None:
     q, cache = run(inputs, "mosaic_gpu")
     assert q is not None
     for rows in (1, 5):
-        fewer, written = run(inputs | {name: inputs[name][:rows] for name in ("latents", "cos", "sin", "slot_mapping")}, "mosaic_gpu")
+        fewer, written = run(
+            inputs
+            | {name: inputs[name][:rows] for name in ("latents", "cos", "sin", "slot_mapping")},
+            "mosaic_gpu",
+        )
         assert fewer is not None
         np.testing.assert_array_equal(fewer, q[:rows])
         slots = np.asarray(inputs["slot_mapping"])[:rows]
-        np.testing.assert_array_equal(written.reshape(-1, 576)[slots], cache.reshape(-1, 576)[slots])
+        np.testing.assert_array_equal(
+            written.reshape(-1, 576)[slots], cache.reshape(-1, 576)[slots]
+        )
 
 
 @needs_mosaic
@@ -113,15 +140,23 @@ def test_what_the_kernel_does_not_support_has_a_reason() -> None:
     assert unsupported(0, 512, 64, jnp.bfloat16) is None
     assert unsupported(768, 512, 64, jnp.float32) == "expected bfloat16, got float32"
     assert unsupported(768, 512, 32, jnp.bfloat16) == "expected a rope_head_dim of 64, got 32"
-    assert str(unsupported(24, 512, 64, jnp.bfloat16)).startswith("expected latents of a multiple of 64 numbers")
+    assert str(unsupported(24, 512, 64, jnp.bfloat16)).startswith(
+        "expected latents of a multiple of 64 numbers"
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"q_norm": None}, "latents: expected [rows, 0 + 576] for a cache (3, 8, 1, 576), got (3, 1344)"),
+        (
+            {"q_norm": None},
+            "latents: expected [rows, 0 + 576] for a cache (3, 8, 1, 576), got (3, 1344)",
+        ),
         ({"cos": jnp.zeros((3, 16))}, "cos: expected float32 (3, 32), got float32 (3, 16)"),
-        ({"implementation": "cuda"}, "implementation: expected one of reference, mosaic_gpu, got 'cuda'"),
+        (
+            {"implementation": "cuda"},
+            "implementation: expected one of reference, mosaic_gpu, got 'cuda'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:

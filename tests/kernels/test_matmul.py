@@ -15,9 +15,15 @@ from pallas_kernels.matmul import IMPLEMENTATIONS, matmul, plan, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, bytes_moved, flops, make_inputs
 from tests.kernels.interpreter import interpreted
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 # Largest error, in units of the value's size plus the root mean square of the result. bfloat16 rounds a value to within 2^-8 of itself
@@ -67,11 +73,17 @@ def kernel(inputs: dict[str, Any], **changes: Any) -> np.ndarray:
     rows, depth = inputs["x"].shape
     widths = tuple(w.shape[0 if inputs["transposed"] else 1] for w in inputs["weights"])
     out_bytes = jnp.dtype(inputs["out_dtype"]).itemsize
-    options = {"swiglu": inputs["swiglu"], "out_bytes": out_bytes, "residual": inputs["residual"] is not None}
+    options = {
+        "swiglu": inputs["swiglu"],
+        "out_bytes": out_bytes,
+        "residual": inputs["residual"] is not None,
+    }
     tuning = plan.choose_tuning(rows, depth, widths, **options)
     assert tuning is not None
     with interpreted():
-        return np.asarray(mosaic_gpu.matmul(**inputs, tuning=dataclasses.replace(tuning, **changes))).astype(np.float32)
+        return np.asarray(
+            mosaic_gpu.matmul(**inputs, tuning=dataclasses.replace(tuning, **changes))
+        ).astype(np.float32)
 
 
 def ground_truth(inputs: dict[str, Any]) -> np.ndarray:
@@ -82,7 +94,11 @@ def ground_truth(inputs: dict[str, Any]) -> np.ndarray:
         gate, up = results
         results = [gate / (1 + np.exp(-gate)) * up]
     result = np.concatenate(results, axis=1)
-    return result if inputs["residual"] is None else result + np.asarray(inputs["residual"]).astype(np.float64)
+    return (
+        result
+        if inputs["residual"] is None
+        else result + np.asarray(inputs["residual"]).astype(np.float64)
+    )
 
 
 def assert_close(shape: Shape, got: np.ndarray, expected: np.ndarray) -> None:
@@ -106,18 +122,39 @@ def test_equals_float64(name: str, implementation: str) -> None:
 @needs_mosaic
 @pytest.mark.parametrize(("blocks", "stages"), [(1, 2), (2, 3)])
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
-@pytest.mark.parametrize("name", ["several weights", "residual, sixteen rows", "swiglu and residual", "tied head"])
-def test_tiles_in_turn_rings_and_warpgroups(name: str, warpgroups: int, blocks: int, stages: int) -> None:
+@pytest.mark.parametrize(
+    "name", ["several weights", "residual, sixteen rows", "swiglu and residual", "tied head"]
+)
+def test_tiles_in_turn_rings_and_warpgroups(
+    name: str, warpgroups: int, blocks: int, stages: int
+) -> None:
     """Fewer blocks than tiles, fewer slots than steps, every sharing of the depth; an input that stays and one that streams."""
-    shape = dataclasses.replace(SMALL[name], depth=384, widths=tuple(3 * 64 if w == 64 else w for w in SMALL[name].widths))
+    shape = dataclasses.replace(
+        SMALL[name], depth=384, widths=tuple(3 * 64 if w == 64 else w for w in SMALL[name].widths)
+    )
     inputs = make_inputs(shape, seed=1)
-    assert_close(shape, kernel(inputs, tile_k=64, warpgroups=warpgroups, blocks=blocks, stages=stages), ground_truth(inputs))
+    assert_close(
+        shape,
+        kernel(inputs, tile_k=64, warpgroups=warpgroups, blocks=blocks, stages=stages),
+        ground_truth(inputs),
+    )
 
 
 @needs_mosaic
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("name", ["three rows", "several weights", "residual, sixteen rows", "swiglu, sixteen rows", "tied head"])
-def test_an_input_that_streams_gives_the_same_bits(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "three rows",
+        "several weights",
+        "residual, sixteen rows",
+        "swiglu, sixteen rows",
+        "tied head",
+    ],
+)
+def test_an_input_that_streams_gives_the_same_bits(
+    name: str, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pallas_kernels.matmul import mosaic_gpu
 
     shape = dataclasses.replace(SMALL[name], depth=768)
@@ -150,22 +187,36 @@ def near_ties(shape: Shape, seed: int, step: int = 1) -> dict[str, Any]:
         w = np.array(weight.T if shape.transposed else weight).astype(np.float32)
         w[step :: 2 * step] = -w[:: 2 * step]
         weights.append(jnp.asarray(w.T if shape.transposed else w, jnp.bfloat16))
-    return inputs | {"x": jnp.asarray(x, jnp.bfloat16), "weights": tuple(weights), "out_dtype": jnp.dtype("float32")}
+    return inputs | {
+        "x": jnp.asarray(x, jnp.bfloat16),
+        "weights": tuple(weights),
+        "out_dtype": jnp.dtype("float32"),
+    }
 
 
 def take(inputs: dict[str, Any], rows: slice | list[int]) -> dict[str, Any]:
     """The same weights with some of the rows."""
     index = np.arange(inputs["x"].shape[0])[rows]
-    return inputs | {name: None if inputs[name] is None else inputs[name][index] for name in ("x", "residual")}
+    return inputs | {
+        name: None if inputs[name] is None else inputs[name][index] for name in ("x", "residual")
+    }
 
 
-def assert_bits_are_the_rows_own(inputs: dict[str, Any], classes: tuple[tuple[int, ...], ...]) -> None:
+def assert_bits_are_the_rows_own(
+    inputs: dict[str, Any], classes: tuple[tuple[int, ...], ...]
+) -> None:
     for counts in classes:
         expected = run(take(inputs, slice(counts[-1])))
         for count in counts[:-1]:
-            np.testing.assert_array_equal(run(take(inputs, slice(count))), expected[:count], err_msg=f"{count} of {counts[-1]} rows")
+            np.testing.assert_array_equal(
+                run(take(inputs, slice(count))),
+                expected[:count],
+                err_msg=f"{count} of {counts[-1]} rows",
+            )
         order = np.random.default_rng(0).permutation(counts[-1]).tolist()
-        np.testing.assert_array_equal(run(take(inputs, order)), expected[order], err_msg=f"{counts[-1]} rows in another order")
+        np.testing.assert_array_equal(
+            run(take(inputs, order)), expected[order], err_msg=f"{counts[-1]} rows in another order"
+        )
 
 
 @needs_mosaic
@@ -191,17 +242,23 @@ def changed(struct: Any, shape: tuple[int, ...] | None = None, dtype: Any = None
 
 
 DOES_NOT_FIT = {
-    r"weights: expected matrices of depth 128, got \[\(64, 128\)\] for x \(4, 128\)": {"weights": (changed(W, (64, 128)),)},
+    r"weights: expected matrices of depth 128, got \[\(64, 128\)\] for x \(4, 128\)": {
+        "weights": (changed(W, (64, 128)),)
+    },
     r"weights: expected matrices of depth 128, got \[\(128, 64\)\] for x": {"transposed": True},
     r"weights: expected matrices of depth 128, got \[\] for x": {"weights": ()},
-    r"weights: expected matrices of depth 128, got .* for x \(2, 4, 128\)": {"x": changed(X, (2, 4, 128))},
+    r"weights: expected matrices of depth 128, got .* for x \(2, 4, 128\)": {
+        "x": changed(X, (2, 4, 128))
+    },
     r"weights: expected gate and up of one width with swiglu, got widths \[64\]": {"swiglu": True},
     r"weights: expected gate and up of one width with swiglu, got widths \[64, 128\]": {
         "swiglu": True,
         "weights": (W, changed(W, (128, 128))),
     },
     r"residual: expected \(4, 64\), got \(4, 128\)": {"residual": changed(X)},
-    r"implementation: expected one of reference, mosaic_gpu, got 'fast'": {"implementation": "fast"},
+    r"implementation: expected one of reference, mosaic_gpu, got 'fast'": {
+        "implementation": "fast"
+    },
 }
 
 
@@ -213,11 +270,17 @@ def test_what_does_not_fit_is_an_error(message: str) -> None:
 
 
 UNSUPPORTED = {
-    "expected bfloat16 operands, got float32 and bfloat16": ((4, 128, (64,)), {"x_dtype": jnp.float32}),
+    "expected bfloat16 operands, got float32 and bfloat16": (
+        (4, 128, (64,)),
+        {"x_dtype": jnp.float32},
+    ),
     "expected 1 to 8 rows, or a multiple of 8 up to 64, got 9": ((9, 128, (64,)), {}),
     "expected 1 to 8 rows, or a multiple of 8 up to 64, got 72": ((72, 128, (64,)), {}),
     "expected a depth and widths that are multiples of 64, got 96 and (64,)": ((4, 96, (64,)), {}),
-    "expected a depth and widths that are multiples of 64, got 128 and (64, 96)": ((4, 128, (64, 96)), {}),
+    "expected a depth and widths that are multiples of 64, got 128 and (64, 96)": (
+        (4, 128, (64, 96)),
+        {},
+    ),
 }
 
 
@@ -230,15 +293,25 @@ def test_what_the_kernel_cannot_multiply_it_says(reason: str) -> None:
     assert unsupported(x, weights) == reason
     if jax.default_backend() == "cpu":
         with interpreted(), pytest.raises(ValueError) as error:
-            matmul(jnp.zeros(x.shape, x.dtype), tuple(jnp.zeros(w.shape, w.dtype) for w in weights), implementation="mosaic_gpu")
+            matmul(
+                jnp.zeros(x.shape, x.dtype),
+                tuple(jnp.zeros(w.shape, w.dtype) for w in weights),
+                implementation="mosaic_gpu",
+            )
         assert str(error.value) == f"matmul, implementation 'mosaic_gpu': {reason}"
 
 
 def test_the_kernel_needs_a_gpu() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is one here")
-    with pytest.raises(ValueError, match="^matmul, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"):
-        matmul(jnp.zeros((4, 128), jnp.bfloat16), (jnp.zeros((128, 64), jnp.bfloat16),), implementation="mosaic_gpu")
+    with pytest.raises(
+        ValueError, match="^matmul, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
+    ):
+        matmul(
+            jnp.zeros((4, 128), jnp.bfloat16),
+            (jnp.zeros((128, 64), jnp.bfloat16),),
+            implementation="mosaic_gpu",
+        )
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="jax is new enough here")
@@ -248,12 +321,21 @@ def test_the_kernel_needs_jax_11() -> None:
 
 def test_bytes_are_weights_input_residual_and_result() -> None:
     assert bytes_moved(Shape(2, 128, (64, 128))) == 2 * (128 * 192 + 2 * 128 + 2 * 192)
-    assert bytes_moved(Shape(2, 128, (64, 64), swiglu=True, residual=True)) == 2 * (128 * 128 + 2 * 128 + 2 * 64 + 2 * 64)
-    assert bytes_moved(Shape(2, 128, (64,), out_dtype="float32")) == 2 * (128 * 64 + 2 * 128) + 4 * 2 * 64
+    assert bytes_moved(Shape(2, 128, (64, 64), swiglu=True, residual=True)) == 2 * (
+        128 * 128 + 2 * 128 + 2 * 64 + 2 * 64
+    )
+    assert (
+        bytes_moved(Shape(2, 128, (64,), out_dtype="float32"))
+        == 2 * (128 * 64 + 2 * 128) + 4 * 2 * 64
+    )
 
 
 def test_arithmetic_is_a_multiplication_and_an_addition_for_each_weight_and_row() -> None:
-    assert flops(Shape(2, 128, (64, 128))) == flops(Shape(2, 128, (96, 96), swiglu=True)) == 2 * 2 * 128 * 192
+    assert (
+        flops(Shape(2, 128, (64, 128)))
+        == flops(Shape(2, 128, (96, 96), swiglu=True))
+        == 2 * 2 * 128 * 192
+    )
 
 
 # ---- on the device
@@ -265,9 +347,16 @@ def test_equals_the_float32_product_at_real_sizes(name: str) -> None:
     shape = SHAPES[name]
     inputs = make_inputs(shape, seed=4)
     got = run(inputs)
-    wide = {key: jax.tree.map(lambda a: a.astype(jnp.float32), inputs[key]) for key in ("x", "weights", "residual")}
+    wide = {
+        key: jax.tree.map(lambda a: a.astype(jnp.float32), inputs[key])
+        for key in ("x", "weights", "residual")
+    }
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(lambda arrays: matmul(**arrays, swiglu=shape.swiglu, transposed=shape.transposed, out_dtype=jnp.float32))(wide)
+        expected = jax.jit(
+            lambda arrays: matmul(
+                **arrays, swiglu=shape.swiglu, transposed=shape.transposed, out_dtype=jnp.float32
+            )
+        )(wide)
     assert_close(shape, got, np.asarray(expected).astype(np.float64))
 
 
@@ -275,12 +364,18 @@ def test_equals_the_float32_product_at_real_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SHAPES if name.endswith("rows 64")])
 def test_bits_on_the_gpu_do_not_depend_on_neighbours(name: str) -> None:
     inputs = near_ties(SHAPES[name], seed=5)
-    np.testing.assert_array_equal(run(take(inputs, slice(4))), run(take(inputs, slice(4))), err_msg="twice")
+    np.testing.assert_array_equal(
+        run(take(inputs, slice(4))), run(take(inputs, slice(4))), err_msg="twice"
+    )
     assert_bits_are_the_rows_own(inputs, ((1, 2, 3, 4, 5, 6, 7, 8), (16, 24, 32, 40, 48, 56, 64)))
     few, many = run(take(inputs, slice(8))), run(inputs)
     for row in (0, 7):
-        np.testing.assert_array_equal(run(take(inputs, [row])), few[row : row + 1], err_msg=f"row {row} alone")
-    np.testing.assert_array_equal(run(take(inputs, list(range(48, 64)))), many[48:], err_msg="the last 16 rows")
+        np.testing.assert_array_equal(
+            run(take(inputs, [row])), few[row : row + 1], err_msg=f"row {row} alone"
+        )
+    np.testing.assert_array_equal(
+        run(take(inputs, list(range(48, 64)))), many[48:], err_msg="the last 16 rows"
+    )
 
 
 @pytest.mark.gpu

@@ -63,13 +63,24 @@ def make_inputs(pair: Pair, seed: int) -> dict[str, Any]:
     return jax.tree.map(lambda a: a.astype(jnp.bfloat16), inputs)
 
 
-def run(pair: Pair, inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> tuple[np.ndarray, np.ndarray]:
+def run(
+    pair: Pair, inputs: dict[str, Any], implementation: str = "mosaic_gpu"
+) -> tuple[np.ndarray, np.ndarray]:
     """The stream [rows, width] and the second product, widened without loss."""
     with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
         stream, scaled, squares = matmul(
-            inputs["x"], (inputs["weight"],), residual=inputs["residual"], gain=inputs["gain"], implementation=implementation
+            inputs["x"],
+            (inputs["weight"],),
+            residual=inputs["residual"],
+            gain=inputs["gain"],
+            implementation=implementation,
         )
-        options: dict[str, Any] = {"squares": squares, "eps": EPS, "swiglu": pair.swiglu, "implementation": implementation}
+        options: dict[str, Any] = {
+            "squares": squares,
+            "eps": EPS,
+            "swiglu": pair.swiglu,
+            "implementation": implementation,
+        }
         result = matmul(scaled, inputs["weights"], **options)
     return np.asarray(stream).astype(np.float32), np.asarray(result).astype(np.float32)
 
@@ -77,20 +88,38 @@ def run(pair: Pair, inputs: dict[str, Any], implementation: str = "mosaic_gpu") 
 def ground_truth(pair: Pair, inputs: dict[str, Any], stream: np.ndarray) -> np.ndarray:
     """float64, from the stream as it was rounded."""
     wide = stream.astype(np.float64)
-    normed = wide / np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + EPS) * np.asarray(inputs["gain"]).astype(np.float64)
+    normed = (
+        wide
+        / np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + EPS)
+        * np.asarray(inputs["gain"]).astype(np.float64)
+    )
     results = [normed @ np.asarray(w).astype(np.float64) for w in inputs["weights"]]
-    return results[0] / (1 + np.exp(-results[0])) * results[1] if pair.swiglu else np.concatenate(results, axis=1)
+    return (
+        results[0] / (1 + np.exp(-results[0])) * results[1]
+        if pair.swiglu
+        else np.concatenate(results, axis=1)
+    )
 
 
 def assert_right(pair: Pair, inputs: dict[str, Any], implementation: str) -> None:
     stream, result = run(pair, inputs, implementation)
     alone = matmul(inputs["x"], (inputs["weight"],), residual=inputs["residual"])
     # Its sums may be taken in another order: one bfloat16 ulp of the product and one of the sum with the residual.
-    np.testing.assert_allclose(stream, np.asarray(alone).astype(np.float32), rtol=2 * 2.0**-7, atol=2.0**-7 * np.abs(stream).max())
+    np.testing.assert_allclose(
+        stream,
+        np.asarray(alone).astype(np.float32),
+        rtol=2 * 2.0**-7,
+        atol=2.0**-7 * np.abs(stream).max(),
+    )
     expected = ground_truth(pair, inputs, stream)
-    error = np.abs(result - expected) / (np.abs(expected) + np.sqrt(np.square(expected).mean(axis=1, keepdims=True)))
+    error = np.abs(result - expected) / (
+        np.abs(expected) + np.sqrt(np.square(expected).mean(axis=1, keepdims=True))
+    )
     # x times the gain is rounded to 2^-9, the result likewise; SwiGLU rounds three values more (test_matmul's tolerances).
-    assert error.max() <= (6 if pair.swiglu else 3) * 2.0**-8 and np.median(error) <= 2.0**-8, (error.max(), np.median(error))
+    assert error.max() <= (6 if pair.swiglu else 3) * 2.0**-8 and np.median(error) <= 2.0**-8, (
+        error.max(),
+        np.median(error),
+    )
 
 
 @implementations
@@ -105,7 +134,9 @@ def bits_of_fewer_rows_are_the_same(pair: Pair, counts: tuple[int, ...]) -> None
     for count in counts:
         some = run(pair, inputs | {name: inputs[name][:count] for name in ("x", "residual")})
         for got, expected in zip(some, whole, strict=True):
-            np.testing.assert_array_equal(got, expected[:count], err_msg=f"{count} of {pair.rows} rows")
+            np.testing.assert_array_equal(
+                got, expected[:count], err_msg=f"{count} of {pair.rows} rows"
+            )
 
 
 @needs_mosaic
@@ -115,24 +146,37 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
 
 @needs_mosaic
 def test_a_gain_goes_with_one_weight_and_a_norm_is_shared_by_few_rows() -> None:
-    x, w = jax.ShapeDtypeStruct((4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
-    assert "expected one weight and a bfloat16 result without swiglu" in str(unsupported(x, (w, w), norms=True))
+    x, w = (
+        jax.ShapeDtypeStruct((4, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((128, 64), jnp.bfloat16),
+    )
+    assert "expected one weight and a bfloat16 result without swiglu" in str(
+        unsupported(x, (w, w), norms=True)
+    )
     many = jax.ShapeDtypeStruct((16, 128), jnp.bfloat16)
     assert unsupported(many, (w,)) is None
     for option in ("norms", "normed"):
-        assert unsupported(many, (w,), **{option: True}) == "expected at most 8 rows that share a norm, got 16"
+        assert (
+            unsupported(many, (w,), **{option: True})
+            == "expected at most 8 rows that share a norm, got 16"
+        )
 
 
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        (r"squares: expected \[pieces, 4 rows or more\], got \(2, 3\)", {"squares": jnp.zeros((2, 3))}),
+        (
+            r"squares: expected \[pieces, 4 rows or more\], got \(2, 3\)",
+            {"squares": jnp.zeros((2, 3))},
+        ),
         (r"gain: expected \(64,\), got \(128,\)", {"gain": jnp.zeros(128, jnp.bfloat16)}),
     ],
 )
 def test_what_does_not_fit_is_an_error(message: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
-        matmul(jnp.zeros((4, 128), jnp.bfloat16), (jnp.zeros((128, 64), jnp.bfloat16),), **arguments)
+        matmul(
+            jnp.zeros((4, 128), jnp.bfloat16), (jnp.zeros((128, 64), jnp.bfloat16),), **arguments
+        )
 
 
 # ---- on the device

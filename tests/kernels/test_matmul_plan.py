@@ -25,9 +25,19 @@ def chosen(shape: Shape, rows: int, norm: bool = False) -> tuple[plan.Tuning, in
     """The tuning and its bytes of shared memory. norm: a residual sum has one after it, any other bfloat16 product one before it."""
     out_bytes, products = jnp.dtype(shape.out_dtype).itemsize, 2 if shape.swiglu else 1
     norms = {"normed": norm and not shape.residual, "norms": norm and shape.residual}
-    tuning = plan.choose_tuning(rows, shape.depth, shape.widths, swiglu=shape.swiglu, out_bytes=out_bytes, residual=shape.residual, **norms)
+    tuning = plan.choose_tuning(
+        rows,
+        shape.depth,
+        shape.widths,
+        swiglu=shape.swiglu,
+        out_bytes=out_bytes,
+        residual=shape.residual,
+        **norms,
+    )
     assert tuning is not None
-    return tuning, plan.smem_bytes(rows, shape.depth, tuning, products, out_bytes, shape.residual, **norms)
+    return tuning, plan.smem_bytes(
+        rows, shape.depth, tuning, products, out_bytes, shape.residual, **norms
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,7 +59,10 @@ def test_what_is_split(name: str) -> None:
     tuning, _ = chosen(shape, shape.rows)
     assert tuning.split == (2 if name.rpartition(" rows ")[0] in SPLIT else 1)
     if tuning.split > 1:
-        assert tuning.blocks == shape.width // plan.TILE_N and tuning.blocks * tuning.split <= plan.NUM_SMS
+        assert (
+            tuning.blocks == shape.width // plan.TILE_N
+            and tuning.blocks * tuning.split <= plan.NUM_SMS
+        )
 
 
 def test_a_depth_that_two_do_not_share_is_not_split() -> None:

@@ -44,7 +44,9 @@ def test_equals_float64(name: str, split: int, warpgroups: int) -> None:
 
 
 @pytest.mark.parametrize("split", [1, 2])
-def test_an_input_that_streams_gives_the_same_bits(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_streams_gives_the_same_bits(
+    split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pallas_kernels.matmul import mosaic_gpu
 
     inputs = near_ties(Shape(3, 1024, (128,)), seed=2, step=128)
@@ -66,15 +68,27 @@ def test_a_norm_before_and_one_after() -> None:
     tuning = plan.Tuning(128, 2, 2, split=2)
     with interpreted():
         stream, scaled, squares = mosaic_gpu.matmul(
-            inputs["x"], (inputs["weight"],), residual=inputs["residual"], gain=inputs["gain"], tuning=tuning
+            inputs["x"],
+            (inputs["weight"],),
+            residual=inputs["residual"],
+            gain=inputs["gain"],
+            tuning=tuning,
         )
-        result = mosaic_gpu.matmul(scaled, inputs["weights"], squares=squares, eps=EPS, tuning=tuning)
+        result = mosaic_gpu.matmul(
+            scaled, inputs["weights"], squares=squares, eps=EPS, tuning=tuning
+        )
     rows = np.asarray(stream).astype(np.float32)
-    x, weight, residual = (np.asarray(inputs[name]).astype(np.float64) for name in ("x", "weight", "residual"))
-    np.testing.assert_allclose(rows, x @ weight + residual, rtol=2 * 2.0**-7, atol=2.0**-7 * np.abs(rows).max())
+    x, weight, residual = (
+        np.asarray(inputs[name]).astype(np.float64) for name in ("x", "weight", "residual")
+    )
+    np.testing.assert_allclose(
+        rows, x @ weight + residual, rtol=2 * 2.0**-7, atol=2.0**-7 * np.abs(rows).max()
+    )
     expected = normed_truth(pair, inputs, rows)
     # test_matmul_norm's tolerances
-    error = np.abs(np.asarray(result).astype(np.float32) - expected) / (np.abs(expected) + np.sqrt(np.square(expected).mean()))
+    error = np.abs(np.asarray(result).astype(np.float32) - expected) / (
+        np.abs(expected) + np.sqrt(np.square(expected).mean())
+    )
     assert error.max() <= 3 * 2.0**-8, error.max()
 
 
@@ -99,11 +113,21 @@ def test_the_near_ties_tell_a_split_depth_apart(rows: int, step: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("name", ["llama-3-8b o rows 64", "llama-3-8b down rows 64"])
-def test_bits_on_the_gpu_are_the_rows_own_whatever_loads_and_calls_first(name: str, split: int) -> None:
+def test_bits_on_the_gpu_are_the_rows_own_whatever_loads_and_calls_first(
+    name: str, split: int
+) -> None:
     inputs = near_ties(SHAPES[name], seed=5) | {"residual": None}  # which would hide the last bits
     for counts in ((8, 4, 1), (64, 24, 16)):
         whole = kernel(take(inputs, slice(counts[0])), stages=2, split=split)
         for rows in counts:
             for early in (False, True):
-                got = kernel(take(inputs, slice(rows)), stages=2, split=split, weights_first=early, calls_next=early)
-                np.testing.assert_array_equal(got, whole[:rows], err_msg=f"{rows} rows, early {early}")
+                got = kernel(
+                    take(inputs, slice(rows)),
+                    stages=2,
+                    split=split,
+                    weights_first=early,
+                    calls_next=early,
+                )
+                np.testing.assert_array_equal(
+                    got, whole[:rows], err_msg=f"{rows} rows, early {early}"
+                )

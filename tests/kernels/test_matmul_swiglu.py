@@ -15,7 +15,15 @@ import pytest
 from pallas_kernels.matmul import matmul, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.interpreter import interpreted
-from tests.kernels.test_matmul import assert_close, ground_truth, implementations, near_ties, needs_mosaic, run, take
+from tests.kernels.test_matmul import (
+    assert_close,
+    ground_truth,
+    implementations,
+    near_ties,
+    needs_mosaic,
+    run,
+    take,
+)
 
 # Small enough for the interpreter.
 SMALL = {
@@ -33,7 +41,11 @@ def kernel(inputs: dict[str, Any], **tuning: int) -> np.ndarray:
     from pallas_kernels.matmul import swiglu_mosaic_gpu
 
     with interpreted():
-        out = swiglu_mosaic_gpu.swiglu(inputs["x"], *inputs["weights"], tuning=swiglu_mosaic_gpu.Tuning(**tuning) if tuning else None)
+        out = swiglu_mosaic_gpu.swiglu(
+            inputs["x"],
+            *inputs["weights"],
+            tuning=swiglu_mosaic_gpu.Tuning(**tuning) if tuning else None,
+        )
     return np.asarray(out).astype(np.float32)
 
 
@@ -61,7 +73,10 @@ def test_gates_far_from_zero() -> None:
     x[:, 0] = gates
     weight = np.zeros((64, 64), np.float32)
     weight[0] = 1.0
-    inputs = {"x": jnp.asarray(x, jnp.bfloat16), "weights": (jnp.asarray(weight, jnp.bfloat16),) * 2}
+    inputs = {
+        "x": jnp.asarray(x, jnp.bfloat16),
+        "weights": (jnp.asarray(weight, jnp.bfloat16),) * 2,
+    }
     expected = np.repeat((gates / (1 + np.exp(-gates)) * gates)[:, None], 64, axis=1)
     np.testing.assert_allclose(kernel(inputs), expected, rtol=2 * 2.0**-8, atol=1e-40)
 
@@ -69,16 +84,23 @@ def test_gates_far_from_zero() -> None:
 @needs_mosaic
 def test_bits_do_not_depend_on_tile_ring_or_neighbours() -> None:
     """Cancelling sums tell orders of summation apart (test_matmul.py shows that they can)."""
-    inputs = near_ties(Shape(256, 384, (192, 192), swiglu=True), seed=3, step=64) | {"out_dtype": jnp.dtype("bfloat16")}
+    inputs = near_ties(Shape(256, 384, (192, 192), swiglu=True), seed=3, step=64) | {
+        "out_dtype": jnp.dtype("bfloat16")
+    }
     order = np.random.default_rng(0).permutation(256).tolist()
     expected = run(inputs)
     np.testing.assert_array_equal(run(take(inputs, order)), expected[order])
     for tile, stages in ((192, 2), (96, 3)):
-        np.testing.assert_array_equal(kernel(take(inputs, slice(128)), tile=tile, stages=stages), expected[:128])
+        np.testing.assert_array_equal(
+            kernel(take(inputs, slice(128)), tile=tile, stages=stages), expected[:128]
+        )
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("rows", "tuning"), [(128, (128, 7, 1)), (256, (224, 5, 2)), (384, (128, 7, 1)), (512, (224, 5, 2))])
+@pytest.mark.parametrize(
+    ("rows", "tuning"),
+    [(128, (128, 7, 1)), (256, (224, 5, 2)), (384, (128, 7, 1)), (512, (224, 5, 2))],
+)
 def test_llamas_gate_and_up_fill_the_gpu(rows: int, tuning: tuple[int, int, int]) -> None:
     """One block for 112 of 132 SMs, for 128 of them, then in three waves and in two."""
     from pallas_kernels.matmul import swiglu_mosaic_gpu as many
@@ -104,9 +126,18 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "expected tiles that give each of 132 SMs one block at most, got 344 of 128 x 64",
         {"rows": 256, "width": 11008},
     ),
-    "float32 rows": ("expected bfloat16 operands and result, got float32, bfloat16 and bfloat16", {"dtype": jnp.float32}),
-    "a float32 result": ("expected bfloat16 operands and result, got bfloat16, bfloat16 and float32", {"out_dtype": jnp.float32}),
-    "two products": ("expected 1 to 8 rows, or a multiple of 8 up to 64, got 128", {"swiglu": False}),
+    "float32 rows": (
+        "expected bfloat16 operands and result, got float32, bfloat16 and bfloat16",
+        {"dtype": jnp.float32},
+    ),
+    "a float32 result": (
+        "expected bfloat16 operands and result, got bfloat16, bfloat16 and float32",
+        {"out_dtype": jnp.float32},
+    ),
+    "two products": (
+        "expected 1 to 8 rows, or a multiple of 8 up to 64, got 128",
+        {"swiglu": False},
+    ),
 }
 
 
@@ -114,16 +145,29 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_the_kernel_cannot_multiply_it_says(name: str) -> None:
     reason, change = UNSUPPORTED[name]
-    options = {"rows": 128, "depth": 128, "width": 64, "dtype": jnp.bfloat16, "swiglu": True} | change
+    options = {
+        "rows": 128,
+        "depth": 128,
+        "width": 64,
+        "dtype": jnp.bfloat16,
+        "swiglu": True,
+    } | change
     rows, depth, width, dtype = (options.pop(key) for key in ("rows", "depth", "width", "dtype"))
-    x, weight = jax.ShapeDtypeStruct((rows, depth), dtype), jax.ShapeDtypeStruct((depth, width), jnp.bfloat16)
+    x, weight = (
+        jax.ShapeDtypeStruct((rows, depth), dtype),
+        jax.ShapeDtypeStruct((depth, width), jnp.bfloat16),
+    )
     assert unsupported(x, (weight, weight), **options) == reason
 
 
 @needs_mosaic
 def test_the_public_op_refuses_what_has_a_norm_or_a_residual() -> None:
     x, weight = jnp.zeros((128, 128), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
-    besides: tuple[dict[str, Any], ...] = ({"squares": jnp.zeros((64, 128))}, {"gain": weight[0]}, {"residual": x[:, :64]})
+    besides: tuple[dict[str, Any], ...] = (
+        {"squares": jnp.zeros((64, 128))},
+        {"gain": weight[0]},
+        {"residual": x[:, :64]},
+    )
     for beside in besides:
         with interpreted(), pytest.raises(ValueError) as error:
             matmul(x, (weight, weight), swiglu=True, **beside, implementation="mosaic_gpu")
@@ -140,8 +184,12 @@ def test_bits_on_the_gpu_do_not_depend_on_neighbours(name: str) -> None:
     expected = run(inputs)
     np.testing.assert_array_equal(run(inputs), expected, err_msg="twice")
     order = np.random.default_rng(0).permutation(SHAPES[name].rows).tolist()
-    np.testing.assert_array_equal(run(take(inputs, order)), expected[order], err_msg="in another order")
-    np.testing.assert_array_equal(run(take(inputs, slice(-128, None))), expected[-128:], err_msg="the last 128 rows")
+    np.testing.assert_array_equal(
+        run(take(inputs, order)), expected[order], err_msg="in another order"
+    )
+    np.testing.assert_array_equal(
+        run(take(inputs, slice(-128, None))), expected[-128:], err_msg="the last 128 rows"
+    )
 
 
 @pytest.mark.gpu

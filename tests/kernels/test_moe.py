@@ -15,9 +15,15 @@ from pallas_kernels.moe import IMPLEMENTATIONS, MAX_ROWS, experts, unsupported
 from pallas_kernels.moe.shapes import SHAPES, Shape, bytes_moved, make_inputs, route
 from tests.kernels.interpreter import interpreted
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 # Largest error, in units of the value's size plus the root mean square of the result. bfloat16 rounds to within 2^-8: gate, up and the
@@ -30,13 +36,19 @@ MEDIAN = {"silu": 2.0**-8, "clamped": 2.0**-8, "clamped_silu": 2.0**-8}
 SMALL = {
     "three rows": Shape(3, 8, 2, 128, 64),
     "eight rows of one choice": Shape(8, 8, 2, 64, 64, routing="same"),
-    "every expert hit, few rows": Shape(4, 8, 2, 64, 128, gate="clamped", bias=True, routing="spread"),
+    "every expert hit, few rows": Shape(
+        4, 8, 2, 64, 128, gate="clamped", bias=True, routing="spread"
+    ),
     "more than 32 experts": Shape(6, 34, 6, 64, 64, routing="spread"),
     "one row, one expert": Shape(1, 4, 1, 64, 64, gate="clamped_silu"),
     "nine rows": Shape(9, 40, 2, 128, 64, bias=True),
-    "every expert hit, many rows": Shape(16, 4, 2, 64, 128, gate="clamped", bias=True, routing="spread"),
+    "every expert hit, many rows": Shape(
+        16, 4, 2, 64, 128, gate="clamped", bias=True, routing="spread"
+    ),
     "one expert of 24 rows": Shape(24, 4, 1, 64, 64, gate="clamped", routing="same"),
-    "one expert of 70 rows": Shape(70, 4, 2, 64, 64, gate="clamped_silu", bias=True, routing="same"),
+    "one expert of 70 rows": Shape(
+        70, 4, 2, 64, 64, gate="clamped_silu", bias=True, routing="same"
+    ),
 }
 
 
@@ -48,9 +60,13 @@ def run(inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> np.ndarra
 
 def ground_truth(inputs: dict[str, Any]) -> np.ndarray:
     """float64 [rows, D]; nothing is rounded on the way."""
-    x, weights, gate_up, down = (np.asarray(inputs[name]).astype(np.float64) for name in ("x", "weights", "gate_up", "down"))
+    x, weights, gate_up, down = (
+        np.asarray(inputs[name]).astype(np.float64) for name in ("x", "weights", "gate_up", "down")
+    )
     biases = [inputs[f"{name}_bias"] for name in ("gate_up", "down")]
-    gate_up_bias, down_bias = (np.zeros(len(down)) if b is None else np.asarray(b).astype(np.float64) for b in biases)
+    gate_up_bias, down_bias = (
+        np.zeros(len(down)) if b is None else np.asarray(b).astype(np.float64) for b in biases
+    )
     out = np.zeros_like(x)
     for row, chosen in enumerate(np.asarray(inputs["ids"])):
         for k, weight in enumerate(weights[row]):
@@ -58,7 +74,11 @@ def ground_truth(inputs: dict[str, Any]) -> np.ndarray:
             gate, up = np.split(x[row] @ gate_up[expert] + gate_up_bias[expert], 2)
             if inputs["gate"] != "silu":
                 gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
-            inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate)) if inputs["gate"] == "clamped" else up * gate / (1 + np.exp(-gate))
+            inner = (
+                (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+                if inputs["gate"] == "clamped"
+                else up * gate / (1 + np.exp(-gate))
+            )
             out[row] += weight * (inner @ down[expert] + down_bias[expert])
     return out
 
@@ -84,7 +104,9 @@ def test_rings_run_on_from_item_to_item(name: str) -> None:
     """Fewer CTAs than items, fewer stages than steps; the bits are those of the tuning that is chosen."""
     from pallas_kernels.moe import mosaic_gpu
 
-    shape = dataclasses.replace(SMALL[name], rows=SMALL[name].rows // 2 + 1, hidden=192, num_experts=4)
+    shape = dataclasses.replace(
+        SMALL[name], rows=SMALL[name].rows // 2 + 1, hidden=192, num_experts=4
+    )
     inputs = one_term_a_step(make_inputs(shape, seed=1))
     tuning = mosaic_gpu.Tuning(64, 2, 3)
     with interpreted():
@@ -105,20 +127,32 @@ def one_term_a_step(inputs: dict[str, Any], step: int = 64) -> dict[str, Any]:
     """One place in `step` of the depth is not zero: no wgmma adds more than one term, whose order the CPU's products choose by the rows."""
 
     x, down = inputs["x"], inputs["down"]
-    thin = jnp.where(np.arange(x.shape[1]) % step == 0, x, 0), jnp.where((np.arange(down.shape[1]) % step == 0)[:, None], down, 0)
+    thin = (
+        jnp.where(np.arange(x.shape[1]) % step == 0, x, 0),
+        jnp.where((np.arange(down.shape[1]) % step == 0)[:, None], down, 0),
+    )
     return inputs | {"x": thin[0], "down": thin[1]}
 
 
 @needs_mosaic
 def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
     """One row, a few and many, in another order, and beside rows that all choose what it chose."""
-    inputs = one_term_a_step(make_inputs(Shape(20, 4, 2, 128, 128, gate="clamped", bias=True), seed=3))
+    inputs = one_term_a_step(
+        make_inputs(Shape(20, 4, 2, 128, 128, gate="clamped", bias=True), seed=3)
+    )
 
     def take(rows: list[int]) -> np.ndarray:
-        return run(inputs | {name: inputs[name][np.asarray(rows)] for name in ("x", "ids", "weights")})
+        return run(
+            inputs | {name: inputs[name][np.asarray(rows)] for name in ("x", "ids", "weights")}
+        )
 
     everything = take(list(range(20)))
-    for rows in ([0], [7, 3, 19], list(range(11)), np.random.default_rng(0).permutation(20).tolist()):
+    for rows in (
+        [0],
+        [7, 3, 19],
+        list(range(11)),
+        np.random.default_rng(0).permutation(20).tolist(),
+    ):
         np.testing.assert_array_equal(take(rows), everything[rows], err_msg=f"rows {rows}")
     crowd = inputs | {"ids": jnp.broadcast_to(inputs["ids"][:1], inputs["ids"].shape)}
     np.testing.assert_array_equal(run(crowd)[0], everything[0])
@@ -131,19 +165,28 @@ def plan(ids: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("rows", "routing"), [(9, "random"), (9, "same"), (40, "spread"), (256, "random"), (256, "same")])
+@pytest.mark.parametrize(
+    ("rows", "routing"),
+    [(9, "random"), (9, "same"), (40, "spread"), (256, "random"), (256, "same")],
+)
 def test_the_plan_has_every_choice_once_in_a_block_of_its_expert(rows: int, routing: str) -> None:
     from pallas_kernels.moe import mosaic_gpu
 
     ids = route(Shape(rows, 24, 4, 64, 64, routing=routing), seed=rows)
     table, place, row_at = plan(ids, 24)
     found, blocks = table[0], table[1:]
-    assert not blocks[found:].any() and len(row_at) == mosaic_gpu.num_places(rows * 4, 24) and found <= mosaic_gpu.num_blocks(rows * 4, 24)
+    assert (
+        not blocks[found:].any()
+        and len(row_at) == mosaic_gpu.num_places(rows * 4, 24)
+        and found <= mosaic_gpu.num_blocks(rows * 4, 24)
+    )
     expert_at, taken = np.full(len(row_at), -1), np.zeros(len(row_at), int)
     for block in blocks[:found]:
         expert, size = block & 1023, mosaic_gpu.SIZES[block >> 10 & 3]
         places = slice((block >> 12) * 8, (block >> 12) * 8 + size)
-        assert places.stop <= len(row_at) and (expert_at[places] == -1).all(), "blocks must not overlap"
+        assert places.stop <= len(row_at) and (expert_at[places] == -1).all(), (
+            "blocks must not overlap"
+        )
         expert_at[places] = expert
         used = np.isin(np.arange(len(row_at))[places], place).sum()
         assert used > {8: 0, 16: 8, 32: 16}[size], "no smaller size would do"
@@ -161,7 +204,9 @@ def test_choices_that_fill_the_plan_to_its_bounds_fit() -> None:
 
     for counts in ([1] * 60, [17] * 6, [33] * 3, [33, 17, 9, 1], [9] * 12, [49, 17, 1, 1]):
         counts, rows = [*counts, 112 - sum(counts)], 112
-        table, place, row_at = plan(np.repeat(np.arange(len(counts)), counts)[:, None].astype(np.int32), len(counts))
+        table, place, row_at = plan(
+            np.repeat(np.arange(len(counts)), counts)[:, None].astype(np.int32), len(counts)
+        )
         starts, sizes = (table[1:] >> 12) * 8, np.asarray(mosaic_gpu.SIZES)[table[1:] >> 10 & 3]
         assert (starts + sizes)[: table[0]].max() <= len(row_at) and place.max() < len(row_at)
         np.testing.assert_array_equal(row_at[place[:, 0]], np.arange(rows))
@@ -214,17 +259,28 @@ def test_what_does_not_fit_is_an_error(message: str) -> None:
 def test_what_the_kernel_cannot_multiply_it_says() -> None:
     gate_up, down = ARGUMENTS["gate_up"], ARGUMENTS["down"]
     assert unsupported(4, 2, gate_up, down, jnp.bfloat16) is None
-    assert unsupported(4, 2, gate_up, down, jnp.float32) == "expected bfloat16 operands, got float32, bfloat16 and bfloat16"
-    assert unsupported(MAX_ROWS + 1, 2, gate_up, down, jnp.bfloat16) == "expected 1 to 256 rows, got 257"
+    assert (
+        unsupported(4, 2, gate_up, down, jnp.float32)
+        == "expected bfloat16 operands, got float32, bfloat16 and bfloat16"
+    )
+    assert (
+        unsupported(MAX_ROWS + 1, 2, gate_up, down, jnp.bfloat16)
+        == "expected 1 to 256 rows, got 257"
+    )
     assert "got 9 of 8" in str(unsupported(4, 9, gate_up, down, jnp.bfloat16))
     odd = struct(8, 96, 128), struct(8, 64, 96)
-    assert unsupported(4, 2, *odd, jnp.bfloat16) == "expected a hidden and an intermediate size that are multiples of 64, got 96 and 64"
+    assert (
+        unsupported(4, 2, *odd, jnp.bfloat16)
+        == "expected a hidden and an intermediate size that are multiples of 64, got 96 and 64"
+    )
 
 
 def test_the_kernel_needs_a_gpu() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is one here")
-    with pytest.raises(ValueError, match="^moe, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"):
+    with pytest.raises(
+        ValueError, match="^moe, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
+    ):
         experts(**ARGUMENTS, implementation="mosaic_gpu")
 
 
@@ -241,7 +297,10 @@ def test_bytes_are_the_experts_hit_and_the_rows() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "routing"),
-    [*((name, "random") for name in SHAPES), *((name, way) for name in SHAPES if "6" in name.split()[-1] for way in ("same", "spread"))],
+    [
+        *((name, "random") for name in SHAPES),
+        *((name, way) for name in SHAPES if "6" in name.split()[-1] for way in ("same", "spread")),
+    ],
 )
 def test_equals_the_float32_experts_at_real_sizes(name: str, routing: str) -> None:
     shape = dataclasses.replace(SHAPES[name], routing=routing)
@@ -253,8 +312,13 @@ def test_equals_the_float32_experts_at_real_sizes(name: str, routing: str) -> No
         for key in ("gate_up", "down", "gate_up_bias", "down_bias")
     }
     with jax.default_matmul_precision("highest"):
-        x, ids = inputs["x"].astype(jnp.float32), jnp.asarray(np.searchsorted(hit, inputs["ids"]), jnp.int32)
-        expected = jax.jit(lambda **a: experts(**a, gate=shape.gate))(x=x, ids=ids, weights=inputs["weights"], **narrow)
+        x, ids = (
+            inputs["x"].astype(jnp.float32),
+            jnp.asarray(np.searchsorted(hit, inputs["ids"]), jnp.int32),
+        )
+        expected = jax.jit(lambda **a: experts(**a, gate=shape.gate))(
+            x=x, ids=ids, weights=inputs["weights"], **narrow
+        )
     assert_close(shape, got, np.asarray(expected).astype(np.float64))
 
 
@@ -266,4 +330,6 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours_at_real_sizes(name: str) ->
     for rows in (1, 4, 8, 16, 64):
         some = inputs | {key: inputs[key][:rows] for key in ("x", "ids", "weights")}
         for _ in range(3):
-            np.testing.assert_array_equal(run(some), everything[:rows], err_msg=f"{rows} of 96 rows")
+            np.testing.assert_array_equal(
+                run(some), everything[:rows], err_msg=f"{rows} of 96 rows"
+            )

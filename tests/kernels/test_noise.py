@@ -40,7 +40,9 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
 # ---- the very numbers
 
 
-@pytest.mark.parametrize("token_ids", [np.arange(1), np.arange(5001), 2**31 - 1 - np.arange(128), HIGH_IS_ZERO])
+@pytest.mark.parametrize(
+    "token_ids", [np.arange(1), np.arange(5001), 2**31 - 1 - np.arange(128), HIGH_IS_ZERO]
+)
 def test_noise_is_float64s_of_jaxs_hash(token_ids: np.ndarray) -> None:
     expected = np.stack([noise_oracle.gumbel(key, token_ids) for key in KEYS])
     np.testing.assert_allclose(
@@ -48,7 +50,9 @@ def test_noise_is_float64s_of_jaxs_hash(token_ids: np.ndarray) -> None:
     )  # a few roundings; atol where a logarithm is near 0
 
 
-def test_the_halves_are_the_two_words_of_one_hash_bit_for_bit(halves: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_halves_are_the_two_words_of_one_hash_bit_for_bit(
+    halves: tuple[np.ndarray, np.ndarray],
+) -> None:
     for row, key in enumerate(KEYS):
         for half, expected in zip(halves, noise_oracle.halves(key, np.arange(MANY)), strict=True):
             np.testing.assert_array_equal(half[row], np.float32(expected) * np.float32(2.0**-23))
@@ -56,7 +60,10 @@ def test_the_halves_are_the_two_words_of_one_hash_bit_for_bit(halves: tuple[np.n
 
 def test_noise_has_the_tail_of_46_bits_and_no_infinity() -> None:
     """Where a sample would need 2^46 draws."""
-    high, low = jnp.float32([0, 0, 2.0**-23, 0.5, 1 - 2.0**-23]), jnp.float32([0, 2.0**-23, 0, 0.9, 0.9])
+    high, low = (
+        jnp.float32([0, 0, 2.0**-23, 0.5, 1 - 2.0**-23]),
+        jnp.float32([0, 2.0**-23, 0, 0.9, 0.9]),
+    )
     x = np.asarray([2.0**-47, 2.0**-46 + 2.0**-47, 2.0**-23, 0.5, 1 - 2.0**-23])
     np.testing.assert_allclose(noise.to_gumbel(high, low), -np.log(-np.log1p(-x)), rtol=1e-6)
 
@@ -78,10 +85,15 @@ def test_a_tokens_noise_does_not_depend_on_which_others_are_drawn() -> None:
 def test_uniforms_and_folded_keys_are_bit_for_bit_jax_randoms(size: int) -> None:
     wrapped = jax.random.wrap_key_data(jnp.asarray(KEYS), impl="threefry2x32")
     uniform = jax.vmap(lambda k: jax.random.uniform(k, (size,), jnp.float32))
-    np.testing.assert_array_equal(jax.jit(noise.uniform)(as_key(KEYS), jnp.arange(size, dtype=jnp.uint32)), jax.jit(uniform)(wrapped))
+    np.testing.assert_array_equal(
+        jax.jit(noise.uniform)(as_key(KEYS), jnp.arange(size, dtype=jnp.uint32)),
+        jax.jit(uniform)(wrapped),
+    )
     keys = jnp.asarray(KEYS)
     folded = noise.fold_in((keys[:, 0], keys[:, 1]), jnp.int32(4096))
-    np.testing.assert_array_equal(jnp.stack(folded, axis=1), [noise_oracle.stream_key(words, 4096) for words in keys])
+    np.testing.assert_array_equal(
+        jnp.stack(folded, axis=1), [noise_oracle.stream_key(words, 4096) for words in keys]
+    )
 
 
 # ---- their distribution
@@ -101,12 +113,19 @@ def test_the_halves_are_uniform_and_independent(halves: tuple[np.ndarray, np.nda
     """In 64 x 64 squares, and where the high half is small and the low one counts."""
     for high, low in zip(*halves, strict=True):
         square = (high * 64).astype(int) * 64 + (low * 64).astype(int)
-        assert within_limit(*chi_square(np.bincount(square, minlength=64**2), np.full(64**2, 64.0**-2)))
+        assert within_limit(
+            *chi_square(np.bincount(square, minlength=64**2), np.full(64**2, 64.0**-2))
+        )
         assert abs(np.corrcoef(high, low)[0, 1]) * np.sqrt(MANY) < 5
         assert stats.kstest(low[high < 1 / 256].astype(np.float64), "uniform").pvalue > 1e-6
 
 
 def test_tokens_do_not_correlate(halves: tuple[np.ndarray, np.ndarray]) -> None:
     """Nor one token's half with another's other half: the words of neighbouring ids, and of ids a power of two apart."""
-    for x, y, key, lag in itertools.product(halves, halves, range(len(KEYS)), (1, 2, 3, 256, 1 << 15)):
-        assert abs(np.corrcoef(x[key, :-lag], y[key, lag:])[0, 1]) * np.sqrt(MANY - lag) < 5, (key, lag)
+    for x, y, key, lag in itertools.product(
+        halves, halves, range(len(KEYS)), (1, 2, 3, 256, 1 << 15)
+    ):
+        assert abs(np.corrcoef(x[key, :-lag], y[key, lag:])[0, 1]) * np.sqrt(MANY - lag) < 5, (
+            key,
+            lag,
+        )

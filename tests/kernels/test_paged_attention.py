@@ -13,22 +13,37 @@ from pallas_kernels.attention import paged_attention
 
 compiled = jax.jit(paged_attention, static_argnames=("scale", "implementation"))
 
-IMPLEMENTATIONS = ("reference",)  # the kernel, which is bfloat16 only, has tests/kernels/test_attention.py
+IMPLEMENTATIONS = (
+    "reference",
+)  # the kernel, which is bfloat16 only, has tests/kernels/test_attention.py
 TOLERANCE = 2e-6  # float32 sums of at most 64 terms of order 1
 
 
 class Case:
     """Ragged requests with keys and values in shuffled blocks; every slot that nobody wrote holds NaN."""
 
-    def __init__(self, lengths: list[int], rows: int, heads: int, kv_heads: int, block_size: int, window: int | None, dim: int = 8) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        block_size: int,
+        window: int | None,
+        dim: int = 8,
+    ) -> None:
         rng = np.random.default_rng(sum(lengths) + heads + block_size)
         pages = -(-max(max(lengths), 1) // block_size) + 1
-        blocks = rng.permutation(len(lengths) * pages + 2)[: len(lengths) * pages].reshape(len(lengths), pages)
+        blocks = rng.permutation(len(lengths) * pages + 2)[: len(lengths) * pages].reshape(
+            len(lengths), pages
+        )
         self.lengths, self.window = lengths, window
         self.keys = [rng.normal(size=(n, kv_heads, dim)).astype(np.float32) for n in lengths]
         self.values = [rng.normal(size=(n, kv_heads, dim)).astype(np.float32) for n in lengths]
         self.q = rng.normal(size=(len(lengths), rows, heads, dim)).astype(np.float32)
-        self.k_cache = np.full((len(lengths) * pages + 2, block_size, kv_heads, dim), np.nan, np.float32)
+        self.k_cache = np.full(
+            (len(lengths) * pages + 2, block_size, kv_heads, dim), np.nan, np.float32
+        )
         self.v_cache = self.k_cache.copy()
         for table, keys, values in zip(blocks, self.keys, self.values, strict=True):
             for p, (k, v) in enumerate(zip(keys, values, strict=True)):
@@ -36,7 +51,9 @@ class Case:
                 self.v_cache[table[p // block_size], p % block_size] = v
         self.table = blocks.astype(np.int32)
         # The last `rows` positions of each request; those of a shorter one start at 0 and end past its last token.
-        self.positions = np.array([[max(n - rows, 0) + i for i in range(rows)] for n in lengths], np.int32)
+        self.positions = np.array(
+            [[max(n - rows, 0) + i for i in range(rows)] for n in lengths], np.int32
+        )
         start = 0 * self.positions if window is None else np.maximum(self.positions - window + 1, 0)
         self.window_start = start.astype(np.int32)
 
@@ -46,26 +63,42 @@ class Case:
         group = self.q.shape[2] // self.k_cache.shape[2]
         for b, n in enumerate(self.lengths):
             for i, p in enumerate(self.positions[b].tolist()):
-                seen = range(0 if self.window is None else max(p - self.window + 1, 0), min(p + 1, n))
+                seen = range(
+                    0 if self.window is None else max(p - self.window + 1, 0), min(p + 1, n)
+                )
                 for h in range(self.q.shape[2]):
                     if len(seen):
                         keys = self.keys[b][seen, h // group].astype(np.float64)
-                        scores = keys @ self.q[b, i, h].astype(np.float64) / math.sqrt(self.q.shape[3])
+                        scores = (
+                            keys @ self.q[b, i, h].astype(np.float64) / math.sqrt(self.q.shape[3])
+                        )
                         weights = np.exp(scores - scores.max())
                         out[b, i, h] = weights / weights.sum() @ self.values[b][seen, h // group]
         return out
 
     def paged(self, implementation: str) -> np.ndarray:
-        arrays = (self.q, self.k_cache, self.v_cache, self.table, self.positions, np.array(self.lengths, np.int32), self.window_start)
+        arrays = (
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.table,
+            self.positions,
+            np.array(self.lengths, np.int32),
+            self.window_start,
+        )
         scale = self.q.shape[3] ** -0.5
-        return np.asarray(compiled(*map(jnp.asarray, arrays), scale=scale, implementation=implementation))
+        return np.asarray(
+            compiled(*map(jnp.asarray, arrays), scale=scale, implementation=implementation)
+        )
 
 
 @pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(4, 4, 1), (6, 2, 4), (3, 1, 2)])
-def test_equals_dense_attention(implementation: str, window: int | None, block_size: int, heads: int, kv_heads: int, rows: int) -> None:
+def test_equals_dense_attention(
+    implementation: str, window: int | None, block_size: int, heads: int, kv_heads: int, rows: int
+) -> None:
     """Ragged lengths around block boundaries, grouped heads, a sliding window; NaN in unwritten slots must not leak."""
     case = Case([1, 4, 5, 17, 33], rows, heads, kv_heads, block_size, window)
     expected, got = case.dense(), case.paged(implementation)

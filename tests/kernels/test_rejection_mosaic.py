@@ -25,26 +25,50 @@ from tests.kernels.rejection.inputs import Inputs, emitted
 
 TINY = [name for name in SHAPES if name.startswith("tiny")]
 REAL = [name for name in SHAPES if not name.startswith("tiny")]
-RULES = {"probabilistic": "tiny", "block": "tiny-block", "strict": "tiny-strict", "synthetic": "tiny-synthetic"}
+RULES = {
+    "probabilistic": "tiny",
+    "block": "tiny-block",
+    "strict": "tiny-strict",
+    "synthetic": "tiny-synthetic",
+}
 UNCERTAIN = 0.05  # of the requests at most; about one in a thousand is expected
-needs_jax_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"Mosaic's interpreter needs jax 0.11, got {jax.__version__}")
+needs_jax_11 = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason=f"Mosaic's interpreter needs jax 0.11, got {jax.__version__}",
+)
 
 
 @functools.cache
-def program(implementation: str, memory: str | None, absent: frozenset[str], **static: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def program(
+    implementation: str, memory: str | None, absent: frozenset[str], **static: Any
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The compiled op. memory: what the interpreter fills memory with before it is written; None compiles for the device."""
-    return jax.jit(lambda arrays: rejection_sample(**arrays, **dict.fromkeys(absent), **static, implementation=implementation))
+    return jax.jit(
+        lambda arrays: rejection_sample(
+            **arrays, **dict.fromkeys(absent), **static, implementation=implementation
+        )
+    )
 
 
-def run(arguments: dict[str, Any], implementation: str = "mosaic_gpu", memory: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    arguments: dict[str, Any], implementation: str = "mosaic_gpu", memory: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     static = {"rule": arguments["rule"], "sampled": arguments["sampled"]}
     absent = frozenset(name for name, value in arguments.items() if value is None)
-    arrays = {name: jax.tree.map(jnp.asarray, x) for name, x in arguments.items() if name not in static | dict.fromkeys(absent)}
+    arrays = {
+        name: jax.tree.map(jnp.asarray, x)
+        for name, x in arguments.items()
+        if name not in static | dict.fromkeys(absent)
+    }
     with contextlib.ExitStack() as stack:
         if memory is not None:
             from jax.experimental.pallas import mosaic_gpu as plgpu
 
-            stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(uninitialized_memory=memory)))
+            stack.enter_context(
+                plgpu.force_gpu_interpret_mode(
+                    plgpu.InterpretGPUParams(uninitialized_memory=memory)
+                )
+            )
         tokens, num_sampled = program(implementation, memory, absent, **static)(arrays)
         return np.asarray(tokens), np.asarray(num_sampled)
 
@@ -57,7 +81,10 @@ def rows(arguments: dict[str, Any], index: list[int]) -> dict[str, Any]:
     """The requests at `index` alone."""
     shared = ("target_to_draft", "acceptance_rates", "rule", "sampled")
     at = np.asarray(index)
-    return {name: x if name in shared or x is None else jax.tree.map(lambda leaf: leaf[at], x) for name, x in arguments.items()}
+    return {
+        name: x if name in shared or x is None else jax.tree.map(lambda leaf: leaf[at], x)
+        for name, x in arguments.items()
+    }
 
 
 def with_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +94,9 @@ def with_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
     if isinstance(uniforms, Stream):
         arguments = arguments | {"uniforms": np.asarray(uniforms.uniforms(num_drafts))}
     if isinstance(recover_noise, Stream):
-        arguments = arguments | {"recover_noise": np.asarray(recover_noise.gumbel(arguments["target_logits"].shape[-1]))}
+        arguments = arguments | {
+            "recover_noise": np.asarray(recover_noise.gumbel(arguments["target_logits"].shape[-1]))
+        }
     return arguments
 
 
@@ -86,7 +115,12 @@ def expected(arguments: dict[str, Any], b: int) -> tuple[list[int], bool]:
     return oracle.verify(inputs, 0, one["rule"])
 
 
-def check(arguments: dict[str, Any], tokens: np.ndarray, num_sampled: np.ndarray, requests: range | None = None) -> int:
+def check(
+    arguments: dict[str, Any],
+    tokens: np.ndarray,
+    num_sampled: np.ndarray,
+    requests: range | None = None,
+) -> int:
     """Every request against the oracle; how many were too close to call."""
     actual = emitted(tokens, num_sampled)
     requests = requests or range(len(actual))
@@ -94,7 +128,9 @@ def check(arguments: dict[str, Any], tokens: np.ndarray, num_sampled: np.ndarray
     for b in requests:
         wanted, certain = expected(arguments, b)
         uncertain += not certain
-        assert not certain or actual[b] == wanted, f"request {b}: expected {wanted}, got {actual[b]}"
+        assert not certain or actual[b] == wanted, (
+            f"request {b}: expected {wanted}, got {actual[b]}"
+        )
     return uncertain
 
 
@@ -114,7 +150,9 @@ def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
         lengths |= set(num_sampled.tolist())
         requests += len(tokens)
     assert uncertain <= UNCERTAIN * requests
-    assert len(lengths) > min(SHAPES[name].num_drafts, 2), "too few lengths occur: the inputs exercise too little"
+    assert len(lengths) > min(SHAPES[name].num_drafts, 2), (
+        "too few lengths occur: the inputs exercise too little"
+    )
 
 
 @needs_jax_11
@@ -143,7 +181,11 @@ def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None
 def test_streams_give_the_tokens_of_their_numbers(name: str, implementation: str) -> None:
     arguments = make_inputs(SHAPES[name], seed=1)
     memory = "nan" if implementation == "mosaic_gpu" else None
-    for got, wanted in zip(run(arguments, implementation, memory), run(with_numbers(arguments), implementation, memory), strict=True):
+    for got, wanted in zip(
+        run(arguments, implementation, memory),
+        run(with_numbers(arguments), implementation, memory),
+        strict=True,
+    ):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -154,7 +196,9 @@ def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy:
     """NaN counts as -inf and +inf as the largest float: single entries as in the reference, whole rows stay in range."""
     arguments = make_inputs(replace(SHAPES[name], batch=8))
     arguments |= {"greedy": np.full(8, greedy), "active": np.ones(8, bool)}
-    arguments["temperature"] = None  # +inf over a temperature below 1 overflows: the reference's tokens are arbitrary there too
+    arguments["temperature"] = (
+        None  # +inf over a temperature below 1 overflows: the reference's tokens are arbitrary there too
+    )
     target, draft = arguments["target_logits"], arguments["draft_logits"]
     rng = np.random.default_rng(1)
     for value, share in ((np.nan, 0.2), (-np.inf, 0.2)):
@@ -193,12 +237,22 @@ def test_a_residual_without_mass_is_the_plain_target(rule: str) -> None:
     """p = q leaves nothing to draw from; u = 1 forces what rounding does rarely."""
     arguments = make_inputs(replace(SHAPES["tiny-block-eagle1"], rule=rule, num_drafts=1))
     target = arguments["target_logits"]
-    arguments |= {"draft_logits": target[:, :1].copy(), "uniforms": np.ones((12, 1), np.float32), "active": np.ones(12, bool)}
-    arguments |= {"draft_tokens": target[:, 0].argmax(-1)[:, None].astype(np.int32), "greedy": np.zeros(12, bool)}
+    arguments |= {
+        "draft_logits": target[:, :1].copy(),
+        "uniforms": np.ones((12, 1), np.float32),
+        "active": np.ones(12, bool),
+    }
+    arguments |= {
+        "draft_tokens": target[:, 0].argmax(-1)[:, None].astype(np.int32),
+        "greedy": np.zeros(12, bool),
+    }
     arguments["temperature"] = np.full(12, 0.75, np.float32)
     tokens, num_sampled = interpret(arguments)
     assert (num_sampled == 1).all()
-    assert tokens[:, 0].tolist() == (target[:, 0] / np.float32(0.75) + arguments["recover_noise"]).argmax(-1).tolist()
+    assert (
+        tokens[:, 0].tolist()
+        == (target[:, 0] / np.float32(0.75) + arguments["recover_noise"]).argmax(-1).tolist()
+    )
 
 
 @needs_jax_11
@@ -209,7 +263,11 @@ def test_the_first_of_equal_maxima_wins_across_pieces() -> None:
     arguments["active"] = np.ones(12, bool)
     arguments["draft_tokens"][:] = 600
     tokens, num_sampled = interpret(arguments)
-    assert tokens[0].tolist() == [0, -1, -1, -1] and (tokens[1:] == 600).all() and num_sampled.tolist() == [1] + [4] * 11
+    assert (
+        tokens[0].tolist() == [0, -1, -1, -1]
+        and (tokens[1:] == 600).all()
+        and num_sampled.tolist() == [1] + [4] * 11
+    )
 
 
 @needs_jax_11
@@ -237,14 +295,22 @@ def test_expm1_keeps_its_digits_down_to_0() -> None:
 
 def test_an_unsupported_vocabulary_is_an_error() -> None:
     arguments = make_inputs(replace(SHAPES["tiny"], vocab=127, draft_vocab=127))
-    message = "target vocabulary of 128 to" if jax.__version_info__ >= (0, 11) else "expected jax 0.11 or later"
+    message = (
+        "target vocabulary of 128 to"
+        if jax.__version_info__ >= (0, 11)
+        else "expected jax 0.11 or later"
+    )
     with pytest.raises(ValueError, match=message):
         run(arguments)
 
 
 @needs_jax_11
-@pytest.mark.parametrize(("vocab", "draft_vocab"), [(s.vocab, s.draft_vocab) for s in SHAPES.values()])
-def test_every_named_shape_is_supported_and_cut_without_a_gap(vocab: int, draft_vocab: int | None) -> None:
+@pytest.mark.parametrize(
+    ("vocab", "draft_vocab"), [(s.vocab, s.draft_vocab) for s in SHAPES.values()]
+)
+def test_every_named_shape_is_supported_and_cut_without_a_gap(
+    vocab: int, draft_vocab: int | None
+) -> None:
     from pallas_kernels.pieces import LANES, cut
     from pallas_kernels.rejection_sampling.mosaic_gpu import Tuning, unsupported
 
@@ -272,12 +338,16 @@ def test_on_the_gpu(name: str) -> None:
     jax.block_until_ready(poison)
     del poison
     tokens, num_sampled = run(arguments)
-    uncertain = check(arguments, tokens, num_sampled, range(min(shape.batch, 2)))  # the oracle takes seconds a request
+    uncertain = check(
+        arguments, tokens, num_sampled, range(min(shape.batch, 2))
+    )  # the oracle takes seconds a request
     assert uncertain <= max(1, UNCERTAIN * shape.batch)
     wanted = run(arguments, "reference")
     differing = (tokens != wanted[0]).any(axis=1)
     for b in np.flatnonzero(differing):
-        assert not expected(arguments, b)[1], f"request {b}: reference {wanted[0][b]}, kernel {tokens[b]}"
+        assert not expected(arguments, b)[1], (
+            f"request {b}: reference {wanted[0][b]}, kernel {tokens[b]}"
+        )
     for got, whole in zip(run(with_numbers(arguments)), (tokens, num_sampled), strict=True):
         np.testing.assert_array_equal(got, whole)
     last = shape.batch - 1

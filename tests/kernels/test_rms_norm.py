@@ -14,9 +14,15 @@ from pallas_kernels.rms_norm.shapes import SHAPES, Shape, make_inputs
 
 # Two roundings to bfloat16: of the normed value and of its product with the weight, half a unit in the last place (2^-8) each.
 TOLERANCE = 2 * 2.0**-8 * 1.01
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
+)
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 
@@ -31,10 +37,16 @@ def run(inputs: dict[str, Any], implementation: str) -> np.ndarray:
 
 def check(shape: Shape, implementation: str) -> None:
     inputs = make_inputs(shape, seed=0)
-    x, weight = (np.asarray(inputs[name].astype(jnp.float32)).astype(np.float64) for name in ("x", "weight"))
+    x, weight = (
+        np.asarray(inputs[name].astype(jnp.float32)).astype(np.float64) for name in ("x", "weight")
+    )
     expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + inputs["eps"]) * weight
-    assert np.abs(run(inputs, implementation) - expected).max() <= (TOLERANCE * np.abs(expected)).max()
-    assert (np.abs(run(inputs, implementation) - expected) <= TOLERANCE * np.abs(expected) + 1e-6).all()
+    assert (
+        np.abs(run(inputs, implementation) - expected).max() <= (TOLERANCE * np.abs(expected)).max()
+    )
+    assert (
+        np.abs(run(inputs, implementation) - expected) <= TOLERANCE * np.abs(expected) + 1e-6
+    ).all()
 
 
 @implementations
@@ -46,7 +58,9 @@ def test_equals_float64(shape: Shape, implementation: str) -> None:
 def check_casts(width: int, implementation: str) -> None:
     """Rounded to bfloat16 before the gain, and after it. A sum in another order moves few values across a rounding."""
     inputs = make_inputs(Shape(8, width), seed=2)
-    x, weight = (np.asarray(inputs[name].astype(jnp.float32)).astype(np.float64) for name in ("x", "weight"))
+    x, weight = (
+        np.asarray(inputs[name].astype(jnp.float32)).astype(np.float64) for name in ("x", "weight")
+    )
     bfloat16 = lambda a: np.asarray(a, np.float32).astype(jnp.bfloat16).astype(np.float64)  # noqa: E731
     normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + inputs["eps"])
     found = run(inputs, implementation)
@@ -95,8 +109,14 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours_on_the_gpu(width: int) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"weight": jnp.ones(65, jnp.bfloat16)}, r"x and weight: expected \[rows, width\] and \[width\], got \(2, 64\) and \(65,\)"),
-        ({"implementation": "nothing"}, "implementation: expected one of reference, mosaic_gpu, got 'nothing'"),
+        (
+            {"weight": jnp.ones(65, jnp.bfloat16)},
+            r"x and weight: expected \[rows, width\] and \[width\], got \(2, 64\) and \(65,\)",
+        ),
+        (
+            {"implementation": "nothing"},
+            "implementation: expected one of reference, mosaic_gpu, got 'nothing'",
+        ),
         ({"implementation": "mosaic_gpu"}, "rms_norm, implementation 'mosaic_gpu': expected"),
     ],
 )
@@ -109,7 +129,10 @@ def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: 
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("width", "dtype", "sentence"), [(600, jnp.bfloat16, "a multiple of 64"), (4096, jnp.float32, "bfloat16")])
+@pytest.mark.parametrize(
+    ("width", "dtype", "sentence"),
+    [(600, jnp.bfloat16, "a multiple of 64"), (4096, jnp.float32, "bfloat16")],
+)
 def test_the_kernel_says_what_it_does_not_take(width: int, dtype: Any, sentence: str) -> None:
     from pallas_kernels.rms_norm import mosaic_gpu
 

@@ -16,21 +16,31 @@ from pallas_kernels.rope_cache.shapes import PAD_SLOT, SHAPES, Shape, bytes_move
 from tests.kernels.test_attention import interpreted, needs_mosaic
 
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 SMALL = {
     "decode": Shape(3, 4, num_heads=8, num_kv_heads=2, head_dim=128, block_size=8, masked=1),
     "one row": Shape(2, 1, num_heads=4, num_kv_heads=4, head_dim=64, block_size=8),
-    "group of 3, 12 columns in 16": Shape(2, 4, num_heads=9, num_kv_heads=3, head_dim=64, block_size=8, masked=1),
+    "group of 3, 12 columns in 16": Shape(
+        2, 4, num_heads=9, num_kv_heads=3, head_dim=64, block_size=8, masked=1
+    ),
     "qk norm": Shape(2, 3, num_heads=4, num_kv_heads=2, head_dim=128, block_size=8, qk_norm=True),
-    "unpacked prefill over three blocks": Shape(1, 20, num_heads=4, num_kv_heads=2, head_dim=64, block_size=8, packed=False),
+    "unpacked prefill over three blocks": Shape(
+        1, 20, num_heads=4, num_kv_heads=2, head_dim=64, block_size=8, packed=False
+    ),
     "more than 64 heads": Shape(1, 2, num_heads=64, num_kv_heads=8, head_dim=64, block_size=8),
 }
 
 # Half an ulp of bfloat16, relative to the larger of the two values that a rotation mixes; with qk norm there are three roundings.
 ROUNDING = {False: 2.0**-8, True: 3 * 2.0**-8}
-FLIPPED = 2.0**-7  # a whole ulp: where two float32 sums in another order fall on either side of a rounding boundary
+FLIPPED = (
+    2.0**-7
+)  # a whole ulp: where two float32 sums in another order fall on either side of a rounding boundary
 
 
 def run(inputs: dict[str, Any], implementation: str) -> tuple[np.ndarray, ...]:
@@ -50,13 +60,23 @@ def unpacked(shape: Shape, q: np.ndarray) -> np.ndarray:
     if not shape.packed:
         return q
     group = shape.num_heads // shape.num_kv_heads
-    assert q.shape == (shape.batch, shape.num_kv_heads, packed_size(shape.rows * group), shape.head_dim)
-    return np.asarray(unpack(jnp.asarray(q), shape.rows, shape.num_heads)).reshape(-1, shape.num_heads, shape.head_dim)
+    assert q.shape == (
+        shape.batch,
+        shape.num_kv_heads,
+        packed_size(shape.rows * group),
+        shape.head_dim,
+    )
+    return np.asarray(unpack(jnp.asarray(q), shape.rows, shape.num_heads)).reshape(
+        -1, shape.num_heads, shape.head_dim
+    )
 
 
 def ground_truth(shape: Shape, inputs: dict[str, Any]) -> tuple[np.ndarray, ...]:
     """float64 queries [rows, num_heads, head_dim], keys' and values' cache, one row at a time from the op's docstring."""
-    qkv, cos, sin, k_cache, v_cache = (np.asarray(inputs[n]).astype(np.float64) for n in ("qkv", "cos", "sin", "k_cache", "v_cache"))
+    qkv, cos, sin, k_cache, v_cache = (
+        np.asarray(inputs[n]).astype(np.float64)
+        for n in ("qkv", "cos", "sin", "k_cache", "v_cache")
+    )
     slots, half = np.asarray(inputs["slot_mapping"]), shape.head_dim // 2
     queries = []
     for row in range(shape.total_rows):
@@ -65,9 +85,15 @@ def ground_truth(shape: Shape, inputs: dict[str, Any]) -> tuple[np.ndarray, ...]
         rotated = []
         for x, gain in ((q, inputs["q_norm"]), (k, inputs["k_norm"])):
             if gain is not None:
-                x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + inputs["eps"]) * np.asarray(gain).astype(np.float64)
+                x = (
+                    x
+                    / np.sqrt((x**2).mean(axis=1, keepdims=True) + inputs["eps"])
+                    * np.asarray(gain).astype(np.float64)
+                )
             a, b = x[:, :half], x[:, half:]
-            rotated.append(np.concatenate((a * cos[row] - b * sin[row], b * cos[row] + a * sin[row]), axis=1))
+            rotated.append(
+                np.concatenate((a * cos[row] - b * sin[row], b * cos[row] + a * sin[row]), axis=1)
+            )
         queries.append(rotated[0])
         if slots[row] < k_cache.shape[0] * shape.block_size:
             block, offset = divmod(slots[row], shape.block_size)
@@ -80,7 +106,9 @@ def assert_close(got: np.ndarray, expected: np.ndarray, rounding: float) -> None
     mixed = np.maximum(np.abs(expected), np.roll(np.abs(expected), half, axis=-1))
     scale = np.where(mixed > 0, mixed, 1.0)
     error = np.abs(got - expected) / scale
-    assert error.max() <= rounding, f"expected at most {rounding}, got {error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
+    assert error.max() <= rounding, (
+        f"expected at most {rounding}, got {error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
+    )
 
 
 @implementations

@@ -14,9 +14,15 @@ from pallas_kernels.router import IMPLEMENTATIONS, MAX_ROWS, route, unsupported
 from pallas_kernels.router.shapes import SHAPES, Shape, bytes_moved, make_inputs
 from tests.kernels.interpreter import interpreted
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 # Logits are sums of bfloat16 products in float32, and Hopper's tensor cores cut off their last bits: relative to the largest weight.
 TOLERANCE = 2e-4
@@ -32,7 +38,9 @@ SMALL = {
 }
 
 
-def run(inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> tuple[np.ndarray, np.ndarray]:
+def run(
+    inputs: dict[str, Any], implementation: str = "mosaic_gpu"
+) -> tuple[np.ndarray, np.ndarray]:
     with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
         ids, weights = route(**inputs, implementation=implementation)
     return np.asarray(ids)[:, : inputs["top_k"]], np.asarray(weights)
@@ -48,7 +56,9 @@ def assert_routed(inputs: dict[str, Any], ids: np.ndarray, weights: np.ndarray) 
     choice = scores if softmax else scores + bias
     assert ids.shape == weights.shape == (len(x), top_k) and weights.dtype == np.float32
     assert all(len(set(row)) == top_k for row in ids.tolist())
-    np.testing.assert_allclose(np.take_along_axis(choice, ids, 1), -np.sort(-choice, axis=1)[:, :top_k], atol=TIE)
+    np.testing.assert_allclose(
+        np.take_along_axis(choice, ids, 1), -np.sort(-choice, axis=1)[:, :top_k], atol=TIE
+    )
     chosen = np.take_along_axis(scores, ids, 1)
     chosen = np.exp(chosen - chosen[:, :1]) if softmax else chosen
     expected = chosen / chosen.sum(1, keepdims=True) * (1.0 if softmax else inputs["scaling"])
@@ -64,7 +74,10 @@ def test_takes_the_best_and_weighs_them(name: str, implementation: str) -> None:
 
 @implementations
 def test_of_equal_experts_the_first_is_taken(implementation: str) -> None:
-    inputs = make_inputs(SMALL["softmax"], seed=0) | {"router": jnp.zeros((128, 32), jnp.bfloat16), "bias": None}
+    inputs = make_inputs(SMALL["softmax"], seed=0) | {
+        "router": jnp.zeros((128, 32), jnp.bfloat16),
+        "bias": None,
+    }
     ids, weights = run(inputs, implementation)
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
     np.testing.assert_allclose(weights, 0.25)
@@ -75,13 +88,17 @@ def test_scores_that_are_not_normed_keep_their_size(implementation: str) -> None
     inputs = make_inputs(SMALL["sigmoid"], seed=1) | {"normalise": False}
     ids, weights = run(inputs, implementation)
     logits = np.asarray(inputs["x"], np.float64) @ np.asarray(inputs["router"], np.float64)
-    np.testing.assert_allclose(weights, 1.8 / (1 + np.exp(-np.take_along_axis(logits, ids, 1))), rtol=1e-4)
+    np.testing.assert_allclose(
+        weights, 1.8 / (1 + np.exp(-np.take_along_axis(logits, ids, 1))), rtol=1e-4
+    )
 
 
 @needs_mosaic
 def test_a_rows_choice_does_not_depend_on_its_neighbours() -> None:
     inputs = make_inputs(SMALL["two tiles of rows"], seed=2)
-    kept = np.arange(128) % 64 == 0  # one term a step: the CPU's products choose their order by the rows
+    kept = (
+        np.arange(128) % 64 == 0
+    )  # one term a step: the CPU's products choose their order by the rows
     inputs |= {"x": jnp.where(kept, inputs["x"], 0)}
     ids, weights = run(inputs)
     for rows in ([69], [3, 66, 1]):
@@ -90,9 +107,14 @@ def test_a_rows_choice_does_not_depend_on_its_neighbours() -> None:
         np.testing.assert_array_equal(some_weights, weights[rows])
 
 
-X, ROUTER = jax.ShapeDtypeStruct((4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 32), jnp.bfloat16)
+X, ROUTER = (
+    jax.ShapeDtypeStruct((4, 128), jnp.bfloat16),
+    jax.ShapeDtypeStruct((128, 32), jnp.bfloat16),
+)
 DOES_NOT_FIT = {
-    r"router: expected \[128, experts\] for x \(4, 128\), got \(64, 32\)": {"router": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)},
+    r"router: expected \[128, experts\] for x \(4, 128\), got \(64, 32\)": {
+        "router": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+    },
     r"bias: expected \(32,\), got \(64,\)": {"bias": jax.ShapeDtypeStruct((64,), jnp.float32)},
     "kind: expected one of softmax, sigmoid, got 'relu'": {"kind": "relu"},
     "top_k: expected 1 to 32, got 33": {"top_k": 33},
@@ -102,7 +124,12 @@ DOES_NOT_FIT = {
 
 @pytest.mark.parametrize("message", DOES_NOT_FIT)
 def test_what_does_not_fit_is_an_error(message: str) -> None:
-    arguments: dict[str, Any] = {"x": X, "router": ROUTER, "top_k": 4, "kind": "softmax"} | DOES_NOT_FIT[message]
+    arguments: dict[str, Any] = {
+        "x": X,
+        "router": ROUTER,
+        "top_k": 4,
+        "kind": "softmax",
+    } | DOES_NOT_FIT[message]
     with pytest.raises(ValueError, match=f"^{message}$"):
         route(**arguments)
 
@@ -111,7 +138,9 @@ def test_what_does_not_fit_is_an_error(message: str) -> None:
 def test_what_the_kernel_cannot_route_it_says() -> None:
     assert unsupported(4, (128, 32), 4, jnp.bfloat16) is None
     assert unsupported(4, (128, 32), 4, jnp.float32) == "expected bfloat16, got float32"
-    assert unsupported(MAX_ROWS + 1, (128, 32), 4, jnp.bfloat16) == "expected 1 to 256 rows, got 257"
+    assert (
+        unsupported(MAX_ROWS + 1, (128, 32), 4, jnp.bfloat16) == "expected 1 to 256 rows, got 257"
+    )
     expected = "expected 32, 64, 128 experts and a hidden size that is a multiple of 64, got"
     assert unsupported(4, (128, 256), 4, jnp.bfloat16) == f"{expected} 256 and 128"
     assert unsupported(4, (96, 32), 4, jnp.bfloat16) == f"{expected} 32 and 96"
@@ -121,7 +150,9 @@ def test_what_the_kernel_cannot_route_it_says() -> None:
 def test_the_kernel_needs_a_gpu() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is one here")
-    with pytest.raises(ValueError, match="^router, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"):
+    with pytest.raises(
+        ValueError, match="^router, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
+    ):
         route(X, ROUTER, top_k=4, kind="softmax", implementation="mosaic_gpu")  # type: ignore[arg-type]
 
 

@@ -18,19 +18,37 @@ from tests.kernels.interpreter import interpreted
 from tests.kernels.test_attention import needs_mosaic
 
 implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in IMPLEMENTATIONS]
+    "implementation",
+    [
+        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
+        for name in IMPLEMENTATIONS
+    ],
 )
 
 # The interpreter takes a fraction of a second a request.
 SMALL = {
-    "draft step": Shape(16, 1, group=4, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3),
-    "verify": Shape(16, 4, group=3, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3),
-    "verify, window": Shape(16, 4, group=4, head_dim=128, window=3, pages=5, block_size=16, max_model_len=70, masked=3),
-    "window of one token": Shape(8, 2, group=1, head_dim=64, window=1, pages=5, block_size=16, max_model_len=70),
-    "window over tiles of keys": Shape(8, 6, group=5, head_dim=64, window=100, pages=5, block_size=64, max_model_len=320, masked=1),
-    "the table ends before the longest context": Shape(8, 4, group=8, head_dim=64, pages=4, block_size=16, max_model_len=1000),
+    "draft step": Shape(
+        16, 1, group=4, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3
+    ),
+    "verify": Shape(
+        16, 4, group=3, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3
+    ),
+    "verify, window": Shape(
+        16, 4, group=4, head_dim=128, window=3, pages=5, block_size=16, max_model_len=70, masked=3
+    ),
+    "window of one token": Shape(
+        8, 2, group=1, head_dim=64, window=1, pages=5, block_size=16, max_model_len=70
+    ),
+    "window over tiles of keys": Shape(
+        8, 6, group=5, head_dim=64, window=100, pages=5, block_size=64, max_model_len=320, masked=1
+    ),
+    "the table ends before the longest context": Shape(
+        8, 4, group=8, head_dim=64, pages=4, block_size=16, max_model_len=1000
+    ),
     "one request": Shape(1, 4, group=3, head_dim=64, pages=3, block_size=64, max_model_len=150),
-    "64 requests, a head a group": Shape(64, 2, group=1, head_dim=64, pages=2, block_size=16, max_model_len=20, masked=9),
+    "64 requests, a head a group": Shape(
+        64, 2, group=1, head_dim=64, pages=2, block_size=16, max_model_len=20, masked=9
+    ),
 }
 
 
@@ -51,8 +69,12 @@ def in_plain_python(shape: Shape, inputs: dict[str, Any]) -> dict[str, np.ndarra
     """From the docstrings, one request and one row at a time."""
     table, step = np.asarray(inputs["block_table"]), int(inputs["step"])
     size, limit = shape.block_size, min(shape.max_model_len, shape.pages * shape.block_size)
-    out: dict[str, list[Any]] = {name: [] for name in ("positions", "seq_lens", "slot_mapping", "window_start", "bounds")}
-    for blocks, start, real in zip(table, np.asarray(inputs["start"]) + step, np.asarray(inputs["num_rows"]), strict=True):
+    out: dict[str, list[Any]] = {
+        name: [] for name in ("positions", "seq_lens", "slot_mapping", "window_start", "bounds")
+    }
+    for blocks, start, real in zip(
+        table, np.asarray(inputs["start"]) + step, np.asarray(inputs["num_rows"]), strict=True
+    ):
         rows = [min(start + i, limit) for i in range(shape.rows)]
         length = min(start + min(real, shape.rows), limit) if real else 0
         seen_from = [0 if shape.window is None else max(p - shape.window + 1, 0) for p in rows]
@@ -60,10 +82,17 @@ def in_plain_python(shape: Shape, inputs: dict[str, Any]) -> dict[str, np.ndarra
         out["seq_lens"].append(length)
         out["window_start"].append(seen_from)
         slot = lambda i: blocks[(start + i) // size] * size + (start + i) % size  # noqa: B023, E731
-        out["slot_mapping"].append([slot(i) if i < real and start + i < limit else PAD_SLOT for i in range(shape.rows)])
-        keys = [range(min(s, p + 1, length), min(p + 1, length)) for s, p in zip(seen_from, rows, strict=True)]
+        out["slot_mapping"].append(
+            [slot(i) if i < real and start + i < limit else PAD_SLOT for i in range(shape.rows)]
+        )
+        keys = [
+            range(min(s, p + 1, length), min(p + 1, length))
+            for s, p in zip(seen_from, rows, strict=True)
+        ]
         columns = -(-shape.rows * shape.group // 8) * 8
-        limits = [[getattr(k, end) for k in keys for _ in range(shape.group)] for end in ("start", "stop")]
+        limits = [
+            [getattr(k, end) for k in keys for _ in range(shape.group)] for end in ("start", "stop")
+        ]
         tiles = {key // KEYS for k in keys for key in k}
         first, past = (min(tiles), max(tiles) + 1) if tiles else (-(-shape.pages * size // KEYS), 0)
         padded = [row + [0] * (columns - len(row)) for row in limits]
@@ -80,7 +109,9 @@ def test_equals_plain_python(name: str, implementation: str) -> None:
     for field, expected in in_plain_python(shape, inputs).items():
         assert made[field].dtype == np.int32
         np.testing.assert_array_equal(made[field], expected, err_msg=field)
-    angles = made["positions"][..., None].astype(np.float32) * np.array(inputs["frequencies"], np.float32)
+    angles = made["positions"][..., None].astype(np.float32) * np.array(
+        inputs["frequencies"], np.float32
+    )
     np.testing.assert_allclose(made["cos"], np.cos(angles.astype(np.float64)), atol=1e-6)
     np.testing.assert_allclose(made["sin"], np.sin(angles.astype(np.float64)), atol=1e-6)
 
@@ -90,12 +121,18 @@ def test_equals_plain_python(name: str, implementation: str) -> None:
 def test_tables_are_the_references_to_the_bit(attention_factor: float) -> None:
     inputs = make_inputs(SMALL["verify"], seed=3) | {"attention_factor": attention_factor}
     reference, kernel = run(inputs, "reference"), run(inputs, "mosaic_gpu")
-    assert reference.cos is not None and np.abs(reference.cos).max() <= attention_factor < np.abs(reference.cos).max() + 1e-3
+    assert (
+        reference.cos is not None
+        and np.abs(reference.cos).max() <= attention_factor < np.abs(reference.cos).max() + 1e-3
+    )
     jax.tree.map(np.testing.assert_array_equal, reference, kernel)
 
 
 def test_what_nobody_asks_for_is_left_out() -> None:
-    inputs: dict[str, Any] = make_inputs(SMALL["verify"], seed=0) | {"group": None, "frequencies": None}
+    inputs: dict[str, Any] = make_inputs(SMALL["verify"], seed=0) | {
+        "group": None,
+        "frequencies": None,
+    }
     made = step_metadata(**inputs)
     assert made.bounds is None and made.cos is None and made.sin is None
 
@@ -103,10 +140,16 @@ def test_what_nobody_asks_for_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"start": jnp.zeros(3, jnp.int32)}, "block_table: expected int32 (3, 5), got int32 (16, 5)"),
+        (
+            {"start": jnp.zeros(3, jnp.int32)},
+            "block_table: expected int32 (3, 5), got int32 (16, 5)",
+        ),
         ({"num_rows": jnp.zeros(16, bool)}, "num_rows: expected int32 (16,), got bool (16,)"),
         ({"step": jnp.zeros(1, jnp.int32)}, "step: expected int32 (), got int32 (1,)"),
-        ({"implementation": "triton"}, "implementation: expected one of reference, mosaic_gpu, got 'triton'"),
+        (
+            {"implementation": "triton"},
+            "implementation: expected one of reference, mosaic_gpu, got 'triton'",
+        ),
         (
             {"implementation": "mosaic_gpu", "group": None},
             "group and frequencies: expected both for implementation 'mosaic_gpu', got None and",
@@ -125,7 +168,10 @@ def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> N
     ("change", "reason"),
     [
         ({"group": 9}, "expected at most 32 rows x heads a KV head, got 4 x 9"),
-        ({"frequencies": (1.0,) * 24}, "expected a rope_dim that is a multiple of 8 and a divisor of 256, got 48"),
+        (
+            {"frequencies": (1.0,) * 24},
+            "expected a rope_dim that is a multiple of 8 and a divisor of 256, got 48",
+        ),
     ],
 )
 def test_what_the_kernel_does_not_support_is_an_error(change: dict[str, Any], reason: str) -> None:
@@ -138,7 +184,9 @@ def test_what_the_kernel_does_not_support_is_an_error(change: dict[str, Any], re
 def test_bytes_moved_counts_what_goes_in_and_out() -> None:
     shape = Shape(2, 3, group=4, head_dim=64)
     made = run(make_inputs(shape, seed=0), "reference")
-    inputs = 2 * (3 + 1 + 1) + 1 + 32  # pages, start and count of each request, the step, the frequencies
+    inputs = (
+        2 * (3 + 1 + 1) + 1 + 32
+    )  # pages, start and count of each request, the step, the frequencies
     assert bytes_moved(shape) == 4 * inputs + sum(x.nbytes for x in made if x is not None)
     assert bytes_moved(dataclasses.replace(shape, batch=4)) > bytes_moved(shape)
 
@@ -154,12 +202,23 @@ def test_equals_the_reference_to_the_bit_on_the_gpu(name: str) -> None:
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_every_position_is_rotated_by_the_bits_of_a_prefill_chunk(theta: float) -> None:
     """131,072 positions: 4 rows of each of 32,768 requests against XLA's cos and sin of one long chunk."""
-    frequencies, rows, batch = tuple((theta ** (-np.arange(0, 128, 2) / 128)).astype(np.float32).tolist()), 4, 1 << 15
-    common: dict[str, Any] = {"block_size": 64, "max_model_len": 1 << 17, "group": 4, "frequencies": frequencies}
+    frequencies, rows, batch = (
+        tuple((theta ** (-np.arange(0, 128, 2) / 128)).astype(np.float32).tolist()),
+        4,
+        1 << 15,
+    )
+    common: dict[str, Any] = {
+        "block_size": 64,
+        "max_model_len": 1 << 17,
+        "group": 4,
+        "frequencies": frequencies,
+    }
     table = jnp.zeros((batch, 2048), jnp.int32)
     start, counts = jnp.arange(batch, dtype=jnp.int32) * rows, jnp.full(batch, rows, jnp.int32)
     kernel = step_metadata(table, start, counts, rows=rows, **common, implementation="mosaic_gpu")
-    chunk = jax.jit(lambda *args: step_metadata(*args, rows=1 << 17, **common))(table[:1], start[:1], counts[:1])
+    chunk = jax.jit(lambda *args: step_metadata(*args, rows=1 << 17, **common))(
+        table[:1], start[:1], counts[:1]
+    )
     for ours, theirs in ((kernel.cos, chunk.cos), (kernel.sin, chunk.sin)):
         np.testing.assert_array_equal(np.asarray(ours).reshape(-1, 64), np.asarray(theirs)[0])
 
@@ -177,19 +236,43 @@ def test_attention_reads_these_bounds_as_its_own_on_the_gpu(window: int | None) 
 
 
 def check_attention(window: int | None) -> None:
-    shape = Shape(3, 4, group=3, head_dim=64, window=window, pages=3, block_size=64, max_model_len=150, masked=1)
+    shape = Shape(
+        3,
+        4,
+        group=3,
+        head_dim=64,
+        window=window,
+        pages=3,
+        block_size=64,
+        max_model_len=150,
+        masked=1,
+    )
     inputs = make_inputs(shape, seed=1)
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (3, 4, 6, 64), jnp.bfloat16)
     caches = [jax.random.normal(key, (9, 64, 2, 64), jnp.bfloat16) for key in keys[1:]]
     made = StepMetadata(*(jnp.asarray(x) for x in run(inputs, "mosaic_gpu")))
-    arrays: Any = (q, *caches, inputs["block_table"], made.positions, made.seq_lens, made.window_start)
+    arrays: Any = (
+        q,
+        *caches,
+        inputs["block_table"],
+        made.positions,
+        made.seq_lens,
+        made.window_start,
+    )
     options: dict[str, Any] = {"scale": 0.125, "window": window, "implementation": "mosaic_gpu"}
     with interpreted():
         own = paged_attention(*arrays, **options)
         given = paged_attention(*arrays, bounds=made.bounds, **options)
         nothing = paged_attention(*arrays, bounds=jnp.zeros_like(made.bounds), **options)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match=r"^bounds: expected int32 \(3, row tiles, 36\), got int32 \(3, 1, 35\)$"):
+        with pytest.raises(
+            ValueError,
+            match=r"^bounds: expected int32 \(3, row tiles, 36\), got int32 \(3, 1, 35\)$",
+        ):
             paged_attention(*arrays, bounds=made.bounds[..., 1:], **options)  # pyright: ignore[reportOptionalSubscript]
-    np.testing.assert_array_equal(np.asarray(given).astype(np.float32), np.asarray(own).astype(np.float32))
-    assert not np.asarray(nothing).any() and np.asarray(own).any(), "the bounds that are given are the ones that are read"
+    np.testing.assert_array_equal(
+        np.asarray(given).astype(np.float32), np.asarray(own).astype(np.float32)
+    )
+    assert not np.asarray(nothing).any() and np.asarray(own).any(), (
+        "the bounds that are given are the ones that are read"
+    )

@@ -34,11 +34,19 @@ def by_sorting(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arr
 def batch(vocab: int, rows: int = 2, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every case once, flat rows beside peaked ones."""
     rng = np.random.default_rng(seed)
-    logits = rng.normal(size=(len(CASES), rows, vocab)) * rng.choice([0.1, 1.0, 4.0], size=(len(CASES), rows, 1))
-    return logits.astype(np.float32), np.array([k for k, _ in CASES], np.int32), np.array([p for _, p in CASES], np.float32)
+    logits = rng.normal(size=(len(CASES), rows, vocab)) * rng.choice(
+        [0.1, 1.0, 4.0], size=(len(CASES), rows, 1)
+    )
+    return (
+        logits.astype(np.float32),
+        np.array([k for k, _ in CASES], np.int32),
+        np.array([p for _, p in CASES], np.float32),
+    )
 
 
-def assert_kept_by_definition(got: np.ndarray, logits: np.ndarray, top_k: int, top_p: float) -> None:
+def assert_kept_by_definition(
+    got: np.ndarray, logits: np.ndarray, top_k: int, top_p: float
+) -> None:
     """One row [vocab] in float64: the kept set is an upper set of at least top_k tokens, with ties, cut where its mass reaches top_p."""
     kept = got > -np.inf
     np.testing.assert_array_equal(got[kept], logits[kept])
@@ -51,7 +59,9 @@ def assert_kept_by_definition(got: np.ndarray, logits: np.ndarray, top_k: int, t
     weights /= weights.sum()
     if top_p >= 1:
         assert threshold == kth
-    assert weights[logits > threshold].sum() < top_p * (1 + MASS_TOLERANCE), "the last token kept is one too many"
+    assert weights[logits > threshold].sum() < top_p * (1 + MASS_TOLERANCE), (
+        "the last token kept is one too many"
+    )
     assert weights[kept].sum() >= min(top_p, 1.0) * (1 - MASS_TOLERANCE), "a token is missing"
 
 
@@ -80,10 +90,15 @@ def test_keeps_the_set_that_the_definition_keeps(vocab: int) -> None:
 
 def test_tokens_that_tie_with_the_last_one_are_kept() -> None:
     logits = np.array([[[2.0, 1.0, 1.0, 1.0, -0.0, 0.0, -3.0]]], np.float32)
-    keep = lambda k, p: (np.asarray(compiled(logits, np.array([k], np.int32), np.array([p], np.float32))) > -np.inf).sum()  # noqa: E731
+    keep = lambda k, p: (
+        np.asarray(compiled(logits, np.array([k], np.int32), np.array([p], np.float32))) > -np.inf
+    ).sum()
     assert [keep(k, 1.0) for k in range(8)] == [7, 1, 4, 4, 4, 6, 6, 7]
     mass = np.exp(logits.ravel()) / np.exp(logits).sum()
-    assert [keep(0, p) for p in (0.0, mass[0] - 0.01, mass[0] + 0.01, mass[:4].sum() - 0.01, mass[:4].sum() + 0.01)] == [1, 1, 4, 4, 6]
+    assert [
+        keep(0, p)
+        for p in (0.0, mass[0] - 0.01, mass[0] + 0.01, mass[:4].sum() - 0.01, mass[:4].sum() + 0.01)
+    ] == [1, 1, 4, 4, 6]
 
 
 def test_neighbouring_floats_do_not_tie() -> None:
@@ -92,7 +107,13 @@ def test_neighbouring_floats_do_not_tie() -> None:
     for start in (np.float32(1.0), np.float32(-3.7)):
         logits = (start.view(np.int32) + steps).view(np.float32)
         kept = [
-            (np.asarray(compiled(logits[None, None], np.array([k], np.int32), np.ones(1, np.float32))) > -np.inf).sum() for k in steps[1:]
+            (
+                np.asarray(
+                    compiled(logits[None, None], np.array([k], np.int32), np.ones(1, np.float32))
+                )
+                > -np.inf
+            ).sum()
+            for k in steps[1:]
         ]
         assert kept == steps[1:].tolist()
 
@@ -110,7 +131,9 @@ def test_rows_without_finite_logits_and_rows_with_a_few_bad_ones(fill: float) ->
         return
     rest = np.delete(np.arange(100), np.s_[::7])
     assert (~(out[:, 1, ::7] > -np.inf)).all()
-    np.testing.assert_array_equal(out[:, 1, rest], compiled(logits[:, 1:, rest], top_k, top_p)[:, 0])
+    np.testing.assert_array_equal(
+        out[:, 1, rest], compiled(logits[:, 1:, rest], top_k, top_p)[:, 0]
+    )
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:
@@ -121,22 +144,42 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
 
 
 def test_no_sort_and_a_fixed_number_of_passes() -> None:
-    program = str(jax.make_jaxpr(truncate)(jnp.zeros((1, 1, 999)), jnp.zeros(1, jnp.int32), jnp.ones(1)))
-    assert " sort" not in program and "while" not in program and "scan" in program and "callback" not in program
+    program = str(
+        jax.make_jaxpr(truncate)(jnp.zeros((1, 1, 999)), jnp.zeros(1, jnp.int32), jnp.ones(1))
+    )
+    assert (
+        " sort" not in program
+        and "while" not in program
+        and "scan" in program
+        and "callback" not in program
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logits": jnp.zeros((2, 9))}, r"logits: expected float32 \[batch, rows, vocab\], got float32 \[2, 9\]"),
-        ({"logits": jnp.zeros((2, 3, 9), jnp.bfloat16)}, r"logits: expected float32 .* got bfloat16 \[2, 3, 9\]"),
+        (
+            {"logits": jnp.zeros((2, 9))},
+            r"logits: expected float32 \[batch, rows, vocab\], got float32 \[2, 9\]",
+        ),
+        (
+            {"logits": jnp.zeros((2, 3, 9), jnp.bfloat16)},
+            r"logits: expected float32 .* got bfloat16 \[2, 3, 9\]",
+        ),
         ({"top_k": jnp.zeros(2)}, r"top_k: expected int32 \[2\], got float32 \[2\]"),
         ({"top_p": jnp.ones(3)}, r"top_p: expected float32 \[2\], got float32 \[3\]"),
-        ({"implementation": "fast"}, r"implementation: expected one of \['reference'\], got 'fast': .* no such kernel"),
+        (
+            {"implementation": "fast"},
+            r"implementation: expected one of \['reference'\], got 'fast': .* no such kernel",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(change: dict, message: str) -> None:
-    arguments = {"logits": jnp.zeros((2, 3, 9)), "top_k": jnp.zeros(2, jnp.int32), "top_p": jnp.ones(2)}
+    arguments = {
+        "logits": jnp.zeros((2, 3, 9)),
+        "top_k": jnp.zeros(2, jnp.int32),
+        "top_p": jnp.ones(2),
+    }
     with pytest.raises(ValueError, match=message):
         truncate(**arguments | change)
 

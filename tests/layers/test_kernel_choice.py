@@ -22,12 +22,22 @@ from tests.support.tiny import tiny_model
 
 OPS = tuple(asdict(Kernels()))
 EVERY = Kernels(**dict.fromkeys(OPS, "mosaic_gpu"))
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}")
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}"
+)
 
 
-def choose(requested: str, model: str = "llama-3-8b", dtype: Any = jnp.bfloat16, block_size: int = 64) -> Kernels:
+def choose(
+    requested: str, model: str = "llama-3-8b", dtype: Any = jnp.bfloat16, block_size: int = 64
+) -> Kernels:
     dimensions = MODELS[model]
-    return kernels.choose(requested, dimensions.target, draft_config(dimensions, "eagle3"), block_size=block_size, dtype=dtype)
+    return kernels.choose(
+        requested,
+        dimensions.target,
+        draft_config(dimensions, "eagle3"),
+        block_size=block_size,
+        dtype=dtype,
+    )
 
 
 @pytest.fixture
@@ -42,7 +52,9 @@ def test_reference_is_asked_for_and_explained_by_nothing(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-def test_auto_on_a_cpu_is_the_reference_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_on_a_cpu_is_the_reference_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
         assert choose("auto") == Kernels()
     assert sorted(r.getMessage() for r in caplog.records) == sorted(
@@ -51,9 +63,13 @@ def test_auto_on_a_cpu_is_the_reference_and_the_log_says_why(caplog: pytest.LogC
 
 
 def test_kernels_that_cannot_run_are_an_error_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu$"):
+    with pytest.raises(
+        ConfigError, match="^kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu$"
+    ):
         choose("mosaic_gpu")
-    with pytest.raises(ConfigError, match="^kernels: expected one of auto, reference, mosaic_gpu, got 'triton'$"):
+    with pytest.raises(
+        ConfigError, match="^kernels: expected one of auto, reference, mosaic_gpu, got 'triton'$"
+    ):
         choose("triton")
 
 
@@ -73,14 +89,30 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
         assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
         assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
         assert choose("auto", "tiny").gumbel_sample == "reference"
-        left = dict.fromkeys(("rejection_sampling", "gumbel_sample", "step_metadata", "moe"), "mosaic_gpu")  # no experts
+        left = dict.fromkeys(
+            ("rejection_sampling", "gumbel_sample", "step_metadata", "moe"), "mosaic_gpu"
+        )  # no experts
         assert choose("auto", dtype=jnp.float32) == replace(Kernels(), **left)
     messages = "\n".join(r.getMessage() for r in caplog.records)
-    assert "attention: reference (the kernel block_size: expected" in messages and ", got 24)" in messages
-    assert "matmul: reference (the kernel expected a depth and widths that are multiples of 64, got 32 and (48,))" in messages
-    assert "gumbel_sample: reference (the kernel expected at least 128 logits a row, got 96)" in messages
-    assert "matmul: reference (the kernel expected bfloat16 operands, got float32 and float32)" in messages
-    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: block_size: expected .*, got 24$"):
+    assert (
+        "attention: reference (the kernel block_size: expected" in messages
+        and ", got 24)" in messages
+    )
+    assert (
+        "matmul: reference (the kernel expected a depth and widths that are multiples of 64, got 32 and (48,))"
+        in messages
+    )
+    assert (
+        "gumbel_sample: reference (the kernel expected at least 128 logits a row, got 96)"
+        in messages
+    )
+    assert (
+        "matmul: reference (the kernel expected bfloat16 operands, got float32 and float32)"
+        in messages
+    )
+    with pytest.raises(
+        ConfigError, match="^kernels 'mosaic_gpu': attention: block_size: expected .*, got 24$"
+    ):
         choose("mosaic_gpu", block_size=24)
 
 
@@ -91,13 +123,21 @@ def test_compiler_options_go_with_the_matmul_kernel() -> None:
     ours = replace(cfg, kernels=Kernels(matmul="mosaic_gpu"))
     flags = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False}
     assert dict(ours.compiler_options) == flags
-    assert dict(replace(ours, cuda_graphs=False).compiler_options) == flags | {"xla_gpu_enable_command_buffer": ""}
+    assert dict(replace(ours, cuda_graphs=False).compiler_options) == flags | {
+        "xla_gpu_enable_command_buffer": ""
+    }
 
 
-def test_a_program_is_compiled_once_for_each_config_and_shape_with_the_configs_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_is_compiled_once_for_each_config_and_shape_with_the_configs_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[Any] = []
     jit = jax.jit
-    monkeypatch.setattr(jax, "jit", lambda f, **options: given.append(options["compiler_options"]) or jit(f, **options))
+    monkeypatch.setattr(
+        jax,
+        "jit",
+        lambda f, **options: given.append(options["compiler_options"]) or jit(f, **options),
+    )
     program = Program(lambda cfg, x, y: (x + cfg.num_speculative_tokens, y), donate=2)
     assert program.cache_size() == 0
     cfg = tiny_model("eagle").round_config(2)
@@ -130,22 +170,33 @@ def engine(method: str = "eagle3", **config: Any) -> LLM:
 
 
 @pytest.mark.parametrize("requested", ["auto", "reference"])
-def test_the_engine_names_its_kernels_and_its_rounds_run_them(requested: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_names_its_kernels_and_its_rounds_run_them(
+    requested: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = engine(kernels=requested)
     assert llm.describe().splitlines()[0].endswith("kernels: reference")
     chosen = Kernels(attention="mosaic_gpu", rejection_sampling="mosaic_gpu")
     asked: list[Any] = []
-    monkeypatch.setattr(kernels, "choose", lambda *args, **options: asked.append((args[0], options["block_size"])) or chosen)
+    monkeypatch.setattr(
+        kernels,
+        "choose",
+        lambda *args, **options: asked.append((args[0], options["block_size"])) or chosen,
+    )
     llm = engine(kernels=requested)
     assert asked == [(requested, 16)]
     assert llm.round_config(sampled=True, truncated=False).kernels == chosen
     assert llm.describe().splitlines()[0].endswith(f"kernels: {chosen}")
 
 
-def test_a_large_targets_rounds_are_cuda_graphs_where_their_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_targets_rounds_are_cuda_graphs_where_their_rows_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def graphs(*batches: int) -> list[bool]:
         llm = engine(kernels="reference")  # K = 2
-        return [llm.round_config(sampled=False, truncated=False, batch=batch).cuda_graphs for batch in batches]
+        return [
+            llm.round_config(sampled=False, truncated=False, batch=batch).cuda_graphs
+            for batch in batches
+        ]
 
     assert graphs(1, 64) == [True, True]
     monkeypatch.setattr(runner, "GRAPHS_BELOW_BYTES", 0)
@@ -170,12 +221,19 @@ def test_kernels_name_the_commonest_and_what_differs() -> None:
 
 
 def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': matmul: expected an NVIDIA GPU, got cpu$"):
+    with pytest.raises(
+        ConfigError, match="^kernels 'mosaic_gpu': matmul: expected an NVIDIA GPU, got cpu$"
+    ):
         choose("matmul=mosaic_gpu")
     with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
         assert choose("attention=reference,rms_norm=auto") == Kernels()
-    assert not any(r.getMessage().startswith("attention") for r in caplog.records), "asked for, not fallen back to"
-    with pytest.raises(ConfigError, match="^kernels: expected auto, a name, or op=name with op among attention, .*, got 'norm=auto'$"):
+    assert not any(r.getMessage().startswith("attention") for r in caplog.records), (
+        "asked for, not fallen back to"
+    )
+    with pytest.raises(
+        ConfigError,
+        match="^kernels: expected auto, a name, or op=name with op among attention, .*, got 'norm=auto'$",
+    ):
         choose("norm=auto")
 
 
@@ -188,7 +246,9 @@ def test_experts_run_on_the_kernel_unless_they_are_packed() -> None:
     packed = replace(HYBRID["gpt-oss-20b"].target, mxfp4="packed")
     assert [chosen("auto", model.target) for model in HYBRID.values()] == ["mosaic_gpu"] * 2
     assert chosen("auto", packed) == "reference"
-    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': moe: expected plain experts, got packed MXFP4$"):
+    with pytest.raises(
+        ConfigError, match="^kernels 'mosaic_gpu': moe: expected plain experts, got packed MXFP4$"
+    ):
         chosen("moe=mosaic_gpu", packed)
 
 
@@ -199,7 +259,9 @@ def test_one_op_exchanged_leaves_the_others() -> None:
 
 
 def test_an_engine_refuses_kernels_that_it_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu$"):
+    with pytest.raises(
+        ConfigError, match="^kernels 'mosaic_gpu': attention: expected an NVIDIA GPU, got cpu$"
+    ):
         engine(kernels="mosaic_gpu")
     with pytest.raises(ConfigError, match="^kernels: expected one of"):
         engine(kernels="cuda")
@@ -207,15 +269,21 @@ def test_an_engine_refuses_kernels_that_it_cannot_run() -> None:
 
 @needs_mosaic
 @pytest.mark.usefixtures("on_a_hopper")
-def test_latent_attention_has_kernels_of_its_own_under_the_names_of_the_ops(caplog: pytest.LogCaptureFixture) -> None:
+def test_latent_attention_has_kernels_of_its_own_under_the_names_of_the_ops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     glm = HYBRID["glm-4.7-flash"]
     options: dict[str, Any] = {"block_size": 64, "dtype": jnp.bfloat16}
     assert kernels.choose("mosaic_gpu", glm.target, draft_config(glm, "mtp"), **options) == EVERY
     odd = replace(glm.target, attention=replace(glm.target.attention, rope_head_dim=32))
     with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
-        assert kernels.choose("auto", odd, None, **options) == replace(EVERY, attention="reference", rope_cache="reference")
+        assert kernels.choose("auto", odd, None, **options) == replace(
+            EVERY, attention="reference", rope_cache="reference"
+        )
     assert (
         "attention: reference (the kernel expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got"
         in caplog.text
     )
-    assert "rope_cache: reference (the kernel expected a rope_head_dim of 64, got 32)" in caplog.text
+    assert (
+        "rope_cache: reference (the kernel expected a rope_head_dim of 64, got 32)" in caplog.text
+    )

@@ -19,21 +19,35 @@ from jaxspec.layers.products import log_once
 
 CFG = MoEConfig(num_experts=6, top_k=2, intermediate_size=10)
 DIM = 8
-WAYS = {"gathered": moe._gathered, "all": partial(moe._by_the_op, implementation="reference"), "grouped": moe._grouped}
+WAYS = {
+    "gathered": moe._gathered,
+    "all": partial(moe._by_the_op, implementation="reference"),
+    "grouped": moe._grouped,
+}
 
 
 def weights(rng: Any, bias: bool) -> dict[str, jax.Array]:
-    shapes = {"gate_up": (6, DIM, 20), "down": (6, 10, DIM)} | ({"gate_up_bias": (6, 20), "down_bias": (6, DIM)} if bias else {})
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    shapes = {"gate_up": (6, DIM, 20), "down": (6, 10, DIM)} | (
+        {"gate_up_bias": (6, 20), "down_bias": (6, DIM)} if bias else {}
+    )
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()
+    }
 
 
 def by_hand(params: Any, x: np.ndarray, ids: np.ndarray, weight: np.ndarray) -> np.ndarray:
     out = np.zeros_like(x)
     for row in range(len(x)):
         for expert, w in zip(ids[row], weight[row], strict=True):
-            gate, up = np.split(x[row] @ params["gate_up"][expert] + params.get("gate_up_bias", np.zeros((6, 1)))[expert], 2)
+            gate, up = np.split(
+                x[row] @ params["gate_up"][expert]
+                + params.get("gate_up_bias", np.zeros((6, 1)))[expert],
+                2,
+            )
             inner = gate / (1 + np.exp(-gate)) * up
-            out[row] += w * (inner @ params["down"][expert] + params.get("down_bias", np.zeros((6, 1)))[expert])
+            out[row] += w * (
+                inner @ params["down"][expert] + params.get("down_bias", np.zeros((6, 1)))[expert]
+            )
     return out
 
 
@@ -43,7 +57,9 @@ def test_every_way_is_the_sum_over_the_chosen_experts(way: str, bias: bool) -> N
     rng = np.random.default_rng(0)
     params = weights(rng, bias)
     x = rng.normal(size=(9, DIM)).astype(np.float32)
-    ids = np.stack([rng.permutation(6)[:2] for _ in x]).astype(np.int32)  # some experts for several rows, perhaps some for none
+    ids = np.stack([rng.permutation(6)[:2] for _ in x]).astype(
+        np.int32
+    )  # some experts for several rows, perhaps some for none
     ids[0], ids[1] = (5, 0), (5, 0)
     weight = rng.random((9, 2)).astype(np.float32)
     host = {name: np.asarray(a) for name, a in params.items()}
@@ -52,7 +68,9 @@ def test_every_way_is_the_sum_over_the_chosen_experts(way: str, bias: bool) -> N
 
 
 @pytest.mark.parametrize("favourite", [0, 3, 5])
-def test_grouped_rows_fill_whole_blocks_and_parts_of_them(favourite: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_rows_fill_whole_blocks_and_parts_of_them(
+    favourite: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every row chooses the same expert first, three blocks of it and a part; of the others some are chosen by none."""
     monkeypatch.setattr(moe, "BLOCK_ROWS", 4)
     monkeypatch.setattr(moe, "BLOCKS_AT_ONCE", 3)
@@ -65,12 +83,22 @@ def test_grouped_rows_fill_whole_blocks_and_parts_of_them(favourite: int, monkey
     np.testing.assert_allclose(out, by_hand(host, x, ids, weight), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "way"), [(1, "gathered"), (2, "gathered"), (3, "all"), (64, "all"), (65, "grouped")])
-def test_the_way_follows_from_the_shapes(rows: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "way"), [(1, "gathered"), (2, "gathered"), (3, "all"), (64, "all"), (65, "grouped")]
+)
+def test_the_way_follows_from_the_shapes(
+    rows: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = []
-    for name, function in (("gathered", "_gathered"), ("all", "_by_the_op"), ("grouped", "_grouped")):
+    for name, function in (
+        ("gathered", "_gathered"),
+        ("all", "_by_the_op"),
+        ("grouped", "_grouped"),
+    ):
         monkeypatch.setattr(moe, function, lambda *args, name=name: taken.append(name))
-    moe.experts({}, CFG, jnp.zeros((rows, DIM)), jnp.zeros((rows, 2), jnp.int32), jnp.zeros((rows, 2)))
+    moe.experts(
+        {}, CFG, jnp.zeros((rows, DIM)), jnp.zeros((rows, 2), jnp.int32), jnp.zeros((rows, 2))
+    )
     assert taken == [way]
 
 
@@ -103,23 +131,40 @@ def test_groups_compete_by_their_best_two() -> None:
     assert sorted(ids[0].tolist()) == [0, 3]
 
 
-def test_with_the_kernel_its_rows_are_its_own_and_more_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_kernel_its_rows_are_its_own_and_more_are_grouped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken = []
     monkeypatch.setattr(moe, "_grouped", lambda *_: taken.append("grouped"))
-    monkeypatch.setattr(moe.moe_op, "experts", lambda *_, implementation, **__: taken.append(implementation))
+    monkeypatch.setattr(
+        moe.moe_op, "experts", lambda *_, implementation, **__: taken.append(implementation)
+    )
     params = {"gate_up": jnp.zeros((6, DIM, 20)), "down": jnp.zeros((6, 10, DIM))}
     for rows in (1, 2, 64, 65, 256, 257):
-        ids = jnp.zeros((rows, 8), jnp.int32)  # wider than the weights, as the router's kernel gives them
-        moe.experts(params, CFG, jnp.zeros((rows, DIM)), ids, jnp.zeros((rows, 2)), Kernels(moe="mosaic_gpu"))
+        ids = jnp.zeros(
+            (rows, 8), jnp.int32
+        )  # wider than the weights, as the router's kernel gives them
+        moe.experts(
+            params,
+            CFG,
+            jnp.zeros((rows, DIM)),
+            ids,
+            jnp.zeros((rows, 2)),
+            Kernels(moe="mosaic_gpu"),
+        )
     assert taken == ["mosaic_gpu"] * 5 + ["grouped"]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 def test_what_the_routers_kernel_does_not_take_is_xlas_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken = []
-    monkeypatch.setattr(moe.router_op, "route", lambda *_, implementation, **__: taken.append(implementation))
+    monkeypatch.setattr(
+        moe.router_op, "route", lambda *_, implementation, **__: taken.append(implementation)
+    )
     monkeypatch.setattr(moe, "route_sigmoid", lambda *_: taken.append("groups"))
     cfg = MoEConfig(num_experts=32, top_k=2, intermediate_size=10)
     log_once.cache_clear()
@@ -133,12 +178,16 @@ def test_what_the_routers_kernel_does_not_take_is_xlas_and_says_so(
             x, router = jnp.zeros((rows, 64), jnp.bfloat16), jnp.zeros((64, 32), jnp.bfloat16)
             moe.route(x, router, jnp.zeros(32), replace(cfg, **change), "sigmoid", kernels)
     assert taken == ["mosaic_gpu", "reference", "reference", "groups"]
-    assert [r.getMessage() for r in caplog.records] == ["XLA routes by (64, 32): the kernel expected 1 to 256 rows, got 300"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "XLA routes by (64, 32): the kernel expected 1 to 256 rows, got 300"
+    ]
 
 
 def test_a_sigmoid_router_without_groups_is_the_op() -> None:
     rng = np.random.default_rng(0)
-    x, router, bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, DIM), (DIM, 6), (6,)))
+    x, router, bias = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, DIM), (DIM, 6), (6,))
+    )
     cfg = replace(CFG, routed_scaling=1.8)
     expected = moe.route_sigmoid(moe.router_logits(x, router), bias, cfg)
     for got, wanted in zip(moe.route(x, router, bias, cfg, "sigmoid"), expected, strict=True):

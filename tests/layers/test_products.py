@@ -14,11 +14,11 @@ from jaxspec.config import Kernels
 from jaxspec.layers import products as layers
 from tests.kernels.interpreter import interpreted
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}")
-KERNEL = Kernels(matmul="mosaic_gpu")
-OTHERS = (
-    "XLA multiplies by [(128, 64), (128, 64)]: the kernel expected at most 64 rows, or a multiple of 128 up to 256, of gate and up, got"
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}"
 )
+KERNEL = Kernels(matmul="mosaic_gpu")
+OTHERS = "XLA multiplies by [(128, 64), (128, 64)]: the kernel expected at most 64 rows, or a multiple of 128 up to 256, of gate and up, got"
 
 
 @pytest.fixture
@@ -26,7 +26,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Rows and implementation of every product, which is not made."""
     found: list[tuple[int, str]] = []
 
-    def note(x: jax.Array, weights: tuple[jax.Array, ...], *, implementation: str, **_: Any) -> jax.Array:
+    def note(
+        x: jax.Array, weights: tuple[jax.Array, ...], *, implementation: str, **_: Any
+    ) -> jax.Array:
         found.append((x.shape[0], implementation))
         return jnp.zeros((x.shape[0], weights[0].shape[1]), x.dtype)
 
@@ -35,17 +37,24 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     return found
 
 
-def test_gate_and_up_are_the_kernels_wherever_it_takes_their_rows(taken: list[tuple[int, str]], caplog: pytest.LogCaptureFixture) -> None:
+def test_gate_and_up_are_the_kernels_wherever_it_takes_their_rows(
+    taken: list[tuple[int, str]], caplog: pytest.LogCaptureFixture
+) -> None:
     """Rows of 8 by 8 are made whole first: 50 requests with five rows each are 256 with the padding."""
     weight = jnp.zeros((128, 64), jnp.bfloat16)
     batches = {(16, 4): 64, (32, 4): 128, (50, 5): 256, (64, 4): 256, (48, 4): None, (96, 4): None}
     with caplog.at_level(logging.INFO, "jaxspec.layers"):
         for batch, rows in batches:
-            assert layers.product(jnp.zeros((batch, rows, 128), jnp.bfloat16), (weight, weight), KERNEL, swiglu=True).shape[:2] == (
+            assert layers.product(
+                jnp.zeros((batch, rows, 128), jnp.bfloat16), (weight, weight), KERNEL, swiglu=True
+            ).shape[:2] == (
                 batch,
                 rows,
             )
-    expected = [(rows, "mosaic_gpu") if rows else (batch * k, "reference") for (batch, k), rows in batches.items()]
+    expected = [
+        (rows, "mosaic_gpu") if rows else (batch * k, "reference")
+        for (batch, k), rows in batches.items()
+    ]
     assert taken == expected
     assert [r.getMessage() for r in caplog.records] == [f"{OTHERS} {rows}" for rows in (192, 384)]
 
@@ -62,12 +71,20 @@ def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
     """With the padding on the way in and out: 250 rows."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (50, 5, 128), jnp.bfloat16)
-    weight = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(shape[0] ** -0.5, jnp.bfloat16)  # noqa: E731
-    layer = {"gate_proj": weight(keys[1], 128, 64), "up_proj": weight(keys[2], 128, 64), "down_proj": weight(keys[3], 64, 128)}
+    weight = lambda key, *shape: (
+        jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(shape[0] ** -0.5, jnp.bfloat16)
+    )
+    layer = {
+        "gate_proj": weight(keys[1], 128, 64),
+        "up_proj": weight(keys[2], 128, 64),
+        "down_proj": weight(keys[3], 64, 128),
+    }
     layer |= {"post_attention_layernorm": jnp.ones(128, jnp.bfloat16)}
     expected = layers.mlp_block(layer, 1e-5, x)
     with interpreted():
         got = layers.mlp_block(layer, 1e-5, x, KERNEL)
     # Values up to 5, two of whose ulps are 2^-4: the activation is rounded otherwise, and so may the sum be.
-    np.testing.assert_allclose(np.asarray(got).astype(np.float32), np.asarray(expected).astype(np.float32), atol=2.0**-4)
+    np.testing.assert_allclose(
+        np.asarray(got).astype(np.float32), np.asarray(expected).astype(np.float32), atol=2.0**-4
+    )
     assert got.shape == x.shape

@@ -28,9 +28,13 @@ def test_a_layer_computes_the_same(bias: bool) -> None:
     joined = join_projections(params)
     np.testing.assert_allclose(hidden(target, joined), hidden(target, params), rtol=1e-5, atol=1e-5)
     names = sorted(joined["layers"][0]["self_attn"])
-    assert names == (["o_bias", "o_proj", "qkv_bias", "qkv_proj"] if bias else ["o_proj", "qkv_proj"])
+    assert names == (
+        ["o_bias", "o_proj", "qkv_bias", "qkv_proj"] if bias else ["o_proj", "qkv_proj"]
+    )
     assert joined["layers"][0]["self_attn"]["qkv_proj"].shape == (32, (4 + 2 * 2) * 8)
-    assert sorted(params["layers"][0]["self_attn"])[0] != "qkv_proj", "the weights that were given stay as they are"
+    assert sorted(params["layers"][0]["self_attn"])[0] != "qkv_proj", (
+        "the weights that were given stay as they are"
+    )
 
 
 def hidden(target: Any, params: Any) -> np.ndarray:
@@ -39,7 +43,9 @@ def hidden(target: Any, params: Any) -> np.ndarray:
     metadata = build_metadata(CacheGroup(8, 8), zero[None], zero, zero + rows, rows)
     caches = init_cache(target.attention, target.num_layers, 1, 8, jnp.dtype(jnp.float32))
     tokens = jnp.arange(rows, dtype=jnp.int32)[None]
-    return np.asarray(models.family(target).forward(params, target, tokens, metadata, caches).hidden)
+    return np.asarray(
+        models.family(target).forward(params, target, tokens, metadata, caches).hidden
+    )
 
 
 def test_joining_again_changes_nothing() -> None:

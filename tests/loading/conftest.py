@@ -98,7 +98,9 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
         writer.add_add_bos_token(bos)
         writer.add_chat_template(CHAT_TEMPLATE)
         for key, value in (kv or {}).items():
-            writer.add_uint32(key, value) if isinstance(value, int) else writer.add_string(key, value)
+            writer.add_uint32(key, value) if isinstance(value, int) else writer.add_string(
+                key, value
+            )
 
         def add(name: str, *shape: int, quantised: bool = True) -> None:
             array = rng.normal(size=shape).astype(np.float32)
@@ -113,7 +115,11 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
         if not tied:
             add("output.weight", len(vocabulary), HIDDEN)
         for i in range(LAYERS):
-            for name, rows in (("attn_q", HEADS * head_dim), ("attn_k", KV_HEADS * head_dim), ("attn_v", KV_HEADS * head_dim)):
+            for name, rows in (
+                ("attn_q", HEADS * head_dim),
+                ("attn_k", KV_HEADS * head_dim),
+                ("attn_v", KV_HEADS * head_dim),
+            ):
                 add(f"blk.{i}.{name}.weight", rows, HIDDEN)
                 if arch == "qwen2":
                     add(f"blk.{i}.{name}.bias", rows)

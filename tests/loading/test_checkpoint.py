@@ -26,7 +26,11 @@ TENSORS = {
 }
 
 
-def folder_with(tmp_path: Path, tensors: dict[str, np.ndarray] | None = None, config: str = '{"model_type": "llama"}') -> Path:
+def folder_with(
+    tmp_path: Path,
+    tensors: dict[str, np.ndarray] | None = None,
+    config: str = '{"model_type": "llama"}',
+) -> Path:
     (tmp_path / "config.json").write_text(config)
     if tensors is not None:
         save_file(tensors, tmp_path / "model.safetensors")
@@ -36,17 +40,24 @@ def folder_with(tmp_path: Path, tensors: dict[str, np.ndarray] | None = None, co
 def write_shards(tmp_path: Path) -> Path:
     folder_with(tmp_path)
     names = list(TENSORS)
-    shards = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    shards = {
+        "model-00001-of-00002.safetensors": names[:2],
+        "model-00002-of-00002.safetensors": names[2:],
+    }
     for file, held in shards.items():
         save_file({n: TENSORS[n] for n in held}, tmp_path / file)
     weight_map = {n: file for file, held in shards.items() for n in held}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return tmp_path
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])
 def test_every_dtype_round_trips_bit_for_bit(tmp_path, layout):
-    opened = open_checkpoint(folder_with(tmp_path, TENSORS) if layout == "single" else write_shards(tmp_path))
+    opened = open_checkpoint(
+        folder_with(tmp_path, TENSORS) if layout == "single" else write_shards(tmp_path)
+    )
     assert opened.config == {"model_type": "llama"}
     assert opened.shapes == {name: array.shape for name, array in TENSORS.items()}
     for name, array in TENSORS.items():
@@ -92,13 +103,19 @@ def test_truncated_safetensors_says_how_many_bytes_it_has(tmp_path, cut):
     data = path.read_bytes()[:cut]
     path.write_bytes(data)
     with pytest.raises(
-        ConfigError, match=rf"model\.safetensors: expected .*, got {len(data)} bytes|expected {len(data) + 1} bytes .*, got {len(data)} "
+        ConfigError,
+        match=rf"model\.safetensors: expected .*, got {len(data)} bytes|expected {len(data) + 1} bytes .*, got {len(data)} ",
     ):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "content", [b"<html>404 not found</html>" * 10, (50).to_bytes(8, "little") + b"x" * 100, (2).to_bytes(8, "little") + b"[]"]
+    "content",
+    [
+        b"<html>404 not found</html>" * 10,
+        (50).to_bytes(8, "little") + b"x" * 100,
+        (2).to_bytes(8, "little") + b"[]",
+    ],
 )
 def test_a_file_that_is_not_safetensors_is_refused_by_name(tmp_path, content):
     (folder_with(tmp_path) / "model.safetensors").write_bytes(content)
@@ -108,7 +125,9 @@ def test_a_file_that_is_not_safetensors_is_refused_by_name(tmp_path, content):
 
 def test_a_tensor_dtype_that_is_not_supported_is_named(tmp_path):
     folder_with(tmp_path, {"w": np.zeros(2, np.uint16)})
-    with pytest.raises(ConfigError, match=r"model\.safetensors: expected tensors of F32.*, got U16 for w"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors: expected tensors of F32.*, got U16 for w"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -129,15 +148,22 @@ def test_a_missing_or_malformed_config_is_named(tmp_path, config, message):
 
 
 def test_a_folder_without_weights_or_no_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected model\.safetensors, .* or pytorch_model\.bin, got \['config\.json'\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"expected model\.safetensors, .* or pytorch_model\.bin, got \['config\.json'\]",
+    ):
         open_checkpoint(folder_with(tmp_path))
-    with pytest.raises(ConfigError, match=r"nowhere: expected a checkpoint folder, got nothing there"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere: expected a checkpoint folder, got nothing there"
+    ):
         open_checkpoint(tmp_path / "nowhere")
 
 
 def test_a_missing_shard_is_named(tmp_path):
     (write_shards(tmp_path) / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"expected the shard model-00002-of-00002\.safetensors beside it"):
+    with pytest.raises(
+        ConfigError, match=r"expected the shard model-00002-of-00002\.safetensors beside it"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -150,7 +176,10 @@ def test_a_shard_that_differs_from_the_index_is_named(tmp_path, change):
     else:
         del content["weight_map"]["f16"]
     index.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=rf"model-00001-of-00002.*lists.*{'ghost' if change == 'lacks' else 'f16'}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"model-00001-of-00002.*lists.*{'ghost' if change == 'lacks' else 'f16'}",
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -200,7 +229,10 @@ def test_without_torch_a_pickle_is_refused_unopened_and_the_way_out_named(tmp_pa
     victim = tmp_path / "ran"
     (folder_with(tmp_path) / "pytorch_model.bin").write_bytes(pickle.dumps({"w": Hostile(victim)}))
     monkeypatch.setitem(sys.modules, "torch", None)  # import torch raises ImportError
-    with pytest.raises(ConfigError, match=r"got a pickle, which is read only with torch installed.*convert it with .*save_file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"got a pickle, which is read only with torch installed.*convert it with .*save_file",
+    ):
         open_checkpoint(tmp_path)
     assert not victim.exists()
 
@@ -211,11 +243,16 @@ def test_a_pickle_of_tensors_reads_bit_for_bit(tmp_path, legacy):
     import torch
 
     folder_with(tmp_path)
-    values = {n: torch.from_numpy(a.astype(np.float32)).bfloat16() if n == "bf16" else torch.from_numpy(a) for n, a in TENSORS.items()}
+    values = {
+        n: torch.from_numpy(a.astype(np.float32)).bfloat16() if n == "bf16" else torch.from_numpy(a)
+        for n, a in TENSORS.items()
+    }
     values["strided"] = torch.arange(6.0).reshape(2, 3).T
     torch.save(values, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
     opened = open_checkpoint(tmp_path)
-    for name, array in (TENSORS | {"strided": np.arange(6, dtype=np.float32).reshape(2, 3).T}).items():
+    for name, array in (
+        TENSORS | {"strided": np.arange(6, dtype=np.float32).reshape(2, 3).T}
+    ).items():
         read = opened.tensors[name].read()
         assert opened.tensors[name].shape == read.shape == array.shape
         assert read.dtype == array.dtype

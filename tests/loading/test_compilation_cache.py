@@ -39,18 +39,28 @@ def test_the_files_written_longest_ago_make_room(tmp_path: Path) -> None:
     compilation_cache.trim(tmp_path / "not there yet", 0)
 
 
-def test_a_file_that_another_process_removes_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_process_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "kept").write_bytes(bytes(10))
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "gone", self / "kept"]))
     compilation_cache.trim(tmp_path, 10)
     assert (tmp_path / "kept").exists()
 
 
-def test_an_incomplete_entry_of_a_killed_process_stops_no_other_from_being_written(tmp_path: Path) -> None:
+def test_an_incomplete_entry_of_a_killed_process_stops_no_other_from_being_written(
+    tmp_path: Path,
+) -> None:
     """As JAX before 0.11 did where its own limit was set."""
     (tmp_path / "jit_killed-0123-cache").write_bytes(b"half")
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert run.stdout.strip() == "18" and "cache" not in run.stderr
     assert [p for p in tmp_path.iterdir() if p.name.startswith("jit_triple-")]
 
@@ -65,7 +75,9 @@ def chosen() -> Iterator[str]:
         jax.config.update(name, value)
 
 
-def test_a_pretrained_model_keeps_its_programs_where_the_user_says(chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pretrained_model_keeps_its_programs_where_the_user_says(
+    chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
 
     def folder() -> str:

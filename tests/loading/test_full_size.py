@@ -17,7 +17,10 @@ from tests.support.full_size import BILLIONS, CONFIGS, tensors
 
 
 def size(specs: object) -> int:
-    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec)))
+    return sum(
+        math.prod(s.shape)
+        for s in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -26,12 +29,17 @@ def test_every_tensor_of_the_original_files_is_expected_and_no_other(name: str) 
     family, held = models.family(cfg), tensors(name)
     ignore = lambda tensor: family.ignored_tensor(cfg, tensor)  # noqa: E731
     check_shapes(family.param_specs(cfg), held, ignore=ignore, source=name)
-    for missing in ("model.layers.1.input_layernorm.weight", list(held)[-1] if not held_by_mtp(list(held)[-1], name) else "lm_head.weight"):
+    for missing in (
+        "model.layers.1.input_layernorm.weight",
+        list(held)[-1] if not held_by_mtp(list(held)[-1], name) else "lm_head.weight",
+    ):
         without = {k: s for k, s in held.items() if k != missing}
         with pytest.raises(ConfigError, match="1 missing"):
             check_shapes(family.param_specs(cfg), without, ignore=ignore)
     with pytest.raises(ConfigError, match=r"1 unexpected: model\.layers\.0\.mlp\.extra"):
-        check_shapes(family.param_specs(cfg), {**held, "model.layers.0.mlp.extra": (1,)}, ignore=ignore)
+        check_shapes(
+            family.param_specs(cfg), {**held, "model.layers.0.mlp.extra": (1,)}, ignore=ignore
+        )
 
 
 def held_by_mtp(tensor: str, name: str) -> bool:
@@ -41,7 +49,9 @@ def held_by_mtp(tensor: str, name: str) -> bool:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     cfg = models.config_from_hf(CONFIGS[name])
-    assert size(models.family(cfg).param_specs(cfg)) / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    assert size(models.family(cfg).param_specs(cfg)) / 1e9 == pytest.approx(
+        BILLIONS[name], rel=0.01
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
@@ -55,8 +65,20 @@ def test_the_mtp_module_is_the_rest_of_the_file(name: str) -> None:
     """What the target ignores, the draft expects, but for copies of the embedding and the head."""
     target, held = models.config_from_hf(CONFIGS[name]), tensors(name)
     draft = mtp.config_from_checkpoint(CONFIGS[name], held, target, SpeculativeConfig(method="mtp"))
-    check_shapes(mtp.param_specs(draft), held, ignore=lambda n: mtp.ignored_tensor(draft, n), source=name)
-    ignored = [n for n in held if models.family(target).ignored_tensor(target, n) and not n.endswith("_scale_inv")]
-    read = [n for s in jax.tree.leaves(mtp.param_specs(draft), is_leaf=lambda x: isinstance(x, ParamSpec)) for n in s.tensors]
-    copies = [f"model.layers.{target.num_layers}.{x}.weight" for x in ("embed_tokens", "shared_head.head")]
+    check_shapes(
+        mtp.param_specs(draft), held, ignore=lambda n: mtp.ignored_tensor(draft, n), source=name
+    )
+    ignored = [
+        n
+        for n in held
+        if models.family(target).ignored_tensor(target, n) and not n.endswith("_scale_inv")
+    ]
+    read = [
+        n
+        for s in jax.tree.leaves(mtp.param_specs(draft), is_leaf=lambda x: isinstance(x, ParamSpec))
+        for n in s.tensors
+    ]
+    copies = [
+        f"model.layers.{target.num_layers}.{x}.weight" for x in ("embed_tokens", "shared_head.head")
+    ]
     assert sorted(set(read)) == sorted(set(ignored) - set(copies))

@@ -25,11 +25,23 @@ TEXTS = [
     "tab\tseparated\r\nlines\r\r\n",
     "\x00\x7f control",
 ]
-NUMERAL_TEXTS = ["a    12", "\n\n1. one\n2. two", "x =  7", "½ ２３ ² Ⅻ", "\t\t3", "  1  2   3", *TEXTS]
+NUMERAL_TEXTS = [
+    "a    12",
+    "\n\n1. one\n2. two",
+    "x =  7",
+    "½ ２３ ² Ⅻ",
+    "\t\t3",
+    "  1  2   3",
+    *TEXTS,
+]
 CHATS = [
     [{"role": "user", "content": "What is 12 + 30?"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ünïcode 日本"}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\n"}, {"role": "user", "content": "c"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b\n"},
+        {"role": "user", "content": "c"},
+    ],
 ]
 
 
@@ -64,7 +76,11 @@ def test_smollm2_cuts_every_numeral_alone_as_llama_cpp_does(ours, theirs, text):
 
 @pytest.mark.parametrize(
     ("text", "ids"),
-    [("Hello 123 wörld", [19556, 216, 33, 34, 35, 267, 29989, 400]), ("a    12", [81, 289, 33, 34]), ("<|im_start|>user", [1, 4093])],
+    [
+        ("Hello 123 wörld", [19556, 216, 33, 34, 35, 267, 29989, 400]),
+        ("a    12", [81, 289, 33, 34]),
+        ("<|im_start|>user", [1, 4093]),
+    ],
 )
 def test_smollm2_ids_are_those_recorded_from_the_oracle(ours, text, ids):
     assert ours.encode(text) == ids
@@ -93,7 +109,15 @@ def test_smollm2_special_tokens_equal_transformers(ours, theirs):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2"])
-@pytest.mark.parametrize("text", ["the 123 123456 ints", "don't DON'T  x\n\n 12", "a<think>b</think><|im_end|>", "é e\u0301 日本\r\n\r\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the 123 123456 ints",
+        "don't DON'T  x\n\n 12",
+        "a<think>b</think><|im_end|>",
+        "é e\u0301 日本\r\n\r\n",
+    ],
+)
 def test_other_pre_tokenizers_give_transformers_ids(write_gguf, tmp_path, pre, text):
     from transformers import AutoTokenizer
 
@@ -111,17 +135,31 @@ def test_llama_bpe_takes_a_word_that_is_a_token_whole(write_gguf, tmp_path):
     path = write_gguf("llama", pre="llama-bpe", tokens=["wx"])
     ours = load_tokenizer(convert_gguf(path, tmp_path / "out"))
     assert ours.hf.convert_ids_to_tokens(ours.encode("wx")) == ["wx"]
-    other = load_tokenizer(convert_gguf(write_gguf("llama", pre="smollm", tokens=["wx"]), tmp_path / "other"))
+    other = load_tokenizer(
+        convert_gguf(write_gguf("llama", pre="smollm", tokens=["wx"]), tmp_path / "other")
+    )
     assert other.hf.convert_ids_to_tokens(other.encode("wx")) == ["w", "x"]
 
 
 @pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize(("arch", "pre"), [("llama", "smollm"), ("llama", "llama-bpe"), ("qwen2", "deepseek-r1-qwen"), ("qwen3", "qwen2")])
-def test_add_bos_token_is_obeyed_for_prompts_and_not_repeated_in_chats(write_gguf, tmp_path, arch, pre, bos):
+@pytest.mark.parametrize(
+    ("arch", "pre"),
+    [
+        ("llama", "smollm"),
+        ("llama", "llama-bpe"),
+        ("qwen2", "deepseek-r1-qwen"),
+        ("qwen3", "qwen2"),
+    ],
+)
+def test_add_bos_token_is_obeyed_for_prompts_and_not_repeated_in_chats(
+    write_gguf, tmp_path, arch, pre, bos
+):
     ours = load_tokenizer(convert_gguf(write_gguf(arch, pre=pre, bos=bos), tmp_path / "out"))
     assert (ours.encode("in")[0] == 1) is bos
     chat = ours.encode_chat([{"role": "user", "content": "in"}])
-    assert chat.count(1) == 2  # <|im_start|>, which is the bos: of the user's and the assistant's turn
+    assert (
+        chat.count(1) == 2
+    )  # <|im_start|>, which is the bos: of the user's and the assistant's turn
 
 
 def test_a_control_token_is_one_token_and_skipped(write_gguf, tmp_path):
@@ -145,5 +183,7 @@ def test_a_user_defined_token_is_one_token_but_is_not_skipped_as_special(write_g
 
 
 def test_a_sentencepiece_tokenizer_is_refused(write_gguf, tmp_path):
-    with pytest.raises(ConfigError, match=r"expected a byte-level BPE tokenizer \('gpt2'\), got 'llama'"):
+    with pytest.raises(
+        ConfigError, match=r"expected a byte-level BPE tokenizer \('gpt2'\), got 'llama'"
+    ):
         convert_gguf(write_gguf(tokenizer_model="llama"), tmp_path / "out")

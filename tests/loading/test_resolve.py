@@ -7,12 +7,19 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from jaxspec.config import ConfigError
 from jaxspec.loading import open_checkpoint, resolve
 
-module = importlib.import_module("jaxspec.loading.resolve")  # the package's name `resolve` is the function
+module = importlib.import_module(
+    "jaxspec.loading.resolve"
+)  # the package's name `resolve` is the function
 
 
 @pytest.fixture
@@ -35,7 +42,10 @@ def hub(monkeypatch, tmp_path):
     return asked
 
 
-@pytest.mark.parametrize("name", [None, "smollm2", "SmolLM2", "HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct"])
+@pytest.mark.parametrize(
+    "name",
+    [None, "smollm2", "SmolLM2", "HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct"],
+)
 def test_the_default_targets_names_resolve_to_it(name, no_default, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve(name, kind="target") == no_default
@@ -90,16 +100,25 @@ def test_the_hub_is_asked_for_weights_and_texts_and_a_pickle_for_drafts_only(hub
 
 
 def hub_error(kind):
-    return kind("401 not found\nfor url", response=SimpleNamespace(status_code=401, headers={}, request=None))
+    return kind(
+        "401 not found\nfor url",
+        response=SimpleNamespace(status_code=401, headers={}, request=None),
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (hub_error(RepositoryNotFoundError), r"expected a hub id, .*, got no such repository on the hub \(or it is private"),
+        (
+            hub_error(RepositoryNotFoundError),
+            r"expected a hub id, .*, got no such repository on the hub \(or it is private",
+        ),
         (hub_error(GatedRepoError), "no such repository on the hub"),
         (hub_error(HfHubHTTPError), "got an error from the hub: 401 not found$"),
-        (LocalEntryNotFoundError("cannot connect"), r"got no local folder of that name and no hub that can be reached \(cannot connect\)"),
+        (
+            LocalEntryNotFoundError("cannot connect"),
+            r"got no local folder of that name and no hub that can be reached \(cannot connect\)",
+        ),
         (OSError("no route"), r"no hub that can be reached \(no route\)"),
     ],
 )
@@ -116,7 +135,10 @@ def test_each_failure_of_the_hub_has_its_sentence(monkeypatch, error, message, k
 def test_the_real_hub_client_offline_gives_the_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"^target someone/nothing: expected a hub id, .*no hub that can be reached"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^target someone/nothing: expected a hub id, .*no hub that can be reached",
+    ):
         resolve("someone/nothing", kind="target")
 
 

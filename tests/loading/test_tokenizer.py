@@ -45,7 +45,10 @@ def test_a_folder_without_generation_config_is_fine(folder):
 @pytest.mark.parametrize("value", ["</s>", [1, "2"], True, 1.5])
 def test_an_end_id_that_is_no_id_is_named(folder, value):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ConfigError, match=r"generation_config\.json: expected eos_token_id to be an id or a list of ids"):
+    with pytest.raises(
+        ConfigError,
+        match=r"generation_config\.json: expected eos_token_id to be an id or a list of ids",
+    ):
         load_tokenizer(folder)
 
 
@@ -55,13 +58,18 @@ def test_a_missing_chat_template_is_said_and_prompts_still_work(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("in")
-    with pytest.raises(ConfigError, match="expected a chat template in the tokenizer's files, got none; give a plain prompt instead"):
+    with pytest.raises(
+        ConfigError,
+        match="expected a chat template in the tokenizer's files, got none; give a plain prompt instead",
+    ):
         tokenizer.encode_chat([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize("chat", [[], ["hi"], [{"role": "user"}], [{"content": "hi"}]])
 def test_a_chat_that_is_no_list_of_messages_is_refused(folder, chat):
-    with pytest.raises(ConfigError, match="chat: expected a list of objects with 'role' and 'content'"):
+    with pytest.raises(
+        ConfigError, match="chat: expected a list of objects with 'role' and 'content'"
+    ):
         load_tokenizer(folder).encode_chat(chat)
 
 
@@ -69,13 +77,19 @@ def test_what_the_template_itself_refuses_is_one_sentence(folder):
     content = json.loads((folder / "tokenizer_config.json").read_text())
     content["chat_template"] = "{{ raise_exception('roles must alternate') }}"
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="expected messages that the chat template of .* accepts, got roles must alternate"):
+    with pytest.raises(
+        ConfigError,
+        match="expected messages that the chat template of .* accepts, got roles must alternate",
+    ):
         load_tokenizer(folder).encode_chat([{"role": "user", "content": "hi"}])
 
 
 def test_half_a_character_is_refused_wherever_it_stands(folder):
     """JSON can write the half of a UTF-16 pair, which tokenizers answer with a TypeError; and the prompt that it stands in is named."""
-    tokenizer, sentence = load_tokenizer(folder), r"text: expected Unicode, got half a character \(a lone surrogate\), '\\ud800', at 3"
+    tokenizer, sentence = (
+        load_tokenizer(folder),
+        r"text: expected Unicode, got half a character \(a lone surrogate\), '\\ud800', at 3",
+    )
     for text in (json.loads(r'"in \ud800"'), "in \ud800 in"):
         for encode in (tokenizer.encode, tokenizer.encode_word):
             with pytest.raises(ConfigError, match=sentence):
@@ -89,7 +103,10 @@ def test_half_a_character_is_refused_wherever_it_stands(folder):
 def test_the_chat_ends_where_the_assistant_starts(folder):
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=False)
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
 
 
@@ -98,7 +115,9 @@ def test_a_word_is_tokenised_without_the_special_tokens_of_a_prompt(folder):
 
     tokenizer = load_tokenizer(folder)
     bos = tokenizer.hf.convert_tokens_to_ids("<|im_start|>")
-    post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
     tokenizer.hf.backend_tokenizer.post_processor = post_processor
     word = tokenizer.encode_word("the int")
     assert word and tokenizer.encode("the int") == [bos, *word]
@@ -162,4 +181,6 @@ def test_tokenizing_needs_no_torch_and_prints_no_advice(folder):
 
 def test_the_tokenizer_of_a_copied_folder_is_the_same(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
-    assert load_tokenizer(tmp_path / "copy").encode("the 12 ints") == load_tokenizer(folder).encode("the 12 ints")
+    assert load_tokenizer(tmp_path / "copy").encode("the 12 ints") == load_tokenizer(folder).encode(
+        "the 12 ints"
+    )

@@ -17,14 +17,20 @@ from jaxspec.loading import check_shapes, load_params, open_checkpoint
 SPECS = {
     "embed": ParamSpec("embed.weight", (5, 4), ("vocab", "embed")),
     "layers": [
-        {"up": matrix(f"layers.{i}.up.weight", 4, 6, ("embed", "mlp")), "norm": vector(f"layers.{i}.norm.weight", 4)} for i in range(2)
+        {
+            "up": matrix(f"layers.{i}.up.weight", 4, 6, ("embed", "mlp")),
+            "norm": vector(f"layers.{i}.norm.weight", 4),
+        }
+        for i in range(2)
     ],
 }
 
 
 def arrays(dtype=np.float32) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {s.name: rng.normal(size=s.checkpoint_shape).astype(dtype) for s in jax.tree.leaves(SPECS)}
+    return {
+        s.name: rng.normal(size=s.checkpoint_shape).astype(dtype) for s in jax.tree.leaves(SPECS)
+    }
 
 
 def opened(tmp_path, values):
@@ -48,14 +54,26 @@ def test_params_hold_the_checkpoint_transposed_where_said_and_cast(tmp_path, sto
 
 def test_integers_become_int32_and_booleans_stay(tmp_path):
     specs = {"d2t": vector("d2t", 3), "t2d": vector("t2d", 2)}
-    params = load_params(specs, opened(tmp_path, {"d2t": np.array([0, -3, 70000]), "t2d": np.array([True, False])}), jnp.bfloat16)
+    params = load_params(
+        specs,
+        opened(tmp_path, {"d2t": np.array([0, -3, 70000]), "t2d": np.array([True, False])}),
+        jnp.bfloat16,
+    )
     assert (params["d2t"].dtype, params["t2d"].dtype) == (jnp.int32, jnp.bool_)
     assert params["d2t"].tolist() == [0, -3, 70000]
 
 
 def test_an_integer_beyond_int32_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"head: d2t: expected integers that fit int32, got values in \[0, 4294967296\]"):
-        load_params({"d2t": vector("d2t", 2)}, opened(tmp_path, {"d2t": np.array([0, 2**32])}), jnp.float32, source="head")
+    with pytest.raises(
+        ConfigError,
+        match=r"head: d2t: expected integers that fit int32, got values in \[0, 4294967296\]",
+    ):
+        load_params(
+            {"d2t": vector("d2t", 2)},
+            opened(tmp_path, {"d2t": np.array([0, 2**32])}),
+            jnp.float32,
+            source="head",
+        )
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["load_params", "check_shapes"])
@@ -64,8 +82,14 @@ def test_an_integer_beyond_int32_is_an_error(tmp_path):
     [
         ({"embed.weight": None}, "got 4: 1 missing: embed.weight"),
         ({"lm_head.weight": (5, 4)}, "got 6: 1 unexpected: lm_head.weight"),
-        ({"layers.1.up.weight": (4, 6)}, r"1 misshapen: layers.1.up.weight \(expected \(6, 4\), got \(4, 6\)\)"),
-        ({"layers.0.norm.weight": (4, 1)}, r"layers.0.norm.weight \(expected \(4,\), got \(4, 1\)\)"),
+        (
+            {"layers.1.up.weight": (4, 6)},
+            r"1 misshapen: layers.1.up.weight \(expected \(6, 4\), got \(4, 6\)\)",
+        ),
+        (
+            {"layers.0.norm.weight": (4, 1)},
+            r"layers.0.norm.weight \(expected \(4,\), got \(4, 1\)\)",
+        ),
         ({f"x{i}": (1,) for i in range(7)}, "7 unexpected: x0, x1, x2, x3, x4, ...$"),
         ({"embed.weight": None, "embed": (5, 4)}, "1 missing: embed.weight; 1 unexpected: embed$"),
     ],
@@ -77,7 +101,9 @@ def test_every_difference_is_an_error_that_names_it(tmp_path, change, message, r
         if shape is not None:
             values[name] = np.zeros(shape, np.float32)
     tensors = opened(tmp_path, values)
-    with pytest.raises(ConfigError, match="^my model: expected 5 tensors by its config, .*" + message):
+    with pytest.raises(
+        ConfigError, match="^my model: expected 5 tensors by its config, .*" + message
+    ):
         if read:
             load_params(SPECS, tensors, jnp.float32, source="my model")
         else:
@@ -121,10 +147,15 @@ def test_one_tensor_at_a_time_is_on_the_host():
 def test_weights_larger_than_the_device_are_one_sentence_with_the_numbers(tmp_path, monkeypatch):
     def full(array):
         if array.nbytes < 4 * 5 * 4:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96 bytes.")
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96 bytes."
+            )
         return jnp.asarray(array)
 
     tensors = opened(tmp_path, arrays())
     monkeypatch.setattr(jax, "device_put", full)
-    with pytest.raises(ConfigError, match=r"target: expected 0.0 GB of free device memory for its weights, got room for 0.0 GB of them"):
+    with pytest.raises(
+        ConfigError,
+        match=r"target: expected 0.0 GB of free device memory for its weights, got room for 0.0 GB of them",
+    ):
         load_params(SPECS, tensors, jnp.float32, source="target")

@@ -23,7 +23,11 @@ CONFIG: dict[str, Any] = dict(
     o_groups=2,
     o_lora_rank=12,
     sliding_window=6,
-    layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    layer_types=[
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ],
     compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 7},
     index_n_heads=8,  # with few, all scores of an entry are often 0, and which of equals is chosen is not defined
     index_head_dim=12,
@@ -36,7 +40,9 @@ CONFIG: dict[str, Any] = dict(
     hc_mult=3,
     hc_sinkhorn_iters=4,
 )
-YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.0)
+YARN = dict(
+    rope_type="yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.0
+)
 
 
 def original_name(name: str) -> str:
@@ -54,7 +60,12 @@ def save_target(folder: Path, seed: int = 0, **config: Any) -> Any:
     rng = np.random.default_rng(seed)
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):  # zeros in a new model
-            ids = np.stack([rng.permutation(model.config.n_routed_experts)[: buffer.shape[1]] for _ in range(buffer.shape[0])])
+            ids = np.stack(
+                [
+                    rng.permutation(model.config.n_routed_experts)[: buffer.shape[1]]
+                    for _ in range(buffer.shape[0])
+                ]
+            )
             buffer.copy_(torch.from_numpy(ids))
     model.save_pretrained(folder)
 
@@ -87,11 +98,21 @@ def save_module(folder: Path, model: Any, seed: int = 3, **config: Any) -> Draft
 
     one_layer = dict(num_hidden_layers=1, layer_types=["sliding_attention"], num_hash_layers=0)
     block = save_target(folder / "module", seed, **{**config, **one_layer})
-    norms = {name: type(block.model.norm)(model.config.hidden_size, eps=model.config.rms_norm_eps) for name in ("enorm", "hnorm")}
-    projections = {name: torch.nn.Linear(model.config.hidden_size, model.config.hidden_size, bias=False) for name in ("e_proj", "h_proj")}
+    norms = {
+        name: type(block.model.norm)(model.config.hidden_size, eps=model.config.rms_norm_eps)
+        for name in ("enorm", "hnorm")
+    }
+    projections = {
+        name: torch.nn.Linear(model.config.hidden_size, model.config.hidden_size, bias=False)
+        for name in ("e_proj", "h_proj")
+    }
     own = randomise(torch.nn.ModuleDict({**norms, **projections}), seed + 1)
     written = load_file(folder / "module" / "model.safetensors")
-    tensors = {f"mtp.0.{n.removeprefix('layers.0.')}": t for n, t in written.items() if not n.startswith(("embed.", "head."))}
+    tensors = {
+        f"mtp.0.{n.removeprefix('layers.0.')}": t
+        for n, t in written.items()
+        if not n.startswith(("embed.", "head."))
+    }
     tensors |= {f"mtp.0.{name}": value.numpy() for name, value in own.state_dict().items()}
     edit_tensors(folder, lambda held: held.update(tensors))
 

@@ -16,7 +16,9 @@ from unittest.mock import patch
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-TOLERANCE = dict(rtol=1e-4, atol=1e-4)  # float32 with another order of summation; a wrong switch moves logits by 1e-2 and more
+TOLERANCE = dict(
+    rtol=1e-4, atol=1e-4
+)  # float32 with another order of summation; a wrong switch moves logits by 1e-2 and more
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -45,7 +47,9 @@ def randomise(module: Any, seed: int) -> Any:
         parameter.copy_(torch.from_numpy(value.astype(np.float32)))
     for name, buffer in sorted(module.named_buffers()):
         if name.endswith("e_score_correction_bias"):  # of a router; zero in a new model
-            buffer.copy_(torch.from_numpy((0.3 * rng.normal(size=tuple(buffer.shape))).astype(np.float32)))
+            buffer.copy_(
+                torch.from_numpy((0.3 * rng.normal(size=tuple(buffer.shape))).astype(np.float32))
+            )
     return module
 
 
@@ -69,7 +73,9 @@ TARGETS: dict[str, dict[str, Any]] = {
     "llama_tied": dict(model_type="llama", tie_word_embeddings=True, num_key_value_heads=4),
     "llama_llama3_rope": dict(model_type="llama", rope_parameters=LLAMA3_ROPE),
     "llama_attention_bias": dict(model_type="llama", attention_bias=True, num_key_value_heads=1),
-    "qwen2": dict(model_type="qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6}, head_dim=12),
+    "qwen2": dict(
+        model_type="qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6}, head_dim=12
+    ),
     "qwen2_tied": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen3_tied_bias": dict(model_type="qwen3", tie_word_embeddings=True, attention_bias=True),
@@ -91,14 +97,24 @@ def hf_outputs(model: Any, tokens: np.ndarray) -> SimpleNamespace:
     import torch
 
     before_norm: list[Any] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0]))
+    hook = model.model.norm.register_forward_pre_hook(
+        lambda module, args: before_norm.append(args[0])
+    )
     try:
         with torch.no_grad():
-            out = model(input_ids=torch.from_numpy(np.asarray(tokens, np.int64))[None], output_hidden_states=True, use_cache=False)
+            out = model(
+                input_ids=torch.from_numpy(np.asarray(tokens, np.int64))[None],
+                output_hidden_states=True,
+                use_cache=False,
+            )
     finally:
         hook.remove()
     streams = [h[0].numpy() for h in out.hidden_states]  # the last one is after the norm
-    return SimpleNamespace(logits=out.logits[0].numpy(), hidden=streams[-1], boundary=[*streams[:-1], before_norm[-1][0].numpy()])
+    return SimpleNamespace(
+        logits=out.logits[0].numpy(),
+        hidden=streams[-1],
+        boundary=[*streams[:-1], before_norm[-1][0].numpy()],
+    )
 
 
 # --- drafts ---------------------------------------------------------------------------------------------------------------------------
@@ -112,30 +128,44 @@ class DraftOracle:
     feedback [s, D] the head's own outputs that stand in for the hidden states of the last s rows. All rows are computed anew each time.
     """
 
-    def __init__(self, module: Any, to_target: np.ndarray, run: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
+    def __init__(
+        self, module: Any, to_target: np.ndarray, run: Callable[[Any, Any, Any], tuple[Any, Any]]
+    ) -> None:
         self.module, self.to_target, self._run = module, to_target, run
 
-    def __call__(self, hidden: np.ndarray, tokens: np.ndarray, feedback: Sequence[np.ndarray] = ()) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, hidden: np.ndarray, tokens: np.ndarray, feedback: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Logits [T + s, draft_vocab] and feedback [T + s, D]."""
         import torch
 
         width = self.module.fc.weight.shape[0] if hasattr(self.module, "fc") else hidden.shape[1]
         stacked = np.asarray(feedback, np.float32).reshape(-1, width)
-        args = (torch.from_numpy(np.ascontiguousarray(hidden)), torch.from_numpy(np.asarray(tokens, np.int64)), torch.from_numpy(stacked))
+        args = (
+            torch.from_numpy(np.ascontiguousarray(hidden)),
+            torch.from_numpy(np.asarray(tokens, np.int64)),
+            torch.from_numpy(stacked),
+        )
         with torch.no_grad():
             logits, fed_back = self._run(*args)
         return logits.numpy(), fed_back.numpy()
 
-    def chain(self, hidden: np.ndarray, tokens: np.ndarray, num_steps: int, forced: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    def chain(
+        self, hidden: np.ndarray, tokens: np.ndarray, num_steps: int, forced: Sequence[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Draft num_steps tokens after tokens [T], greedily or as forced: (drafts [num_steps], logits [num_steps, draft_vocab])."""
         feedback: list[np.ndarray] = []
         drafts: list[int] = []
         steps = []
         for step in range(num_steps):
-            logits, fed_back = self(hidden, np.concatenate([tokens, drafts]).astype(np.int64), feedback)
+            logits, fed_back = self(
+                hidden, np.concatenate([tokens, drafts]).astype(np.int64), feedback
+            )
             steps.append(logits[-1])
             feedback.append(fed_back[-1])
-            drafts.append(forced[step] if step < len(forced) else int(self.to_target[np.argmax(logits[-1])]))
+            drafts.append(
+                forced[step] if step < len(forced) else int(self.to_target[np.argmax(logits[-1])])
+            )
         return np.array(drafts), np.stack(steps)
 
 
@@ -152,7 +182,9 @@ def _fed_back(module: Any, feedback: Any) -> Any:
     import torch
 
     rows = feedback.shape[0]
-    return module.fc.register_forward_hook(lambda mod, args, out: torch.cat([out[:, : out.shape[1] - rows], feedback[None]], dim=1))
+    return module.fc.register_forward_hook(
+        lambda mod, args, out: torch.cat([out[:, : out.shape[1] - rows], feedback[None]], dim=1)
+    )
 
 
 def random_map(vocab: int, draft_vocab: int, seed: int) -> np.ndarray:
@@ -175,8 +207,23 @@ def speculators_head(
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import AutoConfig
 
-    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=24)
-    layer_config = AutoConfig.for_model(**{"model_type": "llama", "vocab_size": vocab, "rms_norm_eps": 1e-3, **shape, **(layer or {})})
+    shape = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+    )
+    layer_config = AutoConfig.for_model(
+        **{
+            "model_type": "llama",
+            "vocab_size": vocab,
+            "rms_norm_eps": 1e-3,
+            **shape,
+            **(layer or {}),
+        }
+    )
     layer_config._attn_implementation = "eager"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer_config,
@@ -208,7 +255,12 @@ def _speculators_oracle(module: Any, to_target: np.ndarray) -> DraftOracle:
         padded = torch.cat([hidden, hidden.new_zeros(feedback.shape[0], hidden.shape[1])])
         hooks = [first, second, _fed_back(module, feedback)]
         try:
-            module(padded[None], tokens[None], document_ids=torch.zeros(1, len(tokens), dtype=torch.long), ttt_steps=2)
+            module(
+                padded[None],
+                tokens[None],
+                document_ids=torch.zeros(1, len(tokens), dtype=torch.long),
+                ttt_steps=2,
+            )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -218,7 +270,9 @@ def _speculators_oracle(module: Any, to_target: np.ndarray) -> DraftOracle:
     return DraftOracle(module, to_target, run)
 
 
-def speculators_training_logits(oracle: DraftOracle, hidden: np.ndarray, tokens: np.ndarray, steps: int, first: int = 1) -> np.ndarray:
+def speculators_training_logits(
+    oracle: DraftOracle, hidden: np.ndarray, tokens: np.ndarray, steps: int, first: int = 1
+) -> np.ndarray:
     """Logits [steps, T, draft_vocab] of the training-time test: row i of step s is the (s+1)-th draft after tokens[i], with tokens[i+1],
     ... as the drafts before it (past the end: 0). first: the position of row 0 (speculators says 1)."""
     import torch
@@ -252,8 +306,12 @@ def reload_speculators(folder: Path, to_target: np.ndarray) -> DraftOracle:
 
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
-    with patch.object(Eagle3DraftModel, "load_verifier_weights"):  # it looks for a verifier on the hub, even for one without a name
-        return _speculators_oracle(Eagle3DraftModel.from_pretrained(folder, config=config).float().eval(), to_target)
+    with patch.object(
+        Eagle3DraftModel, "load_verifier_weights"
+    ):  # it looks for a verifier on the hub, even for one without a name
+        return _speculators_oracle(
+            Eagle3DraftModel.from_pretrained(folder, config=config).float().eval(), to_target
+        )
 
 
 SAFEAI_CONFIG = dict(
@@ -318,7 +376,9 @@ EAGLE1_CONFIG = dict(
 )
 
 
-def eagle1_head(config: dict[str, Any], lm_head: np.ndarray, *, bias: bool, seed: int = 0) -> DraftOracle:
+def eagle1_head(
+    config: dict[str, Any], lm_head: np.ndarray, *, bias: bool, seed: int = 0
+) -> DraftOracle:
     """eagle-llm's Model with random weights, its output read by the target's lm_head [vocab, D]."""
     import torch
     from eagle.model.cnets import LlamaRotaryEmbedding, Model
@@ -326,24 +386,41 @@ def eagle1_head(config: dict[str, Any], lm_head: np.ndarray, *, bias: bool, seed
     needed = dict(pad_token_id=None, rope_scaling=None, pretraining_tp=1, hidden_act="silu")
     module = randomise(Model(SimpleNamespace(**{**needed, **config}), bias=bias), seed)
     head = torch.from_numpy(lm_head)
-    for layer in module.layers:  # 1.2.1 never reads rope_theta; SafeAI's later code (cnets1.py), vLLM and SGLang do
+    for layer in (
+        module.layers
+    ):  # 1.2.1 never reads rope_theta; SafeAI's later code (cnets1.py), vLLM and SGLang do
         attention = layer.self_attn
-        attention.rotary_emb = LlamaRotaryEmbedding(attention.head_dim, config["max_position_embeddings"], base=config["rope_theta"])
+        attention.rotary_emb = LlamaRotaryEmbedding(
+            attention.head_dim, config["max_position_embeddings"], base=config["rope_theta"]
+        )
 
     def run(hidden: Any, tokens: Any, feedback: Any) -> tuple[Any, Any]:
-        out = module(torch.cat([hidden, feedback])[None], input_ids=tokens[None], use_cache=False)[0]
+        out = module(torch.cat([hidden, feedback])[None], input_ids=tokens[None], use_cache=False)[
+            0
+        ]
         return out @ head.T, out
 
     return DraftOracle(module, np.arange(config["vocab_size"]), run)
 
 
-def save_flat(oracle: DraftOracle, config: dict[str, Any], folder: Path, *, own_embedding: bool, pickled: bool = False) -> Path:
+def save_flat(
+    oracle: DraftOracle,
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    own_embedding: bool,
+    pickled: bool = False,
+) -> Path:
     """A head in SafeAI's layout: the module's own tensor names beside a flat config.json."""
     import torch
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: t.contiguous() for name, t in oracle.module.state_dict().items() if own_embedding or name != "embed_tokens.weight"}
+    tensors = {
+        name: t.contiguous()
+        for name, t in oracle.module.state_dict().items()
+        if own_embedding or name != "embed_tokens.weight"
+    }
     if pickled:
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
@@ -364,5 +441,7 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Path:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(t) for name, t in tensors.items()}, folder / "model.safetensors"
+    )
     return folder

@@ -27,7 +27,12 @@ MAX_MODEL_LEN = 64
 def shuffled_block_table(batch: int, block_size: int, seed: int = 0) -> np.ndarray:
     """int32 [batch, pages]: every block is some request's, in no order."""
     pages = -(-MAX_MODEL_LEN // block_size)
-    return np.random.default_rng(seed).permutation(batch * pages).reshape(batch, pages).astype(np.int32)
+    return (
+        np.random.default_rng(seed)
+        .permutation(batch * pages)
+        .reshape(batch, pages)
+        .astype(np.int32)
+    )
 
 
 # --- target ---------------------------------------------------------------------------------------------------------------------------
@@ -35,7 +40,15 @@ def shuffled_block_table(batch: int, block_size: int, seed: int = 0) -> np.ndarr
 
 @partial(jax.jit, static_argnames=("cfg", "group", "aux_layers"))
 def _target_pass(
-    params: Params, cfg: Any, group: Any, aux_layers: tuple[int, ...], table: Any, tokens: Any, start: Any, num: Any, caches: Any
+    params: Params,
+    cfg: Any,
+    group: Any,
+    aux_layers: tuple[int, ...],
+    table: Any,
+    tokens: Any,
+    start: Any,
+    num: Any,
+    caches: Any,
 ) -> Any:
     metadata = build_metadata(group, table, start, num, tokens.shape[1])
     family = models.family(cfg)
@@ -46,11 +59,20 @@ def _target_pass(
 class PagedTarget:
     """A target and its cache; `feed` runs some rows of each request and keeps what comes out, by position."""
 
-    def __init__(self, cfg: models.TargetConfig, params: Params, batch: int, block_size: int, aux_layers: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        cfg: models.TargetConfig,
+        params: Params,
+        batch: int,
+        block_size: int,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:
         self.cfg, self.params, self.aux_layers = cfg, params, aux_layers
         self.group = cfg.cache_groups(block_size, MAX_MODEL_LEN)
         self.table = shuffled_block_table(batch, block_size)
-        self.caches = init_cache(cfg.attention, cfg.num_layers, self.table.size, block_size, params["embed_tokens"].dtype)
+        self.caches = init_cache(
+            cfg.attention, cfg.num_layers, self.table.size, block_size, params["embed_tokens"].dtype
+        )
         self.logits, self.hidden, self.aux = ([{} for _ in range(batch)] for _ in range(3))
 
     def feed(self, rows: int, start: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
@@ -58,7 +80,9 @@ class PagedTarget:
         num = np.array([len(t) for t in tokens], np.int32)
         padded = np.array([[*t, *[1] * (rows - len(t))] for t in tokens], np.int32)
         args = (self.table, padded, np.asarray(start, np.int32), num, self.caches)
-        logits, hidden, aux, self.caches = _target_pass(self.params, self.cfg, self.group, self.aux_layers, *args)
+        logits, hidden, aux, self.caches = _target_pass(
+            self.params, self.cfg, self.group, self.aux_layers, *args
+        )
         for i, first in enumerate(start):
             for row in range(num[i]):
                 self.logits[i][first + row] = np.asarray(logits[i, row])
@@ -69,7 +93,11 @@ class PagedTarget:
     def prefill(self, prompts: Sequence[Sequence[int]], chunk: int) -> None:
         """A request whose prompt has ended idles from position 0 on: were its masked rows written, they would fall on its prompt."""
         for first in range(0, max(map(len, prompts)), chunk):
-            self.feed(chunk, [first if first < len(p) else 0 for p in prompts], [p[first : first + chunk] for p in prompts])
+            self.feed(
+                chunk,
+                [first if first < len(p) else 0 for p in prompts],
+                [p[first : first + chunk] for p in prompts],
+            )
 
 
 def by_position(rows: dict[int, np.ndarray]) -> np.ndarray:
@@ -102,11 +130,21 @@ def shared_weights(seed: int = 7) -> Params:
 
 
 def load(
-    folder: Path, method: str = "eagle3", *, shared: Params | None = None, dtype: Any = jnp.float32, target: Any = TARGET, **overrides: Any
+    folder: Path,
+    method: str = "eagle3",
+    *,
+    shared: Params | None = None,
+    dtype: Any = jnp.float32,
+    target: Any = TARGET,
+    **overrides: Any,
 ) -> tuple[DraftConfig, Params]:
     """The draft in a folder for TARGET."""
     return load_draft(
-        folder, target, shared if shared is not None else shared_weights(), SpeculativeConfig(method=method, **overrides), dtype
+        folder,
+        target,
+        shared if shared is not None else shared_weights(),
+        SpeculativeConfig(method=method, **overrides),
+        dtype,
     )
 
 
@@ -132,19 +170,39 @@ class PagedDraft:
         batch = len(hidden)
         self.params = params
         group = cfg.cache_groups(block_size, MAX_MODEL_LEN)
-        self.cfg = RoundConfig(target, target.cache_groups(block_size, MAX_MODEL_LEN), cfg, group, K, draft_sampling="greedy")
+        self.cfg = RoundConfig(
+            target,
+            target.cache_groups(block_size, MAX_MODEL_LEN),
+            cfg,
+            group,
+            K,
+            draft_sampling="greedy",
+        )
         lens = np.array([len(t) for t in tokens], np.int32)
         pending = np.asarray(num_pending, np.int32)
         width = int(max(lens - pending))
         table = shuffled_block_table(batch, block_size, seed=1)
         caches = init_cache(cfg.attention, cfg.num_layers, table.size, block_size, dtype)
         if width:
-            rows = [(h[: n - p], t[: n - p]) for h, t, n, p in zip(hidden, tokens, lens, pending, strict=True)]
+            rows = [
+                (h[: n - p], t[: n - p])
+                for h, t, n, p in zip(hidden, tokens, lens, pending, strict=True)
+            ]
             caches = _consume(
-                params, cfg, group, table, _pad([t for _, t in rows], width), _pad([h for h, _ in rows], width), lens - pending, caches
+                params,
+                cfg,
+                group,
+                table,
+                _pad([t for _, t in rows], width),
+                _pad([h for h, _ in rows], width),
+                lens - pending,
+                caches,
             )
         self.caches: KVCache = caches
-        tails = [(h[n - p :], t[n - p :]) for h, t, n, p in zip(hidden, tokens, lens, pending, strict=True)]
+        tails = [
+            (h[n - p :], t[n - p :])
+            for h, t, n, p in zip(hidden, tokens, lens, pending, strict=True)
+        ]
         self.inputs = DraftInputs(
             seq_lens=jnp.asarray(lens),
             pending_tokens=jnp.asarray(_pad([t for _, t in tails], K + 1)),
@@ -158,7 +216,13 @@ class PagedDraft:
         """The compiled propose, over poisoned buffers: what no step writes stays NaN or -7. (Greedy: noise is slow to compile.)"""
         batch, K = self.inputs.num_pending.shape[0], self.cfg.num_speculative_tokens
         logits = jnp.full((batch, K, self.cfg.draft.draft_vocab_size), jnp.nan, jnp.float32)
-        return _propose(self.cfg, self.params, self.inputs, self.caches, Proposal(jnp.full((batch, K), -7, jnp.int32), logits)).proposal
+        return _propose(
+            self.cfg,
+            self.params,
+            self.inputs,
+            self.caches,
+            Proposal(jnp.full((batch, K), -7, jnp.int32), logits),
+        ).proposal
 
     def steps(self, forced: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """draft_step by itself K times, metadata built from scratch: drafts [batch, K] (forced ones if given) and logits [batch, K, Vd]."""
@@ -167,13 +231,21 @@ class PagedDraft:
         start, num = inputs.seq_lens - inputs.num_pending, inputs.num_pending
         tokens, last_row = inputs.pending_tokens, inputs.num_pending - 1
         hidden = drafts.family(cfg.draft).fuse(self.params, cfg.draft, inputs.pending_hidden)
-        to_target = np.asarray(self.params["draft_to_target"]) if cfg.draft.maps_vocabulary else np.arange(cfg.draft.vocab_size)
+        to_target = (
+            np.asarray(self.params["draft_to_target"])
+            if cfg.draft.maps_vocabulary
+            else np.arange(cfg.draft.vocab_size)
+        )
         drafted, all_logits = [], []
         for step in range(cfg.num_speculative_tokens):
             metadata = build_metadata(cfg.draft_group, inputs.block_table, start, num, rows)
-            logits, hidden, caches = draft_step(self.params, tokens, hidden, last_row, metadata, caches, cfg=cfg.draft)
+            logits, hidden, caches = draft_step(
+                self.params, tokens, hidden, last_row, metadata, caches, cfg=cfg.draft
+            )
             all_logits.append(np.asarray(logits))
-            drafted.append(to_target[all_logits[-1].argmax(-1)] if forced is None else forced[:, step])
+            drafted.append(
+                to_target[all_logits[-1].argmax(-1)] if forced is None else forced[:, step]
+            )
             start, num, rows = inputs.seq_lens + step, jnp.ones_like(num), 1
             tokens, last_row = jnp.asarray(drafted[-1], jnp.int32)[:, None], jnp.zeros_like(num)
         return np.stack(drafted, axis=1), np.stack(all_logits, axis=1)
@@ -192,7 +264,16 @@ _propose = jax.jit(propose, static_argnums=0)
 
 
 @partial(jax.jit, static_argnames=("cfg", "group"))
-def _consume(params: Params, cfg: Any, group: CacheGroup, table: Any, tokens: Any, hidden: Any, num: Any, caches: KVCache) -> KVCache:
+def _consume(
+    params: Params,
+    cfg: Any,
+    group: CacheGroup,
+    table: Any,
+    tokens: Any,
+    hidden: Any,
+    num: Any,
+    caches: KVCache,
+) -> KVCache:
     family = drafts.family(cfg)
     hidden = family.fuse(params, cfg, hidden.astype(jax.tree.leaves(caches)[0].dtype))
     metadata = build_metadata(group, table, jnp.zeros_like(num), num, tokens.shape[1])

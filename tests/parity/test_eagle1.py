@@ -27,7 +27,9 @@ def requests(seed: int = 5) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "bias_unsaid": dict(bias=True),  # SafeAI's older configs do not have the key, and their fc has a bias
+    "bias_unsaid": dict(
+        bias=True
+    ),  # SafeAI's older configs do not have the key, and their fc has a bias
     "bias_true": dict(bias=True, config=dict(bias=True)),
     "bias_false": dict(bias=False, config=dict(bias=False)),
     "bias_false_unsaid": dict(bias=False),
@@ -53,7 +55,13 @@ def test_every_step_equals_eagle_llm(case: str, tmp_path: Path) -> None:
     if not own_embedding:
         oracle.module.embed_tokens.weight.copy_(torch.from_numpy(np.array(shared["embed_tokens"])))
     saved = {k: v for k, v in config.items() if k not in options.get("unsaid", [])}
-    folder = save_flat(oracle, saved, tmp_path / "draft", own_embedding=own_embedding, pickled=options.get("pickled", False))
+    folder = save_flat(
+        oracle,
+        saved,
+        tmp_path / "draft",
+        own_embedding=own_embedding,
+        pickled=options.get("pickled", False),
+    )
     if tied:
         del shared["lm_head"]
     cfg, params = load(folder, "eagle", shared=shared, target=target)
@@ -69,20 +77,31 @@ def test_every_step_equals_eagle_llm(case: str, tmp_path: Path) -> None:
         drafts, logits = oracle.chain(h, t, K)
         for what, our_drafts, ours in results:
             for step in range(K):
-                np.testing.assert_allclose(ours[i, step], logits[step], **TOLERANCE, err_msg=f"{what}, request {i}, step {step}")
+                np.testing.assert_allclose(
+                    ours[i, step],
+                    logits[step],
+                    **TOLERANCE,
+                    err_msg=f"{what}, request {i}, step {step}",
+                )
             np.testing.assert_array_equal(our_drafts[i], drafts)
         assert_its_own_generate_agrees(oracle, lm_head, h, t, drafts)
 
 
 def assert_its_own_generate_agrees(
-    oracle: DraftOracle, lm_head: np.ndarray, hidden: np.ndarray, tokens: np.ndarray, drafts: np.ndarray
+    oracle: DraftOracle,
+    lm_head: np.ndarray,
+    hidden: np.ndarray,
+    tokens: np.ndarray,
+    drafts: np.ndarray,
 ) -> None:
     """eagle-llm's own loop over its own cache, which ends at token 2 (Llama-2's end of sequence)."""
     import torch
 
     head = lambda x: x @ torch.from_numpy(lm_head).T  # noqa: E731
     ids = torch.from_numpy(np.concatenate([[0], tokens]))[None]
-    drafted = oracle.module.generate(torch.from_numpy(hidden)[None], ids, head, max_length=len(drafts), use_cache=True)[len(tokens) + 1 :]
+    drafted = oracle.module.generate(
+        torch.from_numpy(hidden)[None], ids, head, max_length=len(drafts), use_cache=True
+    )[len(tokens) + 1 :]
     assert drafted and drafted == drafts[: len(drafted)].tolist()
     assert len(drafted) == len(drafts) or drafted[-1] == 2
 
@@ -92,7 +111,11 @@ def test_features_equal_eagle_llm(bias: bool, tmp_path: Path) -> None:
     """What a step hands to the next one, not only what the head makes of it."""
     shared = shared_weights()
     oracle = eagle1_head(EAGLE1_CONFIG, np.array(shared["lm_head"].T), bias=bias)
-    cfg, params = load(save_flat(oracle, EAGLE1_CONFIG, tmp_path / "draft", own_embedding=True), "eagle", shared=shared)
+    cfg, params = load(
+        save_flat(oracle, EAGLE1_CONFIG, tmp_path / "draft", own_embedding=True),
+        "eagle",
+        shared=shared,
+    )
     hidden, tokens = requests()
     draft = PagedDraft(cfg, params, hidden, tokens, PENDING, K)
     carry = first_step(draft.cfg, params, draft.inputs, draft.caches)
@@ -103,4 +126,6 @@ def test_features_equal_eagle_llm(bias: bool, tmp_path: Path) -> None:
         logits, feedback = oracle(h, t)
         np.testing.assert_allclose(features[0][i], feedback[-1], **TOLERANCE)
         drafted = np.append(t, logits[-1].argmax())
-        np.testing.assert_allclose(features[1][i], oracle(h, drafted, [feedback[-1]])[1][-1], **TOLERANCE)
+        np.testing.assert_allclose(
+            features[1][i], oracle(h, drafted, [feedback[-1]])[1][-1], **TOLERANCE
+        )

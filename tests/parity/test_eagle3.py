@@ -25,7 +25,10 @@ from tests.parity.oracles import (
 from tests.parity.ours import TARGET, PagedDraft, load, shared_weights
 
 K = 4
-LENGTHS, PENDING = (3, 9, 18), (3, 1, K + 1)  # nothing in the cache; one row after a rejection; all accepted, across block boundaries
+LENGTHS, PENDING = (
+    (3, 9, 18),
+    (3, 1, K + 1),
+)  # nothing in the cache; one row after a rejection; all accepted, across block boundaries
 WINDOW = 5
 
 QWEN3 = dict(model_type="qwen3")
@@ -36,25 +39,38 @@ SPECULATORS: dict[str, dict[str, Any]] = {
     "norm_before_fc": dict(norm_before_fc=True),
     "fc_norm": dict(fc_norm=True),
     "norm_output": dict(norm_output=True),
-    "newest_defaults": dict(norm_before_residual=True, norm_before_fc=True, norm_output=True, layer={**QWEN3, "sliding_window": WINDOW}),
+    "newest_defaults": dict(
+        norm_before_residual=True,
+        norm_before_fc=True,
+        norm_output=True,
+        layer={**QWEN3, "sliding_window": WINDOW},
+    ),
     "eagle_3_1": dict(norm_before_residual=True, fc_norm=True, norm_output=True),
     "qwen3": dict(layer=QWEN3),
     "qwen3_own_embedding": dict(
-        layer={**QWEN3, "num_attention_heads": 8, "attention_bias": True}, norm_before_residual=True, own_embedding=True
+        layer={**QWEN3, "num_attention_heads": 8, "attention_bias": True},
+        norm_before_residual=True,
+        own_embedding=True,
     ),
     "llama_attention_bias": dict(layer=dict(attention_bias=True, num_key_value_heads=1)),
     "llama3_rope": dict(layer=dict(rope_parameters=LLAMA3_ROPE)),
-    "rope_theta": dict(layer={**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "rope_theta": dict(
+        layer={**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    ),
     "sliding_window_llama": dict(layer=dict(sliding_window=WINDOW)),
     "two_layers": dict(layer=dict(num_hidden_layers=2), norm_before_residual=True),
-    "two_layers_qwen3_window": dict(layer={**QWEN3, "num_hidden_layers": 2, "sliding_window": WINDOW}, norm_output=True),
+    "two_layers_qwen3_window": dict(
+        layer={**QWEN3, "num_hidden_layers": 2, "sliding_window": WINDOW}, norm_output=True
+    ),
     "whole_vocabulary": dict(draft_vocab=128),
     "two_aux_layers": dict(aux_layers=(0, 8)),
     "default_aux_layers": dict(aux_layers=None),
 }
 
 
-def make(own_embedding: bool = False, layer: dict[str, Any] | None = None, **options: Any) -> DraftOracle:
+def make(
+    own_embedding: bool = False, layer: dict[str, Any] | None = None, **options: Any
+) -> DraftOracle:
     layer = dict(layer or {})
     if layer.get("sliding_window"):
         layer["layer_types"] = ["sliding_attention"] * layer.get("num_hidden_layers", 1)
@@ -69,18 +85,24 @@ def share_embedding(oracle: DraftOracle) -> None:
     """Most heads leave the embedding out and read the target's."""
     import torch
 
-    oracle.module.embed_tokens.weight.copy_(torch.from_numpy(np.array(shared_weights()["embed_tokens"])))
+    oracle.module.embed_tokens.weight.copy_(
+        torch.from_numpy(np.array(shared_weights()["embed_tokens"]))
+    )
 
 
 def requests(width: int, seed: int = 3) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The target's hidden states [T, width] of LENGTHS positions, of unequal size from one to the next, and the tokens after each."""
     rng = np.random.default_rng(seed)
     scales = np.repeat([0.5, 2.0, 1.0], 64)[:width]
-    hidden = [(rng.normal(size=(n, width)) * np.resize(scales, width)).astype(np.float32) for n in LENGTHS]
+    hidden = [
+        (rng.normal(size=(n, width)) * np.resize(scales, width)).astype(np.float32) for n in LENGTHS
+    ]
     return hidden, [rng.integers(0, TARGET.vocab_size, n) for n in LENGTHS]
 
 
-def assert_every_step_equals(oracle: DraftOracle, cfg: Any, params: Any, block_size: int = 4, alone: bool = False) -> None:
+def assert_every_step_equals(
+    oracle: DraftOracle, cfg: Any, params: Any, block_size: int = 4, alone: bool = False
+) -> None:
     """Greedy drafts and the logits of steps 0 .. K-1: the oracle's, the compiled propose's, and draft_step's alone if asked for."""
     hidden, tokens = requests(oracle.module.fc.weight.shape[1])
     draft = PagedDraft(cfg, params, hidden, tokens, PENDING, K, block_size)
@@ -92,7 +114,12 @@ def assert_every_step_equals(oracle: DraftOracle, cfg: Any, params: Any, block_s
         drafts, logits = oracle.chain(h, t, K)
         for what, our_drafts, ours in results:
             for step in range(K):
-                np.testing.assert_allclose(ours[i, step], logits[step], **TOLERANCE, err_msg=f"{what}, request {i}, step {step}")
+                np.testing.assert_allclose(
+                    ours[i, step],
+                    logits[step],
+                    **TOLERANCE,
+                    err_msg=f"{what}, request {i}, step {step}",
+                )
             np.testing.assert_array_equal(our_drafts[i], drafts)
 
 
@@ -105,11 +132,15 @@ def test_every_step_equals_speculators(case: str, tmp_path: Path) -> None:
     cfg, params = load(tmp_path)
     assert cfg.own_embedding == options.get("own_embedding", False)
     block_size = {"llama": 1, "newest_defaults": 16}.get(case, 4)
-    assert_every_step_equals(oracle, cfg, params, block_size, alone=case in ("llama", "two_layers_qwen3_window"))
+    assert_every_step_equals(
+        oracle, cfg, params, block_size, alone=case in ("llama", "two_layers_qwen3_window")
+    )
 
 
 @pytest.mark.oracle("speculators")
-@pytest.mark.parametrize("case", ["llama", "norm_before_residual", "norm_output", "newest_defaults", "two_layers"])
+@pytest.mark.parametrize(
+    "case", ["llama", "norm_before_residual", "norm_output", "newest_defaults", "two_layers"]
+)
 def test_steps_equal_speculators_own_training_forward(case: str, tmp_path: Path) -> None:
     """Its training-time test runs three steps with the real tokens as drafts: another path to the same logits, and its own recycling."""
     oracle = make(**SPECULATORS[case])
@@ -117,8 +148,17 @@ def test_steps_equal_speculators_own_training_forward(case: str, tmp_path: Path)
     steps, length = 3, WINDOW  # its mask keeps the window of step 0, so the window must not bind
     hidden, tokens = (x[2][:length] for x in requests(oracle.module.fc.weight.shape[1]))
     logits = speculators_training_logits(oracle, hidden, tokens, steps)
-    rows = range(length - steps + (cfg.sliding_window is None))  # row i drafts with tokens[i+1], ... forced
-    draft = PagedDraft(cfg, params, [hidden[: i + 1] for i in rows], [tokens[: i + 1] for i in rows], [1 for _ in rows], steps)
+    rows = range(
+        length - steps + (cfg.sliding_window is None)
+    )  # row i drafts with tokens[i+1], ... forced
+    draft = PagedDraft(
+        cfg,
+        params,
+        [hidden[: i + 1] for i in rows],
+        [tokens[: i + 1] for i in rows],
+        [1 for _ in rows],
+        steps,
+    )
     forced = np.array([[*tokens[i + 1 : i + steps], 0] for i in rows])
     _, ours = draft.steps(forced)
     for i in rows:
@@ -130,7 +170,9 @@ def test_the_origin_of_positions_is_immaterial() -> None:
     """speculators counts from 1, SafeAI and we from 0 (the position of the hidden state): rotary attention sees differences only."""
     oracle = make(layer=dict(rope_parameters=LLAMA3_ROPE))
     hidden, tokens = (x[2] for x in requests(oracle.module.fc.weight.shape[1]))
-    from_one, from_zero = (speculators_training_logits(oracle, hidden, tokens, 3, first) for first in (1, 0))
+    from_one, from_zero = (
+        speculators_training_logits(oracle, hidden, tokens, 3, first) for first in (1, 0)
+    )
     assert np.abs(from_one - from_zero).max() < 1e-5
 
 
@@ -138,7 +180,12 @@ def test_the_origin_of_positions_is_immaterial() -> None:
 def test_a_head_without_embedding_reads_in_speculators_once_it_is_injected(tmp_path: Path) -> None:
     oracle = make(norm_before_residual=True)
     save_speculators(oracle, tmp_path, own_embedding=False)
-    edit_tensors(tmp_path, lambda tensors: tensors.update({"embed_tokens.weight": np.array(shared_weights()["embed_tokens"])}))
+    edit_tensors(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {"embed_tokens.weight": np.array(shared_weights()["embed_tokens"])}
+        ),
+    )
     cfg, params = load(tmp_path)
     assert cfg.own_embedding
     assert_every_step_equals(reload_speculators(tmp_path, oracle.to_target), cfg, params)
@@ -149,14 +196,18 @@ def test_a_head_without_embedding_reads_in_speculators_once_it_is_injected(tmp_p
 SPECFORGE: dict[str, dict[str, Any]] = {
     "no_rope_theta": {},
     "rope_theta": dict(rope_theta=1e6),
-    "llama3_rope": dict(rope_theta=500.0, rope_scaling={k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}),
+    "llama3_rope": dict(
+        rope_theta=500.0, rope_scaling={k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+    ),
     "head_dim": dict(head_dim=24),
     "fc_norm": dict(fc_norm=True),
 }
 
 
 @pytest.mark.oracle("specforge")
-@pytest.mark.parametrize(("case", "own_embedding"), [*((case, False) for case in SPECFORGE), ("no_rope_theta", True)])
+@pytest.mark.parametrize(
+    ("case", "own_embedding"), [*((case, False) for case in SPECFORGE), ("no_rope_theta", True)]
+)
 def test_every_step_equals_specforge(case: str, own_embedding: bool, tmp_path: Path) -> None:
     config = {**SAFEAI_CONFIG, **SPECFORGE[case]}
     oracle = specforge_head(config)
@@ -175,7 +226,11 @@ def test_the_layouts_name_the_same_head(tmp_path: Path) -> None:
     cfg, _ = load(tmp_path)
 
     def rename(tensors: dict[str, np.ndarray]) -> None:
-        old_norms = {"fc_norm.0": "aux_norm_low", "fc_norm.1": "aux_norm_mid", "fc_norm.2": "aux_norm_high"}
+        old_norms = {
+            "fc_norm.0": "aux_norm_low",
+            "fc_norm.1": "aux_norm_mid",
+            "fc_norm.2": "aux_norm_high",
+        }
         for name in list(tensors):
             new = name.replace("layers.0.", "midlayer.")
             for ours, theirs in old_norms.items():
@@ -198,11 +253,19 @@ def test_the_layouts_name_the_same_head(tmp_path: Path) -> None:
         ({}, (2, 4, 5)),  # 2, n // 2, n - 3 of the 8 layers
         ({"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
         ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 4, 5)),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, (1, 4, 8)),  # boundary ids, as vLLM reads them
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, (2, 4, 8)),  # SpecForge: layers whose output is read
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]},
+            (1, 4, 8),
+        ),  # boundary ids, as vLLM reads them
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}},
+            (2, 4, 8),
+        ),  # SpecForge: layers whose output is read
     ],
 )
-def test_aux_layer_ids_become_boundary_ids(fields: dict[str, Any], aux_layers: tuple[int, ...], tmp_path: Path) -> None:
+def test_aux_layer_ids_become_boundary_ids(
+    fields: dict[str, Any], aux_layers: tuple[int, ...], tmp_path: Path
+) -> None:
     oracle = specforge_head(dict(SAFEAI_CONFIG))
     folder = save_flat(oracle, {**SAFEAI_CONFIG, **fields}, tmp_path / "draft", own_embedding=False)
     assert load(folder)[0].aux_layers == aux_layers
@@ -219,7 +282,9 @@ def test_bfloat16_heads_keep_float32_logits(tmp_path: Path) -> None:
     save_speculators(oracle, tmp_path, own_embedding=False)
     shared = {k: v.astype(jnp.bfloat16) for k, v in shared_weights().items()}
     cfg, params = load(tmp_path, dtype=jnp.bfloat16, shared=shared)
-    assert {x.dtype for x in (params["lm_head"], params["fc"], params["embed_tokens"])} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in (params["lm_head"], params["fc"], params["embed_tokens"])} == {
+        jnp.dtype(jnp.bfloat16)
+    }
     hidden, tokens = requests(oracle.module.fc.weight.shape[1])
     draft = PagedDraft(cfg, params, hidden, tokens, PENDING, K, dtype=jnp.bfloat16)
     proposal = draft.propose()
@@ -238,7 +303,11 @@ def test_bfloat16_heads_stay_near_the_float32_oracle(tmp_path: Path) -> None:
     cfg, params = load(tmp_path, dtype=jnp.bfloat16, shared=shared)
     hidden, tokens = requests(oracle.module.fc.weight.shape[1])
     drafts = np.stack([oracle.chain(h, t, K)[0] for h, t in zip(hidden, tokens, strict=True)])
-    _, ours = PagedDraft(cfg, params, hidden, tokens, PENDING, K, dtype=jnp.bfloat16).steps(forced=drafts)
+    _, ours = PagedDraft(cfg, params, hidden, tokens, PENDING, K, dtype=jnp.bfloat16).steps(
+        forced=drafts
+    )
     for i, (h, t) in enumerate(zip(hidden, tokens, strict=True)):
         expected = oracle.chain(h, t, K)[1]
-        assert np.abs(ours[i] - expected).max() < 0.15 * np.abs(expected).max()  # 8 bits of mantissa through a layer and four steps
+        assert (
+            np.abs(ours[i] - expected).max() < 0.15 * np.abs(expected).max()
+        )  # 8 bits of mantissa through a layer and four steps

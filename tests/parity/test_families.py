@@ -53,7 +53,14 @@ MLA = dict(
 )
 GLM = dict(model_type="glm4_moe_lite", **MLA)
 DEEPSEEK = dict(model_type="deepseek_v3", **MLA, n_group=4, topk_group=2, first_k_dense_replace=1)
-DEEPSEEK_YARN = dict(rope_type="yarn", rope_theta=150.0, factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.8)
+DEEPSEEK_YARN = dict(
+    rope_type="yarn",
+    rope_theta=150.0,
+    factor=8.0,
+    original_max_position_embeddings=16,
+    mscale=1.0,
+    mscale_all_dim=0.8,
+)
 LLAMA4 = dict(
     model_type="llama4_text",
     num_local_experts=8,
@@ -73,17 +80,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "chunked_attention"],
     },
     "glm": GLM,
-    "glm_no_query_latent": {**GLM, "q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2},
+    "glm_no_query_latent": {
+        **GLM,
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "n_shared_experts": 2,
+    },
     "deepseek": DEEPSEEK,
-    "deepseek_yarn_bias": {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN, "attention_bias": True, "norm_topk_prob": False},
+    "deepseek_yarn_bias": {
+        **DEEPSEEK,
+        "rope_parameters": DEEPSEEK_YARN,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+    },
     "gpt_oss": GPT_OSS,
-    "gpt_oss_truncated_yarn": {**GPT_OSS, "rope_parameters": {**YARN, "truncate": True}, "sliding_window": 1},
-    "gpt_oss_no_bias": {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention"]},
+    "gpt_oss_truncated_yarn": {
+        **GPT_OSS,
+        "rope_parameters": {**YARN, "truncate": True},
+        "sliding_window": 1,
+    },
+    "gpt_oss_no_bias": {
+        **GPT_OSS,
+        "attention_bias": False,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
 }
 
 
-@pytest.mark.parametrize(("case", "block_size"), [*((case, 4) for case in FAMILIES), ("gpt_oss", 16)])
-def test_targets_equal_transformers_however_their_rows_arrive(case: str, block_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "block_size"), [*((case, 4) for case in FAMILIES), ("gpt_oss", 16)]
+)
+def test_targets_equal_transformers_however_their_rows_arrive(
+    case: str, block_size: int, tmp_path: Path
+) -> None:
     model = hf_target(tmp_path, **FAMILIES[case])
     cfg, params = load_target(tmp_path, jnp.float32)
     tokens = sequences(cfg.vocab_size)
@@ -94,7 +123,9 @@ def test_targets_equal_transformers_however_their_rows_arrive(case: str, block_s
         np.testing.assert_allclose(by_position(target.hidden[i]), expected.hidden, **TOLERANCE)
         aux = np.split(by_position(target.aux[i]), len(AUX), axis=-1)
         for layer, ours in zip(AUX, aux, strict=True):
-            np.testing.assert_allclose(ours, expected.boundary[layer], **TOLERANCE, err_msg=f"boundary {layer}")
+            np.testing.assert_allclose(
+                ours, expected.boundary[layer], **TOLERANCE, err_msg=f"boundary {layer}"
+            )
 
 
 Change = Callable[[Any, Params], tuple[Any, Params]]
@@ -107,7 +138,9 @@ def error_of(case: str, change: Change, folder: Path) -> float:
     tokens = sequences(cfg.vocab_size)[2]
     target = PagedTarget(cfg, params, 1, block_size=4)
     target.prefill([tokens], chunk=len(tokens))
-    return float(np.abs(by_position(target.logits[0]) - hf_outputs(model, np.array(tokens)).logits).max())
+    return float(
+        np.abs(by_position(target.logits[0]) - hf_outputs(model, np.array(tokens)).logits).max()
+    )
 
 
 def _layers(**changes: Callable[[Any], Any]) -> Change:
@@ -133,7 +166,10 @@ def _moe(**changes: Any) -> Change:
 
 
 def _rope(**changes: Any) -> Change:
-    return lambda cfg, params: (replace(cfg, attention=replace(cfg.attention, rope=replace(cfg.attention.rope, **changes))), params)
+    return lambda cfg, params: (
+        replace(cfg, attention=replace(cfg.attention, rope=replace(cfg.attention.rope, **changes))),
+        params,
+    )
 
 
 def _config(**changes: Any) -> Change:
@@ -147,21 +183,30 @@ def _swapped_halves(weight: jax.Array) -> jax.Array:
 MISTAKES: dict[str, tuple[str, Change]] = {
     "sinks_dropped": ("gpt_oss", _layers(self_attn__sinks=lambda s: jnp.full_like(s, -1e9))),
     "window_one_longer": ("gpt_oss", _config(sliding_window=7)),
-    "kinds_of_layer_swapped": ("gpt_oss", _config(layer_types=("full_attention", "sliding_attention"))),
+    "kinds_of_layer_swapped": (
+        "gpt_oss",
+        _config(layer_types=("full_attention", "sliding_attention")),
+    ),
     "plain_swiglu": ("gpt_oss", _moe(gate="silu")),
     "clamp_off": ("gpt_oss", _moe(limit=100.0)),
     "gate_and_up_swapped": ("gpt_oss", _layers(experts__gate_up=_swapped_halves)),
     "router_bias_dropped": ("gpt_oss", _layers(router_bias=jnp.zeros_like)),
     "one_expert_fewer": ("gpt_oss", _moe(top_k=1)),
     "expert_bias_dropped": ("gpt_oss", _layers(experts__down_bias=jnp.zeros_like)),
-    "experts_transposed": ("gpt_oss", _layers(experts__down=lambda w: jnp.swapaxes(w, 1, 2).reshape(w.shape))),
+    "experts_transposed": (
+        "gpt_oss",
+        _layers(experts__down=lambda w: jnp.swapaxes(w, 1, 2).reshape(w.shape)),
+    ),
     "yarn_temperature_dropped": ("gpt_oss", _rope(attention_factor=1.0)),
     "yarn_truncated": ("gpt_oss", _rope(truncate=True)),
     "yarn_off": ("gpt_oss", _rope(rope_type="default")),
     "chunk_one_longer": ("llama4", _config(chunk_size=7)),
     "rope_everywhere": ("llama4", _config(rope_layers=(True, True))),
     "temperature_tuning_off": ("llama4", _config(attn_scale=0.0)),
-    "no_norm_of_queries": ("llama4", lambda cfg, params: (replace(cfg, attention=replace(cfg.attention, qk_norm=False)), params)),
+    "no_norm_of_queries": (
+        "llama4",
+        lambda cfg, params: (replace(cfg, attention=replace(cfg.attention, qk_norm=False)), params),
+    ),
     "router_bias_not_in_the_choice": ("glm", _layers(router_bias=jnp.zeros_like)),
     "routed_scaling_dropped": ("glm", _moe(routed_scaling=1.0)),
     "weights_not_normalised": ("glm", _moe(norm_top_k=False)),
@@ -185,13 +230,19 @@ def test_the_comparison_sees_a_mistake(mistake: str, tmp_path: Path) -> None:
 
 def test_rotated_pairs_read_as_halves_are_seen(tmp_path: Path) -> None:
     def reread(cfg: Any, params: Params) -> tuple[Any, Params]:
-        return load_target(edit_config(tmp_path, lambda config: config.update(rope_interleave=False)), jnp.float32)
+        return load_target(
+            edit_config(tmp_path, lambda config: config.update(rope_interleave=False)), jnp.float32
+        )
 
     assert error_of("glm", reread, tmp_path) > 10 * TOLERANCE["atol"]
 
 
-def test_a_router_bias_in_the_weights_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def biased(x: jax.Array, router: jax.Array, bias: jax.Array, cfg: Any, *_: Any) -> tuple[jax.Array, jax.Array]:
+def test_a_router_bias_in_the_weights_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def biased(
+        x: jax.Array, router: jax.Array, bias: jax.Array, cfg: Any, *_: Any
+    ) -> tuple[jax.Array, jax.Array]:
         chosen, ids = jax.lax.top_k(jax.nn.sigmoid(moe.router_logits(x, router)) + bias, cfg.top_k)
         return ids, chosen / chosen.sum(-1, keepdims=True) * cfg.routed_scaling
 

@@ -22,7 +22,15 @@ from jaxspec.drafts import mtp
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import rms_norm
 from jaxspec.loading.model import load_target
-from tests.parity.oracles import TOLERANCE, DraftOracle, edit_config, edit_tensors, hf_outputs, hf_target, randomise
+from tests.parity.oracles import (
+    TOLERANCE,
+    DraftOracle,
+    edit_config,
+    edit_tensors,
+    hf_outputs,
+    hf_target,
+    randomise,
+)
 from tests.parity.ours import PagedDraft, load
 from tests.parity.test_families import DEEPSEEK, GLM
 from tests.parity.test_rounds import assert_proposals_equal
@@ -31,10 +39,20 @@ K = 5
 TARGETS: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe_lite": {**GLM, "num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]},
-    "mimo": dict(model_type="qwen2", num_mtp_layers=1, mtp_layer_types=["full_attention"], mtp_hidden_states_first=True),
+    "mimo": dict(
+        model_type="qwen2",
+        num_mtp_layers=1,
+        mtp_layer_types=["full_attention"],
+        mtp_hidden_states_first=True,
+    ),
 }
 NAMES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
-MIMO_NAMES = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "post_norm": "final_layernorm"}
+MIMO_NAMES = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "post_norm": "final_layernorm",
+}
 
 
 @dataclass
@@ -68,8 +86,14 @@ def save_with_module(family: str, folder: Path) -> Checkpoint:
     model.config._attn_implementation = "eager"
     module = randomise(MtpModel(model, 1), seed=3)
     module.config._attn_implementation = "eager"
-    model.save_pretrained(folder)  # again: it shares its embedding and head with the module, and has new ones now
-    prefix = "model.mtp_layers.0" if family == "mimo" else f"model.layers.{model.config.num_hidden_layers}"
+    model.save_pretrained(
+        folder
+    )  # again: it shares its embedding and head with the module, and has new ones now
+    prefix = (
+        "model.mtp_layers.0"
+        if family == "mimo"
+        else f"model.layers.{model.config.num_hidden_layers}"
+    )
     own = MIMO_NAMES if family == "mimo" else NAMES
     # transformers writes a layer of the target in the checkpoint's names; so the module's block goes through a model of one layer
     block = type(model)._from_config(module.config, attn_implementation="eager").float()
@@ -77,7 +101,11 @@ def save_with_module(family: str, folder: Path) -> Checkpoint:
     block.save_pretrained(folder / "block")
     written = load_file(folder / "block" / "model.safetensors")
     old = "model.layers.0."
-    tensors = {f"{prefix}.{name.removeprefix(old)}": t for name, t in written.items() if name.startswith(old)}
+    tensors = {
+        f"{prefix}.{name.removeprefix(old)}": t
+        for name, t in written.items()
+        if name.startswith(old)
+    }
     for name, value in module.layers[0].state_dict().items():
         top, _, rest = name.partition(".")
         if top in own:
@@ -92,7 +120,9 @@ def save_with_module(family: str, folder: Path) -> Checkpoint:
 
 
 @pytest.fixture(scope="module", params=list(TARGETS))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
     return save_with_module(request.param, tmp_path_factory.mktemp(request.param) / "target")
 
 
@@ -101,7 +131,9 @@ def loaded(checkpoint: Checkpoint, **overrides: Any) -> tuple[Any, Any, Params]:
     return target, *load(checkpoint.folder, "mtp", shared=params, target=target, **overrides)
 
 
-def texts(checkpoint: Checkpoint, lengths: tuple[int, ...] = (1, 7, 18)) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def texts(
+    checkpoint: Checkpoint, lengths: tuple[int, ...] = (1, 7, 18)
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """hidden [T, D] of positions 0 .. T-1 by transformers, and the tokens after each."""
     rng = np.random.default_rng(5)
     rows = [rng.integers(0, 160, n + 1) for n in lengths]
@@ -109,7 +141,9 @@ def texts(checkpoint: Checkpoint, lengths: tuple[int, ...] = (1, 7, 18)) -> tupl
 
 
 def expected(oracle: DraftOracle, hidden: Any, tokens: Any, forced: np.ndarray) -> np.ndarray:
-    return np.stack([oracle.chain(h, t, K, forced=f)[1] for h, t, f in zip(hidden, tokens, forced, strict=True)])
+    return np.stack(
+        [oracle.chain(h, t, K, forced=f)[1] for h, t, f in zip(hidden, tokens, forced, strict=True)]
+    )
 
 
 @pytest.mark.oracle("transformers")
@@ -132,19 +166,32 @@ def test_the_row_of_position_0_can_go_without_its_embedding(checkpoint: Checkpoi
     hidden, tokens = texts(checkpoint)
     draft = PagedDraft(cfg, params, hidden, tokens, num_pending=(1, 7, 2), K=K + 1, target=target)
     drafted, stepped = draft.steps()
-    zeroed = expected(mtp_oracle(checkpoint.oracle.module, zero_first=True), hidden, tokens, drafted[:, :K])
+    zeroed = expected(
+        mtp_oracle(checkpoint.oracle.module, zero_first=True), hidden, tokens, drafted[:, :K]
+    )
     plain = expected(checkpoint.oracle, hidden, tokens, drafted[:, :K])
     np.testing.assert_allclose(stepped[:, :K], zeroed, **TOLERANCE)
     assert np.abs(zeroed - plain).max() > 0.01
 
 
 @pytest.mark.oracle("transformers")
-def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(checkpoint: Checkpoint) -> None:
+def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(
+    checkpoint: Checkpoint,
+) -> None:
     """Through prefill in chunks, accepted and rejected drafts: each row pairs the hidden state of a position with the token after it."""
     target, params = load_target(checkpoint.folder, jnp.float32)
-    params = {**params, "lm_head": 0.3 * params["lm_head"]}  # flat distributions overlap: some drafts are accepted
-    flat = DraftOracle(checkpoint.oracle.module, checkpoint.oracle.to_target, lambda *args: _scaled(checkpoint.oracle._run(*args)))
-    draft = load(checkpoint.folder, "mtp", shared=params, target=target, mtp_zero_first_embedding=False)
+    params = {
+        **params,
+        "lm_head": 0.3 * params["lm_head"],
+    }  # flat distributions overlap: some drafts are accepted
+    flat = DraftOracle(
+        checkpoint.oracle.module,
+        checkpoint.oracle.to_target,
+        lambda *args: _scaled(checkpoint.oracle._run(*args)),
+    )
+    draft = load(
+        checkpoint.folder, "mtp", shared=params, target=target, mtp_zero_first_embedding=False
+    )
     assert_proposals_equal((target, params), draft, checkpoint.model, flat)
 
 
@@ -154,9 +201,18 @@ def _scaled(output: tuple[Any, Any]) -> tuple[Any, Any]:
 
 @pytest.mark.oracle("transformers")
 def test_the_targets_folder_alone_is_enough(checkpoint: Checkpoint) -> None:
-    load_it = partial(LLM.from_pretrained, str(checkpoint.folder), dtype="float32", max_model_len=64, max_num_seqs=1)
+    load_it = partial(
+        LLM.from_pretrained,
+        str(checkpoint.folder),
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=1,
+    )
     llm, plain = load_it(speculative={"method": "mtp", "num_speculative_tokens": 2}), load_it()
-    texts = [engine.generate([[3, 1, 2]], SamplingParams(temperature=0, max_tokens=6))[0].token_ids for engine in (llm, plain)]
+    texts = [
+        engine.generate([[3, 1, 2]], SamplingParams(temperature=0, max_tokens=6))[0].token_ids
+        for engine in (llm, plain)
+    ]
     assert texts[0] == texts[1] and llm.metrics.num_drafts > 0
 
 
@@ -169,8 +225,14 @@ def test_what_each_family_does_with_position_0_is_stated() -> None:
 
 
 MISTAKES: dict[str, Callable[[Any, Params], tuple[Any, Params]]] = {
-    "norms_swapped": lambda cfg, p: (cfg, {**p, "embedding_norm": p["hidden_norm"], "hidden_norm": p["embedding_norm"]}),
-    "projection_order": lambda cfg, p: (cfg, {**p, "projection": jnp.roll(p["projection"], p["projection"].shape[0] // 2, axis=0)}),
+    "norms_swapped": lambda cfg, p: (
+        cfg,
+        {**p, "embedding_norm": p["hidden_norm"], "hidden_norm": p["embedding_norm"]},
+    ),
+    "projection_order": lambda cfg, p: (
+        cfg,
+        {**p, "projection": jnp.roll(p["projection"], p["projection"].shape[0] // 2, axis=0)},
+    ),
     "output_norm_dropped": lambda cfg, p: (cfg, {**p, "norm": jnp.ones_like(p["norm"])}),
 }
 
@@ -183,20 +245,31 @@ def test_the_comparison_sees_a_mistake(mistake: str, checkpoint: Checkpoint) -> 
     hidden, tokens = texts(checkpoint)
     draft = PagedDraft(cfg, params, hidden, tokens, num_pending=(1, 3, 6), K=K, target=target)
     drafted, stepped = draft.steps()
-    assert np.abs(stepped[:, 0] - expected(checkpoint.oracle, hidden, tokens, drafted)[:, 0]).max() > 0.01
+    assert (
+        np.abs(stepped[:, 0] - expected(checkpoint.oracle, hidden, tokens, drafted)[:, 0]).max()
+        > 0.01
+    )
 
 
 @pytest.mark.oracle("transformers")
-def test_recycling_before_the_norm_is_seen_from_the_second_draft_on(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recycling_before_the_norm_is_seen_from_the_second_draft_on(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What vLLM's glm4_moe_lite_mtp did: step 0 is right, and greedy text too, so that only an oracle sees it."""
     target, cfg, params = loaded(checkpoint, mtp_zero_first_embedding=False)
 
     def recycled(params: Params, *args: Any, **kwargs: Any) -> Any:
         out = mtp.forward(params, *args, **kwargs)
-        with patch.object(mtp, "rms_norm", lambda x, gain, *rest: x if gain is params["norm"] else rms_norm(x, gain, *rest)):
+        with patch.object(
+            mtp,
+            "rms_norm",
+            lambda x, gain, *rest: x if gain is params["norm"] else rms_norm(x, gain, *rest),
+        ):
             return replace(out, feedback=mtp.forward(params, *args, **kwargs).feedback)
 
-    monkeypatch.setitem(drafts.FAMILIES, "unnormed", SimpleNamespace(**{**vars(mtp), "forward": recycled}))
+    monkeypatch.setitem(
+        drafts.FAMILIES, "unnormed", SimpleNamespace(**{**vars(mtp), "forward": recycled})
+    )
     hidden, tokens = texts(checkpoint)
     cfg = replace(cfg, method="unnormed")
     draft = PagedDraft(cfg, params, hidden, tokens, num_pending=(1, 3, 6), K=K, target=target)
@@ -207,14 +280,28 @@ def test_recycling_before_the_norm_is_seen_from_the_second_draft_on(checkpoint: 
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
-    "no_module": (lambda f: edit_tensors(f, _drop_module), {}, r"expected tensors model\.layers\.2\.\* in the checkpoint, got none"),
-    "missing": (lambda f: edit_tensors(f, lambda t: t.pop("model.layers.2.enorm.weight")), {}, r"missing: model\.layers\.2\.enorm\.weight"),
+    "no_module": (
+        lambda f: edit_tensors(f, _drop_module),
+        {},
+        r"expected tensors model\.layers\.2\.\* in the checkpoint, got none",
+    ),
+    "missing": (
+        lambda f: edit_tensors(f, lambda t: t.pop("model.layers.2.enorm.weight")),
+        {},
+        r"missing: model\.layers\.2\.enorm\.weight",
+    ),
     "extra": (
-        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.2.fnorm.weight": np.zeros(3, np.float32)})),
+        lambda f: edit_tensors(
+            f, lambda t: t.update({"model.layers.2.fnorm.weight": np.zeros(3, np.float32)})
+        ),
         {},
         r"unexpected: model\.layers\.2\.fnorm\.weight",
     ),
-    "eagle3_switch": (lambda f: None, dict(fc_norm=True), r"fc_norm: expected it only with method 'eagle3', got it with 'mtp'"),
+    "eagle3_switch": (
+        lambda f: None,
+        dict(fc_norm=True),
+        r"fc_norm: expected it only with method 'eagle3', got it with 'mtp'",
+    ),
     "another_target": (
         lambda f: edit_config(f, lambda c: c.update(model_type="llama")),
         {},

@@ -31,8 +31,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def pack(tensors: dict[str, Any]) -> None:
         for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
             experts, depth, width = tensors.pop(name).shape
-            tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, width, depth // 32, 16)).astype(np.uint8)
-            tensors[f"{name}_scales"] = rng.integers(121, 126, (experts, width, depth // 32)).astype(np.uint8)
+            tensors[f"{name}_blocks"] = rng.integers(
+                0, 256, (experts, width, depth // 32, 16)
+            ).astype(np.uint8)
+            tensors[f"{name}_scales"] = rng.integers(
+                121, 126, (experts, width, depth // 32)
+            ).astype(np.uint8)
 
     edit_tensors(folder, pack)
     return edit_config(folder, lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
@@ -45,7 +49,10 @@ def oracle(checkpoint: Path) -> Any:
 
     quantization = Mxfp4Config(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(
-        checkpoint, quantization_config=quantization, dtype=torch.float32, attn_implementation="eager"
+        checkpoint,
+        quantization_config=quantization,
+        dtype=torch.float32,
+        attn_implementation="eager",
     ).eval()
 
 
@@ -55,35 +62,55 @@ def test_dequantised_experts_have_the_bits_of_transformers(checkpoint: Path, ora
     for ours, theirs in zip(params["layers"], oracle.model.layers, strict=True):
         experts = theirs.mlp.experts
         gate_up = experts.gate_up_proj.detach().numpy()
-        np.testing.assert_array_equal(ours["experts"]["gate_up"], np.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1))
+        np.testing.assert_array_equal(
+            ours["experts"]["gate_up"],
+            np.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1),
+        )
         np.testing.assert_array_equal(ours["experts"]["down"], experts.down_proj.detach().numpy())
 
 
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("kept", ["dequantised", "packed"])
-def test_logits_equal_transformers_dequantised_or_packed(kept: str, checkpoint: Path, oracle: Any) -> None:
+def test_logits_equal_transformers_dequantised_or_packed(
+    kept: str, checkpoint: Path, oracle: Any
+) -> None:
     opened = open_checkpoint(checkpoint)
     cfg = replace(models.config_from_hf(opened.config), mxfp4=kept)
     params = load_params(models.family(cfg).param_specs(cfg), opened.tensors, jnp.float32)
     if kept == "packed":
-        assert {a.dtype for a in jax.tree.leaves(params["layers"][0]["experts"]["down"])} == {jnp.dtype("uint8")}
+        assert {a.dtype for a in jax.tree.leaves(params["layers"][0]["experts"]["down"])} == {
+            jnp.dtype("uint8")
+        }
     tokens = np.random.default_rng(1).integers(0, cfg.vocab_size, 20).tolist()
     target = PagedTarget(cfg, params, 1, block_size=4)
     target.feed(12, [0], [tokens[:12]])
     for position in range(12, 20):  # 2 of 8 experts: gathered
         target.feed(1, [position], [tokens[position : position + 1]])
-    np.testing.assert_allclose(by_position(target.logits[0]), hf_outputs(oracle, np.array(tokens)).logits, **TOLERANCE)
+    np.testing.assert_allclose(
+        by_position(target.logits[0]), hf_outputs(oracle, np.array(tokens)).logits, **TOLERANCE
+    )
 
 
 @pytest.mark.oracle("transformers")
 def test_an_engine_keeps_experts_packed_where_asked(checkpoint: Path, oracle: Any) -> None:
-    llm = LLM.from_pretrained(str(checkpoint), mxfp4="packed", dtype="float32", max_model_len=32, max_num_seqs=1, block_size=16)
-    assert {a.dtype for a in jax.tree.leaves(llm.params["target"]["layers"][0]["experts"]["down"])} == {jnp.dtype("uint8")}
+    llm = LLM.from_pretrained(
+        str(checkpoint),
+        mxfp4="packed",
+        dtype="float32",
+        max_model_len=32,
+        max_num_seqs=1,
+        block_size=16,
+    )
+    assert {
+        a.dtype for a in jax.tree.leaves(llm.params["target"]["layers"][0]["experts"]["down"])
+    } == {jnp.dtype("uint8")}
     (output,) = llm.generate([[5, 6, 7]], SamplingParams(0.0, max_tokens=4, ignore_eos=True))
     text = [5, 6, 7, *output.token_ids]
     assert hf_outputs(oracle, np.array(text)).logits[2:6].argmax(-1).tolist() == output.token_ids
     edit_config(checkpoint, lambda c: c.pop("quantization_config"))
-    with pytest.raises(ConfigError, match="mxfp4 'packed': expected a target with MXFP4 weights, got none"):
+    with pytest.raises(
+        ConfigError, match="mxfp4 'packed': expected a target with MXFP4 weights, got none"
+    ):
         load_target(checkpoint, jnp.float32, mxfp4="packed")
     edit_config(checkpoint, lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
 
@@ -92,15 +119,26 @@ def test_both_dequantisations_agree_on_every_code_and_exponent() -> None:
     scales = np.arange(2, 253, dtype=np.uint8)[:, None, None]  # normal float32 numbers all
     blocks = np.random.default_rng(0).integers(0, 256, (251, 1, 1, 16)).astype(np.uint8)
     expected = dequantise_on_host([blocks, scales])
-    np.testing.assert_array_equal(np.asarray(dequantise(jnp.asarray(blocks), jnp.asarray(scales), jnp.float32)), expected)
+    np.testing.assert_array_equal(
+        np.asarray(dequantise(jnp.asarray(blocks), jnp.asarray(scales), jnp.float32)), expected
+    )
     first = expected[125, :2, 0]  # the exponent 127 is 2 ** 0; the low nibble comes first
     assert first.tolist() == [VALUES[blocks[125, 0, 0, 0] & 15], VALUES[blocks[125, 0, 0, 0] >> 4]]
 
 
-@pytest.mark.parametrize(("key", "value"), [("quantization_config", {"quant_method": "fp8"}), ("layer_types", ["chunked_attention"] * 2)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("quantization_config", {"quant_method": "fp8"}), ("layer_types", ["chunked_attention"] * 2)],
+)
 def test_what_gpt_oss_does_not_implement_is_refused(key: str, value: Any) -> None:
     config = dict(
-        model_type="gpt_oss", num_hidden_layers=2, vocab_size=8, hidden_size=32, intermediate_size=32, num_local_experts=4, **{key: value}
+        model_type="gpt_oss",
+        num_hidden_layers=2,
+        vocab_size=8,
+        hidden_size=32,
+        intermediate_size=32,
+        num_local_experts=4,
+        **{key: value},
     )
     with pytest.raises(ConfigError, match=key):
         models.config_from_hf(config)

@@ -39,14 +39,28 @@ TARGETS: dict[str, dict[str, Any]] = {
     "llama": dict(model_type="llama", num_hidden_layers=3),
     "llama_tied": dict(model_type="llama", num_hidden_layers=2, tie_word_embeddings=True),
     "gpt_oss": dict(**GPT_OSS),
-    "qwen3": dict(model_type="qwen3", num_hidden_layers=7, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3": dict(
+        model_type="qwen3",
+        num_hidden_layers=7,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
 }
 HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "eagle3": ("llama", "eagle3", dict(draft_vocab=112, aux_layers=(0, 2, 3), norm_before_residual=True)),
+    "eagle3": (
+        "llama",
+        "eagle3",
+        dict(draft_vocab=112, aux_layers=(0, 2, 3), norm_before_residual=True),
+    ),
     "eagle3_default_aux_qwen3": (
         "qwen3",
         "eagle3",
-        dict(draft_vocab=128, aux_layers=None, norm_output=True, fc_norm=True, layer=dict(model_type="qwen3")),
+        dict(
+            draft_vocab=128,
+            aux_layers=None,
+            norm_output=True,
+            fc_norm=True,
+            layer=dict(model_type="qwen3"),
+        ),
     ),
     "eagle3_gpt_oss": (
         "gpt_oss",
@@ -56,7 +70,12 @@ HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
             aux_layers=(0, 1, 2),
             norm_before_residual=True,
             norm_before_fc=True,
-            layer=dict(sliding_window=5, layer_types=["sliding_attention"], use_sliding_window=True, rope_parameters=YARN),
+            layer=dict(
+                sliding_window=5,
+                layer_types=["sliding_attention"],
+                use_sliding_window=True,
+                rope_parameters=YARN,
+            ),
         ),
     ),
     "eagle1": ("llama_tied", "eagle", {}),
@@ -81,15 +100,21 @@ def make_head(method: str, options: dict[str, Any], model: Any, folder: Path) ->
 def target_rows(model: Any, aux_layers: tuple[int, ...], tokens: list[int]) -> np.ndarray:
     """What a draft reads of transformers' pass over tokens: [T, W]."""
     out = hf_outputs(model, np.array(tokens))
-    return np.concatenate([out.boundary[i] for i in aux_layers], axis=-1) if aux_layers else out.hidden
+    return (
+        np.concatenate([out.boundary[i] for i in aux_layers], axis=-1) if aux_layers else out.hidden
+    )
 
 
 @pytest.mark.oracle("speculators", "eagle", "transformers")
 @pytest.mark.parametrize("head", HEADS)
-def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(head: str, tmp_path: Path) -> None:
+def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(
+    head: str, tmp_path: Path
+) -> None:
     which, method, options = HEADS[head]
     model = hf_target(tmp_path / "target", vocab_size=128, hidden_size=64, **TARGETS[which])
-    model.lm_head.weight.mul_(0.05 if model.config.tie_word_embeddings else 0.3)  # flat distributions overlap: some drafts are accepted
+    model.lm_head.weight.mul_(
+        0.05 if model.config.tie_word_embeddings else 0.3
+    )  # flat distributions overlap: some drafts are accepted
     model.save_pretrained(tmp_path / "target")
     oracle = make_head(method, options, model, tmp_path / "draft")
 
@@ -100,7 +125,9 @@ def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(head: st
     assert_proposals_equal((target_cfg, target), (draft_cfg, draft), model, oracle)
 
 
-def assert_proposals_equal(target_pair: tuple[Any, Any], draft_pair: tuple[Any, Any], model: Any, oracle: DraftOracle) -> None:
+def assert_proposals_equal(
+    target_pair: tuple[Any, Any], draft_pair: tuple[Any, Any], model: Any, oracle: DraftOracle
+) -> None:
     """Prefill in chunks, then rounds at temperature 1; before each verification the proposal is compared."""
     (target_cfg, target), (draft_cfg, draft) = target_pair, draft_pair
     groups = target_cfg.cache_groups(BLOCK_SIZE, MAX_MODEL_LEN)
@@ -112,19 +139,30 @@ def assert_proposals_equal(target_pair: tuple[Any, Any], draft_pair: tuple[Any, 
     verify_and_commit = jax.jit(decode.verify_and_commit, static_argnums=0)
     accepted = []
     for _ in range(ROUNDS):
-        carry = compiled_propose(cfg, draft, decode_state.draft_inputs(state, table), state.draft_caches)
-        drafts, logits = np.asarray(carry.proposal.draft_tokens), np.asarray(carry.proposal.draft_logits)
+        carry = compiled_propose(
+            cfg, draft, decode_state.draft_inputs(state, table), state.draft_caches
+        )
+        drafts, logits = (
+            np.asarray(carry.proposal.draft_tokens),
+            np.asarray(carry.proposal.draft_logits),
+        )
         for i, text in enumerate(texts):
             assert int(state.seq_lens[i]) == len(text) - 1
             hidden = target_rows(model, draft_cfg.aux_layers, text[:-1])
             _, expected = oracle.chain(hidden, np.array(text[1:]), K, forced=drafts[i])
-            np.testing.assert_allclose(logits[i], expected, **TOLERANCE, err_msg=f"request {i}, text of {len(text)}")
-        verification, state = verify_and_commit(cfg, params, state.replace(draft_caches=carry.caches), table, carry.proposal)
+            np.testing.assert_allclose(
+                logits[i], expected, **TOLERANCE, err_msg=f"request {i}, text of {len(text)}"
+            )
+        verification, state = verify_and_commit(
+            cfg, params, state.replace(draft_caches=carry.caches), table, carry.proposal
+        )
         output, num = np.asarray(verification.output_tokens), np.asarray(verification.num_sampled)
         for i, text in enumerate(texts):
             text += output[i, : num[i]].tolist()
         accepted += [int(n) - 1 for n in num]
-    assert {0, K} <= set(accepted) and len(set(accepted)) > 2, accepted  # rejected at once, in between, and not at all
+    assert {0, K} <= set(accepted) and len(set(accepted)) > 2, (
+        accepted
+    )  # rejected at once, in between, and not at all
 
 
 def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_state.DecodeState, Any]:
@@ -140,15 +178,27 @@ def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_stat
     )
     table = shuffled_block_table(batch, BLOCK_SIZE)
     no_stop = jnp.full((batch, 1), -1, jnp.int32)
-    state = decode_state.init_state(cfg, sampling, jnp.full(batch, 999, jnp.int32), no_stop, table.size, jnp.float32)
+    state = decode_state.init_state(
+        cfg, sampling, jnp.full(batch, 999, jnp.int32), no_stop, table.size, jnp.float32
+    )
     first = [0] * batch
     for start in range(0, max(PROMPTS), CHUNK):
         rows = [t[start : start + CHUNK] for t in texts]
         tokens = np.array([[*r, *[9] * (CHUNK - len(r))] for r in rows], np.int32)
-        following = np.array([t[start + CHUNK] if start + CHUNK < len(t) else -1 for t in texts], np.int32)
+        following = np.array(
+            [t[start + CHUNK] if start + CHUNK < len(t) else -1 for t in texts], np.int32
+        )
         num = np.array([len(r) for r in rows], np.int32)
         verification, state = programs.run_prefill(
-            cfg, params, state, table, tokens, np.full(batch, start, np.int32), num, following, compilation="round"
+            cfg,
+            params,
+            state,
+            table,
+            tokens,
+            np.full(batch, start, np.int32),
+            num,
+            following,
+            compilation="round",
         )
         for i in np.flatnonzero(np.asarray(verification.num_sampled)):
             first[i] = int(verification.output_tokens[i, 0])
@@ -158,11 +208,18 @@ def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_stat
 @pytest.mark.oracle("speculators", "transformers")
 def test_other_aux_layers_are_seen(tmp_path: Path) -> None:
     """The comparison above would fail for ids that are one off: the residual stream changes from layer to layer."""
-    model = hf_target(tmp_path / "target", vocab_size=128, hidden_size=64, num_hidden_layers=7, model_type="llama")
+    model = hf_target(
+        tmp_path / "target", vocab_size=128, hidden_size=64, num_hidden_layers=7, model_type="llama"
+    )
     oracle = speculators_head(aux_layers=(1, 3, 5))
     save_speculators(oracle, tmp_path / "draft", own_embedding=True)
-    edit_config(tmp_path / "draft", lambda c: c.update(eagle_aux_hidden_state_layer_ids=None, eagle_config={}))
+    edit_config(
+        tmp_path / "draft",
+        lambda c: c.update(eagle_aux_hidden_state_layer_ids=None, eagle_config={}),
+    )
     tokens = np.arange(3, 15)
-    right, wrong = (target_rows(model, layers, tokens[:-1].tolist()) for layers in ((1, 3, 5), (2, 4, 6)))
+    right, wrong = (
+        target_rows(model, layers, tokens[:-1].tolist()) for layers in ((1, 3, 5), (2, 4, 6))
+    )
     error = np.abs(oracle(right, tokens[1:])[0] - oracle(wrong, tokens[1:])[0]).max()
     assert error > 0.1

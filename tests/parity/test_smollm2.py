@@ -46,13 +46,19 @@ def test_default_target_equals_transformers_reading_the_same_gguf(gguf_folder: P
 
     folder = default_target()
     model = AutoModelForCausalLM.from_pretrained(
-        gguf_folder, gguf_file="SmolLM2-135M-Instruct.gguf", dtype=torch.float32, attn_implementation="eager"
+        gguf_folder,
+        gguf_file="SmolLM2-135M-Instruct.gguf",
+        dtype=torch.float32,
+        attn_implementation="eager",
     ).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(p, add_special_tokens=False).input_ids for p in PROMPTS]
     cfg, params = load_target(folder, jnp.float32)
     assert np.array_equal(params["embed_tokens"], model.model.embed_tokens.weight.detach().numpy())
-    assert np.array_equal(params["layers"][3]["self_attn"]["q_proj"], model.model.layers[3].self_attn.q_proj.weight.detach().numpy().T)
+    assert np.array_equal(
+        params["layers"][3]["self_attn"]["q_proj"],
+        model.model.layers[3].self_attn.q_proj.weight.detach().numpy().T,
+    )
 
     aux_layers = (2, 15, 27)
     target = PagedTarget(cfg, params, len(prompts), block_size=16, aux_layers=aux_layers)
@@ -61,9 +67,15 @@ def test_default_target_equals_transformers_reading_the_same_gguf(gguf_folder: P
         expected = hf_outputs(model, np.array(prompt))
         logits = by_position(target.logits[i])
         # Logits reach 30 here, after 30 layers in float32: 1e-4 of the largest, and the same token everywhere.
-        np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=1e-4 * np.abs(expected.logits).max())
+        np.testing.assert_allclose(
+            logits, expected.logits, rtol=0, atol=1e-4 * np.abs(expected.logits).max()
+        )
         np.testing.assert_array_equal(logits.argmax(-1), expected.logits.argmax(-1))
-        for layer, ours in zip(aux_layers, np.split(by_position(target.aux[i]), 3, axis=-1), strict=True):
+        for layer, ours in zip(
+            aux_layers, np.split(by_position(target.aux[i]), 3, axis=-1), strict=True
+        ):
             theirs = expected.boundary[layer]  # residual streams hold a few huge entries
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
-    assert tokenizer.decode(by_position(target.logits[0])[-1].argmax()).strip() == "France"  # and it is the model, not a scrambled one
+    assert (
+        tokenizer.decode(by_position(target.logits[0])[-1].argmax()).strip() == "France"
+    )  # and it is the model, not a scrambled one

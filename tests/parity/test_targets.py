@@ -29,7 +29,9 @@ def sequences(vocab: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, vocab, n + 9).tolist() for n in PROMPTS]
 
 
-def run_all(cfg: TargetConfig, params: Params, tokens: list[list[int]], block_size: int) -> PagedTarget:
+def run_all(
+    cfg: TargetConfig, params: Params, tokens: list[list[int]], block_size: int
+) -> PagedTarget:
     """Prompts in chunks, three steps of one row, then K+1 rows whose last two are rejected and overwritten by the next K+1."""
     target = PagedTarget(cfg, params, len(tokens), block_size, AUX)
     target.prefill([t[:n] for t, n in zip(tokens, PROMPTS, strict=True)], chunk=K + 1)
@@ -44,8 +46,13 @@ def run_all(cfg: TargetConfig, params: Params, tokens: list[list[int]], block_si
     return target
 
 
-@pytest.mark.parametrize(("case", "block_size"), [*((case, 4) for case in TARGETS), ("llama", 1), ("llama", 16), ("qwen3", 16)])
-def test_logits_and_hidden_states_equal_transformers(case: str, block_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "block_size"),
+    [*((case, 4) for case in TARGETS), ("llama", 1), ("llama", 16), ("qwen3", 16)],
+)
+def test_logits_and_hidden_states_equal_transformers(
+    case: str, block_size: int, tmp_path: Path
+) -> None:
     model = hf_target(tmp_path, **TARGETS[case])
     cfg, params = load_target(tmp_path, jnp.float32)
     tokens = sequences(cfg.vocab_size)
@@ -56,7 +63,9 @@ def test_logits_and_hidden_states_equal_transformers(case: str, block_size: int,
         np.testing.assert_allclose(by_position(target.hidden[i]), expected.hidden, **TOLERANCE)
         aux = np.split(by_position(target.aux[i]), len(AUX), axis=-1)
         for layer, ours in zip(AUX, aux, strict=True):
-            np.testing.assert_allclose(ours, expected.boundary[layer], **TOLERANCE, err_msg=f"boundary {layer}")
+            np.testing.assert_allclose(
+                ours, expected.boundary[layer], **TOLERANCE, err_msg=f"boundary {layer}"
+            )
 
 
 def _attention(**changes: Any) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
@@ -69,8 +78,13 @@ def _rope(**changes: Any) -> Callable[[TargetConfig, Params], tuple[TargetConfig
 
 def _without(*names: str) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
     def change(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
-        zero = lambda layer: layer["self_attn"] | {name: jnp.zeros_like(layer["self_attn"][name]) for name in names}  # noqa: E731
-        return cfg, {**params, "layers": [{**layer, "self_attn": zero(layer)} for layer in params["layers"]]}
+        zero = lambda layer: (
+            layer["self_attn"] | {name: jnp.zeros_like(layer["self_attn"][name]) for name in names}
+        )
+        return cfg, {
+            **params,
+            "layers": [{**layer, "self_attn": zero(layer)} for layer in params["layers"]],
+        }
 
     return change
 
@@ -83,8 +97,13 @@ def _interleaved(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Param
         heads = weight.reshape(weight.shape[0], -1, cfg.attention.head_dim)
         return heads[:, :, order].reshape(weight.shape)
 
-    mix = lambda layer: {k: permute(v) if k in ("q_proj", "k_proj") else v for k, v in layer.items()}  # noqa: E731
-    return cfg, {**params, "layers": [{**layer, "self_attn": mix(layer["self_attn"])} for layer in params["layers"]]}
+    mix = lambda layer: {
+        k: permute(v) if k in ("q_proj", "k_proj") else v for k, v in layer.items()
+    }
+    return cfg, {
+        **params,
+        "layers": [{**layer, "self_attn": mix(layer["self_attn"])} for layer in params["layers"]],
+    }
 
 
 def _swapped_norms(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
@@ -124,7 +143,10 @@ def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
     """rope_theta and rope_scaling at the top level (transformers 4), or rope_parameters (transformers 5)."""
     hf_target(tmp_path, **TARGETS[case])
     new, _ = load_target(tmp_path, jnp.float32)
-    assert new.attention.rope.theta == {"llama": 10000.0, "llama_llama3_rope": 500.0, "qwen3": 1e6}[case]
+    assert (
+        new.attention.rope.theta
+        == {"llama": 10000.0, "llama_llama3_rope": 500.0, "qwen3": 1e6}[case]
+    )
     assert new.attention.rope.rope_type == ("llama3" if "llama3" in case else "default")
 
     def to_old(config: dict[str, Any], kind: str = "rope_type") -> None:

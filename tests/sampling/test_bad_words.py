@@ -34,7 +34,11 @@ class Letters:
     eos_token_ids = ()
 
     def encode_word(self, text: str) -> list[int]:
-        return [ord(c) - ord("a") + 12 * (i > 0 and text[i - 1] == " ") for i, c in enumerate(text) if c != " "]
+        return [
+            ord(c) - ord("a") + 12 * (i > 0 and text[i - 1] == " ")
+            for i, c in enumerate(text)
+            if c != " "
+        ]
 
     encode = encode_word
 
@@ -43,7 +47,13 @@ class Letters:
 
 
 def engine(*, tokenizer: Any = None, speculative: bool = True, **config: Any) -> LLM:
-    settings = {"max_model_len": 64, "max_num_seqs": 2, "batch_buckets": (2,), "block_size": 16, "max_num_batched_tokens": 32} | config
+    settings = {
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "batch_buckets": (2,),
+        "block_size": 16,
+        "max_num_batched_tokens": 32,
+    } | config
     return LLM(
         (ToyTarget(V), TABLE),
         (ToyDraft(V), TABLE) if speculative else None,
@@ -81,13 +91,18 @@ def test_a_word_has_the_tokens_that_vllm_gives_it() -> None:
     tokenizer: Any = Table()
     assert encode_words(["cat", "  dog"], tokenizer) == ((3,), (8,), (4, 5), (9, 5))
     assert encode_words(["ox", "ant"], tokenizer) == ((6, 7), (1, 2))
-    with pytest.raises(ConfigError, match="bad_words: expected words of at least one token, got 'no'"):
+    with pytest.raises(
+        ConfigError, match="bad_words: expected words of at least one token, got 'no'"
+    ):
         encode_words(["no"], tokenizer)
 
 
 def test_a_target_without_a_tokenizer_takes_words_as_token_ids() -> None:
     llm = engine()
-    with pytest.raises(ConfigError, match=r"prompt 0: bad_words: expected a target with a tokenizer \(or bad_words_token_ids\), got none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prompt 0: bad_words: expected a target with a tokenizer \(or bad_words_token_ids\), got none",
+    ):
         llm.generate(PROMPTS, SamplingParams(0.0, bad_words=["a"]))
     with pytest.raises(ConfigError, match="bad_words: expected a target with a tokenizer"):
         llm.warmup(sampling_params=[SamplingParams(0.0, bad_words=["a"])])
@@ -98,20 +113,35 @@ def test_words_do_not_appear_in_a_text_that_had_them_and_a_prompt_begins_none(ll
     first = free[0].token_ids
     words = [Letters().decode(first[i : i + n]) for i, n in ((1, 1), (4, 3))]
     for temperature in (0.0, 1.0):
-        for output in llm.generate(PROMPTS, SamplingParams(temperature, seed=1, max_tokens=30, bad_words=words)):
-            assert not [w for w in words if w in output.text or " " + w.strip() in output.text], (words, output.text)
+        for output in llm.generate(
+            PROMPTS, SamplingParams(temperature, seed=1, max_tokens=30, bad_words=words)
+        ):
+            assert not [w for w in words if w in output.text or " " + w.strip() in output.text], (
+                words,
+                output.text,
+            )
     # The word whose beginning is the prompt's end may follow it, and does; in the text it may not.
     word = (PROMPTS[0][-1], first[0])
-    assert llm.generate(PROMPTS[0], SamplingParams(0.0, max_tokens=12, bad_words_token_ids=[word]))[0].token_ids[0] == first[0]
+    assert (
+        llm.generate(PROMPTS[0], SamplingParams(0.0, max_tokens=12, bad_words_token_ids=[word]))[
+            0
+        ].token_ids[0]
+        == first[0]
+    )
     inside = tuple(first[1:4])
-    others = llm.generate(PROMPTS[0], SamplingParams(0.0, max_tokens=12, bad_words_token_ids=[inside]))[0].token_ids
+    others = llm.generate(
+        PROMPTS[0], SamplingParams(0.0, max_tokens=12, bad_words_token_ids=[inside])
+    )[0].token_ids
     assert others[:3] == first[:3] and others[3] != first[3]
 
 
 def test_longer_words_of_a_newcomer_leave_the_texts_of_who_runs_as_they_are() -> None:
     """The state's words grow while a request that has words is between its first token and its last."""
     words = [PAIRS[:100], [(a, a + 1, a + 2, a + 3, a + 4) for a in range(15)] + PAIRS, PAIRS[5:9]]
-    params = [SamplingParams(0.0, max_tokens=n, bad_words_token_ids=w) for n, w in zip((40, 30, 3), words, strict=True)]
+    params = [
+        SamplingParams(0.0, max_tokens=n, bad_words_token_ids=w)
+        for n, w in zip((40, 30, 3), words, strict=True)
+    ]
     prompts = [[1, 2], [3], [5, 6]]
     order = [0, 2, 1]  # the last one comes when the second has ended
     together = engine().generate([prompts[i] for i in order], [params[i] for i in order])
@@ -124,13 +154,25 @@ def test_longer_words_of_a_newcomer_leave_the_texts_of_who_runs_as_they_are() ->
 
 def test_the_last_tokens_are_those_of_the_text_however_they_come() -> None:
     """Some, none, or more than are kept in a round; and longer words push none out."""
-    params = [SamplingParams(0.0, bad_words_token_ids=[[1, 2, 3, 4]]), SamplingParams(0.0, bad_words_token_ids=[[5, 6]])]
+    params = [
+        SamplingParams(0.0, bad_words_token_ids=[[1, 2, 3, 4]]),
+        SamplingParams(0.0, bad_words_token_ids=[[5, 6]]),
+    ]
     features = features_of(params)
     texts = [[7, 8], []]
-    state = jax.tree.map(jnp.asarray, sampling_rows(features, params, [0, 0], [[9], [9]], texts, vocab_size=V))
-    for tokens in ([[3, -1, -1], [1, 2, 3]], [[-1, -1, -1], [4, 5, -1]], [[10, 11, 12], [-1, -1, -1]], [[13, 14, 15], [6, -1, -1]]):
+    state = jax.tree.map(
+        jnp.asarray, sampling_rows(features, params, [0, 0], [[9], [9]], texts, vocab_size=V)
+    )
+    for tokens in (
+        [[3, -1, -1], [1, 2, 3]],
+        [[-1, -1, -1], [4, 5, -1]],
+        [[10, 11, 12], [-1, -1, -1]],
+        [[13, 14, 15], [6, -1, -1]],
+    ):
         state = count_tokens(features, state, jnp.asarray(tokens, jnp.int32))
-        texts = [[*text, *(t for t in new if t >= 0)] for text, new in zip(texts, tokens, strict=True)]
+        texts = [
+            [*text, *(t for t in new if t >= 0)] for text, new in zip(texts, tokens, strict=True)
+        ]
         assert state.bad_words is not None
         assert state.bad_words.recent.tolist() == [([-1] * 3 + text)[-3:] for text in texts]
     wider = with_features(features, state, vocab_size=V, words=(2, 8)).bad_words
@@ -141,13 +183,18 @@ def test_the_last_tokens_are_those_of_the_text_however_they_come() -> None:
 
 def test_nothing_compiles_after_warm_up_with_words_and_nothing_else_changes() -> None:
     llm = engine(max_model_len=32)
-    free, bad = SamplingParams(0.0, max_tokens=8), SamplingParams(0.0, max_tokens=8, bad_words_token_ids=[*PAIRS[:9], [1, 2, 3, 4, 5]])
+    free, bad = (
+        SamplingParams(0.0, max_tokens=8),
+        SamplingParams(0.0, max_tokens=8, bad_words_token_ids=[*PAIRS[:9], [1, 2, 3, 4, 5]]),
+    )
     llm.warmup(sampling_params=[free, bad])
     with counting_compilations() as compiled:
         for mixture in ([free, free], [bad, free], [bad, bad], [free, free]):
             llm.generate(PROMPTS, mixture)
     assert not compiled
-    with counting_compilations() as compiled:  # more words than it was warmed for compile once; who has none runs what he ran
+    with (
+        counting_compilations() as compiled
+    ):  # more words than it was warmed for compile once; who has none runs what he ran
         llm.generate(PROMPTS, SamplingParams(0.0, max_tokens=8, bad_words_token_ids=PAIRS))
     assert compiled
     with counting_compilations() as compiled:

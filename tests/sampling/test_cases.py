@@ -39,13 +39,28 @@ def request(vocab: int, **changes: Any) -> SamplingParams:
     return SamplingParams(**(values | changes))
 
 
-def verified(vocab: int, K: int, params: list[SamplingParams], seeds: list[int], *, rule: str = "probabilistic", seed: int = 0) -> Any:
+def verified(
+    vocab: int,
+    K: int,
+    params: list[SamplingParams],
+    seeds: list[int],
+    *,
+    rule: str = "probabilistic",
+    seed: int = 0,
+) -> Any:
     """num_sampled and output_tokens of random logits, each row's a function of its place, over drafts that are often right."""
     rows = [np.random.default_rng((seed, row)) for row in range(len(params))]
     logits = np.stack([2 * rng.normal(size=(K + 1, vocab)).astype(np.float32) for rng in rows])
     drafts = np.argmax(logits[:, :K], axis=-1).astype(np.int32)
     q = logits[:, :K] + np.stack([rng.normal(size=(K, vocab)).astype(np.float32) for rng in rows])
-    state = sampling_rows(features_of(params), params, seeds, [[1]] * len(params), [[vocab - 1]] * len(params), vocab_size=vocab)
+    state = sampling_rows(
+        features_of(params),
+        params,
+        seeds,
+        [[1]] * len(params),
+        [[vocab - 1]] * len(params),
+        vocab_size=vocab,
+    )
     verification = judged(
         toy_config(vocab, K, rule).with_features(features_of(params)),
         jnp.asarray(logits),
@@ -59,7 +74,9 @@ def verified(vocab: int, K: int, params: list[SamplingParams], seeds: list[int],
 
 
 @pytest.mark.parametrize("K", [1, 3, 5])
-def test_seeded_requests_get_the_same_tokens_20_times_beside_others_in_batches_of_1_4_and_8(K: int) -> None:
+def test_seeded_requests_get_the_same_tokens_20_times_beside_others_in_batches_of_1_4_and_8(
+    K: int,
+) -> None:
     """Every other request has a seed; those between have another one each time."""
     first: dict[int, Any] = {}
     for batch, repeat in itertools.product((1, 4, 8), range(20)):
@@ -73,7 +90,11 @@ def test_seeded_requests_get_the_same_tokens_20_times_beside_others_in_batches_o
 
 @pytest.mark.parametrize("vocab", [100, 8193, 10_000, 151_936])
 def test_tokens_stay_in_range_whatever_the_size_of_the_vocabulary(vocab: int) -> None:
-    params = [request(vocab), request(vocab, allowed_token_ids=(vocab - 3, vocab - 1)), request(vocab, temperature=0.0)]
+    params = [
+        request(vocab),
+        request(vocab, allowed_token_ids=(vocab - 3, vocab - 1)),
+        request(vocab, temperature=0.0),
+    ]
     num_sampled, tokens = verified(vocab, 2, params, [1, 2, 3])
     sampled = [tokens[row, : num_sampled[row]].tolist() for row in range(3)]
     assert all(0 <= t < vocab and t != vocab - 2 for row in sampled for t in row)

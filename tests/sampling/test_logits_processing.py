@@ -16,7 +16,12 @@ import pytest
 from jaxspec.config import SamplingFeatures
 from jaxspec.decode.verify import judge
 from jaxspec.drafts.autoregressive import Proposal
-from jaxspec.sampling.logits import adjust_logits, count_tokens, narrow_logits, process_target_logits
+from jaxspec.sampling.logits import (
+    adjust_logits,
+    count_tokens,
+    narrow_logits,
+    process_target_logits,
+)
 from jaxspec.sampling.params import SamplingParams, features_of
 from jaxspec.sampling.rows import sampling_rows, with_features
 from jaxspec.sampling.state import SamplingState, scale_by_temperature
@@ -35,7 +40,11 @@ def random_logits(*shape: int, seed: int = 0) -> np.ndarray:
     return 3 * np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def state_of(params: Sequence[SamplingParams], texts: Sequence[Sequence[int]], features: SamplingFeatures | None = None) -> SamplingState:
+def state_of(
+    params: Sequence[SamplingParams],
+    texts: Sequence[Sequence[int]],
+    features: SamplingFeatures | None = None,
+) -> SamplingState:
     """Rows of requests that all have PROMPT, and have generated these texts."""
     rows = sampling_rows(
         features or features_of(params),
@@ -54,7 +63,9 @@ def one_row(params: SamplingParams, logits: np.ndarray, text: Sequence[int]) -> 
     """Plain decoding: the logits [vocab] after a text, as this request would sample from them."""
     length = jnp.asarray([len(PROMPT) + len(text)], jnp.int32)
     state = state_of([params], [text])
-    return np.asarray(processed(features_of([params]), jnp.asarray(logits)[None, None], state, length))[0, 0]
+    return np.asarray(
+        processed(features_of([params]), jnp.asarray(logits)[None, None], state, length)
+    )[0, 0]
 
 
 # ---- transformers
@@ -73,8 +84,14 @@ def hf(name: str, *arguments: Any, **settings: Any) -> Callable[[Any, Any], Any]
 
 ORACLES: dict[str, tuple[SamplingParams, Callable[[Any, Any], Any]]] = {
     "repetition": (GREEDY(repetition_penalty=1.7), hf("RepetitionPenaltyLogitsProcessor", 1.7)),
-    "repetition wanted": (GREEDY(repetition_penalty=0.6), hf("RepetitionPenaltyLogitsProcessor", 0.6)),
-    "banned": (GREEDY(banned_token_ids=(0, 5, 39)), hf("SuppressTokensLogitsProcessor", [0, 5, 39], device="cpu")),
+    "repetition wanted": (
+        GREEDY(repetition_penalty=0.6),
+        hf("RepetitionPenaltyLogitsProcessor", 0.6),
+    ),
+    "banned": (
+        GREEDY(banned_token_ids=(0, 5, 39)),
+        hf("SuppressTokensLogitsProcessor", [0, 5, 39], device="cpu"),
+    ),
     "bias": (
         GREEDY(logit_bias={2: 4.5, 30: -100, 39: 0.25}),
         hf("SequenceBiasLogitsProcessor", [[[2], 4.5], [[30], -100.0], [[39], 0.25]]),
@@ -92,8 +109,13 @@ ORACLES: dict[str, tuple[SamplingParams, Callable[[Any, Any], Any]]] = {
         hf("MinNewTokensLengthLogitsProcessor", len(PROMPT), 6, [7, 11], device="cpu"),
     ),
     "bad words": (
-        GREEDY(bad_words_token_ids=[[0], [5, 9], [11, 5, 3], [30, 5, 11, 5, 39], [5, 5, 8], [7, 5, 4]]),
-        hf("NoBadWordsLogitsProcessor", [[0], [5, 9], [11, 5, 3], [30, 5, 11, 5, 39], [5, 5, 8], [7, 5, 4]]),
+        GREEDY(
+            bad_words_token_ids=[[0], [5, 9], [11, 5, 3], [30, 5, 11, 5, 39], [5, 5, 8], [7, 5, 4]]
+        ),
+        hf(
+            "NoBadWordsLogitsProcessor",
+            [[0], [5, 9], [11, 5, 3], [30, 5, 11, 5, 39], [5, 5, 8], [7, 5, 4]],
+        ),
     ),
     "min_p": (SamplingParams(1.0, min_p=0.05), hf("MinPLogitsWarper", 0.05)),
     "min_p 1": (SamplingParams(1.0, min_p=1.0), hf("MinPLogitsWarper", 1.0)),
@@ -110,7 +132,9 @@ def test_a_parameter_does_what_transformers_does(name: str) -> None:
     params, oracle = ORACLES[name]
     for seed in range(20):
         logits = random_logits(V, seed=seed)
-        expected = oracle(torch.tensor([PROMPT + TEXT]), torch.from_numpy(logits.copy())[None])[0].numpy()
+        expected = oracle(torch.tensor([PROMPT + TEXT]), torch.from_numpy(logits.copy())[None])[
+            0
+        ].numpy()
         got = one_row(params, logits, TEXT)
         np.testing.assert_array_equal(np.isinf(got), np.isinf(expected), err_msg=f"seed {seed}")
         np.testing.assert_allclose(got, expected, rtol=1e-6, err_msg=f"seed {seed}")
@@ -152,19 +176,33 @@ def test_every_row_of_a_window_follows_the_specification_of_plain_decoding() -> 
     """Requests of all kinds in one batch; rows 1 and on after drafts that repeat each other, the text, the prompt and a stop token."""
     K, features = 4, features_of(REQUESTS)
     texts = [TEXT[: i % 6] for i in range(len(REQUESTS))]
-    drafts = np.random.default_rng(1).choice([5, 5, 30, 7, 8, 12, 33], (len(REQUESTS), K)).astype(np.int32)
+    drafts = (
+        np.random.default_rng(1)
+        .choice([5, 5, 30, 7, 8, 12, 33], (len(REQUESTS), K))
+        .astype(np.int32)
+    )
     drafts[0] = drafts[1] = [5, 5, 7, 30]
     logits = random_logits(len(REQUESTS), K + 1, V, seed=2)
     lengths = jnp.asarray([len(PROMPT) + len(t) for t in texts], jnp.int32)
-    window = np.asarray(processed(features, jnp.asarray(logits), state_of(REQUESTS, texts), lengths, jnp.asarray(drafts)))
+    window = np.asarray(
+        processed(
+            features, jnp.asarray(logits), state_of(REQUESTS, texts), lengths, jnp.asarray(drafts)
+        )
+    )
     for row, params in enumerate(REQUESTS):
         for i in range(K + 1):
             text = [*texts[row], *drafts[row, :i].tolist()]
             expected = specification(params, logits[row, i], PROMPT, text, EOS)
-            np.testing.assert_array_equal(np.isinf(window[row, i]), np.isinf(expected), err_msg=f"{params} row {i}")
-            np.testing.assert_allclose(window[row, i], expected, rtol=2e-6, atol=2e-6, err_msg=f"{params} row {i}")
+            np.testing.assert_array_equal(
+                np.isinf(window[row, i]), np.isinf(expected), err_msg=f"{params} row {i}"
+            )
+            np.testing.assert_allclose(
+                window[row, i], expected, rtol=2e-6, atol=2e-6, err_msg=f"{params} row {i}"
+            )
         is_plain = np.allclose(window[row], logits[row] / (params.temperature or 1))
-        assert is_plain == (params in (SAMPLED(), GREEDY())), f"{params}: expected some row to show it"
+        assert is_plain == (params in (SAMPLED(), GREEDY())), (
+            f"{params}: expected some row to show it"
+        )
 
 
 def test_a_row_of_a_window_has_the_bits_of_plain_decoding_after_the_same_drafts() -> None:
@@ -177,16 +215,28 @@ def test_a_row_of_a_window_has_the_bits_of_plain_decoding_after_the_same_drafts(
     window = processed(features, logits, state_of(REQUESTS, texts), lengths, jnp.asarray(drafts))
     committed = state_of(REQUESTS, texts)
     for i in range(K + 1):
-        rebuilt = state_of(REQUESTS, [[*t, *d[:i]] for t, d in zip(texts, drafts.tolist(), strict=True)])
+        rebuilt = state_of(
+            REQUESTS, [[*t, *d[:i]] for t, d in zip(texts, drafts.tolist(), strict=True)]
+        )
         for state in (committed, rebuilt):
-            np.testing.assert_array_equal(window[:, i], processed(features, logits[:, i : i + 1], state, lengths + i)[:, 0])
-        committed = count_tokens(features, committed, jnp.asarray(np.pad(drafts[:, i : i + 1], ((0, 0), (0, 2)), constant_values=-1)))
+            np.testing.assert_array_equal(
+                window[:, i], processed(features, logits[:, i : i + 1], state, lengths + i)[:, 0]
+            )
+        committed = count_tokens(
+            features,
+            committed,
+            jnp.asarray(np.pad(drafts[:, i : i + 1], ((0, 0), (0, 2)), constant_values=-1)),
+        )
 
 
 # ---- neighbours, and features that are off
 
 
-EVERY_FEATURE = SamplingFeatures(**dict.fromkeys(("truncated", "min_p", "penalties", "logit_bias", "min_tokens", "bad_words"), True))
+EVERY_FEATURE = SamplingFeatures(
+    **dict.fromkeys(
+        ("truncated", "min_p", "penalties", "logit_bias", "min_tokens", "bad_words"), True
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -207,11 +257,16 @@ class NeutralBatch:
     def drafts(self) -> jax.Array:
         rng = np.random.default_rng(5)
         likely = np.argmax(np.nan_to_num(self.logits()[:, : self.K], nan=-np.inf), -1)
-        return jnp.asarray(np.where(rng.random(likely.shape) < 0.7, likely, rng.integers(-1, V, likely.shape)), jnp.int32)
+        return jnp.asarray(
+            np.where(rng.random(likely.shape) < 0.7, likely, rng.integers(-1, V, likely.shape)),
+            jnp.int32,
+        )
 
     def state(self, features: SamplingFeatures) -> SamplingState:
         texts = np.random.default_rng(6).integers(0, V, (self.count, 5)).tolist()
-        return state_of([SAMPLED() if i % 2 else GREEDY() for i in range(self.count)], texts, features)
+        return state_of(
+            [SAMPLED() if i % 2 else GREEDY() for i in range(self.count)], texts, features
+        )
 
 
 def test_neutral_requests_keep_the_bits_of_their_logits_beside_any_neighbours() -> None:
@@ -233,7 +288,17 @@ def test_neutral_requests_get_the_same_tokens_beside_any_neighbours(rule: str) -
     for features in (SamplingFeatures(), EVERY_FEATURE):
         cfg = toy_config(V, batch.K, rule).with_features(features)
         proposal = Proposal(batch.drafts(), q)
-        results.append(judged(cfg, batch.logits(), proposal, None, batch.state(features), lengths, jnp.ones(batch.count, bool)))
+        results.append(
+            judged(
+                cfg,
+                batch.logits(),
+                proposal,
+                None,
+                batch.state(features),
+                lengths,
+                jnp.ones(batch.count, bool),
+            )
+        )
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert len(set(np.asarray(results[0].num_sampled).tolist())) > 2
 
@@ -248,27 +313,39 @@ def test_a_feature_that_is_off_leaves_nothing_behind() -> None:
     assert adjust_logits(features, logits, state, jnp.zeros(2, jnp.int32), tokens) is logits
     assert count_tokens(features, state, tokens) is state
     division = jax.make_jaxpr(scale_by_temperature)(logits, state.temperature)
-    assert str(jax.make_jaxpr(partial(narrow_logits, features))(logits, state).jaxpr.eqns) == str(division.jaxpr.eqns)
+    assert str(jax.make_jaxpr(partial(narrow_logits, features))(logits, state).jaxpr.eqns) == str(
+        division.jaxpr.eqns
+    )
 
 
 def test_greedy_requests_are_not_truncated() -> None:
     """The argmax would survive it, so they neither ask for it nor take part in it."""
     params = GREEDY(top_k=3, top_p=0.4, min_p=0.2)
     assert features_of([params]) == SamplingFeatures(sampled=False)
-    logits, everything = jnp.asarray(random_logits(1, 4, V)), SamplingFeatures(truncated=True, min_p=True)
+    logits, everything = (
+        jnp.asarray(random_logits(1, 4, V)),
+        SamplingFeatures(truncated=True, min_p=True),
+    )
     state = state_of([params], [[]], everything)
-    np.testing.assert_array_equal(processed(everything, logits, state, jnp.zeros(1, jnp.int32), jnp.zeros((1, 3), jnp.int32)), logits)
+    np.testing.assert_array_equal(
+        processed(everything, logits, state, jnp.zeros(1, jnp.int32), jnp.zeros((1, 3), jnp.int32)),
+        logits,
+    )
 
 
 def test_a_state_takes_on_features_and_drops_them_while_requests_run() -> None:
     params = [SAMPLED(presence_penalty=1.0), SAMPLED()]
-    before = count_tokens(features_of(params), state_of(params, [[5], []]), jnp.asarray([[5, 9], [3, -1]], jnp.int32))
+    before = count_tokens(
+        features_of(params), state_of(params, [[5], []]), jnp.asarray([[5, 9], [3, -1]], jnp.int32)
+    )
     more = replace(features_of(params), logit_bias=True, min_tokens=True, min_p=True)
     after = with_features(more, before, vocab_size=V, num_stops=3)
     assert before.penalties is not None and after.penalties is not None
     assert after.penalties.output_counts[0].tolist() == [{5: 2, 9: 1}.get(t, 0) for t in range(V)]
     assert after.logit_bias is not None and not after.logit_bias.any()
-    assert after.min_tokens is not None and after.min_tokens.stop_token_ids.tolist() == [[-1] * 3] * 2
+    assert (
+        after.min_tokens is not None and after.min_tokens.stop_token_ids.tolist() == [[-1] * 3] * 2
+    )
     assert after.min_p is not None and after.min_p.tolist() == [0, 0]
     wider = with_features(more, after, vocab_size=V, num_stops=5).min_tokens
     assert wider is not None and wider.stop_token_ids.shape == (2, 5)

@@ -49,7 +49,11 @@ CASES = [(k, p) for k in (0, 1, 5, 99) for p in (0.5, 0.9, 0.99, 1.0)]
 
 def batch_of_cases(vocab: int = 100) -> tuple[jax.Array, jax.Array, jax.Array]:
     logits = 3 * np.random.default_rng(vocab).normal(size=(len(CASES), 4, vocab)).astype(np.float32)
-    return jnp.asarray(logits), jnp.asarray([k for k, _ in CASES], jnp.int32), jnp.asarray([p for _, p in CASES], jnp.float32)
+    return (
+        jnp.asarray(logits),
+        jnp.asarray([k for k, _ in CASES], jnp.int32),
+        jnp.asarray([p for _, p in CASES], jnp.float32),
+    )
 
 
 @pytest.mark.parametrize("vocab", [100, 999])
@@ -59,7 +63,9 @@ def test_truncation_keeps_the_set_that_its_definition_keeps(vocab: int) -> None:
     for row, (k, p) in enumerate(CASES):
         for got, raw in zip(out[row], np.asarray(logits[row]), strict=True):
             kept = kept_by_definition(raw, k, p)
-            np.testing.assert_array_equal(got, np.where(kept, raw, -np.inf), err_msg=f"top_k {k} top_p {p}")
+            np.testing.assert_array_equal(
+                got, np.where(kept, raw, -np.inf), err_msg=f"top_k {k} top_p {p}"
+            )
 
 
 def test_top_k_above_the_vocabulary_and_top_p_of_1_keep_everything() -> None:
@@ -81,13 +87,17 @@ def test_truncation_equals_transformers(top_k: int, top_p: float) -> None:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    out = truncated(logits[:, None], jnp.full(count, top_k, jnp.int32), jnp.full(count, top_p, jnp.float32))[:, 0]
+    out = truncated(
+        logits[:, None], jnp.full(count, top_k, jnp.int32), jnp.full(count, top_p, jnp.float32)
+    )[:, 0]
     np.testing.assert_array_equal(out, expected.numpy())
 
 
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
-@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (5, 1.0), (99, 1.0), (0, 0.5), (0, 0.9), (0, 0.99)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(1, 1.0), (5, 1.0), (99, 1.0), (0, 0.5), (0, 0.9), (0, 0.99)]
+)
 def test_judged_tokens_stay_inside_the_kept_set(rule: str, top_k: int, top_p: float) -> None:
     """cases.md 3.1: 100 requests of 3 drafts over 100 tokens, 0.1 more on top_k of them; drafts from all over the vocabulary."""
     vocab, requests, K = 100, 100, 3
@@ -103,13 +113,22 @@ def test_judged_tokens_stay_inside_the_kept_set(rule: str, top_k: int, top_p: fl
     verification = judged(
         toy_config(vocab, K, rule, truncated=True),
         jnp.asarray(logits),
-        Proposal(jnp.asarray(drafts), None if rule == "strict" else jnp.zeros((requests, K, vocab), jnp.float32)),
+        Proposal(
+            jnp.asarray(drafts),
+            None if rule == "strict" else jnp.zeros((requests, K, vocab), jnp.float32),
+        ),
         None,
-        jax.tree.map(jnp.asarray, sampling_state(range(requests), 1.0, [top_k] * requests, [top_p] * requests)),
+        jax.tree.map(
+            jnp.asarray,
+            sampling_state(range(requests), 1.0, [top_k] * requests, [top_p] * requests),
+        ),
         jnp.full(requests, 9, jnp.int32),
         jnp.ones(requests, bool),
     )
-    tokens, num_sampled = np.asarray(verification.output_tokens), np.asarray(verification.num_sampled)
+    tokens, num_sampled = (
+        np.asarray(verification.output_tokens),
+        np.asarray(verification.num_sampled),
+    )
     assert rule == "strict" or num_sampled.max() > 1
     for b, i in itertools.product(range(requests), range(K + 1)):
         if i < num_sampled[b]:
@@ -121,13 +140,17 @@ def test_judged_tokens_stay_inside_the_kept_set(rule: str, top_k: int, top_p: fl
 
 def test_the_noise_has_its_full_tail() -> None:
     """JAX's default form takes 2 ** 23 values: above 10 nats it repeats itself, and it never exceeds about 16."""
-    draws = np.asarray(noise_of(keys_of(1000), "draft", jnp.zeros(1000, jnp.int32), 0, 4096)).ravel()
+    draws = np.asarray(
+        noise_of(keys_of(1000), "draft", jnp.zeros(1000, jnp.int32), 0, 4096)
+    ).ravel()
     tail = draws[draws > 10]
     expected = draws.size * -np.expm1(-np.exp(-10.0))
     assert abs(len(tail) - expected) < 10 * np.sqrt(expected)
     assert len(np.unique(tail)) == len(tail)
     default = np.asarray(jax.random.gumbel(jax.random.key(0), (draws.size,), jnp.float32))
-    assert len(np.unique(default[default > 10])) < (default > 10).sum(), "the comparison would not notice the default form"
+    assert len(np.unique(default[default > 10])) < (default > 10).sum(), (
+        "the comparison would not notice the default form"
+    )
 
 
 @pytest.mark.parametrize("vocab", [999, 1024, 4097])
@@ -136,7 +159,11 @@ def test_gumbel_max_samples_the_softmax(vocab: int) -> None:
     logits = np.random.default_rng(vocab).normal(size=vocab).astype(np.float32) * 2
     tokens = []
     draw = jax.jit(
-        lambda keys: sample(jnp.broadcast_to(logits, (keys.shape[0], vocab)), draw_noise(keys, vocab), jnp.zeros(keys.shape[0], bool))
+        lambda keys: sample(
+            jnp.broadcast_to(logits, (keys.shape[0], vocab)),
+            draw_noise(keys, vocab),
+            jnp.zeros(keys.shape[0], bool),
+        )
     )
     for begin in range(0, trials - 2000, 2000):
         tokens.append(np.asarray(draw(keys_of(2000, seed=begin))))
@@ -180,9 +207,15 @@ def test_streams_positions_offsets_and_keys_are_independent() -> None:
     size = 4096
     drawn: dict[Any, np.ndarray] = {}
     for stream, position, offset in itertools.product(sampling.STREAMS, (5, 6), (0, 1)):
-        drawn[stream, position, offset] = np.asarray(noise_of(keys_of(1), stream, jnp.asarray([position], jnp.int32), offset, size))[0]
-    drawn["other seed"] = np.asarray(noise_of(keys_of(2)[1:], "draft", jnp.asarray([5], jnp.int32), 0, size))[0]
-    drawn["other high half"] = np.asarray(noise_of(keys_of(1, seed=1), "draft", jnp.asarray([5], jnp.int32), 0, size))[0]
+        drawn[stream, position, offset] = np.asarray(
+            noise_of(keys_of(1), stream, jnp.asarray([position], jnp.int32), offset, size)
+        )[0]
+    drawn["other seed"] = np.asarray(
+        noise_of(keys_of(2)[1:], "draft", jnp.asarray([5], jnp.int32), 0, size)
+    )[0]
+    drawn["other high half"] = np.asarray(
+        noise_of(keys_of(1, seed=1), "draft", jnp.asarray([5], jnp.int32), 0, size)
+    )[0]
     for (a, x), (b, y) in itertools.combinations(drawn.items(), 2):
         assert np.intersect1d(x, y).size < size // 100, (a, b)  # a few float32 values coincide
         assert abs(np.corrcoef(x, y)[0, 1]) * np.sqrt(size) < 5, (a, b)
@@ -195,15 +228,21 @@ def test_a_requests_noise_does_not_depend_on_its_row_or_the_batch() -> None:
     for function in (partial(gumbel_noise, stream="recover", offset=0, size=64), uniforms):
         draw = jax.jit(function)
         whole = np.asarray(draw(keys_of(4), position=positions))
-        np.testing.assert_array_equal(draw(keys_of(4)[order], position=positions[order]), whole[order])
+        np.testing.assert_array_equal(
+            draw(keys_of(4)[order], position=positions[order]), whole[order]
+        )
         np.testing.assert_array_equal(draw(keys_of(4)[2:3], position=positions[2:3]), whole[2:3])
 
 
 def test_uniforms_are_in_the_half_open_unit_interval_and_uniform() -> None:
-    drawn = np.asarray(noise_stream(keys_of(50_000), "accept", jnp.zeros(50_000, jnp.int32)).uniforms(3))
+    drawn = np.asarray(
+        noise_stream(keys_of(50_000), "accept", jnp.zeros(50_000, jnp.int32)).uniforms(3)
+    )
     assert drawn.min() >= 0 and drawn.max() < 1 and drawn.dtype == np.float32
     for column in drawn.T:
-        assert within_limit(*chi_square(np.bincount((column * 100).astype(int), minlength=100), np.full(100, 0.01)))
+        assert within_limit(
+            *chi_square(np.bincount((column * 100).astype(int), minlength=100), np.full(100, 0.01))
+        )
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 255, 256, 257, 1000])

@@ -31,7 +31,9 @@ EVERYTHING: dict[str, Any] = {
     "logprobs": 3,
     "prompt_logprobs": 2,
 }
-WORDS = [(a, b) for a in range(V) for b in range(V) if (a + b) % 3 == 0] + [(a, b, (a + 2 * b) % V) for a in range(V) for b in range(V)]
+WORDS = [(a, b) for a in range(V) for b in range(V) if (a + b) % 3 == 0] + [
+    (a, b, (a + 2 * b) % V) for a in range(V) for b in range(V)
+]
 REQUESTS = [
     SamplingParams(1.0, seed=1, max_tokens=30, ignore_eos=True),
     SamplingParams(0.0, **EVERYTHING),
@@ -44,7 +46,13 @@ PROMPTS = [[(5 * i + j * j) % V for j in range(3 + 3 * i)] for i in range(len(RE
 
 
 def engine(*, speculative: bool = True, **config: Any) -> LLM:
-    settings = {"max_model_len": 64, "max_num_seqs": 4, "batch_buckets": (4,), "block_size": 4, "max_num_batched_tokens": 16} | config
+    settings = {
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "batch_buckets": (4,),
+        "block_size": 4,
+        "max_num_batched_tokens": 16,
+    } | config
     return LLM(
         (ToyTarget(V), TARGET),
         (ToyDraft(V), DRAFT) if speculative else None,
@@ -70,7 +78,9 @@ def run_alone(found: dict[int, RequestOutput], i: int) -> RequestOutput:
 
 
 @pytest.mark.once
-def test_a_request_is_the_same_alone_and_among_others_that_preempt_it(alone: dict[int, RequestOutput]) -> None:
+def test_a_request_is_the_same_alone_and_among_others_that_preempt_it(
+    alone: dict[int, RequestOutput],
+) -> None:
     """Each twice, over a pool of blocks that holds two or three of them to their ends."""
     llm = engine(num_gpu_blocks_override=20)
     together = llm.generate(2 * PROMPTS, 2 * REQUESTS)
@@ -82,7 +92,9 @@ def test_a_request_is_the_same_alone_and_among_others_that_preempt_it(alone: dic
 
 def test_greedy_requests_are_those_of_plain_decoding(alone: dict[int, RequestOutput]) -> None:
     greedy = [i for i, p in enumerate(REQUESTS) if p.greedy]
-    plain = engine(speculative=False).generate([PROMPTS[i] for i in greedy], [REQUESTS[i] for i in greedy])
+    plain = engine(speculative=False).generate(
+        [PROMPTS[i] for i in greedy], [REQUESTS[i] for i in greedy]
+    )
     for i, output in zip(greedy, plain, strict=True):
         assert of(output) == of(run_alone(alone, i)), f"request {i}"
         assert run_alone(alone, i).metrics.num_accepted_tokens > 0
@@ -98,9 +110,15 @@ def test_outputs_hold_the_logprobs_that_were_asked_for(alone: dict[int, RequestO
         assert (output.cumulative_logprob is None) == (params.logprobs is None)
         assert (output.prompt_logprobs is None) == (params.prompt_logprobs is None)
         whole = [*PROMPTS[i], *output.token_ids]
-        places = [*(output.prompt_logprobs or [None] * len(PROMPTS[i])), *(output.logprobs or [None] * len(output.token_ids))]
+        places = [
+            *(output.prompt_logprobs or [None] * len(PROMPTS[i])),
+            *(output.logprobs or [None] * len(output.token_ids)),
+        ]
         assert len(places) == len(whole) and places[0] is None
-        total = sum(expected[a, b] for a, b in zip(whole[len(PROMPTS[i]) - 1 :], output.token_ids, strict=False))
+        total = sum(
+            expected[a, b]
+            for a, b in zip(whole[len(PROMPTS[i]) - 1 :], output.token_ids, strict=False)
+        )
         assert output.cumulative_logprob in (None, pytest.approx(total, abs=1e-4))
         for before, token, place in zip(whole, whole[1:], places[1:], strict=False):
             for other, score in (place or {}).items():
@@ -109,7 +127,9 @@ def test_outputs_hold_the_logprobs_that_were_asked_for(alone: dict[int, RequestO
 
 
 def test_n_texts_of_a_prompt_each_have_their_logprobs_and_the_prompt_has_one() -> None:
-    params = SamplingParams(1.0, seed=4, n=2, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    params = SamplingParams(
+        1.0, seed=4, n=2, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=1
+    )
     output = engine().generate([PROMPTS[1]], params)[0]
     first, second = output.outputs
     assert first.token_ids != second.token_ids

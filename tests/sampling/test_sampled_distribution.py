@@ -33,7 +33,9 @@ DRAFT = TARGET + RNG.normal(size=(V, V)).astype(np.float32)
 
 REQUESTS = {
     "min_p": SamplingParams(0.7, min_p=0.12),
-    "penalties": SamplingParams(1.0, repetition_penalty=1.6, presence_penalty=0.7, frequency_penalty=0.9),
+    "penalties": SamplingParams(
+        1.0, repetition_penalty=1.6, presence_penalty=0.7, frequency_penalty=0.9
+    ),
     "everything": SamplingParams(
         0.9,
         top_k=9,
@@ -52,7 +54,9 @@ REQUESTS = {
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("toy_families")]
 
 
-def first_tokens(params: SamplingParams, rule: str, draft_sampling: str) -> tuple[np.ndarray, float]:
+def first_tokens(
+    params: SamplingParams, rule: str, draft_sampling: str
+) -> tuple[np.ndarray, float]:
     """[TRIALS, LENGTH] tokens after FIRST, and how many drafts a round accepts."""
     cfg = toy_config(V, K, rule, draft_sampling).with_features(features_of([params]))
     program = jax.jit(partial(decode.decode_round, cfg))
@@ -61,7 +65,9 @@ def first_tokens(params: SamplingParams, rule: str, draft_sampling: str) -> tupl
     row = sampling_rows(cfg, [params], [0], [PROMPT], [[FIRST]], vocab_size=V)
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (TRIALS, *x.shape[1:])), row)
     keys = jnp.stack([full(3, jnp.uint32), jnp.arange(TRIALS, dtype=jnp.uint32)], axis=1)
-    state = decode_state.init_state(cfg, replace(sampling, keys=keys), full(1000), full(-1)[:, None], 1, jnp.float32)
+    state = decode_state.init_state(
+        cfg, replace(sampling, keys=keys), full(1000), full(-1)[:, None], 1, jnp.float32
+    )
     assert state.pending_tokens is not None
     state = replace(
         state,
@@ -77,7 +83,9 @@ def first_tokens(params: SamplingParams, rule: str, draft_sampling: str) -> tupl
         tokens.append(np.asarray(verification.output_tokens))
         accepted.append(np.mean(verification.num_sampled) - 1)
     flat = np.concatenate(tokens, axis=1)
-    first = np.take_along_axis(flat, np.argsort(flat < 0, axis=1, kind="stable"), axis=1)[:, :LENGTH]
+    first = np.take_along_axis(flat, np.argsort(flat < 0, axis=1, kind="stable"), axis=1)[
+        :, :LENGTH
+    ]
     return first, float(np.mean(accepted))
 
 
@@ -89,7 +97,9 @@ def joint(params: SamplingParams) -> np.ndarray:
         for token in head:
             p *= softmax(specification(params, TARGET[text[-1]], PROMPT, text))[token]
             text.append(token)
-        expected[head] = p * softmax(specification(params, TARGET[text[-1]], PROMPT, text)) if p else 0.0
+        expected[head] = (
+            p * softmax(specification(params, TARGET[text[-1]], PROMPT, text)) if p else 0.0
+        )
     return expected.ravel()
 
 
@@ -108,14 +118,18 @@ def statistic(params: SamplingParams, tokens: np.ndarray) -> tuple[float, int]:
         ("block", "probabilistic", "min_p"),
     ],
 )
-def test_the_first_tokens_together_follow_the_processed_target(rule: str, draft_sampling: str, request_: str) -> None:
+def test_the_first_tokens_together_follow_the_processed_target(
+    rule: str, draft_sampling: str, request_: str
+) -> None:
     tokens, accepted = first_tokens(REQUESTS[request_], rule, draft_sampling)
     assert accepted > 0.3  # not by rejecting everything
     assert within_limit(*statistic(REQUESTS[request_], tokens))
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
-def test_penalties_that_do_not_count_the_windows_own_drafts_bias_the_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_that_do_not_count_the_windows_own_drafts_bias_the_text(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right: Any = logits_processing._penalise
 
     def forgetful(logits: jax.Array, penalties: Any, draft_tokens: jax.Array) -> jax.Array:

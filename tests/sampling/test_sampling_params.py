@@ -43,38 +43,77 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"min_p": 1.1}, "min_p: expected a number from 0 to 1, got 1.1"),
     ({"min_p": math.nan}, "min_p: expected a number from 0 to 1, got nan"),
     ({"repetition_penalty": 0}, "repetition_penalty: expected a number from 0.01 to 100, got 0"),
-    ({"repetition_penalty": math.inf}, "repetition_penalty: expected a number from 0.01 to 100, got inf"),
+    (
+        {"repetition_penalty": math.inf},
+        "repetition_penalty: expected a number from 0.01 to 100, got inf",
+    ),
     ({"presence_penalty": 2.5}, "presence_penalty: expected a number from -2 to 2, got 2.5"),
     ({"frequency_penalty": "1"}, "frequency_penalty: expected a number from -2 to 2, got '1'"),
     ({"max_tokens": "16"}, "max_tokens: expected an integer of at least 1 or None, got '16'"),
     ({"logit_bias": [1]}, "logit_bias: expected numbers by token id, got [1]"),
     ({"logit_bias": {"a": 1}}, "logit_bias: expected token ids from 0 to 2**31 - 1, got 'a'"),
-    ({"logit_bias": {1: 101}}, "logit_bias: expected numbers from -100 to 100, got 101 for token 1"),
-    ({"logit_bias": {1: -math.inf}}, "logit_bias: expected numbers from -100 to 100, got -inf for token 1"),
-    ({"allowed_token_ids": []}, "allowed_token_ids: expected at least one id that is not banned, got ()"),
-    ({"allowed_token_ids": [3], "banned_token_ids": [3]}, "allowed_token_ids: expected at least one id that is not banned, got (3,)"),
+    (
+        {"logit_bias": {1: 101}},
+        "logit_bias: expected numbers from -100 to 100, got 101 for token 1",
+    ),
+    (
+        {"logit_bias": {1: -math.inf}},
+        "logit_bias: expected numbers from -100 to 100, got -inf for token 1",
+    ),
+    (
+        {"allowed_token_ids": []},
+        "allowed_token_ids: expected at least one id that is not banned, got ()",
+    ),
+    (
+        {"allowed_token_ids": [3], "banned_token_ids": [3]},
+        "allowed_token_ids: expected at least one id that is not banned, got (3,)",
+    ),
     ({"allowed_token_ids": 5}, "allowed_token_ids: expected a list of token ids, got 5"),
-    ({"banned_token_ids": [-1]}, "banned_token_ids: expected token ids from 0 to 2**31 - 1, got [-1]"),
+    (
+        {"banned_token_ids": [-1]},
+        "banned_token_ids: expected token ids from 0 to 2**31 - 1, got [-1]",
+    ),
     ({"stop_token_ids": "5"}, "stop_token_ids: expected a list of token ids, got '5'"),
     ({"seed": 2**64}, "seed: expected a 64-bit integer or None, got 18446744073709551616"),
     ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1 or None, got 0"),
     ({"min_tokens": 17}, "min_tokens: expected an integer from 0 to max_tokens 16, got 17"),
     ({"min_tokens": -1}, "min_tokens: expected an integer from 0 to max_tokens 16, got -1"),
     ({"ignore_eos": 1}, "ignore_eos: expected true or false, got 1"),
-    ({"bad_words": "word"}, "bad_words: expected a list of strings, none of them blank, got 'word'"),
-    ({"bad_words": ["a", " "]}, "bad_words: expected a list of strings, none of them blank, got ['a', ' ']"),
+    (
+        {"bad_words": "word"},
+        "bad_words: expected a list of strings, none of them blank, got 'word'",
+    ),
+    (
+        {"bad_words": ["a", " "]},
+        "bad_words: expected a list of strings, none of them blank, got ['a', ' ']",
+    ),
     ({"bad_words": [3]}, "bad_words: expected a list of strings, none of them blank, got [3]"),
     ({"bad_words": 3}, "bad_words: expected a list of strings, none of them blank, got 3"),
-    ({"bad_words_token_ids": [[]]}, "bad_words_token_ids: expected lists of token ids, none of them empty, got [[]]"),
+    (
+        {"bad_words_token_ids": [[]]},
+        "bad_words_token_ids: expected lists of token ids, none of them empty, got [[]]",
+    ),
     ({"bad_words_token_ids": [3]}, "bad_words_token_ids: expected a list of token ids, got 3"),
     ({"stop": ""}, "stop: expected a string or a list of strings, none of them empty, got ''"),
-    ({"stop": ["a", 5]}, "stop: expected a string or a list of strings, none of them empty, got ['a', 5]"),
-    ({"include_stop_str_in_output": None}, "include_stop_str_in_output: expected true or false, got None"),
+    (
+        {"stop": ["a", 5]},
+        "stop: expected a string or a list of strings, none of them empty, got ['a', 5]",
+    ),
+    (
+        {"include_stop_str_in_output": None},
+        "include_stop_str_in_output: expected true or false, got None",
+    ),
     ({"logprobs": 21}, "logprobs: expected an integer from 0 to 20, -1 for all or None, got 21"),
     ({"prompt_logprobs": -1}, "prompt_logprobs: expected an integer from 0 to 20 or None, got -1"),
-    ({"prompt_logprobs": True}, "prompt_logprobs: expected an integer from 0 to 20 or None, got True"),
+    (
+        {"prompt_logprobs": True},
+        "prompt_logprobs: expected an integer from 0 to 20 or None, got True",
+    ),
     ({"n": 0}, "n: expected an integer of at least 1, got 0"),
-    ({"n": 2, "temperature": 0}, "n: expected 1 with temperature 0, whose texts would all be the same, got 2"),
+    (
+        {"n": 2, "temperature": 0},
+        "n: expected 1 with temperature 0, whose texts would all be the same, got 2",
+    ),
 ]
 
 
@@ -93,15 +132,27 @@ def test_a_wrong_value_is_refused_in_one_sentence(values: dict[str, Any], senten
 
 
 def test_lists_and_single_strings_are_settled_and_the_whole_can_be_hashed() -> None:
-    params = SamplingParams(stop="END", stop_token_ids=[np.int64(4)], allowed_token_ids=iter([1, 2]), logit_bias={3: 1})  # type: ignore[arg-type]
-    assert (params.stop, params.stop_token_ids, params.allowed_token_ids) == (("END",), (4,), (1, 2))
-    assert hash(params) == hash(SamplingParams(stop=["END"], stop_token_ids=(4,), allowed_token_ids=(1, 2), logit_bias={3: 1}))
+    params = SamplingParams(
+        stop="END", stop_token_ids=[np.int64(4)], allowed_token_ids=iter([1, 2]), logit_bias={3: 1}
+    )  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids, params.allowed_token_ids) == (
+        ("END",),
+        (4,),
+        (1, 2),
+    )
+    assert hash(params) == hash(
+        SamplingParams(
+            stop=["END"], stop_token_ids=(4,), allowed_token_ids=(1, 2), logit_bias={3: 1}
+        )
+    )
     assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
 
 
 def test_numpys_integers_are_as_good_as_pythons() -> None:
     """They would overflow: a seed is taken modulo 2**64, max_tokens is added to the prompt's length."""
-    params = SamplingParams(seed=np.int64(5), max_tokens=np.uint8(200), n=np.int32(2), top_k=np.int8(3))  # type: ignore[arg-type]
+    params = SamplingParams(
+        seed=np.int64(5), max_tokens=np.uint8(200), n=np.int32(2), top_k=np.int8(3)
+    )  # type: ignore[arg-type]
     assert params == SamplingParams(seed=5, max_tokens=200, n=2, top_k=3)
     assert all(type(x) is int for x in (params.seed, params.max_tokens, params.n, params.top_k))
 
@@ -113,10 +164,22 @@ def test_numpys_integers_are_as_good_as_pythons() -> None:
         ({"banned_token_ids": [50]}, "banned_token_ids: expected token ids in 0..49, got 50"),
         ({"logit_bias": {99: 1}}, "logit_bias: expected token ids in 0..49, got 99"),
         ({"stop_token_ids": [51]}, "stop_token_ids: expected token ids in 0..49, got 51"),
-        ({"banned_token_ids": range(50)}, "banned_token_ids: expected fewer than the vocabulary's 50, got all of them"),
-        ({"allowed_token_ids": [7, 8], "stop_token_ids": [8], "min_tokens": 1}, "min_tokens: expected 0, since allowed_token_ids"),
-        ({"banned_token_ids": range(7), "allowed_token_ids": range(8), "min_tokens": 2}, "min_tokens: expected 0, since"),
-        ({"bad_words_token_ids": [[1, 50]]}, "bad_words_token_ids: expected token ids in 0..49, got 50"),
+        (
+            {"banned_token_ids": range(50)},
+            "banned_token_ids: expected fewer than the vocabulary's 50, got all of them",
+        ),
+        (
+            {"allowed_token_ids": [7, 8], "stop_token_ids": [8], "min_tokens": 1},
+            "min_tokens: expected 0, since allowed_token_ids",
+        ),
+        (
+            {"banned_token_ids": range(7), "allowed_token_ids": range(8), "min_tokens": 2},
+            "min_tokens: expected 0, since",
+        ),
+        (
+            {"bad_words_token_ids": [[1, 50]]},
+            "bad_words_token_ids: expected token ids in 0..49, got 50",
+        ),
         (
             {"bad_words_token_ids": [[t] for t in range(50)]},
             "bad_words: expected some token to be left after any text, got none after token ids []",
@@ -125,7 +188,10 @@ def test_numpys_integers_are_as_good_as_pythons() -> None:
             {"allowed_token_ids": [1, 2], "bad_words_token_ids": [[1, 2, 1], [2, 2]]},
             "bad_words: expected some token to be left after any text, got none after token ids [1, 2]",
         ),
-        ({"allowed_token_ids": [1, 7], "bad_words_token_ids": [[1, 1]], "min_tokens": 3}, "bad_words: expected some token to be left"),
+        (
+            {"allowed_token_ids": [1, 7], "bad_words_token_ids": [[1, 1]], "min_tokens": 3},
+            "bad_words: expected some token to be left",
+        ),
     ],
 )
 def test_ids_are_checked_against_the_vocabulary(values: dict[str, Any], sentence: str) -> None:
@@ -133,8 +199,12 @@ def test_ids_are_checked_against_the_vocabulary(values: dict[str, Any], sentence
     with pytest.raises(ConfigError) as error:
         SamplingParams(**values).check_vocabulary(50, (7,))
     assert str(error.value).startswith(sentence)
-    SamplingParams(allowed_token_ids=[7, 8], min_tokens=1, stop_token_ids=[9]).check_vocabulary(50, (7,))
-    SamplingParams(allowed_token_ids=[1, 2], bad_words_token_ids=[[1, 1], [2, 2], [3, 1, 2]]).check_vocabulary(50, (7,))
+    SamplingParams(allowed_token_ids=[7, 8], min_tokens=1, stop_token_ids=[9]).check_vocabulary(
+        50, (7,)
+    )
+    SamplingParams(
+        allowed_token_ids=[1, 2], bad_words_token_ids=[[1, 1], [2, 2], [3, 1, 2]]
+    ).check_vocabulary(50, (7,))
     SamplingParams(bad_words_token_ids=[[3, t] for t in range(49)]).check_vocabulary(50, ())
 
 
@@ -170,9 +240,23 @@ def test_a_batch_needs_what_any_of_its_requests_uses(values: dict[str, Any], fea
 def test_rows_hold_a_requests_seed_and_its_stops_and_idle_rows_are_neutral() -> None:
     params = SamplingParams(stop_token_ids=[4], min_tokens=3, ignore_eos=True, top_k=-1)
     assert ends_of(params, (7, 4)) == (4, 7)
-    rows = sampling_rows(features_of([params]), [params], [-2], [[1, 2]], [[5]], vocab_size=10, eos_token_ids=(7, 4), num_stops=3, batch=2)
+    rows = sampling_rows(
+        features_of([params]),
+        [params],
+        [-2],
+        [[1, 2]],
+        [[5]],
+        vocab_size=10,
+        eos_token_ids=(7, 4),
+        num_stops=3,
+        batch=2,
+    )
     assert rows.keys.tolist() == [[2**32 - 1, 2**32 - 2], [0, 0]]
     assert rows.min_tokens is not None
     assert rows.min_tokens.min_len.tolist() == [5, 0]
     assert rows.min_tokens.stop_token_ids[0].tolist() == [4, 7, -1]
-    assert (rows.temperature.tolist(), rows.top_k.tolist(), rows.top_p.tolist()) == ([1, 0], [0, 0], [1, 1])
+    assert (rows.temperature.tolist(), rows.top_k.tolist(), rows.top_p.tolist()) == (
+        [1, 0],
+        [0, 0],
+        [1, 1],
+    )

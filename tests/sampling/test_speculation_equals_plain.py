@@ -22,7 +22,9 @@ TABLE = jnp.asarray(2 * np.random.default_rng(0).normal(size=(V, V)), jnp.float3
 
 # Words of two tokens, one of three; and of three with some of one and of five.
 PAIRS = [(a, b) for a, b in product(range(V), repeat=2) if (a + b) % 3 == 0] + [(1, 1, 2)]
-TRIPLES = [(a, b, c) for a, b, c in product(range(0, V, 2), range(V), range(V)) if (a + b + c) % 7 == 0] + [(4,), (9, 9, 9, 9, 8)]
+TRIPLES = [
+    (a, b, c) for a, b, c in product(range(0, V, 2), range(V), range(V)) if (a + b + c) % 7 == 0
+] + [(4,), (9, 9, 9, 9, 8)]
 
 pytestmark = pytest.mark.usefixtures("toy_families")
 
@@ -43,10 +45,29 @@ def requests(temperature: float) -> list[SamplingParams]:
         params(logit_bias={EOS: 4.0}, min_tokens=11),
         params(logit_bias={EOS: 4.0}, min_tokens=0),
         params(stop_token_ids=(2, 3), min_tokens=5, repetition_penalty=1.3, **narrow),
-        params(ignore_eos=True, repetition_penalty=1.2, frequency_penalty=0.4, logit_bias={0: 2.0}, banned_token_ids=(8,), **narrow),
-        params(ignore_eos=True, min_tokens=6, presence_penalty=0.9, allowed_token_ids=range(V - 3), **narrow),
+        params(
+            ignore_eos=True,
+            repetition_penalty=1.2,
+            frequency_penalty=0.4,
+            logit_bias={0: 2.0},
+            banned_token_ids=(8,),
+            **narrow,
+        ),
+        params(
+            ignore_eos=True,
+            min_tokens=6,
+            presence_penalty=0.9,
+            allowed_token_ids=range(V - 3),
+            **narrow,
+        ),
         params(ignore_eos=True, bad_words_token_ids=PAIRS),
-        params(ignore_eos=True, bad_words_token_ids=TRIPLES, frequency_penalty=0.3, logit_bias={4: 9.0}, **narrow),
+        params(
+            ignore_eos=True,
+            bad_words_token_ids=TRIPLES,
+            frequency_penalty=0.3,
+            logit_bias={4: 9.0},
+            **narrow,
+        ),
     ]
 
 
@@ -70,7 +91,14 @@ def run(cfg: Any, draft: Any, params: Sequence[SamplingParams]) -> Run:
         ends = p.stop_token_ids if p.ignore_eos else ends_of(p, (EOS,))
         stops[row, : len(ends)] = ends
     weights = {"target": {"table": TABLE}, "draft": draft}
-    return generate(cfg.with_features(features_of(params)), weights, prompts, rows, max_tokens=MAX_TOKENS, stop_token_ids=stops)
+    return generate(
+        cfg.with_features(features_of(params)),
+        weights,
+        prompts,
+        rows,
+        max_tokens=MAX_TOKENS,
+        stop_token_ids=stops,
+    )
 
 
 def whole_texts(plain: Run, params: Sequence[SamplingParams]) -> np.ndarray:
@@ -89,13 +117,22 @@ def plain_runs() -> dict[float, Run]:
 
 def plain_run(cache: dict[float, Run], temperature: float) -> Run:
     if temperature not in cache:
-        cache[temperature] = run(toy_config(V, 0, "strict", draft=None, draft_group=None), {}, requests(temperature))
+        cache[temperature] = run(
+            toy_config(V, 0, "strict", draft=None, draft_group=None), {}, requests(temperature)
+        )
     return cache[temperature]
 
 
 @pytest.mark.parametrize(
     ("K", "rule", "temperature"),
-    [(1, "probabilistic", 0.0), (2, "block", 0.0), (3, "probabilistic", 0.0), (4, "strict", 0.0), (5, "strict", 0.9), (3, "strict", 0.9)],
+    [
+        (1, "probabilistic", 0.0),
+        (2, "block", 0.0),
+        (3, "probabilistic", 0.0),
+        (4, "strict", 0.0),
+        (5, "strict", 0.9),
+        (3, "strict", 0.9),
+    ],
 )
 def test_speculation_gives_the_text_of_plain_decoding_with_every_parameter(
     K: int, rule: str, temperature: float, plain_runs: dict[float, Run]
@@ -117,17 +154,29 @@ def test_speculation_gives_the_text_of_plain_decoding_with_every_parameter(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_every_parameter_changes_the_text_as_it_should(temperature: float, plain_runs: dict[float, Run]) -> None:
+def test_every_parameter_changes_the_text_as_it_should(
+    temperature: float, plain_runs: dict[float, Run]
+) -> None:
     """Else the test above would say nothing of it."""
     params = requests(temperature)
     texts = texts_of(plain_run(plain_runs, temperature), params)
     neutral = SamplingParams(temperature, max_tokens=MAX_TOKENS, seed=5, ignore_eos=True)
-    plain = run(toy_config(V, 0, "strict", draft=None, draft_group=None), {}, [neutral] * len(params)).token_ids
-    unchanged = {0} if temperature else {0, 4}  # a greedy text that repeats itself is not moved by a wish to repeat
+    plain = run(
+        toy_config(V, 0, "strict", draft=None, draft_group=None), {}, [neutral] * len(params)
+    ).token_ids
+    unchanged = (
+        {0} if temperature else {0, 4}
+    )  # a greedy text that repeats itself is not moved by a wish to repeat
     assert {i for i, (a, b) in enumerate(zip(texts, plain, strict=True)) if a == b} == unchanged
     assert set(texts[6]) <= set(range(2, 12)) and not set(texts[7]) & {1, 4, 12, 21}
     for text, words in ((texts[13], PAIRS), (texts[14], TRIPLES)):
         assert not [w for w in words for i in range(len(text)) if tuple(text[i : i + len(w)]) == w]
-    assert texts[8][-1] == EOS and EOS not in texts[8][:-1] and len(texts[8]) == 12 and texts[9][-1] == EOS and len(texts[9]) < 11
+    assert (
+        texts[8][-1] == EOS
+        and EOS not in texts[8][:-1]
+        and len(texts[8]) == 12
+        and texts[9][-1] == EOS
+        and len(texts[9]) < 11
+    )
     if temperature == 0:
         assert len(set(texts[3])) > len(set(texts[0])) and len(set(texts[4])) <= len(set(texts[0]))

@@ -43,7 +43,11 @@ def write_target(folder: Path) -> Path:
     rng = np.random.default_rng(1)
     embedding, head = text_weights()
     ones = np.ones(HIDDEN, np.float32)
-    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": ones}
+    tensors = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": head,
+        "model.norm.weight": ones,
+    }
     width = HEADS * HEAD_DIM
     for i in range(LAYERS):
         for name, shape in {
@@ -55,7 +59,9 @@ def write_target(folder: Path) -> Path:
             "mlp.up_proj": (INNER, HIDDEN),
             "mlp.down_proj": (HIDDEN, INNER),
         }.items():
-            tensors[f"model.layers.{i}.{name}.weight"] = (0.15 * rng.normal(size=shape)).astype(np.float32)
+            tensors[f"model.layers.{i}.{name}.weight"] = (0.15 * rng.normal(size=shape)).astype(
+                np.float32
+            )
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{i}.{name}.weight"] = ones
     config = {
@@ -87,7 +93,11 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0], "chat_template": CHAT_TEMPLATE}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL[0],
+        "chat_template": CHAT_TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -96,7 +106,11 @@ def write_draft(folder: Path) -> Path:
     embedding, head = text_weights()
     del embedding
     kept = np.array([t for t in range(256) if t % 4 != 3])
-    eye, nothing, ones = np.eye(HIDDEN, dtype=np.float32), np.zeros((HIDDEN, HIDDEN), np.float32), np.ones(HIDDEN, np.float32)
+    eye, nothing, ones = (
+        np.eye(HIDDEN, dtype=np.float32),
+        np.zeros((HIDDEN, HIDDEN), np.float32),
+        np.ones(HIDDEN, np.float32),
+    )
     own_row = np.concatenate([eye, nothing], axis=1)  # of [embedding, hidden] just the embedding
     layer = {
         "self_attn.q_proj": 3 * own_row,
@@ -110,10 +124,13 @@ def write_draft(folder: Path) -> Path:
         "hidden_norm": ones,
         "post_attention_layernorm": ones,
     }
-    tensors = {f"layers.0.{name}.weight": np.ascontiguousarray(value) for name, value in layer.items()}
+    tensors = {
+        f"layers.0.{name}.weight": np.ascontiguousarray(value) for name, value in layer.items()
+    }
     tensors |= {
         "fc.weight": np.zeros((HIDDEN, 3 * HIDDEN), np.float32),
-        "norm.weight": 0.1 * ones,  # with norm_output: what is fed back weighs little beside the next embedding
+        "norm.weight": 0.1
+        * ones,  # with norm_output: what is fed back weighs little beside the next embedding
         "lm_head.weight": 10 * head[kept],
         "d2t": kept - np.arange(len(kept)),
         "t2d": np.isin(np.arange(VOCAB), kept),
@@ -161,7 +178,9 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
         copy = tmp_path / f"{folder.name}-copy"
         shutil.copytree(folder, copy)
         config = json.loads((copy / "config.json").read_text()) | (changes or {})
-        (copy / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+        (copy / "config.json").write_text(
+            json.dumps({k: v for k, v in config.items() if v is not None})
+        )
         if drop:
             (copy / drop).unlink()
         return copy
@@ -185,8 +204,23 @@ def run_tiny(run_generate: Run, target: Path, draft: Path) -> Run:
     """The same on the tiny models: 24 tokens, two prompts unless the arguments say otherwise."""
 
     def run(*args: Any) -> Result:
-        own = [] if {"--prompt", "--dataset"} & set(args) else ["--prompt", "Hello there", "--prompt", "Why?"]
-        return run_generate("--target", target, "--draft", draft, "--max-tokens", 24, "--max-model-len", 512, *own, *args)
+        own = (
+            []
+            if {"--prompt", "--dataset"} & set(args)
+            else ["--prompt", "Hello there", "--prompt", "Why?"]
+        )
+        return run_generate(
+            "--target",
+            target,
+            "--draft",
+            draft,
+            "--max-tokens",
+            24,
+            "--max-model-len",
+            512,
+            *own,
+            *args,
+        )
 
     return run
 

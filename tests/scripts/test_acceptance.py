@@ -16,7 +16,11 @@ from jaxspec.tools.acceptance.summary import Case, Result, figures, length, rate
 from scripts import acceptance
 from tests.scripts.conftest import runner
 
-PROMPTS = ["Hello there", "Why?", "A longer prompt, so that one of them takes more than a single chunk of tokens to be read."]
+PROMPTS = [
+    "Hello there",
+    "Why?",
+    "A longer prompt, so that one of them takes more than a single chunk of tokens to be read.",
+]
 MAX_TOKENS = 40
 BEGIN, END = show.markers(show.SCRIPT)
 
@@ -28,14 +32,28 @@ def llm(target: Path, draft: Path) -> LLM:
 
 def load(target: Path, draft: Path, rule: str, drafts: str, K: int) -> LLM:
     speculative = SpeculativeConfig(
-        model=str(draft), num_speculative_tokens=K, rejection_sample_method=rule, draft_sample_method=drafts, norm_output=True
+        model=str(draft),
+        num_speculative_tokens=K,
+        rejection_sample_method=rule,
+        draft_sample_method=drafts,
+        norm_output=True,
     )
-    return LLM.from_pretrained(str(target), speculative=speculative, dtype="float32", max_model_len=512, max_num_seqs=4)
+    return LLM.from_pretrained(
+        str(target), speculative=speculative, dtype="float32", max_model_len=512, max_num_seqs=4
+    )
 
 
 @pytest.fixture(scope="module")
 def recorder(llm: LLM) -> Recorder:
-    pair = Pair(llm.target_config, llm.draft_config, llm.params, 4, llm.eos_token_ids, llm.dtype, llm.kernels)
+    pair = Pair(
+        llm.target_config,
+        llm.draft_config,
+        llm.params,
+        4,
+        llm.eos_token_ids,
+        llm.dtype,
+        llm.kernels,
+    )
     return Recorder(pair, max_num_seqs=4, max_tokens=400)
 
 
@@ -54,12 +72,18 @@ def encoded(llm: LLM) -> list[list[int]]:
         pytest.param("probabilistic", "greedy", 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_masked_drafts_are_the_engine_with_fewer(target, draft, recorder, encoded, rule, drafts, temperature):
+def test_masked_drafts_are_the_engine_with_fewer(
+    target, draft, recorder, encoded, rule, drafts, temperature
+):
     """Tokens and counts: a program for K = 4 with 3 drafts wanted, against LLM.generate with K = 3 and the same seeds."""
     engine = load(target, draft, rule, drafts, 3)
-    params = [SamplingParams(temperature, seed=7 + i, max_tokens=MAX_TOKENS) for i in range(len(encoded))]
+    params = [
+        SamplingParams(temperature, seed=7 + i, max_tokens=MAX_TOKENS) for i in range(len(encoded))
+    ]
     outputs = engine.generate(encoded, params)
-    counts, texts = recorder.run(Requests(encoded, temperature, MAX_TOKENS, seed=7), rule, drafts, 3)
+    counts, texts = recorder.run(
+        Requests(encoded, temperature, MAX_TOKENS, seed=7), rule, drafts, 3
+    )
     assert texts == [output.token_ids for output in outputs]
     assert counts.rounds.sum() == engine.metrics.num_drafts
     assert counts.accepted.sum(axis=0).tolist() == engine.metrics.accepted_per_position
@@ -68,13 +92,23 @@ def test_masked_drafts_are_the_engine_with_fewer(target, draft, recorder, encode
 
 
 @pytest.mark.parametrize(
-    "rule", ["block", pytest.param("strict", marks=pytest.mark.slow), pytest.param("probabilistic", marks=pytest.mark.slow)]
+    "rule",
+    [
+        "block",
+        pytest.param("strict", marks=pytest.mark.slow),
+        pytest.param("probabilistic", marks=pytest.mark.slow),
+    ],
 )
 def test_measured_acceptance_is_what_theory_expects(recorder, encoded, rule):
     """96 requests from three prompts: in mean length and in each position, within 4.5 standard errors; and the text is the target's."""
-    counts, _ = recorder.run(Requests(encoded * 32, 1.0, MAX_TOKENS, seed=100), rule, "probabilistic", 4)
+    counts, _ = recorder.run(
+        Requests(encoded * 32, 1.0, MAX_TOKENS, seed=100), rule, "probabilistic", 4
+    )
     f = figures(Result(Case("prompts", 1.0, rule, "probabilistic", 4), counts))
-    assert abs(f["measured_minus_expected_length"]) < 4.5 * f["measured_minus_expected_length_standard_error"]
+    assert (
+        abs(f["measured_minus_expected_length"])
+        < 4.5 * f["measured_minus_expected_length_standard_error"]
+    )
     expected = np.array(f[f"expected_per_position_{rule}"])
     off = (counts.accepted - counts.expected[rule]) / 1.0
     error = np.sqrt((off**2).sum(axis=0)) / counts.rounds.sum()
@@ -84,7 +118,10 @@ def test_measured_acceptance_is_what_theory_expects(recorder, encoded, rule):
 
 
 def test_a_seed_gives_the_same_counts_again(recorder, encoded):
-    a, b = (recorder.run(Requests(encoded, 1.0, 12, seed=3), "probabilistic", "probabilistic", 2)[0] for _ in range(2))
+    a, b = (
+        recorder.run(Requests(encoded, 1.0, 12, seed=3), "probabilistic", "probabilistic", 2)[0]
+        for _ in range(2)
+    )
     assert a.accepted.tolist() == b.accepted.tolist() and a.accepted.shape == (3, 2)
 
 
@@ -93,11 +130,18 @@ def test_standard_errors_are_those_of_repeated_samples(recorder, encoded):
     rng = np.random.default_rng(0)
 
     def draw():
-        base, _ = recorder.run(Requests(encoded[:1], 1.0, 2, seed=0), "probabilistic", "probabilistic", 2)
+        base, _ = recorder.run(
+            Requests(encoded[:1], 1.0, 2, seed=0), "probabilistic", "probabilistic", 2
+        )
         rounds = rng.integers(10, 30, 60)
         accepted = np.stack([rng.binomial(rounds, 0.6), np.zeros(60, int)], axis=1)
         accepted[:, 1] = rng.binomial(accepted[:, 0], 0.5)
-        return type(base)(**(vars(base) | {"rounds": rounds, "accepted": accepted, "tokens": rounds, "expected": {}}))
+        return type(base)(
+            **(
+                vars(base)
+                | {"rounds": rounds, "accepted": accepted, "tokens": rounds, "expected": {}}
+            )
+        )
 
     samples = [draw() for _ in range(60)]
     spread = np.std([1 + s.accepted.sum() / s.rounds.sum() for s in samples])
@@ -112,8 +156,30 @@ def files(target, draft, tmp_path_factory) -> Path:
     for name, texts in (("one", PROMPTS[:2]), ("two", PROMPTS[2:])):
         (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": t}) for t in texts))
     (folder / "page.md").write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
-    args = ["--target", target, "--draft", draft, "--dataset", folder / "one.jsonl", "--dataset", folder / "two.jsonl", "--max-num-seqs", 4]
-    args += ["--num-speculative-tokens", 2, "--sweep", 3, "--max-tokens", 12, "--rules", "strict,probabilistic", "--dtype", "float32"]
+    args = [
+        "--target",
+        target,
+        "--draft",
+        draft,
+        "--dataset",
+        folder / "one.jsonl",
+        "--dataset",
+        folder / "two.jsonl",
+        "--max-num-seqs",
+        4,
+    ]
+    args += [
+        "--num-speculative-tokens",
+        2,
+        "--sweep",
+        3,
+        "--max-tokens",
+        12,
+        "--rules",
+        "strict,probabilistic",
+        "--dtype",
+        "float32",
+    ]
     args += ["--temperature", 1, "--drafts", "probabilistic", "--output-json", folder / "run.json"]
     result = runner(acceptance.main)(*args, "--markdown", folder / "page.md")
     assert result.exit_code == 0, result.output
@@ -124,22 +190,60 @@ def files(target, draft, tmp_path_factory) -> Path:
 def test_every_case_is_written(files):
     record = json.loads((files / "run.json").read_text())
     cases = [tuple(r["case"].values()) for r in record["results"]]
-    first = [("one", 1.0, rule, "probabilistic", k) for rule in ("strict", "probabilistic") for k in (1, 2, 3)]
+    first = [
+        ("one", 1.0, rule, "probabilistic", k)
+        for rule in ("strict", "probabilistic")
+        for k in (1, 2, 3)
+    ]
     assert cases == [*first, ("two", 1.0, "probabilistic", "probabilistic", 2)]
     assert record["num_programs"] == 3  # strict, probabilistic, and prefill
 
 
 def test_greedy_cases_and_other_kinds_of_drafts_are_planned():
-    cases = [tuple(vars(c).values()) for c in acceptance.plan(["a", "b"], [0.0, 0.5], ["block"], ["probabilistic", "greedy"], 2, [1, 2])]
-    greedy = [("a", 0.0, "probabilistic", "greedy", 1), ("a", 0.0, "probabilistic", "greedy", 2), ("b", 0.0, "probabilistic", "greedy", 2)]
-    sampled = [("a", 0.5, "block", "probabilistic", 1), ("a", 0.5, "block", "probabilistic", 2), ("a", 0.5, "block", "greedy", 2)]
+    cases = [
+        tuple(vars(c).values())
+        for c in acceptance.plan(
+            ["a", "b"], [0.0, 0.5], ["block"], ["probabilistic", "greedy"], 2, [1, 2]
+        )
+    ]
+    greedy = [
+        ("a", 0.0, "probabilistic", "greedy", 1),
+        ("a", 0.0, "probabilistic", "greedy", 2),
+        ("b", 0.0, "probabilistic", "greedy", 2),
+    ]
+    sampled = [
+        ("a", 0.5, "block", "probabilistic", 1),
+        ("a", 0.5, "block", "probabilistic", 2),
+        ("a", 0.5, "block", "greedy", 2),
+    ]
     assert cases == [*greedy, *sampled, ("b", 0.5, "probabilistic", "probabilistic", 2)]
 
 
 @pytest.mark.slow
 def test_the_engine_counts_what_the_recorded_rounds_do(target, draft, files, tmp_path):
-    args = ["--target", target, "--draft", draft, "--dataset", files / "one.jsonl", "--max-num-seqs", 4, "--num-speculative-tokens", 2]
-    args += ["--sweep", 0, "--max-tokens", 24, "--temperature", 0, "--dtype", "float32", "--check-engine"]
+    args = [
+        "--target",
+        target,
+        "--draft",
+        draft,
+        "--dataset",
+        files / "one.jsonl",
+        "--max-num-seqs",
+        4,
+        "--num-speculative-tokens",
+        2,
+    ]
+    args += [
+        "--sweep",
+        0,
+        "--max-tokens",
+        24,
+        "--temperature",
+        0,
+        "--dtype",
+        "float32",
+        "--check-engine",
+    ]
     result = runner(acceptance.main)(*args, "--output-json", tmp_path / "run.json")
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "run.json").read_text())
@@ -147,12 +251,17 @@ def test_the_engine_counts_what_the_recorded_rounds_do(target, draft, files, tmp
     counted = record["check"]["engine"]
     assert counted["mean_acceptance_length"] == pytest.approx(ours["mean_acceptance_length"])
     assert counted["num_drafts"] == ours["num_rounds"]
-    assert f"LLM.generate has length {counted['mean_acceptance_length']:.3f}, this script" in result.output
+    assert (
+        f"LLM.generate has length {counted['mean_acceptance_length']:.3f}, this script"
+        in result.output
+    )
 
 
 def test_tables_and_sentences(files):
     page, shown = (files / "page.md").read_text(), (files / "stdout").read_text()
-    assert page.startswith("before\n") and page.endswith(f"{END}\n\nafter\n") and "\nold\n" not in page
+    assert (
+        page.startswith("before\n") and page.endswith(f"{END}\n\nafter\n") and "\nold\n" not in page
+    )
     for text in (
         "Acceptance at K = 2",
         "Mean acceptance length by K",
@@ -165,7 +274,9 @@ def test_tables_and_sentences(files):
 
 def test_the_figure_is_drawn(files, tmp_path):
     pytest.importorskip("matplotlib")
-    result = runner(acceptance.main)("--from-json", files / "run.json", "--plot", tmp_path / "figure.png")
+    result = runner(acceptance.main)(
+        "--from-json", files / "run.json", "--plot", tmp_path / "figure.png"
+    )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
@@ -183,11 +294,23 @@ def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch)
     ("args", "sentence"),
     [
         ([], "--dataset: expected at least one"),
-        (["--dataset", "x.jsonl", "--rules", "stern"], "--rules: expected some of strict, probabilistic, block"),
+        (
+            ["--dataset", "x.jsonl", "--rules", "stern"],
+            "--rules: expected some of strict, probabilistic, block",
+        ),
         (["--dataset", "nowhere.jsonl"], "--dataset nowhere.jsonl: expected"),
-        (["--dataset", "x.jsonl", "--num-speculative-tokens", 0], "--num-speculative-tokens: expected at least 1, got 0"),
-        (["--from-json", "x.jsonl"], "--from-json x.jsonl: expected a file that --output-json wrote"),
-        (["--dataset", "x.jsonl", "--markdown", "x.jsonl"], "--markdown x.jsonl: expected a file with the lines"),
+        (
+            ["--dataset", "x.jsonl", "--num-speculative-tokens", 0],
+            "--num-speculative-tokens: expected at least 1, got 0",
+        ),
+        (
+            ["--from-json", "x.jsonl"],
+            "--from-json x.jsonl: expected a file that --output-json wrote",
+        ),
+        (
+            ["--dataset", "x.jsonl", "--markdown", "x.jsonl"],
+            "--markdown x.jsonl: expected a file with the lines",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(args, sentence, tmp_path, monkeypatch):

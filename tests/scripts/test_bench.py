@@ -43,22 +43,67 @@ def weights() -> workload.Weights:
 # --- scripts/bench.py -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "temperature", "rule"), [("eagle3", 1, "probabilistic"), ("eagle", 0, "strict")])
+@pytest.mark.parametrize(
+    ("method", "temperature", "rule"), [("eagle3", 1, "probabilistic"), ("eagle", 0, "strict")]
+)
 def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperature, rule):
     path, profile = tmp_path / "bench.json", tmp_path / "trace"
     extra = ["--profile", profile] if method == "eagle3" else []
-    arguments = ["--model", "tiny", "--method", method, "--batch", 2, "--temperature", temperature, "--rule", rule, "--context", 70]
+    arguments = [
+        "--model",
+        "tiny",
+        "--method",
+        method,
+        "--batch",
+        2,
+        "--temperature",
+        temperature,
+        "--rule",
+        rule,
+        "--context",
+        70,
+    ]
     rounds = 1 if method == "eagle3" else 2
-    result = run_bench(*arguments, "--rounds", 8 * rounds, "--rounds-per-step", rounds, "--repeats", 1, "--output-json", path, *extra)
+    result = run_bench(
+        *arguments,
+        "--rounds",
+        8 * rounds,
+        "--rounds-per-step",
+        rounds,
+        "--repeats",
+        1,
+        "--output-json",
+        path,
+        *extra,
+    )
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
-    assert {"driver", "flags", "versions", "devices", "bytes_per_second", "flops_per_second", "memory_limit"} <= set(record)
+    assert {
+        "driver",
+        "flags",
+        "versions",
+        "devices",
+        "bytes_per_second",
+        "flops_per_second",
+        "memory_limit",
+    } <= set(record)
     (case,) = record["cases"]
     assert list(case["parts"]) == list(workload.PARTS)
     assert all(part["seconds"] > 0 and len(part["samples"]) == 1 for part in case["parts"].values())
-    assert case["parts"]["engine"]["rounds_per_step"] == rounds == record["settings"]["rounds_per_step"]
-    assert 1 < case["parts"]["engine"]["acceptance_length"] <= 4 and case["parts"]["rebuild"]["share_of_round"] > 0
-    assert case["floor_over_round"] > 0 and case["tokens_per_second"] > 0 and case["floor"]["bytes"] > case["plain_floor"]["bytes"]
+    assert (
+        case["parts"]["engine"]["rounds_per_step"]
+        == rounds
+        == record["settings"]["rounds_per_step"]
+    )
+    assert (
+        1 < case["parts"]["engine"]["acceptance_length"] <= 4
+        and case["parts"]["rebuild"]["share_of_round"] > 0
+    )
+    assert (
+        case["floor_over_round"] > 0
+        and case["tokens_per_second"] > 0
+        and case["floor"]["bytes"] > case["plain_floor"]["bytes"]
+    )
     assert case["implementations"]["attention"] and case["name"] in result.stdout
     assert not extra or list(profile.rglob("*.xplane.pb"))
 
@@ -70,7 +115,10 @@ def test_the_round_is_timed_on_donated_state(weights, compilation):
     before = jax.tree.leaves((load.state.target_caches, load.state.draft_caches))
     load.time_round()
     assert all(x.is_deleted() for x in before)
-    assert all(np.count_nonzero(x) > 0.99 * x.size for x in map(np.asarray, jax.tree.leaves(load.state.target_caches)))
+    assert all(
+        np.count_nonzero(x) > 0.99 * x.size
+        for x in map(np.asarray, jax.tree.leaves(load.state.target_caches))
+    )
     load.time_plain()
     load.time_round()  # the plain step hands back what it took
 
@@ -79,7 +127,9 @@ def test_the_engines_time_is_a_rounds_however_many_a_step_has(weights, monkeypat
     """By a clock that ticks when it is asked, as often in every step."""
     seconds = {}
     for rounds in (1, 2):
-        load = workload.Workload(TINY, weights, {}, workload.Effort(rounds=32, repeats=1, rounds_per_step=rounds))
+        load = workload.Workload(
+            TINY, weights, {}, workload.Effort(rounds=32, repeats=1, rounds_per_step=rounds)
+        )
         with monkeypatch.context() as patch:
             patch.setattr(workload.time, "perf_counter", itertools.count().__next__)
             seconds[rounds] = load.time_engine()["seconds"]
@@ -89,7 +139,11 @@ def test_the_engines_time_is_a_rounds_however_many_a_step_has(weights, monkeypat
 def test_weights_are_shared_between_the_cases_of_a_model(weights):
     target, draft = weights.get(TINY)
     again, other = weights.get(replace(TINY, method="eagle", batch=1))
-    assert target is again and other["lm_head"] is target["lm_head"] and draft["lm_head"] is not target["lm_head"]
+    assert (
+        target is again
+        and other["lm_head"] is target["lm_head"]
+        and draft["lm_head"] is not target["lm_head"]
+    )
     assert all(np.asarray(x).any() for x in jax.tree.leaves((target, draft)))
     head = np.asarray(target["lm_head"])
     assert head.std() == pytest.approx(head.shape[0] ** -0.5, rel=0.1)
@@ -97,11 +151,24 @@ def test_weights_are_shared_between_the_cases_of_a_model(weights):
 
 def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "environment", lambda: bench_environment(memory_limit=2 << 30))
-    monkeypatch.setattr(bench, "measure_rates", lambda: {"bytes_per_second": 1e12, "flops_per_second": 1e15})
-    result = run_bench("--batch", 64, "--context", 32768, "--temperature", 0, "--output-json", tmp_path / "bench.json")
+    monkeypatch.setattr(
+        bench, "measure_rates", lambda: {"bytes_per_second": 1e12, "flops_per_second": 1e15}
+    )
+    result = run_bench(
+        "--batch",
+        64,
+        "--context",
+        32768,
+        "--temperature",
+        0,
+        "--output-json",
+        tmp_path / "bench.json",
+    )
     assert result.exit_code == 0, result.output
     (case,) = json.loads((tmp_path / "bench.json").read_text())["cases"]
-    assert re.fullmatch(r"needs \d{3}\.\d GB of device memory, 2\.1 GB are there", case["skipped"]), case
+    assert re.fullmatch(
+        r"needs \d{3}\.\d GB of device memory, 2\.1 GB are there", case["skipped"]
+    ), case
 
 
 def bench_environment(memory_limit: int | None) -> dict[str, Any]:
@@ -121,11 +188,20 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
         (["--model", "gpt-5"], "--model: expected among llama-3-8b"),
         (["--batch", "one"], "--batch: expected numbers with commas between them, got 'one'"),
         (["--preset", "all"], "--preset: expected one of issue, axes, full, hybrid, got 'all'"),
-        (["--preset", "issue", "--batch", "4"], "--preset issue: expected settings that some of its cases have"),
+        (
+            ["--preset", "issue", "--batch", "4"],
+            "--preset issue: expected settings that some of its cases have",
+        ),
         (["--temperature", "0,-1"], "--temperature: expected a number of at least 0, got -1"),
         (["--temperature", "nan"], "--temperature: expected a number of at least 0, got nan"),
-        (["--acceptance-length", "5"], "synthetic_acceptance_length: expected a number in [1, 4], got 5"),
-        (["--implementation", "matmuls=x"], "--implementation: expected auto, a name, or op=name with op among"),
+        (
+            ["--acceptance-length", "5"],
+            "synthetic_acceptance_length: expected a number in [1, 4], got 5",
+        ),
+        (
+            ["--implementation", "matmuls=x"],
+            "--implementation: expected auto, a name, or op=name with op among",
+        ),
         (["--parts", "round,all"], "--parts: expected among plain, draft"),
         (["--rounds", "2"], "--rounds, --repeats: expected at least 8 and 1"),
         (["--pause", "-1"], "--pause: expected 0 to 60 seconds, got -1.0"),
@@ -143,9 +219,14 @@ def test_bad_input_is_one_sentence(arguments, sentence):
 
 def test_the_issue_preset_holds_every_case_that_has_a_target():
     cases = select("issue", {})
-    assert {(c.model, c.batch, c.temperature) for c in cases} == {(*key, t) for key in TARGETS for t in (0.0, 1.0)}
+    assert {(c.model, c.batch, c.temperature) for c in cases} == {
+        (*key, t) for key in TARGETS for t in (0.0, 1.0)
+    }
     assert all(target_of(case) for case in cases)
-    assert target_of(replace(cases[0], context=4096)) is None and target_of(replace(cases[0], num_speculative_tokens=5)) is None
+    assert (
+        target_of(replace(cases[0], context=4096)) is None
+        and target_of(replace(cases[0], num_speculative_tokens=5)) is None
+    )
 
 
 @pytest.mark.parametrize("preset", ["axes", "full"])
@@ -157,12 +238,21 @@ def test_the_presets_reach_every_value_of_the_matrix(preset):
     assert {c.model for c in cases} == set(MODELS) - {"tiny", *HYBRID}
     assert len({case.name for case in cases}) == len(cases) and len(cases) < 700
     models_in_order = [case.model for case in cases]
-    assert sorted(models_in_order, key=list(MODELS).index) == models_in_order  # weights are made once a model
+    assert (
+        sorted(models_in_order, key=list(MODELS).index) == models_in_order
+    )  # weights are made once a model
 
 
 def test_flags_pick_from_a_preset_and_greedy_rules_are_one():
     assert {c.batch for c in select("full", {"batch": [1, 4]})} == {1, 4}
-    assert len(select(None, {"model": ["tiny"], "temperature": [0.0], "rule": ["strict", "probabilistic"]})) == 1
+    assert (
+        len(
+            select(
+                None, {"model": ["tiny"], "temperature": [0.0], "rule": ["strict", "probabilistic"]}
+            )
+        )
+        == 1
+    )
     assert set(PRESETS) == {"issue", "axes", "full", "hybrid"}
 
 
@@ -178,12 +268,20 @@ def test_the_floor_of_an_8b_round_is_what_it_must_read():
     """15.01 GB of target weights, 2.35 GB of three draft steps."""
     cfg, plain = configured(Case("llama-3-8b"))
     floor = round_floor(cfg, 1, 400, 2)
-    assert floor.target_weights == pytest.approx(15.01e9, rel=1e-3) and floor.draft_weights == pytest.approx(2.347e9, rel=1e-3)
+    assert floor.target_weights == pytest.approx(
+        15.01e9, rel=1e-3
+    ) and floor.draft_weights == pytest.approx(2.347e9, rel=1e-3)
     assert floor.kv == 400 * 2 * 8 * 128 * 2 * (32 + 3)
     assert floor.logits == 2 * 4 * 4 * 128256 + 2 * 4 * 3 * 32000
     step = round_floor(plain, 1, 400, 2)
-    assert step.draft_weights == 0 and step.target_weights == pytest.approx(floor.target_weights, rel=1e-4)
-    assert step.bytes < floor.bytes == floor.target_weights + floor.draft_weights + floor.kv + floor.logits
+    assert step.draft_weights == 0 and step.target_weights == pytest.approx(
+        floor.target_weights, rel=1e-4
+    )
+    assert (
+        step.bytes
+        < floor.bytes
+        == floor.target_weights + floor.draft_weights + floor.kv + floor.logits
+    )
 
 
 def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():
@@ -191,15 +289,23 @@ def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():
     floor = round_floor(cfg, 64, 400, 2)
     target = 2 * (15.01e9 / 2) * 256 + 4 * 256 * 400 * 32 * 4096
     fc, qkv, o, mlp, head = 12288 * 4096, 8192 * 6144, 4096 * 4096, 3 * 4096 * 14336, 4096 * 32000
-    draft = 2 * (256 * (fc + qkv) + 64 * (o + mlp) + 2 * 64 * (qkv + o + mlp) + 3 * 64 * head)  # step 0, the other two, all three
+    draft = 2 * (
+        256 * (fc + qkv) + 64 * (o + mlp) + 2 * 64 * (qkv + o + mlp) + 3 * 64 * head
+    )  # step 0, the other two, all three
     assert floor.flops == pytest.approx(target + draft, rel=1e-3)
     times = floor.to_dict(4.5e12, 750e12)
-    assert times["seconds"] == max(times["bytes_seconds"], times["arithmetic_seconds"]) == times["arithmetic_seconds"]
+    assert (
+        times["seconds"]
+        == max(times["bytes_seconds"], times["arithmetic_seconds"])
+        == times["arithmetic_seconds"]
+    )
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "strict"])
 def test_noise_need_not_move(rule):
-    greedy, sampled = (configured(Case("smollm2-135m", temperature=t, rule=rule))[0] for t in (0.0, 1.0))
+    greedy, sampled = (
+        configured(Case("smollm2-135m", temperature=t, rule=rule))[0] for t in (0.0, 1.0)
+    )
     assert round_floor(sampled, 2, 400, 2) == round_floor(greedy, 2, 400, 2)
 
 
@@ -225,7 +331,9 @@ def test_the_floor_counts_the_experts_that_are_hit_and_the_tokens_that_a_window_
     one, four = round_floor(plain, 1, 4000, 2), round_floor(cfg, 1, 4000, 2)
     experts = 24 * 32 * (2880 * 2 * 2880 + 2880 * 2880 + 3 * 2880) * 2
     fixed = one.target_weights - experts * 4 / 32
-    assert fixed == pytest.approx(2 * (201088 * 2880 + 24 * 26.6e6), rel=0.01)  # the head, and attention
+    assert fixed == pytest.approx(
+        2 * (201088 * 2880 + 24 * 26.6e6), rel=0.01
+    )  # the head, and attention
     assert four.target_weights - fixed == pytest.approx(experts * (1 - (1 - 4 / 32) ** 4), rel=1e-2)
     assert one.kv == 12 * (4000 + 128) * 2 * 8 * 64 * 2
 
@@ -235,7 +343,9 @@ def test_the_floor_of_an_mtp_module_is_that_of_a_layer_of_the_target():
     floor = round_floor(cfg, 1, 400, 2)
     head, attention, expert = 2048 * 154880, 21e6, 3 * 2048 * 1536
     hit = 64 * 3 * 4 / 64  # of the row that each step is read of
-    assert floor.draft_weights == pytest.approx(2 * (3 * (head + attention + 2 * 2048 * 2048 + expert) + hit * expert), rel=0.05)
+    assert floor.draft_weights == pytest.approx(
+        2 * (3 * (head + attention + 2 * 2048 * 2048 + expert) + hit * expert), rel=0.05
+    )
     assert floor.kv == 400 * 576 * 2 * (47 + 3)
     with pytest.raises(ConfigError, match="--method eagle3: expected mtp with latent attention"):
         configured(Case("glm-4.7-flash"))
@@ -253,8 +363,14 @@ def test_forced_acceptance_has_the_rates_and_keeps_the_rules_last_token(weights,
     cfg, _, _ = workload.configure(case, "float32", {}, EFFORT)
     batch, keys = case.batch, jax.random.split(jax.random.key(5), 3)
     _, draft = weights.get(case)
-    tokens = draft["draft_to_target"][jax.random.randint(keys[0], (batch, 3), 0, cfg.draft.draft_vocab_size, jnp.int32)]
-    q = jax.random.normal(keys[1], (batch, 3, cfg.draft.draft_vocab_size)) if cfg.keeps_draft_logits else None
+    tokens = draft["draft_to_target"][
+        jax.random.randint(keys[0], (batch, 3), 0, cfg.draft.draft_vocab_size, jnp.int32)
+    ]
+    q = (
+        jax.random.normal(keys[1], (batch, 3, cfg.draft.draft_vocab_size))
+        if cfg.keeps_draft_logits
+        else None
+    )
     proposal = workload.Proposal(tokens, q)
     logits = jax.random.normal(keys[2], (batch, 4, cfg.target.vocab_size))
     sampling = jax.tree.map(jnp.asarray, sampling_state(range(batch), temperature))
@@ -262,25 +378,43 @@ def test_forced_acceptance_has_the_rates_and_keeps_the_rules_last_token(weights,
     seq_lens = jnp.full(batch, 70, jnp.int32)
 
     def run(cfg: Any) -> tuple[np.ndarray, np.ndarray]:
-        found = jax.jit(judge, static_argnums=0)(cfg, logits, proposal, draft["target_to_draft"], sampling, seq_lens, active)
+        found = jax.jit(judge, static_argnums=0)(
+            cfg, logits, proposal, draft["target_to_draft"], sampling, seq_lens, active
+        )
         return np.asarray(found.output_tokens), np.asarray(found.num_sampled)
 
-    rates = (0.8, 0.5, 0.5)  # each given that those before it were accepted: 1 + 0.8 + 0.4 + 0.2 tokens a round
-    (real, real_counts), (forced, counts) = run(replace(cfg, acceptance_rates=None)), run(replace(cfg, acceptance_rates=rates))
+    rates = (
+        0.8,
+        0.5,
+        0.5,
+    )  # each given that those before it were accepted: 1 + 0.8 + 0.4 + 0.2 tokens a round
+    (real, real_counts), (forced, counts) = (
+        run(replace(cfg, acceptance_rates=None)),
+        run(replace(cfg, acceptance_rates=rates)),
+    )
     assert counts[7] == 0 and (forced[7] == -1).all()
     live = np.arange(batch) != 7
     shares = [(counts[live] > accepted).mean() for accepted in range(5)]
-    np.testing.assert_allclose(shares, [1, 0.8, 0.4, 0.2, 0], atol=0.08)  # three standard deviations of 399 draws
+    np.testing.assert_allclose(
+        shares, [1, 0.8, 0.4, 0.2, 0], atol=0.08
+    )  # three standard deviations of 399 draws
     for row in np.flatnonzero(live):
         n = counts[row]
-        assert forced[row, : n - 1].tolist() == np.asarray(tokens)[row, : n - 1].tolist() and (forced[row, n:] == -1).all()
+        assert (
+            forced[row, : n - 1].tolist() == np.asarray(tokens)[row, : n - 1].tolist()
+            and (forced[row, n:] == -1).all()
+        )
         assert forced[row, n - 1] == real[row, real_counts[row] - 1]
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1.0, 1), (4.0, 4)])
 def test_a_whole_round_accepts_what_is_forced(weights, length, expected):
-    load = workload.Workload(replace(TINY, temperature=1.0, acceptance_length=length), weights, {}, EFFORT)
-    verification, _ = programs.run_round(load.cfg, load.params, load.state, load.block_table, "round")
+    load = workload.Workload(
+        replace(TINY, temperature=1.0, acceptance_length=length), weights, {}, EFFORT
+    )
+    verification, _ = programs.run_round(
+        load.cfg, load.params, load.state, load.block_table, "round"
+    )
     assert verification.num_sampled.tolist() == [expected] * TINY.batch
 
 
@@ -298,9 +432,15 @@ def test_back_to_back_waits_once_a_repeat_and_rewinds_between():
         rewound.append(1)
         return jnp.zeros((), jnp.int32)
 
-    found, last = timing.back_to_back(step, jnp.zeros((), jnp.int32), count=7, repeats=3, rewind=rewind)
+    found, last = timing.back_to_back(
+        step, jnp.zeros((), jnp.int32), count=7, repeats=3, rewind=rewind
+    )
     assert len(calls) == timing.DISCARDED + 3 * 7 and len(rewound) == 4 and int(last) == 7
-    assert len(found.samples) == 3 and found.best <= found.median and 0 < found.host <= max(found.samples)
+    assert (
+        len(found.samples) == 3
+        and found.best <= found.median
+        and 0 < found.host <= max(found.samples)
+    )
 
 
 def test_a_pause_is_before_each_repeat_and_in_no_sample(monkeypatch: pytest.MonkeyPatch):
@@ -314,7 +454,9 @@ def test_a_pause_is_before_each_repeat_and_in_no_sample(monkeypatch: pytest.Monk
         return x
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(timing.time, "sleep", lambda seconds: (slept.append(seconds), passes(seconds)))
+    monkeypatch.setattr(
+        timing.time, "sleep", lambda seconds: (slept.append(seconds), passes(seconds))
+    )
     found, _ = timing.back_to_back(step, jnp.zeros((), jnp.int32), count=2, repeats=3, pause=1.5)
     assert slept == [1.5] * 3 and found.samples == (1.0,) * 3
 
@@ -323,7 +465,11 @@ def test_a_chain_keeps_every_call_and_its_zero_stays_zero():
     """Four copies, four products in the compiled program, although they hold the same values."""
     x = jax.random.normal(jax.random.key(0), (64, 64))
     copies = [{"x": jnp.copy(x), "seq_lens": jnp.full(2, 3, jnp.int32)} for _ in range(4)]
-    compiled = jax.jit(timing.chain(lambda x, seq_lens: (x @ x, seq_lens))).lower(copies, jnp.zeros((), jnp.int32)).compile()
+    compiled = (
+        jax.jit(timing.chain(lambda x, seq_lens: (x @ x, seq_lens)))
+        .lower(copies, jnp.zeros((), jnp.int32))
+        .compile()
+    )
     assert compiled.as_text().count(" dot(") == 4, compiled.as_text()
     assert int(compiled(copies, jnp.zeros((), jnp.int32))) == 0
 
@@ -336,7 +482,9 @@ class FakeShape:
     rows: int
 
 
-def fake_op(x: jax.Array, mask: jax.Array, *, scale: float, implementation: str = "reference") -> jax.Array:
+def fake_op(
+    x: jax.Array, mask: jax.Array, *, scale: float, implementation: str = "reference"
+) -> jax.Array:
     if implementation == "kernel" and x.shape[0] > 4:
         raise ValueError(f"x: expected at most 4 rows, got {x.shape[0]}")
     return jnp.where(mask[:, None], x * scale, 0.0)
@@ -353,33 +501,58 @@ def fake(monkeypatch):
     shapes.SHAPES = {"small, 4 rows": FakeShape(4), "large, 8 rows": FakeShape(8)}
     shapes.make_inputs, shapes.bytes_moved = fake_inputs, lambda shape: shape.rows * 128 * 4 * 2
     shapes.flops = lambda shape: 10**15 if shape.rows == 8 else 1
-    monkeypatch.setattr(bench_kernels, "discover", lambda: [bench_kernels.Op("fake", fake_op, ("reference", "kernel"), shapes)])
+    monkeypatch.setattr(
+        bench_kernels,
+        "discover",
+        lambda: [bench_kernels.Op("fake", fake_op, ("reference", "kernel"), shapes)],
+    )
 
 
-def test_an_op_is_timed_on_its_named_shapes_and_what_is_unsupported_is_skipped_with_the_reason(fake, tmp_path):
+def test_an_op_is_timed_on_its_named_shapes_and_what_is_unsupported_is_skipped_with_the_reason(
+    fake, tmp_path
+):
     path = tmp_path / "kernels.json"
     result = run_kernels("--repeats", 1, "--output-json", path)
     assert result.exit_code == 0, result.output
-    kernels = {(k["shape"], k["implementation"]): k for k in json.loads(path.read_text())["kernels"]}
-    assert set(kernels) == {(s, i) for s in ("small, 4 rows", "large, 8 rows") for i in ("reference", "kernel")}
+    kernels = {
+        (k["shape"], k["implementation"]): k for k in json.loads(path.read_text())["kernels"]
+    }
+    assert set(kernels) == {
+        (s, i) for s in ("small, 4 rows", "large, 8 rows") for i in ("reference", "kernel")
+    }
     assert kernels["large, 8 rows", "kernel"] == {
         "op": "fake",
         "shape": "large, 8 rows",
         "implementation": "kernel",
         "skipped": "x: expected at most 4 rows, got 8",
     }
-    assert kernels["small, 4 rows", "kernel"]["bytes"] == 4096 and kernels["small, 4 rows", "kernel"]["seconds"] > 0
+    assert (
+        kernels["small, 4 rows", "kernel"]["bytes"] == 4096
+        and kernels["small, 4 rows", "kernel"]["seconds"] > 0
+    )
     assert "flops" not in kernels["small, 4 rows", "kernel"]  # its bytes take longer
     large = kernels["large, 8 rows", "reference"]
-    assert large["flops"] == 10**15 and f"{large['flops_per_second'] / 1e12:.0f} TFLOP/s" in result.stdout
+    assert (
+        large["flops"] == 10**15
+        and f"{large['flops_per_second'] / 1e12:.0f} TFLOP/s" in result.stdout
+    )
 
 
 def test_ops_shapes_and_implementations_are_picked_by_name(fake):
-    result = run_kernels("--op", "fake", "--shape", "small, 4", "--implementation", "kernel", "--repeats", 1)
-    assert result.exit_code == 0 and "fake small, 4 rows kernel:" in result.stdout and "large" not in result.stdout
+    result = run_kernels(
+        "--op", "fake", "--shape", "small, 4", "--implementation", "kernel", "--repeats", 1
+    )
+    assert (
+        result.exit_code == 0
+        and "fake small, 4 rows kernel:" in result.stdout
+        and "large" not in result.stdout
+    )
     for arguments, sentence in (
         (["--op", "nothing"], "error: --op: expected among fake, got nothing"),
-        (["--shape", "huge"], "error: --op, --shape, --implementation: expected some that go together"),
+        (
+            ["--shape", "huge"],
+            "error: --op, --shape, --implementation: expected some that go together",
+        ),
     ):
         result = run_kernels(*arguments)
         assert result.exit_code == 2 and result.stderr.startswith(sentence), result.output
@@ -394,24 +567,44 @@ def test_every_kernel_package_with_shapes_is_found_by_its_public_op():
 
 def test_an_implementation_names_every_op_or_one():
     assert workload.implementations("auto") == {}
-    assert workload.implementations("rejection_sampling=fast,attention=auto") == {"rejection_sampling": "fast"}
-    assert workload.implementations("fast,matmul=auto") == {f.name: "fast" for f in fields(Kernels) if f.name != "matmul"}
+    assert workload.implementations("rejection_sampling=fast,attention=auto") == {
+        "rejection_sampling": "fast"
+    }
+    assert workload.implementations("fast,matmul=auto") == {
+        f.name: "fast" for f in fields(Kernels) if f.name != "matmul"
+    }
     for text in ("attention=", "attentions=fast"):
         with pytest.raises(ConfigError, match="op=name"):
             workload.implementations(text)
     cfg, plain, _ = workload.configure(TINY, "float32", {"attention": "fast"}, EFFORT)
-    assert cfg.kernels.attention == plain.kernels.attention == "fast" and cfg.kernels.matmul == "reference"
+    assert (
+        cfg.kernels.attention == plain.kernels.attention == "fast"
+        and cfg.kernels.matmul == "reference"
+    )
 
 
 def test_cuda_graphs_are_the_engines_choice_unless_one_is_given():
-    own, given = (workload.configure(TINY, "float32", {}, replace(EFFORT, cuda_graphs=graphs))[0] for graphs in (None, False))
+    own, given = (
+        workload.configure(TINY, "float32", {}, replace(EFFORT, cuda_graphs=graphs))[0]
+        for graphs in (None, False)
+    )
     assert own.cuda_graphs and given == replace(own, cuda_graphs=False)
 
 
 def test_rounds_start_as_far_before_the_context_as_they_end_after_it():
-    made = workload.Workload(replace(TINY, context=70), workload.Weights("float32"), {}, replace(EFFORT, rounds=8, repeats=1))
+    made = workload.Workload(
+        replace(TINY, context=70),
+        workload.Weights("float32"),
+        {},
+        replace(EFFORT, rounds=8, repeats=1),
+    )
     grown = 2.56 * 8
     assert made.start == 70 - int(grown / 2)
     assert made.time_round()["acceptance_length"] == pytest.approx(2.56, abs=0.5)
     assert np.asarray(made.state.seq_lens).mean() == pytest.approx(made.start + grown, abs=4)
-    assert workload.Workload(replace(TINY, context=3), workload.Weights("float32"), {}, replace(EFFORT, rounds=8)).start == 1
+    assert (
+        workload.Workload(
+            replace(TINY, context=3), workload.Weights("float32"), {}, replace(EFFORT, rounds=8)
+        ).start
+        == 1
+    )

@@ -23,27 +23,55 @@ def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -
     """It asks for what is read, and goes on until it is ended."""
     program = folder / "nvidia-smi"
     asked = 'case "$*" in *timestamp,power.draw.instant,*) ;; *) exit 1 ;; esac'
-    program.write_text(f'#!/bin/sh\n{asked}\nwhile :; do t=$({moment}); printf "{READINGS}"; sleep 0.02; done\n')
+    program.write_text(
+        f'#!/bin/sh\n{asked}\nwhile :; do t=$({moment}); printf "{READINGS}"; sleep 0.02; done\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_loads_and_rounds_are_measured_between_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_and_rounds_are_measured_between_readings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_nvidia_smi(tmp_path, monkeypatch, "date '+%Y/%m/%d %H:%M:%S.%3N'")
-    result = run("--model", "tiny", "--batch", "1,2", "--seconds", 0.8, "--output-json", tmp_path / "power.json")
+    result = run(
+        "--model",
+        "tiny",
+        "--batch",
+        "1,2",
+        "--seconds",
+        0.8,
+        "--output-json",
+        tmp_path / "power.json",
+    )
     assert result.exit_code == 0, result.output
     loads = json.loads((tmp_path / "power.json").read_text())["loads"]
-    assert [load["name"].split(",")[0] for load in loads] == ["reads of 4 MiB", "128 x 128 x 128", "256 x 64 x 224", "round", "round"]
+    assert [load["name"].split(",")[0] for load in loads] == [
+        "reads of 4 MiB",
+        "128 x 128 x 128",
+        "256 x 64 x 224",
+        "round",
+        "round",
+    ]
     for load in loads:
-        assert load["watts"] == pytest.approx(600, abs=20) and load["megahertz"] == pytest.approx(1700, abs=40)
-        assert load["capped"] == pytest.approx(0.5, abs=0.1) and load["joules"] == pytest.approx(load["seconds"] * load["watts"])
+        assert load["watts"] == pytest.approx(600, abs=20) and load["megahertz"] == pytest.approx(
+            1700, abs=40
+        )
+        assert load["capped"] == pytest.approx(0.5, abs=0.1) and load["joules"] == pytest.approx(
+            load["seconds"] * load["watts"]
+        )
     assert "pJ/FLOP" in result.output and "pJ/B" in result.output
 
 
-def test_readings_of_another_time_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readings_of_another_time_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_nvidia_smi(tmp_path, monkeypatch, "echo '2026/01/01 00:00:00.000'")
     result = run("--model", "tiny", "--batch", "1", "--seconds", 0.2)
-    assert result.exit_code == 2 and "power: expected readings of nvidia-smi within 0.2 s, got none" in result.stderr
+    assert (
+        result.exit_code == 2
+        and "power: expected readings of nvidia-smi within 0.2 s, got none" in result.stderr
+    )
 
 
 def test_without_nvidia_smi_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +80,9 @@ def test_without_nvidia_smi_it_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     assert result.exit_code == 2 and "power: expected nvidia-smi" in result.stderr
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--batch", "1,x"), ("--batch", "0"), ("--seconds", "0")])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--batch", "1,x"), ("--batch", "0"), ("--seconds", "0")]
+)
 def test_bad_flags_are_one_sentence(flag: str, value: str) -> None:
     result = run("--model", "tiny", flag, value)
     assert result.exit_code == 2 and result.stderr.startswith(
@@ -68,5 +98,7 @@ def test_readings() -> None:
         1555.0,
         4,
     )
-    assert parse("No devices were found\n") is None and parse(f"{moment}, [N/A], 1980, 0x0\n") is None
+    assert (
+        parse("No devices were found\n") is None and parse(f"{moment}, [N/A], 1980, 0x0\n") is None
+    )
     assert Draw(0.009, 700, 1500, 1.0, 9).joules == pytest.approx(6.3)

@@ -15,12 +15,29 @@ from tests.scripts.conftest import runner
 run_bench = runner(bench_throughput.main)
 # PR #37639's rows.
 ROWS = (
-    *("successful requests", "failed requests", "maximum request concurrency", "benchmark duration (s)", "total input tokens"),
-    *("total generated tokens", "request throughput (req/s)", "output token throughput (tok/s)", "peak output token throughput (tok/s)"),
+    *(
+        "successful requests",
+        "failed requests",
+        "maximum request concurrency",
+        "benchmark duration (s)",
+        "total input tokens",
+    ),
+    *(
+        "total generated tokens",
+        "request throughput (req/s)",
+        "output token throughput (tok/s)",
+        "peak output token throughput (tok/s)",
+    ),
     *("peak concurrent requests", "total token throughput (tok/s)"),
     *(f"{of} {name} (ms)" for name in ("TTFT", "TPOT", "ITL") for of in ("mean", "median", "P99")),
 )
-DRAFT_ROWS = ("acceptance rate (%)", "acceptance length", "drafts", "draft tokens", "accepted tokens")
+DRAFT_ROWS = (
+    "acceptance rate (%)",
+    "acceptance length",
+    "drafts",
+    "draft tokens",
+    "accepted tokens",
+)
 
 
 def test_a_run_has_every_row_and_counts_every_token(tmp_path):
@@ -42,23 +59,42 @@ def test_a_run_has_every_row_and_counts_every_token(tmp_path):
     result = run_bench(*flags, "--request-rate", 500, "--rounds-per-step", 2, "--output-json", path)
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
-    assert [(r["method"], r["output_len"]) for r in record["runs"]] == [("plain", 9), ("plain", 1), ("strict", 9), ("strict", 1)]
+    assert [(r["method"], r["output_len"]) for r in record["runs"]] == [
+        ("plain", 9),
+        ("plain", 1),
+        ("strict", 9),
+        ("strict", 1),
+    ]
     for run in record["runs"]:
         found = run["results"]
         assert set(ROWS) <= set(found)
         assert (found["successful requests"], found["failed requests"]) == (5, 0)
-        assert (found["total input tokens"], found["total generated tokens"]) == (100, 5 * run["output_len"])
+        assert (found["total input tokens"], found["total generated tokens"]) == (
+            100,
+            5 * run["output_len"],
+        )
         assert found["peak concurrent requests"] <= 2
         if run["method"] == "strict":
             assert set(DRAFT_ROWS) <= set(found) and "acceptance at position 2 (%)" in found
             assert run["output_len"] == 1 or found["draft tokens"] == 3 * found["drafts"] > 0
     assert all(f"| {row} " in result.stdout for row in ROWS)
-    wide = [line for line in result.stdout.splitlines() if line.startswith("| peak concurrent requests")]
-    assert len(wide) == 2 and all(line.count("|") == 4 for line in wide), "a table for each output length, with a column for each rule"
+    wide = [
+        line for line in result.stdout.splitlines() if line.startswith("| peak concurrent requests")
+    ]
+    assert len(wide) == 2 and all(line.count("|") == 4 for line in wide), (
+        "a table for each output length, with a column for each rule"
+    )
 
 
 def test_a_wide_table_is_markdown_with_every_figure_whole(capsys):
-    runs = [{"method": "probabilistic", "concurrency": 64, "output_len": 1024, "results": {"output token throughput (tok/s)": 12345.678}}]
+    runs = [
+        {
+            "method": "probabilistic",
+            "concurrency": 64,
+            "output_len": 1024,
+            "results": {"output token throughput (tok/s)": 12345.678},
+        }
+    ]
     print_table(bench_throughput.table(runs * 24))
     (row,) = (line for line in capsys.readouterr().out.splitlines() if "throughput (tok/s)" in line)
     assert row.count("12,345.68") == 24
@@ -66,7 +102,20 @@ def test_a_wide_table_is_markdown_with_every_figure_whole(capsys):
 
 def test_no_run_finds_the_prompts_of_another_in_the_prefix_cache(tmp_path):
     path = tmp_path / "throughput.json"
-    flags = ["--model", "tiny", "--methods", "plain", "--concurrency", "1,6", "--num-prompts", 2, "--input-len", 70, "--output-len", "2,1"]
+    flags = [
+        "--model",
+        "tiny",
+        "--methods",
+        "plain",
+        "--concurrency",
+        "1,6",
+        "--num-prompts",
+        2,
+        "--input-len",
+        70,
+        "--output-len",
+        "2,1",
+    ]
     assert run_bench(*flags, "--output-json", path).exit_code == 0
     runs = json.loads(path.read_text())["runs"]
     assert [run["results"]["prefix queries"] for run in runs] == [140] * 4
@@ -94,6 +143,10 @@ def test_bad_flags_are_one_sentence(flags, sentence):
 def test_poisson_arrivals_have_the_rate_and_the_seed():
     load = throughput.Load(50.0, 4, seed=3)
     gaps = np.diff(load.arrivals(4000), prepend=0)
-    assert gaps.min() >= 0 and gaps.mean() == pytest.approx(1 / 50, rel=0.05) and gaps.std() == pytest.approx(1 / 50, rel=0.1)
+    assert (
+        gaps.min() >= 0
+        and gaps.mean() == pytest.approx(1 / 50, rel=0.05)
+        and gaps.std() == pytest.approx(1 / 50, rel=0.1)
+    )
     np.testing.assert_array_equal(load.arrivals(10), throughput.Load(50.0, 1, seed=3).arrivals(10))
     assert not throughput.Load(float("inf"), 4).arrivals(3).any()

@@ -14,11 +14,21 @@ def arguments(target, draft, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"turns": ["Hello there"]}\n{"turns": ["Why?"]}\n')
     tiny = ["--target", target, "--draft", draft, "--dataset", path, "--max-model-len", 512]
-    return [*tiny, "--max-tokens", 8, "--num-speculative-tokens", 2, "--output-json", tmp_path / "modes.json"]
+    return [
+        *tiny,
+        "--max-tokens",
+        8,
+        "--num-speculative-tokens",
+        2,
+        "--output-json",
+        tmp_path / "modes.json",
+    ]
 
 
 # eager compiles every primitive for every shape: most of two minutes where cores are shared
-@pytest.mark.parametrize("modes", [("round", "step"), pytest.param(("round", "step", "eager"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "modes", [("round", "step"), pytest.param(("round", "step", "eager"), marks=pytest.mark.slow)]
+)
 def test_the_modes_agree(run_compare_compilation, arguments, tmp_path, monkeypatch, modes):
     monkeypatch.setattr("scripts.compare_compilation.MODES", modes)
     result = run_compare_compilation(*arguments)
@@ -52,4 +62,6 @@ def test_a_difference_is_found(run_compare_compilation, arguments, tmp_path, mon
 
 def test_bad_input_is_one_sentence(run_compare_compilation):
     result = run_compare_compilation("--dataset", "nowhere.jsonl")
-    assert result.exit_code == 2 and result.stderr.startswith("error: --dataset nowhere.jsonl: expected")
+    assert result.exit_code == 2 and result.stderr.startswith(
+        "error: --dataset nowhere.jsonl: expected"
+    )

@@ -19,7 +19,10 @@ run = runner(compare_kernels.main)
 
 def test_without_kernels_there_is_nothing_to_exchange(target: Path, draft: Path) -> None:
     result = run("--target", target, "--draft", draft)
-    assert result.exit_code != 0 and "kernels: expected an op that is not the reference already" in result.stderr
+    assert (
+        result.exit_code != 0
+        and "kernels: expected an op that is not the reference already" in result.stderr
+    )
 
 
 def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
@@ -44,19 +47,36 @@ def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
     monkeypatch.setattr(kernels, "choose", choose)
     monkeypatch.setattr(compare_kernels, "LLM", Named)
     monkeypatch.setattr(llm.ModelRunner, "__init__", reference_runner(llm.ModelRunner.__init__))
-    args = ("--target", target, "--draft", draft, "--max-tokens", 8, "--output-json", tmp_path / "run.json", "--dtype", "float32")
+    args = (
+        "--target",
+        target,
+        "--draft",
+        draft,
+        "--max-tokens",
+        8,
+        "--output-json",
+        tmp_path / "run.json",
+        "--dtype",
+        "float32",
+    )
     assert run(*args).exit_code == 0
     wanted = [kernels.parse(text) for text in asked]
     differing = [[op for op, name in w.items() if name == "mosaic_gpu"] for w in wanted[1:]]
     assert differing == [["attention", "rms_norm"], ["rms_norm"], ["attention"], []]
-    assert all(r["points_moved"] == 0 for r in json.loads((tmp_path / "run.json").read_text())["runs"].values())
+    assert all(
+        r["points_moved"] == 0
+        for r in json.loads((tmp_path / "run.json").read_text())["runs"].values()
+    )
     monkeypatch.setattr(compare_kernels, "MOST_POINTS", -1.0)
     assert run(*args).exit_code == 1
     asked.clear()
     run(*args, "--ops", "rms_norm")
     assert [kernels.parse(text)["rms_norm"] for text in asked[1:]] == ["mosaic_gpu", "reference"]
     unknown = run(*args, "--ops", "rms_norm,matmul")
-    assert unknown.exit_code == 2 and "--ops: expected among attention, rms_norm, got matmul" in unknown.stderr
+    assert (
+        unknown.exit_code == 2
+        and "--ops: expected among attention, rms_norm, got matmul" in unknown.stderr
+    )
 
 
 def test_windows_start_from_what_the_text_says_before_them() -> None:
@@ -65,16 +85,28 @@ def test_windows_start_from_what_the_text_says_before_them() -> None:
     assert found == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [8]]
 
 
-def test_every_run_goes_along_the_text_of_the_kernels_as_chosen(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM.from_pretrained(str(target), speculative=SpeculativeConfig(model=str(draft), num_speculative_tokens=2), dtype="float32")
+def test_every_run_goes_along_the_text_of_the_kernels_as_chosen(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM.from_pretrained(
+        str(target),
+        speculative=SpeculativeConfig(model=str(draft), num_speculative_tokens=2),
+        dtype="float32",
+    )
     [text] = llm.generate(["a b c"], SamplingParams(0.0, max_tokens=12, ignore_eos=True))
     starts = compare_kernels.windows([text], 4)
     asked: list[list[list[int]]] = []
     generate = LLM.generate
-    monkeypatch.setattr(LLM, "generate", lambda self, prompts, *rest: asked.append(prompts) or generate(self, prompts, *rest))
+    monkeypatch.setattr(
+        LLM,
+        "generate",
+        lambda self, prompts, *rest: asked.append(prompts) or generate(self, prompts, *rest),
+    )
     metrics = compare_kernels.acceptance(llm, llm.kernels, starts, 4)
     assert asked == [starts] and len(starts) == 3
-    assert 3 <= metrics.num_drafts <= 9  # windows of four tokens: the first is prefill's, the others take one to three rounds
+    assert (
+        3 <= metrics.num_drafts <= 9
+    )  # windows of four tokens: the first is prefill's, the others take one to three rounds
 
 
 def reference_runner(init):
@@ -86,4 +118,7 @@ def test_the_largest_change_is_the_one_that_counts() -> None:
     for m, accepted in zip(metrics, ((2, 1, 0, 0), (2, 2, 2, 1)), strict=True):
         for n in accepted:
             m.observe(n)
-    assert compare_kernels.points_moved(*metrics) == pytest.approx(50.0) and compare_kernels.points_moved(metrics[0], metrics[0]) == 0
+    assert (
+        compare_kernels.points_moved(*metrics) == pytest.approx(50.0)
+        and compare_kernels.points_moved(metrics[0], metrics[0]) == 0
+    )

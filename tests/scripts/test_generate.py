@@ -52,7 +52,10 @@ def test_it_prints_texts_table_and_vllms_lines(run_tiny, tmp_path):
         f"num_accepted_tokens: {metrics['num_accepted_tokens']}",
         f"mean acceptance length: {1 + metrics['num_accepted_tokens'] / metrics['num_drafts']:.2f}",
         "-" * 50,
-        *(f"acceptance at token {i}: {rate:.2f}" for i, rate in enumerate(metrics["per_position_acceptance"])),
+        *(
+            f"acceptance at token {i}: {rate:.2f}"
+            for i, rate in enumerate(metrics["per_position_acceptance"])
+        ),
     ]
     assert "aux layers (boundary ids) [1, 2, 3]" in result.stdout
     assert "speculative decoding" in result.stderr
@@ -76,28 +79,52 @@ def test_json_holds_the_run(run_tiny, tmp_path):
         assert request["prompt_token_ids"][0] == 257  # the chat template's <|im_start|>
         assert request["finish_reason"] == "length" and request["text"]
     assert run["timings"]["decode_seconds"] > 0 and run["timings"]["num_rounds"] > 0
-    assert run["versions"]["python"] == ".".join(map(str, sys.version_info[:3])) and run["versions"]["jax"] == jax.__version__
+    assert (
+        run["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+        and run["versions"]["jax"] == jax.__version__
+    )
     assert set(run["versions"]) == {"python", "jax", "jaxlib", "jaxspec", "git_commit"}
     assert run["devices"][0]["platform"] == jax.default_backend()
-    assert run["settings"]["seed"] == 7 and run["settings"]["speculative"]["num_speculative_tokens"] == 3
+    assert (
+        run["settings"]["seed"] == 7
+        and run["settings"]["speculative"]["num_speculative_tokens"] == 3
+    )
     assert run["texts_agree"] is None and run["comparison"] is None
 
 
 def test_flags_go_before_the_json_config(run_tiny, tmp_path):
     path = tmp_path / "run.json"
     config = '{"method": "eagle3", "num_speculative_tokens": 5, "rejection_sample_method": "block", "draft_sample_method": "greedy"}'
-    result = run_tiny("--speculative-config", config, "--num-speculative-tokens", 2, "--output-json", path, "--quiet")
+    result = run_tiny(
+        "--speculative-config",
+        config,
+        "--num-speculative-tokens",
+        2,
+        "--output-json",
+        path,
+        "--quiet",
+    )
     assert result.exit_code == 0, result.output
     speculative = outcome(path)["settings"]["speculative"]
-    assert (speculative["num_speculative_tokens"], speculative["rejection_sample_method"]) == (2, "block")
+    assert (speculative["num_speculative_tokens"], speculative["rejection_sample_method"]) == (
+        2,
+        "block",
+    )
     assert speculative["draft_sample_method"] == "greedy"
 
 
 def test_no_speculation_decodes_plainly_to_the_same_text(run_tiny, tmp_path):
     assert run_tiny("--quiet", "--output-json", tmp_path / "a.json").exit_code == 0
     result = run_tiny("--no-speculation", "--quiet", "--output-json", tmp_path / "b.json")
-    assert result.exit_code == 0 and "num_drafts" not in result.stdout and "total_num_output_tokens: 48" in result.stdout
-    tokens = [[r["token_ids"] for r in outcome(tmp_path / name)["requests"]] for name in ("a.json", "b.json")]
+    assert (
+        result.exit_code == 0
+        and "num_drafts" not in result.stdout
+        and "total_num_output_tokens: 48" in result.stdout
+    )
+    tokens = [
+        [r["token_ids"] for r in outcome(tmp_path / name)["requests"]]
+        for name in ("a.json", "b.json")
+    ]
     assert tokens[0] == tokens[1]
 
 
@@ -109,7 +136,10 @@ def test_ignore_eos_goes_on(run_tiny, edited, target, tmp_path):
     args = ("--target", ends_early, "--quiet", "--output-json", path)
     assert run_tiny(*args).exit_code == 0
     stopped = outcome(path)["requests"][0]
-    assert stopped["finish_reason"] == "stop" and stopped["token_ids"] == first[: first.index(first[9]) + 1]
+    assert (
+        stopped["finish_reason"] == "stop"
+        and stopped["token_ids"] == first[: first.index(first[9]) + 1]
+    )
     assert run_tiny(*args, "--ignore-eos").exit_code == 0
     assert outcome(path)["requests"][0]["token_ids"] == first
 
@@ -135,7 +165,12 @@ def test_every_sampling_parameter_has_its_option(run_tiny, tmp_path):
         "--n": 2,
     }
     result = run_tiny(
-        *(x for flag in flags.items() for x in flag), "--include-stop-str-in-output", "--max-tokens", 8, "--output-json", path
+        *(x for flag in flags.items() for x in flag),
+        "--include-stop-str-in-output",
+        "--max-tokens",
+        8,
+        "--output-json",
+        path,
     )
     assert result.exit_code == 0, result.output
     run = outcome(path)
@@ -148,11 +183,19 @@ def test_every_sampling_parameter_has_its_option(run_tiny, tmp_path):
         assert settings[name] == expected, name
     assert settings["include_stop_str_in_output"] is True
     for request in run["requests"]:
-        assert [len(place) for place in request["prompt_logprobs"][1:]] == [1] * (len(request["prompt_token_ids"]) - 1)
+        assert [len(place) for place in request["prompt_logprobs"][1:]] == [1] * (
+            len(request["prompt_token_ids"]) - 1
+        )
         assert request["prompt_logprobs"][0] is None
         for text in (request, *request["further_texts"]):
-            assert set(text["token_ids"]) <= set(range(90, 200)) - {100, 101} and 99 not in text["token_ids"][:4]
-            assert all(str(token) in place for token, place in zip(text["token_ids"], text["logprobs"], strict=True))
+            assert (
+                set(text["token_ids"]) <= set(range(90, 200)) - {100, 101}
+                and 99 not in text["token_ids"][:4]
+            )
+            assert all(
+                str(token) in place
+                for token, place in zip(text["token_ids"], text["logprobs"], strict=True)
+            )
         assert len(request["further_texts"]) == 1
     assert result.stdout.count("text (") == 4
 
@@ -160,11 +203,23 @@ def test_every_sampling_parameter_has_its_option(run_tiny, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "value", "sentence"),
     [
-        ("--logit-bias", "[1]", "--logit-bias: expected a JSON object of numbers by token id, got '[1]'"),
+        (
+            "--logit-bias",
+            "[1]",
+            "--logit-bias: expected a JSON object of numbers by token id, got '[1]'",
+        ),
         ("--logit-bias", "{", "--logit-bias: expected a JSON object"),
-        ("--stop-token-ids", "1;2", "--stop-token-ids: expected token ids with commas between them, got '1;2'"),
+        (
+            "--stop-token-ids",
+            "1;2",
+            "--stop-token-ids: expected token ids with commas between them, got '1;2'",
+        ),
         ("--min-p", 2, "min_p: expected a number from 0 to 1, got 2.0"),
-        ("--banned-token-ids", 999999, "banned_token_ids: expected token ids in 0..258, got 999999"),
+        (
+            "--banned-token-ids",
+            999999,
+            "banned_token_ids: expected token ids in 0..258, got 999999",
+        ),
     ],
 )
 def test_a_wrong_sampling_option_is_one_sentence(run_tiny, flag, value, sentence):
@@ -175,11 +230,25 @@ def test_a_wrong_sampling_option_is_one_sentence(run_tiny, flag, value, sentence
 def test_raw_prompts_skip_the_chat_template(run_tiny, tmp_path):
     path = tmp_path / "run.json"
     assert run_tiny("--no-chat-template", "--quiet", "--output-json", path).exit_code == 0
-    assert [len(r["prompt_token_ids"]) for r in outcome(path)["requests"]] == [len("Hello there"), len("Why?")]
+    assert [len(r["prompt_token_ids"]) for r in outcome(path)["requests"]] == [
+        len("Hello there"),
+        len("Why?"),
+    ]
 
 
 def test_each_prompt_has_its_own_seed_and_a_run_repeats(run_tiny, tmp_path):
-    args = (*SAMPLED, "--prompt", "Why?", "--prompt", "Why?", "--seed", 5, "--quiet", "--output-json", tmp_path / "run.json")
+    args = (
+        *SAMPLED,
+        "--prompt",
+        "Why?",
+        "--prompt",
+        "Why?",
+        "--seed",
+        5,
+        "--quiet",
+        "--output-json",
+        tmp_path / "run.json",
+    )
     runs = []
     for _ in range(2):
         assert run_tiny(*args).exit_code == 0
@@ -195,20 +264,33 @@ def test_greedy_and_strict_texts_agree_with_plain_decoding(run_tiny, tmp_path):
         result = run_tiny("--compare", "--output-json", tmp_path / "run.json", *extra)
         assert result.exit_code == 0, result.output
         assert "texts agree: yes (2 of 2)" in result.stdout
-        assert re.search(r"speed-up over plain decoding: \d+\.\d\dx .*both warm, compilation not counted", result.stdout)
+        assert re.search(
+            r"speed-up over plain decoding: \d+\.\d\dx .*both warm, compilation not counted",
+            result.stdout,
+        )
         run = outcome(tmp_path / "run.json")
         assert run["texts_agree"] is True and run["comparison"]["differences"] == []
         assert run["metrics"]["num_accepted_tokens"] > 0
-        assert run["comparison"]["speed_up"] > 0 and run["comparison"]["plain_timings"]["num_output_tokens"] == 48
+        assert (
+            run["comparison"]["speed_up"] > 0
+            and run["comparison"]["plain_timings"]["num_output_tokens"] == 48
+        )
         assert run["settings"]["dtype"] == "float32"  # where texts must agree
 
 
 def test_sampled_texts_need_not_agree(run_tiny, tmp_path):
-    for extra in ((*SAMPLED, "--seed", 3), ("--rejection-sample-method", "synthetic", "--synthetic-acceptance-length", 4)):
+    for extra in (
+        (*SAMPLED, "--seed", 3),
+        ("--rejection-sample-method", "synthetic", "--synthetic-acceptance-length", 4),
+    ):
         result = run_tiny("--compare", "--output-json", tmp_path / "run.json", *extra)
         assert result.exit_code == 0, result.output
         assert outcome(tmp_path / "run.json")["texts_agree"] is False
-        expected = "only their distribution is the same" if "--seed" in extra else "not compared; the synthetic schedule"
+        expected = (
+            "only their distribution is the same"
+            if "--seed" in extra
+            else "not compared; the synthetic schedule"
+        )
         assert expected in result.stdout
 
 
@@ -218,18 +300,32 @@ def test_wrong_text_fails_and_its_place_is_named(run_tiny, tmp_path, monkeypatch
     wrong = ("--rejection-sample-method", "synthetic", "--synthetic-acceptance-rates", "1,1,1")
     result = run_tiny("--compare", "--output-json", tmp_path / "wrong.json", *wrong)
     assert result.exit_code == 1
-    assert run_tiny("--no-speculation", "--output-json", tmp_path / "plain.json", "--dtype", "float32").exit_code == 0
+    assert (
+        run_tiny(
+            "--no-speculation", "--output-json", tmp_path / "plain.json", "--dtype", "float32"
+        ).exit_code
+        == 0
+    )
     run, plain = outcome(tmp_path / "wrong.json"), outcome(tmp_path / "plain.json")
     d = run["comparison"]["differences"][0]
-    pairs = [(a["token_ids"], b["token_ids"]) for a, b in zip(run["requests"], plain["requests"], strict=True)]
+    pairs = [
+        (a["token_ids"], b["token_ids"])
+        for a, b in zip(run["requests"], plain["requests"], strict=True)
+    ]
     assert run["texts_agree"] is False
     assert all(a == b for a, b in pairs[: d["prompt"]])
     ours, theirs = pairs[d["prompt"]]
     assert ours[: d["position"]] == theirs[: d["position"]]
-    assert (ours[d["position"]], theirs[d["position"]]) == (d["speculative_token_id"], d["plain_token_id"])
+    assert (ours[d["position"]], theirs[d["position"]]) == (
+        d["speculative_token_id"],
+        d["plain_token_id"],
+    )
     assert d["speculative_token_id"] != d["plain_token_id"]
     place = f"prompt {d['prompt']}, token {d['position']}: {d['speculative_token_id']} against {d['plain_token_id']}"
-    assert re.search(rf"texts agree: NO, \d of 2 \({place}, \S+ apart in float32, \S+ bfloat16 ulp", result.stdout)
+    assert re.search(
+        rf"texts agree: NO, \d of 2 \({place}, \S+ apart in float32, \S+ bfloat16 ulp",
+        result.stdout,
+    )
 
 
 @pytest.mark.parametrize("extra", [(), (*SAMPLED, "--rejection-sample-method", "strict")])
@@ -251,7 +347,9 @@ def test_nothing_compiles_while_it_is_timed(run_tiny, monkeypatch):
     """--compare's ratio: both engines are warm before their clocks run."""
     compiled, timing = [], [False]
     jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if timing[0] and "backend_compile" in name else None
+        lambda name, *_, **__: (
+            compiled.append(name) if timing[0] and "backend_compile" in name else None
+        )
     )
     decode = LLM.generate
 
@@ -262,7 +360,17 @@ def test_nothing_compiles_while_it_is_timed(run_tiny, monkeypatch):
         return outputs
 
     monkeypatch.setattr(LLM, "generate", timed)
-    shape_of_its_own = ("--max-num-seqs", 3, "--num-speculative-tokens", 2, "--max-model-len", 300, "--max-tokens", 200, "--prompt")
+    shape_of_its_own = (
+        "--max-num-seqs",
+        3,
+        "--num-speculative-tokens",
+        2,
+        "--max-model-len",
+        300,
+        "--max-tokens",
+        200,
+        "--prompt",
+    )
     assert run_tiny("--compare", *shape_of_its_own, "Hello " * 6).exit_code == 0
     assert compiled == []
 
@@ -286,7 +394,10 @@ def test_the_demo_compares_and_has_the_default_models(run_generate, target, draf
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (CHECKPOINTS / generate.DEFAULT_DRAFT).is_dir(), reason=f"no {generate.DEFAULT_DRAFT} under checkpoints/")
+@pytest.mark.skipif(
+    not (CHECKPOINTS / generate.DEFAULT_DRAFT).is_dir(),
+    reason=f"no {generate.DEFAULT_DRAFT} under checkpoints/",
+)
 def test_the_trained_head_speeds_the_demo_up(run_generate, tmp_path):
     result = run_generate("--max-tokens", 48, "--output-json", tmp_path / "run.json")
     assert result.exit_code == 0, result.output
@@ -297,7 +408,10 @@ def test_the_trained_head_speeds_the_demo_up(run_generate, tmp_path):
 # --- files and processes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("failure", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device", "x"), 2)])
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device", "x"), 2)],
+)
 def test_a_failed_run_leaves_the_old_file(run_tiny, tmp_path, monkeypatch, failure, code):
     path = tmp_path / "run.json"
     path.write_text("old")
@@ -322,7 +436,9 @@ def test_ctrl_c_shows_the_texts_that_were_finished(run_tiny, monkeypatch):
     result = run_tiny()
     assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "interrupted"
     second = whole.stdout[whole.stdout.index("[2/2]") :].splitlines()[:2]
-    assert "\n".join(second).replace("[2/2]", "[1/1]") in result.stdout and "[2/" not in result.stdout
+    assert (
+        "\n".join(second).replace("[2/2]", "[1/1]") in result.stdout and "[2/" not in result.stdout
+    )
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -352,9 +468,22 @@ WITH_CTRL_C = (
 
 
 def start(*args: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WITH_CTRL_C, str(ROOT / "scripts" / "generate.py"), *map(str, args)]
+    command = [
+        sys.executable,
+        "-c",
+        WITH_CTRL_C,
+        str(ROOT / "scripts" / "generate.py"),
+        *map(str, args),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "100"}
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT.parent)
+    return subprocess.Popen(
+        command,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        cwd=ROOT.parent,
+    )
 
 
 def test_as_a_program(target, draft, tmp_path, monkeypatch):
@@ -364,13 +493,21 @@ def test_as_a_program(target, draft, tmp_path, monkeypatch):
     good = start(*tiny, "--max-tokens", 8, "--output-json", tmp_path / "run.json")
     bad = start(*tiny, "--temperature", "nan")
     unknown = start("--tempreture", 1)
-    endless = start(*tiny * 9, "--max-tokens", 4000, "--ignore-eos", "--output-json", tmp_path / "endless.json")
+    endless = start(
+        *tiny * 9, "--max-tokens", 4000, "--ignore-eos", "--output-json", tmp_path / "endless.json"
+    )
     assert endless.stdout is not None
-    assert endless.stdout.readline().startswith("target: llama")  # loaded: compiling and 36,000 tokens lie ahead
+    assert endless.stdout.readline().startswith(
+        "target: llama"
+    )  # loaded: compiling and 36,000 tokens lie ahead
     time.sleep(1)
     endless.send_signal(signal.SIGINT)
     out, err = endless.communicate(timeout=240)
-    assert endless.returncode == 130 and err.splitlines()[-1] == "interrupted" and "Traceback" not in err
+    assert (
+        endless.returncode == 130
+        and err.splitlines()[-1] == "interrupted"
+        and "Traceback" not in err
+    )
     assert not (tmp_path / "endless.json").exists()
 
     out, err = good.communicate(timeout=240)
@@ -390,5 +527,8 @@ def test_as_a_program(target, draft, tmp_path, monkeypatch):
 def test_an_mtp_module_needs_no_draft():
     """It is in the target's own folder."""
     assert generate.read_speculative(None, {"method": "mtp"}, "somewhere").model is None
-    assert generate.read_speculative('{"method": "mtp", "model": "elsewhere"}', {}, "somewhere").model == "elsewhere"
+    assert (
+        generate.read_speculative('{"method": "mtp", "model": "elsewhere"}', {}, "somewhere").model
+        == "elsewhere"
+    )
     assert generate.read_speculative(None, {}, None).model == generate.DEFAULT_DRAFT

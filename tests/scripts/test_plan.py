@@ -19,7 +19,16 @@ from tests.support.full_size import CONFIGS, tensors
 
 def plan_of(name: str, **changes: object) -> object:
     target = models.config_from_hf(CONFIGS[name])
-    options: dict = dict(memory=141e9, dtype="bfloat16", max_model_len=8192, max_num_seqs=16, num_speculative_tokens=3) | changes
+    options: dict = (
+        dict(
+            memory=141e9,
+            dtype="bfloat16",
+            max_model_len=8192,
+            max_num_seqs=16,
+            num_speculative_tokens=3,
+        )
+        | changes
+    )
     draft = options.pop("draft", None)
     return memory_plan(target, draft, **options)
 
@@ -40,7 +49,9 @@ def test_gpt_oss_has_two_groups_of_twelve_layers() -> None:
     ]
     full, window = plan.groups
     assert (full.held, full.pool) == (8192, None)
-    assert window.held == 64 * (-(-(127 + 4 - 1) // 64) + 1), "window and four rounds of one row, wherever they lie in blocks"
+    assert window.held == 64 * (-(-(127 + 4 - 1) // 64) + 1), (
+        "window and four rounds of one row, wherever they lie in blocks"
+    )
     assert window.pool == 2 * (16 * window.held + 2 * 64 * (-(-(127 + 2048 - 1) // 64) + 1))
     assert plan.token_bytes == 12 * 2048 and plan.window_bytes == 12 * 2048 * window.pool
     held = (plan.cache_bytes - plan.window_bytes) // (64 * 12 * 2048)
@@ -49,7 +60,9 @@ def test_gpt_oss_has_two_groups_of_twelve_layers() -> None:
 
 def test_a_latent_cache_holds_576_numbers_a_token_and_the_mtp_layer_its_own() -> None:
     target = models.config_from_hf(CONFIGS["GLM-4.7-Flash"])
-    draft = mtp.config_from_checkpoint(CONFIGS["GLM-4.7-Flash"], tensors("GLM-4.7-Flash"), target, SpeculativeConfig(method="mtp"))
+    draft = mtp.config_from_checkpoint(
+        CONFIGS["GLM-4.7-Flash"], tensors("GLM-4.7-Flash"), target, SpeculativeConfig(method="mtp")
+    )
     plan = plan_of("GLM-4.7-Flash", draft=draft)
     assert [(g.name, g.token_bytes) for g in plan.groups] == [
         ("target: latent attention", 47 * 576 * 2),
@@ -62,18 +75,27 @@ def test_what_fits_is_in_whole_blocks_and_whole_requests() -> None:
     plan = plan_of("Llama-3.1-8B", block_size=64, max_model_len=1000)
     assert (
         plan.cache_tokens % 64 == 0
-        and plan.cache_tokens * plan.token_bytes <= plan.cache_bytes < (plan.cache_tokens + 64) * plan.token_bytes
+        and plan.cache_tokens * plan.token_bytes
+        <= plan.cache_bytes
+        < (plan.cache_tokens + 64) * plan.token_bytes
     )
     assert plan.num_requests == plan.cache_tokens // 1024
 
 
 def test_windows_alone_hold_as_many_requests_as_may_run_whatever_their_length() -> None:
     config = CONFIGS["gpt-oss-20b"] | {"layer_types": ["sliding_attention"] * 24}
-    options: dict = dict(dtype="bfloat16", max_model_len=8192, max_num_seqs=16, num_speculative_tokens=3)
+    options: dict = dict(
+        dtype="bfloat16", max_model_len=8192, max_num_seqs=16, num_speculative_tokens=3
+    )
     plan = memory_plan(models.config_from_hf(config), None, memory=141e9, **options)
     assert plan.token_bytes == 0 and plan.num_requests == 16 and plan.cache_tokens == 16 * 8192
     weights = (plan.target_weights + plan.logits) / 0.9
-    assert memory_plan(models.config_from_hf(config), None, memory=weights + 1e6, **options).num_requests == 0
+    assert (
+        memory_plan(
+            models.config_from_hf(config), None, memory=weights + 1e6, **options
+        ).num_requests
+        == 0
+    )
 
 
 @pytest.fixture
@@ -86,12 +108,33 @@ def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_pa
     cli, app = runner
     done = cli.invoke(app, ["--target", str(tmp_path), "--method", "mtp", "--gpu", "h200"])
     assert done.exit_code == 0, done.output
-    assert "target: latent" in done.output and "draft: latent" in done.output and "fits:" in done.output
+    assert (
+        "target: latent" in done.output
+        and "draft: latent" in done.output
+        and "fits:" in done.output
+    )
     small = cli.invoke(app, ["--target", str(tmp_path / "config.json"), "--gpu", "24"])
     assert small.exit_code == 1 and "does not fit" in small.output
-    (tmp_path / "short.json").write_text(json.dumps(CONFIGS["GLM-4.7-Flash"] | {"max_position_embeddings": 1000}))
-    assert "requests of 1000 tokens" in cli.invoke(app, ["--target", str(tmp_path / "short.json")]).output
-    tight = cli.invoke(app, ["--target", str(tmp_path), "--gpu", "h200", "--max-model-len", "100000", "--utilization", "0.46"])
+    (tmp_path / "short.json").write_text(
+        json.dumps(CONFIGS["GLM-4.7-Flash"] | {"max_position_embeddings": 1000})
+    )
+    assert (
+        "requests of 1000 tokens"
+        in cli.invoke(app, ["--target", str(tmp_path / "short.json")]).output
+    )
+    tight = cli.invoke(
+        app,
+        [
+            "--target",
+            str(tmp_path),
+            "--gpu",
+            "h200",
+            "--max-model-len",
+            "100000",
+            "--utilization",
+            "0.46",
+        ],
+    )
     assert tight.exit_code == 1 and "are left, no request of 100000" in tight.output
 
 
@@ -102,11 +145,17 @@ def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_pa
         (["--gpu", "nan"], "--gpu: expected one of"),
         (["--gpu", "0"], "--gpu: expected one of"),
         (["--method", "medusa"], "method: expected one of"),
-        (["--max-model-len", "1000000"], "--max-model-len: expected at most the target's max_position_embeddings"),
+        (
+            ["--max-model-len", "1000000"],
+            "--max-model-len: expected at most the target's max_position_embeddings",
+        ),
         (["--packed"], "--packed: expected a target with MXFP4 weights"),
         (["--dtype", "int8"], "dtype: expected bfloat16 or float32"),
         (["--utilization", "0"], "utilization: expected a share"),
-        (["--method", "mtp", "--draft", "checkpoints/smollm2-135m-instruct-eagle3"], "method 'mtp': expected the target's own checkpoint"),
+        (
+            ["--method", "mtp", "--draft", "checkpoints/smollm2-135m-instruct-eagle3"],
+            "method 'mtp': expected the target's own checkpoint",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(

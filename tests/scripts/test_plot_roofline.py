@@ -15,8 +15,16 @@ pytest.importorskip("matplotlib", reason="the picture needs the extra train")
 
 
 def record() -> dict[str, Any]:
-    floors = {"floor": {"flops": 4e12, "bytes": 2e10}, "plain_floor": {"flops": 1e10, "bytes": 1e10}}
-    timed = {"model": "m", "batch": 64, "context": 4096, "parts": {"round": {"seconds": 0.01}, "plain": {"seconds": 0.005}}} | floors
+    floors = {
+        "floor": {"flops": 4e12, "bytes": 2e10},
+        "plain_floor": {"flops": 1e10, "bytes": 1e10},
+    }
+    timed = {
+        "model": "m",
+        "batch": 64,
+        "context": 4096,
+        "parts": {"round": {"seconds": 0.01}, "plain": {"seconds": 0.005}},
+    } | floors
     case = {"model": "m", "batch": 1, "context": 400, "parts": {"draft": {"seconds": 1.0}}} | floors
     devices, versions = [{"kind": "H200"}], {"jax": "0.11.2"}
     return {
@@ -30,7 +38,12 @@ def record() -> dict[str, Any]:
 
 def test_points_are_the_timed_rounds_and_plain_steps() -> None:
     whole, plain = points_of(record())
-    assert (whole.label, whole.series, whole.intensity, whole.rate) == ("b64, 4k", "m, round", 200.0, 4e14)
+    assert (whole.label, whole.series, whole.intensity, whole.rate) == (
+        "b64, 4k",
+        "m, round",
+        200.0,
+        4e14,
+    )
     assert (plain.series, plain.intensity, plain.rate) == ("m, plain step", 1.0, 2e12)
 
 
@@ -59,7 +72,11 @@ def test_the_script_writes_the_picture(tmp_path) -> None:
 def test_other_files_are_one_sentence(tmp_path, text: str, sentence: str) -> None:
     (tmp_path / "bench.json").write_text(text)
     result = run(tmp_path / "bench.json", tmp_path / "roofline.png")
-    assert result.exit_code != 0 and sentence in result.stderr and not (tmp_path / "roofline.png").exists()
+    assert (
+        result.exit_code != 0
+        and sentence in result.stderr
+        and not (tmp_path / "roofline.png").exists()
+    )
 
 
 run = runner(plot_roofline.main)

@@ -23,12 +23,22 @@ def test_rows_in_every_form_are_read(tmp_path):
         {"question": "a question", "answer": "42"},
         {"prompt": "in UTF-8: ü 漢 \u2028 end"},
     ]
-    path.write_text("\ufeff" + "\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8")
-    assert prompts.read_prompts(str(path)) == ["first", "a prompt", "a turn", "a question", "in UTF-8: ü 漢 \u2028 end"]
+    path.write_text(
+        "\ufeff" + "\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8"
+    )
+    assert prompts.read_prompts(str(path)) == [
+        "first",
+        "a prompt",
+        "a turn",
+        "a question",
+        "in UTF-8: ü 漢 \u2028 end",
+    ]
 
 
 def test_num_prompts_takes_the_first(run_tiny, tmp_path):
-    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"number {i}"}) for i in range(5)))
+    (tmp_path / "data.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"number {i}"}) for i in range(5))
+    )
     result = run_tiny("--dataset", tmp_path / "data.jsonl", "--num-prompts", 2, "--max-tokens", 4)
     assert result.exit_code == 0, result.output
     assert "number 1" in result.stdout and "number 2" not in result.stdout
@@ -42,7 +52,9 @@ def hub(monkeypatch, tmp_path):
 
     def make(files):
         monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, repo_type: files)
-        monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, repo_type: str(path))
+        monkeypatch.setattr(
+            huggingface_hub, "hf_hub_download", lambda name, file, repo_type: str(path)
+        )
 
     return make
 
@@ -65,7 +77,8 @@ def test_without_datasets_the_sentence_says_what_is_there(hub, monkeypatch):
     hub(["README.md", "data/train-00000.parquet"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match="expected one .jsonl file in it .or the datasets package installed., got .'README.md', 'data/train"
+        ConfigError,
+        match="expected one .jsonl file in it .or the datasets package installed., got .'README.md', 'data/train",
     ):
         prompts.read_prompts("philschmid/mt-bench")
 
@@ -77,4 +90,7 @@ def test_no_hub_is_one_sentence(monkeypatch, run_tiny):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", unreachable)
     result = run_tiny("--dataset", "philschmid/mt-bench")
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
-    assert "error: --dataset philschmid/mt-bench: expected a .jsonl file, or a data set on a hub that can be reached" in result.stderr
+    assert (
+        "error: --dataset philschmid/mt-bench: expected a .jsonl file, or a data set on a hub that can be reached"
+        in result.stderr
+    )

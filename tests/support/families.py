@@ -58,7 +58,11 @@ TARGETS: dict[str, dict[str, Any]] = {
         o_groups=2,
         o_lora_rank=8,
         sliding_window=5,
-        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        layer_types=[
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
         compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 7},
         index_n_heads=8,
         index_head_dim=8,
@@ -85,19 +89,31 @@ PAIRS = (
 
 @cache
 def family_model(
-    model_type: str, method: str, *, seed: int = 0, window: int | None = None, disturbance: float = 0.15, vocab: int = VOCAB
+    model_type: str,
+    method: str,
+    *,
+    seed: int = 0,
+    window: int | None = None,
+    disturbance: float = 0.15,
+    vocab: int = VOCAB,
 ) -> Model:
     """Target and draft are nearly functions of the last token alone: their layers add little (`disturbance`) to the embedding.
 
     window: of an EAGLE draft's own layers.
     """
-    target = models.config_from_hf({"model_type": model_type, **_COMMON, **TARGETS[model_type], "vocab_size": vocab})
+    target = models.config_from_hf(
+        {"model_type": model_type, **_COMMON, **TARGETS[model_type], "vocab_size": vocab}
+    )
     keys = jax.random.split(jax.random.key(seed), 2)
-    params = _agreeing(init_random(models.family(target).param_specs(target), keys[0], jnp.float32), disturbance)
+    params = _agreeing(
+        init_random(models.family(target).param_specs(target), keys[0], jnp.float32), disturbance
+    )
     params["embed_tokens"] = 5 * params["embed_tokens"]
     params["norm"] = jnp.ones_like(params["norm"])
     draft = _draft_config(method, target, window)
-    own = _agreeing(init_random(drafts.family(draft).param_specs(draft), keys[1], jnp.float32), disturbance)
+    own = _agreeing(
+        init_random(drafts.family(draft).param_specs(draft), keys[1], jnp.float32), disturbance
+    )
     eye = jnp.eye(HIDDEN, dtype=jnp.float32)
     joined = {"mtp": "projection", "eagle": "fc", "eagle_llama4": "fc"}.get(method)
     if joined in own:  # the embedding goes through, with a little of the hidden state
@@ -117,25 +133,59 @@ def _draft_config(method: str, target: Any, window: int | None) -> Any:
     if method == "mtp":
         return MtpConfig(target, zero_first_embedding=True)
     if method == "eagle_llama4":
-        one_layer = {**_COMMON, **TARGETS["llama4_text"], "num_hidden_layers": 1, "no_rope_layers": [1], "interleave_moe_layer_step": 1}
-        layer = models.config_from_hf({"model_type": "llama4_text", **one_layer, "vocab_size": target.vocab_size})
+        one_layer = {
+            **_COMMON,
+            **TARGETS["llama4_text"],
+            "num_hidden_layers": 1,
+            "no_rope_layers": [1],
+            "interleave_moe_layer_step": 1,
+        }
+        layer = models.config_from_hf(
+            {"model_type": "llama4_text", **one_layer, "vocab_size": target.vocab_size}
+        )
         return EagleLlama4Config(layer, own_embedding=False, tied_lm_head=False)
     if method == "eagle":
-        return EagleConfig(HIDDEN, 48, 1, attention, 1e-5, target.vocab_size, False, False, False, sliding_window=window)
+        return EagleConfig(
+            HIDDEN,
+            48,
+            1,
+            attention,
+            1e-5,
+            target.vocab_size,
+            False,
+            False,
+            False,
+            sliding_window=window,
+        )
     return Eagle3Config(
-        HIDDEN, HIDDEN, 48, 1, attention, 1e-5, target.vocab_size, target.vocab_size, (0, 1, 2), own_lm_head=False, sliding_window=window
+        HIDDEN,
+        HIDDEN,
+        48,
+        1,
+        attention,
+        1e-5,
+        target.vocab_size,
+        target.vocab_size,
+        (0, 1, 2),
+        own_lm_head=False,
+        sliding_window=window,
     )
 
 
 def _agreeing(params: Params, scale: float) -> dict[str, Any]:
     def quieten(layer: Params) -> Params:
         quiet = dict(layer)
-        quiet["self_attn"] = {k: scale * v if k in ("o_proj", "o_bias", "o_b_proj") else v for k, v in layer["self_attn"].items()}
+        quiet["self_attn"] = {
+            k: scale * v if k in ("o_proj", "o_bias", "o_b_proj") else v
+            for k, v in layer["self_attn"].items()
+        }
         if "down_proj" in layer:
             quiet["down_proj"] = scale * layer["down_proj"]
         for group in ("experts", "shared"):
             if group in layer:
-                quiet[group] = {k: scale * v if k.startswith("down") else v for k, v in layer[group].items()}
+                quiet[group] = {
+                    k: scale * v if k.startswith("down") else v for k, v in layer[group].items()
+                }
         return quiet
 
     return {**params, "layers": [quieten(layer) for layer in params["layers"]]}

@@ -168,7 +168,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 163840,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000,
-        "rope_scaling": {"type": "yarn", "factor": 40, **YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "attention_bias": False,
         "quantization_config": {
             "activation_scheme": "dynamic",
@@ -196,14 +202,27 @@ def tensors(name: str, *, mtp: bool = True) -> dict[str, Shape]:
     """Name -> shape of every tensor of a model's files: bfloat16, but for the MXFP4 experts of gpt-oss and DeepSeek-V3's float8."""
     c = CONFIGS[name]
     D, V, n = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
-    found: dict[str, Shape] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D)}
-    layer = {"llama": _llama, "qwen3": _llama, "mimo": _llama, "gpt_oss": _gpt_oss}.get(c["model_type"], _deepseek)
+    found: dict[str, Shape] = {
+        "model.embed_tokens.weight": (V, D),
+        "model.norm.weight": (D,),
+        "lm_head.weight": (V, D),
+    }
+    layer = {"llama": _llama, "qwen3": _llama, "mimo": _llama, "gpt_oss": _gpt_oss}.get(
+        c["model_type"], _deepseek
+    )
     for i in range(n):
         found |= {f"model.layers.{i}.{k}": s for k, s in layer(c, i)}
     if mtp and c["model_type"] == "mimo":
         prefix = "model.mtp_layers.0"
-        own = {"token_layernorm": (D,), "hidden_layernorm": (D,), "final_layernorm": (D,), "input_proj": (D, 2 * D)}
-        found |= {f"{prefix}.{k}.weight": s for k, s in own.items()} | {f"{prefix}.{k}": s for k, s in _llama(c, 0)}
+        own = {
+            "token_layernorm": (D,),
+            "hidden_layernorm": (D,),
+            "final_layernorm": (D,),
+            "input_proj": (D, 2 * D),
+        }
+        found |= {f"{prefix}.{k}.weight": s for k, s in own.items()} | {
+            f"{prefix}.{k}": s for k, s in _llama(c, 0)
+        }
     elif mtp and c.get("num_nextn_predict_layers"):
         prefix = f"model.layers.{n}"
         own = {
@@ -214,10 +233,20 @@ def tensors(name: str, *, mtp: bool = True) -> dict[str, Shape]:
             "embed_tokens": (V, D),
             "shared_head.head": (V, D),
         }
-        found |= {f"{prefix}.{k}.weight": s for k, s in own.items()} | {f"{prefix}.{k}": s for k, s in _deepseek(c, n)}
+        found |= {f"{prefix}.{k}.weight": s for k, s in own.items()} | {
+            f"{prefix}.{k}": s for k, s in _deepseek(c, n)
+        }
     if c.get("quantization_config", {}).get("quant_method") == "fp8":
-        scaled = {k: s for k, s in found.items() if k.endswith("_proj.weight") or k.endswith("kv_a_proj_with_mqa.weight")}
-        found |= {f"{k}_scale_inv": (-(-s[0] // 128), -(-s[1] // 128)) for k, s in scaled.items() if ".eh_proj" not in k}
+        scaled = {
+            k: s
+            for k, s in found.items()
+            if k.endswith("_proj.weight") or k.endswith("kv_a_proj_with_mqa.weight")
+        }
+        found |= {
+            f"{k}_scale_inv": (-(-s[0] // 128), -(-s[1] // 128))
+            for k, s in scaled.items()
+            if ".eh_proj" not in k
+        }
     return found
 
 
@@ -246,7 +275,10 @@ def _llama(c: dict[str, Any], _: int) -> Iterator[tuple[str, Shape]]:
     yield from _norms(c["hidden_size"])
     yield from _qkvo(c, ("q", "k", "v") if c["attention_bias"] else ())
     if c["model_type"] == "qwen3":
-        yield from (("self_attn.q_norm.weight", (c["head_dim"],)), ("self_attn.k_norm.weight", (c["head_dim"],)))
+        yield from (
+            ("self_attn.q_norm.weight", (c["head_dim"],)),
+            ("self_attn.k_norm.weight", (c["head_dim"],)),
+        )
     yield from _mlp("mlp", c["hidden_size"], c["intermediate_size"])
 
 
@@ -279,7 +311,10 @@ def _deepseek(c: dict[str, Any], i: int) -> Iterator[tuple[str, Shape]]:
     if i < c["first_k_dense_replace"]:
         yield from _mlp("mlp", D, c["intermediate_size"])
         return
-    yield from (("mlp.gate.weight", (c["n_routed_experts"], D)), ("mlp.gate.e_score_correction_bias", (c["n_routed_experts"],)))
+    yield from (
+        ("mlp.gate.weight", (c["n_routed_experts"], D)),
+        ("mlp.gate.e_score_correction_bias", (c["n_routed_experts"],)),
+    )
     yield from _mlp("mlp.shared_experts", D, c["moe_intermediate_size"] * c["n_shared_experts"])
     for e in range(c["n_routed_experts"]):
         yield from _mlp(f"mlp.experts.{e}", D, c["moe_intermediate_size"])

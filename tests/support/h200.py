@@ -69,7 +69,9 @@ def unavailable() -> str | None:
 
 def mesh() -> Mesh:
     """One H200 that exists for the compiler only."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET_CONFIG, topology="1x1x1")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET_CONFIG, topology="1x1x1"
+    )
     return topologies.make_mesh(topology, (1,), ("x",))
 
 
@@ -102,11 +104,19 @@ def ptxas_report() -> Iterator[Callable[[], str]]:
 
 def stack_and_spills(report: str) -> list[tuple[int, int, int]]:
     """Bytes of stack, of spill stores and of spill loads of each kernel in a report of ptxas."""
-    found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    found = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+    )
     return [(int(stack), int(stores), int(loads)) for stack, stores, loads in found]
 
 
-def compile_for_h200(function: Any, *args: Any, static_argnums: Any = (), donate_argnums: Any = (), options: dict | None = None) -> Any:
+def compile_for_h200(
+    function: Any,
+    *args: Any,
+    static_argnums: Any = (),
+    donate_argnums: Any = (),
+    options: dict | None = None,
+) -> Any:
     """The compiled executable (`.as_text()` is its HLO) of function(*args); arrays in args may be ShapeDtypeStructs."""
     here = mesh()
     sharding = NamedSharding(here, PartitionSpec())

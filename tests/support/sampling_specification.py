@@ -10,7 +10,11 @@ from jaxspec.sampling.params import SamplingParams
 
 
 def specification(
-    params: SamplingParams, logits: np.ndarray, prompt: Sequence[int], text: Sequence[int], eos_token_ids: Sequence[int] = ()
+    params: SamplingParams,
+    logits: np.ndarray,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    eos_token_ids: Sequence[int] = (),
 ) -> np.ndarray:
     """The logits that the token after prompt + text is sampled from, float64 [vocab]; dropped tokens are -inf."""
     x = logits.astype(np.float64)
@@ -26,7 +30,11 @@ def specification(
     for token, bias in params.logit_bias.items():
         x[token] += bias
     for token in {*prompt, *text}:
-        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] = (
+            x[token] / params.repetition_penalty
+            if x[token] > 0
+            else x[token] * params.repetition_penalty
+        )
     for token in text:
         x[token] -= params.frequency_penalty
     for token in set(text):
@@ -39,7 +47,11 @@ def specification(
     if params.top_k > 0:
         x[x < np.sort(x)[-params.top_k]] = -np.inf
     order = np.argsort(-x, kind="stable")
-    kept = order[: int(np.searchsorted(np.cumsum(softmax(x)[order]), params.top_p)) + 1] if params.top_p < 1 else order
+    kept = (
+        order[: int(np.searchsorted(np.cumsum(softmax(x)[order]), params.top_p)) + 1]
+        if params.top_p < 1
+        else order
+    )
     return np.where(np.isin(np.arange(vocab), kept), x, -np.inf)
 
 

@@ -16,9 +16,16 @@ def chi_square(counts: ArrayLike, probabilities: ArrayLike) -> tuple[float, int]
     Bins of expected count below 5 are merged into one (and that one with the smallest other bin while it is still below 5). A count where
     the probability is 0 makes the statistic infinite. ValueError when fewer than two bins remain: such a test could not fail.
     """
-    counts, probabilities = np.asarray(counts, np.float64).ravel(), np.asarray(probabilities, np.float64).ravel()
-    if counts.shape != probabilities.shape or not math.isclose(probabilities.sum(), 1.0, abs_tol=1e-6):
-        raise ValueError(f"expected counts and probabilities of one shape, summing to 1, got {counts.shape} and {probabilities.sum()}")
+    counts, probabilities = (
+        np.asarray(counts, np.float64).ravel(),
+        np.asarray(probabilities, np.float64).ravel(),
+    )
+    if counts.shape != probabilities.shape or not math.isclose(
+        probabilities.sum(), 1.0, abs_tol=1e-6
+    ):
+        raise ValueError(
+            f"expected counts and probabilities of one shape, summing to 1, got {counts.shape} and {probabilities.sum()}"
+        )
     possible = probabilities > 0
     impossible_seen = counts[~possible].sum() > 0
     expected = probabilities[possible] * counts.sum()
@@ -31,7 +38,9 @@ def chi_square(counts: ArrayLike, probabilities: ArrayLike) -> tuple[float, int]
         expected = np.append(expected[small:], expected[:small].sum())
         counts = np.append(counts[small:], counts[:small].sum())
     if expected.size < 2:
-        raise ValueError(f"expected at least two bins of {MIN_EXPECTED} or more, got {expected.size} from {counts.sum():.0f} counts")
+        raise ValueError(
+            f"expected at least two bins of {MIN_EXPECTED} or more, got {expected.size} from {counts.sum():.0f} counts"
+        )
     statistic = math.inf if impossible_seen else float(((counts - expected) ** 2 / expected).sum())
     return statistic, expected.size - 1
 

@@ -35,7 +35,9 @@ class Model:
     draft: Any
     params: Any
 
-    def round_config(self, K: int, *, block_size: int = 4, max_model_len: int = 64, **changes: Any) -> RoundConfig:
+    def round_config(
+        self, K: int, *, block_size: int = 4, max_model_len: int = 64, **changes: Any
+    ) -> RoundConfig:
         """Rounds with this draft; K = 0 is plain decoding."""
         plain = RoundConfig(self.target, self.target.cache_groups(block_size, max_model_len))
         if K:
@@ -45,7 +47,14 @@ class Model:
 
 
 @cache
-def tiny_model(method: str, *, seed: int = 0, window: int | None = None, mapped: bool | None = None, dtype: Any = jnp.float32) -> Model:
+def tiny_model(
+    method: str,
+    *,
+    seed: int = 0,
+    window: int | None = None,
+    mapped: bool | None = None,
+    dtype: Any = jnp.float32,
+) -> Model:
     """Random weights that agree about nothing. EAGLE-3 has a draft vocabulary of its own unless mapped is False."""
     target = TargetConfig("llama", VOCAB, HIDDEN, 48, LAYERS, ATTENTION, 1e-5, 4096, False)
     mapped = method == "eagle3" if mapped is None else mapped
@@ -53,14 +62,26 @@ def tiny_model(method: str, *, seed: int = 0, window: int | None = None, mapped:
     target_params = init_random(models.family(target).param_specs(target), keys[0], dtype)
     draft = _draft_config(method, window, VOCAB * 3 // 4 if mapped else VOCAB)
     own = init_random(drafts.family(draft).param_specs(draft), keys[1], dtype)
-    ids = np.sort(np.random.default_rng(seed).permutation(VOCAB)[: draft.draft_vocab_size]) if mapped else None
-    return Model(target, draft, {"target": target_params, "draft": bind_draft(draft, own, target_params, ids)})
+    ids = (
+        np.sort(np.random.default_rng(seed).permutation(VOCAB)[: draft.draft_vocab_size])
+        if mapped
+        else None
+    )
+    return Model(
+        target,
+        draft,
+        {"target": target_params, "draft": bind_draft(draft, own, target_params, ids)},
+    )
 
 
 def _draft_config(method: str, window: int | None, draft_vocab: int) -> Any:
     if method == "eagle":
-        return EagleConfig(HIDDEN, 48, 1, ATTENTION, 1e-5, VOCAB, False, False, False, sliding_window=window)
-    return Eagle3Config(HIDDEN, HIDDEN, 48, 1, ATTENTION, 1e-5, VOCAB, draft_vocab, (0, 1, 2), sliding_window=window)
+        return EagleConfig(
+            HIDDEN, 48, 1, ATTENTION, 1e-5, VOCAB, False, False, False, sliding_window=window
+        )
+    return Eagle3Config(
+        HIDDEN, HIDDEN, 48, 1, ATTENTION, 1e-5, VOCAB, draft_vocab, (0, 1, 2), sliding_window=window
+    )
 
 
 @cache
@@ -83,12 +104,19 @@ def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> M
         draft["layers"] = [layer]
         cfg = model.draft
     else:
-        cfg = replace(model.draft, attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8))
+        cfg = replace(
+            model.draft, attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8)
+        )
         keys = jax.random.normal(jax.random.key(seed + 1), (2 * HIDDEN, HIDDEN), jnp.float32)
         passed = jnp.concatenate([eye, jnp.zeros_like(eye)])
         layer["self_attn"] = {"q_proj": keys, "k_proj": keys, "v_proj": passed, "o_proj": eye}
         layer["input_layernorm"] = jnp.ones_like(layer["input_layernorm"])
-        draft |= {"layers": [layer], "fc": 0.03 * draft["fc"], "norm": jnp.ones_like(draft["norm"]), "lm_head": target["lm_head"]}
+        draft |= {
+            "layers": [layer],
+            "fc": 0.03 * draft["fc"],
+            "norm": jnp.ones_like(draft["norm"]),
+            "lm_head": target["lm_head"],
+        }
     draft |= {"embed_tokens": target["embed_tokens"], "lm_head": target["lm_head"]}
     return replace(model, draft=cfg, params={"target": target, "draft": draft})
 
@@ -117,12 +145,18 @@ def sampling_state(
     )
 
 
-def block_table(batch: int, cfg: RoundConfig, *, shuffle_seed: int | None = None, guard: int = 0) -> tuple[np.ndarray, int]:
+def block_table(
+    batch: int, cfg: RoundConfig, *, shuffle_seed: int | None = None, guard: int = 0
+) -> tuple[np.ndarray, int]:
     """(block table [batch, pages], number of blocks). Blocks are shuffled with a seed; `guard` blocks belong to nobody."""
     pages = -(-cfg.max_model_len // cfg.block_size)
     blocks = np.arange(batch * pages, dtype=np.int32)
     if shuffle_seed is not None:
-        blocks = np.random.default_rng(shuffle_seed).permutation(batch * pages + guard).astype(np.int32)[: batch * pages]
+        blocks = (
+            np.random.default_rng(shuffle_seed)
+            .permutation(batch * pages + guard)
+            .astype(np.int32)[: batch * pages]
+        )
     return blocks.reshape(batch, pages), batch * pages + guard
 
 
@@ -131,14 +165,21 @@ def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) ->
     return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
 
-def pad_chunk(prompts: Sequence[Sequence[int]], begin: int, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def pad_chunk(
+    prompts: Sequence[Sequence[int]], begin: int, chunk: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """tokens, start, num_tokens and next_prompt_token of one prefill call."""
     tokens = np.zeros((len(prompts), chunk), np.int32)
     parts = [list(p[begin : begin + chunk]) for p in prompts]
     for row, part in enumerate(parts):
         tokens[row, : len(part)] = part
     following = [p[begin + chunk] if begin + chunk < len(p) else -1 for p in prompts]
-    return tokens, np.full(len(prompts), begin, np.int32), np.array([len(p) for p in parts], np.int32), np.array(following, np.int32)
+    return (
+        tokens,
+        np.full(len(prompts), begin, np.int32),
+        np.array([len(p) for p in parts], np.int32),
+        np.array(following, np.int32),
+    )
 
 
 @dataclass
@@ -176,12 +217,16 @@ def start(
     limits = jnp.asarray(np.broadcast_to(np.asarray(max_tokens, np.int32), batch))
     sampling = jax.tree.map(jnp.asarray, sampling)
     stops = np.full((batch, 1), -1, np.int32) if stop_token_ids is None else stop_token_ids
-    state = decode_state.init_state(cfg, sampling, limits, jnp.asarray(stops), num_blocks, jnp.float32)
+    state = decode_state.init_state(
+        cfg, sampling, limits, jnp.asarray(stops), num_blocks, jnp.float32
+    )
     longest = max(len(p) for p in prompts)
     first = np.full(batch, -1, np.int32)
     for begin in range(0, longest, chunk or longest):
         part = pad_chunk(prompts, begin, chunk or longest)
-        verification, state = programs.run_prefill(cfg, params, state, table, *part, compilation=compilation)
+        verification, state = programs.run_prefill(
+            cfg, params, state, table, *part, compilation=compilation
+        )
         ended = np.asarray(verification.num_sampled) > 0
         first = np.where(ended, np.asarray(verification.output_tokens)[:, 0], first)
     return first, state
@@ -217,7 +262,10 @@ def generate(
     accepted = []
     while np.asarray(state.active).any():
         verification, state = programs.run_round(cfg, params, state, table, compilation)
-        tokens, num_sampled = np.asarray(verification.output_tokens), np.asarray(verification.num_sampled)
+        tokens, num_sampled = (
+            np.asarray(verification.output_tokens),
+            np.asarray(verification.num_sampled),
+        )
         for row, text in enumerate(texts):
             text += tokens[row, : num_sampled[row]].tolist()
         accepted.append([int(n) - 1 for n in num_sampled if n])

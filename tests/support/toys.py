@@ -64,25 +64,45 @@ def _row_of_table(params: Any, _cfg: Any, hidden: jax.Array, _kernels: Any = Non
     return params["table"][hidden[..., 0].astype(jnp.int32)]
 
 
-def _target_forward(_params: Any, _cfg: ToyTarget, tokens: jax.Array, _metadata: Any, caches: Any, **_: Any) -> TargetOutput:
+def _target_forward(
+    _params: Any, _cfg: ToyTarget, tokens: jax.Array, _metadata: Any, caches: Any, **_: Any
+) -> TargetOutput:
     return TargetOutput(_tokens_as_hidden(tokens), None, caches)
 
 
 def _draft_forward(
-    _params: Any, _cfg: ToyDraft, tokens: jax.Array, hidden: jax.Array, _metadata: Any, caches: Any, **_: Any
+    _params: Any,
+    _cfg: ToyDraft,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    _metadata: Any,
+    caches: Any,
+    **_: Any,
 ) -> DraftOutput:
     return DraftOutput(_tokens_as_hidden(tokens), hidden, caches)
 
 
-def _replay_forward(params: Any, _cfg: ToyDraft, tokens: jax.Array, hidden: jax.Array, metadata: Any, caches: Any, **_: Any) -> DraftOutput:
+def _replay_forward(
+    params: Any,
+    _cfg: ToyDraft,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    metadata: Any,
+    caches: Any,
+    **_: Any,
+) -> DraftOutput:
     # The row at position p reads token p+1 and predicts the token at p+2.
     text = params["text"]
     position = jnp.minimum(metadata.positions + 2, text.shape[1] - 1)
-    return DraftOutput(_tokens_as_hidden(jnp.take_along_axis(text, position, axis=1)), hidden, caches)
+    return DraftOutput(
+        _tokens_as_hidden(jnp.take_along_axis(text, position, axis=1)), hidden, caches
+    )
 
 
 def _one_hot(_params: Any, cfg: ToyDraft, head_input: jax.Array, _kernels: Any = None) -> jax.Array:
-    return PEAK * jax.nn.one_hot(head_input[..., 0].astype(jnp.int32), cfg.vocab_size, dtype=jnp.float32)
+    return PEAK * jax.nn.one_hot(
+        head_input[..., 0].astype(jnp.int32), cfg.vocab_size, dtype=jnp.float32
+    )
 
 
 def _keep_hidden(_cfg: Any, hidden: jax.Array, _aux: Any) -> jax.Array:
@@ -95,12 +115,22 @@ def _fuse(_params: Any, _cfg: Any, hidden: jax.Array, _kernels: Any = None) -> j
 
 TARGET_FAMILIES = {"toy": SimpleNamespace(forward=_target_forward, logits=_row_of_table)}
 DRAFT_FAMILIES = {
-    "toy": SimpleNamespace(forward=_draft_forward, logits=_row_of_table, fuse=_fuse, target_hidden=_keep_hidden),
-    "replay": SimpleNamespace(forward=_replay_forward, logits=_one_hot, fuse=_fuse, target_hidden=_keep_hidden),
+    "toy": SimpleNamespace(
+        forward=_draft_forward, logits=_row_of_table, fuse=_fuse, target_hidden=_keep_hidden
+    ),
+    "replay": SimpleNamespace(
+        forward=_replay_forward, logits=_one_hot, fuse=_fuse, target_hidden=_keep_hidden
+    ),
 }
 
 
-def toy_config(vocab_size: int, K: int, rule: str = "probabilistic", draft_sampling: str = "probabilistic", **changes: Any) -> RoundConfig:
+def toy_config(
+    vocab_size: int,
+    K: int,
+    rule: str = "probabilistic",
+    draft_sampling: str = "probabilistic",
+    **changes: Any,
+) -> RoundConfig:
     """Rounds of the toy target and the toy draft; caches do not exist, so one huge block is all of a block table."""
     group = CacheGroup(block_size=1 << 20, max_model_len=1 << 20)
     values: dict[str, Any] = {

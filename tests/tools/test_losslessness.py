@@ -24,7 +24,9 @@ def output(*token_ids: int, prompt: tuple[int, ...] = (3, 1, 4)) -> Any:
 
 
 def test_each_prompt_that_differs_is_named_with_its_first_token() -> None:
-    found = find_differences([output(1), output(1, 2), output(5, 6, 7)], [output(1), output(1, 2, 3), output(5, 9, 8)])
+    found = find_differences(
+        [output(1), output(1, 2), output(5, 6, 7)], [output(1), output(1, 2, 3), output(5, 9, 8)]
+    )
     assert found == [Difference(1, 2, None, 3), Difference(2, 1, 6, 9)]
     assert find_differences([output(1, 2)], [output(1, 2)]) == []
 
@@ -32,13 +34,24 @@ def test_each_prompt_that_differs_is_named_with_its_first_token() -> None:
 def test_the_margin_is_that_of_the_targets_logits_after_the_shared_text() -> None:
     model = tiny_model("eagle")
     rng = np.random.default_rng(0)
-    texts = [output(*map(int, rng.integers(0, VOCAB, 9)), prompt=tuple(map(int, rng.integers(0, VOCAB, n)))) for n in (4, 300)]
+    texts = [
+        output(
+            *map(int, rng.integers(0, VOCAB, 9)), prompt=tuple(map(int, rng.integers(0, VOCAB, n)))
+        )
+        for n in (4, 300)
+    ]
     found = with_margins(
-        model.target, model.params["target"], texts, [Difference(1, 6, 7, 2), Difference(0, 3, 5, 40), Difference(0, 9, 1, None)]
+        model.target,
+        model.params["target"],
+        texts,
+        [Difference(1, 6, 7, 2), Difference(0, 3, 5, 40), Difference(0, 9, 1, None)],
     )
     assert found[2] == Difference(0, 9, 1, None) and not found[2].is_tie
     for d in found[:2]:
-        prefix = np.asarray([[*texts[d.prompt].prompt_token_ids, *texts[d.prompt].token_ids[: d.position]]], np.int32)
+        prefix = np.asarray(
+            [[*texts[d.prompt].prompt_token_ids, *texts[d.prompt].token_ids[: d.position]]],
+            np.int32,
+        )
         logits = reference_logits(model, prefix)
         a, b = logits[d.speculative_token_id], logits[d.plain_token_id]
         assert d.margin is not None and d.margin == pytest.approx(abs(a - b), rel=1e-4, abs=1e-6)
@@ -52,6 +65,10 @@ def reference_logits(model: Model, tokens: Any) -> np.ndarray:
     metadata = build_metadata(CacheGroup(rows, rows), zero[None], zero, zero + rows, rows)
     with jax.default_matmul_precision("highest"):
         out = family.forward(
-            model.params["target"], cfg, tokens, metadata, init_cache(cfg.attention, cfg.num_layers, 1, rows, jnp.dtype(jnp.float32))
+            model.params["target"],
+            cfg,
+            tokens,
+            metadata,
+            init_cache(cfg.attention, cfg.num_layers, 1, rows, jnp.dtype(jnp.float32)),
         )
         return np.asarray(family.logits(model.params["target"], cfg, out.hidden[:, -1]))[0]

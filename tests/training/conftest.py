@@ -33,7 +33,9 @@ class Pair(NamedTuple):
 
 
 def make_pair(seed: int = 0, **changes: object) -> Pair:
-    target_cfg = models.TargetConfig("llama", VOCAB, 32, 48, 5, TARGET_ATTENTION, 1e-5, 256, tie_word_embeddings=True)
+    target_cfg = models.TargetConfig(
+        "llama", VOCAB, 32, 48, 5, TARGET_ATTENTION, 1e-5, 256, tie_word_embeddings=True
+    )
     draft_cfg = Eagle3Config(
         target_hidden_size=32,
         hidden_size=32,
@@ -47,10 +49,21 @@ def make_pair(seed: int = 0, **changes: object) -> Pair:
     )
     draft_cfg = dataclasses.replace(draft_cfg, **changes)
     keys = jax.random.split(jax.random.key(seed), 2)
-    target = init_random(models.family(target_cfg).param_specs(target_cfg), keys[0], jnp.dtype(jnp.float32))
+    target = init_random(
+        models.family(target_cfg).param_specs(target_cfg), keys[0], jnp.dtype(jnp.float32)
+    )
     draft = init_random(eagle3.param_specs(draft_cfg), keys[1], jnp.dtype(jnp.float32))
-    draft_ids = np.sort(np.random.default_rng(seed).permutation(VOCAB)[: draft_cfg.draft_vocab_size])
-    return Pair(target_cfg, target, draft_cfg, draft, bind_draft(draft_cfg, draft, target, draft_ids), draft_ids)
+    draft_ids = np.sort(
+        np.random.default_rng(seed).permutation(VOCAB)[: draft_cfg.draft_vocab_size]
+    )
+    return Pair(
+        target_cfg,
+        target,
+        draft_cfg,
+        draft,
+        bind_draft(draft_cfg, draft, target, draft_ids),
+        draft_ids,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -17,16 +17,25 @@ from tests.training.conftest import TARGET_ATTENTION, VOCAB
 
 
 def test_each_prompt_is_in_one_shard(tmp_path: Path) -> None:
-    cfg = models.TargetConfig("llama", VOCAB, 32, 48, 5, TARGET_ATTENTION, 1e-5, 256, tie_word_embeddings=True)
+    cfg = models.TargetConfig(
+        "llama", VOCAB, 32, 48, 5, TARGET_ATTENTION, 1e-5, 256, tie_word_embeddings=True
+    )
     target = ChatTarget("tiny", cfg, {}, CHAT, HashedWords(VOCAB))
-    texts = [f"{word} is a word" for word in ["one", "two", "three", "four", "five", "six", "seven"]]
+    texts = [
+        f"{word} is a word" for word in ["one", "two", "three", "four", "five", "six", "seven"]
+    ]
     known = "this one is in the evaluation set and has rather more words than thirteen"
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for path, part in zip(files, (texts[:3], [*texts[3:], known]), strict=True):
         path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in part))
     overlaps = [OverlapFilter([known]) for _ in range(3)]
-    shards = [file_prompts(GenerationConfig(), target, files, (i, 3), overlap) for i, overlap in enumerate(overlaps)]
-    assert [len(shard) for shard in shards] == [3, 2, 2] and [overlap.removed for overlap in overlaps] == [1, 1, 1]
+    shards = [
+        file_prompts(GenerationConfig(), target, files, (i, 3), overlap)
+        for i, overlap in enumerate(overlaps)
+    ]
+    assert [len(shard) for shard in shards] == [3, 2, 2] and [
+        overlap.removed for overlap in overlaps
+    ] == [1, 1, 1]
     expected = sorted(target.words.encode_chat(text).tolist() for text in texts)
     assert sorted(ids.tolist() for shard in shards for ids in shard) == expected
 
@@ -35,7 +44,9 @@ def test_chats_are_merged_with_their_reports(tmp_path: Path) -> None:
     for i, temperature in enumerate((0.0, 0.7)):
         folder = tmp_path / f"g{i}"
         folder.mkdir()
-        pack([np.arange(4 + i), np.arange(9)], [2, 3], [temperature, 0.0], np.uint16).save(folder / CHATS)
+        pack([np.arange(4 + i), np.arange(9)], [2, 3], [temperature, 0.0], np.uint16).save(
+            folder / CHATS
+        )
     (tmp_path / "g1" / REPORT).write_text(json.dumps({"num_chats": 2}))
     chats, about = read_chats([tmp_path / "g0" / CHATS, tmp_path / "g1" / CHATS])
     assert sorted(chats.lengths.tolist()) == [4, 5, 9]  # the second chat of each is the same

@@ -33,15 +33,26 @@ SWITCHES = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
 
 
 def save(pair: Pair, folder: Path) -> None:
-    save_draft(folder, pair.draft_cfg, pair.draft, pair.draft_ids, target="tiny", max_position_embeddings=256)
+    save_draft(
+        folder,
+        pair.draft_cfg,
+        pair.draft,
+        pair.draft_ids,
+        target="tiny",
+        max_position_embeddings=256,
+    )
 
 
 @pytest.mark.parametrize("switches", [{}, SWITCHES], ids=["plain", "switches"])
 def test_a_saved_head_loads_as_it_was(tmp_path: Path, switches: dict[str, bool]) -> None:
     pair = make_pair(3, **switches)
     save(pair, tmp_path / "head")
-    cfg, params = load_draft(tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(), jnp.float32)
-    assert cfg == dataclasses.replace(pair.draft_cfg, attention=dataclasses.replace(pair.draft_cfg.attention))
+    cfg, params = load_draft(
+        tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(), jnp.float32
+    )
+    assert cfg == dataclasses.replace(
+        pair.draft_cfg, attention=dataclasses.replace(pair.draft_cfg.attention)
+    )
     assert jax.tree.structure(params) == jax.tree.structure(pair.bound)
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), pair.draft)
     jax.tree.map(np.testing.assert_array_equal, {name: params[name] for name in expected}, expected)
@@ -51,16 +62,37 @@ def test_a_saved_head_loads_as_it_was(tmp_path: Path, switches: dict[str, bool])
 
 def test_an_eagle_1_head_is_saved_in_safeais_layout_and_loads_as_it_was(tmp_path: Path) -> None:
     pair = make_pair(3)
-    attention = dataclasses.replace(pair.target_cfg.attention, rope=RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192))
+    attention = dataclasses.replace(
+        pair.target_cfg.attention, rope=RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    )
     cfg = dataclasses.replace(eagle_config(pair.target_cfg), attention=attention)
     params = initial_params(cfg, pair.target_cfg, pair.target, np.arange(VOCAB), 0)
-    save_draft(tmp_path / "head", cfg, params, np.arange(VOCAB), target="tiny", max_position_embeddings=256)
+    save_draft(
+        tmp_path / "head", cfg, params, np.arange(VOCAB), target="tiny", max_position_embeddings=256
+    )
     tensors = load_file(tmp_path / "head" / "model.safetensors")
-    layer = ("post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
-    assert set(tensors) == {"fc.weight", *(f"layers.0.{name}.weight" for name in layer)} and tensors["fc.weight"].shape == (32, 64)
+    layer = (
+        "post_attention_layernorm",
+        *(f"self_attn.{x}_proj" for x in "qkvo"),
+        *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+    )
+    assert set(tensors) == {
+        "fc.weight",
+        *(f"layers.0.{name}.weight" for name in layer),
+    } and tensors["fc.weight"].shape == (32, 64)
     config = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"] and config["bias"] is False and config["rope_theta"] == 5e5
-    loaded_cfg, loaded = load_draft(tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(method="eagle"), jnp.float32)
+    assert (
+        config["architectures"] == ["LlamaForCausalLM"]
+        and config["bias"] is False
+        and config["rope_theta"] == 5e5
+    )
+    loaded_cfg, loaded = load_draft(
+        tmp_path / "head",
+        pair.target_cfg,
+        pair.target,
+        SpeculativeConfig(method="eagle"),
+        jnp.float32,
+    )
     assert loaded_cfg == cfg
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
     jax.tree.map(np.testing.assert_array_equal, {name: loaded[name] for name in expected}, expected)
@@ -70,8 +102,12 @@ def test_an_eagle_1_head_is_saved_in_safeais_layout_and_loads_as_it_was(tmp_path
 def test_a_head_that_continues_another_computes_what_it_did() -> None:
     """With a wider MLP and another vocabulary: the old tokens keep their logits."""
     old = make_pair(5)
-    wider = dataclasses.replace(old.draft_cfg, intermediate_size=56, draft_vocab_size=DRAFT_VOCAB + 4)
-    ids = np.sort(np.concatenate([old.draft_ids[2:], np.setdiff1d(np.arange(VOCAB), old.draft_ids)[:6]]))
+    wider = dataclasses.replace(
+        old.draft_cfg, intermediate_size=56, draft_vocab_size=DRAFT_VOCAB + 4
+    )
+    ids = np.sort(
+        np.concatenate([old.draft_ids[2:], np.setdiff1d(np.arange(VOCAB), old.draft_ids)[:6]])
+    )
     fresh = initial_params(wider, old.target_cfg, old.target, ids, 1)
     params = continued_params(wider, fresh, ids, old.draft, old.draft_ids)
     rng = np.random.default_rng(0)
@@ -83,9 +119,13 @@ def test_a_head_that_continues_another_computes_what_it_did() -> None:
         logits.append(eagle3.logits(weights, cfg, forward_steps(weights, cfg, tokens, aux, 2)[1]))
     kept = np.isin(ids, old.draft_ids)
     np.testing.assert_allclose(logits[1][..., kept], logits[0][..., 2:], atol=1e-5)
-    np.testing.assert_array_equal(params["lm_head"][:, ~kept], old.target["embed_tokens"][ids[~kept]].T)
+    np.testing.assert_array_equal(
+        params["lm_head"][:, ~kept], old.target["embed_tokens"][ids[~kept]].T
+    )
     with pytest.raises(ConfigError, match="intermediate_size: expected at least the 40"):
-        continued_params(wider, {**fresh, "layers": [narrow(fresh["layers"][0])]}, ids, old.draft, old.draft_ids)
+        continued_params(
+            wider, {**fresh, "layers": [narrow(fresh["layers"][0])]}, ids, old.draft, old.draft_ids
+        )
 
 
 def narrow(layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -97,11 +137,25 @@ def test_tensors_are_those_of_the_speculators_layout(tmp_path: Path) -> None:
     save(pair, tmp_path / "head")
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     layer = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    layer += tuple(f"self_attn.{x}_proj" for x in "qkvo") + tuple(f"mlp.{x}_proj" for x in ("gate", "up", "down"))
-    assert set(tensors) == {"d2t", "t2d", "fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{name}.weight" for name in layer)}
+    layer += tuple(f"self_attn.{x}_proj" for x in "qkvo") + tuple(
+        f"mlp.{x}_proj" for x in ("gate", "up", "down")
+    )
+    assert set(tensors) == {
+        "d2t",
+        "t2d",
+        "fc.weight",
+        "norm.weight",
+        "lm_head.weight",
+        *(f"layers.0.{name}.weight" for name in layer),
+    }
     assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == bool
-    assert {str(x.dtype) for name, x in tensors.items() if name not in ("d2t", "t2d")} == {"bfloat16"}
-    assert tensors["lm_head.weight"].shape == (DRAFT_VOCAB, 32) and tensors["fc.weight"].shape == (32, 96)
+    assert {str(x.dtype) for name, x in tensors.items() if name not in ("d2t", "t2d")} == {
+        "bfloat16"
+    }
+    assert tensors["lm_head.weight"].shape == (DRAFT_VOCAB, 32) and tensors["fc.weight"].shape == (
+        32,
+        96,
+    )
 
 
 @pytest.mark.oracle("speculators")
@@ -114,7 +168,9 @@ def test_speculators_reads_the_config_and_computes_the_same_logits(tmp_path: Pat
     save(pair, tmp_path / "head")
     config = Eagle3SpeculatorConfig.from_pretrained(tmp_path / "head")
     config.transformer_layer_config._attn_implementation = "eager"
-    config.speculators_config.verifier.name_or_path = None  # it would look for the verifier's embedding on a hub
+    config.speculators_config.verifier.name_or_path = (
+        None  # it would look for the verifier's embedding on a hub
+    )
     oracle = Eagle3DraftModel(config).float().eval()
     tensors = load_torch(tmp_path / "head" / "model.safetensors")
     state = oracle.state_dict()
@@ -123,11 +179,18 @@ def test_speculators_reads_the_config_and_computes_the_same_logits(tmp_path: Pat
         for name, tensor in tensors.items():
             assert state[name].shape == tensor.shape, name
             state[name].copy_(tensor)
-    cfg, params = load_draft(tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(), jnp.float32)
+    cfg, params = load_draft(
+        tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(), jnp.float32
+    )
     rng = np.random.default_rng(0)
-    tokens, aux = rng.integers(0, VOCAB, (1, 8)).astype(np.int32), rng.normal(size=(1, 8, 96)).astype(np.float32)
+    tokens, aux = (
+        rng.integers(0, VOCAB, (1, 8)).astype(np.int32),
+        rng.normal(size=(1, 8, 96)).astype(np.float32),
+    )
     found = []
-    oracle.lm_head.register_forward_hook(lambda module, args, out: found.append(out.detach().numpy()))
+    oracle.lm_head.register_forward_hook(
+        lambda module, args, out: found.append(out.detach().numpy())
+    )
     shifted = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     with torch.no_grad():
         oracle(
@@ -136,14 +199,23 @@ def test_speculators_reads_the_config_and_computes_the_same_logits(tmp_path: Pat
             document_ids=torch.zeros(1, 8, dtype=torch.long),
             ttt_steps=2,
         )
-    outputs = jax.jit(forward_steps, static_argnums=(1, 4))(params, cfg, jnp.asarray(tokens), jnp.asarray(aux), 2)
+    outputs = jax.jit(forward_steps, static_argnums=(1, 4))(
+        params, cfg, jnp.asarray(tokens), jnp.asarray(aux), 2
+    )
     for step, out in enumerate(outputs):
-        np.testing.assert_allclose(eagle3.logits(params, cfg, out)[:, : 7 - step], found[step][:, : 7 - step], atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(
+            eagle3.logits(params, cfg, out)[:, : 7 - step],
+            found[step][:, : 7 - step],
+            atol=1e-4,
+            rtol=1e-4,
+        )
 
 
 def test_config_keeps_llama3_rope(pair: Pair) -> None:
     rope = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
-    cfg = dataclasses.replace(pair.draft_cfg, attention=dataclasses.replace(pair.draft_cfg.attention, rope=rope))
+    cfg = dataclasses.replace(
+        pair.draft_cfg, attention=dataclasses.replace(pair.draft_cfg.attention, rope=rope)
+    )
     layer = json.loads(json.dumps(speculators_config(cfg, "t", 256)))["transformer_layer_config"]
     assert RopeConfig.from_hf(layer) == rope
 
@@ -162,7 +234,10 @@ def test_pieces_join_to_the_same_file_and_damage_is_found(tmp_path: Path) -> Non
     assert [len(p.read_bytes()) for p in pieces] == [500, 500, 280]
     join_file(tmp_path / "pieces", tmp_path / "out" / "x.bin")
     assert (tmp_path / "out" / "x.bin").read_bytes() == content
-    assert len(split_file(tmp_path / "x.bin", tmp_path / "pieces", 1000)) == 2 and len(list((tmp_path / "pieces").iterdir())) == 3
+    assert (
+        len(split_file(tmp_path / "x.bin", tmp_path / "pieces", 1000)) == 2
+        and len(list((tmp_path / "pieces").iterdir())) == 3
+    )
     (tmp_path / "pieces" / "x.bin.001").unlink()
     with pytest.raises(ConfigError, match="expected pieces of sha256"):
         join_file(tmp_path / "pieces", tmp_path / "out" / "x.bin")
@@ -185,47 +260,109 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
     for prompt, answer in zip(prompts, answers, strict=True):
         sequence = np.concatenate([prompt, answer])
         padded = jnp.zeros((1, 24), jnp.int32).at[0, : len(sequence)].set(sequence)
-        hidden, _ = target_states(pair.target, pair.target_cfg, padded, jnp.asarray([len(sequence)], jnp.int32), ())
-        greedy = np.argmax(models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden), axis=-1)[0]
+        hidden, _ = target_states(
+            pair.target, pair.target_cfg, padded, jnp.asarray([len(sequence)], jnp.int32), ()
+        )
+        greedy = np.argmax(
+            models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden), axis=-1
+        )[0]
         assert answer.tolist() == greedy[len(prompt) - 1 : len(sequence) - 1].tolist()
         assert len(answer) == 12 or answer[-1] == 2
     # A round yields its accepted drafts and one token; the first token is prefill's. What ran past the end is not in the answers.
     written = sum(map(len, answers)) - len(prompts)
-    assert metrics.num_accepted_tokens + metrics.num_drafts >= written > metrics.num_accepted_tokens + metrics.num_drafts - 3 * len(prompts)
+    assert (
+        metrics.num_accepted_tokens + metrics.num_drafts
+        >= written
+        > metrics.num_accepted_tokens + metrics.num_drafts - 3 * len(prompts)
+    )
 
 
 def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
     """The whole command, in a process of its own, as a newcomer runs it."""
-    command = [sys.executable, "scripts/train_draft.py", "all", "--dry-run", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    command = [
+        sys.executable,
+        "scripts/train_draft.py",
+        "all",
+        "--dry-run",
+        "--output",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "training.json").read_text())
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
     assert len(losses) == 3 and losses[-1] < losses[0]
     assert record["evaluation"]["num_drafts"] > 0 and record["generation"][0]["num_chats"] >= 48
-    assert (tmp_path / "chats.npz").is_file() and (tmp_path / "head" / "model.safetensors").is_file()
-    assert {p.name for p in (tmp_path / "pieces").iterdir()} == {"config.json", "model.safetensors.000", "model.safetensors.sha256"}
+    assert (tmp_path / "chats.npz").is_file() and (
+        tmp_path / "head" / "model.safetensors"
+    ).is_file()
+    assert {p.name for p in (tmp_path / "pieces").iterdir()} == {
+        "config.json",
+        "model.safetensors.000",
+        "model.safetensors.sha256",
+    }
 
 
 def test_a_missing_target_is_one_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/train_draft.py", "train", "--target", str(tmp_path), "--output", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "scripts/train_draft.py",
+        "train",
+        "--target",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith(f"error: {tmp_path}") and len(done.stderr.splitlines()) == 1
 
 
-def test_wrong_evaluation_prompts_are_found_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_evaluation_prompts_are_found_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not when the first head has been trained and saved."""
     prompts = tmp_path / "none.jsonl"
     with pytest.raises(SystemExit) as stopped:
-        main(["train", "--dry-run", "--output", str(tmp_path / "out"), "--eval-prompts", str(prompts)])
-    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(f"error: {prompts}: expected a JSON Lines file")
+        main(
+            [
+                "train",
+                "--dry-run",
+                "--output",
+                str(tmp_path / "out"),
+                "--eval-prompts",
+                str(prompts),
+            ]
+        )
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(
+        f"error: {prompts}: expected a JSON Lines file"
+    )
 
 
 def test_a_method_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/train_draft.py", "all", "--dry-run", "--method", "mtp", "--output", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "scripts/train_draft.py",
+        "all",
+        "--dry-run",
+        "--method",
+        "mtp",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "invalid choice: 'mtp'" in done.stderr and not (tmp_path / "out").exists()
+    assert (
+        done.returncode == 2
+        and "invalid choice: 'mtp'" in done.stderr
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_a_run_that_is_gone_on_with_keeps_its_record_up_to_there(tmp_path: Path) -> None:

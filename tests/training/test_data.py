@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError
-from jaxspec.training.data import Chats, OverlapFilter, batch_of, batches, epoch, merge, ngrams, pack, token_dtype
+from jaxspec.training.data import (
+    Chats,
+    OverlapFilter,
+    batch_of,
+    batches,
+    epoch,
+    merge,
+    ngrams,
+    pack,
+    token_dtype,
+)
 from jaxspec.training.vocabulary import choose_vocabulary, coverage, vocabulary_maps
 
 
@@ -24,7 +34,10 @@ def test_chats_come_back_from_disk_and_split(tmp_path: Path) -> None:
     loaded = type(chats).load(tmp_path / "chats.npz")
     assert loaded.tokens.dtype == np.uint16
     training, held_out = loaded.split(1)
-    assert [training.sequence(i).tolist() for i in range(2)] == [[0] * 5, [1] * 3] and held_out.sequence(0).tolist() == [2] * 9
+    assert [training.sequence(i).tolist() for i in range(2)] == [
+        [0] * 5,
+        [1] * 3,
+    ] and held_out.sequence(0).tolist() == [2] * 9
     assert training.num_answer_tokens == 4 and held_out.answer_start.tolist() == [7]
 
 
@@ -32,12 +45,21 @@ def test_merged_files_hold_each_chat_once_and_are_shuffled() -> None:
     first, second = some_chats(list(range(3, 40))), some_chats([3, 4, 9])
     merged = merge([first, second])
     sequences = [merged.sequence(i).tolist() for i in range(len(merged))]
-    assert len(merged) == 38 and sorted(sequences) == sorted([[i] * (i + 3) for i in range(37)] + [[2] * 9])
-    assert sequences != sorted(sequences) and all(len(s) - a == 2 for s, a in zip(sequences, merged.answer_start, strict=True))
+    assert len(merged) == 38 and sorted(sequences) == sorted(
+        [[i] * (i + 3) for i in range(37)] + [[2] * 9]
+    )
+    assert sequences != sorted(sequences) and all(
+        len(s) - a == 2 for s, a in zip(sequences, merged.answer_start, strict=True)
+    )
 
 
 def test_batches_can_be_cut_evenly() -> None:
-    sizes = {batch.tokens.shape for batch in epoch(some_chats([4] * 20 + [8] * 20), (4, 8), 26, np.random.default_rng(0), multiple=2)}
+    sizes = {
+        batch.tokens.shape
+        for batch in epoch(
+            some_chats([4] * 20 + [8] * 20), (4, 8), 26, np.random.default_rng(0), multiple=2
+        )
+    }
     assert sizes == {(6, 4), (2, 8)}
 
 
@@ -58,7 +80,9 @@ def test_an_epoch_shows_each_chat_once_in_the_smallest_bucket_that_holds_it() ->
     for batch in epoch(chats, (8, 4), 8, np.random.default_rng(0)):
         rows = batch.tokens.shape[1]
         assert batch.tokens.size == 8
-        for tokens, length, start in zip(batch.tokens, batch.lengths, batch.answer_start, strict=True):
+        for tokens, length, start in zip(
+            batch.tokens, batch.lengths, batch.answer_start, strict=True
+        ):
             which = int(tokens[0])
             seen.append(which)
             assert length == min(lengths[which], rows) and start == lengths[which] - 2
@@ -72,7 +96,10 @@ def test_epochs_differ_and_a_seed_repeats_them() -> None:
 
     def order(seed: int) -> list[tuple[int, list[int]]]:
         stream = batches(chats, (4,), 8, seed)
-        return [(number, batch.tokens[:, 0].tolist()) for number, batch in (next(stream) for _ in range(8))]
+        return [
+            (number, batch.tokens[:, 0].tolist())
+            for number, batch in (next(stream) for _ in range(8))
+        ]
 
     first = order(0)
     assert first == order(0) and [n for n, _ in first] == [0] * 4 + [1] * 4
@@ -80,18 +107,27 @@ def test_epochs_differ_and_a_seed_repeats_them() -> None:
 
 
 def test_too_few_chats_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="expected enough chats for one batch of 64 tokens, got 2 chats"):
+    with pytest.raises(
+        ConfigError, match="expected enough chats for one batch of 64 tokens, got 2 chats"
+    ):
         next(batches(some_chats([4, 4]), (8,), 64, 0))
 
 
 def test_batch_of_cuts_what_is_too_long() -> None:
     batch = batch_of(some_chats([3, 9]), np.asarray([1]), 6)
-    assert batch.lengths.tolist() == [6] and batch.tokens.tolist() == [[1] * 6] and batch.answer_start.tolist() == [7]
+    assert (
+        batch.lengths.tolist() == [6]
+        and batch.tokens.tolist() == [[1] * 6]
+        and batch.answer_start.tolist() == [7]
+    )
 
 
 def test_chats_that_are_absent_or_damaged_are_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "chats.npz"
-    with pytest.raises(ConfigError, match="expected chats written by `train_draft.py generate`, got FileNotFoundError"):
+    with pytest.raises(
+        ConfigError,
+        match="expected chats written by `train_draft.py generate`, got FileNotFoundError",
+    ):
         Chats.load(path)
     path.write_bytes(b"PK not a zip")
     with pytest.raises(ConfigError, match="expected chats written by"):

@@ -25,12 +25,21 @@ ROWS, STEPS, TOLERANCE = 11, 4, 2e-5  # float32: another order of the same sums
 
 
 @pytest.mark.parametrize("row", [0, 5])
-@pytest.mark.parametrize("changes", [{}, {"fc_bias": True, "num_layers": 2}], ids=["plain", "bias-2-layers"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"fc_bias": True, "num_layers": 2}], ids=["plain", "bias-2-layers"]
+)
 def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object], row: int) -> None:
     pair = make_pair(1)
     cfg = dataclasses.replace(eagle_config(pair.target_cfg), **changes)
-    cfg = dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, rope=RopeConfig(3e4)))
-    bound = bind_draft(cfg, init_random(eagle.param_specs(cfg), jax.random.key(1), jnp.dtype(jnp.float32)), pair.target, None)
+    cfg = dataclasses.replace(
+        cfg, attention=dataclasses.replace(cfg.attention, rope=RopeConfig(3e4))
+    )
+    bound = bind_draft(
+        cfg,
+        init_random(eagle.param_specs(cfg), jax.random.key(1), jnp.dtype(jnp.float32)),
+        pair.target,
+        None,
+    )
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, VOCAB, (1, ROWS)), jnp.int32)
     hidden = jnp.asarray(rng.normal(size=(1, ROWS, 32)), jnp.float32)
@@ -38,14 +47,32 @@ def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object],
     block_table = jnp.asarray([[3, 1, 5, 0, 2, 4]], jnp.int32)
     caches = init_cache(cfg.attention, cfg.num_layers, 6, 4, jnp.dtype(jnp.float32))
     if row:  # the target has seen positions 0 .. row; all but the last are in the draft's cache
-        metadata = build_metadata(group, block_table, jnp.zeros(1, jnp.int32), jnp.asarray([row], jnp.int32), row)
-        caches = eagle.forward(bound, cfg, tokens[:, 1 : row + 1], hidden[:, :row], metadata, caches).caches
+        metadata = build_metadata(
+            group, block_table, jnp.zeros(1, jnp.int32), jnp.asarray([row], jnp.int32), row
+        )
+        caches = eagle.forward(
+            bound, cfg, tokens[:, 1 : row + 1], hidden[:, :row], metadata, caches
+        ).caches
     pending = jnp.zeros((1, STEPS + 1), jnp.int32).at[0, 0].set(tokens[0, row + 1])
     pending_hidden = jnp.zeros((1, STEPS + 1, 32), jnp.float32).at[0, 0].set(hidden[0, row])
-    sampling = SamplingState(jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1))
-    inputs = DraftInputs(jnp.asarray([row + 1], jnp.int32), pending, pending_hidden, jnp.ones(1, jnp.int32), block_table, sampling)
+    sampling = SamplingState(
+        jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
+    )
+    inputs = DraftInputs(
+        jnp.asarray([row + 1], jnp.int32),
+        pending,
+        pending_hidden,
+        jnp.ones(1, jnp.int32),
+        block_table,
+        sampling,
+    )
     round_cfg = RoundConfig(
-        target=pair.target_cfg, target_group=group, draft=cfg, draft_group=group, num_speculative_tokens=STEPS, rule="probabilistic"
+        target=pair.target_cfg,
+        target_group=group,
+        draft=cfg,
+        draft_group=group,
+        num_speculative_tokens=STEPS,
+        rule="probabilistic",
     )
     proposal = propose(round_cfg, bound, inputs, caches).proposal
     assert proposal.draft_logits is not None
@@ -53,5 +80,13 @@ def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object],
     outputs = jax.jit(forward_steps, static_argnums=(1, 4))(bound, cfg, forced, hidden, STEPS)
     for step, feature in enumerate(outputs):
         ours = eagle.logits(bound, cfg, feature)[0, row]
-        np.testing.assert_allclose(ours, proposal.draft_logits[0, step], atol=TOLERANCE, rtol=TOLERANCE, err_msg=f"step {step}")
-    assert len({int(t) for t in proposal.draft_tokens[0]}) > 1  # equal drafts could hide a wrong shift
+        np.testing.assert_allclose(
+            ours,
+            proposal.draft_logits[0, step],
+            atol=TOLERANCE,
+            rtol=TOLERANCE,
+            err_msg=f"step {step}",
+        )
+    assert (
+        len({int(t) for t in proposal.draft_tokens[0]}) > 1
+    )  # equal drafts could hide a wrong shift

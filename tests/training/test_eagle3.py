@@ -49,16 +49,29 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     caches = init_cache(cfg.attention, cfg.num_layers, 6, 4, jnp.dtype(jnp.float32))
     fused = eagle3.fuse(pair.bound, cfg, aux)
     if row:  # the target has seen positions 0 .. row; all but the last are in the draft's cache
-        metadata = build_metadata(group, block_table, jnp.zeros(1, jnp.int32), jnp.asarray([row], jnp.int32), row)
-        caches = eagle3.forward(pair.bound, cfg, tokens[:, 1 : row + 1], fused[:, :row], metadata, caches).caches
+        metadata = build_metadata(
+            group, block_table, jnp.zeros(1, jnp.int32), jnp.asarray([row], jnp.int32), row
+        )
+        caches = eagle3.forward(
+            pair.bound, cfg, tokens[:, 1 : row + 1], fused[:, :row], metadata, caches
+        ).caches
     pending = jnp.zeros((1, STEPS + 1), jnp.int32).at[0, 0].set(tokens[0, row + 1])
     hidden = jnp.zeros((1, STEPS + 1, 96), jnp.float32).at[0, 0].set(aux[0, row])
     one = lambda dtype: jnp.ones(1, dtype)  # noqa: E731
     # Sampled drafts keep their logits, and differ from step to step, which greedy ones of a random head do not.
-    sampling = SamplingState(jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1))
-    state = DraftInputs(jnp.asarray([row + 1], jnp.int32), pending, hidden, one(jnp.int32), block_table, sampling)
+    sampling = SamplingState(
+        jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
+    )
+    state = DraftInputs(
+        jnp.asarray([row + 1], jnp.int32), pending, hidden, one(jnp.int32), block_table, sampling
+    )
     round_cfg = RoundConfig(
-        target=pair.target_cfg, target_group=group, draft=cfg, draft_group=group, num_speculative_tokens=STEPS, rule="probabilistic"
+        target=pair.target_cfg,
+        target_group=group,
+        draft=cfg,
+        draft_group=group,
+        num_speculative_tokens=STEPS,
+        rule="probabilistic",
     )
     proposal = propose(round_cfg, pair.bound, state, caches).proposal
     assert proposal.draft_logits is not None
@@ -68,13 +81,23 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     outputs = forward_steps(pair.bound, cfg, forced, aux, STEPS)
     for step, head_input in enumerate(outputs):
         ours = eagle3.logits(pair.bound, cfg, head_input)[0, row]
-        np.testing.assert_allclose(ours, proposal.draft_logits[0, step], atol=TOLERANCE, rtol=TOLERANCE, err_msg=f"step {step}")
-    assert len({int(t) for t in proposal.draft_tokens[0]}) > 1  # equal drafts could hide a wrong shift
+        np.testing.assert_allclose(
+            ours,
+            proposal.draft_logits[0, step],
+            atol=TOLERANCE,
+            rtol=TOLERANCE,
+            err_msg=f"step {step}",
+        )
+    assert (
+        len({int(t) for t in proposal.draft_tokens[0]}) > 1
+    )  # equal drafts could hide a wrong shift
 
 
 @pytest.mark.oracle("speculators")
 @pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=3)), ids=str)
-def test_step_logits_equal_speculators_training_forward(flags: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_logits_equal_speculators_training_forward(
+    flags: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -120,7 +143,9 @@ def test_step_logits_equal_speculators_training_forward(flags: tuple[bool, bool,
     state["embed_tokens.weight"].copy_(torch.tensor(np.asarray(pair.target["embed_tokens"])))
     tokens, aux = inputs(3)
     found: list[torch.Tensor] = []
-    hook = oracle.lm_head.register_forward_hook(lambda module, args, out: found.append(out.detach()))
+    hook = oracle.lm_head.register_forward_hook(
+        lambda module, args, out: found.append(out.detach())
+    )
     with torch.no_grad():
         # speculators reads x_{i+1} beside h_i: its dataset shifts the ids by one before the model sees them.
         oracle(
@@ -135,7 +160,9 @@ def test_step_logits_equal_speculators_training_forward(flags: tuple[bool, bool,
     for step, (head_input, expected) in enumerate(zip(outputs, found, strict=True)):
         rows = ROWS - 1 - step
         ours = eagle3.logits(pair.bound, pair.draft_cfg, head_input)[:, :rows]
-        np.testing.assert_allclose(ours, expected[:, :rows].numpy(), atol=1e-4, rtol=1e-4, err_msg=f"step {step}")
+        np.testing.assert_allclose(
+            ours, expected[:, :rows].numpy(), atol=1e-4, rtol=1e-4, err_msg=f"step {step}"
+        )
 
 
 def test_a_row_depends_on_nothing_behind_what_it_has_read(pair: Any) -> None:
@@ -147,10 +174,14 @@ def test_a_row_depends_on_nothing_behind_what_it_has_read(pair: Any) -> None:
     for step in range(STEPS):
         other_tokens = tokens.at[:, row + 2 + step :].set((tokens[:, row + 2 + step :] + 1) % VOCAB)
         same = forward_steps(pair.bound, pair.draft_cfg, other_tokens, other_aux, STEPS)
-        np.testing.assert_allclose(same[step][0, : row + 1], outputs[step][0, : row + 1], atol=TOLERANCE)
+        np.testing.assert_allclose(
+            same[step][0, : row + 1], outputs[step][0, : row + 1], atol=TOLERANCE
+        )
         changed = tokens.at[:, row + 1 + step].set((tokens[:, row + 1 + step] + 1) % VOCAB)
         assert not np.allclose(
-            forward_steps(pair.bound, pair.draft_cfg, changed, aux, STEPS)[step][0, row], outputs[step][0, row], atol=1e-3
+            forward_steps(pair.bound, pair.draft_cfg, changed, aux, STEPS)[step][0, row],
+            outputs[step][0, row],
+            atol=1e-3,
         )
 
 

@@ -12,12 +12,28 @@ import pytest
 from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.training.data import OverlapFilter
-from jaxspec.training.generation import ChatFormat, GenerationConfig, Generator, Request, generate_chats
+from jaxspec.training.generation import (
+    ChatFormat,
+    GenerationConfig,
+    Generator,
+    Request,
+    generate_chats,
+)
 from jaxspec.training.target import target_states
 from tests.training.conftest import VOCAB, Pair
 
-CFG = GenerationConfig(num_slots=4, max_len=32, prefill_rows=2, steps=3, block_size=8, max_user_tokens=6, max_answer_tokens=9)
-CHAT = ChatFormat(before_user=(1, 4, 5), before_answer=(2, 6, 7), stop_token_ids=(2,), special_token_ids=(0, 1, 2))
+CFG = GenerationConfig(
+    num_slots=4,
+    max_len=32,
+    prefill_rows=2,
+    steps=3,
+    block_size=8,
+    max_user_tokens=6,
+    max_answer_tokens=9,
+)
+CHAT = ChatFormat(
+    before_user=(1, 4, 5), before_answer=(2, 6, 7), stop_token_ids=(2,), special_token_ids=(0, 1, 2)
+)
 
 
 def far() -> float:
@@ -26,14 +42,19 @@ def far() -> float:
 
 def test_greedy_answers_equal_the_argmax_of_the_whole_sequence(pair: Pair) -> None:
     rng = np.random.default_rng(0)
-    requests = [Request(rng.integers(3, VOCAB, n).astype(np.int32), 0.0, CFG.max_answer_tokens, False) for n in (1, 3, 7, 8, 9, 15, 16, 26)]
+    requests = [
+        Request(rng.integers(3, VOCAB, n).astype(np.int32), 0.0, CFG.max_answer_tokens, False)
+        for n in (1, 3, 7, 8, 9, 15, 16, 26)
+    ]
     generator = Generator(CFG, pair.target_cfg, pair.target, [2], jnp.float32)
     queue, ended = list(requests), []
     while len(ended) < len(requests):
         generator.refill(lambda: queue.pop(0) if queue else None)
         ended += generator.step()
     assert {id(request) for request, _ in ended} == {id(request) for request in requests}
-    forward = jax.jit(lambda tokens, length: target_states(pair.target, pair.target_cfg, tokens, length, ())[0])
+    forward = jax.jit(
+        lambda tokens, length: target_states(pair.target, pair.target_cfg, tokens, length, ())[0]
+    )
     for request, sequence in ended:
         prompt, n = request.prompt, len(request.prompt)
         assert sequence[:n].tolist() == prompt.tolist()
@@ -41,17 +62,34 @@ def test_greedy_answers_equal_the_argmax_of_the_whole_sequence(pair: Pair) -> No
         logits = models.family(pair.target_cfg).logits(
             pair.target, pair.target_cfg, forward(padded, jnp.asarray([len(sequence)], jnp.int32))
         )
-        assert sequence[n:].tolist() == np.argmax(logits[0], axis=-1)[n - 1 : len(sequence) - 1].tolist()
+        assert (
+            sequence[n:].tolist()
+            == np.argmax(logits[0], axis=-1)[n - 1 : len(sequence) - 1].tolist()
+        )
         stopped = sequence[-1] == 2
-        assert 2 not in sequence[n:-1] and (stopped or len(sequence) == min(n + CFG.max_answer_tokens, CFG.max_len))
+        assert 2 not in sequence[n:-1] and (
+            stopped or len(sequence) == min(n + CFG.max_answer_tokens, CFG.max_len)
+        )
 
 
 def test_free_running_chats_follow_the_template(pair: Pair) -> None:
     given = [np.asarray([1, 4, 5, 9, 10, 2, 6, 7], np.int32)]
     chats, report = generate_chats(
-        CFG, pair.target_cfg, pair.target, CHAT, dtype=jnp.float32, deadline=far(), max_chats=12, prompts=given, log=lambda line: None
+        CFG,
+        pair.target_cfg,
+        pair.target,
+        CHAT,
+        dtype=jnp.float32,
+        deadline=far(),
+        max_chats=12,
+        prompts=given,
+        log=lambda line: None,
     )
-    assert len(chats) >= 12 and report.num_chats == len(chats) and report.num_answer_tokens == chats.num_answer_tokens
+    assert (
+        len(chats) >= 12
+        and report.num_chats == len(chats)
+        and report.num_answer_tokens == chats.num_answer_tokens
+    )
     assert report.num_sampled_tokens >= chats.num_answer_tokens and report.sources["free"] > 0
     turns = set()
     for i, start in enumerate(chats.answer_start):
@@ -80,7 +118,14 @@ def test_a_user_turn_that_overlaps_the_evaluation_set_is_not_answered(pair: Pair
 
 def test_generation_ends_at_the_deadline(pair: Pair) -> None:
     chats, _ = generate_chats(
-        CFG, pair.target_cfg, pair.target, CHAT, dtype=jnp.float32, deadline=time.monotonic() - 1, max_chats=10, log=lambda line: None
+        CFG,
+        pair.target_cfg,
+        pair.target,
+        CHAT,
+        dtype=jnp.float32,
+        deadline=time.monotonic() - 1,
+        max_chats=10,
+        log=lambda line: None,
     )
     assert len(chats) == 0
 

@@ -24,7 +24,14 @@ from jaxspec.training.optimizer import learning_rate
 from jaxspec.training.target import greedy_tokens, target_states
 from tests.training.conftest import VOCAB, Pair
 
-CFG = TrainConfig(num_steps=3, learning_rate=3e-3, warmup_steps=5, buckets=(24,), tokens_per_batch=96, log_every=10)
+CFG = TrainConfig(
+    num_steps=3,
+    learning_rate=3e-3,
+    warmup_steps=5,
+    buckets=(24,),
+    tokens_per_batch=96,
+    log_every=10,
+)
 
 ONE = data_mesh(jax.devices()[:1])
 
@@ -35,7 +42,9 @@ def batch(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def observe(pair: Pair, draft_cfg: DraftConfig, ids: jax.Array, cfg: TrainConfig = CFG):
-    return jax.jit(lambda: observe_target(cfg, pair.target_cfg, pair.target, draft_cfg, ids, *batch()))()
+    return jax.jit(
+        lambda: observe_target(cfg, pair.target_cfg, pair.target, draft_cfg, ids, *batch())
+    )()
 
 
 @pytest.mark.parametrize("argmax_weight", [0.0, 0.25])
@@ -48,10 +57,17 @@ def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float)
     weights = {**pair.draft, **shared_weights(pair.draft_cfg, pair.target)}
     loss, sums = jax.jit(lambda: draft_loss(cfg, pair.draft_cfg, weights, ids, side, counts))()
 
-    hidden, aux = target_states(pair.target, pair.target_cfg, tokens, lengths, pair.draft_cfg.aux_layers)
+    hidden, aux = target_states(
+        pair.target, pair.target_cfg, tokens, lengths, pair.draft_cfg.aux_layers
+    )
     assert aux is not None
-    target_logits = np.asarray(models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden))
-    outputs = [eagle3.logits(pair.bound, pair.draft_cfg, x) for x in forward_steps(pair.bound, pair.draft_cfg, tokens, aux, 3)]
+    target_logits = np.asarray(
+        models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden)
+    )
+    outputs = [
+        eagle3.logits(pair.bound, pair.draft_cfg, x)
+        for x in forward_steps(pair.bound, pair.draft_cfg, tokens, aux, 3)
+    ]
     expected = 0.0
     for step, out in enumerate(outputs):
         rows, hits = [], []
@@ -66,7 +82,9 @@ def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float)
                 log_q = jax.nn.log_softmax(out[b, p])
                 soft = -jnp.sum(jax.nn.softmax(judge[pair.draft_ids]) * log_q)
                 hard = -log_q[np.argmax(judge[pair.draft_ids])]
-                known = judge.argmax() in pair.draft_ids  # a choice that the draft cannot make teaches nothing, but counts as a row
+                known = (
+                    judge.argmax() in pair.draft_ids
+                )  # a choice that the draft cannot make teaches nothing, but counts as a row
                 rows.append(known * float((1 - argmax_weight) * soft + argmax_weight * hard))
         assert counts[step] == len(rows)
         np.testing.assert_allclose(sums.cross_entropy[step], sum(rows), rtol=1e-4)
@@ -102,7 +120,9 @@ def test_remat_changes_no_gradient(pair: Pair) -> None:
     counts, shared = step_counts(CFG, *batch()[1:], 12), shared_weights(pair.draft_cfg, pair.target)
 
     def gradient(cfg: TrainConfig):
-        loss = lambda params: draft_loss(cfg, pair.draft_cfg, {**params, **shared}, ids, side, counts)[0]  # noqa: E731
+        loss = lambda params: draft_loss(
+            cfg, pair.draft_cfg, {**params, **shared}, ids, side, counts
+        )[0]
         return jax.jit(jax.grad(loss))(pair.draft)
 
     plain, again = gradient(CFG), gradient(dataclasses.replace(CFG, remat=True))
@@ -112,7 +132,9 @@ def test_remat_changes_no_gradient(pair: Pair) -> None:
 
 def test_greedy_tokens_in_chunks_equal_those_of_all_logits(pair: Pair) -> None:
     hidden = jax.random.normal(jax.random.key(0), (3, 7, 32))
-    expected = jnp.argmax(models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden), axis=-1)
+    expected = jnp.argmax(
+        models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden), axis=-1
+    )
     for chunk in (1, 4, 21, 100):
         assert (greedy_tokens(pair.target, pair.target_cfg, hidden, chunk) == expected).all()
 
@@ -120,7 +142,9 @@ def test_greedy_tokens_in_chunks_equal_those_of_all_logits(pair: Pair) -> None:
 def test_target_states_do_not_depend_on_padding(pair: Pair) -> None:
     tokens, lengths, _ = batch()
     hidden, aux = target_states(pair.target, pair.target_cfg, tokens, lengths, (1, 4))
-    short, short_aux = target_states(pair.target, pair.target_cfg, tokens[1:, :9], lengths[1:], (1, 4))
+    short, short_aux = target_states(
+        pair.target, pair.target_cfg, tokens[1:, :9], lengths[1:], (1, 4)
+    )
     assert aux is not None and short_aux is not None
     np.testing.assert_allclose(hidden[1, :9], short[0], atol=1e-5)
     np.testing.assert_allclose(aux[1, :9], short_aux[0], atol=1e-5)
@@ -137,10 +161,17 @@ def test_schedule_warms_up_then_falls_along_a_cosine() -> None:
 def test_a_head_learns_and_is_saved_on_the_way(pair: Pair) -> None:
     """The loss falls towards the target's entropy (about 7.5 here), the agreement rises, and the target stays as it was."""
     rng = np.random.default_rng(0)
-    chats = pack([rng.integers(0, VOCAB, n) for n in rng.integers(16, 25, 24)], np.full(24, 3), np.zeros(24), np.uint16)
+    chats = pack(
+        [rng.integers(0, VOCAB, n) for n in rng.integers(16, 25, 24)],
+        np.full(24, 3),
+        np.zeros(24),
+        np.uint16,
+    )
     before = jax.tree.map(np.asarray, pair.target)
     params = initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
-    np.testing.assert_array_equal(params["lm_head"], np.asarray(pair.target["embed_tokens"])[pair.draft_ids].T)
+    np.testing.assert_array_equal(
+        params["lm_head"], np.asarray(pair.target["embed_tokens"])[pair.draft_ids].T
+    )
     np.testing.assert_array_equal(params["norm"], pair.target["norm"])
     saved: list[int] = []
 
@@ -156,8 +187,12 @@ def test_a_head_learns_and_is_saved_on_the_way(pair: Pair) -> None:
     steps = [record for record in history if "loss" in record]
     assert [record.get("seen") for record in steps] == saved[:6]
     assert steps[-1]["loss"] < 0.93 * steps[0]["loss"], [record["loss"] for record in steps]
-    assert steps[-1]["agreement"][0] > steps[0]["agreement"][0] + 0.1, [record["agreement"] for record in steps]
-    np.testing.assert_allclose(history[-1]["held_out_cross_entropy"], steps[-1]["cross_entropy"], atol=0.2)  # the same chats
+    assert steps[-1]["agreement"][0] > steps[0]["agreement"][0] + 0.1, [
+        record["agreement"] for record in steps
+    ]
+    np.testing.assert_allclose(
+        history[-1]["held_out_cross_entropy"], steps[-1]["cross_entropy"], atol=0.2
+    )  # the same chats
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, pair.target))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(trained.params))
 

@@ -47,7 +47,10 @@ def test_kl_loss_of_several_steps_equals_speculators(decay: float) -> None:
 def test_soft_cross_entropy_and_its_gradient() -> None:
     z, p = jnp.asarray(logits(0)), jax.nn.softmax(jnp.asarray(logits(1)), axis=-1)
     np.testing.assert_allclose(
-        losses.soft_cross_entropy(z, p), -jnp.sum(p * jax.nn.log_softmax(z), axis=-1), rtol=TOLERANCE, atol=TOLERANCE
+        losses.soft_cross_entropy(z, p),
+        -jnp.sum(p * jax.nn.log_softmax(z), axis=-1),
+        rtol=TOLERANCE,
+        atol=TOLERANCE,
     )
     gradient = jax.grad(lambda z: jnp.sum(losses.soft_cross_entropy(z, p)))(z)
     np.testing.assert_allclose(gradient, jax.nn.softmax(z, axis=-1) - p, atol=TOLERANCE)
@@ -59,7 +62,12 @@ def test_kl_divergence_is_zero_only_at_the_target_and_survives_zeros() -> None:
     np.testing.assert_allclose(losses.kl_divergence(z, p), 0.0, atol=TOLERANCE)
     assert float(losses.kl_divergence(jnp.asarray(logits(3)), p).min()) > 0.1
     one_hot = jax.nn.one_hot(jnp.argmax(z, axis=-1), 48)
-    np.testing.assert_allclose(losses.kl_divergence(z, one_hot), -jnp.max(jax.nn.log_softmax(z), axis=-1), rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        losses.kl_divergence(z, one_hot),
+        -jnp.max(jax.nn.log_softmax(z), axis=-1),
+        rtol=TOLERANCE,
+        atol=TOLERANCE,
+    )
 
 
 def test_masked_mean_ignores_what_is_masked_and_is_zero_without_rows() -> None:
@@ -77,7 +85,10 @@ def test_accepted_prefix_needs_every_earlier_step() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_head_logits_have_the_gradient_of_the_plain_product(tied: bool) -> None:
     rng = np.random.default_rng(0)
-    x, head, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 3, 8), (8, 12), (2, 3, 12)))
+    x, head, weight = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, 3, 8), (8, 12), (2, 3, 12))
+    )
     head = head.T if tied else head
     plain = lambda x, head: jnp.sum(weight * jnp.tanh(x @ (head.T if tied else head)))  # noqa: E731
     ours = lambda x, head: jnp.sum(weight * jnp.tanh(losses.head_logits(x, head, tied)))  # noqa: E731
@@ -90,5 +101,9 @@ def test_smooth_l1_equals_torchs() -> None:
     import torch
 
     a, b = 3 * logits(6), logits(7)
-    expected = torch.nn.functional.smooth_l1_loss(torch.tensor(a), torch.tensor(b), reduction="none").mean(-1)
-    np.testing.assert_allclose(losses.smooth_l1(jnp.asarray(a), jnp.asarray(b)), expected.numpy(), rtol=TOLERANCE)
+    expected = torch.nn.functional.smooth_l1_loss(
+        torch.tensor(a), torch.tensor(b), reduction="none"
+    ).mean(-1)
+    np.testing.assert_allclose(
+        losses.smooth_l1(jnp.asarray(a), jnp.asarray(b)), expected.numpy(), rtol=TOLERANCE
+    )

@@ -19,21 +19,38 @@ from jaxspec.config import ConfigError
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import batch_of, pack
 from jaxspec.training.heads import initial_params
-from jaxspec.training.loop import TrainState, data_mesh, init_train_state, place, replicate, train, train_step
+from jaxspec.training.loop import (
+    TrainState,
+    data_mesh,
+    init_train_state,
+    place,
+    replicate,
+    train,
+    train_step,
+)
 from tests.training.conftest import VOCAB, Pair
 
 ROOT = Path(__file__).resolve().parents[2]
-CFG = TrainConfig(num_steps=2, learning_rate=3e-3, warmup_steps=2, buckets=(24,), tokens_per_batch=96, log_every=1)
+CFG = TrainConfig(
+    num_steps=2, learning_rate=3e-3, warmup_steps=2, buckets=(24,), tokens_per_batch=96, log_every=1
+)
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def some_chats():
     rng = np.random.default_rng(0)
-    return pack([rng.integers(0, VOCAB, n) for n in rng.integers(16, 25, 24)], np.full(24, 3), np.zeros(24), np.uint16)
+    return pack(
+        [rng.integers(0, VOCAB, n) for n in rng.integers(16, 25, 24)],
+        np.full(24, 3),
+        np.zeros(24),
+        np.uint16,
+    )
 
 
 def fresh(pair: Pair, cfg: TrainConfig) -> TrainState:
-    return init_train_state(cfg, initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0))
+    return init_train_state(
+        cfg, initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
+    )
 
 
 @pytest.mark.slow
@@ -44,12 +61,33 @@ def test_micro_batches_equal_one_batch(pair: Pair, optimizer: str) -> None:
     results = []
     for parts in (1, 4):
         cfg = dataclasses.replace(CFG, accumulation=parts, optimizer=optimizer)
-        state, target, ids = replicate(mesh, (fresh(pair, cfg), pair.target, jnp.asarray(pair.draft_ids, jnp.int32)))
-        results.append(train_step(cfg, pair.draft_cfg, pair.target_cfg, mesh, state, target, ids, *place(mesh, batch), np.float32(0.0)))
+        state, target, ids = replicate(
+            mesh, (fresh(pair, cfg), pair.target, jnp.asarray(pair.draft_ids, jnp.int32))
+        )
+        results.append(
+            train_step(
+                cfg,
+                pair.draft_cfg,
+                pair.target_cfg,
+                mesh,
+                state,
+                target,
+                ids,
+                *place(mesh, batch),
+                np.float32(0.0),
+            )
+        )
     (metrics, state), (metrics_of_parts, state_of_parts) = results
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), metrics, metrics_of_parts)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        metrics,
+        metrics_of_parts,
+    )
     # Adam's first step is a sign: an element whose gradient is all rounding may go either way.
-    far = [np.mean(np.abs(a - b) > 1e-4) for a, b in zip(*map(jax.tree.leaves, (state.params, state_of_parts.params)), strict=True)]
+    far = [
+        np.mean(np.abs(a - b) > 1e-4)
+        for a, b in zip(*map(jax.tree.leaves, (state.params, state_of_parts.params)), strict=True)
+    ]
     assert max(far) < 0.01, far
 
 
@@ -107,7 +145,14 @@ print(json.dumps(curves))
 """
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=env,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     one, four = json.loads(done.stdout)
     assert len(one) == 13

@@ -59,13 +59,19 @@ def expected_acceptance(
         log_p = log_p_all if draft_to_target is None else log_p_all[..., draft_to_target]
         p_known, q = jnp.exp(log_p), jnp.exp(log_q)
         outside = jnp.maximum(1.0 - p_known.sum(axis=-1), 0.0)
-        is_draft = (jnp.arange(q.shape[-1]) if draft_to_target is None else draft_to_target) == tokens[..., None]
+        is_draft = (
+            jnp.arange(q.shape[-1]) if draft_to_target is None else draft_to_target
+        ) == tokens[..., None]
         q_draft = jnp.where(is_draft, q, 0.0).sum(axis=-1)
         p_draft = jnp.where(valid, jnp.exp(log_p_draft), 0.0)
-        ratio = jnp.where(q_draft > 0, jnp.minimum(p_draft / jnp.where(q_draft > 0, q_draft, 1.0), 1.0), 0.0)
+        ratio = jnp.where(
+            q_draft > 0, jnp.minimum(p_draft / jnp.where(q_draft > 0, q_draft, 1.0), 1.0), 0.0
+        )
         last = jnp.minimum(p_known, q).sum(axis=-1)
         agreement = gumbel_agreement(p_known, q, outside)
-        agreement_ratio = jnp.where(valid, _agreement_over_q(log_p, log_q, outside, log_p_draft, q_draft), 0.0)
+        agreement_ratio = jnp.where(
+            valid, _agreement_over_q(log_p, log_q, outside, log_p_draft, q_draft), 0.0
+        )
     return Expected(
         strict=jnp.where(valid, _before(agreement_ratio) * agreement, 0.0),
         probabilistic=jnp.where(valid, _before(ratio) * last, 0.0),
@@ -86,13 +92,24 @@ def gumbel_agreement(p: jax.Array, q: jax.Array, outside: jax.Array) -> jax.Arra
     above = jnp.flip(jnp.cumsum(jnp.flip(p, -1), axis=-1), -1) + outside[..., None]
     below = jnp.cumsum(q, axis=-1) - q
     denominator = above * q + below * p
-    return jnp.where(denominator > 0, p * q / jnp.where(denominator > 0, denominator, 1.0), 0.0).sum(axis=-1)
+    return jnp.where(
+        denominator > 0, p * q / jnp.where(denominator > 0, denominator, 1.0), 0.0
+    ).sum(axis=-1)
 
 
-def _agreement_over_q(log_p: jax.Array, log_q: jax.Array, outside: jax.Array, log_p_draft: jax.Array, q_draft: jax.Array) -> jax.Array:
+def _agreement_over_q(
+    log_p: jax.Array,
+    log_q: jax.Array,
+    outside: jax.Array,
+    log_p_draft: jax.Array,
+    q_draft: jax.Array,
+) -> jax.Array:
     """a(d) / q(d) for the drafts d [batch, K]: 1 / sum_y max(q(d) p(y)/p(d), q(y))."""
     scale = jnp.log(jnp.maximum(q_draft, jnp.finfo(jnp.float32).tiny)) - log_p_draft
-    total = jnp.exp(jnp.maximum(log_p + scale[..., None], log_q)).sum(axis=-1) + jnp.exp(scale) * outside
+    total = (
+        jnp.exp(jnp.maximum(log_p + scale[..., None], log_q)).sum(axis=-1)
+        + jnp.exp(scale) * outside
+    )
     return jnp.where(q_draft > 0, 1.0 / total, 0.0)
 
 
@@ -102,11 +119,18 @@ def _before(factors: jax.Array) -> jax.Array:
 
 
 def _block(
-    p: jax.Array, q: jax.Array, outside: jax.Array, log_p_draft: jax.Array, valid: jax.Array, q_draft: jax.Array | None
+    p: jax.Array,
+    q: jax.Array,
+    outside: jax.Array,
+    log_p_draft: jax.Array,
+    valid: jax.Array,
+    q_draft: jax.Array | None,
 ) -> jax.Array:
     """1 - prod_{j>=i} (1 - h_j) [batch, K]; greedy drafts have q_draft None and a q of 1 on their only token."""
     K = valid.shape[1]
-    log_q_draft = 0.0 if q_draft is None else jnp.log(jnp.maximum(q_draft, jnp.finfo(jnp.float32).tiny))
+    log_q_draft = (
+        0.0 if q_draft is None else jnp.log(jnp.maximum(q_draft, jnp.finfo(jnp.float32).tiny))
+    )
     log_ratio = jnp.where(valid, log_p_draft - log_q_draft, 0.0)
     P = jnp.zeros_like(log_ratio[:, 0])
     keep = []
@@ -115,9 +139,14 @@ def _block(
         joint = jnp.exp(P)
         h = joint
         if i + 1 < K:
-            Z = jnp.maximum(joint[:, None] * p[:, i + 1] - q[:, i + 1], 0.0).sum(axis=-1) + joint * outside[:, i + 1]
+            Z = (
+                jnp.maximum(joint[:, None] * p[:, i + 1] - q[:, i + 1], 0.0).sum(axis=-1)
+                + joint * outside[:, i + 1]
+            )
             denominator = Z + 1.0 - joint
-            inner = jnp.where(denominator > 0, Z / jnp.where(denominator > 0, denominator, 1.0), 1.0)
+            inner = jnp.where(
+                denominator > 0, Z / jnp.where(denominator > 0, denominator, 1.0), 1.0
+            )
             h = jnp.where(valid[:, i + 1], inner, joint)
         keep.append(jnp.where(valid[:, i], h, 0.0))
     none_longer = jnp.flip(jnp.cumprod(1.0 - jnp.flip(jnp.stack(keep, axis=1), 1), axis=1), 1)

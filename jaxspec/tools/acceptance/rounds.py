@@ -64,7 +64,9 @@ def recorded_round(
     K = cfg.num_speculative_tokens
     inputs = decode_state.draft_inputs(state, cfg.draft_table(block_table))
     before, live = draft_logits, state.active
-    buffers = Proposal(jnp.zeros((live.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None)
+    buffers = Proposal(
+        jnp.zeros((live.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None
+    )
     carry = propose(cfg, params["draft"], inputs, state.draft_caches, buffers)
     tokens = jnp.where(jnp.arange(K) < num_drafts, carry.proposal.draft_tokens, -1)
     written = carry.proposal.draft_logits
@@ -73,31 +75,63 @@ def recorded_round(
         assert written is not None
         seen = written if corrupt is None else corrupt(written, before)
     state = replace(state, draft_caches=carry.caches)
-    logits = _target_logits(cfg, params["target"], state, tokens, block_table) if cfg.sampled else None
+    logits = (
+        _target_logits(cfg, params["target"], state, tokens, block_table) if cfg.sampled else None
+    )
     sampling = state.sampling
-    verification, state = decode.verify_and_commit(cfg, params, state, block_table, Proposal(tokens, seen))
+    verification, state = decode.verify_and_commit(
+        cfg, params, state, block_table, Proposal(tokens, seen)
+    )
     output, count = verification.output_tokens, verification.num_sampled
     if logits is None:
         return Round(output, count, None, None, None), state, before
     assert written is not None
     sampled_drafts = cfg.draft_sampling == "probabilistic"
     draft_to_target = params["draft"]["draft_to_target"] if cfg.draft.maps_vocabulary else None
-    expected = expected_acceptance(logits, tokens, written if sampled_drafts else None, draft_to_target, sampling.temperature)
+    expected = expected_acceptance(
+        logits, tokens, written if sampled_drafts else None, draft_to_target, sampling.temperature
+    )
     log_p = jax.nn.log_softmax(logits / sampling.temperature[:, None, None], axis=-1)
     entropy = -(jnp.exp(log_p) * log_p).sum(axis=-1)
     surprise = -jnp.take_along_axis(log_p, jnp.maximum(output, 0)[..., None], axis=-1)[..., 0]
     real = output >= 0
     written = jnp.where(live[:, None, None], written, before)
-    return Round(output, count, expected, jnp.where(real, surprise, 0.0), jnp.where(real, entropy, 0.0)), state, written
+    return (
+        Round(
+            output, count, expected, jnp.where(real, surprise, 0.0), jnp.where(real, entropy, 0.0)
+        ),
+        state,
+        written,
+    )
 
 
-def _target_logits(cfg: RoundConfig, params: Params, state: DecodeState, draft_tokens: jax.Array, block_table: jax.Array) -> jax.Array:
+def _target_logits(
+    cfg: RoundConfig,
+    params: Params,
+    state: DecodeState,
+    draft_tokens: jax.Array,
+    block_table: jax.Array,
+) -> jax.Array:
     """The logits that verification reads, [batch, K+1, vocab]: the same pass, which the compiler shares."""
     rows = draft_tokens.shape[1] + 1
     tokens = jnp.concatenate([state.next_token[:, None], jnp.maximum(draft_tokens, 0)], axis=1)
-    metadata = build_metadata(cfg.target_group, cfg.target_tables(block_table), state.seq_lens, jnp.where(state.active, rows, 0), rows)
+    metadata = build_metadata(
+        cfg.target_group,
+        cfg.target_tables(block_table),
+        state.seq_lens,
+        jnp.where(state.active, rows, 0),
+        rows,
+    )
     family = models.family(cfg.target)
-    out = family.forward(params, cfg.target, tokens, metadata, state.target_caches, aux_layers=cfg.draft.aux_layers, kernels=cfg.kernels)
+    out = family.forward(
+        params,
+        cfg.target,
+        tokens,
+        metadata,
+        state.target_caches,
+        aux_layers=cfg.draft.aux_layers,
+        kernels=cfg.kernels,
+    )
     return family.logits(params, cfg.target, out.hidden, cfg.kernels)
 
 
@@ -150,7 +184,16 @@ class Recorder:
     chunk: prompt tokens a prefill call. ahead: rounds launched before the host asks whether all requests have ended.
     """
 
-    def __init__(self, pair: Pair, *, max_num_seqs: int, max_tokens: int, block_size: int = 64, chunk: int = 64, ahead: int = 8) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        *,
+        max_num_seqs: int,
+        max_tokens: int,
+        block_size: int = 64,
+        chunk: int = 64,
+        ahead: int = 8,
+    ) -> None:
         self.pair, self.batch, self.chunk, self.ahead = pair, max_num_seqs, chunk, ahead
         pages = -(-(max_tokens + 2 * (pair.max_drafts + 1)) // block_size)
         self.block_size, self.max_model_len = block_size, pages * block_size
@@ -177,22 +220,33 @@ class Recorder:
     def num_programs(self) -> int:
         return len(self._compiled)
 
-    def announce(self, rule: str, drafts: str, *, sampled: bool, corrupt: Corrupt | None = None) -> None:
+    def announce(
+        self, rule: str, drafts: str, *, sampled: bool, corrupt: Corrupt | None = None
+    ) -> None:
         """Start to compile what a case will need."""
         cfg = self.config(rule, drafts, sampled=sampled)
         if (cfg, corrupt) in self._compiled:
             return
         state, buffer = jax.eval_shape(lambda: (self._state(cfg, []), self._buffer(cfg)))
-        program = jax.jit(recorded_round, static_argnums=(0, 1), donate_argnums=3, compiler_options=dict(cfg.compiler_options) or None)
+        program = jax.jit(
+            recorded_round,
+            static_argnums=(0, 1),
+            donate_argnums=3,
+            compiler_options=dict(cfg.compiler_options) or None,
+        )
         args = (self.pair.params, state, buffer, self.table, jax.ShapeDtypeStruct((), jnp.int32))
-        self._compiled[cfg, corrupt] = self._pool.submit(lambda: program.lower(cfg, corrupt, *args).compile())
+        self._compiled[cfg, corrupt] = self._pool.submit(
+            lambda: program.lower(cfg, corrupt, *args).compile()
+        )
         prefill_cfg = self._prefill_config(sampled)
         if prefill_cfg not in self._compiled:
             ints = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
             chunk = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
             jitted = programs.prefill_program.jitted(prefill_cfg)
             prefill_args = (self.pair.params, state, self.table, chunk, ints, ints, ints)
-            self._compiled[prefill_cfg] = self._pool.submit(lambda: jitted.lower(prefill_cfg, *prefill_args).compile())
+            self._compiled[prefill_cfg] = self._pool.submit(
+                lambda: jitted.lower(prefill_cfg, *prefill_args).compile()
+            )
 
     def _prefill_config(self, sampled: bool) -> RoundConfig:
         return self.config("probabilistic", "probabilistic", sampled=sampled)
@@ -201,25 +255,48 @@ class Recorder:
         width = cfg.draft.draft_vocab_size if cfg.sampled else 0
         return jnp.zeros((self.batch, cfg.num_speculative_tokens, width), jnp.float32)
 
-    def _state(self, cfg: RoundConfig, keys: Sequence[int], temperature: float = 0.0, max_tokens: int = 0) -> DecodeState:
+    def _state(
+        self, cfg: RoundConfig, keys: Sequence[int], temperature: float = 0.0, max_tokens: int = 0
+    ) -> DecodeState:
         """An idle state with a request's key in each of the first rows."""
         batch = self.batch
         halves = np.zeros((batch, 2), np.uint32)
         for row, key in enumerate(keys):
             halves[row] = (key % 2**64) >> 32, key & 0xFFFFFFFF
         zeros = jnp.zeros(batch, jnp.int32)
-        sampling = SamplingState(jnp.asarray(halves), jnp.full(batch, temperature, jnp.float32), zeros, jnp.ones(batch, jnp.float32))
+        sampling = SamplingState(
+            jnp.asarray(halves),
+            jnp.full(batch, temperature, jnp.float32),
+            zeros,
+            jnp.ones(batch, jnp.float32),
+        )
         stops = jnp.tile(jnp.asarray(self.pair.stop_token_ids or (-1,), jnp.int32), (batch, 1))
-        return decode_state.init_state(cfg, sampling, jnp.full(batch, max_tokens, jnp.int32), stops, self.num_blocks, self.pair.dtype)
+        return decode_state.init_state(
+            cfg,
+            sampling,
+            jnp.full(batch, max_tokens, jnp.int32),
+            stops,
+            self.num_blocks,
+            self.pair.dtype,
+        )
 
     def run(
-        self, requests: Requests, rule: str, drafts: str, num_drafts: int, *, corrupt: Corrupt | None = None
+        self,
+        requests: Requests,
+        rule: str,
+        drafts: str,
+        num_drafts: int,
+        *,
+        corrupt: Corrupt | None = None,
     ) -> tuple[Counts, list[list[int]]]:
         """Decode all requests, max_num_seqs at a time: their counts, and their texts as token ids."""
         sampled = requests.temperature > 0
         self.announce(rule, drafts, sampled=sampled, corrupt=corrupt)
         cfg = self.config(rule, drafts, sampled=sampled)
-        prefill, program = self._compiled[self._prefill_config(sampled)].result(), self._compiled[cfg, corrupt].result()
+        prefill, program = (
+            self._compiled[self._prefill_config(sampled)].result(),
+            self._compiled[cfg, corrupt].result(),
+        )
         buffer = self._buffer(cfg)
         parts, texts = [], []
         for begin in range(0, len(requests.prompts), self.batch):
@@ -233,8 +310,12 @@ class Recorder:
             rounds: list[Round] = []
             while not rounds or bool(jax.device_get(state.active).any()):
                 launched = []
-                for _ in range(self.ahead):  # rounds past a request's end are idle and count nothing
-                    record, state, buffer = program(self.pair.params, state, buffer, self.table, np.int32(num_drafts))
+                for _ in range(
+                    self.ahead
+                ):  # rounds past a request's end are idle and count nothing
+                    record, state, buffer = program(
+                        self.pair.params, state, buffer, self.table, np.int32(num_drafts)
+                    )
                     launched.append(record)
                 rounds += jax.device_get(launched)
             batch = replace(requests, prompts=prompts)
@@ -244,11 +325,17 @@ class Recorder:
         return join(parts), texts
 
 
-def _chunks(prompts: Sequence[Sequence[int]], batch: int, chunk: int) -> list[tuple[np.ndarray, ...]]:
+def _chunks(
+    prompts: Sequence[Sequence[int]], batch: int, chunk: int
+) -> list[tuple[np.ndarray, ...]]:
     """tokens [batch, chunk], start, num_tokens and next_prompt_token [batch] of one prefill call after another."""
     chunks = []
     for begin in range(0, max(map(len, prompts)), chunk):
-        tokens, num_tokens, following = np.zeros((batch, chunk), np.int32), np.zeros(batch, np.int32), np.full(batch, -1, np.int32)
+        tokens, num_tokens, following = (
+            np.zeros((batch, chunk), np.int32),
+            np.zeros(batch, np.int32),
+            np.full(batch, -1, np.int32),
+        )
         for row, prompt in enumerate(prompts):
             part = prompt[begin : begin + chunk]
             tokens[row, : len(part)], num_tokens[row] = part, len(part)
@@ -258,23 +345,40 @@ def _chunks(prompts: Sequence[Sequence[int]], batch: int, chunk: int) -> list[tu
     return chunks
 
 
-def _count(first: np.ndarray, rounds: Sequence[Round], requests: Requests, num_drafts: int, stops: Sequence[int]) -> tuple[Counts, list]:
+def _count(
+    first: np.ndarray,
+    rounds: Sequence[Round],
+    requests: Requests,
+    num_drafts: int,
+    stops: Sequence[int],
+) -> tuple[Counts, list]:
     """The counts of one batch, and its texts. rounds: what decoding returned, on the host; first: [batch] the tokens of prefill."""
     num_requests = len(requests.prompts)
     texts: list[list[int]] = []
     surprise, entropy, squares = np.zeros((3, num_requests))
-    record: Round = jax.tree.map(lambda *leaves: np.stack(leaves)[:, :num_requests], *rounds)  # [rounds, requests, ...]
+    record: Round = jax.tree.map(
+        lambda *leaves: np.stack(leaves)[:, :num_requests], *rounds
+    )  # [rounds, requests, ...]
     for i in range(num_requests):
         real = record.output_tokens[:, i] >= 0
-        text = _trim([int(first[i]), *record.output_tokens[:, i][real].tolist()], requests.max_tokens, stops)
+        text = _trim(
+            [int(first[i]), *record.output_tokens[:, i][real].tolist()], requests.max_tokens, stops
+        )
         texts.append(text)
         if record.surprise is not None and record.entropy is not None:
-            s, e = (np.asarray(x[:, i][real][: len(text) - 1], np.float64) for x in (record.surprise, record.entropy))
+            s, e = (
+                np.asarray(x[:, i][real][: len(text) - 1], np.float64)
+                for x in (record.surprise, record.entropy)
+            )
             surprise[i], entropy[i], squares[i] = s.sum(), e.sum(), ((s - e) ** 2).sum()
     live = np.asarray(record.num_sampled) > 0
     accepted = (np.asarray(record.num_sampled)[..., None] > 1 + np.arange(num_drafts)).sum(axis=0)
     total = lambda x: (np.asarray(x, np.float64)[..., :num_drafts] * live[..., None]).sum(axis=0)  # noqa: E731
-    expected = {} if record.expected is None else {rule: total(values) for rule, values in vars(record.expected).items()}
+    expected = (
+        {}
+        if record.expected is None
+        else {rule: total(values) for rule, values in vars(record.expected).items()}
+    )
     tokens = np.array([len(text) for text in texts])
     return Counts(live.sum(axis=0), tokens, accepted, expected, surprise, entropy, squares), texts
 

@@ -46,7 +46,9 @@ class Grid:
 
     def markdown(self) -> str:
         lines = [self.headings, ("---",) * len(self.headings), *self.rows]
-        return "\n".join([f"**{self.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
+        return "\n".join(
+            [f"**{self.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)]
+        )
 
 
 def results(record: Record) -> list[Result]:
@@ -71,12 +73,27 @@ def _kind(result: Result) -> tuple[str, str, str]:
     """Temperature, rule and drafts as a table says them."""
     case = result.case
     greedy = case.temperature == 0
-    return f"{case.temperature:g}", "-" if greedy else case.rule, "greedy" if case.drafts == "greedy" or greedy else "sampled"
+    return (
+        f"{case.temperature:g}",
+        "-" if greedy else case.rule,
+        "greedy" if case.drafts == "greedy" or greedy else "sampled",
+    )
 
 
 def _at_k(record: Record) -> Grid:
     K = record["num_speculative_tokens"]
-    headings = ("prompts", "T", "rule", "drafts", "rounds", "tokens", "length", "rate, %", "per position, %", "expected length")
+    headings = (
+        "prompts",
+        "T",
+        "rule",
+        "drafts",
+        "rounds",
+        "tokens",
+        "length",
+        "rate, %",
+        "per position, %",
+        "expected length",
+    )
     rows = []
     for result in results(record):
         if result.case.num_speculative_tokens != K:
@@ -100,7 +117,11 @@ def _at_k(record: Record) -> Grid:
                 *expected,
             )
         )
-    return Grid(f"Acceptance at K = {K}", (*headings, "expected per position, %", "measured - expected length"), rows)
+    return Grid(
+        f"Acceptance at K = {K}",
+        (*headings, "expected per position, %", "measured - expected length"),
+        rows,
+    )
 
 
 def _sweeps(record: Record) -> dict[tuple[str, str, str], list[Result]]:
@@ -110,7 +131,11 @@ def _sweeps(record: Record) -> dict[tuple[str, str, str], list[Result]]:
     for result in listed:
         if result.case.dataset == listed[0].case.dataset:
             found.setdefault(_kind(result), []).append(result)
-    return {kind: sorted(group, key=lambda r: r.case.num_speculative_tokens) for kind, group in found.items() if len(group) > 1}
+    return {
+        kind: sorted(group, key=lambda r: r.case.num_speculative_tokens)
+        for kind, group in found.items()
+        if len(group) > 1
+    }
 
 
 def _by_k(record: Record) -> Grid:
@@ -123,7 +148,11 @@ def _by_k(record: Record) -> Grid:
             expected = f" ({_expected_length(r):.2f})" if r.counts.expected else ""
             cells[r.case.num_speculative_tokens] = f"{estimate(length, r.counts):.2f}{expected}"
         rows.append((temperature, rule, drafts, *(cells.get(k, "-") for k in ks)))
-    return Grid("Mean acceptance length by K, expected in brackets", ("T", "rule", "drafts", *(f"K = {k}" for k in ks)), rows)
+    return Grid(
+        "Mean acceptance length by K, expected in brackets",
+        ("T", "rule", "drafts", *(f"K = {k}" for k in ks)),
+        rows,
+    )
 
 
 def _expected_length(result: Result) -> float:
@@ -135,10 +164,16 @@ def _theory(record: Record) -> Grid:
     rules = ("strict", "probabilistic", "block")
     rows = []
     for result in results(record):
-        if result.case.num_speculative_tokens == K and result.counts.expected and result.case.drafts == "probabilistic":
+        if (
+            result.case.num_speculative_tokens == K
+            and result.counts.expected
+            and result.case.drafts == "probabilistic"
+        ):
             lengths = [float(estimate(on_the_same_rounds(rule), result.counts)) for rule in rules]
             cells = [f"{n:.3f} ({100 * (n - 1) / K:.1f})" for n in lengths]
-            rows.append((result.case.dataset, f"{result.case.temperature:g}", result.case.rule, *cells))
+            rows.append(
+                (result.case.dataset, f"{result.case.temperature:g}", result.case.rule, *cells)
+            )
     title = "Expected length (rate, %) of each rule on the same rounds, sampled drafts"
     return Grid(title, ("prompts", "T", "rounds of", *rules), rows)
 
@@ -162,7 +197,9 @@ def sentences(record: Record) -> list[str]:
         if dataset != first and base is not None:
             ours, theirs = (float(estimate(length, x.counts)) for x in (r, base))
             share = f"{100 * (ours / theirs - 1):+.1f} %"
-            lines.append(f"{r.case.name}: length {ours:.3f}, {share} against {theirs:.3f} on {first}")
+            lines.append(
+                f"{r.case.name}: length {ours:.3f}, {share} against {theirs:.3f} on {first}"
+            )
     for r in at_k.values():
         if r.counts.expected:
             f = figures(r)
@@ -172,7 +209,10 @@ def sentences(record: Record) -> list[str]:
             )
     if record["check"]:
         lines += _check(record, found[0].case.dataset)
-    return [*lines, f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} cases, compilation included"]
+    return [
+        *lines,
+        f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} cases, compilation included",
+    ]
 
 
 def _gain(a: Result, b: Result, K: int, drafts: str) -> str:
@@ -180,7 +220,10 @@ def _gain(a: Result, b: Result, K: int, drafts: str) -> str:
     points = 100 * float(estimate(rate, a.counts) - estimate(rate, b.counts))
     error = 100 * float(standard_error(rate, a.counts, b.counts))
     gain = minus(on_the_same_rounds(a.case.rule), on_the_same_rounds(b.case.rule))
-    theory = [f"{100 * estimate(gain, x.counts) / K:+.2f} ± {100 * standard_error(gain, x.counts) / K:.2f}" for x in (a, b)]
+    theory = [
+        f"{100 * estimate(gain, x.counts) / K:+.2f} ± {100 * standard_error(gain, x.counts) / K:.2f}"
+        for x in (a, b)
+    ]
     lengths = [float(estimate(length, x.counts)) for x in (a, b)]
     return (
         f"{a.case.dataset}, T = {a.case.temperature:g}, {drafts} drafts: {a.case.rule} over {b.case.rule} {points:+.2f} ± {error:.2f} "
@@ -192,9 +235,17 @@ def _gain(a: Result, b: Result, K: int, drafts: str) -> str:
 def _check(record: Record, dataset: str) -> list[str]:
     """The greedy case as the engine counts it."""
     engine = record["check"]["engine"]["mean_acceptance_length"]
-    own = [r for r in results(record) if r.case.temperature == 0 and r.case.num_speculative_tokens == record["num_speculative_tokens"]]
+    own = [
+        r
+        for r in results(record)
+        if r.case.temperature == 0
+        and r.case.num_speculative_tokens == record["num_speculative_tokens"]
+    ]
     here = float(estimate(length, own[0].counts)) if own else None
-    return [f"{dataset}, T = 0: LLM.generate has length {engine:.3f}" + (f", this script {here:.3f}" if here is not None else "")]
+    return [
+        f"{dataset}, T = 0: LLM.generate has length {engine:.3f}"
+        + (f", this script {here:.3f}" if here is not None else "")
+    ]
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------------------------------
@@ -209,7 +260,9 @@ def check_markers(path: Path, script: str) -> None:
     begin, end = markers(script)
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ConfigError(f"--markdown {path}: expected a file with the lines {begin} and {end}, got none or not in this order")
+        raise ConfigError(
+            f"--markdown {path}: expected a file with the lines {begin} and {end}, got none or not in this order"
+        )
 
 
 def write_section(path: Path, script: str, section: str) -> None:
@@ -248,7 +301,9 @@ def draw(path: Path, records: Sequence[Record]) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as e:
-        raise ConfigError("--plot: expected the package matplotlib, got none; `pip install 'jaxspec[train]'` brings it") from e
+        raise ConfigError(
+            "--plot: expected the package matplotlib, got none; `pip install 'jaxspec[train]'` brings it"
+        ) from e
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for i, record in enumerate(records):
@@ -258,11 +313,23 @@ def draw(path: Path, records: Sequence[Record]) -> None:
                 continue
             ks = [r.case.num_speculative_tokens for r in group]
             lengths = [float(estimate(length, r.counts)) for r in group]
-            name = f"{record['settings']['method']}, T = {temperature}" + ("" if temperature == "0" else f", {rule}, {drafts} drafts")
+            name = f"{record['settings']['method']}, T = {temperature}" + (
+                "" if temperature == "0" else f", {rule}, {drafts} drafts"
+            )
             left.plot(ks, lengths, style, marker=".", color=COLOURS[rule], label=name)
             if group[0].counts.expected:
-                left.plot(ks, [_expected_length(r) for r in group], "o", fillstyle="none", color=COLOURS[rule])
-    left.set(xlabel="K, drafts a round", ylabel="mean acceptance length", title="Mean acceptance length (rings: expected)")
+                left.plot(
+                    ks,
+                    [_expected_length(r) for r in group],
+                    "o",
+                    fillstyle="none",
+                    color=COLOURS[rule],
+                )
+    left.set(
+        xlabel="K, drafts a round",
+        ylabel="mean acceptance length",
+        title="Mean acceptance length (rings: expected)",
+    )
     _draw_positions(right, records[0])
     for axis in (left, right):
         axis.grid(alpha=0.3)
@@ -276,7 +343,9 @@ def _draw_positions(axis: Any, record: Record) -> None:
     chosen = [
         r
         for r in listed
-        if r.case.dataset == first and r.case.num_speculative_tokens == K and (_kind(r)[2] == "sampled" or not r.counts.expected)
+        if r.case.dataset == first
+        and r.case.num_speculative_tokens == K
+        and (_kind(r)[2] == "sampled" or not r.counts.expected)
     ]
     width = 0.8 / max(len(chosen), 1)
     for i, r in enumerate(chosen):
@@ -293,6 +362,16 @@ def _draw_positions(axis: Any, record: Record) -> None:
             label=name,
         )
         if r.counts.expected:
-            axis.plot(x, estimate(expected_per_position(r.case.rule), r.counts), "_", color="black", markersize=14)
-    axis.set(xlabel="position", ylabel="share of rounds that accept it", title=f"Acceptance by position, K = {K} (dashes: expected)")
+            axis.plot(
+                x,
+                estimate(expected_per_position(r.case.rule), r.counts),
+                "_",
+                color="black",
+                markersize=14,
+            )
+    axis.set(
+        xlabel="position",
+        ylabel="share of rounds that accept it",
+        title=f"Acceptance by position, K = {K} (dashes: expected)",
+    )
     axis.set_xticks(range(K))

@@ -25,8 +25,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        rule = "greedy" if self.temperature == 0 else f"{self.rule}, {'sampled' if self.drafts == 'probabilistic' else 'greedy'} drafts"
-        return f"{self.dataset}, T = {self.temperature:g}, {rule}, K = {self.num_speculative_tokens}"
+        rule = (
+            "greedy"
+            if self.temperature == 0
+            else f"{self.rule}, {'sampled' if self.drafts == 'probabilistic' else 'greedy'} drafts"
+        )
+        return (
+            f"{self.dataset}, T = {self.temperature:g}, {rule}, K = {self.num_speculative_tokens}"
+        )
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,18 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the sums of each prompt, from which everything else is computed again, and the figures."""
-        counts = {k: {r: v.tolist() for r, v in x.items()} if isinstance(x, dict) else x.tolist() for k, x in vars(self.counts).items()}
+        counts = {
+            k: {r: v.tolist() for r, v in x.items()} if isinstance(x, dict) else x.tolist()
+            for k, x in vars(self.counts).items()
+        }
         return {"case": vars(self.case), "figures": figures(self), "counts_per_prompt": counts}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Result:
         counts = record["counts_per_prompt"]
         arrays: dict[str, Any] = {
-            k: {r: np.asarray(v) for r, v in x.items()} if isinstance(x, dict) else np.asarray(x) for k, x in counts.items()
+            k: {r: np.asarray(v) for r, v in x.items()} if isinstance(x, dict) else np.asarray(x)
+            for k, x in counts.items()
         }
         return cls(Case(**record["case"]), Counts(**arrays))
 
@@ -58,7 +68,9 @@ def per_position(counts: Counts, weights: Weights) -> np.ndarray:
 
 
 def expected_per_position(rule: str) -> Statistic:
-    return lambda counts, weights: (weights @ counts.expected[rule]) / (weights @ counts.rounds)[:, None]
+    return lambda counts, weights: (
+        (weights @ counts.expected[rule]) / (weights @ counts.rounds)[:, None]
+    )
 
 
 def on_the_same_rounds(rule: str) -> Statistic:
@@ -68,8 +80,16 @@ def on_the_same_rounds(rule: str) -> Statistic:
     """
 
     def statistic(counts: Counts, weights: Weights) -> np.ndarray:
-        signs = {"block": 1, "given_drafts": -1, "probabilistic": 1} if rule == "block" else {rule: 1}
-        return 1 + np.sum([sign * expected_per_position(name)(counts, weights).sum(axis=1) for name, sign in signs.items()], axis=0)
+        signs = (
+            {"block": 1, "given_drafts": -1, "probabilistic": 1} if rule == "block" else {rule: 1}
+        )
+        return 1 + np.sum(
+            [
+                sign * expected_per_position(name)(counts, weights).sum(axis=1)
+                for name, sign in signs.items()
+            ],
+            axis=0,
+        )
 
     return statistic
 
@@ -86,7 +106,9 @@ def rate(counts: Counts, weights: Weights) -> np.ndarray:
 
 def excess(rule: str) -> Statistic:
     """Measured minus expected accepted drafts a round: 0 in the mean."""
-    return lambda counts, weights: length(counts, weights) - 1 - expected_per_position(rule)(counts, weights).sum(axis=1)
+    return lambda counts, weights: (
+        length(counts, weights) - 1 - expected_per_position(rule)(counts, weights).sum(axis=1)
+    )
 
 
 def estimate(statistic: Statistic, counts: Counts) -> np.ndarray:
@@ -96,7 +118,11 @@ def estimate(statistic: Statistic, counts: Counts) -> np.ndarray:
 def standard_error(statistic: Statistic, *samples: Counts) -> np.ndarray:
     """Of the statistic; of two samples over the same prompts, of its difference."""
     prompts = len(samples[0].rounds)
-    weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES).astype(np.float64)
+    weights = (
+        np.random.default_rng(0)
+        .multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES)
+        .astype(np.float64)
+    )
     values = [statistic(counts, weights) for counts in samples]
     return np.std(values[0] if len(values) == 1 else values[0] - values[1], axis=0)
 
@@ -119,13 +145,20 @@ def figures(result: Result) -> dict[str, Any]:
         "acceptance_rate_standard_error": float(standard_error(rate, counts)),
         "per_position": positions.tolist(),
         "per_position_standard_error": standard_error(per_position, counts).tolist(),
-        "per_position_given_the_ones_before": [float(p / q) if q else 0.0 for p, q in zip(positions, [1.0, *positions[:-1]], strict=True)],
+        "per_position_given_the_ones_before": [
+            float(p / q) if q else 0.0
+            for p, q in zip(positions, [1.0, *positions[:-1]], strict=True)
+        ],
     }
     if counts.expected:
         for name in counts.expected:
-            found[f"expected_per_position_{name}"] = estimate(expected_per_position(name), counts).tolist()
+            found[f"expected_per_position_{name}"] = estimate(
+                expected_per_position(name), counts
+            ).tolist()
         found["measured_minus_expected_length"] = float(estimate(excess(rule), counts))
-        found["measured_minus_expected_length_standard_error"] = float(standard_error(excess(rule), counts))
+        found["measured_minus_expected_length_standard_error"] = float(
+            standard_error(excess(rule), counts)
+        )
         found |= text_check(counts)
     return found
 
@@ -133,9 +166,14 @@ def figures(result: Result) -> dict[str, Any]:
 def text_check(counts: Counts) -> dict[str, float]:
     """Is the text the target's? -log p minus the entropy of p, a token of the text, has mean 0 then: the mean and its distance from 0 in
     standard errors (those of a sum of martingale differences)."""
-    tokens, difference = counts.tokens.sum() - len(counts.tokens), (counts.surprise - counts.entropy).sum()
+    tokens, difference = (
+        counts.tokens.sum() - len(counts.tokens),
+        (counts.surprise - counts.entropy).sum(),
+    )
     squares = counts.squares.sum()
     return {
         "surprise_minus_entropy": float(difference / max(tokens, 1)),
-        "surprise_minus_entropy_standard_errors": float(difference / np.sqrt(squares)) if squares else 0.0,
+        "surprise_minus_entropy_standard_errors": float(difference / np.sqrt(squares))
+        if squares
+        else 0.0,
     }

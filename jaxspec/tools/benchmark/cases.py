@@ -28,19 +28,34 @@ class Case:
     acceptance_length: float = 2.56
 
     def __post_init__(self) -> None:
-        for name, allowed in (("model", MODELS), ("method", METHODS), ("rule", RULES), ("compilation", get_args(Compilation))):
+        for name, allowed in (
+            ("model", MODELS),
+            ("method", METHODS),
+            ("rule", RULES),
+            ("compilation", get_args(Compilation)),
+        ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"--{name}: expected among {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise ConfigError(
+                    f"--{name}: expected among {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
         for name in ("batch", "context", "num_speculative_tokens"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}"
+                )
         if not is_number(self.temperature) or self.temperature < 0:
-            raise ConfigError(f"--temperature: expected a number of at least 0, got {self.temperature}")
+            raise ConfigError(
+                f"--temperature: expected a number of at least 0, got {self.temperature}"
+            )
 
     @property
     def name(self) -> str:
         rule = self.rule if self.temperature else "greedy"  # at temperature 0 the rules are one
-        length = f" length {self.acceptance_length:g}" if self.acceptance_length != Case.acceptance_length else ""
+        length = (
+            f" length {self.acceptance_length:g}"
+            if self.acceptance_length != Case.acceptance_length
+            else ""
+        )
         mode = "" if self.compilation == "round" else f" {self.compilation}"
         return (
             f"{self.model} {self.method} b{self.batch} ctx {self.context} K{self.num_speculative_tokens} T{self.temperature:g} "
@@ -78,7 +93,10 @@ def target_of(case: Case) -> Target | None:
 
 def product(axes: Mapping[str, Iterable[Any]], base: Case | None = None) -> list[Case]:
     """Every combination of the axes' values; the last axis changes fastest."""
-    return [replace(base or Case(), **dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return [
+        replace(base or Case(), **dict(zip(axes, values, strict=True)))
+        for values in itertools.product(*axes.values())
+    ]
 
 
 def issue_cases() -> list[Case]:
@@ -103,7 +121,15 @@ NOTHING_ACCEPTED = replace(SHORT, acceptance_length=1.0)
 def full_cases() -> list[Case]:
     """Issue 3's item 6: the whole matrix, acceptance 0 at batch 1 and 2, and the other models."""
     cases = product(MATRIX)
-    cases += product({"model": MATRIX["model"], "method": MATRIX["method"], "batch": (1, 2), "temperature": (0.0, 1.0)}, NOTHING_ACCEPTED)
+    cases += product(
+        {
+            "model": MATRIX["model"],
+            "method": MATRIX["method"],
+            "batch": (1, 2),
+            "temperature": (0.0, 1.0),
+        },
+        NOTHING_ACCEPTED,
+    )
     others = {name: MATRIX[name] for name in ("method", "batch", "temperature")}
     cases += product({"model": ("qwen3-8b", "mimo-7b"), **others}, SHORT)
     return cases
@@ -120,9 +146,13 @@ def axes_cases() -> list[Case]:
             at = replace(base, batch=batch)
             for name in ("method", "context", "num_speculative_tokens", "rule", "compilation"):
                 cases += product({name: MATRIX[name]}, at)
-        cases += product({"batch": (1, 2), "temperature": (0.0, 1.0)}, replace(NOTHING_ACCEPTED, model=model))
+        cases += product(
+            {"batch": (1, 2), "temperature": (0.0, 1.0)}, replace(NOTHING_ACCEPTED, model=model)
+        )
     cases.append(replace(SHORT, model="llama-3-8b", batch=64, context=32768, temperature=1.0))
-    return cases + product({"model": ("qwen3-8b", "mimo-7b"), "batch": (1, 16), "temperature": (0.0, 1.0)}, SHORT)
+    return cases + product(
+        {"model": ("qwen3-8b", "mimo-7b"), "batch": (1, 16), "temperature": (0.0, 1.0)}, SHORT
+    )
 
 
 def hybrid_cases() -> list[Case]:
@@ -143,9 +173,15 @@ def select(preset: str | None, given: Mapping[str, Sequence[Any]]) -> list[Case]
             raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
         for name, values in given.items():  # a misspelt model is an error, not an empty selection
             product({name: values})
-        cases = [case for case in PRESETS[preset]() if all(getattr(case, name) in values for name, values in given.items())]
+        cases = [
+            case
+            for case in PRESETS[preset]()
+            if all(getattr(case, name) in values for name, values in given.items())
+        ]
         if not cases:
-            raise ConfigError(f"--preset {preset}: expected settings that some of its cases have, got {dict(given)}")
+            raise ConfigError(
+                f"--preset {preset}: expected settings that some of its cases have, got {dict(given)}"
+            )
     unique: dict[str, Case] = {}
     for case in cases:
         unique.setdefault(case.name, case)

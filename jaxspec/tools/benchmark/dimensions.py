@@ -11,7 +11,9 @@ from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig, MtpConfig
 from jaxspec.drafts.mtp import LAYOUTS
 from jaxspec.models.llama import LlamaConfig
 
-POSITIONS = 131072  # every benchmarked context fits; how long a model was trained for changes no timing
+POSITIONS = (
+    131072  # every benchmarked context fits; how long a model was trained for changes no timing
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,17 @@ def _dimensions(
 ) -> Dimensions:
     """heads: query heads, key/value heads, head_dim; switches: qk_norm, qkv_bias."""
     attention = AttentionConfig(*heads, rope=RopeConfig(theta), **switches)
-    target = LlamaConfig(model_type, vocab_size, hidden_size, intermediate_size, num_layers, attention, 1e-5, POSITIONS, tied)
+    target = LlamaConfig(
+        model_type,
+        vocab_size,
+        hidden_size,
+        intermediate_size,
+        num_layers,
+        attention,
+        1e-5,
+        POSITIONS,
+        tied,
+    )
     return Dimensions(target, draft_vocab_size, aux_layers or (2, num_layers // 2, num_layers - 3))
 
 
@@ -78,9 +90,15 @@ HYBRID: dict[str, Dimensions] = {
 }
 MODELS: dict[str, Dimensions] = {
     "llama-3-8b": _dimensions("llama", 32, 4096, 14336, (32, 8, 128), 128256, 32000, theta=5e5),
-    "smollm2-135m": _dimensions("llama", 30, 576, 1536, (9, 3, 64), 49152, 16000, theta=1e5, tied=True),
-    "qwen3-8b": _dimensions("qwen3", 36, 4096, 12288, (32, 8, 128), 151936, 32000, theta=1e6, qk_norm=True),
-    "mimo-7b": _dimensions("qwen2", 36, 4096, 11008, (32, 8, 128), 151680, 32000, theta=6.4e5, qkv_bias=True),
+    "smollm2-135m": _dimensions(
+        "llama", 30, 576, 1536, (9, 3, 64), 49152, 16000, theta=1e5, tied=True
+    ),
+    "qwen3-8b": _dimensions(
+        "qwen3", 36, 4096, 12288, (32, 8, 128), 151936, 32000, theta=1e6, qk_norm=True
+    ),
+    "mimo-7b": _dimensions(
+        "qwen2", 36, 4096, 11008, (32, 8, 128), 151680, 32000, theta=6.4e5, qkv_bias=True
+    ),
     **HYBRID,
     # For trying the scripts out: seconds on a CPU.
     "tiny": _dimensions("llama", 2, 32, 48, (4, 2, 8), 96, 64, theta=1e4, aux_layers=(0, 1, 2)),
@@ -93,12 +111,18 @@ def draft_config(dimensions: Dimensions, method: str) -> DraftConfig:
     target = dimensions.target
     if method == "mtp":
         if target.model_type not in LAYOUTS:
-            raise ConfigError(f"--method mtp: expected a model of {', '.join(LAYOUTS)}, got one of {target.model_type}")
+            raise ConfigError(
+                f"--method mtp: expected a model of {', '.join(LAYOUTS)}, got one of {target.model_type}"
+            )
         return MtpConfig(target, zero_first_embedding=False)
     if isinstance(target.attention, MLAConfig):
-        raise ConfigError(f"--method {method}: expected mtp with latent attention, whose heads are no Llama layer's")
+        raise ConfigError(
+            f"--method {method}: expected mtp with latent attention, whose heads are no Llama layer's"
+        )
     heads = target.attention
-    attention = AttentionConfig(heads.num_heads, heads.num_kv_heads, heads.head_dim, rope=heads.rope)
+    attention = AttentionConfig(
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, rope=heads.rope
+    )
     if method == "eagle":
         return EagleConfig(
             hidden_size=target.hidden_size,

@@ -38,7 +38,10 @@ class Floor:
 
     def to_dict(self, bytes_per_second: float, flops_per_second: float) -> dict[str, Any]:
         """With the two times in seconds at the measured rates; the floor is the larger one."""
-        times = {"bytes_seconds": self.bytes / bytes_per_second, "arithmetic_seconds": self.flops / flops_per_second}
+        times = {
+            "bytes_seconds": self.bytes / bytes_per_second,
+            "arithmetic_seconds": self.flops / flops_per_second,
+        }
         return asdict(self) | {"bytes": self.bytes} | times | {"seconds": max(times.values())}
 
 
@@ -52,13 +55,25 @@ def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Fl
     if cfg.draft is not None:
         each, after, once, head, draft_experts = _draft_matrices(cfg)
         # step 0 reads K+1 rows a request; one of them goes on after the last attention, and into the head
-        draft_bytes = itemsize * (K * (each + head) + once + (rows + (K - 1) * batch) * cfg.draft.hidden_size)
-        draft_flops = 2 * ((each - after + once) * rows + (after + (K - 1) * each + K * head) * batch)
+        draft_bytes = itemsize * (
+            K * (each + head) + once + (rows + (K - 1) * batch) * cfg.draft.hidden_size
+        )
+        draft_flops = 2 * (
+            (each - after + once) * rows + (after + (K - 1) * each + K * head) * batch
+        )
         if draft_experts:  # an MTP module's layer is the target's
             draft_bytes += int(itemsize * draft_experts * K * share_hit(target.moe, batch))
-            draft_flops += int(2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch)
+            draft_flops += int(
+                2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch
+            )
         window = cfg.draft.sliding_window or context
-        kv_draft = K * batch * min(window, context) * cfg.draft.num_layers * kv_token_bytes(cfg.draft.attention, itemsize)
+        kv_draft = (
+            K
+            * batch
+            * min(window, context)
+            * cfg.draft.num_layers
+            * kv_token_bytes(cfg.draft.attention, itemsize)
+        )
         draft_logits = batch * K * cfg.draft.draft_vocab_size
     attention = target.attention
     tokens = sum(seen_tokens(cfg, context))
@@ -84,19 +99,29 @@ def share_hit(moe: MoEConfig, rows: int) -> float:
 def seen_tokens(cfg: RoundConfig, context: int) -> list[int]:
     """For each layer of the target, the tokens of a request that its last row sees."""
     groups = cfg.target_groups
-    return [min(groups[i].window or groups[i].chunk or context, context) for i in cfg.group_of_layer]
+    return [
+        min(groups[i].window or groups[i].chunk or context, context) for i in cfg.group_of_layer
+    ]
 
 
 def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> int:
     """Bytes of device memory for weights, caches of `slots` tokens a request, the logits with the sampler's copies, and a reserve."""
-    weights = sum(math.prod(s.shape) for s in jax.tree.leaves(models.family(cfg.target).param_specs(cfg.target)))
+    weights = sum(
+        math.prod(s.shape)
+        for s in jax.tree.leaves(models.family(cfg.target).param_specs(cfg.target))
+    )
     kv = cfg.target.num_layers * kv_token_bytes(cfg.target.attention, itemsize)
     if cfg.draft is not None:
-        weights += sum(math.prod(s.shape) for s in jax.tree.leaves(drafts.family(cfg.draft).param_specs(cfg.draft)))
+        weights += sum(
+            math.prod(s.shape)
+            for s in jax.tree.leaves(drafts.family(cfg.draft).param_specs(cfg.draft))
+        )
         kv += cfg.draft.num_layers * kv_token_bytes(cfg.draft.attention, itemsize)
     logits = FLOAT32 * batch * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size
     gathered = 0
-    if cfg.kernels.attention == "reference":  # one layer's keys and values at a time, and again in float32
+    if (
+        cfg.kernels.attention == "reference"
+    ):  # one layer's keys and values at a time, and again in float32
         gathered = batch * slots * kv_token_bytes(cfg.target.attention, itemsize + FLOAT32)
     return itemsize * weights + batch * slots * kv + 4 * logits + gathered + RESERVE
 
@@ -110,7 +135,13 @@ def kv_token_bytes(attention: AttentionConfig | MLAConfig, itemsize: int) -> int
 def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
     """Numbers that one target pass reads whatever it chooses, and those of all experts. The embedding counts where it is the head too."""
     specs = models.family(cfg.target).param_specs(cfg.target)
-    size = _size({name: spec for name, spec in specs.items() if name != "embed_tokens" or cfg.target.tie_word_embeddings})
+    size = _size(
+        {
+            name: spec
+            for name, spec in specs.items()
+            if name != "embed_tokens" or cfg.target.tie_word_embeddings
+        }
+    )
     experts = _expert_size(specs)
     return size - experts, experts
 
@@ -124,12 +155,28 @@ def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int, int]:
     the head, and in the experts."""
     specs = drafts.family(cfg.draft).param_specs(cfg.draft)
     fused = ("fc", "fc_bias", "fc_norm", "input_norm") if cfg.draft.method == "eagle3" else ()
-    each = {name: spec for name, spec in specs.items() if name not in (*fused, "embed_tokens", "lm_head")}
+    each = {
+        name: spec
+        for name, spec in specs.items()
+        if name not in (*fused, "embed_tokens", "lm_head")
+    }
     experts, head = _expert_size(specs), cfg.draft.hidden_size * cfg.draft.draft_vocab_size
     last = specs["layers"][-1]
-    after = _size({name: spec for name, spec in last.items() if name not in ("self_attn", "input_layernorm", "experts")})
+    after = _size(
+        {
+            name: spec
+            for name, spec in last.items()
+            if name not in ("self_attn", "input_layernorm", "experts")
+        }
+    )
     after += math.prod(last["self_attn"]["o_proj"].shape)
-    return _size(each) - experts, after, _size({n: s for n, s in specs.items() if n in fused}), head, experts
+    return (
+        _size(each) - experts,
+        after,
+        _size({n: s for n, s in specs.items() if n in fused}),
+        head,
+        experts,
+    )
 
 
 def _size(specs: Any) -> int:

@@ -20,7 +20,11 @@ def environment() -> dict[str, Any]:
     """report.environment(), with the driver, the flags and the memory that JAX may use."""
     device = jax.devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    flags = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("XLA_", "JAX_"))}
+    flags = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("XLA_", "JAX_"))
+    }
     return report.environment() | {"driver": driver(), "flags": flags, "memory_limit": limit}
 
 
@@ -29,7 +33,12 @@ def driver() -> str | None:
     query = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
     try:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
+        return (
+            subprocess.run(
+                command, capture_output=True, text=True, timeout=20, check=True
+            ).stdout.strip()
+            or None
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -18,7 +18,10 @@ from jaxspec.config import ConfigError
 
 QUERY = "timestamp,power.draw.instant,clocks.sm,clocks_event_reasons.active"
 EVERY_MS = 20
-SETTLES, LATE = 0.1, 0.2  # seconds after which a reading is of what runs now, and after which it has arrived
+SETTLES, LATE = (
+    0.1,
+    0.2,
+)  # seconds after which a reading is of what runs now, and after which it has arrived
 POWER_CAP = 0x4  # NVML's nvmlClocksEventReasonSwPowerCap
 
 
@@ -47,11 +50,21 @@ class PowerMeter:
     does. A context manager. ConfigError where it cannot be read."""
 
     def __init__(self) -> None:
-        self.readings: list[tuple[float, float, float, int]] = []  # moment by the clock of time.time, watts, MHz, reasons
+        self.readings: list[
+            tuple[float, float, float, int]
+        ] = []  # moment by the clock of time.time, watts, MHz, reasons
 
     def __enter__(self) -> PowerMeter:
         device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-i", device, "-lms", str(EVERY_MS)]
+        command = [
+            "nvidia-smi",
+            f"--query-gpu={QUERY}",
+            "--format=csv,noheader,nounits",
+            "-i",
+            device,
+            "-lms",
+            str(EVERY_MS),
+        ]
         try:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         except OSError as e:
@@ -71,7 +84,9 @@ class PowerMeter:
             if (reading := parse(line)) is not None:
                 self.readings.append(reading)
 
-    def measure(self, call: Callable[[], Any], *, calls: int = 1, seconds: float = 2.0, warm: float = 1.0) -> Draw:
+    def measure(
+        self, call: Callable[[], Any], *, calls: int = 1, seconds: float = 2.0, warm: float = 1.0
+    ) -> Draw:
         """call() over and over, each of them `calls` calls of the load: `warm` seconds that do not count, then `seconds` that do."""
         run_for(call, warm)
         began = time.time()
@@ -80,7 +95,9 @@ class PowerMeter:
         time.sleep(LATE)
         found = [r for r in self.readings if began + SETTLES <= r[0] <= ended]
         if not found:
-            raise ConfigError(f"power: expected readings of nvidia-smi within {seconds} s, got none")
+            raise ConfigError(
+                f"power: expected readings of nvidia-smi within {seconds} s, got none"
+            )
         watts, megahertz = (statistics.fmean(r[i] for r in found) for i in (1, 2))
         capped = statistics.fmean(bool(r[3] & POWER_CAP) for r in found)
         return Draw((ended - began) / count, watts, megahertz, capped, len(found))
@@ -99,6 +116,11 @@ def parse(line: str) -> tuple[float, float, float, int] | None:
     """(moment, watts, MHz, reasons) of a line of nvidia-smi; None of one that holds no reading."""
     try:
         moment, watts, megahertz, reasons = line.split(",")
-        return datetime.strptime(moment, "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(watts), float(megahertz), int(reasons.strip(), 16)
+        return (
+            datetime.strptime(moment, "%Y/%m/%d %H:%M:%S.%f").timestamp(),
+            float(watts),
+            float(megahertz),
+            int(reasons.strip(), 16),
+        )
     except ValueError:
         return None

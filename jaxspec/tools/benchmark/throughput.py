@@ -66,12 +66,17 @@ def run(llm: LLM, requests: Sequence[Request], load: Load) -> dict[str, Any]:
     return results(llm, requests, load, meter, time.perf_counter() - began)
 
 
-def results(llm: LLM, requests: Sequence[Request], load: Load, meter: Meter, seconds: float) -> dict[str, Any]:
+def results(
+    llm: LLM, requests: Sequence[Request], load: Load, meter: Meter, seconds: float
+) -> dict[str, Any]:
     succeeded = [r for r in requests if r.finish_reason in ("stop", "length")]
     latency = LatencyMetrics()
     for request in succeeded:
         latency.observe(request.times)
-    num_input, num_output = (sum(map(f, succeeded)) for f in (lambda r: len(r.prompt_token_ids), lambda r: r.num_generated))
+    num_input, num_output = (
+        sum(map(f, succeeded))
+        for f in (lambda r: len(r.prompt_token_ids), lambda r: r.num_generated)
+    )
     metrics, rounds = llm.metrics, llm.timings.num_rounds
     found: dict[str, Any] = {
         "successful requests": len(succeeded),
@@ -99,6 +104,15 @@ def results(llm: LLM, requests: Sequence[Request], load: Load, meter: Meter, sec
             "draft tokens": metrics.num_draft_tokens,
             "accepted tokens": metrics.num_accepted_tokens,
         }
-        found |= {f"acceptance at position {i} (%)": 100 * rate for i, rate in enumerate(metrics.per_position_acceptance)}
-    found |= {"rounds": rounds, "duration / rounds (ms)": 1e3 * seconds / rounds if rounds else None}
-    return found | {name.removeprefix("num_").replace("_", " "): value for name, value in llm.scheduling.to_dict().items()}
+        found |= {
+            f"acceptance at position {i} (%)": 100 * rate
+            for i, rate in enumerate(metrics.per_position_acceptance)
+        }
+    found |= {
+        "rounds": rounds,
+        "duration / rounds (ms)": 1e3 * seconds / rounds if rounds else None,
+    }
+    return found | {
+        name.removeprefix("num_").replace("_", " "): value
+        for name, value in llm.scheduling.to_dict().items()
+    }

@@ -73,7 +73,9 @@ def back_to_back(
     return Timing(tuple(samples), min(host)), carry
 
 
-def time_chained(op: Callable[..., Any], copies: Sequence[Mapping[str, Any]], *, repeats: int) -> Timing:
+def time_chained(
+    op: Callable[..., Any], copies: Sequence[Mapping[str, Any]], *, repeats: int
+) -> Timing:
     """Seconds that a program of a call of op(**arrays) for each of the copies takes (see `chain`), for REPEAT_SECONDS at a time."""
     program, zero = jax.jit(chain(op)), jnp.zeros((), jnp.int32)
     step = lambda zero: program(copies, zero)  # noqa: E731
@@ -103,7 +105,10 @@ def chain(op: Callable[..., Any]) -> Callable[[Sequence[Mapping[str, Any]], jax.
 
 def smallest_name(arrays: Mapping[str, Any]) -> str:
     """The argument that the chain goes through: an array, not a tuple of some."""
-    return min((name for name, x in arrays.items() if hasattr(x, "size")), key=lambda name: (arrays[name].size, name))
+    return min(
+        (name for name, x in arrays.items() if hasattr(x, "size")),
+        key=lambda name: (arrays[name].size, name),
+    )
 
 
 def smallest(**arrays: Any) -> jax.Array:
@@ -133,7 +138,10 @@ def measure_bandwidth(num_bytes: int, *, repeats: int = 5) -> float:
     """Bytes a second that a maximum over num_bytes reads: the best of several runs of two forms of it."""
     x = jax.block_until_ready(_fill(num_bytes // 4096))
     forms = [jax.jit(lambda x: jnp.max(x)), jax.jit(lambda x: jnp.max(jnp.max(x, axis=1)))]
-    best = min(back_to_back(lambda _, form=form: form(x), x[0, 0], count=4, repeats=repeats)[0].best for form in forms)
+    best = min(
+        back_to_back(lambda _, form=form: form(x), x[0, 0], count=4, repeats=repeats)[0].best
+        for form in forms
+    )
     return x.nbytes / best
 
 
@@ -141,7 +149,9 @@ def measure_matmul_rate(size: int, *, repeats: int = 5) -> float:
     """Floating-point operations a second of a size x size bfloat16 matrix product, the best of several runs."""
     keys = jax.random.split(jax.random.key(0), 2)
     a, b = (jax.random.normal(key, (size, size), jnp.float32).astype(jnp.bfloat16) for key in keys)
-    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(jnp.bfloat16))
+    product = jax.jit(
+        lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+    )
     best = back_to_back(lambda _: product(a, b), a, count=10, repeats=repeats)[0].best
     return 2 * size**3 / best
 
@@ -149,5 +159,7 @@ def measure_matmul_rate(size: int, *, repeats: int = 5) -> float:
 @partial(jax.jit, static_argnums=0)
 def _fill(rows: int) -> jax.Array:
     """uint32 [rows, 1024] of mixed values."""
-    index = lax.broadcasted_iota(jnp.uint32, (rows, 1024), 0) * jnp.uint32(1024) + lax.broadcasted_iota(jnp.uint32, (rows, 1024), 1)
+    index = lax.broadcasted_iota(jnp.uint32, (rows, 1024), 0) * jnp.uint32(
+        1024
+    ) + lax.broadcasted_iota(jnp.uint32, (rows, 1024), 1)
     return index * jnp.uint32(0x9E3779B9)

@@ -69,10 +69,16 @@ def random_params(specs: Params, key: jax.Array, dtype: Any) -> Params:
     """init_random on the device, one array at a time (float32 copies of a whole model do not fit), one program a shape."""
     leaves, treedef = jax.tree.flatten(specs)
     # the name says whether a vector is a bias; programs are shared by what has the same shape and kind
-    name = lambda spec: next((end for end in ("bias", "scales") if spec.name.endswith(end)), "weight")  # noqa: E731
-    kinds = [ParamSpec(name(s), s.shape, (None,) * len(s.shape), s.transpose, s.dtype) for s in leaves]
+    name = lambda spec: next(
+        (end for end in ("bias", "scales") if spec.name.endswith(end)), "weight"
+    )
+    kinds = [
+        ParamSpec(name(s), s.shape, (None,) * len(s.shape), s.transpose, s.dtype) for s in leaves
+    ]
     keys = jax.random.split(key, len(leaves))
-    return treedef.unflatten(_draw(kind, k, jnp.dtype(dtype)) for kind, k in zip(kinds, keys, strict=True))
+    return treedef.unflatten(
+        _draw(kind, k, jnp.dtype(dtype)) for kind, k in zip(kinds, keys, strict=True)
+    )
 
 
 class Weights:
@@ -90,13 +96,18 @@ class Weights:
         if case.model != self._model:
             self._target, self._drafts = None, {}  # freed before the next ones are made
             specs = models.family(dimensions.target).param_specs(dimensions.target)
-            self._target, self._model = random_params(specs, jax.random.key(0), self.dtype), case.model
+            self._target, self._model = (
+                random_params(specs, jax.random.key(0), self.dtype),
+                case.model,
+            )
         if case.method not in self._drafts:
             cfg = draft_config(dimensions, case.method)
             own = random_params(drafts.family(cfg).param_specs(cfg), jax.random.key(1), self.dtype)
             # a trained head keeps the most frequent tokens, which a tokenizer's ids are not sorted by
             chosen = np.random.default_rng(0).permutation(cfg.vocab_size)[: cfg.draft_vocab_size]
-            self._drafts[case.method] = bind_draft(cfg, own, self._target, np.sort(chosen) if cfg.maps_vocabulary else None)
+            self._drafts[case.method] = bind_draft(
+                cfg, own, self._target, np.sort(chosen) if cfg.maps_vocabulary else None
+            )
         return self._target, self._drafts[case.method]
 
 
@@ -117,23 +128,34 @@ class TimedEngine(Engine):
 
 def implementations(text: str) -> dict[str, str]:
     """Fields of Kernels, from "attention=reference,matmul=mosaic_gpu"; a name alone is for every op, auto is the engine's choice."""
-    return {op: name for op, name in kernels.parse(text, flag="--implementation").items() if name != "auto"}
+    return {
+        op: name
+        for op, name in kernels.parse(text, flag="--implementation").items()
+        if name != "auto"
+    }
 
 
-def configure(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort) -> tuple[RoundConfig, RoundConfig, int]:
+def configure(
+    case: Case, dtype: Any, chosen: dict[str, str], effort: Effort
+) -> tuple[RoundConfig, RoundConfig, int]:
     """The case's round, its plain step, and the pages of a request, without touching the device's memory."""
     llm, plain, pages = _engines(case, dtype, effort, {}, {})
     return *_round_configs(case, llm, plain, chosen, effort), pages
 
 
-def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Params) -> tuple[LLM, LLM, int]:
+def _engines(
+    case: Case, dtype: Any, effort: Effort, target: Params, draft: Params
+) -> tuple[LLM, LLM, int]:
     """Engines over these weights, with and without the draft, and pages for the context and every timed round at its longest."""
     dimensions, K = MODELS[case.model], case.num_speculative_tokens
     pages = -(-(case.context + (effort.rounds + DISCARDED + 2) * (K + 1)) // BLOCK_SIZE)
 
     def engine(draft: tuple[Any, Params] | None, speculative: SpeculativeConfig | None) -> LLM:
         groups = RoundConfig.of_pair(
-            dimensions.target, draft and draft[0], block_size=BLOCK_SIZE, max_model_len=pages * BLOCK_SIZE
+            dimensions.target,
+            draft and draft[0],
+            block_size=BLOCK_SIZE,
+            max_model_len=pages * BLOCK_SIZE,
         ).cache_groups
         config = EngineConfig(
             max_model_len=pages * BLOCK_SIZE,
@@ -142,16 +164,27 @@ def _engines(case: Case, dtype: Any, effort: Effort, target: Params, draft: Para
             compilation=case.compilation,  # type: ignore[arg-type]
             batch_buckets=(case.batch,),
             rounds_per_step=effort.rounds_per_step,
-            num_gpu_blocks_override=(case.batch * pages,) * len(groups),  # blocks of every group, as the requests start in all of them
+            num_gpu_blocks_override=(case.batch * pages,)
+            * len(groups),  # blocks of every group, as the requests start in all of them
         )
         return LLM((dimensions.target, target), draft, speculative, config=config, dtype=dtype)
 
-    speculative = SpeculativeConfig(method=case.method, num_speculative_tokens=K, rejection_sample_method=case.rule)
-    return engine((draft_config(dimensions, case.method), draft), speculative), engine(None, None), pages
+    speculative = SpeculativeConfig(
+        method=case.method, num_speculative_tokens=K, rejection_sample_method=case.rule
+    )
+    return (
+        engine((draft_config(dimensions, case.method), draft), speculative),
+        engine(None, None),
+        pages,
+    )
 
 
-def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str], effort: Effort) -> tuple[RoundConfig, RoundConfig]:
-    rates = synthetic.conditional_rates(synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens))
+def _round_configs(
+    case: Case, llm: LLM, plain: LLM, chosen: dict[str, str], effort: Effort
+) -> tuple[RoundConfig, RoundConfig]:
+    rates = synthetic.conditional_rates(
+        synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens)
+    )
     graphs = {} if effort.cuda_graphs is None else {"cuda_graphs": effort.cuda_graphs}
     for engine in (llm, plain):
         engine.runner.override(kernels=replace(engine.kernels, **chosen), **graphs)
@@ -160,7 +193,9 @@ def _round_configs(case: Case, llm: LLM, plain: LLM, chosen: dict[str, str], eff
     return tuple(engine.round_config(**asked) for engine in (llm, plain))  # type: ignore[return-value]
 
 
-def does_not_fit(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort, limit: int | None) -> str | None:
+def does_not_fit(
+    case: Case, dtype: Any, chosen: dict[str, str], effort: Effort, limit: int | None
+) -> str | None:
     """Why the case cannot run in `limit` bytes of device memory (None: unknown, let it try); None if it can."""
     cfg, _, pages = configure(case, dtype, chosen, effort)
     needed = memory_needed(cfg, case.batch, pages * BLOCK_SIZE, jnp.dtype(dtype).itemsize)
@@ -172,7 +207,9 @@ def does_not_fit(case: Case, dtype: Any, chosen: dict[str, str], effort: Effort,
 class Workload:
     """One case on the device. The state is donated to whatever runs and taken back from it."""
 
-    def __init__(self, case: Case, weights: Weights, chosen: dict[str, str], effort: Effort) -> None:
+    def __init__(
+        self, case: Case, weights: Weights, chosen: dict[str, str], effort: Effort
+    ) -> None:
         self.case, self.effort, self.dtype = case, effort, weights.dtype
         self.llm, self.plain_llm, pages = _engines(case, weights.dtype, effort, *weights.get(case))
         self.cfg, self.plain_cfg = _round_configs(case, self.llm, self.plain_llm, chosen, effort)
@@ -198,7 +235,11 @@ class Workload:
         tokens = np.random.default_rng(3).integers(0, cfg.draft.draft_vocab_size, shape, np.int32)
         if cfg.draft.maps_vocabulary:
             tokens = np.asarray(self.params["draft"]["draft_to_target"])[tokens]
-        logits = normal((*shape, cfg.draft.draft_vocab_size), "float32", jax.random.key(3)) if cfg.keeps_draft_logits else None
+        logits = (
+            normal((*shape, cfg.draft.draft_vocab_size), "float32", jax.random.key(3))
+            if cfg.keeps_draft_logits
+            else None
+        )
         return Proposal(jnp.asarray(tokens), logits)
 
     def rewind(self, state: DecodeState, max_tokens: int = NEVER) -> DecodeState:
@@ -213,7 +254,9 @@ class Workload:
         )
 
     def _round(self, state: DecodeState) -> DecodeState:
-        return programs.run_round(self.cfg, self.params, state, self.block_table, self.case.compilation)[1]
+        return programs.run_round(
+            self.cfg, self.params, state, self.block_table, self.case.compilation
+        )[1]
 
     def run_rounds(self) -> DecodeState:
         """Dispatch effort.rounds rounds from the start."""
@@ -222,9 +265,13 @@ class Workload:
             self.state = self._round(self.state)
         return self.state
 
-    def _timed(self, step: Callable[[DecodeState], DecodeState], state: DecodeState) -> tuple[Timing, DecodeState]:
+    def _timed(
+        self, step: Callable[[DecodeState], DecodeState], state: DecodeState
+    ) -> tuple[Timing, DecodeState]:
         count, repeats, pause = self.effort.rounds, self.effort.repeats, self.effort.pause
-        return back_to_back(step, state, count=count, repeats=repeats, rewind=self.rewind, pause=pause)
+        return back_to_back(
+            step, state, count=count, repeats=repeats, rewind=self.rewind, pause=pause
+        )
 
     # --- the parts of a round, each as {"seconds": median, ...} ---
 
@@ -236,25 +283,38 @@ class Workload:
     def time_plain(self) -> dict[str, Any]:
         """A step of plain decoding on the same weights and the target's caches."""
         state = self.state
-        bare = replace(state, pending_tokens=None, pending_hidden=None, num_pending=None, draft_caches=())
-        step = lambda s: programs.run_round(self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation)[1]  # noqa: E731
+        bare = replace(
+            state, pending_tokens=None, pending_hidden=None, num_pending=None, draft_caches=()
+        )
+        step = lambda s: programs.run_round(
+            self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation
+        )[1]
         timing, bare = self._timed(step, bare)
-        kept = {name: getattr(state, name) for name in ("pending_tokens", "pending_hidden", "num_pending", "draft_caches")}
+        kept = {
+            name: getattr(state, name)
+            for name in ("pending_tokens", "pending_hidden", "num_pending", "draft_caches")
+        }
         self.state = replace(bare, **kept)
         return timing.to_dict()
 
     def time_draft(self) -> dict[str, Any]:
         """The K draft steps as one program."""
-        inputs = decode_state.draft_inputs(self.rewind(self.state), self.cfg.draft_table(self.block_table))
+        inputs = decode_state.draft_inputs(
+            self.rewind(self.state), self.cfg.draft_table(self.block_table)
+        )
         step = lambda carry: _propose(self.cfg, self.params["draft"], inputs, carry[1])  # noqa: E731
         count, repeats = self.effort.rounds, self.effort.repeats
-        timing, (_, caches) = back_to_back(step, (self.proposal, self.state.draft_caches), count=count, repeats=repeats)
+        timing, (_, caches) = back_to_back(
+            step, (self.proposal, self.state.draft_caches), count=count, repeats=repeats
+        )
         self.state = replace(self.state, draft_caches=caches)
         return timing.to_dict()
 
     def time_verify(self) -> dict[str, Any]:
         """The target's pass, rejection sampling, commit."""
-        step = lambda s: programs.verify_program(self.cfg, self.params, s, self.block_table, self.proposal)[1]  # noqa: E731
+        step = lambda s: programs.verify_program(
+            self.cfg, self.params, s, self.block_table, self.proposal
+        )[1]
         timing, self.state = self._timed(step, self.state)
         return timing.to_dict()
 
@@ -263,9 +323,18 @@ class Workload:
         case, cfg = self.case, self.cfg
         shape = (case.batch, case.num_speculative_tokens + 1, cfg.target.vocab_size)
         state = self.rewind(self.state)
-        sampling, active, to_draft = state.sampling, state.active, self.params["draft"].get("target_to_draft")
+        sampling, active, to_draft = (
+            state.sampling,
+            state.active,
+            self.params["draft"].get("target_to_draft"),
+        )
 
-        def op(target_logits: jax.Array, seq_lens: jax.Array, draft_tokens: jax.Array, draft_logits: jax.Array | None = None) -> Any:
+        def op(
+            target_logits: jax.Array,
+            seq_lens: jax.Array,
+            draft_tokens: jax.Array,
+            draft_logits: jax.Array | None = None,
+        ) -> Any:
             proposal = Proposal(draft_tokens, draft_logits)
             verification = judge(cfg, target_logits, proposal, to_draft, sampling, seq_lens, active)
             return verification.output_tokens, verification.num_sampled
@@ -274,7 +343,11 @@ class Workload:
         for key in jax.random.split(jax.random.key(4), JUDGEMENTS):
             arrays = {"target_logits": normal(shape, "float32", key), "seq_lens": state.seq_lens}
             arrays |= {"draft_tokens": self.proposal.draft_tokens}
-            copies.append(arrays if self.proposal.draft_logits is None else arrays | {"draft_logits": jnp.copy(self.proposal.draft_logits)})
+            copies.append(
+                arrays
+                if self.proposal.draft_logits is None
+                else arrays | {"draft_logits": jnp.copy(self.proposal.draft_logits)}
+            )
         return time_chained(op, copies, repeats=self.effort.repeats).to_dict(JUDGEMENTS)
 
     def time_rebuild(self) -> dict[str, Any]:
@@ -286,14 +359,22 @@ class Workload:
         start = lambda _: _metadata(group, table, ones)  # noqa: E731
         step = lambda metadata: _rebuilds(group, metadata)  # noqa: E731
         repeats = self.effort.repeats
-        timing, _ = back_to_back(step, start(None), count=max(2, self.effort.rounds // 4), repeats=repeats, rewind=start)
+        timing, _ = back_to_back(
+            step, start(None), count=max(2, self.effort.rounds // 4), repeats=repeats, rewind=start
+        )
         return timing.to_dict(REBUILDS)
 
     def time_engine(self) -> dict[str, Any]:
         """Wall clock a round in the engine's own loop, which reads each step's results: the steady state, while all requests are live."""
-        seconds = [self._engine_round() for _ in range(self.effort.repeats + 1)][1:]  # the first one warms the loop up
+        seconds = [self._engine_round() for _ in range(self.effort.repeats + 1)][
+            1:
+        ]  # the first one warms the loop up
         found = {"acceptance_length": self.engine.stats.metrics.mean_acceptance_length}
-        return Timing(tuple(seconds)).to_dict() | found | {"rounds_per_step": self.llm.runner.rounds_per_step}
+        return (
+            Timing(tuple(seconds)).to_dict()
+            | found
+            | {"rounds_per_step": self.llm.runner.rounds_per_step}
+        )
 
     def _engine_round(self) -> float:
         engine, case = self.engine, self.case
@@ -304,7 +385,13 @@ class Workload:
         engine.runner.adopt(jax.block_until_ready(self.rewind(self.state, tokens)))
         engine.read_at = []
         for slot, blocks in enumerate(self.host_table.tolist()):
-            request = Request([0] * self.start, params, tokens, max_drafts=case.num_speculative_tokens, on_tokens=note_end)
+            request = Request(
+                [0] * self.start,
+                params,
+                tokens,
+                max_drafts=case.num_speculative_tokens,
+                on_tokens=note_end,
+            )
             request.metrics = SpecDecodeMetrics(case.num_speculative_tokens)
             engine.scheduler.place(request, slot, [blocks] * len(self.cfg.cache_groups))
         while engine.has_requests:
@@ -312,7 +399,9 @@ class Workload:
         self.state = engine.runner.release()
         per_step = self.llm.runner.rounds_per_step
         if ended[0] < 2:
-            raise ConfigError(f"--rounds: expected some steps of {per_step} rounds, at least {8 * per_step}, got {self.effort.rounds}")
+            raise ConfigError(
+                f"--rounds: expected some steps of {per_step} rounds, at least {8 * per_step}, got {self.effort.rounds}"
+            )
         read = engine.read_at[min(DISCARDED, ended[0] - 2) : ended[0]]
         return (read[-1] - read[0]) / (len(read) - 1) / per_step
 
@@ -329,15 +418,25 @@ class Workload:
         gained = 1.0 if plain else self.case.acceptance_length
         context = int(self.start + gained * self.effort.rounds / 2)
         cfg = self.plain_cfg if plain else self.cfg
-        return round_floor(cfg, self.case.batch, context, self.dtype.itemsize).to_dict(bandwidth, matmul_rate)
+        return round_floor(cfg, self.case.batch, context, self.dtype.itemsize).to_dict(
+            bandwidth, matmul_rate
+        )
 
     def measure(self, parts: Sequence[str]) -> dict[str, Any]:
         """Each part's timing by name; the metadata's share of the round with it."""
-        found: dict[str, Any] = {part: getattr(self, f"time_{part}")() for part in PARTS if part in parts}
+        found: dict[str, Any] = {
+            part: getattr(self, f"time_{part}")() for part in PARTS if part in parts
+        }
         if "rebuild" in found and "round" in found:
-            found["rebuild"]["share_of_round"] = self.case.num_speculative_tokens * found["rebuild"]["seconds"] / found["round"]["seconds"]
+            found["rebuild"]["share_of_round"] = (
+                self.case.num_speculative_tokens
+                * found["rebuild"]["seconds"]
+                / found["round"]["seconds"]
+            )
         if "engine" in found and "round" in found:
-            found["engine"]["over_back_to_back"] = found["engine"]["seconds"] / found["round"]["seconds"]
+            found["engine"]["over_back_to_back"] = (
+                found["engine"]["seconds"] / found["round"]["seconds"]
+            )
         return found
 
 
@@ -371,9 +470,15 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> D
 
 
 def _random_caches(cfg: Any, num_blocks: int, dtype: Any, key: jax.Array) -> KVCache:
-    pools, treedef = jax.tree.flatten(jax.eval_shape(lambda: init_cache(cfg.attention, cfg.num_layers, num_blocks, BLOCK_SIZE, dtype)))
+    pools, treedef = jax.tree.flatten(
+        jax.eval_shape(
+            lambda: init_cache(cfg.attention, cfg.num_layers, num_blocks, BLOCK_SIZE, dtype)
+        )
+    )
     keys = jax.random.split(key, len(pools))
-    return treedef.unflatten(normal(pool.shape, jnp.dtype(dtype).name, k) for pool, k in zip(pools, keys, strict=True))
+    return treedef.unflatten(
+        normal(pool.shape, jnp.dtype(dtype).name, k) for pool, k in zip(pools, keys, strict=True)
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -383,7 +488,9 @@ def normal(shape: tuple[int, ...], dtype: str, key: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _propose(cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache) -> tuple[Proposal, KVCache]:
+def _propose(
+    cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache
+) -> tuple[Proposal, KVCache]:
     carry = propose(cfg, params, inputs, caches)
     return carry.proposal, carry.caches
 
@@ -396,6 +503,8 @@ def _metadata(group: Any, block_table: jax.Array, lengths: jax.Array) -> Attenti
 @partial(jax.jit, static_argnums=0)
 def _rebuilds(group: Any, metadata: AttentionMetadata) -> AttentionMetadata:
     for _ in range(REBUILDS):  # a barrier each, or they would be fused into one
-        rebuilt = rebuild_draft_metadata(group, metadata.block_table, metadata.seq_lens, metadata.seq_lens, 1)
+        rebuilt = rebuild_draft_metadata(
+            group, metadata.block_table, metadata.seq_lens, metadata.seq_lens, 1
+        )
         metadata = lax.optimization_barrier(rebuilt)
     return metadata

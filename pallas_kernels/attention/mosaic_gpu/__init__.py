@@ -26,7 +26,14 @@ from pallas_kernels.packing import pack
 
 
 def unsupported(
-    *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any
+    *,
+    rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    q_dtype: Any,
+    cache_dtype: Any,
 ) -> str | None:
     """Why the kernel cannot run these shapes and dtypes on this device; None if it can."""
     if device := hopper.missing():
@@ -36,7 +43,9 @@ def unsupported(
     if head_dim not in (64, 128):
         return f"head_dim: expected 64 or 128, got {head_dim}"
     if num_heads // num_kv_heads > NARROW:
-        return f"num_heads / num_kv_heads: expected at most {NARROW}, got {num_heads // num_kv_heads}"
+        return (
+            f"num_heads / num_kv_heads: expected at most {NARROW}, got {num_heads // num_kv_heads}"
+        )
     if reason := paging.unsupported(block_size, KEYS):
         return reason
     if q_dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
@@ -85,7 +94,9 @@ def paged_attention(
     if bounds is None:
         max_keys = plan.pages * plan.block_size
         bounds = key_bounds(positions, seq_lens, window_start, group=plan.group, max_keys=max_keys)
-    out, *_ = attend(plan)(packed, k_cache, v_cache, block_table, bounds, *(() if sinks is None else (sinks,)))
+    out, *_ = attend(plan)(
+        packed, k_cache, v_cache, block_table, bounds, *(() if sinks is None else (sinks,))
+    )
     return out
 
 

@@ -23,7 +23,10 @@ def outputs(plan: Plan) -> list[jax.ShapeDtypeStruct]:
     if plan.cluster == 1 or not plan.interpreted:
         return []
     lead = (plan.batch, plan.row_tiles, plan.num_kv_heads, plan.cluster)
-    return [jax.ShapeDtypeStruct((*lead, *plan.tall), jnp.float32), jax.ShapeDtypeStruct((*lead, 2, plan.columns), jnp.float32)]
+    return [
+        jax.ShapeDtypeStruct((*lead, *plan.tall), jnp.float32),
+        jax.ShapeDtypeStruct((*lead, 2, plan.columns), jnp.float32),
+    ]
 
 
 def scratch(plan: Plan) -> list[Any]:
@@ -41,13 +44,24 @@ def scratch(plan: Plan) -> list[Any]:
     ]
 
 
-def fold_cluster(plan: Plan, memory: list[Any], here: tuple, rank: jax.Array, state: State, finish: Callable[[State], None]) -> None:
+def fold_cluster(
+    plan: Plan,
+    memory: list[Any],
+    here: tuple,
+    rank: jax.Array,
+    state: State,
+    finish: Callable[[State], None],
+) -> None:
     """finish(the states of all ranks, folded as a binary tree) on the first CTA. here: request, row tile and KV head of the cluster.
 
     memory: refs of `outputs` and of `scratch`, one after the other.
     """
     *slots, barrier = memory
-    send, receive = _through_device_memory(slots, barrier, here, rank) if plan.interpreted else _through_cluster(plan, slots, barrier, rank)
+    send, receive = (
+        _through_device_memory(slots, barrier, here, rank)
+        if plan.interpreted
+        else _through_cluster(plan, slots, barrier, rank)
+    )
     pl.when((rank > 0) | plan.interpreted)(lambda: send(state))
 
     @pl.when(rank == 0)
@@ -72,18 +86,24 @@ def _through_cluster(plan: Plan, slots: list[Any], barrier: Any, rank: jax.Array
         stats = jnp.where(upper, spread(top, plan.square), spread(total, plan.square))
         for sent, slots_of in ((values, values_slots), (stats, stats_slots)):
             slot = slots_of.at[rank - 1]
-            plgpu.async_store_smem(sent, slot, barrier, cluster_idx=jnp.int32(0), cluster_dim="rank", optimized=False)
+            plgpu.async_store_smem(
+                sent, slot, barrier, cluster_idx=jnp.int32(0), cluster_dim="rank", optimized=False
+            )
 
     def receive(sender: int) -> State:
         values = load(values_slots.at[sender - 1], MATRIX, optimized=False)
-        plain[...] = load(stats_slots.at[sender - 1], MATRIX, optimized=False)  # tiled to be sent; rows can be read here
+        plain[...] = load(
+            stats_slots.at[sender - 1], MATRIX, optimized=False
+        )  # tiled to be sent; rows can be read here
         top, total = (load(plain.at[row], BY_COLUMN, optimized=False) for row in (0, KEYS // 2))
         return values, top, total
 
     return send, receive
 
 
-def _through_device_memory(slots: list[Any], barrier: Any, here: tuple, rank: jax.Array) -> Transport:
+def _through_device_memory(
+    slots: list[Any], barrier: Any, here: tuple, rank: jax.Array
+) -> Transport:
     values_slots, stats_slots = slots
 
     def send(state: State) -> None:
@@ -91,6 +111,10 @@ def _through_device_memory(slots: list[Any], barrier: Any, here: tuple, rank: ja
         plgpu.barrier_arrive(barrier)
 
     def receive(sender: int) -> State:
-        return values_slots[*here, sender], stats_slots[*here, sender, 0], stats_slots[*here, sender, 1]
+        return (
+            values_slots[*here, sender],
+            stats_slots[*here, sender, 0],
+            stats_slots[*here, sender, 1],
+        )
 
     return send, receive

@@ -12,7 +12,14 @@ from pallas_kernels import paging
 from pallas_kernels.attention.bounds import KEYS
 from pallas_kernels.attention.mosaic_gpu import cluster_fold
 from pallas_kernels.attention.mosaic_gpu.plan import Plan
-from pallas_kernels.attention.mosaic_gpu.softmax_state import BY_COLUMN, MATRIX, join, nothing, splat, spread
+from pallas_kernels.attention.mosaic_gpu.softmax_state import (
+    BY_COLUMN,
+    MATRIX,
+    join,
+    nothing,
+    splat,
+    spread,
+)
 from pallas_kernels.attention.mosaic_gpu.tile_order import TileOrder
 from pallas_kernels.online_softmax import LOG2E, await_inputs, load, normalise, where
 
@@ -30,23 +37,33 @@ def attend(plan: Plan):
         sinks_ref, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
         out_ref, *rest = rest
         exchange, rest = rest[: len(through_memory)], rest[len(through_memory) :]
-        q_smem, k_smem, v_smem, p_smem, out_smem, q_barrier, k_barriers, v_barriers, *received = rest
+        q_smem, k_smem, v_smem, p_smem, out_smem, q_barrier, k_barriers, v_barriers, *received = (
+            rest
+        )
         await_inputs(plan.interpreted)
         request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
-        row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows of a prefill chunk see most keys: they start first
+        row_tile = (
+            plan.row_tiles - 1 - lax.axis_index("row_tile")
+        )  # the last rows of a prefill chunk see most keys: they start first
         rank = lax.axis_index("rank") if cluster > 1 else jnp.int32(0)
         start, stop, num_keys = (bounds_ref[request, row_tile, 2 * columns + i] for i in range(3))
-        tiles = TileOrder(start, stop, rank * plan.classes, passes=heads * plan.classes, tiles=plan.tiles)
+        tiles = TileOrder(
+            start, stop, rank * plan.classes, passes=heads * plan.classes, tiles=plan.tiles
+        )
 
         def pages_of(tile):
-            return paging.pages_of(table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages)
+            return paging.pages_of(
+                table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages
+            )
 
         def fetch(source, target, barriers, slot, number, tile, blocks):
             kv_head = first_head + lax.div(number, plan.classes)
             for i, block in enumerate(blocks):
                 offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
                 plgpu.copy_gmem_to_smem(
-                    source.at[block, pl.ds(offset, piece), kv_head], target.at[slot, pl.ds(i * piece, piece)], barriers.at[slot]
+                    source.at[block, pl.ds(offset, piece), kv_head],
+                    target.at[slot, pl.ds(i * piece, piece)],
+                    barriers.at[slot],
                 )
 
         ahead = [(*place, pages_of(place[1])) for place in tiles.first_places(slots + 1)]
@@ -57,12 +74,18 @@ def attend(plan: Plan):
             def _(slot=slot, number=number, tile=tile, blocks=blocks):
                 if slot == 0:
                     for i in range(heads):
-                        plgpu.copy_gmem_to_smem(q_ref.at[request, row_tile, first_head + i], q_smem.at[i], q_barrier)
+                        plgpu.copy_gmem_to_smem(
+                            q_ref.at[request, row_tile, first_head + i], q_smem.at[i], q_barrier
+                        )
                 fetch(k_ref, k_smem, k_barriers, slot, number, tile, blocks)
                 fetch(v_ref, v_smem, v_barriers, slot, number, tile, blocks)
 
-        first = load(bounds_ref.at[request, row_tile, pl.ds(0, columns)], BY_COLUMN, optimized=False)
-        last = load(bounds_ref.at[request, row_tile, pl.ds(columns, columns)], BY_COLUMN, optimized=False)
+        first = load(
+            bounds_ref.at[request, row_tile, pl.ds(0, columns)], BY_COLUMN, optimized=False
+        )
+        last = load(
+            bounds_ref.at[request, row_tile, pl.ds(columns, columns)], BY_COLUMN, optimized=False
+        )
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
 
         def step(head, tile, carry):
@@ -78,10 +101,14 @@ def attend(plan: Plan):
                 return acc[...]
 
             scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * (plan.scale * LOG2E)
-            pl.when(coming < stop)(lambda: fetch(k_ref, k_smem, k_barriers, slot, coming_number, coming, blocks))
+            pl.when(coming < stop)(
+                lambda: fetch(k_ref, k_smem, k_barriers, slot, coming_number, coming, blocks)
+            )
 
             key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=MATRIX) + tile * KEYS
-            scores = where((key >= spread(first, square)) & (key < spread(last, square)), scores, -jnp.inf)
+            scores = where(
+                (key >= spread(first, square)) & (key < spread(last, square)), scores, -jnp.inf
+            )
             new = jnp.maximum(top, scores.max(axis=0))
             old = jnp.exp2(top - new)
             weights = jnp.exp2(scores - spread(new, square))
@@ -92,7 +119,10 @@ def attend(plan: Plan):
             @pl.when((tile + 1) * KEYS > num_keys)
             def _():
                 # Slots that nobody has written may hold NaN, and 0 * NaN is NaN.
-                row = plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=MATRIX) + tile * KEYS
+                row = (
+                    plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=MATRIX)
+                    + tile * KEYS
+                )
                 v = load(v_smem.at[slot], MATRIX)
                 v_smem[slot] = where(row < num_keys, v, 0.0)
 
@@ -103,11 +133,14 @@ def attend(plan: Plan):
                 return acc[...]
 
             added = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
-            pl.when(coming < stop)(lambda: fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks))
+            pl.when(coming < stop)(
+                lambda: fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks)
+            )
             return (
                 values * spread(old, tall) + added,
                 new,
-                total * spread(old, square) + weights,  # summed over the keys when the class ends: that takes a barrier
+                total * spread(old, square)
+                + weights,  # summed over the keys when the class ends: that takes a barrier
                 count + 1,
                 after_number,
                 after,
@@ -139,20 +172,27 @@ def attend(plan: Plan):
         def write(kv_head, state):
             sink = None
             if sinks_ref is not None:
-                head = lax.rem(plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=BY_COLUMN), group)
+                head = lax.rem(
+                    plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=BY_COLUMN), group
+                )
                 sink = splat((columns,), 0.0, BY_COLUMN)
                 for i in range(group):
                     sink = where(head != i, sink, sinks_ref[kv_head * group + i])
             if heads > 1:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
-            out_smem.transpose((1, 0))[...] = normalise(state, sink, lambda x: spread(x, tall)).astype(jnp.bfloat16)
+            out_smem.transpose((1, 0))[...] = normalise(
+                state, sink, lambda x: spread(x, tall)
+            ).astype(jnp.bfloat16)
             plgpu.commit_smem()
             for i in range(plan.tile_rows):
                 row = row_tile * plan.tile_rows + i
 
                 @pl.when(row < plan.rows)
                 def _(i=i, row=row):
-                    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(i * group, group)], out_ref.at[request, row, pl.ds(kv_head * group, group)])
+                    plgpu.copy_smem_to_gmem(
+                        out_smem.at[pl.ds(i * group, group)],
+                        out_ref.at[request, row, pl.ds(kv_head * group, group)],
+                    )
 
         coming_number, coming, blocks = ahead[slots]
         order = (jnp.int32(0), coming_number, coming, *blocks)
@@ -167,7 +207,14 @@ def attend(plan: Plan):
         else:
             state, _ = fold(0, plan.classes, tiles.first_class, order)
             here = (request, row_tile, first_head)
-            cluster_fold.fold_cluster(plan, [*exchange, *received], here, rank, state, lambda whole: write(first_head, whole))
+            cluster_fold.fold_cluster(
+                plan,
+                [*exchange, *received],
+                here,
+                rank,
+                state,
+                lambda whole: write(first_head, whole),
+            )
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 

@@ -20,9 +20,15 @@ class Tuning:
     """Static choices that change no bits."""
 
     slots: int | None = None  # tiles in flight a CTA; None: one or two, see Plan.slots
-    fill: int = 2 * SMS  # CTAs that run at once: with up to 24 columns a thread has 110 to 240 registers, so two CTAs an SM
-    cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as many as `fill` has room for
-    heads: int | None = None  # KV heads that a CTA does one after another; None: enough that all CTAs run at once
+    fill: int = (
+        2 * SMS
+    )  # CTAs that run at once: with up to 24 columns a thread has 110 to 240 registers, so two CTAs an SM
+    cluster: int | None = (
+        None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as many as `fill` has room for
+    )
+    heads: int | None = (
+        None  # KV heads that a CTA does one after another; None: enough that all CTAs run at once
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +84,11 @@ class Plan:
     @property
     def _seen(self) -> int:
         """Tiles of keys that a row tile sees at most."""
-        return self.tiles if self.window is None else min(self.tiles, max(self.window + self.tile_rows - 3, 0) // KEYS + 2)
+        return (
+            self.tiles
+            if self.window is None
+            else min(self.tiles, max(self.window + self.tile_rows - 3, 0) // KEYS + 2)
+        )
 
     @property
     def _pairs(self) -> int:
@@ -98,7 +108,9 @@ class Plan:
         if self.tuning.slots is not None:
             return self.tuning.slots
         many = self._pairs * self.cluster > SMS
-        return 1 if many and self._short and self.columns <= 16 else 2  # the code for one takes 20 registers more: 32 columns would spill
+        return (
+            1 if many and self._short and self.columns <= 16 else 2
+        )  # the code for one takes 20 registers more: 32 columns would spill
 
     @property
     def cluster(self) -> int:
@@ -106,9 +118,13 @@ class Plan:
         if self.tuning.cluster is not None:
             return self.tuning.cluster
         tiles = self._seen
-        cluster = 1 if self.columns <= 16 else 2  # one CTA for the whole tree has no registers left for more than 16 columns
+        cluster = (
+            1 if self.columns <= 16 else 2
+        )  # one CTA for the whole tree has no registers left for more than 16 columns
         ctas = self._pairs
-        largest = 4 if self.columns > 24 and self.head_dim > 64 else CLASSES  # what the first CTA receives must fit beside its ring
+        largest = (
+            4 if self.columns > 24 and self.head_dim > 64 else CLASSES
+        )  # what the first CTA receives must fit beside its ring
         while cluster < min(tiles, largest) and 2 * cluster * ctas <= self.tuning.fill:
             cluster *= 2
         return cluster
@@ -129,5 +145,7 @@ class Plan:
         if self.cluster > 1 or not self._short:
             return 1
         pairs = self._pairs
-        choices = [heads for heads in (4, 3, 2, 1) if self.num_kv_heads % heads == 0]  # the queries of more leave no room for a second CTA
+        choices = [
+            heads for heads in (4, 3, 2, 1) if self.num_kv_heads % heads == 0
+        ]  # the queries of more leave no room for a second CTA
         return min(choices, key=lambda heads: heads * -(-pairs // (heads * self.tuning.fill)))

@@ -27,7 +27,11 @@ def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def nothing(plan: Plan) -> State:
     """Over no keys."""
-    return splat(plan.tall, 0.0, MATRIX), splat((plan.columns,), NEVER, BY_COLUMN), splat((plan.columns,), 0.0, BY_COLUMN)
+    return (
+        splat(plan.tall, 0.0, MATRIX),
+        splat((plan.columns,), NEVER, BY_COLUMN),
+        splat((plan.columns,), 0.0, BY_COLUMN),
+    )
 
 
 def join(left: State, right: State) -> State:

@@ -49,9 +49,13 @@ class Tuning:
 DEFAULT = Tuning()
 
 
-def unsupported(target_logits: jax.Array, draft_logits: jax.Array | None = None, tuning: Tuning = DEFAULT) -> str | None:
+def unsupported(
+    target_logits: jax.Array, draft_logits: jax.Array | None = None, tuning: Tuning = DEFAULT
+) -> str | None:
     """Why the kernels cannot take these arguments of the op, None if they can. Values are not read: ShapeDtypeStructs will do."""
-    vocabs = {"target": target_logits.shape[-1]} | ({} if draft_logits is None else {"draft": draft_logits.shape[-1]})
+    vocabs = {"target": target_logits.shape[-1]} | (
+        {} if draft_logits is None else {"draft": draft_logits.shape[-1]}
+    )
     size = min(tuning.sweep, tuning.draw)
     for name, vocab in vocabs.items():
         if vocab < LANES or cut(vocab, size).count > LANES:
@@ -81,14 +85,23 @@ def rejection_sample(
     num_drafts = rows - 1
     if batch == 0:
         return jnp.zeros((0, rows), jnp.int32), jnp.zeros(0, jnp.int32)
-    problem = Problem(batch, num_drafts, rule, sampled, cut(vocab, tuning.sweep), cut(vocab, tuning.draw))
-    arrays: dict[str, jax.Array | None] = {"target": target_logits.reshape(batch * rows, vocab), "active": active}
+    problem = Problem(
+        batch, num_drafts, rule, sampled, cut(vocab, tuning.sweep), cut(vocab, tuning.draw)
+    )
+    arrays: dict[str, jax.Array | None] = {
+        "target": target_logits.reshape(batch * rows, vocab),
+        "active": active,
+    }
     if num_drafts:
         arrays |= {"tokens": draft_tokens.reshape(-1)}
     if sampled:
         arrays |= {"greedy": greedy, "temperature": temperature}
     if rule == "strict" or (not sampled and rule != "synthetic"):
-        noise = None if sample_noise is None or not sampled else sample_noise.reshape(batch * rows, vocab)
+        noise = (
+            None
+            if sample_noise is None or not sampled
+            else sample_noise.reshape(batch * rows, vocab)
+        )
         return match(problem, arrays | row_maxima(problem, arrays | {"noise": noise}))
     if num_drafts:
         arrays |= {"rates": acceptance_rates}
@@ -100,14 +113,20 @@ def rejection_sample(
     if sampled:
         if isinstance(recover_noise, Stream):
             problem = replace(problem, recover_stream=recover_noise.stream)
-            arrays |= {"recover_keys": recover_noise.keys, "recover_position": recover_noise.position}
+            arrays |= {
+                "recover_keys": recover_noise.keys,
+                "recover_position": recover_noise.position,
+            }
         else:
             arrays |= {"noise": recover_noise}
     if num_drafts and rule != "synthetic":
         if draft_logits is not None:
             width = draft_logits.shape[-1]
             problem = replace(problem, draft_sweep=cut(width, tuning.sweep))
-            arrays |= {"draft": draft_logits.reshape(batch * num_drafts, width), "to_draft": target_to_draft}
+            arrays |= {
+                "draft": draft_logits.reshape(batch * num_drafts, width),
+                "to_draft": target_to_draft,
+            }
         judged = arrays | row_sums(problem, arrays)
         if rule == "block" and draft_logits is not None and num_drafts > 1:
             judged |= mass(problem, arrays | prefixes(problem, judged))

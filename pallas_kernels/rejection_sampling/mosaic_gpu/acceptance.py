@@ -16,7 +16,11 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.scores import count_leading, p
 from pallas_kernels.rejection_sampling.mosaic_gpu.streams import recover_key, uniform
 
 ACCEPTED, MODE, TOKEN, DECIDED = 0, 1, 2, 4  # columns of `decided`, and how many it has
-KNOWN, PLAIN, RESIDUAL = 0, 1, 2  # modes: nothing to draw, draw from the target's row, draw from the residual
+KNOWN, PLAIN, RESIDUAL = (
+    0,
+    1,
+    2,
+)  # modes: nothing to draw, draw from the target's row, draw from the residual
 
 
 def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
@@ -45,15 +49,22 @@ def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, ja
             if problem.rule == "block":
                 num_kept = longest_kept(problem, refs, request, scores, uniforms)
             else:
-                kept = [scores.valid[i] & (scores.log_p[i] > jnp.log(uniforms[i]) + scores.log_q[i]) for i in range(K)]
+                kept = [
+                    scores.valid[i] & (scores.log_p[i] > jnp.log(uniforms[i]) + scores.log_q[i])
+                    for i in range(K)
+                ]
                 num_kept = count_leading(kept)
             rejected = (num_kept < K) & pick(scores.valid, jnp.minimum(num_kept, K - 1))
             decide(num_kept, jnp.where(rejected, RESIDUAL, PLAIN), jnp.int32(0))
             refs.target_lse[request] = pick(scores.target_lse, num_kept)
-            refs.draft_lse[request] = pick(scores.draft_lse, num_kept)  # the bonus row's is not used
+            refs.draft_lse[request] = pick(
+                scores.draft_lse, num_kept
+            )  # the bonus row's is not used
             refs.log_joint[request] = pick(scores.log_joint, num_kept)
             if problem.recover_stream is not None:
-                refs.recover_key[request, 0], refs.recover_key[request, 1] = recover_key(problem, refs, request)
+                refs.recover_key[request, 0], refs.recover_key[request, 1] = recover_key(
+                    problem, refs, request
+                )
 
     scalar = jax.ShapeDtypeStruct((problem.batch,), jnp.float32)
     decided = jax.ShapeDtypeStruct((problem.batch, DECIDED), jnp.int32)
@@ -65,9 +76,14 @@ def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, ja
 
 def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
     """num_accepted and the token after, strict and greedy: drafts are kept while they equal the row's argmax."""
-    maxima = [combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.sweep.count)[1] for i in range(problem.rows)]
+    maxima = [
+        combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.sweep.count)[1]
+        for i in range(problem.rows)
+    ]
     drafts = [refs.tokens[request * problem.num_drafts + i] for i in range(problem.num_drafts)]
-    num_accepted = count_leading([draft == token for draft, token in zip(drafts, maxima, strict=False)])
+    num_accepted = count_leading(
+        [draft == token for draft, token in zip(drafts, maxima, strict=False)]
+    )
     return num_accepted, pick(maxima, num_accepted)
 
 

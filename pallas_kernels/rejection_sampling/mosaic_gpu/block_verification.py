@@ -31,7 +31,13 @@ def prefixes(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str,
                 refs.log_joint[request * inner + i] = scores.log_joint[i + 1]
 
     scalar = jax.ShapeDtypeStruct((problem.batch * inner,), jnp.float32)
-    return launch("prefixes", body, problem.batch, inputs, {"target_lse": scalar, "draft_lse": scalar, "log_joint": scalar})
+    return launch(
+        "prefixes",
+        body,
+        problem.batch,
+        inputs,
+        {"target_lse": scalar, "draft_lse": scalar, "log_joint": scalar},
+    )
 
 
 def mass(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
@@ -45,17 +51,32 @@ def mass(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax
         @pl.when(refs.active[request] & jnp.logical_not(refs.greedy[request]))
         def _() -> None:
             divisor = divisor_of(refs, request)
-            log_p = scaled(pieces.load(refs.target.at[request * problem.rows + i], piece), divisor) - refs.target_lse[row]
-            log_q = draft_at_target(problem, refs, request * problem.num_drafts + i, piece, divisor) - refs.draft_lse[row]
+            log_p = (
+                scaled(pieces.load(refs.target.at[request * problem.rows + i], piece), divisor)
+                - refs.target_lse[row]
+            )
+            log_q = (
+                draft_at_target(problem, refs, request * problem.num_drafts + i, piece, divisor)
+                - refs.draft_lse[row]
+            )
             exceeding = jnp.maximum(jnp.exp(refs.log_joint[row] + log_p) - jnp.exp(log_q), 0.0)
             fresh = pieces.indices(piece) >= piece * pieces.size
             refs.mass[row, piece] = jnp.sum(jnp.where(fresh, exceeding, 0.0))
 
     rows = problem.batch * inner
-    return launch("mass", body, rows * pieces.count, inputs, {"mass": partials(rows, jnp.float32)[0]}, approximate=True)
+    return launch(
+        "mass",
+        body,
+        rows * pieces.count,
+        inputs,
+        {"mass": partials(rows, jnp.float32)[0]},
+        approximate=True,
+    )
 
 
-def longest_kept(problem: Problem, refs: Refs, request: jax.Array, scores: Scores, uniforms: list[jax.Array]) -> jax.Array:
+def longest_kept(
+    problem: Problem, refs: Refs, request: jax.Array, scores: Scores, uniforms: list[jax.Array]
+) -> jax.Array:
     """How many drafts block verification keeps; see reference._block."""
     K = problem.num_drafts
     num_valid = count_leading(scores.valid)
@@ -67,9 +88,19 @@ def longest_kept(problem: Problem, refs: Refs, request: jax.Array, scores: Score
             if refs.mass is None:
                 remaining = keep * -expm1(jnp.minimum(scores.log_p[length], 0.0))
             else:
-                remaining = jnp.sum(jnp.where(used_lanes(problem.draw.count), load_lanes(refs.mass, request * (K - 1) + length - 1), 0.0))
+                remaining = jnp.sum(
+                    jnp.where(
+                        used_lanes(problem.draw.count),
+                        load_lanes(refs.mass, request * (K - 1) + length - 1),
+                        0.0,
+                    )
+                )
             denominator = remaining - expm1(log_joint)
-            inner = jnp.where(denominator > 0, remaining / jnp.where(denominator > 0, denominator, 1.0), 1.0)
+            inner = jnp.where(
+                denominator > 0, remaining / jnp.where(denominator > 0, denominator, 1.0), 1.0
+            )
             keep = jnp.where(num_valid == length, keep, inner)
-        num_kept = jnp.where((length <= num_valid) & (uniforms[length - 1] < keep), length, num_kept)
+        num_kept = jnp.where(
+            (length <= num_valid) & (uniforms[length - 1] < keep), length, num_kept
+        )
     return num_kept

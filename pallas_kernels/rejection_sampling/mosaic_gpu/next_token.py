@@ -19,7 +19,9 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of,
 def draw(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
     """best, index [B, LANES]: argmax of a piece of row num_accepted plus noise; residual_best, residual_index of the residual's."""
     pieces = problem.draw
-    judged = inputs.get("decided") is not None  # a judged request that is greedy has its token already
+    judged = (
+        inputs.get("decided") is not None
+    )  # a judged request that is greedy has its token already
 
     def body(refs: Refs, block: jax.Array) -> None:
         request, piece = block // pieces.count, block % pieces.count
@@ -33,7 +35,9 @@ def draw(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax
 
         def both() -> tuple[jax.Array, jax.Array]:
             logits = pieces.load(refs.target.at[row], piece)
-            return scaled(logits, divisor_of(refs, request)), recover_noise(problem, refs, request, piece)
+            return scaled(logits, divisor_of(refs, request)), recover_noise(
+                problem, refs, request, piece
+            )
 
         if not judged:
 

@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.pieces import combine_maximum
-from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import KNOWN, RESIDUAL, TOKEN, decision, match_target
+from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import (
+    KNOWN,
+    RESIDUAL,
+    TOKEN,
+    decision,
+    match_target,
+)
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch
 
 
@@ -28,7 +34,9 @@ def emit(problem: Problem, inputs: dict[str, jax.Array | None]) -> tuple[jax.Arr
         num_accepted, mode = decision(problem, refs, request)
         _, token = combine_maximum(refs.best, refs.index, request, count)
         if refs.decided is not None:
-            highest, residual = combine_maximum(refs.residual_best, refs.residual_index, request, count)
+            highest, residual = combine_maximum(
+                refs.residual_best, refs.residual_index, request, count
+            )
             token = jnp.where((mode == RESIDUAL) & (highest > -jnp.inf), residual, token)
             token = jnp.where(mode == KNOWN, refs.decided[request, TOKEN], token)
         _store(problem, refs, request, num_accepted, token)
@@ -37,13 +45,17 @@ def emit(problem: Problem, inputs: dict[str, jax.Array | None]) -> tuple[jax.Arr
     return results["output"], results["num_sampled"]
 
 
-def _store(problem: Problem, refs: Refs, request: jax.Array, num_accepted: jax.Array, token: jax.Array) -> None:
+def _store(
+    problem: Problem, refs: Refs, request: jax.Array, num_accepted: jax.Array, token: jax.Array
+) -> None:
     """The accepted drafts, then the token, then -1; nothing for a padding row."""
     active = refs.active[request]
     for i in range(problem.rows):
         value = jnp.where(num_accepted == i, token, -1)
         if i < problem.num_drafts:
-            value = jnp.where(num_accepted > i, refs.tokens[request * problem.num_drafts + i], value)
+            value = jnp.where(
+                num_accepted > i, refs.tokens[request * problem.num_drafts + i], value
+            )
         refs.output[request, i] = jnp.where(active, value, -1)
     refs.num_sampled[request] = jnp.where(active, num_accepted + 1, 0)
 

@@ -20,25 +20,37 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of,
 
 
 def log_residual(
-    problem: Problem, refs: Refs, request: jax.Array, num_accepted: jax.Array, piece: jax.Array, logits: jax.Array
+    problem: Problem,
+    refs: Refs,
+    request: jax.Array,
+    num_accepted: jax.Array,
+    piece: jax.Array,
+    logits: jax.Array,
 ) -> jax.Array:
     """log max(P p - q, 0) over a piece of row num_accepted, whose draft was rejected; see reference._residual."""
     rejected = request * problem.num_drafts + num_accepted
     if problem.draft_sweep is None:
         return jnp.where(problem.draw.indices(piece) == refs.tokens[rejected], -jnp.inf, logits)
     log_p = logits - refs.target_lse[request] + refs.log_joint[request]
-    log_q = draft_at_target(problem, refs, rejected, piece, divisor_of(refs, request)) - refs.draft_lse[request]
+    log_q = (
+        draft_at_target(problem, refs, rejected, piece, divisor_of(refs, request))
+        - refs.draft_lse[request]
+    )
     return jnp.where(log_p > log_q, log_p + jnp.log(-expm1(log_q - log_p)), -jnp.inf)
 
 
-def draft_at_target(problem: Problem, refs: Refs, row: jax.Array, piece: jax.Array, divisor: jax.Array | None) -> jax.Array:
+def draft_at_target(
+    problem: Problem, refs: Refs, row: jax.Array, piece: jax.Array, divisor: jax.Array | None
+) -> jax.Array:
     """The draft's logits of a row at a piece of the target's ids, -inf where the draft has no such token."""
     pieces = problem.draw
     if refs.to_draft is None:
         return scaled(pieces.load(refs.draft.at[row], piece), divisor)
     assert problem.draft_sweep is not None
     own = pieces.load(refs.to_draft, piece)
-    gathered = _gather(pieces, refs.draft.at[row], jnp.minimum(jnp.maximum(own, 0), problem.draft_sweep.vocab - 1))
+    gathered = _gather(
+        pieces, refs.draft.at[row], jnp.minimum(jnp.maximum(own, 0), problem.draft_sweep.vocab - 1)
+    )
     return jnp.where(own >= 0, scaled(gathered, divisor), -jnp.inf)
 
 
@@ -52,7 +64,10 @@ def _gather(pieces: Pieces, row_ref: Any, indices: jax.Array) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((pieces.size,), jnp.float32, layout=pieces.layout),
     )
     def gather(_: Any, ref: Any, index: Any) -> Any:
-        return index.foreach(lambda i, _: memref.load(ref, [arith.index_cast(ir.IndexType.get(), i)]), create_array=True)
+        return index.foreach(
+            lambda i, _: memref.load(ref, [arith.index_cast(ir.IndexType.get(), i)]),
+            create_array=True,
+        )
 
     read: Any = gather
     return read(row_ref, indices)

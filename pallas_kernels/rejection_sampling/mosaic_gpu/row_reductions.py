@@ -31,7 +31,14 @@ def row_maxima(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[st
         @pl.when(refs.active[request])
         def _() -> None:
             logits = pieces.load(refs.target.at[row], piece)
-            store = partial(store_maximum, indices=pieces.indices(piece), best_ref=refs.best, index_ref=refs.index, row=row, piece=piece)
+            store = partial(
+                store_maximum,
+                indices=pieces.indices(piece),
+                best_ref=refs.best,
+                index_ref=refs.index,
+                row=row,
+                piece=piece,
+            )
             if not problem.sampled:
                 store(logits)
                 return
@@ -40,7 +47,10 @@ def row_maxima(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[st
 
             @pl.when(jnp.logical_not(greedy))
             def _() -> None:
-                store(scaled(logits, divisor_of(refs, request)) + pieces.load(refs.noise.at[row], piece))
+                store(
+                    scaled(logits, divisor_of(refs, request))
+                    + pieces.load(refs.noise.at[row], piece)
+                )
 
     rows = problem.batch * problem.rows
     best, index = partials(rows, jnp.float32, jnp.int32)
@@ -68,7 +78,9 @@ def row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str,
 
             @pl.when(jnp.logical_not(greedy))
             def _() -> None:
-                _store_sum(logits, divisor_of(refs, request), pieces, refs.best, refs.sum, row, piece)
+                _store_sum(
+                    logits, divisor_of(refs, request), pieces, refs.best, refs.sum, row, piece
+                )
 
     def draft(pieces: Pieces, refs: Refs, block: jax.Array) -> None:
         row, piece = block // pieces.count, block % pieces.count
@@ -77,14 +89,24 @@ def row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str,
         @pl.when(refs.active[request] & jnp.logical_not(refs.greedy[request]))
         def _() -> None:
             logits = pieces.load(refs.draft.at[row], piece)
-            _store_sum(logits, divisor_of(refs, request), pieces, refs.draft_best, refs.draft_sum, row, piece)
+            _store_sum(
+                logits,
+                divisor_of(refs, request),
+                pieces,
+                refs.draft_best,
+                refs.draft_sum,
+                row,
+                piece,
+            )
 
     def body(refs: Refs, block: jax.Array) -> None:
         if problem.draft_sweep is None:
             target(refs, block)
         else:
             pl.when(block < target_blocks)(partial(target, refs, block))
-            pl.when(block >= target_blocks)(partial(draft, problem.draft_sweep, refs, block - target_blocks))
+            pl.when(block >= target_blocks)(
+                partial(draft, problem.draft_sweep, refs, block - target_blocks)
+            )
 
     best, total, index = partials(rows, jnp.float32, jnp.float32, jnp.int32)
     outputs = {"best": best, "sum": total, "index": index}
@@ -96,7 +118,13 @@ def row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str,
 
 
 def _store_sum(
-    logits: jax.Array, divisor: jax.Array | None, pieces: Pieces, best_ref: Any, sum_ref: Any, row: jax.Array, piece: jax.Array
+    logits: jax.Array,
+    divisor: jax.Array | None,
+    pieces: Pieces,
+    best_ref: Any,
+    sum_ref: Any,
+    row: jax.Array,
+    piece: jax.Array,
 ) -> None:
     """Maximum m of the plain logits, and the sum of exp((x - m) / temperature), without what the piece before holds."""
     fresh = pieces.indices(piece) >= piece * pieces.size
@@ -104,10 +132,14 @@ def _store_sum(
     best = jnp.max(logits)
     scale = LOG2_E if divisor is None else LOG2_E / divisor
     best_ref[row, piece] = best
-    sum_ref[row, piece] = jnp.sum(lax.exp2((logits - jnp.where(best > -jnp.inf, best, 0.0)) * scale))
+    sum_ref[row, piece] = jnp.sum(
+        lax.exp2((logits - jnp.where(best > -jnp.inf, best, 0.0)) * scale)
+    )
 
 
-def combine_sum(best_ref: Any, sum_ref: Any, row: jax.Array, count: int, divisor: jax.Array | None) -> jax.Array:
+def combine_sum(
+    best_ref: Any, sum_ref: Any, row: jax.Array, count: int, divisor: jax.Array | None
+) -> jax.Array:
     """log-sum-exp of a row over its temperature; 0 for a row that is all -inf, so that subtracting it leaves -inf and not NaN."""
     best, total, used = load_lanes(best_ref, row), load_lanes(sum_ref, row), used_lanes(count)
     best = jnp.where(used, best, -jnp.inf)

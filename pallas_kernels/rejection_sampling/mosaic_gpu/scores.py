@@ -40,19 +40,27 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
             draft_logits.append(scaled(refs.draft[request * K + i, own], divisor))
         valid.append(inside)
     count = problem.sweep.count
-    target_lse = [combine_sum(refs.best, refs.sum, request * problem.rows + i, count, divisor) for i in range(K + 1)]
+    target_lse = [
+        combine_sum(refs.best, refs.sum, request * problem.rows + i, count, divisor)
+        for i in range(K + 1)
+    ]
     log_p = [x - lse for x, lse in zip(logits, target_lse, strict=False)]
     log_q, draft_lse = [jnp.float32(0.0)] * K, [jnp.float32(0.0)] * K
     if problem.draft_sweep is not None:
         count = problem.draft_sweep.count
-        draft_lse = [combine_sum(refs.draft_best, refs.draft_sum, request * K + i, count, divisor) for i in range(K)]
+        draft_lse = [
+            combine_sum(refs.draft_best, refs.draft_sum, request * K + i, count, divisor)
+            for i in range(K)
+        ]
         log_q = [x - lse for x, lse in zip(draft_logits, draft_lse, strict=True)]
         valid = [v & (q > -jnp.inf) for v, q in zip(valid, log_q, strict=True)]
         log_q = [jnp.where(v, q, 0.0) for v, q in zip(valid, log_q, strict=True)]
     log_joint = [jnp.float32(0.0)] * (K + 1)
     if problem.rule == "block":
         for i in range(K):
-            log_joint[i + 1] = jnp.minimum(log_joint[i] + jnp.where(valid[i], log_p[i] - log_q[i], 0.0), 0.0)
+            log_joint[i + 1] = jnp.minimum(
+                log_joint[i] + jnp.where(valid[i], log_p[i] - log_q[i], 0.0), 0.0
+            )
     return Scores(valid, log_p, log_q, target_lse, draft_lse, log_joint)
 
 

@@ -17,14 +17,21 @@ def uniform(problem: Problem, refs: Refs, request: jax.Array, draft: int) -> jax
     if problem.accept_stream is None:
         return refs.uniforms[request * problem.num_drafts + draft]
     words = refs.accept_keys[request, 0], refs.accept_keys[request, 1]
-    return noise.uniform(noise.stream_key(words, problem.accept_stream, refs.accept_position[request], jnp.int32(draft)), jnp.uint32(0))
+    return noise.uniform(
+        noise.stream_key(
+            words, problem.accept_stream, refs.accept_position[request], jnp.int32(draft)
+        ),
+        jnp.uint32(0),
+    )
 
 
 def recover_key(problem: Problem, refs: Refs, request: jax.Array) -> noise.Key:
     """The key of the noise of a request's recovered or bonus token."""
     assert problem.recover_stream is not None
     words = refs.recover_keys[request, 0], refs.recover_keys[request, 1]
-    return noise.stream_key(words, problem.recover_stream, refs.recover_position[request], jnp.int32(0))
+    return noise.stream_key(
+        words, problem.recover_stream, refs.recover_position[request], jnp.int32(0)
+    )
 
 
 def recover_noise(problem: Problem, refs: Refs, request: jax.Array, piece: jax.Array) -> jax.Array:
@@ -32,5 +39,9 @@ def recover_noise(problem: Problem, refs: Refs, request: jax.Array, piece: jax.A
     if problem.recover_stream is None:
         return problem.draw.load(refs.noise.at[request], piece)
     folded = refs.recover_key is not None  # by judge: once a request, not once a piece
-    key = (refs.recover_key[request, 0], refs.recover_key[request, 1]) if folded else recover_key(problem, refs, request)
+    key = (
+        (refs.recover_key[request, 0], refs.recover_key[request, 1])
+        if folded
+        else recover_key(problem, refs, request)
+    )
     return piece_noise.gumbel(problem.draw, key, problem.draw.indices(piece))

@@ -12,7 +12,11 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 
 def divisor_of(refs: Refs, request: jax.Array) -> jax.Array | None:
     """The request's temperature, 1 for a greedy one; None: the logits have been divided already."""
-    return None if refs.temperature is None else jnp.where(refs.greedy[request], 1.0, refs.temperature[request])
+    return (
+        None
+        if refs.temperature is None
+        else jnp.where(refs.greedy[request], 1.0, refs.temperature[request])
+    )
 
 
 def scaled(logits: jax.Array, divisor: jax.Array | None) -> jax.Array:

@@ -32,10 +32,14 @@ class Inputs:
         """The requests at `index` alone."""
         shared = ("target_to_draft", "acceptance_rates")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v[index] for k, v in values.items() if v is not None and k not in shared})
+        return replace(
+            self, **{k: v[index] for k, v in values.items() if v is not None and k not in shared}
+        )
 
 
-def make(target_logits: np.ndarray, draft_tokens: np.ndarray, seed: int = 0, **changes: Any) -> Inputs:
+def make(
+    target_logits: np.ndarray, draft_tokens: np.ndarray, seed: int = 0, **changes: Any
+) -> Inputs:
     """One-hot drafts, sampled rows, all active, fresh noise, rates of 0.5, unless changed."""
     batch, rows, vocab = target_logits.shape
     rng = np.random.default_rng(seed)
@@ -55,14 +59,24 @@ def make(target_logits: np.ndarray, draft_tokens: np.ndarray, seed: int = 0, **c
 
 
 def judge(
-    inputs: Inputs, rule: str, implementation: str = "reference", sampled: bool = True, temperature: np.ndarray | None = None
+    inputs: Inputs,
+    rule: str,
+    implementation: str = "reference",
+    sampled: bool = True,
+    temperature: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     arguments = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     if rule != "strict":
         arguments["sample_noise"] = None
     if rule != "synthetic":
         arguments["acceptance_rates"] = None
-    tokens, num_sampled = compiled(**arguments, temperature=temperature, rule=rule, sampled=sampled, implementation=implementation)
+    tokens, num_sampled = compiled(
+        **arguments,
+        temperature=temperature,
+        rule=rule,
+        sampled=sampled,
+        implementation=implementation,
+    )
     return np.asarray(tokens), np.asarray(num_sampled)
 
 

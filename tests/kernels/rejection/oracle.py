@@ -24,7 +24,9 @@ def verify(inputs: Inputs, b: int, rule: str) -> tuple[list[int], bool]:
     greedy = bool(inputs.greedy[b])
     noise = [float(x) for x in inputs.recover_noise[b]]
     if rule == "synthetic":
-        return _synthetic(target, drafts, greedy, inputs.uniforms[b], inputs.acceptance_rates, noise)
+        return _synthetic(
+            target, drafts, greedy, inputs.uniforms[b], inputs.acceptance_rates, noise
+        )
     if rule == "strict" or greedy:
         added = np.zeros_like(target) if greedy else np.asarray(inputs.sample_noise[b], np.float64)
         return _strict(target + added, drafts)
@@ -46,7 +48,12 @@ def _strict(scores: np.ndarray, drafts: list[int]) -> tuple[list[int], bool]:
 
 
 def _synthetic(
-    target: np.ndarray, drafts: list[int], greedy: bool, uniforms: np.ndarray, rates: np.ndarray, noise: list[float]
+    target: np.ndarray,
+    drafts: list[int],
+    greedy: bool,
+    uniforms: np.ndarray,
+    rates: np.ndarray,
+    noise: list[float],
 ) -> tuple[list[int], bool]:
     tokens: list[int] = []
     for d, u, rate in zip(drafts, uniforms, rates, strict=True):
@@ -59,7 +66,12 @@ def _synthetic(
 
 
 def _probabilistic(
-    target: np.ndarray, p: list[list[float]], q: list[list[float] | int], drafts: list[int], uniforms: list[float], noise: list[float]
+    target: np.ndarray,
+    p: list[list[float]],
+    q: list[list[float] | int],
+    drafts: list[int],
+    uniforms: list[float],
+    noise: list[float],
 ) -> tuple[list[int], bool]:
     tokens: list[int] = []
     for i, d in enumerate(drafts):
@@ -78,7 +90,12 @@ def _probabilistic(
 
 
 def _block(
-    target: np.ndarray, p: list[list[float]], q: list[list[float] | int], drafts: list[int], uniforms: list[float], noise: list[float]
+    target: np.ndarray,
+    p: list[list[float]],
+    q: list[list[float] | int],
+    drafts: list[int],
+    uniforms: list[float],
+    noise: list[float],
 ) -> tuple[list[int], bool]:
     joint = [1.0]
     for i, d in enumerate(drafts):
@@ -89,11 +106,16 @@ def _block(
     for length in range(num_valid, 0, -1):
         low = high = joint[length]
         if length < num_valid:
-            mass = sum(max(joint[length] * p[length][x] - _probability(q[length], x), 0.0) for x in range(len(p[0])))
+            mass = sum(
+                max(joint[length] * p[length][x] - _probability(q[length], x), 0.0)
+                for x in range(len(p[0]))
+            )
             gap, slack = 1.0 - joint[length], 1e-6
             low = max(mass - slack, 0.0) / (max(mass - slack, 0.0) + gap + slack)
             high = (mass + slack) / (mass + slack + max(gap - slack, 0.0))
-        if joint[length] == 0:  # a draft that the target cannot emit: never kept, however small u is
+        if (
+            joint[length] == 0
+        ):  # a draft that the target cannot emit: never kept, however small u is
             continue
         u = uniforms[length - 1]
         if u < low - TOLERANCE:
@@ -124,19 +146,25 @@ def _draw(logits: np.ndarray, noise: list[float]) -> tuple[int, bool]:
     return _highest([float(x) + g for x, g in zip(logits, noise, strict=True)])
 
 
-def _draw_residual(joint: float, logits: np.ndarray, p: list[float], q: list[float] | int, noise: list[float]) -> tuple[int, bool]:
+def _draw_residual(
+    joint: float, logits: np.ndarray, p: list[float], q: list[float] | int, noise: list[float]
+) -> tuple[int, bool]:
     """Gumbel-max over max(joint p - q, 0); certain if the winner survives the rounding of every difference."""
     if sum(p) == 0:  # nothing but -inf (NaN): no distribution, but some id in range
         return _draw(logits, noise)
     lows, highs, scores = [], [], []
     for x in range(len(p)):
         gain, loss = joint * p[x], _probability(q, x)
-        rounding = 0.0 if loss == 0 or gain == 0 or isinstance(q, int) else TOLERANCE * (gain + loss)
+        rounding = (
+            0.0 if loss == 0 or gain == 0 or isinstance(q, int) else TOLERANCE * (gain + loss)
+        )
         scores.append(_log(gain - loss) + noise[x])
         lows.append(_log(gain - loss - rounding) + noise[x])
         highs.append(_log(gain - loss + rounding) + noise[x])
     winner = max(range(len(p)), key=lambda x: scores[x])
-    return winner, lows[winner] > -math.inf and all(lows[winner] > highs[x] + TOLERANCE for x in range(len(p)) if x != winner)
+    return winner, lows[winner] > -math.inf and all(
+        lows[winner] > highs[x] + TOLERANCE for x in range(len(p)) if x != winner
+    )
 
 
 def _highest(scores: list[float]) -> tuple[int, bool]:
@@ -147,7 +175,9 @@ def _highest(scores: list[float]) -> tuple[int, bool]:
             winner = x
     if scores[winner] == -math.inf:
         return 0, True
-    return winner, all(scores[winner] - scores[x] > TOLERANCE for x in range(len(scores)) if x != winner)
+    return winner, all(
+        scores[winner] - scores[x] > TOLERANCE for x in range(len(scores)) if x != winner
+    )
 
 
 def _draft_probabilities(inputs: Inputs, b: int, i: int, vocab: int) -> list[float] | int:

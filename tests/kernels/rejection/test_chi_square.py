@@ -14,13 +14,18 @@ from tests.support.statistics import chi_square, within_limit
 def test_equals_scipy_where_no_bin_is_merged() -> None:
     counts = np.random.default_rng(0).multinomial(1000, [0.1, 0.2, 0.3, 0.4])
     statistic, df = chi_square(counts, [0.1, 0.2, 0.3, 0.4])
-    assert statistic == pytest.approx(stats.chisquare(counts, 1000 * np.array([0.1, 0.2, 0.3, 0.4])).statistic)
+    assert statistic == pytest.approx(
+        stats.chisquare(counts, 1000 * np.array([0.1, 0.2, 0.3, 0.4])).statistic
+    )
     assert df == 3
 
 
 def test_small_bins_are_merged_into_one_of_at_least_five() -> None:
     # expected 90, 6, 2, 2: the last two make 4, so 6 joins them
-    assert chi_square([80, 10, 5, 5], [0.9, 0.06, 0.02, 0.02]) == (pytest.approx(10**2 / 90 + 10**2 / 10), 1)
+    assert chi_square([80, 10, 5, 5], [0.9, 0.06, 0.02, 0.02]) == (
+        pytest.approx(10**2 / 90 + 10**2 / 10),
+        1,
+    )
     assert chi_square([88, 2, 2, 4, 4], [0.88, 0.03, 0.03, 0.03, 0.03]) == (0.0, 1)
 
 

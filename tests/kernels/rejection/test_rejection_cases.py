@@ -22,12 +22,16 @@ def peaked(tokens: list[list[int]], vocab: int = 20) -> np.ndarray:
     """Logits [B, K+1, V] whose argmaxes are the given tokens; shorter requests are filled up."""
     rows = max(map(len, tokens))
     filled = np.array([row + [0] * (rows - len(row)) for row in tokens])
-    return 5 * np.eye(vocab, dtype=np.float32)[filled] + np.random.default_rng(0).normal(size=(len(tokens), rows, vocab)).astype(np.float32)
+    return 5 * np.eye(vocab, dtype=np.float32)[filled] + np.random.default_rng(0).normal(
+        size=(len(tokens), rows, vocab)
+    ).astype(np.float32)
 
 
 def padded(drafts: list[list[int]]) -> np.ndarray:
     width = max(map(len, drafts))
-    return np.array([row + [-1] * (width - len(row)) for row in drafts], np.int32).reshape(len(drafts), width)
+    return np.array([row + [-1] * (width - len(row)) for row in drafts], np.int32).reshape(
+        len(drafts), width
+    )
 
 
 def random_logits(seed: int, *shape: int) -> np.ndarray:
@@ -53,7 +57,11 @@ def random_logits(seed: int, *shape: int) -> np.ndarray:
     ],
 )
 def test_greedy_table(
-    drafts: list[list[int]], argmaxes: list[list[int]], expected: list[list[int]], rule: str, implementation: str
+    drafts: list[list[int]],
+    argmaxes: list[list[int]],
+    expected: list[list[int]],
+    rule: str,
+    implementation: str,
 ) -> None:
     inputs = make(peaked(argmaxes), padded(drafts), greedy=np.ones(len(drafts), bool))
     assert emitted(*judge(inputs, rule, implementation)) == expected
@@ -61,11 +69,20 @@ def test_greedy_table(
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize("rule", LOSSLESS)
-def test_greedy_rows_emit_argmaxes_beside_sampled_rows(rule: str, num_drafts: int, implementation: str) -> None:
+def test_greedy_rows_emit_argmaxes_beside_sampled_rows(
+    rule: str, num_drafts: int, implementation: str
+) -> None:
     """The draft's logits, the noise and the neighbours have no say; sampled rows of the same batch do not turn greedy."""
     logits = random_logits(1, 64, num_drafts + 1, 50)
-    drafts = np.where(np.random.default_rng(2).random((64, num_drafts)) < 0.7, logits.argmax(-1)[:, :-1], 3)
-    inputs = make(logits, drafts, greedy=np.arange(64) % 2 == 0, draft_logits=random_logits(3, 64, num_drafts, 50))
+    drafts = np.where(
+        np.random.default_rng(2).random((64, num_drafts)) < 0.7, logits.argmax(-1)[:, :-1], 3
+    )
+    inputs = make(
+        logits,
+        drafts,
+        greedy=np.arange(64) % 2 == 0,
+        draft_logits=random_logits(3, 64, num_drafts, 50),
+    )
     tokens, num_sampled = judge(inputs, rule, implementation)
     for b, row in enumerate(emitted(tokens, num_sampled)):
         if b % 2 == 0:
@@ -118,7 +135,12 @@ def test_placeholder_ends_verification(rule: str, one_hot: bool, implementation:
     noisy = logits + np.random.default_rng(2).gumbel(size=logits.shape)
     drafts = noisy.argmax(-1)[:, :3].astype(np.int32)
     drafts[:, 1] = -1
-    inputs = make(logits, drafts, draft_logits=None if one_hot else logits[:, :3].copy(), acceptance_rates=np.ones(3, np.float32))
+    inputs = make(
+        logits,
+        drafts,
+        draft_logits=None if one_hot else logits[:, :3].copy(),
+        acceptance_rates=np.ones(3, np.float32),
+    )
     if rule == "strict":
         inputs = replace(inputs, sample_noise=(noisy - logits).astype(np.float32))
     tokens, num_sampled = judge(inputs, rule, implementation)
@@ -130,10 +152,18 @@ def test_placeholder_ends_verification(rule: str, one_hot: bool, implementation:
 
 @pytest.mark.parametrize("bad", [-1, 300, 2**31 - 1])
 @pytest.mark.parametrize("rule", RULES)
-def test_single_placeholder_gives_one_target_token(rule: str, bad: int, implementation: str) -> None:
+def test_single_placeholder_gives_one_target_token(
+    rule: str, bad: int, implementation: str
+) -> None:
     target = random_logits(0, 1, 2, 32)
-    inputs = make(np.repeat(target, 20_000, 0), np.full((20_000, 1), bad), draft_logits=np.repeat(-target[:, :1], 20_000, 0))
-    tokens, num_sampled = judge(replace(inputs, acceptance_rates=np.ones(1, np.float32)), rule, implementation)
+    inputs = make(
+        np.repeat(target, 20_000, 0),
+        np.full((20_000, 1), bad),
+        draft_logits=np.repeat(-target[:, :1], 20_000, 0),
+    )
+    tokens, num_sampled = judge(
+        replace(inputs, acceptance_rates=np.ones(1, np.float32)), rule, implementation
+    )
     assert (num_sampled == 1).all()
     p = np.exp(target[0, 0].astype(np.float64))
     assert within_limit(*chi_square(np.bincount(tokens[:, 0], minlength=32), p / p.sum()))
@@ -147,19 +177,29 @@ def test_placeholder_is_filled_from_the_plain_target(rule: str, implementation: 
     draft[..., 5] = 3.0  # q(5) > p(5)
     noise = np.zeros((1, 8), np.float32)
     noise[:, 5] = 10.0
-    inputs = make(target, np.array([[-1]]), draft_logits=draft, recover_noise=noise, sample_noise=np.repeat(noise[:, None], 2, 1))
+    inputs = make(
+        target,
+        np.array([[-1]]),
+        draft_logits=draft,
+        recover_noise=noise,
+        sample_noise=np.repeat(noise[:, None], 2, 1),
+    )
     assert emitted(*judge(inputs, rule, implementation)) == [[5]]
 
 
 @pytest.mark.parametrize("one_hot", [True, False])
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
-def test_draft_that_q_cannot_have_drawn_is_a_placeholder(rule: str, one_hot: bool, implementation: str) -> None:
+def test_draft_that_q_cannot_have_drawn_is_a_placeholder(
+    rule: str, one_hot: bool, implementation: str
+) -> None:
     """A token that the draft's vocabulary lacks: never accepted though p(d) > u q(d) holds; one-hot drafts need no map."""
     logits = peaked([[4, 4, 4]], 6)
     absent = np.array([0, 1, 2, 3, -1, 4], np.int32)
     inputs = make(logits, np.array([[4, 4]]), uniforms=np.zeros((1, 2), np.float32))
     if not one_hot:
-        inputs = replace(inputs, draft_logits=np.zeros((1, 2, 5), np.float32), target_to_draft=absent)
+        inputs = replace(
+            inputs, draft_logits=np.zeros((1, 2, 5), np.float32), target_to_draft=absent
+        )
     assert len(emitted(*judge(inputs, rule, implementation))[0]) == (3 if one_hot else 1)
 
 
@@ -167,10 +207,26 @@ def test_draft_that_q_cannot_have_drawn_is_a_placeholder(rule: str, one_hot: boo
 @pytest.mark.parametrize("rule", RULES)
 def test_nan_targets_give_ids_in_range(rule: str, greedy: bool, implementation: str) -> None:
     vocab = 20_000
-    inputs = make(np.full((4, 3, vocab), np.nan), np.array([[3, 4], [-1, 4], [3, -1], [0, 0]]), greedy=np.full(4, greedy))
-    for draft_logits in (None, random_logits(0, 4, 2, vocab), np.full((4, 2, vocab), np.nan, np.float32)):
-        for logits in (inputs.target_logits, np.full_like(inputs.target_logits, -np.inf), np.full_like(inputs.target_logits, np.inf)):
-            tokens, num_sampled = judge(replace(inputs, draft_logits=draft_logits, target_logits=logits), rule, implementation)
+    inputs = make(
+        np.full((4, 3, vocab), np.nan),
+        np.array([[3, 4], [-1, 4], [3, -1], [0, 0]]),
+        greedy=np.full(4, greedy),
+    )
+    for draft_logits in (
+        None,
+        random_logits(0, 4, 2, vocab),
+        np.full((4, 2, vocab), np.nan, np.float32),
+    ):
+        for logits in (
+            inputs.target_logits,
+            np.full_like(inputs.target_logits, -np.inf),
+            np.full_like(inputs.target_logits, np.inf),
+        ):
+            tokens, num_sampled = judge(
+                replace(inputs, draft_logits=draft_logits, target_logits=logits),
+                rule,
+                implementation,
+            )
             emitted(tokens, num_sampled)
             assert num_sampled.min() >= 1 and tokens.max() < vocab
 
@@ -184,7 +240,12 @@ def test_truncated_tokens_are_never_emitted(rule: str, implementation: str) -> N
     uniforms = np.random.default_rng(3).random((500, 3), np.float32)
     uniforms[:250] = 0.0
     for draft_logits in (draft, None):
-        inputs = make(target, np.random.default_rng(4).integers(0, 12, (500, 3)), draft_logits=draft_logits, uniforms=uniforms)
+        inputs = make(
+            target,
+            np.random.default_rng(4).integers(0, 12, (500, 3)),
+            draft_logits=draft_logits,
+            uniforms=uniforms,
+        )
         tokens, num_sampled = judge(inputs, rule, implementation)
         assert all(token % 2 == 0 for row in emitted(tokens, num_sampled) for token in row)
     assert num_sampled.max() > 1 or rule == "strict"
@@ -195,7 +256,12 @@ def test_a_residual_without_mass_is_the_plain_target(rule: str, implementation: 
     """p = q leaves nothing to draw from. u = 1 forces here what rounding does once in ten million tokens."""
     target = random_logits(1, 20, 2, 8)
     target[..., 3] = -np.inf
-    inputs = make(target, target.argmax(-1)[:, :1], draft_logits=target[:, :1].copy(), uniforms=np.ones((20, 1), np.float32))
+    inputs = make(
+        target,
+        target.argmax(-1)[:, :1],
+        draft_logits=target[:, :1].copy(),
+        uniforms=np.ones((20, 1), np.float32),
+    )
     tokens, num_sampled = judge(inputs, rule, implementation)
     assert (num_sampled == 1).all()
     assert tokens[:, 0].tolist() == (target[:, 0] + inputs.recover_noise).argmax(-1).tolist()
@@ -230,21 +296,30 @@ def test_block_counts_only_valid_drafts(placeholders: int, implementation: str) 
     logits = random_logits(1, 500, 4, 30)
     drafts = (logits + np.random.default_rng(2).gumbel(size=logits.shape)).argmax(-1)[:, :3]
     drafts[:, 3 - placeholders :] = -1
-    _, num_sampled = judge(make(logits, drafts, draft_logits=logits[:, :3].copy()), "block", implementation)
+    _, num_sampled = judge(
+        make(logits, drafts, draft_logits=logits[:, :3].copy()), "block", implementation
+    )
     assert (num_sampled == 3 - placeholders + 1).all()
 
 
 def test_block_keeps_a_prefix_that_token_by_token_rejects(implementation: str) -> None:
     """2403.10444's example: d = (A, B) with p = (1/3, 2/3), q = (2/3, 1/3): ratios 1/2 then 2, so P = 1/2, 1: always kept whole."""
     p, q = np.log(np.array([1, 2], np.float32) / 3), np.log(np.array([2, 1], np.float32) / 3)
-    inputs = make(np.stack([[p, p, p]]), np.array([[0, 1]]), draft_logits=np.stack([[q, q]]), uniforms=np.full((1, 2), 0.9, np.float32))
+    inputs = make(
+        np.stack([[p, p, p]]),
+        np.array([[0, 1]]),
+        draft_logits=np.stack([[q, q]]),
+        uniforms=np.full((1, 2), 0.9, np.float32),
+    )
     assert judge(inputs, "block", implementation)[1].tolist() == [3]
     assert judge(inputs, "probabilistic", implementation)[1].tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("rates", [[0.9, 0.5, 0.2], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.7]])
-def test_synthetic_rates_are_met_and_rejections_sample_the_target(rates: list[float], temperature: int, implementation: str) -> None:
+def test_synthetic_rates_are_met_and_rejections_sample_the_target(
+    rates: list[float], temperature: int, implementation: str
+) -> None:
     """Unconditional per-position rates within 1e-2; the token after the accepted drafts is the target's, bonus included."""
     trials, num_drafts, vocab = 40_000, len(rates), 16
     rng = np.random.default_rng(0)
@@ -283,7 +358,9 @@ def random_inputs(batch: int, vocab: int) -> Inputs:
 def test_chunks_equal_the_full_batch(rule: str, implementation: str) -> None:
     inputs = random_inputs(5, 257)
     whole = judge(inputs, rule, implementation)
-    parts = [judge(inputs.rows(chunk), rule, implementation) for chunk in (slice(0, 2), slice(2, 5))]
+    parts = [
+        judge(inputs.rows(chunk), rule, implementation) for chunk in (slice(0, 2), slice(2, 5))
+    ]
     for i in range(2):
         np.testing.assert_array_equal(np.concatenate([part[i] for part in parts]), whole[i])
 
@@ -293,8 +370,16 @@ def test_temperature_divides_both_logits_but_of_greedy_rows(rule: str, implement
     inputs = random_inputs(20, 65)
     temperature = np.random.default_rng(5).uniform(0.3, 2.0, 20).astype(np.float32)
     divisor = np.where(inputs.greedy, np.float32(1.0), temperature)[:, None, None]
-    divided = replace(inputs, target_logits=inputs.target_logits / divisor, draft_logits=inputs.draft_logits / divisor)
-    for got, wanted in zip(judge(inputs, rule, implementation, temperature=temperature), judge(divided, rule, implementation), strict=True):
+    divided = replace(
+        inputs,
+        target_logits=inputs.target_logits / divisor,
+        draft_logits=inputs.draft_logits / divisor,
+    )
+    for got, wanted in zip(
+        judge(inputs, rule, implementation, temperature=temperature),
+        judge(divided, rule, implementation),
+        strict=True,
+    ):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -303,14 +388,17 @@ def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, implementation:
     inputs = random_inputs(8, 64)
     expected = judge(inputs, rule, implementation)
     poisoned = {
-        name: getattr(inputs, name).copy() for name in ("target_logits", "draft_logits", "recover_noise", "sample_noise", "uniforms")
+        name: getattr(inputs, name).copy()
+        for name in ("target_logits", "draft_logits", "recover_noise", "sample_noise", "uniforms")
     }
     for value in poisoned.values():
         value[5:] = np.nan
     drafts = inputs.draft_tokens.copy()
     drafts[5:] = 2**31 - 1
     active = np.arange(8) < 5
-    tokens, num_sampled = judge(replace(inputs, **poisoned, draft_tokens=drafts, active=active), rule, implementation)
+    tokens, num_sampled = judge(
+        replace(inputs, **poisoned, draft_tokens=drafts, active=active), rule, implementation
+    )
     np.testing.assert_array_equal(tokens[:5], expected[0][:5])
     np.testing.assert_array_equal(num_sampled[:5], expected[1][:5])
     assert (tokens[5:] == -1).all() and (num_sampled[5:] == 0).all()
@@ -323,11 +411,33 @@ def test_vmap_over_batches_equals_one_batch(rule: str, implementation: str) -> N
 
     def one(target, tokens, draft, greedy, uniforms, recover, sample):
         rates = jnp.asarray(inputs.acceptance_rates) if rule == "synthetic" else None
-        arguments = (target, tokens, draft, None, greedy, uniforms, recover, sample if rule == "strict" else None, rates, jnp.ones(2, bool))
+        arguments = (
+            target,
+            tokens,
+            draft,
+            None,
+            greedy,
+            uniforms,
+            recover,
+            sample if rule == "strict" else None,
+            rates,
+            jnp.ones(2, bool),
+        )
         return rejection_sample(*arguments, rule=rule, implementation=implementation)
 
-    names = ("target_logits", "draft_tokens", "draft_logits", "greedy", "uniforms", "recover_noise", "sample_noise")
-    split = [jnp.asarray(getattr(inputs, name)).reshape(3, 2, *getattr(inputs, name).shape[1:]) for name in names]
+    names = (
+        "target_logits",
+        "draft_tokens",
+        "draft_logits",
+        "greedy",
+        "uniforms",
+        "recover_noise",
+        "sample_noise",
+    )
+    split = [
+        jnp.asarray(getattr(inputs, name)).reshape(3, 2, *getattr(inputs, name).shape[1:])
+        for name in names
+    ]
     for got, wanted in zip(jax.jit(jax.vmap(one))(*split), expected, strict=True):
         np.testing.assert_array_equal(got.reshape(wanted.shape), wanted)
 
@@ -337,7 +447,9 @@ def test_one_compilation_serves_any_values(rule: str, implementation: str) -> No
     traces = []
 
     @jax.jit
-    def counted(logits: jax.Array, drafts: jax.Array, greedy: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def counted(
+        logits: jax.Array, drafts: jax.Array, greedy: jax.Array, active: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         traces.append(logits.shape)
         inputs = make(np.zeros((3, 3, 8)), np.zeros((3, 2)))
         noise = jnp.asarray(inputs.sample_noise) if rule == "strict" else None
@@ -378,30 +490,114 @@ def stream_of(keys: int, positions: int) -> Stream:
             {"implementation": "fast"},
             r"implementation: expected one of \['mosaic_gpu', 'reference'\], got 'fast': .* no such kernel",
         ),
-        ("block", {"target_logits": jnp.zeros((2, 9))}, r"target_logits: expected 3 axes \[B, K\+1, V\], got shape \(2, 9\)"),
-        ("block", {"target_logits": jnp.zeros((2, 4, 9), jnp.bfloat16)}, r"target_logits: expected float32 \[2, 4, 9\], got bfloat16"),
-        ("block", {"draft_tokens": jnp.zeros((2, 4), jnp.int32)}, r"draft_tokens: expected int32 \[2, 3\], got int32 \[2, 4\]"),
-        ("block", {"draft_tokens": jnp.zeros((2, 3))}, r"draft_tokens: expected int32 \[2, 3\], got float32 \[2, 3\]"),
-        ("block", {"draft_logits": jnp.zeros((2, 3, 5))}, r"draft_logits: expected float32 \[2, 3, 9\], got float32 \[2, 3, 5\]"),
-        ("block", {"draft_logits": jnp.zeros((2, 4, 9))}, r"draft_logits: expected float32 \[2, 3, 9\]"),
-        ("block", {"target_to_draft": jnp.zeros(8, jnp.int32)}, r"target_to_draft: expected int32 \[9\], got int32 \[8\]"),
-        ("strict", {"greedy": jnp.zeros(2, jnp.int32)}, r"greedy: expected bool \[2\], got int32 \[2\]"),
-        ("strict", {"temperature": jnp.ones(3)}, r"temperature: expected float32 \[2\], got float32 \[3\]"),
+        (
+            "block",
+            {"target_logits": jnp.zeros((2, 9))},
+            r"target_logits: expected 3 axes \[B, K\+1, V\], got shape \(2, 9\)",
+        ),
+        (
+            "block",
+            {"target_logits": jnp.zeros((2, 4, 9), jnp.bfloat16)},
+            r"target_logits: expected float32 \[2, 4, 9\], got bfloat16",
+        ),
+        (
+            "block",
+            {"draft_tokens": jnp.zeros((2, 4), jnp.int32)},
+            r"draft_tokens: expected int32 \[2, 3\], got int32 \[2, 4\]",
+        ),
+        (
+            "block",
+            {"draft_tokens": jnp.zeros((2, 3))},
+            r"draft_tokens: expected int32 \[2, 3\], got float32 \[2, 3\]",
+        ),
+        (
+            "block",
+            {"draft_logits": jnp.zeros((2, 3, 5))},
+            r"draft_logits: expected float32 \[2, 3, 9\], got float32 \[2, 3, 5\]",
+        ),
+        (
+            "block",
+            {"draft_logits": jnp.zeros((2, 4, 9))},
+            r"draft_logits: expected float32 \[2, 3, 9\]",
+        ),
+        (
+            "block",
+            {"target_to_draft": jnp.zeros(8, jnp.int32)},
+            r"target_to_draft: expected int32 \[9\], got int32 \[8\]",
+        ),
+        (
+            "strict",
+            {"greedy": jnp.zeros(2, jnp.int32)},
+            r"greedy: expected bool \[2\], got int32 \[2\]",
+        ),
+        (
+            "strict",
+            {"temperature": jnp.ones(3)},
+            r"temperature: expected float32 \[2\], got float32 \[3\]",
+        ),
         ("strict", {"active": jnp.zeros(3, bool)}, r"active: expected bool \[2\], got bool \[3\]"),
         ("block", {"uniforms": None}, r"uniforms: expected float32 \[2, 3\], got None"),
-        ("synthetic", {"uniforms": None, "sampled": False}, r"uniforms: expected float32 \[2, 3\], got None"),
-        ("probabilistic", {"recover_noise": jnp.zeros((2, 4, 9))}, r"recover_noise: expected float32 \[2, 9\], got float32 \[2, 4, 9\]"),
-        ("synthetic", {"recover_noise": None}, r"recover_noise: expected float32 \[2, 9\], got None"),
+        (
+            "synthetic",
+            {"uniforms": None, "sampled": False},
+            r"uniforms: expected float32 \[2, 3\], got None",
+        ),
+        (
+            "probabilistic",
+            {"recover_noise": jnp.zeros((2, 4, 9))},
+            r"recover_noise: expected float32 \[2, 9\], got float32 \[2, 4, 9\]",
+        ),
+        (
+            "synthetic",
+            {"recover_noise": None},
+            r"recover_noise: expected float32 \[2, 9\], got None",
+        ),
         ("strict", {"sample_noise": None}, r"sample_noise: expected float32 \[2, 4, 9\], got None"),
-        ("block", {"sample_noise": jnp.zeros((2, 4, 9))}, r"sample_noise: expected None with rule 'block' \(only 'strict' uses it\)"),
-        ("synthetic", {"acceptance_rates": None}, r"acceptance_rates: expected float32 \[3\], got None"),
-        ("synthetic", {"acceptance_rates": jnp.zeros(2)}, r"acceptance_rates: expected float32 \[3\], got float32 \[2\]"),
-        ("block", {"uniforms": stream_of(3, 2)}, r"uniforms.keys: expected uint32 \[2, 2\], got uint32 \[3, 2\]"),
-        ("probabilistic", {"recover_noise": stream_of(2, 1)}, r"recover_noise.position: expected int32 \[2\], got int32 \[1\]"),
-        ("strict", {"recover_noise": stream_of(1, 2)}, r"recover_noise.keys: expected uint32 \[2, 2\], got uint32 \[1, 2\]"),
-        ("strict", {"uniforms": jnp.zeros((2, 1))}, r"uniforms: expected float32 \[2, 3\], got float32 \[2, 1\]"),
-        ("strict", {"sample_noise": stream_of(2, 2)}, r"sample_noise: expected float32 \[2, 4, 9\], got a Stream"),
-        ("strict", {"acceptance_rates": jnp.zeros(3)}, r"acceptance_rates: expected None with rule 'strict'"),
+        (
+            "block",
+            {"sample_noise": jnp.zeros((2, 4, 9))},
+            r"sample_noise: expected None with rule 'block' \(only 'strict' uses it\)",
+        ),
+        (
+            "synthetic",
+            {"acceptance_rates": None},
+            r"acceptance_rates: expected float32 \[3\], got None",
+        ),
+        (
+            "synthetic",
+            {"acceptance_rates": jnp.zeros(2)},
+            r"acceptance_rates: expected float32 \[3\], got float32 \[2\]",
+        ),
+        (
+            "block",
+            {"uniforms": stream_of(3, 2)},
+            r"uniforms.keys: expected uint32 \[2, 2\], got uint32 \[3, 2\]",
+        ),
+        (
+            "probabilistic",
+            {"recover_noise": stream_of(2, 1)},
+            r"recover_noise.position: expected int32 \[2\], got int32 \[1\]",
+        ),
+        (
+            "strict",
+            {"recover_noise": stream_of(1, 2)},
+            r"recover_noise.keys: expected uint32 \[2, 2\], got uint32 \[1, 2\]",
+        ),
+        (
+            "strict",
+            {"uniforms": jnp.zeros((2, 1))},
+            r"uniforms: expected float32 \[2, 3\], got float32 \[2, 1\]",
+        ),
+        (
+            "strict",
+            {"sample_noise": stream_of(2, 2)},
+            r"sample_noise: expected float32 \[2, 4, 9\], got a Stream",
+        ),
+        (
+            "strict",
+            {"acceptance_rates": jnp.zeros(3)},
+            r"acceptance_rates: expected None with rule 'strict'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(rule: str, change: dict, message: str) -> None:

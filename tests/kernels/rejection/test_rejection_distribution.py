@@ -59,7 +59,14 @@ def onto_small_vocabulary(draft: Draft, absent: int, seed: int) -> Draft:
 
 @functools.partial(jax.jit, static_argnames=("rule", "share_noise", "implementation"))
 def independent_rounds(
-    seed: jax.Array, target: jax.Array, draft: Draft, num_valid: jax.Array, *, rule: str, share_noise: bool, implementation: str
+    seed: jax.Array,
+    target: jax.Array,
+    draft: Draft,
+    num_valid: jax.Array,
+    *,
+    rule: str,
+    share_noise: bool,
+    implementation: str,
 ) -> tuple[jax.Array, jax.Array]:
     """CHUNK rounds with the target rows [K+1, V] and `num_valid` drafts, the others placeholders.
 
@@ -86,7 +93,9 @@ def independent_rounds(
         return rejection_sample(
             jnp.broadcast_to(target, (CHUNK, rows, vocab)),
             tokens,
-            None if draft.told is None else jnp.broadcast_to(draft.told, (CHUNK, *draft.told.shape)),
+            None
+            if draft.told is None
+            else jnp.broadcast_to(draft.told, (CHUNK, *draft.told.shape)),
             None if draft.from_target is None else jnp.asarray(draft.from_target),
             jnp.zeros(CHUNK, bool),
             jax.random.uniform(accept_key, (CHUNK, rows - 1)),
@@ -122,34 +131,56 @@ def play(
 ) -> tuple[np.ndarray, np.ndarray]:
     chunks = [
         independent_rounds(
-            np.uint32(seed), target, draft, np.int32(num_valid), rule=rule, share_noise=share_noise, implementation=implementation
+            np.uint32(seed),
+            target,
+            draft,
+            np.int32(num_valid),
+            rule=rule,
+            share_noise=share_noise,
+            implementation=implementation,
         )
         for seed in range(trials // CHUNK)
     ]
-    return np.concatenate([np.asarray(c[0]) for c in chunks]), np.concatenate([np.asarray(c[1]) for c in chunks])
+    return np.concatenate([np.asarray(c[0]) for c in chunks]), np.concatenate(
+        [np.asarray(c[1]) for c in chunks]
+    )
 
 
-def statistics(tokens: np.ndarray, num_sampled: np.ndarray, target: np.ndarray) -> list[tuple[float, int]]:
+def statistics(
+    tokens: np.ndarray, num_sampled: np.ndarray, target: np.ndarray
+) -> list[tuple[float, int]]:
     """chi_square at every position that at least 300 rounds reached, over those rounds."""
     found = []
     for position in range(num_sampled.max()):
         reached = tokens[num_sampled > position, position]
         if reached.size >= 300:
-            found.append(chi_square(np.bincount(reached, minlength=target.shape[1]), softmax(target[position])))
+            found.append(
+                chi_square(
+                    np.bincount(reached, minlength=target.shape[1]), softmax(target[position])
+                )
+            )
     return found
 
 
-def assert_follows(tokens: np.ndarray, num_sampled: np.ndarray, target: np.ndarray, positions: int) -> None:
+def assert_follows(
+    tokens: np.ndarray, num_sampled: np.ndarray, target: np.ndarray, positions: int
+) -> None:
     found = statistics(tokens, num_sampled, target)
     assert len(found) >= positions
     for position, (statistic, df) in enumerate(found):
-        assert within_limit(statistic, df), f"position {position}: chi-square {statistic:.0f} for df {df}"
+        assert within_limit(statistic, df), (
+            f"position {position}: chi-square {statistic:.0f} for df {df}"
+        )
 
 
 def logits_of(vocab: int, temperature: float, kind: str) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(vocab)
     target = rng.normal(size=(4, vocab))
-    draft = {"independent": rng.normal(size=(3, vocab)), "negative": -target[:3], "close": target[:3] + 0.5 * rng.normal(size=(3, vocab))}
+    draft = {
+        "independent": rng.normal(size=(3, vocab)),
+        "negative": -target[:3],
+        "close": target[:3] + 0.5 * rng.normal(size=(3, vocab)),
+    }
     return (target / temperature).astype(np.float32), (draft[kind] / temperature).astype(np.float32)
 
 
@@ -164,34 +195,48 @@ def logits_of(vocab: int, temperature: float, kind: str) -> tuple[np.ndarray, np
         ("block", "negative", 1.0),
     ],
 )
-def test_every_position_follows_the_target(rule: str, kind: str, temperature: float, implementation: str) -> None:
+def test_every_position_follows_the_target(
+    rule: str, kind: str, temperature: float, implementation: str
+) -> None:
     target, draft = logits_of(64, temperature, kind)
     tokens, num_sampled = play(rule, target, honest(draft), implementation)
     # Strict with the target's negative hardly ever agrees, and never comes to the later positions.
-    assert_follows(tokens, num_sampled, target, positions=1 if (rule, kind) == ("strict", "negative") else 4)
+    assert_follows(
+        tokens, num_sampled, target, positions=1 if (rule, kind) == ("strict", "negative") else 4
+    )
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_small_draft_vocabulary_follows_the_target(rule: str, implementation: str) -> None:
     target, draft = logits_of(64, 1.0, "close")
-    tokens, num_sampled = play(rule, target, onto_small_vocabulary(honest(draft), absent=24, seed=1), implementation)
+    tokens, num_sampled = play(
+        rule, target, onto_small_vocabulary(honest(draft), absent=24, seed=1), implementation
+    )
     assert_follows(tokens, num_sampled, target, positions=4)
 
 
 @pytest.mark.parametrize("placeholders", [1, 2])
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
-def test_trailing_placeholders_leave_the_distribution_alone(rule: str, placeholders: int, implementation: str) -> None:
+def test_trailing_placeholders_leave_the_distribution_alone(
+    rule: str, placeholders: int, implementation: str
+) -> None:
     target, draft = logits_of(64, 1.0, "close")
-    tokens, num_sampled = play(rule, target, honest(draft), implementation, num_valid=3 - placeholders)
+    tokens, num_sampled = play(
+        rule, target, honest(draft), implementation, num_valid=3 - placeholders
+    )
     assert num_sampled.max() == 3 - placeholders + 1
     assert_follows(tokens, num_sampled, target, positions=3 - placeholders + 1)
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
-def test_noise_shared_by_draft_and_recovered_token_is_caught(rule: str, implementation: str) -> None:
+def test_noise_shared_by_draft_and_recovered_token_is_caught(
+    rule: str, implementation: str
+) -> None:
     """vLLM's issue #47386: the recovered token is the one the draft nearly drew."""
     target, draft = logits_of(64, 1.0, "independent")
-    shared = statistics(*play(rule, target, honest(draft), implementation, share_noise=True), target)
+    shared = statistics(
+        *play(rule, target, honest(draft), implementation, share_noise=True), target
+    )
     assert not within_limit(*shared[0])
 
 
@@ -212,13 +257,17 @@ def test_zeroed_draft_logits_of_later_steps_are_caught(rule: str, implementation
         assert within_limit(*found[0])
 
 
-def test_acceptance_is_the_overlap_of_p_and_q_and_block_accepts_no_less(implementation: str) -> None:
+def test_acceptance_is_the_overlap_of_p_and_q_and_block_accepts_no_less(
+    implementation: str,
+) -> None:
     target, draft = logits_of(64, 1.0, "close")
     num_sampled = play("probabilistic", target, honest(draft), implementation, trials=100_000)[1]
     overlap = np.minimum(softmax(target[:3]), softmax(draft)).sum(-1)
     for position in range(3):
         rate = (num_sampled > position + 1).mean()
-        assert rate == pytest.approx(np.prod(overlap[: position + 1]), abs=0.008)  # five standard deviations
+        assert rate == pytest.approx(
+            np.prod(overlap[: position + 1]), abs=0.008
+        )  # five standard deviations
     block = play("block", target, honest(draft), implementation, trials=100_000)[1]
     assert block.mean() >= num_sampled.mean() - 1e-2
 
@@ -227,7 +276,9 @@ def test_acceptance_is_the_overlap_of_p_and_q_and_block_accepts_no_less(implemen
 def test_block_papers_example(rule: str, accepted: float, implementation: str) -> None:
     """2403.10444, section 2: p = (1/3, 2/3), q = (2/3, 1/3), K = 2: 10/9 drafts accepted one by one, 11/9 as a block."""
     p, q = np.log(np.array([1, 2], np.float32) / 3), np.log(np.array([2, 1], np.float32) / 3)
-    num_sampled = play(rule, np.stack([p, p, p]), honest(np.stack([q, q])), implementation, num_valid=2)[1]
+    num_sampled = play(
+        rule, np.stack([p, p, p]), honest(np.stack([q, q])), implementation, num_valid=2
+    )[1]
     assert num_sampled.mean() - 1 == pytest.approx(accepted, abs=0.01)
 
 
@@ -258,7 +309,10 @@ def dependent_rounds(
     first = to_target[jnp.argmax(first_logits + noise[:, 0], axis=-1)]
     second_logits = draft[1][first]
     second = to_target[jnp.argmax(second_logits + noise[:, 1], axis=-1)]
-    rows = jnp.stack([jnp.broadcast_to(target[0], (TRIALS, vocab)), target[1][first], target[2][first, second]], axis=1)
+    rows = jnp.stack(
+        [jnp.broadcast_to(target[0], (TRIALS, vocab)), target[1][first], target[2][first, second]],
+        axis=1,
+    )
     missing = jax.random.uniform(keys[1], (TRIALS, 2)) < placeholder_rate
     tokens, num_sampled = rejection_sample(
         rows,
@@ -276,14 +330,26 @@ def dependent_rounds(
     )
     later = gumbel(keys[5], (TRIALS, 2, vocab))
     x1 = tokens[:, 0]
-    x2 = jnp.where(num_sampled > 1, tokens[:, 1], jnp.argmax(target[1][x1] + later[:, 0], axis=-1).astype(jnp.int32))
-    x3 = jnp.where(num_sampled > 2, tokens[:, 2], jnp.argmax(target[2][x1, x2] + later[:, 1], axis=-1).astype(jnp.int32))
+    x2 = jnp.where(
+        num_sampled > 1,
+        tokens[:, 1],
+        jnp.argmax(target[1][x1] + later[:, 0], axis=-1).astype(jnp.int32),
+    )
+    x3 = jnp.where(
+        num_sampled > 2,
+        tokens[:, 2],
+        jnp.argmax(target[2][x1, x2] + later[:, 1], axis=-1).astype(jnp.int32),
+    )
     return jnp.stack([x1, x2, x3], axis=1)
 
 
-@pytest.mark.parametrize("drafts", ["random", "negative", "one_hot", "small_vocabulary", "placeholders"])
+@pytest.mark.parametrize(
+    "drafts", ["random", "negative", "one_hot", "small_vocabulary", "placeholders"]
+)
 @pytest.mark.parametrize("rule", LOSSLESS)
-def test_joint_distribution_of_the_block_is_the_targets(rule: str, drafts: str, implementation: str) -> None:
+def test_joint_distribution_of_the_block_is_the_targets(
+    rule: str, drafts: str, implementation: str
+) -> None:
     vocab = {"one_hot": 3, "small_vocabulary": 4}.get(drafts, 5)
     rng = np.random.default_rng(vocab)
     target = [rng.normal(size=(vocab,) * n).astype(np.float32) for n in (1, 2, 3)]
@@ -295,7 +361,11 @@ def test_joint_distribution_of_the_block_is_the_targets(rule: str, drafts: str, 
     to_target, from_target = np.arange(vocab, dtype=np.int32), None
     if drafts == "small_vocabulary":
         small = onto_small_vocabulary(honest(draft[1]), absent=1, seed=vocab)
-        draft, to_target, from_target = [draft[0][small.to_target], small.logits], small.to_target, small.from_target
+        draft, to_target, from_target = (
+            [draft[0][small.to_target], small.logits],
+            small.to_target,
+            small.from_target,
+        )
     tokens = dependent_rounds(
         np.uint32(vocab),
         tuple(target),

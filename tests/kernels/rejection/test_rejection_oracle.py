@@ -32,7 +32,9 @@ def random_inputs(seed: int, num_drafts: int, vocab: int, drafts: str) -> Inputs
     target_to_draft, draft_logits = None, draft.astype(np.float32)
     kept = np.arange(vocab)
     if drafts == "small_vocabulary":
-        kept = rng.permutation(vocab)[: max(1, (2 * vocab) // 3)]  # the draft's ids are not in the target's order
+        kept = rng.permutation(vocab)[
+            : max(1, (2 * vocab) // 3)
+        ]  # the draft's ids are not in the target's order
         target_to_draft = np.full(vocab, -1, np.int32)
         target_to_draft[kept] = np.arange(len(kept))
         draft_logits = draft_logits[..., kept]
@@ -58,21 +60,37 @@ def random_inputs(seed: int, num_drafts: int, vocab: int, drafts: str) -> Inputs
 @pytest.mark.parametrize(("num_drafts", "vocab"), SHAPES)
 @pytest.mark.parametrize(
     ("rule", "drafts"),
-    [("strict", "one_hot"), ("synthetic", "one_hot"), *((rule, drafts) for rule in ("probabilistic", "block") for drafts in DRAFTS)],
+    [
+        ("strict", "one_hot"),
+        ("synthetic", "one_hot"),
+        *((rule, drafts) for rule in ("probabilistic", "block") for drafts in DRAFTS),
+    ],
 )
-def test_same_noise_gives_the_oracles_tokens(rule: str, drafts: str, num_drafts: int, vocab: int, implementation: str) -> None:
+def test_same_noise_gives_the_oracles_tokens(
+    rule: str, drafts: str, num_drafts: int, vocab: int, implementation: str
+) -> None:
     inputs = random_inputs(num_drafts * 100 + vocab, num_drafts, vocab, drafts)
-    if rule == "strict":  # otherwise nearly nothing matches: let half the drafts be what the target will sample
-        noisy = inputs.target_logits + np.where(inputs.greedy[:, None, None], 0, inputs.sample_noise)
+    if (
+        rule == "strict"
+    ):  # otherwise nearly nothing matches: let half the drafts be what the target will sample
+        noisy = inputs.target_logits + np.where(
+            inputs.greedy[:, None, None], 0, inputs.sample_noise
+        )
         samples = np.where(np.isnan(noisy), -np.inf, noisy).argmax(-1)[:, :num_drafts]
         half = np.random.default_rng(1).random(samples.shape) < 0.5
-        inputs = replace(inputs, draft_tokens=np.where(half, samples, inputs.draft_tokens).astype(np.int32))
+        inputs = replace(
+            inputs, draft_tokens=np.where(half, samples, inputs.draft_tokens).astype(np.int32)
+        )
     actual = emitted(*judge(inputs, rule, implementation))
     uncertain = 0
     for b in range(BATCH):
         expected, certain = oracle.verify(inputs, b, rule)
         uncertain += not certain
-        assert not certain or actual[b] == expected, f"request {b}: expected {expected}, got {actual[b]}\n{inputs.rows([b])}"
+        assert not certain or actual[b] == expected, (
+            f"request {b}: expected {expected}, got {actual[b]}\n{inputs.rows([b])}"
+        )
     assert uncertain < 0.1 * BATCH, f"{uncertain} of {BATCH} requests are too close to call"
-    if num_drafts > 1 and vocab > 1:  # the table of lengths is not empty anywhere: every branch was compared
+    if (
+        num_drafts > 1 and vocab > 1
+    ):  # the table of lengths is not empty anywhere: every branch was compared
         assert len({len(tokens) for tokens in actual}) == num_drafts + 2

@@ -26,10 +26,14 @@ def test_agreement_of_gumbel_draws_is_the_closed_form(known):
     pk = p[known]
     outside = 1 - pk.sum()
     value = float(gumbel_agreement(jnp.float32(pk), jnp.float32(q), jnp.float32(outside)))
-    double_sum = sum(1 / (np.maximum(pk / pk[x], q / q[x]).sum() + outside / pk[x]) for x in range(len(known)))
+    double_sum = sum(
+        1 / (np.maximum(pk / pk[x], q / q[x]).sum() + outside / pk[x]) for x in range(len(known))
+    )
     assert value == pytest.approx(double_sum, abs=1e-5)
     noise = rng.gumbel(size=(200_000, VOCAB))
-    agree = (np.log(p) + noise).argmax(axis=1) == known[(np.log(q) + noise[:, known]).argmax(axis=1)]
+    agree = (np.log(p) + noise).argmax(axis=1) == known[
+        (np.log(q) + noise[:, known]).argmax(axis=1)
+    ]
     assert value == pytest.approx(agree.mean(), abs=5 * 0.5 / np.sqrt(len(noise)))
 
 
@@ -53,7 +57,9 @@ def test_expectation_is_what_rejection_sampling_accepts(rule, drafts, last):
     rng, temperature = np.random.default_rng(3), 0.8
     target, draft = chain_logits(rng)
     sample_noise = rng.gumbel(size=(TRIALS, K + 1, VOCAB))
-    noise = sample_noise[:, :K, KNOWN] if rule == "strict" else rng.gumbel(size=(TRIALS, K, len(KNOWN)))
+    noise = (
+        sample_noise[:, :K, KNOWN] if rule == "strict" else rng.gumbel(size=(TRIALS, K, len(KNOWN)))
+    )
     if drafts == "greedy":
         noise = np.zeros_like(noise)
     before = np.full(TRIALS, 5)
@@ -87,11 +93,28 @@ def test_expectation_is_what_rejection_sampling_accepts(rule, drafts, last):
     )
     accepted = np.asarray(count)[:, None] > 1 + np.arange(K)
     expected = np.asarray(
-        getattr(expected_acceptance(as_array(p), jnp.asarray(tokens), q_logits, jnp.asarray(KNOWN, jnp.int32), temperatures), rule)
+        getattr(
+            expected_acceptance(
+                as_array(p),
+                jnp.asarray(tokens),
+                q_logits,
+                jnp.asarray(KNOWN, jnp.int32),
+                temperatures,
+            ),
+            rule,
+        )
     )
-    assert expected[:, :last].min() >= 0 and (expected[:, last:] == 0).all() and not accepted[:, last:].any()
+    assert (
+        expected[:, :last].min() >= 0
+        and (expected[:, last:] == 0).all()
+        and not accepted[:, last:].any()
+    )
     error = np.sqrt(accepted.var(axis=0) + expected.var(axis=0)) / np.sqrt(TRIALS)
-    assert (np.abs(accepted.mean(axis=0) - expected.mean(axis=0)) <= 4.5 * error + 1e-6).all(), (accepted.mean(0), expected.mean(0), error)
+    assert (np.abs(accepted.mean(axis=0) - expected.mean(axis=0)) <= 4.5 * error + 1e-6).all(), (
+        accepted.mean(0),
+        expected.mean(0),
+        error,
+    )
     assert expected[:, 0].mean() > 0.3
 
 
@@ -107,7 +130,13 @@ def test_block_is_expected_to_accept_no_less_than_probabilistic_and_that_no_less
         tokens.append(before)
     p.append(jnp.asarray(target, jnp.float32)[before])
     e = expected_acceptance(
-        jnp.stack(p, 1), jnp.stack(tokens, 1).astype(jnp.int32), jnp.stack(q, 1), jnp.asarray(KNOWN, jnp.int32), jnp.ones(20_000)
+        jnp.stack(p, 1),
+        jnp.stack(tokens, 1).astype(jnp.int32),
+        jnp.stack(q, 1),
+        jnp.asarray(KNOWN, jnp.int32),
+        jnp.ones(20_000),
     )
-    strict, probabilistic, block = (float(x.sum(axis=1).mean()) for x in (e.strict, e.probabilistic, e.block))
+    strict, probabilistic, block = (
+        float(x.sum(axis=1).mean()) for x in (e.strict, e.probabilistic, e.block)
+    )
     assert strict + 0.05 < probabilistic < block - 0.005
