@@ -1,17 +1,17 @@
 """From a name to arrays: folders, safetensors, GGUF, tokenizers.
 
-resolve         what the user typed -> a local checkpoint folder
-default_target  SmolLM2-135M-Instruct, fetched and converted once (also a program: it prints the folder)
-cache           the cache folder, safe against two processes at once
+resolve            what the user typed -> a local checkpoint folder
+default_target     SmolLM2-135M-Instruct, fetched and converted once (also a program: it prints the folder)
+cache              the cache folder, safe against two processes at once
 compilation_cache  compiled programs kept on disk between runs
-gguf_file       llama.cpp's GGUF -> a Hugging Face folder
-gguf_tokenizer  a GGUF's metadata -> tokenizer.json
-checkpoint      an opened folder: config.json and lazily read tensors
-fp8             DeepSeek-V3's blocks of float8 -> plain tensors
-weights         tensors -> a pytree of jax arrays, strictly
-model           a folder -> a target, or a draft bound to its target
-tokenizer       text and chats to token ids and back
-pretrained      target, draft, tokenizer and settings together, for LLM.from_pretrained
+gguf_file          llama.cpp's GGUF -> a Hugging Face folder
+gguf_tokenizer     a GGUF's metadata -> tokenizer.json
+checkpoint         an opened folder: config.json and lazily read tensors
+fp8                DeepSeek-V3's blocks of float8 -> plain tensors
+weights            tensors -> a pytree of jax arrays, strictly
+model              a folder -> a target, or a draft bound to its target
+tokenizer          text and chats to token ids and back
+pretrained         target, draft, tokenizer and settings together, for LLM.from_pretrained
 """
 
 from jaxspec.loading.cache import cache_dir, keep_compiled_programs

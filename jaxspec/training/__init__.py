@@ -1,6 +1,7 @@
 """Training a draft on its target's own text.
 
-chat_target     the target with its chat template and tokenizer; dry_run a tiny one with random weights
+chat_target     the target with its chat template and tokenizer
+dry_run         a tiny target with random weights
 generation      the target writes chats: its own decode step, many rows, continuously refilled
 openings        first words of a user's turn, which the target continues
 data            chats as flat token arrays, prompts and their 13-gram check, batches of one length

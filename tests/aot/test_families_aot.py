@@ -46,9 +46,10 @@ def configured(model: str, method: str) -> RoundConfig:
 def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     """params, state and block table of decode_round, by their shapes alone."""
     struct = jax.ShapeDtypeStruct
-    weights = lambda specs: jax.tree.map(
-        lambda s: struct(s.shape, jnp.dtype(s.dtype or "bfloat16")), specs
-    )
+
+    def weights(specs):
+        return jax.tree.map(lambda s: struct(s.shape, jnp.dtype(s.dtype or "bfloat16")), specs)
+
     target = weights(models.family(cfg.target).param_specs(cfg.target))
     shared = {name: target[name] for name in ("embed_tokens", "lm_head")}
     draft = shared | dict(weights(drafts.family(cfg.draft).param_specs(cfg.draft)))

@@ -51,9 +51,12 @@ def test_a_tokens_text_depends_on_the_one_before() -> None:
 def test_a_token_without_text_hides_no_blank(pieces: list[str]) -> None:
     """A tokenizer that, like Llama 2's, writes no blank at the beginning, and no special token."""
     kinds = sorted(set(pieces))
-    decode = lambda ids: (
-        "".join(kinds[i] for i in ids).replace("<eos>", "").replace("▁", " ").removeprefix(" ")
-    )
+
+    def decode(ids):
+        return (
+            "".join(kinds[i] for i in ids).replace("<eos>", "").replace("▁", " ").removeprefix(" ")
+        )
+
     found, ids = Detokenizer(decode), [kinds.index(piece) for piece in pieces]
     for i in ids:
         found.push(i)

@@ -90,9 +90,13 @@ def test_keeps_the_set_that_the_definition_keeps(vocab: int) -> None:
 
 def test_tokens_that_tie_with_the_last_one_are_kept() -> None:
     logits = np.array([[[2.0, 1.0, 1.0, 1.0, -0.0, 0.0, -3.0]]], np.float32)
-    keep = lambda k, p: (
-        np.asarray(compiled(logits, np.array([k], np.int32), np.array([p], np.float32))) > -np.inf
-    ).sum()
+
+    def keep(k, p):
+        return (
+            np.asarray(compiled(logits, np.array([k], np.int32), np.array([p], np.float32)))
+            > -np.inf
+        ).sum()
+
     assert [keep(k, 1.0) for k in range(8)] == [7, 1, 4, 4, 4, 6, 6, 7]
     mass = np.exp(logits.ravel()) / np.exp(logits).sum()
     assert [

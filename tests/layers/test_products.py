@@ -71,9 +71,12 @@ def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
     """With the padding on the way in and out: 250 rows."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (50, 5, 128), jnp.bfloat16)
-    weight = lambda key, *shape: (
-        jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(shape[0] ** -0.5, jnp.bfloat16)
-    )
+
+    def weight(key, *shape):
+        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(
+            shape[0] ** -0.5, jnp.bfloat16
+        )
+
     layer = {
         "gate_proj": weight(keys[1], 128, 64),
         "up_proj": weight(keys[2], 128, 64),

@@ -78,9 +78,11 @@ def _rope(**changes: Any) -> Callable[[TargetConfig, Params], tuple[TargetConfig
 
 def _without(*names: str) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
     def change(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
-        zero = lambda layer: (
-            layer["self_attn"] | {name: jnp.zeros_like(layer["self_attn"][name]) for name in names}
-        )
+        def zero(layer):
+            return layer["self_attn"] | {
+                name: jnp.zeros_like(layer["self_attn"][name]) for name in names
+            }
+
         return cfg, {
             **params,
             "layers": [{**layer, "self_attn": zero(layer)} for layer in params["layers"]],
@@ -97,9 +99,9 @@ def _interleaved(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Param
         heads = weight.reshape(weight.shape[0], -1, cfg.attention.head_dim)
         return heads[:, :, order].reshape(weight.shape)
 
-    mix = lambda layer: {
-        k: permute(v) if k in ("q_proj", "k_proj") else v for k, v in layer.items()
-    }
+    def mix(layer):
+        return {k: permute(v) if k in ("q_proj", "k_proj") else v for k, v in layer.items()}
+
     return cfg, {
         **params,
         "layers": [{**layer, "self_attn": mix(layer["self_attn"])} for layer in params["layers"]],

@@ -120,9 +120,9 @@ def test_remat_changes_no_gradient(pair: Pair) -> None:
     counts, shared = step_counts(CFG, *batch()[1:], 12), shared_weights(pair.draft_cfg, pair.target)
 
     def gradient(cfg: TrainConfig):
-        loss = lambda params: draft_loss(
-            cfg, pair.draft_cfg, {**params, **shared}, ids, side, counts
-        )[0]
+        def loss(params):
+            return draft_loss(cfg, pair.draft_cfg, {**params, **shared}, ids, side, counts)[0]
+
         return jax.jit(jax.grad(loss))(pair.draft)
 
     plain, again = gradient(CFG), gradient(dataclasses.replace(CFG, remat=True))

@@ -68,10 +68,11 @@ def _draw(spec: Any, key: jax.Array, dtype: Any) -> jax.Array:
 def random_params(specs: Params, key: jax.Array, dtype: Any) -> Params:
     """init_random on the device, one array at a time (float32 copies of a whole model do not fit), one program a shape."""
     leaves, treedef = jax.tree.flatten(specs)
+
     # the name says whether a vector is a bias; programs are shared by what has the same shape and kind
-    name = lambda spec: next(
-        (end for end in ("bias", "scales") if spec.name.endswith(end)), "weight"
-    )
+    def name(spec):
+        return next((end for end in ("bias", "scales") if spec.name.endswith(end)), "weight")
+
     kinds = [
         ParamSpec(name(s), s.shape, (None,) * len(s.shape), s.transpose, s.dtype) for s in leaves
     ]
@@ -286,9 +287,12 @@ class Workload:
         bare = replace(
             state, pending_tokens=None, pending_hidden=None, num_pending=None, draft_caches=()
         )
-        step = lambda s: programs.run_round(
-            self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation
-        )[1]
+
+        def step(s):
+            return programs.run_round(
+                self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation
+            )[1]
+
         timing, bare = self._timed(step, bare)
         kept = {
             name: getattr(state, name)
@@ -312,9 +316,12 @@ class Workload:
 
     def time_verify(self) -> dict[str, Any]:
         """The target's pass, rejection sampling, commit."""
-        step = lambda s: programs.verify_program(
-            self.cfg, self.params, s, self.block_table, self.proposal
-        )[1]
+
+        def step(s):
+            return programs.verify_program(
+                self.cfg, self.params, s, self.block_table, self.proposal
+            )[1]
+
         timing, self.state = self._timed(step, self.state)
         return timing.to_dict()
 
