@@ -1,6 +1,6 @@
 """Decode a data set in the three compilation modes and check that tokens and acceptance counts are identical.
 
-python scripts/compare_compilation.py --dataset mt_bench.jsonl --output-json docs/compilation.json
+python scripts/compare_compilation.py --dataset mt_bench.jsonl --output-json modes.json
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class RoundConfig(SamplingFeatures):
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str | bool], ...]:
-        """XLA's flags for the programs of this round, as measured on an H200 (docs/performance.md).
+        """XLA's flags for the programs of this round, as measured on an H200 (docs/notes/).
 
         For what the matmul kernel leaves to XLA (prefill, large batches) cuBLAS beats the Triton products that XLA's autotuner picks.
         A kernel whose result goes into one step's columns would be launched a second time as a "dynamic slice fusion", which writes there.

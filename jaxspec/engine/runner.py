@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # A CUDA graph saves the host its launches, and the device a part of the gaps between them, but drops the kernels' early calls of those
 # that follow (programmatic dependent launch). So a target whose round outlasts the host's launches does without, as long as its rows are
-# so few that the products are our kernels, which call; most of more rows are XLA's (docs/performance.md has figures).
+# so few that the products are our kernels, which call; most of more rows are XLA's (docs/notes/cuda-graphs.md).
 GRAPHS_BELOW_BYTES, GRAPHS_ABOVE_ROWS = 4 << 30, 64
 CPU_POOL_BYTES = 4 << 30
 RESERVE_BYTES = 1 << 30  # for programs, and what the allocator cannot use

@@ -4,6 +4,7 @@ cli           flags, and errors as one sentence
 report        tables and JSON
 prompts       prompts from files and data sets
 losslessness  where two decodings of a prompt part, and how near to a tie the target was
+measurements  recorded measurements as tables of a page
 memory_plan   what a target and a draft take of a GPU, from their configs alone
 acceptance/   acceptance by round: expected, recorded, summarised, shown
 benchmark/    named dimensions, cases, lower bounds, timing

@@ -3,7 +3,7 @@
 FlashAttention-3's division of labour (Shah et al., 2024, arXiv:2407.08608). A CTA takes some rows of a request under some heads of one KV
 head, head after head: up to three warpgroups of 64 queries each. One more warpgroup only copies: the queries, then tiles of keys and
 values, page by page, through a ring in shared memory that all three read. (FlashAttention-3's turns at queries times keys made it slower
-here: docs/performance.md.)
+here: docs/notes/prefill-attention.md.)
 
 Tiles are counted from a request's first token and folded in order, and a tile that a row does not see leaves its state unchanged to the
 bit: a row's result depends neither on the rows beside it nor on the batch nor on the block table. A tile that every row sees whole is

@@ -7,12 +7,12 @@ computes the transposed product (W^T x^T), whose narrow axis is the rows padded 
 
 Blocks have to lie evenly over the GPU's eight GPCs: the 16 or 18 SMs of one take in 0.7 TB/s together, so 64 blocks that crowd into four of
 them read 2.8 TB/s. So where tiles are few and deep (o and down of an 8B model have 64) a block is a cluster of two CTAs that share the
-depth, and a kernel that would land on whatever SMs this one leaves is not called early. docs/performance.md has it under "Where blocks
-land".
+depth, and a kernel that would land on whatever SMs this one leaves is not called early. docs/notes/block-placement.md has
+the figures.
 
 Every launch costs about two microseconds, so SwiGLU and the residual sum are done here, and so is the RMS norm between two products: the
 one that makes the rows multiplies them by the norm's gain and sums the squares of each tile, the one that takes them divides its result by
-the root of their mean. (Normalising in each block took 8 to 12 microseconds. docs/performance.md has what else was tried.)
+the root of their mean. (Normalising in each block took 8 to 12 microseconds. docs/notes/shared-norms.md has what else was tried.)
 
 The order of summation, chosen in plan.py, depends on the weights and on whether there are more than 8 rows: a cluster's CTAs send their
 shares to the first one, which adds them in turn, whoever came first. So a row's bits do not depend on its neighbours.

@@ -102,7 +102,7 @@ def choose_tuning(
     normed: bool = False,
     norms: bool = False,
 ) -> Tuning | None:
-    """What measured best on an H200 (docs/performance.md), with as many stages as fit; None if nothing does.
+    """What measured best on an H200 (docs/notes/layer-products.md), with as many stages as fit; None if nothing does.
 
     tile_k, warpgroups and split set the order of summation. They depend on whether there are at most 8 rows, and on nothing else of
     the rows.

@@ -134,7 +134,7 @@ def test_trained_heads_reach_the_acceptance_that_was_recorded(
 
 @pytest.mark.parametrize("compilation", ["step", slow("eager")])
 def test_compilation_modes_agree_with_one_program(models: Models, compilation: str) -> None:
-    """K = 5 on part of the prompts; scripts/compare_compilation.py runs all of MT-bench (docs/performance.md)."""
+    """K = 5 on part of the prompts; docs/notes/compilation-modes.md has all of MT-bench."""
     params = SamplingParams(temperature=0.0, max_tokens=12)
     one, other = models.eagle3(5), models.eagle3(5, compilation=compilation)
     assert token_ids(one.generate(CHATS, params)) == token_ids(other.generate(CHATS, params))
@@ -163,7 +163,10 @@ def test_sampled_text_repeats_with_its_seed_among_other_neighbours(models: Model
 
 @pytest.mark.gpu
 def test_bfloat16_text_of_a_gpu_is_the_plain_one_at_batch_1() -> None:
-    """Every kernel of the target sums a row in one order, whether there are K + 1 rows or one. MT-bench's 80: docs/performance.md."""
+    """Every kernel of the target sums a row in one order, whether there are K + 1 rows or one.
+
+    docs/notes/losslessness-bf16.md has MT-bench's 80 prompts.
+    """
     chats = [[{"role": "user", "content": text}] for text in DEMO]
     params = SamplingParams(temperature=0.0, max_tokens=96)
     llm = LLM.from_pretrained(
