@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,21 @@ def run_rounds(
     if num_rounds == 1:
         return run_round(cfg, params, state, block_tables, compilation)
     return _rounds(cfg, num_rounds, params, state, block_tables)
+
+
+class RoundProgram(Protocol):
+    """How a step's rounds are dispatched: run_rounds, or a program that records them as well."""
+
+    def __call__(
+        self,
+        cfg: RoundConfig,
+        num_rounds: int,
+        params: Params,
+        state: DecodeState,
+        block_tables: Any,
+        compilation: str,
+        /,
+    ) -> tuple[Verification, DecodeState]: ...
 
 
 def each_round(verification: Verification) -> list[Verification]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from jaxspec.cache.group_blocks import GroupBlocks
 from jaxspec.cache.pool_sizes import steps_ahead
 from jaxspec.config import ConfigError, SamplingFeatures
 from jaxspec.decode.several_rounds import each_round
+from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.engine.request import FinishReason, Request
@@ -61,8 +62,16 @@ class InFlight:
     prompts: list[tuple[Chunk, range]] = field(default_factory=list)
 
 
+RoundsObserver = Callable[[Verification, Sequence[tuple[Request, int]]], object]
+
+
 class Engine:
-    """Requests in, tokens appended to them, round by round."""
+    """Requests in, tokens appended to them, round by round.
+
+    on_rounds: called with each step's rounds, once their result is read and the requests have their
+    tokens: the Verification as numpy arrays (of several rounds with an axis of rounds in front), and
+    the requests with their rows in it. Tools time and record rounds with it; None calls nothing.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -70,6 +79,7 @@ class Engine:
         # On a GPU more programs are launched before a result is read; requests that have ended are idle there. On a CPU both would share
         # the cores.
         self.depth = steps_ahead(runner.rounds_per_step) if runner.on_gpu else 0
+        self.on_rounds: RoundsObserver | None = None
         self._in_flight: deque[InFlight] = deque()
         self._features, self._featured = GREEDY, -1
         self._clock = 0.0
@@ -156,6 +166,34 @@ class Engine:
             if request.finish_reason is None:
                 request.finish_reason, request.slot = "cancelled", None
                 self._notify(request, 0)
+
+    # --- rounds of a state that was made elsewhere -----------------------------------------------
+
+    def set_state(
+        self, state: DecodeState, requests: Sequence[Request], blocks: Sequence[Sequence[int]]
+    ) -> None:
+        """Go on from a state whose row i is requests[i], prefilled and holding blocks[i] in every
+        KV-cache group.
+
+        For benchmarks: rounds at a long context can be timed on random caches, where prefilling the
+        batch would take longer than the measurement. `state` has greedy rows' structure
+        (ModelRunner.set_state). Raises ConfigError while requests run.
+        """
+        if self.has_requests:
+            raise ConfigError("state: expected no requests in the engine, got some that run")
+        self._in_flight.clear()
+        self.runner.set_state(state)
+        groups = len(self.runner.cache_groups)
+        for slot, (request, own) in enumerate(zip(requests, blocks, strict=True)):
+            self.scheduler.place(request, slot, [list(own)] * groups)
+
+    def take_state(self) -> DecodeState:
+        """Return the state, caches included, and forget it; the next request starts with a new one.
+
+        The counterpart of set_state, after its requests have ended.
+        """
+        self._in_flight.clear()
+        return self.runner.take_state()
 
     # --- one step ----------------------------------------------------------------------------------------------------------------
 
@@ -255,6 +293,8 @@ class Engine:
             add_prompt_logprobs(chunk, tiles, verification.prompt_logprobs)
         for part in each_round(verification):
             self._hand_out(result, part, now)
+        if result.is_round and self.on_rounds is not None:
+            self.on_rounds(verification, result.rows)
 
     def _hand_out(self, result: InFlight, verification: Verification, now: float) -> None:
         """One round's tokens, or a prefill's, to each request."""

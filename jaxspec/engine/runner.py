@@ -28,6 +28,7 @@ from jaxspec.config import (
 from jaxspec.decode import programs, slots
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
+from jaxspec.decode.several_rounds import RoundProgram
 from jaxspec.decode.slots import Admission
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
@@ -54,7 +55,12 @@ GREEDY = SamplingFeatures(sampled=False)
 
 
 class ModelRunner:
-    """Target, draft, and the state of the requests that run. `state` is given to whatever runs, to write into, and taken back from it."""
+    """Target, draft, and the state of the requests that run.
+
+    Each program consumes `state` (donated) and returns its successor. round_program runs a step's
+    rounds; a tool that records them puts a program of its own there, which may return a Verification
+    with more fields.
+    """
 
     def __init__(
         self,
@@ -85,6 +91,7 @@ class ModelRunner:
         self.on_gpu = jax.default_backend() == "gpu"
         # A tile holds whole row tiles of the attention kernel (48 rows); jnp gathers a request's keys for each tile, so it has fewer.
         self.prefill_tile = 48 if kernels.attention == "mosaic_gpu" else 32
+        self.round_program: RoundProgram = rounds.run_rounds
         self.buckets = Buckets(config, self.prefill_tile, self.on_gpu)
         self.weight_bytes = sum(a.nbytes for a in jax.tree.leaves(params["target"]))
         self.rounds_per_step = rounds.rounds_per_step(
@@ -256,13 +263,13 @@ class ModelRunner:
     def state(self, state: DecodeState) -> None:
         self._state = state
 
-    def adopt(self, state: DecodeState) -> None:
-        """Go on with a state made elsewhere (a benchmark's), of greedy rows' structure."""
+    def set_state(self, state: DecodeState) -> None:
+        """Go on with a state made elsewhere, whose sampling rows have greedy rows' structure."""
         self._state, self._features = state, GREEDY
         self.tables.reset(state.active.shape[0])
 
-    def release(self) -> DecodeState:
-        """The state, which is forgotten here, caches and all; the next use makes a new one."""
+    def take_state(self) -> DecodeState:
+        """Return the state and forget it, caches included; the next use makes a new one."""
         state, self._state = self._state, None
         assert state is not None, "expected a state, got none: nothing has run"
         return state
@@ -428,7 +435,7 @@ class ModelRunner:
 
     def _round(self, cfg: RoundConfig, tables: Any) -> Verification:
         args = self.params, self.state, tables, self.config.compilation
-        verification, self.state = rounds.run_rounds(cfg, self.rounds_per_step, *args)
+        verification, self.state = self.round_program(cfg, self.rounds_per_step, *args)
         return verification
 
     def warm(

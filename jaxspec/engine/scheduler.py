@@ -112,7 +112,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def place(self, request: Request, slot: int, blocks: list[list[int]]) -> None:
-        """A request that is prefilled already, in a slot and in blocks of the caller's choice: for benchmarks of rounds."""
+        """Run a prefilled request in this slot, in these blocks of each group (Engine.set_state)."""
         for group, chosen in zip(self.groups, blocks, strict=True):
             group.pool.take(chosen)
         request.slot, request.blocks, self.rows[slot] = (
@@ -122,9 +122,8 @@ class Scheduler:
         )
         request.num_prefilled = request.num_cached = len(request.prompt_token_ids)
         request.num_consumed = max(0, request.num_cached - self.config.head_room)
-        request.num_registered = (
-            request.num_consumed // self.config.block_size
-        )  # what is there is nobody's text
+        # Its blocks hold no text that another request could share.
+        request.num_registered = request.num_consumed // self.config.block_size
         self._admissions += 1
         self.changes += 1
         request.admitted = self._admissions

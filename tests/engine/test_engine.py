@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.decode.verify import Verification
+from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.engine.request import Request
 from tests.support.toys import PEAK, ToyDraft, ToyTarget
 
 V, K, LIMIT = 32, 3, 40
@@ -355,3 +359,44 @@ def test_a_tokenizer_is_any_object_with_its_methods() -> None:
         .text
         == "13"
     )
+
+
+# --- what tools use ------------------------------------------------------------------------------
+
+
+def test_rounds_are_observed_with_the_requests_whose_rows_they_have() -> None:
+    llm = engine(wrong_after=(5, 9), rounds_per_step=2)
+    seen: dict[Request, list[int]] = {}
+
+    def observe(verification: Verification, rows: Sequence[tuple[Request, int]]) -> None:
+        assert isinstance(verification.num_sampled, np.ndarray)
+        assert verification.output_tokens.shape[0] == 2  # rounds of a step
+        for request, row in rows:
+            tokens = verification.output_tokens[:, row]
+            seen.setdefault(request, []).extend(tokens[tokens >= 0].tolist())
+
+    llm.engine.on_rounds = observe
+    outputs = llm.generate([[1], [7], [3, 4]], GREEDY)
+    assert sorted(request.index for request in seen) == [0, 1, 2]
+    for request, tokens in seen.items():
+        written = outputs[request.index].outputs[0].token_ids
+        assert [written[0], *tokens][: len(written)] == written  # the first one is prefill's
+
+
+def test_an_engine_goes_on_from_a_state_made_elsewhere() -> None:
+    one, other = engine(max_num_seqs=1), engine(max_num_seqs=1)
+    [request] = one.make_requests([[1, 2, 3]], GREEDY)
+    one.engine.add(request)
+    one.engine.step()
+    cached, following = request.all_token_ids[:-1], request.all_token_ids[-1]
+    later = Request(cached, GREEDY, 6, max_drafts=K, metrics=SpecDecodeMetrics(K))
+    with pytest.raises(ConfigError, match="expected no requests in the engine, got some that run"):
+        one.engine.set_state(one.runner.state, [later], [request.blocks[0].blocks])
+    other.engine.set_state(one.engine.take_state(), [later], [request.blocks[0].blocks])
+    while other.engine.has_requests:
+        other.engine.step()
+    assert later.token_ids == counted(following + 1, 6)
+    other.engine.take_state()
+    with pytest.raises(AssertionError, match="expected a state, got none"):
+        other.engine.take_state()
+    assert other.generate([[1]], GREEDY)[0].token_ids == counted(2, 13)  # with a new state

@@ -24,7 +24,6 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import judge
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, propose
 from jaxspec.engine.block_tables import one_or_all
-from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
 from jaxspec.layers import kernels
@@ -115,18 +114,6 @@ class Weights:
 # --- a case ready to run --------------------------------------------------------------------------------------------------------------
 
 
-class TimedEngine(Engine):
-    """The engine, with the time at which each step's result was read."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.read_at: list[float] = []
-
-    def _read(self) -> None:
-        super()._read()
-        self.read_at.append(time.perf_counter())
-
-
 def implementations(text: str) -> dict[str, str]:
     """Fields of Kernels, from "attention=reference,matmul=mosaic_gpu"; a name alone is for every op, auto is the engine's choice."""
     return {
@@ -214,7 +201,7 @@ class Workload:
         self.case, self.effort, self.dtype = case, effort, weights.dtype
         self.llm, self.plain_llm, pages = _engines(case, weights.dtype, effort, *weights.get(case))
         self.cfg, self.plain_cfg = _round_configs(case, self.llm, self.plain_llm, chosen, effort)
-        self.engine = TimedEngine(self.llm.runner)
+        self.engine = self.llm.engine
         blocks = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
         self.host_table = blocks.reshape(case.batch, pages)
         self.block_table = one_or_all([jnp.asarray(self.host_table)] * len(self.cfg.cache_groups))
@@ -384,32 +371,43 @@ class Workload:
         )
 
     def _engine_round(self) -> float:
+        """Return the seconds of one round, from a run of all requests through the engine's loop."""
         engine, case = self.engine, self.case
         tokens = int((self.effort.rounds - 1) * case.acceptance_length)
+        read_at: list[float] = []  # when each step's rounds were read
+        ended: list[int] = []  # steps read before a request's end was
+
+        def note_end(request: Request, num_new: int) -> None:
+            del num_new
+            if request.finish_reason is not None:
+                ended.append(len(read_at))
+
         params = SamplingParams(case.temperature, max_tokens=tokens)
-        ended: list[int] = []  # steps read when a request ended
-        note_end = lambda request, _: request.finish_reason and ended.append(len(engine.read_at))  # noqa: E731
-        engine.runner.adopt(jax.block_until_ready(self.rewind(self.state, tokens)))
-        engine.read_at = []
-        for slot, blocks in enumerate(self.host_table.tolist()):
-            request = Request(
+        requests = [
+            Request(
                 [0] * self.start,
                 params,
                 tokens,
                 max_drafts=case.num_speculative_tokens,
                 on_tokens=note_end,
+                metrics=SpecDecodeMetrics(case.num_speculative_tokens),
             )
-            request.metrics = SpecDecodeMetrics(case.num_speculative_tokens)
-            engine.scheduler.place(request, slot, [blocks] * len(self.cfg.cache_groups))
+            for _ in range(case.batch)
+        ]
+        state = jax.block_until_ready(self.rewind(self.state, tokens))
+        engine.set_state(state, requests, self.host_table.tolist())
+        engine.on_rounds = lambda *_: read_at.append(time.perf_counter())
         while engine.has_requests:
             engine.step()
-        self.state = engine.runner.release()
+        engine.on_rounds = None
+        self.state = engine.take_state()
         per_step = self.llm.runner.rounds_per_step
         if ended[0] < 2:
             raise ConfigError(
-                f"--rounds: expected some steps of {per_step} rounds, at least {8 * per_step}, got {self.effort.rounds}"
+                f"--rounds: expected some steps of {per_step} rounds, at least {8 * per_step}, "
+                f"got {self.effort.rounds}"
             )
-        read = engine.read_at[min(DISCARDED, ended[0] - 2) : ended[0]]
+        read = read_at[min(DISCARDED, ended[0] - 2) : ended[0]]
         return (read[-1] - read[0]) / (len(read) - 1) / per_step
 
     def trace(self, folder: Path, rounds: int = 3) -> None:
