@@ -1,0 +1,67 @@
+"""Pages name what exists: options with their defaults, families, methods, files."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig, models
+from jaxspec.config import METHODS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "checkpoints/*/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+OPTION = re.compile(r"^\| `(\w+)` \| `([^|]*)` \|", re.MULTILINE)
+
+
+def options(heading: str) -> dict[str, object]:
+    """Return option -> default from the table below a heading of docs/options.md."""
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition(f"\n## {heading}\n")
+    section = rest.partition("\n## ")[0]
+    return {name: ast.literal_eval(default) for name, default in OPTION.findall(section)}
+
+
+@pytest.mark.parametrize("config", [EngineConfig, SpeculativeConfig, SamplingParams])
+def test_the_options_page_has_every_field_and_its_default(config: type) -> None:
+    expected = {}
+    for field in fields(config):
+        factory = field.default_factory
+        expected[field.name] = field.default if factory is MISSING else factory()
+    assert options(config.__name__) == expected
+
+
+def test_the_options_page_has_the_arguments_of_from_pretrained() -> None:
+    parameters = inspect.signature(LLM.from_pretrained).parameters.values()
+    named = {p.name: p.default for p in parameters if p.default is not p.empty}
+    assert options("LLM.from_pretrained") == named
+
+
+def test_the_readme_has_every_family_and_method() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tables = [line for line in readme.splitlines() if line.startswith("|")]
+    for name in (*models.FAMILIES, *METHODS):
+        assert any(f"| `{name}` |" in line for line in tables), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    local = [t.partition("#")[0] for t in targets if "://" not in t]
+    assert [t for t in local if t and not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:jaxspec|pallas_kernels|scripts|tests|docs)/[\w./-]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
