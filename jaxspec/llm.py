@@ -333,7 +333,10 @@ class LLM:
     def round_config(self, *, sampled: bool, truncated: bool, batch: int = 1) -> RoundConfig:
         """The static description of this engine's rounds, for batches of this size in which some request samples / truncates."""
         return self.runner.round_config(
-            SamplingFeatures(sampled=sampled, truncated=truncated), batch=batch
+            SamplingFeatures(
+                sampled=sampled, processors=frozenset({"truncation"} if truncated else ())
+            ),
+            batch=batch,
         )
 
     def warmup(

@@ -36,32 +36,28 @@ REFERENCE_KERNELS = Kernels()
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFeatures:
-    """What some request of a batch asks for; the compiled round holds nothing of what none does.
+    """What some request of a batch uses; the compiled round holds no operation for anything else.
 
-    sampled: a temperature above 0. truncated: top-k or top-p. logit_bias: biases, allowed and banned tokens. all_logprobs: logprobs of the
-    whole vocabulary. prompt_logprobs is prefill's. A request's tokens are the same whichever of these its neighbours need
-    (jaxspec.sampling.params.features_of).
+    A request's tokens do not depend on the features that its neighbours use
+    (jaxspec.sampling.rows.features_of).
+
+    sampled: a temperature is above 0
+    processors: names of logits processors (jaxspec.sampling.processors)
+    logprobs: log-probabilities of generated tokens
+    all_logprobs: those of the whole vocabulary
+    prompt_logprobs: log-probabilities of prompt tokens; prefill's alone
     """
 
     sampled: bool = True
-    truncated: bool = False
-    min_p: bool = False
-    penalties: bool = False
-    logit_bias: bool = False
-    min_tokens: bool = False
-    bad_words: bool = False
+    processors: frozenset[str] = frozenset()
     logprobs: bool = False
     all_logprobs: bool = False
     prompt_logprobs: bool = False
 
     def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
-        """What either needs."""
-        return SamplingFeatures(
-            **{
-                f.name: getattr(self, f.name) or getattr(other, f.name)
-                for f in fields(SamplingFeatures)
-            }
-        )
+        """Return what either needs."""
+        names = [f.name for f in fields(SamplingFeatures)]
+        return SamplingFeatures(**{n: getattr(self, n) | getattr(other, n) for n in names})
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxspec.layers.params import Params
 from jaxspec.layers.products import pick_row
 from jaxspec.sampling.logits import process_target_logits
 from jaxspec.sampling.logprobs import score_hidden, score_tokens
+from jaxspec.sampling.processors.processor import Window
 from jaxspec.sampling.state import gumbel_noise, sample
 
 
@@ -58,7 +59,7 @@ def prefill(
     )
     last_hidden = pick_row(out.hidden, last_row)
     raw = family.logits(params["target"], cfg.target, last_hidden, cfg.kernels)
-    logits = process_target_logits(cfg, raw, state.sampling, seq_lens)
+    logits = process_target_logits(cfg, raw, state.sampling, Window(seq_lens))
     noise = (
         gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, cfg.target.vocab_size)
         if cfg.sampled

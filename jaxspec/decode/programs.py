@@ -18,6 +18,7 @@ from jaxspec.decode.state import DecodeState, draft_inputs
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.autoregressive import DraftInputs, first_step, next_step
 from jaxspec.layers.params import Params
+from jaxspec.sampling.logits import has_large_state
 
 
 class Program:
@@ -62,8 +63,8 @@ DONATED = ("target_caches", "draft_caches", "pending_hidden")
 
 
 def take_apart(state: DecodeState) -> tuple[dict[str, Any], DecodeState]:
-    """What is donated to a round, and the state without it. Where penalties count tokens, sampling holds [batch, vocab]."""
-    names = DONATED if state.sampling.penalties is None else (*DONATED, "sampling")
+    """What is donated to a round, and the state without it."""
+    names = (*DONATED, "sampling") if has_large_state(state.sampling) else DONATED
     return {name: getattr(state, name) for name in names}, replace(state, **dict.fromkeys(names))
 
 

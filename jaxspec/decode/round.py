@@ -13,7 +13,7 @@ from jaxspec.decode.state import DecodeState, draft_inputs, pending_rows
 from jaxspec.decode.verify import Verification, verify
 from jaxspec.drafts.autoregressive import Proposal, consume_pending, propose
 from jaxspec.layers.params import Params
-from jaxspec.sampling.logits import count_tokens
+from jaxspec.sampling.logits import observe_tokens
 
 
 def verify_and_commit(
@@ -83,7 +83,7 @@ def advance(cfg: RoundConfig, state: DecodeState, verification: Verification) ->
         next_token=jnp.where(sampled, last, state.next_token),
         num_generated=num_generated,
         active=state.active & ~stopped & (num_generated < state.max_tokens),
-        sampling=count_tokens(cfg, state.sampling, tokens),
+        sampling=observe_tokens(cfg, state.sampling, tokens),
     )
 
 

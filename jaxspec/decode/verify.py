@@ -19,8 +19,9 @@ from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import RoundConfig
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.layers.params import Params
-from jaxspec.sampling.logits import adjust_logits, narrow_logits
+from jaxspec.sampling.logits import adjust_logits, truncate_logits, truncates
 from jaxspec.sampling.logprobs import Scores, score_tokens
+from jaxspec.sampling.processors.processor import Window
 from jaxspec.sampling.state import SamplingState, draw, noise_stream, scale_by_temperature
 from pallas_kernels.rejection_sampling import rejection_sample
 from pallas_kernels.rejection_sampling.reference import count_leading
@@ -78,7 +79,90 @@ def match_drafts(
     return Verification(jnp.where(index < num_sampled[:, None], target_tokens, -1), num_sampled)
 
 
-def judge(
+@struct.dataclass
+class WindowLogits:
+    """The logits that a rule reads, after all processing.
+
+    target: float32 [batch, K+1, vocab]
+    draft: float32 [batch, K, draft vocabulary], None where the rule reads no q
+    is_divided: whether temperature has divided both already, as truncation needs. Where it has not,
+        the op that reads the logits divides them.
+    """
+
+    target: jax.Array
+    draft: jax.Array | None
+    is_divided: bool = struct.field(pytree_node=False)
+
+
+def process_window(
+    cfg: RoundConfig,
+    raw_logits: jax.Array,
+    proposal: Proposal,
+    sampling: SamplingState,
+    seq_lens: jax.Array,
+) -> WindowLogits:
+    """Apply all processors to the model's own float32 logits [batch, K+1, vocab].
+
+    Where truncation needs divided logits, both models' logits are divided here, and nowhere else.
+    """
+    window = Window(seq_lens + 1, proposal.draft_tokens)
+    logits = adjust_logits(cfg, raw_logits, sampling, window)
+    draft_logits = proposal.draft_logits
+    if not truncates(cfg):
+        return WindowLogits(logits, draft_logits, is_divided=False)
+    logits = truncate_logits(cfg, logits, sampling, window)
+    if draft_logits is not None:
+        draft_logits = scale_by_temperature(draft_logits, sampling.temperature)
+    return WindowLogits(logits, draft_logits, is_divided=True)
+
+
+def judge_by_sampling(
+    cfg: RoundConfig,
+    logits: WindowLogits,
+    draft_tokens: jax.Array,
+    sampling: SamplingState,
+    seq_lens: jax.Array,
+    active: jax.Array,
+) -> Verification:
+    """Sample the target's own tokens and keep the drafts that equal them: strict rule, plain decoding."""
+    temperature = sampling.temperature
+    if logits.is_divided:
+        temperature = jnp.where(sampling.greedy, 0.0, 1.0)  # 0 still means greedy
+    target_tokens = sample_rows(cfg, logits.target, temperature, sampling.keys, seq_lens)
+    return match_drafts(target_tokens, draft_tokens, active)
+
+
+def judge_by_rule(
+    cfg: RoundConfig,
+    logits: WindowLogits,
+    proposal: Proposal,
+    target_to_draft: jax.Array | None,
+    sampling: SamplingState,
+    seq_lens: jax.Array,
+    active: jax.Array,
+) -> Verification:
+    """Accept drafts by the round's rejection rule; a batch of greedy requests compares argmaxes."""
+    stream = partial(noise_stream, sampling.keys, position=seq_lens)
+    output_tokens, num_sampled = rejection_sample(
+        logits.target,
+        proposal.draft_tokens,
+        logits.draft,
+        target_to_draft if logits.draft is not None else None,
+        sampling.greedy,
+        stream("accept") if cfg.sampled or cfg.rule == "synthetic" else None,
+        stream("recover") if cfg.sampled else None,
+        None,  # the strict rule's noise is drawn with its tokens (sample_rows)
+        jnp.asarray(cfg.acceptance_rates, jnp.float32) if cfg.rule == "synthetic" else None,
+        active,
+        None if logits.is_divided else sampling.temperature,
+        rule=cfg.rule,
+        sampled=cfg.sampled,
+        implementation=cfg.kernels.rejection_sampling,
+    )
+    return Verification(output_tokens, num_sampled)
+
+
+def verify_rows(
     cfg: RoundConfig,
     raw_logits: jax.Array,
     proposal: Proposal,
@@ -87,46 +171,19 @@ def judge(
     seq_lens: jax.Array,
     active: jax.Array,
 ) -> Verification:
-    """Rejection sampling of a proposal against the model's own float32 logits [batch, K+1, vocab] for the active [batch] requests."""
-    draft_logits, temperature = proposal.draft_logits, sampling.temperature
-    target_logits = adjust_logits(cfg, raw_logits, sampling, seq_lens + 1, proposal.draft_tokens)
-    narrowed = (
-        cfg.truncated or cfg.min_p
-    )  # they cut what is already divided; else what reads the logits divides them
-    if narrowed:
-        target_logits = narrow_logits(cfg, target_logits, sampling)
+    """Verify a proposal against the model's own float32 logits [batch, K+1, vocab].
+
+    Only active [batch] requests take part.
+    """
+    logits = process_window(cfg, raw_logits, proposal, sampling, seq_lens)
     if cfg.sampled and (cfg.rule == "strict" or cfg.num_speculative_tokens == 0):
-        left = jnp.where(sampling.greedy, 0.0, 1.0) if narrowed else temperature
-        target_tokens = sample_rows(cfg, target_logits, left, sampling.keys, seq_lens)
-        verification = match_drafts(target_tokens, proposal.draft_tokens, active)
-    else:
-        if narrowed:
-            temperature = None
-            draft_logits = (
-                None
-                if draft_logits is None
-                else scale_by_temperature(draft_logits, sampling.temperature)
-            )
-        stream = partial(
-            noise_stream, sampling.keys, position=seq_lens
-        )  # the strict rule's is drawn with its tokens (sample_rows)
-        output_tokens, num_sampled = rejection_sample(
-            target_logits,
-            proposal.draft_tokens,
-            draft_logits,
-            target_to_draft if draft_logits is not None else None,
-            sampling.greedy,
-            stream("accept") if cfg.sampled or cfg.rule == "synthetic" else None,
-            stream("recover") if cfg.sampled else None,
-            None,
-            jnp.asarray(cfg.acceptance_rates, jnp.float32) if cfg.rule == "synthetic" else None,
-            active,
-            temperature,
-            rule=cfg.rule,
-            sampled=cfg.sampled,
-            implementation=cfg.kernels.rejection_sampling,
+        verification = judge_by_sampling(
+            cfg, logits, proposal.draft_tokens, sampling, seq_lens, active
         )
-        verification = Verification(output_tokens, num_sampled)
+    else:
+        verification = judge_by_rule(
+            cfg, logits, proposal, target_to_draft, sampling, seq_lens, active
+        )
     if cfg.acceptance_rates is not None and cfg.rule != "synthetic":
         verification = force_acceptance(
             cfg, proposal.draft_tokens, verification, sampling, seq_lens
@@ -223,7 +280,7 @@ def verify(
         active: jax.Array,
     ) -> Verification:
         logits = family.logits(params, cfg.target, hidden, cfg.kernels)
-        return judge(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active)
+        return verify_rows(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active)
 
     return in_pieces(
         judged, piece_size(cfg, active.shape[0]), out.hidden, proposal, sampling, seq_lens, active

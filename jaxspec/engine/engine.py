@@ -24,7 +24,8 @@ from jaxspec.engine.request import FinishReason, Request
 from jaxspec.engine.runner import GREEDY, ModelRunner
 from jaxspec.engine.scheduler import Chunk, Scheduler, SchedulerConfig
 from jaxspec.sampling.logprobs import Scores, logprobs_of
-from jaxspec.sampling.params import SamplingParams, features_of
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.rows import features_of
 
 logger = logging.getLogger(__name__)
 

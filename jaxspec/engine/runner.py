@@ -37,8 +37,9 @@ from jaxspec.engine.buckets import Buckets, power_of_two
 from jaxspec.engine.request import Request
 from jaxspec.engine.scheduler import Chunk
 from jaxspec.layers.params import Params
-from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.rows import ends_of, sampling_rows, with_features, words_shape
+from jaxspec.sampling.params import SamplingParams, end_token_ids
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.rows import StateLayout, change_layout, sampling_rows
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,6 @@ GRAPHS_BELOW_BYTES, GRAPHS_ABOVE_ROWS = 4 << 30, 64
 CPU_POOL_BYTES = 4 << 30
 RESERVE_BYTES = 1 << 30  # for programs, and what the allocator cannot use
 MIN_STOPS = 4
-MIN_WORDS = (8, 4)  # bad words of a request, and tokens of each
 ADMISSIONS = 8  # slots that one call of slots.admit fills
 GREEDY = SamplingFeatures(sampled=False)
 
@@ -98,11 +98,10 @@ class ModelRunner:
             config, on_gpu=self.on_gpu, weight_bytes=self.weight_bytes
         )
         self.eos_token_ids = eos_token_ids
-        self._features = GREEDY  # those that the state's sampling parameters have the structure of
+        self._layout = StateLayout(Vocabulary(target_config.vocab_size, eos_token_ids))
         self._num_stops = power_of_two(
             max(MIN_STOPS, len(eos_token_ids))
         )  # columns of the state's stop tokens
-        self._words = MIN_WORDS  # shape of the state's bad words
         self._state: DecodeState | None = None
         self._num_blocks: tuple[int, ...] | None = None
         self.tables = BlockTables(len(self.cache_groups), self.buckets.max_pages)
@@ -254,7 +253,7 @@ class ModelRunner:
             self._state = _init_state(
                 cfg, batch, self._num_stops, num_blocks=self.num_blocks, dtype=dtype
             )
-            self._features = GREEDY
+            self._layout = self._layout.fit(GREEDY)
             self.tables.reset(batch)
         assert self._state is not None
         return self._state
@@ -264,8 +263,8 @@ class ModelRunner:
         self._state = state
 
     def set_state(self, state: DecodeState) -> None:
-        """Go on with a state made elsewhere, whose sampling rows have greedy rows' structure."""
-        self._state, self._features = state, GREEDY
+        """Go on with a state made elsewhere, whose sampling rows hold no logits processor."""
+        self._state, self._layout = state, self._layout.fit(GREEDY)
         self.tables.reset(state.active.shape[0])
 
     def take_state(self) -> DecodeState:
@@ -310,28 +309,17 @@ class ModelRunner:
 
     def use(self, features: SamplingFeatures, params: Iterable[SamplingParams]) -> None:
         """Give the state the structure that requests with these parameters need; most often it has it already."""
-        features, params, words = structure_of(features), list(params), self._words
+        params = list(params)
         width = self.state.stop_token_ids.shape[1]
         stops = self._num_stops = power_of_two(
-            max([width, *(len(ends_of(p, self.eos_token_ids)) for p in params)])
+            max([width, *(len(end_token_ids(p, self.eos_token_ids)) for p in params)])
         )
-        num_words, longest = words_shape(params)
-        self._words = (power_of_two(max(words[0], num_words)), power_of_two(max(words[1], longest)))
-        if (
-            features == self._features
-            and stops == width
-            and (self._words == words or not features.bad_words)
-        ):
+        before, self._layout = self._layout, self._layout.fit(features, params)
+        if stops == width and self._layout.has_shapes_of(before):
             return
-        state, vocab = self.state, self.target_config.vocab_size
-        ends = jnp.pad(state.stop_token_ids, ((0, 0), (0, stops - width)), constant_values=-1)
-        sampling = with_features(
-            features, state.sampling, vocab_size=vocab, num_stops=stops, words=self._words
-        )
-        self.state, self._features = (
-            replace(state, stop_token_ids=ends, sampling=sampling),
-            features,
-        )
+        ends = jnp.pad(self.state.stop_token_ids, ((0, 0), (0, stops - width)), constant_values=-1)
+        sampling = change_layout(self.state.sampling, self._layout)
+        self.state = replace(self.state, stop_token_ids=ends, sampling=sampling)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Their parameters into their slots. `use` their features first."""
@@ -350,15 +338,8 @@ class ModelRunner:
             return np.asarray([*map(value, requests), *[0] * idle], np.int32)
 
         sampling = sampling_rows(
-            self._features,
-            [r.params for r in requests],
-            [r.seed for r in requests],
-            [r.prompt_token_ids for r in requests],
-            [r.token_ids for r in requests],
-            vocab_size=self.target_config.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-            num_stops=width,
-            words=self._words,
+            self._layout,
+            [SampledRequest(r.params, r.seed, r.prompt_token_ids, r.token_ids) for r in requests],
             batch=ADMISSIONS,
         )
         new = Admission(
@@ -497,7 +478,8 @@ def _init_state(
     cfg: RoundConfig, batch: int, stops: int, *, num_blocks: tuple[int, ...], dtype: str
 ) -> DecodeState:
     """Idle rows over empty caches."""
-    rows = sampling_rows(GREEDY, [], [], [], [], vocab_size=cfg.target.vocab_size, batch=batch)
+    layout = StateLayout(Vocabulary(cfg.target.vocab_size))
+    rows = sampling_rows(layout, [], batch=batch)
     ends = jnp.full((batch, stops), -1, jnp.int32)
     return decode_state.init_state(
         cfg,
@@ -506,17 +488,6 @@ def _init_state(
         ends,
         num_blocks,
         jnp.dtype(dtype),
-    )
-
-
-def structure_of(features: SamplingFeatures) -> SamplingFeatures:
-    """The features that the state's structure depends on."""
-    return replace(
-        GREEDY,
-        **{
-            name: getattr(features, name)
-            for name in ("min_p", "penalties", "logit_bias", "min_tokens", "bad_words")
-        },
     )
 
 

@@ -9,7 +9,8 @@ from jaxspec.config import SamplingFeatures
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
-from jaxspec.sampling.params import SamplingParams, features_of
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.rows import features_of
 
 USUAL = (
     SamplingParams(temperature=0),

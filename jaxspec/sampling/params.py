@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from jaxspec.config import ConfigError, SamplingFeatures, is_int, is_number, settle_integers
+from jaxspec.config import ConfigError, is_int, is_number, settle_integers
 
 MAX_LOGPROBS = 20  # the most alternatives a token; vLLM's default limit
 
@@ -193,27 +193,12 @@ class SamplingParams:
                 )
 
 
-def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
-    """What the rounds of a batch of these requests must hold. A greedy request needs no truncation: the argmax survives it."""
-    requests = list(requests)
-    sampled = [p for p in requests if not p.greedy]
-    return SamplingFeatures(
-        sampled=bool(sampled),
-        truncated=any(p.top_k > 0 or p.top_p < 1 for p in sampled),
-        min_p=any(p.min_p > 0 for p in sampled),
-        penalties=any(
-            p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-            for p in requests
-        ),
-        logit_bias=any(
-            p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None for p in requests
-        ),
-        min_tokens=any(p.min_tokens > 0 for p in requests),
-        bad_words=any(p.bad_words or p.bad_words_token_ids for p in requests),
-        logprobs=any(p.logprobs is not None for p in requests),
-        all_logprobs=any(p.logprobs == -1 for p in requests),
-        prompt_logprobs=any(p.prompt_logprobs is not None for p in requests),
-    )
+def end_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+    """Return the tokens that min_tokens holds back.
+
+    As in vLLM, end-of-text is among them even where ignore_eos is set.
+    """
+    return tuple(sorted({*eos_token_ids, *params.stop_token_ids}))
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ def admit(
     rows = slots.shape[0]
     zeros = jnp.zeros(rows, jnp.int32)
     pick = lambda x: x.at[slots].get(mode="clip")  # noqa: E731
-    sampling = SamplingState(keys, temperature, zeros, jnp.ones(rows, jnp.float32))
+    sampling = SamplingState(keys, temperature)
     part = dataclasses.replace(
         state,
         seq_lens=zeros,
@@ -203,12 +203,7 @@ class Generator:
             cfg.num_slots, pages
         )
         zeros = lambda dtype: jnp.zeros(cfg.num_slots, dtype)  # noqa: E731
-        sampling = SamplingState(
-            jnp.zeros((cfg.num_slots, 2), jnp.uint32),
-            zeros(jnp.float32),
-            zeros(jnp.int32),
-            jnp.ones(cfg.num_slots, jnp.float32),
-        )
+        sampling = SamplingState(jnp.zeros((cfg.num_slots, 2), jnp.uint32), zeros(jnp.float32))
         stops = jnp.tile(jnp.asarray(list(stop_token_ids), jnp.int32), (cfg.num_slots, 1))
         self.state = decode_state.init_state(
             self.round, sampling, zeros(jnp.int32), stops, cfg.num_slots * pages, dtype

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.config import Kernels, RoundConfig
-from jaxspec.decode.verify import judge
+from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.state import SamplingState
 from jaxspec.tools.benchmark import timing, workload
@@ -40,9 +40,7 @@ def judged(cfg: RoundConfig, calls: int = 1, *, chained: bool = False) -> int:
     vocab, draft_vocab = cfg.target.vocab_size, cfg.draft.draft_vocab_size
     floats = lambda *shape: struct(shape, jnp.float32)  # noqa: E731
     ints = lambda *shape: struct(shape, jnp.int32)  # noqa: E731
-    sampling = SamplingState(
-        struct((BATCH, 2), jnp.uint32), floats(BATCH), ints(BATCH), floats(BATCH)
-    )  # type: ignore[arg-type]
+    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats(BATCH))  # type: ignore[arg-type]
     arrays = {
         "target_logits": floats(BATCH, K + 1, vocab),
         "seq_lens": ints(BATCH),
@@ -64,7 +62,7 @@ def judged(cfg: RoundConfig, calls: int = 1, *, chained: bool = False) -> int:
             draft_tokens: jax.Array,
             draft_logits: jax.Array | None = None,
         ) -> Any:
-            found = judge(
+            found = verify_rows(
                 cfg,
                 target_logits,
                 Proposal(draft_tokens, draft_logits),

@@ -56,8 +56,8 @@ def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     if cfg.draft.maps_vocabulary:
         draft["draft_to_target"] = struct((cfg.draft.draft_vocab_size,), jnp.int32)
         draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
-    ints, floats = struct((BATCH,), jnp.int32), struct((BATCH,), jnp.float32)
-    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
+    floats = struct((BATCH,), jnp.float32)
+    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats)  # type: ignore[arg-type]
     zeros = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32)
     state = jax.eval_shape(
         lambda s: decode_state.init_state(cfg, s, *zeros, BATCH * PAGES, jnp.bfloat16), sampling

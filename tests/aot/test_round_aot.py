@@ -20,6 +20,7 @@ from jaxspec.config import CacheGroup, Kernels, RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
+from jaxspec.sampling.processors.truncation import TruncationState
 from jaxspec.sampling.state import SamplingState
 from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
 from pallas_kernels import rms_norm
@@ -148,7 +149,7 @@ def configured(case: Round) -> RoundConfig:
         num_speculative_tokens=case.num_speculative_tokens,
         rule="probabilistic",
         sampled=case.sampled,
-        truncated=case.truncated,
+        processors=frozenset({"truncation"} if case.truncated else ()),
         kernels=replace(every, rms_norm="reference") if narrow else every,
     )
 
@@ -164,7 +165,8 @@ def abstract_arguments(cfg: RoundConfig, batch: int) -> tuple[Any, Any, Any]:
     draft["draft_to_target"] = struct((cfg.draft.draft_vocab_size,), jnp.int32)
     draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
     ints, floats = struct((batch,), jnp.int32), struct((batch,), jnp.float32)
-    sampling = SamplingState(struct((batch, 2), jnp.uint32), floats, ints, floats)  # type: ignore[arg-type]
+    processors = {"truncation": TruncationState(ints, floats)} if cfg.processors else {}  # type: ignore[arg-type]
+    sampling = SamplingState(struct((batch, 2), jnp.uint32), floats, processors)  # type: ignore[arg-type]
     new = lambda sampling: decode_state.init_state(  # noqa: E731
         cfg,
         sampling,
@@ -245,7 +247,7 @@ def test_the_draft_loop_is_one_while_of_k_minus_1_trips(case: Compiled) -> None:
     outer = [case.num_rounds] if case.num_rounds > 1 else []
     assert trips == [
         case.cfg.num_speculative_tokens - 1,
-        *(TRUNCATION_TRIPS if case.cfg.truncated else []),
+        *(TRUNCATION_TRIPS if case.cfg.processors else []),
         *outer,
     ]
 
@@ -254,7 +256,7 @@ def test_a_round_is_three_cuda_graphs_and_one_of_them_is_the_loops_body(case: Co
     """What lies before, in and after the draft loop; the host launches nothing else. Truncation adds its own loops after that."""
     kinds = [thunk.kind for thunk in case.round.inside]
     assert kinds[:3] == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
-    assert len(kinds) == 3 or case.cfg.truncated
+    assert len(kinds) == 3 or case.cfg.processors
     assert [thunk.kind for thunk in body_of(case.round).inside] == ["kCommandBuffer"]
 
 
@@ -285,7 +287,7 @@ def test_no_kernel_is_launched_a_second_time_inside_a_fusion(case: Compiled) -> 
 
 def test_no_noise_is_written(case: Compiled) -> None:
     """Kernels make it in registers, and keys and uniforms with it: what is left to XLA hashes nothing, so it shifts no word."""
-    if case.cfg.truncated:
+    if case.cfg.processors:
         pytest.skip("what cuts logits is XLA's, and shifts their bits")
     assert "shift-right-logical(" not in case.hlo
 

@@ -141,12 +141,7 @@ def play(
         full = lambda x, dtype: jnp.full(size, x, dtype)  # noqa: B023, E731
         state = decode_state.init_state(
             cfg,
-            SamplingState(
-                jnp.asarray(keys),
-                full(temperature, jnp.float32),
-                full(0, jnp.int32),
-                full(1, jnp.float32),
-            ),
+            SamplingState(jnp.asarray(keys), full(temperature, jnp.float32)),
             full(1000, jnp.int32),
             jnp.full((size, 1), -1, jnp.int32),
             1,

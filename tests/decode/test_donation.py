@@ -15,7 +15,7 @@ import pytest
 from jaxspec.config import RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import round as decode
-from jaxspec.sampling.state import Penalties
+from jaxspec.sampling.processors.penalties import PenaltiesState
 from tests.support.tiny import (
     METHODS,
     Model,
@@ -84,7 +84,10 @@ def test_counts_of_the_whole_vocabulary_are_donated_as_well() -> None:
     ones, counts = jnp.ones(3), jnp.zeros((3, 7), jnp.int32)
     counting = replace(
         state,
-        sampling=replace(state.sampling, penalties=Penalties(ones, ones, ones, counts, counts > 0)),
+        sampling=replace(
+            state.sampling,
+            processors={"penalties": PenaltiesState(ones, ones, ones, counts, counts > 0)},
+        ),
     )
     donated, rows = programs.take_apart(counting)
     assert donated["sampling"] is counting.sampling and rows.sampling is None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.decode import programs
+from jaxspec.sampling.processors.truncation import TruncationState
 from jaxspec.sampling.state import SamplingState
 from tests.support.tiny import (
     agreeing_model,
@@ -27,7 +28,8 @@ TEMPERATURES = (0.0, 1.0, 0.8)
 def padded(sampling: SamplingState, order: list[int | None]) -> SamplingState:
     """The rows of `order`, None a padding row: greedy, as the engine makes them."""
     idle = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x[:1])]), sampling)
-    idle.top_p[-1] = 1.0
+    if "truncation" in idle.processors:
+        idle.processors["truncation"].top_p[-1] = 1.0
     return jax.tree.map(lambda x: x[[len(LENGTHS) if i is None else i for i in order]], idle)
 
 
@@ -70,10 +72,12 @@ def test_text_does_not_depend_on_padding_slot_or_neighbours(
 def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
     """Rows 1 and 3 are idle and hold NaN hidden states, wild tokens and lengths, and a block table that names live blocks."""
     model = agreeing_model("eagle3")
-    cfg = model.round_config(K, rule=rule, truncated=rule == "block")
+    processors = frozenset({"truncation"} if rule == "block" else ())
+    cfg = model.round_config(K, rule=rule, processors=processors)
     table, num_blocks = block_table(4, cfg, guard=2, shuffle_seed=1)
     prompts = [random_prompts(LENGTHS)[0], [], random_prompts(LENGTHS)[1], []]
-    sampling = padded(sampling_state([1, 2, 3], TEMPERATURES), [0, None, 1, None])
+    all_kept = ([0] * 3, [1.0] * 3) if processors else ()
+    sampling = padded(sampling_state([1, 2, 3], TEMPERATURES, *all_kept), [0, None, 1, None])
     results = []
     for poison in (False, True):
         _, state = start(cfg, model.params, prompts, sampling, table, num_blocks)
@@ -93,8 +97,12 @@ def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
                 sampling=SamplingState(
                     state.sampling.keys.at[jnp.array([1, 3])].set(jnp.uint32(2**32 - 1)),
                     state.sampling.temperature.at[1].set(jnp.nan),
-                    state.sampling.top_k.at[1].set(10**9),
-                    state.sampling.top_p.at[3].set(jnp.nan),
+                    {
+                        name: TruncationState(
+                            truncation.top_k.at[1].set(10**9), truncation.top_p.at[3].set(jnp.nan)
+                        )
+                        for name, truncation in state.sampling.processors.items()
+                    },
                 ),
             )
         outputs = []

@@ -37,14 +37,14 @@ def test_truncated_text_equals_plain_text_with_the_same_seed() -> None:
     model, prompts = agreeing_model("eagle"), random_prompts(LENGTHS)
     sampling = sampling_state([1, 2, 3], 1.0, top_k=[0, 5, 3], top_p=[0.8, 1.0, 0.9])
     plain = generate(
-        model.round_config(0, truncated=True),
+        model.round_config(0, processors=frozenset({"truncation"})),
         model.params,
         prompts,
         sampling,
         max_tokens=MAX_TOKENS,
     )
     run = generate(
-        model.round_config(3, rule="strict", truncated=True),
+        model.round_config(3, rule="strict", processors=frozenset({"truncation"})),
         model.params,
         prompts,
         sampling,

@@ -14,7 +14,7 @@ from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.engine import runner
-from jaxspec.sampling.params import features_of
+from jaxspec.sampling.rows import features_of
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import VOCAB, Model, agreeing_model, random_prompts
 from tests.support.toys import ToyDraft, ToyTarget

@@ -255,8 +255,6 @@ def greedy_sampling(batch: int) -> SamplingState:
     return SamplingState(
         keys=jnp.zeros((batch, 2), jnp.uint32),
         temperature=jnp.zeros(batch, jnp.float32),
-        top_k=jnp.zeros(batch, jnp.int32),
-        top_p=jnp.ones(batch, jnp.float32),
     )
 
 

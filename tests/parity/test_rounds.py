@@ -173,8 +173,6 @@ def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_stat
     sampling = SamplingState(
         keys=jnp.asarray(rng.integers(0, 2**32, (batch, 2)), jnp.uint32),
         temperature=jnp.ones(batch, jnp.float32),
-        top_k=jnp.zeros(batch, jnp.int32),
-        top_p=jnp.ones(batch, jnp.float32),
     )
     table = shuffled_block_table(batch, BLOCK_SIZE)
     no_stop = jnp.full((batch, 1), -1, jnp.int32)

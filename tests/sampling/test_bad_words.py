@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,9 +14,9 @@ import pytest
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError
 from jaxspec.engine.inputs import encode_words
-from jaxspec.sampling.logits import count_tokens
-from jaxspec.sampling.params import features_of
-from jaxspec.sampling.rows import sampling_rows, with_features
+from jaxspec.sampling.logits import observe_tokens
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.rows import StateLayout, change_layout, features_of, sampling_rows
 from tests.support.compilations import counting_compilations
 from tests.support.toys import ToyDraft, ToyTarget
 
@@ -160,23 +161,25 @@ def test_the_last_tokens_are_those_of_the_text_however_they_come() -> None:
     ]
     features = features_of(params)
     texts = [[7, 8], []]
-    state = jax.tree.map(
-        jnp.asarray, sampling_rows(features, params, [0, 0], [[9], [9]], texts, vocab_size=V)
-    )
+    layout = StateLayout(Vocabulary(V), features.processors, {"bad_words": (1, 4)})
+    requests = [SampledRequest(p, 0, [9], text) for p, text in zip(params, texts, strict=True)]
+    state = jax.tree.map(jnp.asarray, sampling_rows(layout, requests))
     for tokens in (
         [[3, -1, -1], [1, 2, 3]],
         [[-1, -1, -1], [4, 5, -1]],
         [[10, 11, 12], [-1, -1, -1]],
         [[13, 14, 15], [6, -1, -1]],
     ):
-        state = count_tokens(features, state, jnp.asarray(tokens, jnp.int32))
+        state = observe_tokens(features, state, jnp.asarray(tokens, jnp.int32))
         texts = [
             [*text, *(t for t in new if t >= 0)] for text, new in zip(texts, tokens, strict=True)
         ]
-        assert state.bad_words is not None
-        assert state.bad_words.recent.tolist() == [([-1] * 3 + text)[-3:] for text in texts]
-    wider = with_features(features, state, vocab_size=V, words=(2, 8)).bad_words
-    assert wider is not None and wider.token_ids.shape == (2, 2, 8)
+        assert state.processors["bad_words"].recent.tolist() == [
+            ([-1] * 3 + text)[-3:] for text in texts
+        ]
+    longer = replace(layout, sizes={"bad_words": (2, 8)})
+    wider = change_layout(state, longer).processors["bad_words"]
+    assert wider.token_ids.shape == (2, 2, 8)
     assert wider.recent.tolist() == [[-1] * 4 + text[-3:] for text in texts]
     assert wider.token_ids[0].tolist() == [[-1] * 4 + [1, 2, 3, 4], [-1] * 8]
 

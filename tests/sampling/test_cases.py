@@ -1,4 +1,4 @@
-"""Cases of vLLM's suite for sampling parameters, through judge with every parameter in use."""
+"""Cases of vLLM's suite for sampling parameters, through verify_rows with every parameter in use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.verify import judge
+from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.autoregressive import Proposal
-from jaxspec.sampling.params import SamplingParams, features_of
-from jaxspec.sampling.rows import sampling_rows
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
 from tests.support.toys import toy_config
 
-judged = jax.jit(judge, static_argnums=0)
+judged = jax.jit(verify_rows, static_argnums=0)
 
 pytestmark = pytest.mark.usefixtures("toy_families")
 
@@ -54,12 +55,8 @@ def verified(
     drafts = np.argmax(logits[:, :K], axis=-1).astype(np.int32)
     q = logits[:, :K] + np.stack([rng.normal(size=(K, vocab)).astype(np.float32) for rng in rows])
     state = sampling_rows(
-        features_of(params),
-        params,
-        seeds,
-        [[1]] * len(params),
-        [[vocab - 1]] * len(params),
-        vocab_size=vocab,
+        StateLayout(Vocabulary(vocab)).fit(features_of(params), params),
+        [SampledRequest(p, s, [1], [vocab - 1]) for p, s in zip(params, seeds, strict=True)],
     )
     verification = judged(
         toy_config(vocab, K, rule).with_features(features_of(params)),

@@ -4,7 +4,7 @@ plain decoding of the same text; and what nobody asks for costs nothing and chan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.decode.verify import judge
+from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.logits import (
     adjust_logits,
-    count_tokens,
-    narrow_logits,
+    observe_tokens,
     process_target_logits,
+    truncate_logits,
 )
-from jaxspec.sampling.params import SamplingParams, features_of
-from jaxspec.sampling.rows import sampling_rows, with_features
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.processors import PROCESSORS
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary, Window
+from jaxspec.sampling.rows import StateLayout, change_layout, features_of, sampling_rows
 from jaxspec.sampling.state import SamplingState, scale_by_temperature
 from tests.support.sampling_specification import specification
 from tests.support.toys import toy_config
@@ -32,8 +34,19 @@ V, EOS = 40, (7, 11)
 PROMPT, TEXT = [3, 7, 7, 30], [5, 30, 5, 11, 5]
 GREEDY, SAMPLED = partial(SamplingParams, 0.0), partial(SamplingParams, 0.7)
 
-processed = jax.jit(process_target_logits, static_argnums=0)
-judged = jax.jit(judge, static_argnums=0)
+
+@partial(jax.jit, static_argnums=0)
+def processed(
+    features: SamplingFeatures,
+    logits: jax.Array,
+    state: SamplingState,
+    positions: jax.Array,
+    draft_tokens: jax.Array | None = None,
+) -> jax.Array:
+    return process_target_logits(features, logits, state, Window(positions, draft_tokens))
+
+
+judged = jax.jit(verify_rows, static_argnums=0)
 
 
 def random_logits(*shape: int, seed: int = 0) -> np.ndarray:
@@ -46,17 +59,12 @@ def state_of(
     features: SamplingFeatures | None = None,
 ) -> SamplingState:
     """Rows of requests that all have PROMPT, and have generated these texts."""
-    rows = sampling_rows(
-        features or features_of(params),
-        params,
-        range(len(params)),
-        [PROMPT] * len(params),
-        texts,
-        vocab_size=V,
-        eos_token_ids=EOS,
-        num_stops=6,
-    )
-    return jax.tree.map(jnp.asarray, rows)
+    layout = StateLayout(Vocabulary(V, EOS)).fit(features or features_of(params), params)
+    requests = [
+        SampledRequest(p, seed, PROMPT, text)
+        for seed, (p, text) in enumerate(zip(params, texts, strict=True))
+    ]
+    return jax.tree.map(jnp.asarray, sampling_rows(layout, requests))
 
 
 def one_row(params: SamplingParams, logits: np.ndarray, text: Sequence[int]) -> np.ndarray:
@@ -222,7 +230,7 @@ def test_a_row_of_a_window_has_the_bits_of_plain_decoding_after_the_same_drafts(
             np.testing.assert_array_equal(
                 window[:, i], processed(features, logits[:, i : i + 1], state, lengths + i)[:, 0]
             )
-        committed = count_tokens(
+        committed = observe_tokens(
             features,
             committed,
             jnp.asarray(np.pad(drafts[:, i : i + 1], ((0, 0), (0, 2)), constant_values=-1)),
@@ -232,11 +240,7 @@ def test_a_row_of_a_window_has_the_bits_of_plain_decoding_after_the_same_drafts(
 # ---- neighbours, and features that are off
 
 
-EVERY_FEATURE = SamplingFeatures(
-    **dict.fromkeys(
-        ("truncated", "min_p", "penalties", "logit_bias", "min_tokens", "bad_words"), True
-    )
-)
+EVERY_FEATURE = SamplingFeatures(processors=frozenset(p.name for p in PROCESSORS))
 
 
 @dataclass(frozen=True)
@@ -308,14 +312,14 @@ def test_a_feature_that_is_off_leaves_nothing_behind() -> None:
     features = features_of([SAMPLED(), GREEDY()])
     assert features == SamplingFeatures()
     state = state_of([SAMPLED(), GREEDY()], [[], []])
-    assert [x.shape for x in jax.tree.leaves(state)] == [(2, 2), (2,), (2,), (2,)]
+    assert [x.shape for x in jax.tree.leaves(state)] == [(2, 2), (2,)]
     logits, tokens = jnp.zeros((2, 3, V)), jnp.zeros((2, 2), jnp.int32)
-    assert adjust_logits(features, logits, state, jnp.zeros(2, jnp.int32), tokens) is logits
-    assert count_tokens(features, state, tokens) is state
+    window = Window(jnp.zeros(2, jnp.int32), tokens)
+    assert adjust_logits(features, logits, state, window) is logits
+    assert observe_tokens(features, state, tokens) is state
     division = jax.make_jaxpr(scale_by_temperature)(logits, state.temperature)
-    assert str(jax.make_jaxpr(partial(narrow_logits, features))(logits, state).jaxpr.eqns) == str(
-        division.jaxpr.eqns
-    )
+    truncation = partial(truncate_logits, features, window=window)
+    assert str(jax.make_jaxpr(truncation)(logits, state).jaxpr.eqns) == str(division.jaxpr.eqns)
 
 
 def test_greedy_requests_are_not_truncated() -> None:
@@ -324,7 +328,7 @@ def test_greedy_requests_are_not_truncated() -> None:
     assert features_of([params]) == SamplingFeatures(sampled=False)
     logits, everything = (
         jnp.asarray(random_logits(1, 4, V)),
-        SamplingFeatures(truncated=True, min_p=True),
+        SamplingFeatures(processors=frozenset({"truncation", "min_p"})),
     )
     state = state_of([params], [[]], everything)
     np.testing.assert_array_equal(
@@ -335,20 +339,23 @@ def test_greedy_requests_are_not_truncated() -> None:
 
 def test_a_state_takes_on_features_and_drops_them_while_requests_run() -> None:
     params = [SAMPLED(presence_penalty=1.0), SAMPLED()]
-    before = count_tokens(
+    before = observe_tokens(
         features_of(params), state_of(params, [[5], []]), jnp.asarray([[5, 9], [3, -1]], jnp.int32)
     )
-    more = replace(features_of(params), logit_bias=True, min_tokens=True, min_p=True)
-    after = with_features(more, before, vocab_size=V, num_stops=3)
-    assert before.penalties is not None and after.penalties is not None
-    assert after.penalties.output_counts[0].tolist() == [{5: 2, 9: 1}.get(t, 0) for t in range(V)]
-    assert after.logit_bias is not None and not after.logit_bias.any()
-    assert (
-        after.min_tokens is not None and after.min_tokens.stop_token_ids.tolist() == [[-1] * 3] * 2
+    more = features_of(params) | SamplingFeatures(
+        processors=frozenset({"logit_bias", "min_tokens", "min_p"})
     )
-    assert after.min_p is not None and after.min_p.tolist() == [0, 0]
-    wider = with_features(more, after, vocab_size=V, num_stops=5).min_tokens
-    assert wider is not None and wider.stop_token_ids.shape == (2, 5)
+    layout = StateLayout(Vocabulary(V)).fit(more)
+    after = change_layout(before, layout)
+    held = after.processors
+    assert held["penalties"].output_counts[0].tolist() == [{5: 2, 9: 1}.get(t, 0) for t in range(V)]
+    assert not held["logit_bias"].any()
+    assert held["min_tokens"].stop_token_ids.tolist() == [[-1] * 4] * 2
+    assert held["min_p"].tolist() == [0, 0]
+    more_stops = SamplingParams(stop_token_ids=range(5))
+    wider = change_layout(after, layout.fit(more, [more_stops]))
+    assert wider.processors["min_tokens"].stop_token_ids.shape == (2, 8)
     structure = jax.tree.structure(state_of(params, [[], []], more))
     assert jax.tree.structure(after) == structure
-    assert jax.tree.leaves(with_features(SamplingFeatures(), after, vocab_size=V))[4:] == []
+    dropped = change_layout(after, layout.fit(SamplingFeatures()))
+    assert dropped.processors == {} and len(jax.tree.leaves(dropped)) == 2

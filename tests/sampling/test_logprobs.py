@@ -23,8 +23,9 @@ from jaxspec.sampling.logprobs import (
     score_hidden,
     score_tokens,
 )
-from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams, features_of
-from jaxspec.sampling.rows import sampling_rows
+from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
 from tests.parity.oracles import TARGETS, hf_outputs, hf_target
 from tests.support.tiny import block_table, pad_chunk
 from tests.support.toys import ToyDraft
@@ -81,7 +82,11 @@ def collect(
 ) -> list[Collected]:
     cfg = cfg.with_features(features_of(params))
     requests = [Collected(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
-    rows = sampling_rows(cfg, params, [1, 2], PROMPTS, [[], []], vocab_size=cfg.target.vocab_size)
+    layout = StateLayout(Vocabulary(cfg.target.vocab_size)).fit(cfg, params)
+    rows = sampling_rows(
+        layout,
+        [SampledRequest(p, s, x) for p, s, x in zip(params, [1, 2], PROMPTS, strict=True)],
+    )
     table, num_blocks = block_table(2, cfg)
     limits, stops = jnp.full(2, MAX_TOKENS, jnp.int32), jnp.full((2, 1), -1, jnp.int32)
     state = decode_state.init_state(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.verify import judge
+from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import gumbel_noise, noise_stream, sample
@@ -22,7 +22,7 @@ from tests.support.toys import toy_config
 
 noise_of = jax.jit(gumbel_noise, static_argnums=(1, 4))
 truncated = jax.jit(truncate)
-judged = jax.jit(judge, static_argnums=0)
+judged = jax.jit(verify_rows, static_argnums=0)
 
 
 def keys_of(count: int, seed: int = 0) -> jax.Array:
@@ -111,7 +111,7 @@ def test_judged_tokens_stay_inside_the_kept_set(rule: str, top_k: int, top_p: fl
     drafts = rng.integers(0, vocab, (requests, K)).astype(np.int32)
     drafts[::2] = np.argmax(logits[::2, :K], axis=-1)  # and some that are kept
     verification = judged(
-        toy_config(vocab, K, rule, truncated=True),
+        toy_config(vocab, K, rule, processors=frozenset({"truncation"})),
         jnp.asarray(logits),
         Proposal(
             jnp.asarray(drafts),

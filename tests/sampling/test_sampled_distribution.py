@@ -19,8 +19,9 @@ import pytest
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
 from jaxspec.sampling import logits as logits_processing
-from jaxspec.sampling.params import SamplingParams, features_of
-from jaxspec.sampling.rows import sampling_rows
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
 from tests.support.sampling_specification import softmax, specification
 from tests.support.statistics import chi_square, within_limit
 from tests.support.toys import toy_config
@@ -62,7 +63,8 @@ def first_tokens(
     program = jax.jit(partial(decode.decode_round, cfg))
     weights = {"target": {"table": jnp.asarray(TARGET)}, "draft": {"table": jnp.asarray(DRAFT)}}
     full = lambda x, dtype=jnp.int32: jnp.full(TRIALS, x, dtype)  # noqa: E731
-    row = sampling_rows(cfg, [params], [0], [PROMPT], [[FIRST]], vocab_size=V)
+    layout = StateLayout(Vocabulary(V)).fit(cfg, [params])
+    row = sampling_rows(layout, [SampledRequest(params, 0, PROMPT, [FIRST])])
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (TRIALS, *x.shape[1:])), row)
     keys = jnp.stack([full(3, jnp.uint32), jnp.arange(TRIALS, dtype=jnp.uint32)], axis=1)
     state = decode_state.init_state(

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxspec.config import CacheGroup, ConfigError, RoundConfig, SamplingFeatures
-from jaxspec.sampling.params import SamplingParams, features_of
-from jaxspec.sampling.rows import ends_of, sampling_rows
+from jaxspec.sampling.params import SamplingParams, end_token_ids
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
 
 # vLLM's defaults (vllm/sampling_params.py), where it has the parameter
 VLLM = {
@@ -211,8 +212,8 @@ def test_ids_are_checked_against_the_vocabulary(values: dict[str, Any], sentence
 @pytest.mark.parametrize(
     ("values", "feature"),
     [
-        ({"top_k": 3}, "truncated"),
-        ({"top_p": 0.9}, "truncated"),
+        ({"top_k": 3}, "truncation"),
+        ({"top_p": 0.9}, "truncation"),
         ({"min_p": 0.1}, "min_p"),
         ({"repetition_penalty": 1.1}, "penalties"),
         ({"presence_penalty": -0.1}, "penalties"),
@@ -229,34 +230,31 @@ def test_ids_are_checked_against_the_vocabulary(values: dict[str, Any], sentence
 )
 def test_a_batch_needs_what_any_of_its_requests_uses(values: dict[str, Any], feature: str) -> None:
     features = features_of([SamplingParams(0), SamplingParams(**values)])
-    assert features == SamplingFeatures(**{feature: True})
+    is_flag = feature in (f.name for f in fields(SamplingFeatures))
+    processors = frozenset() if is_flag else frozenset({feature})
+    flags = {feature: True} if is_flag else {}
+    assert features == SamplingFeatures(processors=processors, **flags)
     assert features_of([SamplingParams(0)]) | features == features
     cfg = RoundConfig(None, CacheGroup(4, 64)).with_features(features)
+    used = ("sampled", feature if is_flag else "processors")
     assert [f.name for f in fields(SamplingFeatures) if getattr(cfg, f.name)] == [
-        f.name for f in fields(SamplingFeatures) if f.name in ("sampled", feature)
+        f.name for f in fields(SamplingFeatures) if f.name in used
     ]
+    assert cfg.processors == processors
 
 
 def test_rows_hold_a_requests_seed_and_its_stops_and_idle_rows_are_neutral() -> None:
     params = SamplingParams(stop_token_ids=[4], min_tokens=3, ignore_eos=True, top_k=-1)
-    assert ends_of(params, (7, 4)) == (4, 7)
+    assert end_token_ids(params, (7, 4)) == (4, 7)
+    features = features_of([params]) | SamplingFeatures(processors=frozenset({"truncation"}))
     rows = sampling_rows(
-        features_of([params]),
-        [params],
-        [-2],
-        [[1, 2]],
-        [[5]],
-        vocab_size=10,
-        eos_token_ids=(7, 4),
-        num_stops=3,
+        StateLayout(Vocabulary(10, (7, 4))).fit(features, [params]),
+        [SampledRequest(params, -2, [1, 2], [5])],
         batch=2,
     )
     assert rows.keys.tolist() == [[2**32 - 1, 2**32 - 2], [0, 0]]
-    assert rows.min_tokens is not None
-    assert rows.min_tokens.min_len.tolist() == [5, 0]
-    assert rows.min_tokens.stop_token_ids[0].tolist() == [4, 7, -1]
-    assert (rows.temperature.tolist(), rows.top_k.tolist(), rows.top_p.tolist()) == (
-        [1, 0],
-        [0, 0],
-        [1, 1],
-    )
+    min_tokens, truncation = rows.processors["min_tokens"], rows.processors["truncation"]
+    assert min_tokens.min_len.tolist() == [5, 0]
+    assert min_tokens.stop_token_ids[0].tolist() == [4, 7, -1, -1]
+    assert rows.temperature.tolist() == [1, 0]
+    assert (truncation.top_k.tolist(), truncation.top_p.tolist()) == ([0, 0], [1, 1])

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampling.params import SamplingParams, features_of
-from jaxspec.sampling.rows import ends_of, sampling_rows
+from jaxspec.sampling.params import SamplingParams, end_token_ids
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
 from tests.support.tiny import Run, generate
 from tests.support.toys import ToyDraft, toy_config
 
@@ -83,12 +84,14 @@ def texts_of(run: Run, params: Sequence[SamplingParams]) -> list[list[int]]:
 def run(cfg: Any, draft: Any, params: Sequence[SamplingParams]) -> Run:
     """Each request with a prompt of its own."""
     prompts = [[(3 * i + j) % V for j in range(1 + i % 4)] for i in range(len(params))]
-    seeds, texts = [p.seed or 0 for p in params], [[]] * len(params)
-    settings: Any = {"vocab_size": V, "eos_token_ids": (EOS,), "num_stops": NUM_STOPS}
-    rows = sampling_rows(features_of(params), params, seeds, prompts, texts, **settings)
+    layout = StateLayout(Vocabulary(V, (EOS,))).fit(features_of(params), params)
+    rows = sampling_rows(
+        layout,
+        [SampledRequest(p, p.seed or 0, prompt) for p, prompt in zip(params, prompts, strict=True)],
+    )
     stops = np.full((len(params), NUM_STOPS), -1, np.int32)
     for row, p in enumerate(params):
-        ends = p.stop_token_ids if p.ignore_eos else ends_of(p, (EOS,))
+        ends = p.stop_token_ids if p.ignore_eos else end_token_ids(p, (EOS,))
         stops[row, : len(ends)] = ends
     weights = {"target": {"table": TABLE}, "draft": draft}
     return generate(

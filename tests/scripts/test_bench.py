@@ -20,7 +20,7 @@ import pytest
 from jaxspec import models
 from jaxspec.config import ConfigError, Kernels
 from jaxspec.decode import programs
-from jaxspec.decode.verify import judge
+from jaxspec.decode.verify import verify_rows
 from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
 from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS
@@ -378,7 +378,7 @@ def test_forced_acceptance_has_the_rates_and_keeps_the_rules_last_token(weights,
     seq_lens = jnp.full(batch, 70, jnp.int32)
 
     def run(cfg: Any) -> tuple[np.ndarray, np.ndarray]:
-        found = jax.jit(judge, static_argnums=0)(
+        found = jax.jit(verify_rows, static_argnums=0)(
             cfg, logits, proposal, draft["target_to_draft"], sampling, seq_lens, active
         )
         return np.asarray(found.output_tokens), np.asarray(found.num_sampled)

@@ -20,6 +20,7 @@ from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.models import TargetConfig
+from jaxspec.sampling.processors.truncation import TruncationState
 from jaxspec.sampling.state import SamplingState
 
 VOCAB, HIDDEN, LAYERS = 48, 32, 2
@@ -133,16 +134,17 @@ def sampling_state(
     top_k: Sequence[int] | None = None,
     top_p: Sequence[float] | None = None,
 ) -> SamplingState:
-    """One row a seed, as NumPy arrays."""
+    """One row per seed, as NumPy arrays; with truncation where top_k and top_p are given."""
     batch = len(seeds)
     keys = np.stack([np.zeros(batch), np.asarray(seeds)], axis=1).astype(np.uint32)
     temperatures = np.broadcast_to(np.float32(temperature), batch).copy()
-    return SamplingState(
-        keys,  # type: ignore[arg-type]
-        temperatures,  # type: ignore[arg-type]
-        np.zeros(batch, np.int32) if top_k is None else np.asarray(top_k, np.int32),  # type: ignore[arg-type]
-        np.ones(batch, np.float32) if top_p is None else np.asarray(top_p, np.float32),  # type: ignore[arg-type]
-    )
+    processors = {}
+    if top_k is not None and top_p is not None:
+        processors["truncation"] = TruncationState(
+            np.asarray(top_k, np.int32),  # type: ignore[arg-type]
+            np.asarray(top_p, np.float32),  # type: ignore[arg-type]
+        )
+    return SamplingState(keys, temperatures, processors)  # type: ignore[arg-type]
 
 
 def block_table(

@@ -55,9 +55,7 @@ def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object],
         ).caches
     pending = jnp.zeros((1, STEPS + 1), jnp.int32).at[0, 0].set(tokens[0, row + 1])
     pending_hidden = jnp.zeros((1, STEPS + 1, 32), jnp.float32).at[0, 0].set(hidden[0, row])
-    sampling = SamplingState(
-        jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
-    )
+    sampling = SamplingState(jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1))
     inputs = DraftInputs(
         jnp.asarray([row + 1], jnp.int32),
         pending,

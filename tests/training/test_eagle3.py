@@ -59,9 +59,7 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     hidden = jnp.zeros((1, STEPS + 1, 96), jnp.float32).at[0, 0].set(aux[0, row])
     one = lambda dtype: jnp.ones(1, dtype)  # noqa: E731
     # Sampled drafts keep their logits, and differ from step to step, which greedy ones of a random head do not.
-    sampling = SamplingState(
-        jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
-    )
+    sampling = SamplingState(jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1))
     state = DraftInputs(
         jnp.asarray([row + 1], jnp.int32), pending, hidden, one(jnp.int32), block_table, sampling
     )

@@ -263,13 +263,7 @@ class Recorder:
         halves = np.zeros((batch, 2), np.uint32)
         for row, key in enumerate(keys):
             halves[row] = (key % 2**64) >> 32, key & 0xFFFFFFFF
-        zeros = jnp.zeros(batch, jnp.int32)
-        sampling = SamplingState(
-            jnp.asarray(halves),
-            jnp.full(batch, temperature, jnp.float32),
-            zeros,
-            jnp.ones(batch, jnp.float32),
-        )
+        sampling = SamplingState(jnp.asarray(halves), jnp.full(batch, temperature, jnp.float32))
         stops = jnp.tile(jnp.asarray(self.pair.stop_token_ids or (-1,), jnp.int32), (batch, 1))
         return decode_state.init_state(
             cfg,

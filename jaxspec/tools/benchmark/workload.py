@@ -21,7 +21,7 @@ from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeCo
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
-from jaxspec.decode.verify import judge
+from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, propose
 from jaxspec.engine.block_tables import one_or_all
 from jaxspec.engine.metrics import SpecDecodeMetrics
@@ -330,7 +330,9 @@ class Workload:
             draft_logits: jax.Array | None = None,
         ) -> Any:
             proposal = Proposal(draft_tokens, draft_logits)
-            verification = judge(cfg, target_logits, proposal, to_draft, sampling, seq_lens, active)
+            verification = verify_rows(
+                cfg, target_logits, proposal, to_draft, sampling, seq_lens, active
+            )
             return verification.output_tokens, verification.num_sampled
 
         copies = []
@@ -454,8 +456,6 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> D
     sampling = SamplingState(
         keys=jnp.asarray(rng.integers(0, 2**32, (batch, 2), np.uint32)),
         temperature=jnp.full(batch, case.temperature, jnp.float32),
-        top_k=jnp.zeros(batch, jnp.int32),
-        top_p=jnp.ones(batch, jnp.float32),
     )
     return DecodeState(
         seq_lens=jnp.full(batch, case.context, jnp.int32),

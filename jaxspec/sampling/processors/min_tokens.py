@@ -1,0 +1,65 @@
+"""min_tokens: forbid end-of-text and stop tokens until a text is long enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.sampling.params import SamplingParams, end_token_ids
+from jaxspec.sampling.processors.processor import (
+    LogitsProcessor,
+    SampledRequest,
+    Vocabulary,
+    Window,
+)
+
+
+@struct.dataclass
+class MinTokensState:
+    """The least length of each request, and the tokens that may not end it before.
+
+    min_len:        int32 [batch], tokens that the request must hold, prompt included, before one of
+                    stop_token_ids may follow; 0 is off
+    stop_token_ids: int32 [batch, stops], padded with -1
+    """
+
+    min_len: jax.Array
+    stop_token_ids: jax.Array
+
+
+class MinTokens(LogitsProcessor[MinTokensState]):
+    name = "min_tokens"
+    least_sizes = (4,)  # tokens that end a request
+
+    def needs(self, params: SamplingParams) -> bool:
+        return params.min_tokens > 0
+
+    def sizes(self, params: SamplingParams, vocabulary: Vocabulary) -> tuple[int, ...]:
+        return (len(end_token_ids(params, vocabulary.eos_token_ids)),)
+
+    def init(
+        self, request: SampledRequest, vocabulary: Vocabulary, sizes: tuple[int, ...]
+    ) -> MinTokensState:
+        params = request.params
+        length = len(request.prompt_token_ids) + params.min_tokens if params.min_tokens else 0
+        stops = np.full(sizes, -1, np.int32)
+        ends = end_token_ids(params, vocabulary.eos_token_ids) if params.min_tokens else ()
+        stops[: len(ends)] = ends
+        return MinTokensState(np.int32(length), stops)  # type: ignore[arg-type]
+
+    def grow(self, state: MinTokensState, sizes: tuple[int, ...]) -> MinTokensState:
+        more = max(0, sizes[0] - state.stop_token_ids.shape[1])
+        padded = jnp.pad(state.stop_token_ids, ((0, 0), (0, more)), constant_values=-1)
+        return replace(state, stop_token_ids=padded)
+
+    def apply(self, state: MinTokensState, logits: jax.Array, window: Window) -> jax.Array:
+        rows, vocab = logits.shape[1:]
+        length = window.positions[:, None] + jnp.arange(rows, dtype=jnp.int32)
+        too_short = length < state.min_len[:, None]
+        token = jnp.arange(vocab, dtype=jnp.int32)
+        ends = jnp.any(state.stop_token_ids[:, :, None] == token, axis=1)
+        return jnp.where(too_short[:, :, None] & ends[:, None], -jnp.inf, logits)

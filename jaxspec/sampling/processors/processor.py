@@ -1,0 +1,110 @@
+"""The interface of a logits processor: one feature of SamplingParams in one file.
+
+To add one, write its class in a file beside this one, list it in jaxspec/sampling/processors/__init__.py,
+and give SamplingParams its field with the field's validation. Everything else loops over that list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar
+
+import jax
+
+from jaxspec.sampling.params import SamplingParams
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The target's vocabulary.
+
+    size: number of tokens
+    eos_token_ids: tokens that end a text unless a request ignores them
+    """
+
+    size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SampledRequest:
+    """What the host knows of a request when its row of the state is made.
+
+    params: token ids in range (SamplingParams.check_vocabulary)
+    seed: an integer, of which the low 64 bits count
+    prompt_token_ids: the prompt
+    generated_token_ids: all tokens that a preempted request has generated, the token that is not
+        cached yet included; empty for a new request
+    """
+
+    params: SamplingParams
+    seed: int = 0
+    prompt_token_ids: Sequence[int] = ()
+    generated_token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Window:
+    """What precedes the rows of logits that a processor is applied to.
+
+    positions:    int32 [batch]; row i predicts the token at positions + i
+    draft_tokens: int32 [batch, rows - 1]; row i follows the drafts 0 .. i-1. None for one row
+    """
+
+    positions: jax.Array
+    draft_tokens: jax.Array | None = None
+
+
+class LogitsProcessor(Protocol[State]):
+    """One feature: which requests use it, its state on the device, and what it does to logits.
+
+    State is a pytree of arrays whose first axis is the batch. It exists only while some running
+    request needs the processor, and a round then has its operations. The rows of other requests are
+    neutral: `init` makes such a row for any request that does not need the processor, and `apply`
+    keeps the logits of that request bit for bit (0 is 0, whatever its sign).
+
+    name: key of the state in SamplingState.processors and member of SamplingFeatures.processors
+    least_sizes: the sizes that a state has at least; their number is the number of growing axes
+    large_state: whether `observe` returns an array of the vocabulary's size. A round then writes the
+        new array into the old one's memory (jaxspec.decode.programs)
+    """
+
+    name: ClassVar[str]
+    least_sizes: ClassVar[tuple[int, ...]] = ()
+    large_state: ClassVar[bool] = False
+
+    def needs(self, params: SamplingParams) -> bool:
+        """Return whether a request with these parameters uses the feature."""
+        ...
+
+    def sizes(self, params: SamplingParams, vocabulary: Vocabulary) -> tuple[int, ...]:
+        """Return the sizes that the request's state has at least, such as its longest bad word.
+
+        All rows share one shape, so `init` receives the largest sizes of any request so far.
+        """
+        return ()
+
+    def init(
+        self, request: SampledRequest, vocabulary: Vocabulary, sizes: tuple[int, ...]
+    ) -> State:
+        """Return the request's row, NumPy arrays without the batch axis."""
+        ...
+
+    def grow(self, state: State, sizes: tuple[int, ...]) -> State:
+        """Return the state padded to these sizes on the device; rows keep their meaning."""
+        return state
+
+    def apply(self, state: State, logits: jax.Array, window: Window) -> jax.Array:
+        """Return processed float32 logits [batch, rows, vocab].
+
+        Row i is processed as plain decoding would after the drafts 0 .. i-1, so a state that depends
+        on generated tokens must count the drafts of the window as well.
+        """
+        ...
+
+    def observe(self, state: State, tokens: jax.Array) -> State:
+        """Return the state after these committed tokens, int32 [batch, n] padded with -1."""
+        return state
