@@ -60,8 +60,8 @@ def tables(record: Record) -> list[Table]:
 
 
 def grids(record: Record) -> list[Grid]:
-    """At the record's K; by K; theory on the same rounds. A table without rows is left out."""
-    made = (_at_k(record), _by_k(record), _theory(record))
+    """Return the tables of a record that have rows: at its K, by K, rules compared, own text."""
+    made = (_at_k(record), _by_k(record), _theory(record), _gains(record), _own_text(record))
     return [grid for grid in made if grid.rows]
 
 
@@ -178,45 +178,28 @@ def _theory(record: Record) -> Grid:
     return Grid(title, ("prompts", "T", "rounds of", *rules), rows)
 
 
-# --- sentences ----------------------------------------------------------------------------------------------------------------------
-
-
-def sentences(record: Record) -> list[str]:
-    """The comparisons that the tables are read for."""
-    found, K = results(record), record["num_speculative_tokens"]
-    at_k = {(r.case.dataset, *_kind(r)): r for r in found if r.case.num_speculative_tokens == K}
-    first = found[0].case.dataset
-    lines = []
+def _gains(record: Record) -> Grid:
+    """Compare rules by acceptance rate, as measured and as theory has it on each one's rounds."""
+    K = record["num_speculative_tokens"]
+    found = [r for r in results(record) if r.case.num_speculative_tokens == K]
+    at_k = {(r.case.dataset, *_kind(r)): r for r in found}
+    rows = []
     for better, worse in (("probabilistic", "strict"), ("block", "probabilistic")):
         for (dataset, temperature, rule, drafts), a in at_k.items():
             b = at_k.get((dataset, temperature, worse, drafts))
             if rule == better and b is not None and temperature != "0":
-                lines.append(_gain(a, b, K, drafts))
-    for (dataset, temperature, rule, drafts), r in at_k.items():
-        base = at_k.get((first, temperature, rule, drafts))
-        if dataset != first and base is not None:
-            ours, theirs = (float(estimate(length, x.counts)) for x in (r, base))
-            share = f"{100 * (ours / theirs - 1):+.1f} %"
-            lines.append(
-                f"{r.case.name}: length {ours:.3f}, {share} against {theirs:.3f} on {first}"
-            )
-    for r in at_k.values():
-        if r.counts.expected:
-            f = figures(r)
-            lines.append(
-                f"{r.case.name}: -log p of the text less the entropy of p is {f['surprise_minus_entropy']:+.4f} a token, "
-                f"{f['surprise_minus_entropy_standard_errors']:+.1f} standard errors from the 0 of the target's own text"
-            )
-    if record["check"]:
-        lines += _check(record, found[0].case.dataset)
-    return [
-        *lines,
-        f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} cases, compilation included",
-    ]
+                rules = f"{better} over {worse}"
+                rows.append((dataset, temperature, drafts, rules, *_gain(a, b, K)))
+    headings = ("measured", "theory, rounds of the first", "theory, rounds of the second")
+    return Grid(
+        "Acceptance rate of one rule over another, points",
+        ("prompts", "T", "drafts", "rules", *headings, "lengths"),
+        rows,
+    )
 
 
-def _gain(a: Result, b: Result, K: int, drafts: str) -> str:
-    """Measured, and on one and the same set of rounds as theory has it."""
+def _gain(a: Result, b: Result, K: int) -> tuple[str, str, str, str]:
+    """Return the points that a is over b: measured, by theory on a's rounds and on b's; lengths."""
     points = 100 * float(estimate(rate, a.counts) - estimate(rate, b.counts))
     error = 100 * float(standard_error(rate, a.counts, b.counts))
     gain = minus(on_the_same_rounds(a.case.rule), on_the_same_rounds(b.case.rule))
@@ -226,10 +209,53 @@ def _gain(a: Result, b: Result, K: int, drafts: str) -> str:
     ]
     lengths = [float(estimate(length, x.counts)) for x in (a, b)]
     return (
-        f"{a.case.dataset}, T = {a.case.temperature:g}, {drafts} drafts: {a.case.rule} over {b.case.rule} {points:+.2f} ± {error:.2f} "
-        f"points of acceptance rate (theory {theory[0]} on the rounds of {a.case.rule}, {theory[1]} on those of {b.case.rule}), "
-        f"length {lengths[0]:.3f} against {lengths[1]:.3f}"
+        f"{points:+.2f} ± {error:.2f}",
+        theory[0],
+        theory[1],
+        f"{lengths[0]:.3f}, {lengths[1]:.3f}",
     )
+
+
+def _own_text(record: Record) -> Grid:
+    """Check the text against the target: its mean surprise is the entropy of p."""
+    K = record["num_speculative_tokens"]
+    rows = []
+    for result in results(record):
+        if result.case.num_speculative_tokens == K and result.counts.expected:
+            f = figures(result)
+            difference = f"{f['surprise_minus_entropy']:+.4f}"
+            errors = f"{f['surprise_minus_entropy_standard_errors']:+.1f}"
+            rows.append((result.case.dataset, *_kind(result), difference, errors))
+    return Grid(
+        "-log p of the text less the entropy of p, a token; 0 for the target's own text",
+        ("prompts", "T", "rule", "drafts", "difference", "in standard errors"),
+        rows,
+    )
+
+
+# --- sentences ----------------------------------------------------------------------------------------------------------------------
+
+
+def sentences(record: Record) -> list[str]:
+    """The comparisons that the tables are read for."""
+    found, K = results(record), record["num_speculative_tokens"]
+    at_k = {(r.case.dataset, *_kind(r)): r for r in found if r.case.num_speculative_tokens == K}
+    first = found[0].case.dataset
+    lines = []
+    for (dataset, temperature, rule, drafts), r in at_k.items():
+        base = at_k.get((first, temperature, rule, drafts))
+        if dataset != first and base is not None:
+            ours, theirs = (float(estimate(length, x.counts)) for x in (r, base))
+            share = f"{100 * (ours / theirs - 1):+.1f} %"
+            lines.append(
+                f"{r.case.name}: length {ours:.3f}, {share} against {theirs:.3f} on {first}"
+            )
+    if record["check"]:
+        lines += _check(record, found[0].case.dataset)
+    return [
+        *lines,
+        f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} cases, compilation included",
+    ]
 
 
 def _check(record: Record, dataset: str) -> list[str]:
