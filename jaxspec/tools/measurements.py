@@ -7,7 +7,7 @@ A page holds a section for each table:
     <!-- end: scripts/measurements.py -->
 
 The first line names the kind of table and the files that it is made from, in the folder
-`measurements` beside the page. Where two files hold the same case, the first one counts. A file's
+`measurements` beside the page. If two files hold the same case, the first one counts. A file's
 name begins with the date of its run.
 """
 
@@ -35,7 +35,7 @@ PLAIN, SPECULATIVE = "plain step", "round"
 
 @dataclass(frozen=True)
 class Point:
-    """What one time was measured of.
+    """The case that a time belongs to.
 
     model: name of the dimensions
     step: "round" or "plain step"

@@ -1,4 +1,4 @@
-"""A head's README.md, from the training.json that its run left."""
+"""Write a head's README.md from the training.json of its run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 FORMATS = {
-    "eagle3": "speculators (`config.json`, `model.safetensors`, bfloat16), without `embed_tokens`, which is the target's",
-    "eagle": "SafeAI's EAGLE-1 (`config.json`, `model.safetensors`, bfloat16); `embed_tokens` and `lm_head` are the target's",
+    "eagle3": "speculators' (`config.json`, `model.safetensors`, bfloat16), without "
+    "`embed_tokens`, which is the target's",
+    "eagle": "SafeAI's EAGLE-1 (`config.json`, `model.safetensors`, bfloat16); `embed_tokens` and "
+    "`lm_head` are the target's",
 }
 TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1"}
 
@@ -18,7 +20,11 @@ Record = Mapping[str, Any]
 
 
 def write_card(head: Path, evaluations: Sequence[Path] = (), **about: Any) -> None:
-    """README.md in a head's folder; evaluations: files of later ones, which join its training.json first; about: as card takes it."""
+    """Write README.md into a head's folder.
+
+    evaluations: files of later evaluations, which first join the head's training.json
+    about: keywords of `card`
+    """
     record = json.loads((head / "training.json").read_text(encoding="utf-8"))
     more = [json.loads(path.read_text(encoding="utf-8"))["evaluation"] for path in evaluations]
     record["evaluations"] = record.get("evaluations", []) + more
@@ -34,8 +40,12 @@ def card(
     licence: str = "Apache-2.0",
     notes: Sequence[str] = (),
 ) -> str:
-    """Markdown. record: training.json, whose "evaluations" are those made after the run, with another dtype say; about_target goes
-    behind the target's name; notes: paragraphs."""
+    """Return the card as Markdown.
+
+    record: training.json; its "evaluations" came after the run, for example with another dtype
+    about_target: follows the target's name
+    notes: paragraphs
+    """
     method = record["head"]["method"]
     found = ([record["evaluation"]] if "evaluation" in record else []) + record.get(
         "evaluations", []
@@ -76,8 +86,9 @@ def _head_table(record: Record, about_target: str, licence: str) -> str:
         ("format", FORMATS[method]),
         (
             "head",
-            f"one Llama layer, {draft['hidden_size']} wide, {attention['num_heads']} heads, {attention['num_kv_heads']} KV heads, MLP "
-            f"{draft['intermediate_size']:,}; {head['parameters'] / 1e6:.1f} M parameters; reads {reads}",
+            f"one Llama layer, {draft['hidden_size']} wide, {attention['num_heads']} heads, "
+            f"{attention['num_kv_heads']} KV heads, MLP {draft['intermediate_size']:,}; "
+            f"{head['parameters'] / 1e6:.1f} M parameters; reads {reads}",
         ),
     ]
     if switches:
@@ -88,7 +99,10 @@ def _head_table(record: Record, about_target: str, licence: str) -> str:
         if "maps_vocabulary" in draft
         else draft["draft_vocab_size"] != draft["vocab_size"]
     ):
-        covered = f"{words['coverage']:.1%} of the training answers' tokens, {words['held_out_coverage']:.1%} of held-out ones"
+        covered = (
+            f"{words['coverage']:.1%} of the training answers' tokens, "
+            f"{words['held_out_coverage']:.1%} of held-out ones"
+        )
         rows.append(("draft vocabulary", f"{words['size']:,} tokens: {covered}"))
     rows.append(("licence", licence))
     return "\n| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows)
@@ -100,15 +114,18 @@ def _acceptance(found: Sequence[Record]) -> str:
     lines = ["| run | mean acceptance length | per position |", "|---|---|---|"]
     for run in found:
         positions = " / ".join(f"{x:.3f}".removeprefix("0") for x in run["per_position_acceptance"])
-        counts = f"{run['num_accepted_tokens']:,} of {run['num_draft_tokens']:,} drafts in {run['num_drafts']:,} rounds"
+        counts = (
+            f"{run['num_accepted_tokens']:,} of {run['num_draft_tokens']:,} drafts in "
+            f"{run['num_drafts']:,} rounds"
+        )
         lines.append(
-            f"| {run['dtype']}, {run['prompts']} prompts | {run['mean_acceptance_length']:.3f} ({counts}) | {positions} |"
+            f"| {run['dtype']}, {run['prompts']} prompts | {run['mean_acceptance_length']:.3f} "
+            f"({counts}) | {positions} |"
         )
     K = found[0]["num_speculative_tokens"]
     return (
-        f"MT-bench's first turns, chat template, at most 256 tokens, temperature 0, K = {K}, `train_draft.py evaluate`:\n\n"
-        + "\n".join(lines)
-        + "\n"
+        f"MT-bench's first turns, chat template, at most 256 tokens, temperature 0, K = {K}, "
+        "`train_draft.py evaluate`:\n\n" + "\n".join(lines) + "\n"
     )
 
 
@@ -119,18 +136,23 @@ def _held_out(record: Record) -> str:
     accepted = last["held_out_accepted"]
     shares = " / ".join(f"{x:.3f}".removeprefix("0") for x in accepted[:3])
     return (
-        f"On held-out chats, teacher-forced along the target's greedy text: {shares} of the rows accept 1, 2, 3 drafts. "
-        "A row counts once there; a run of the draft starts more often where drafts fail, so its figures are lower.\n"
+        f"On held-out chats, along the target's greedy text, {shares} of the rows accept 1, 2, 3 "
+        "drafts. Each row counts once there. A drafting engine starts again where a draft failed, "
+        "so its figures are lower.\n"
     )
 
 
 def _data(record: Record) -> str:
     runs = record.get("generation", [])
-    total = lambda key: sum(run[key] for run in runs)  # noqa: E731
     chats = record["chats"]
+
+    def total(key: str) -> int:
+        return sum(run[key] for run in runs)
+
     text = (
-        f"Written by the target itself (`jaxspec/training/generation.py`): {chats['chats']:,} chats, {chats['tokens'] / 1e6:.1f} M tokens, "
-        f"{chats['answer_tokens'] / 1e6:.1f} M of them in answers; {chats['greedy_share']:.0%} of the answers greedy, the rest sampled."
+        f"Written by the target itself (`jaxspec/training/generation.py`): {chats['chats']:,} "
+        f"chats with {chats['tokens'] / 1e6:.1f} M tokens, {chats['answer_tokens'] / 1e6:.1f} M of "
+        f"them in answers. {chats['greedy_share']:.0%} of the answers are greedy, the rest sampled."
     )
     if not runs:
         return text + "\n"
@@ -139,14 +161,21 @@ def _data(record: Record) -> str:
         for kind in ("opened", "free", "file")
     }
     pace = " + ".join(f"{run['tokens_per_second']:,.0f}" for run in runs)
+    longest = max(run["config"]["max_len"] for run in runs)
     return text + (
-        f" {len(runs)} GPU(s) wrote {total('num_sampled_tokens') / 1e6:.1f} M tokens in {max(run['seconds'] for run in runs):.0f} s "
-        f"({pace} tokens per second). Begun: {sources['opened']:,} chats whose user's turn starts with a line of "
-        "`jaxspec/training/openings.py`, "
-        f"{sources['free']:,} free-running ones (the target samples the whole user's turn, at temperature 0.8 to 1), and answers to "
-        f"{sources['file']:,} prompts of files. {total('dropped_user_turns'):,} user's turns were dropped because they did not end, "
-        "repeated or held special tokens.\n\n"
-        f"Prompts removed because they share 13 consecutive words with MT-bench: {total('removed_by_overlap'):,}.\n"
+        f" No chat is longer than {longest} tokens: longer contexts are outside the training "
+        "data.\n\n"
+        f"{len(runs)} GPU(s) wrote {total('num_sampled_tokens') / 1e6:.1f} M tokens in "
+        f"{max(run['seconds'] for run in runs):.0f} s ({pace} tokens per second):\n\n"
+        f"- {sources['opened']:,} chats whose user's turn starts with a line of "
+        "`jaxspec/training/openings.json`;\n"
+        f"- {sources['free']:,} free-running chats, whose user's turn the target samples at "
+        "temperature 0.8 to 1;\n"
+        f"- answers to {sources['file']:,} prompts of files.\n\n"
+        f"{total('dropped_user_turns'):,} user's turns were dropped because they did not end, "
+        "repeated or held special tokens. "
+        f"{total('removed_by_overlap'):,} prompts were removed because they share 13 consecutive "
+        "words with MT-bench.\n"
     )
 
 
@@ -154,15 +183,19 @@ def _recipe(record: Record) -> str:
     cfg, history = record["train_config"], record.get("history", [{}])
     last = history[-1]
     loss = (
-        f"cross entropy with {1 - cfg['argmax_weight']:.0%} the target's distribution over the draft's vocabulary and "
-        f"{cfg['argmax_weight']:.0%} its first choice, on answer tokens, weights {cfg['decay']}^i"
+        "The loss is the cross entropy on answer tokens, with weights "
+        f"{cfg['decay']}^i. {1 - cfg['argmax_weight']:.0%} of it is with the target's distribution "
+        f"over the draft's vocabulary, {cfg['argmax_weight']:.0%} with its first choice."
     )
     if record["head"]["method"] == "eagle":
-        loss += f"; plus {cfg['feature_weight']} times smooth L1 on the target's hidden state after its final norm"
+        loss += (
+            f" {cfg['feature_weight']} times the smooth L1 on the target's hidden state after its "
+            "final norm is added."
+        )
     rule = (
-        "Muon for the matrices but `lm_head`, Adam for the rest"
+        "Muon for the matrices except `lm_head`, Adam for the rest:"
         if cfg["optimizer"] == "muon"
-        else "AdamW"
+        else "AdamW:"
     )
     start = (
         f" Began from the weights of `{record['head']['init']}`."
@@ -171,9 +204,11 @@ def _recipe(record: Record) -> str:
     )
     return (
         f"    python scripts/train_draft.py {shlex.join(record['command'])}\n\n"
-        f"Training-time test over {cfg['num_steps']} steps; {loss}. {rule}, learning rate {cfg['learning_rate']:g} with "
-        f"{cfg['warmup_steps']} warm-up steps and a cosine over the time budget, {cfg['tokens_per_batch']:,} tokens a step, float32 "
-        f"masters.{start} {last.get('step', 0):,} steps, {last.get('tokens', 0) / 1e6:.1f} M tokens in {last.get('seconds', 0):.0f} s "
-        f"on {record['devices']} {record['device']}, jax {record['jax']}, {record['date']}. "
-        "[docs/training.md](../../docs/training.md) explains the pieces; `training.json` beside this file holds settings and history.\n"
+        f"Training-time test over {cfg['num_steps']} steps. {loss} {rule} learning rate "
+        f"{cfg['learning_rate']:g} with {cfg['warmup_steps']} warm-up steps and a cosine over the "
+        f"time budget, {cfg['tokens_per_batch']:,} tokens a step, float32 masters.{start} "
+        f"{last.get('step', 0):,} steps, {last.get('tokens', 0) / 1e6:.1f} M tokens in "
+        f"{last.get('seconds', 0):.0f} s on {record['devices']} {record['device']}, jax "
+        f"{record['jax']}, {record['date']}. [docs/training.md](../../docs/training.md) explains "
+        "the pieces. `training.json` beside this file holds settings and history.\n"
     )

@@ -111,8 +111,10 @@ def _at_k(record: Record) -> Grid:
                 *_kind(result),
                 str(f["num_rounds"]),
                 str(f["num_output_tokens"]),
-                f"{f['mean_acceptance_length']:.3f} ± {f['mean_acceptance_length_standard_error']:.3f}",
-                f"{100 * f['acceptance_rate']:.1f} ± {100 * f['acceptance_rate_standard_error']:.1f}",
+                f"{f['mean_acceptance_length']:.3f} ± "
+                f"{f['mean_acceptance_length_standard_error']:.3f}",
+                f"{100 * f['acceptance_rate']:.1f} ± "
+                f"{100 * f['acceptance_rate_standard_error']:.1f}",
                 _percent(f["per_position"]),
                 *expected,
             )
@@ -204,7 +206,8 @@ def _gain(a: Result, b: Result, K: int) -> tuple[str, str, str, str]:
     error = 100 * float(standard_error(rate, a.counts, b.counts))
     gain = minus(on_the_same_rounds(a.case.rule), on_the_same_rounds(b.case.rule))
     theory = [
-        f"{100 * estimate(gain, x.counts) / K:+.2f} ± {100 * standard_error(gain, x.counts) / K:.2f}"
+        f"{100 * estimate(gain, x.counts) / K:+.2f} ± "
+        f"{100 * standard_error(gain, x.counts) / K:.2f}"
         for x in (a, b)
     ]
     lengths = [float(estimate(length, x.counts)) for x in (a, b)]
@@ -233,7 +236,7 @@ def _own_text(record: Record) -> Grid:
     )
 
 
-# --- sentences ----------------------------------------------------------------------------------------------------------------------
+# --- sentences ------------------------------------------------------------------------------------
 
 
 def sentences(record: Record) -> list[str]:
@@ -254,7 +257,8 @@ def sentences(record: Record) -> list[str]:
         lines += _check(record, found[0].case.dataset)
     return [
         *lines,
-        f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} cases, compilation included",
+        f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} "
+        "cases, compilation included",
     ]
 
 
@@ -274,7 +278,7 @@ def _check(record: Record, dataset: str) -> list[str]:
     ]
 
 
-# --- Markdown -----------------------------------------------------------------------------------------------------------------------
+# --- Markdown -------------------------------------------------------------------------------------
 
 
 def markers(script: str) -> tuple[str, str]:
@@ -287,7 +291,8 @@ def check_markers(path: Path, script: str) -> None:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ConfigError(
-            f"--markdown {path}: expected a file with the lines {begin} and {end}, got none or not in this order"
+            f"--markdown {path}: expected a file with the lines {begin} and {end}, got none or not "
+            "in this order"
         )
 
 
@@ -304,8 +309,9 @@ def ran_on(record: Record) -> str:
     s, devices, versions = record["settings"], record["devices"], record["versions"]
     device = f"{len(devices)} x {devices[0]['kind']}" if devices else "no device"
     return (
-        f"{device}, {s['dtype']}, jax {versions['jax']}, commit {str(versions['git_commit'])[:12]}; at most {s['max_tokens']} tokens a "
-        f"prompt, {s['max_num_seqs']} requests together, seed {s['seed']} and on."
+        f"{device}, {s['dtype']}, jax {versions['jax']}, commit "
+        f"{str(versions['git_commit'])[:12]}; at most {s['max_tokens']} tokens a prompt, "
+        f"{s['max_num_seqs']} requests together, seed {s['seed']} and on."
     )
 
 
@@ -317,18 +323,22 @@ def markdown(record: Record) -> str:
     return "\n\n".join([*head, *(grid.markdown() for grid in grids(record)), bullets])
 
 
-# --- the figure ---------------------------------------------------------------------------------------------------------------------
+# --- the figure -----------------------------------------------------------------------------------
 
 COLOURS = {"-": "black", "strict": "tab:red", "probabilistic": "tab:blue", "block": "tab:green"}
 
 
 def draw(path: Path, records: Sequence[Record]) -> None:
-    """Left: mean length over K, theory as rings. Right: acceptance by position at the record's K. Of records after the first T = 0."""
+    """Draw mean length over K (left, theory as rings) and acceptance by position (right).
+
+    Records after the first contribute T = 0 only.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as e:
         raise ConfigError(
-            "--plot: expected the package matplotlib, got none; `pip install 'jaxspec[train]'` brings it"
+            "--plot: expected the package matplotlib, got none; "
+            "`pip install 'jaxspec[train]'` brings it"
         ) from e
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
