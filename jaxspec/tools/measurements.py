@@ -142,8 +142,11 @@ def _server_timings(record: Record) -> Iterator[tuple[Point, Timing]]:
 
 def _machine(record: Record) -> str:
     """Describe device, versions and measured rates of a record."""
-    versions, commit = record["versions"], str(record["versions"]["git_commit"])[:7]
-    parts = [record["devices"][0]["kind"], f"jax {versions['jax']}", f"commit {commit}"]
+    versions, commit = record["versions"], record["versions"]["git_commit"]
+    parts = [record["devices"][0]["kind"], f"jax {versions['jax']}"]
+    if commit:
+        dirty = "-dirty" if commit.endswith("-dirty") else ""
+        parts.append(f"commit {commit[:7]}{dirty}")
     if record.get("bytes_per_second"):
         parts.append(f"reads {record['bytes_per_second'] / 1e12:.2f} TB/s")
     if record.get("flops_per_second"):
