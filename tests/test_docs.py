@@ -65,3 +65,14 @@ def test_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"`((?:jaxspec|pallas_kernels|scripts|tests|docs)/[\w./-]+)`", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    named = {
+        (path.relative_to(ROOT).as_posix(), page)
+        for package in ("jaxspec", "pallas_kernels", "scripts", "tests")
+        for path in (ROOT / package).rglob("*.py")
+        for page in re.findall(r"\bdocs/[\w/-]+\.\w+", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert [(path, page) for path, page in sorted(named) if not (ROOT / page).exists()] == []
