@@ -1,7 +1,11 @@
 """Decoding with a record of every round: what it accepted, and what theory expected of it.
 
-One program serves every K up to the one it was compiled for: drafts past the wanted number become placeholders (-1), which rejection
-sampling takes for the end of the proposal. The draws before them are those of a smaller K, so the tokens are too.
+The engine runs the requests. Its rounds are replaced by `recorded_round` (ModelRunner.round_program),
+which returns a Verification with the record, and its observer (Engine.on_rounds) collects them.
+
+One program serves every K up to the one it was compiled for: a request that is allowed fewer drafts
+gets placeholders (-1) for the others, which rejection sampling takes for the end of the proposal.
+The draws before them are those of a smaller K, so the tokens are too.
 """
 
 from __future__ import annotations
@@ -9,42 +13,57 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.stages import Compiled
 
 from jaxspec import models
-from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
-from jaxspec.decode import programs
+from jaxspec.cache.group_blocks import NULL_BLOCK
+from jaxspec.cache.metadata import BlockTables, build_metadata
+from jaxspec.config import (
+    REFERENCE_KERNELS,
+    EngineConfig,
+    Kernels,
+    RoundConfig,
+    SamplingFeatures,
+    SpeculativeConfig,
+)
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
+from jaxspec.decode.verify import Verification
+from jaxspec.drafts import DraftConfig
 from jaxspec.drafts.autoregressive import Proposal, propose
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import ModelRunner
 from jaxspec.layers.params import Params
-from jaxspec.sampling.state import SamplingState
+from jaxspec.sampling.params import SamplingParams
 from jaxspec.tools.acceptance.expected import Expected, expected_acceptance
 
 Corrupt = Callable[[jax.Array, jax.Array], jax.Array]
+PREFILL_TOKENS = 64  # tokens of a prefill call for each request that may run
 
 
 @struct.dataclass
-class Round:
-    """output_tokens int32 [batch, K+1], num_sampled int32 [batch] as Verification has them. expected: None when greedy.
+class Record(Verification):
+    """A round's Verification, and what theory says of it.
 
-    surprise, entropy: float32 [batch, K+1], -log p of each sampled token and the entropy of that p, 0 elsewhere; None when greedy. Their
-    difference has mean 0 if, and for practical purposes only if, the text is the target's.
+    expected: each rule's expected acceptance; None when greedy.
+    surprise: float32 [batch, K+1], -log p of each sampled token, 0 elsewhere; None when greedy.
+    entropy:  float32 [batch, K+1], the entropy of that p, 0 elsewhere; None when greedy.
+
+    The difference of the last two has mean 0 if the text is the target's, and hardly otherwise.
     """
 
-    output_tokens: jax.Array
-    num_sampled: jax.Array
-    expected: Expected | None
-    surprise: jax.Array | None
-    entropy: jax.Array | None
+    expected: Expected | None = None
+    surprise: jax.Array | None = None
+    entropy: jax.Array | None = None
 
 
 def recorded_round(
@@ -53,56 +72,56 @@ def recorded_round(
     params: Params,
     state: DecodeState,
     draft_logits: jax.Array,
-    block_table: jax.Array,
-    num_drafts: jax.Array,
-) -> tuple[Round, DecodeState, jax.Array]:
-    """propose, verify and commit as decoding runs them, with num_drafts int32 [] of the K drafts, and the record.
+    block_tables: BlockTables,
+) -> tuple[Record, DecodeState, jax.Array]:
+    """Propose, verify and commit as decoding does, with state.max_drafts of the K drafts; record it.
 
-    draft_logits: float32 [batch, K, draft_vocab], the buffer that the draft writes its logits to, as the last round left it; returned as
-    this round leaves it. corrupt(written, before) -> draft logits as verification gets to see them; None: as they were written.
+    draft_logits: float32 [batch, K, draft_vocab], the buffer that the draft writes its logits to, as
+    the last round left it; returned as this round leaves it. corrupt(written, before) gives the
+    draft logits that verification sees; None: as they were written.
     """
     K = cfg.num_speculative_tokens
-    inputs = decode_state.draft_inputs(state, cfg.draft_table(block_table))
+    inputs = decode_state.draft_inputs(state, cfg.draft_table(block_tables))
     before, live = draft_logits, state.active
     buffers = Proposal(
         jnp.zeros((live.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None
     )
     carry = propose(cfg, params["draft"], inputs, state.draft_caches, buffers)
-    tokens = jnp.where(jnp.arange(K) < num_drafts, carry.proposal.draft_tokens, -1)
-    written = carry.proposal.draft_logits
+    proposal = decode.limit_drafts(cfg, state, carry.proposal)
+    tokens, written = proposal.draft_tokens, proposal.draft_logits
     seen = None
     if cfg.keeps_draft_logits:
         assert written is not None
         seen = written if corrupt is None else corrupt(written, before)
     state = replace(state, draft_caches=carry.caches)
     logits = (
-        _target_logits(cfg, params["target"], state, tokens, block_table) if cfg.sampled else None
+        _target_logits(cfg, params["target"], state, tokens, block_tables) if cfg.sampled else None
     )
-    sampling = state.sampling
+    temperature = state.sampling.temperature
     verification, state = decode.verify_and_commit(
-        cfg, params, state, block_table, Proposal(tokens, seen)
+        cfg, params, state, block_tables, Proposal(tokens, seen)
     )
-    output, count = verification.output_tokens, verification.num_sampled
+    record = Record(**vars(verification))
     if logits is None:
-        return Round(output, count, None, None, None), state, before
+        return record, state, before
     assert written is not None
     sampled_drafts = cfg.draft_sampling == "probabilistic"
     draft_to_target = params["draft"]["draft_to_target"] if cfg.draft.maps_vocabulary else None
     expected = expected_acceptance(
-        logits, tokens, written if sampled_drafts else None, draft_to_target, sampling.temperature
+        logits, tokens, written if sampled_drafts else None, draft_to_target, temperature
     )
-    log_p = jax.nn.log_softmax(logits / sampling.temperature[:, None, None], axis=-1)
+    log_p = jax.nn.log_softmax(logits / temperature[:, None, None], axis=-1)
     entropy = -(jnp.exp(log_p) * log_p).sum(axis=-1)
+    output = record.output_tokens
     surprise = -jnp.take_along_axis(log_p, jnp.maximum(output, 0)[..., None], axis=-1)[..., 0]
     real = output >= 0
-    written = jnp.where(live[:, None, None], written, before)
-    return (
-        Round(
-            output, count, expected, jnp.where(real, surprise, 0.0), jnp.where(real, entropy, 0.0)
-        ),
-        state,
-        written,
+    record = replace(
+        record,
+        expected=expected,
+        surprise=jnp.where(real, surprise, 0.0),
+        entropy=jnp.where(real, entropy, 0.0),
     )
+    return record, state, jnp.where(live[:, None, None], written, before)
 
 
 def _target_logits(
@@ -110,14 +129,17 @@ def _target_logits(
     params: Params,
     state: DecodeState,
     draft_tokens: jax.Array,
-    block_table: jax.Array,
+    block_tables: BlockTables,
 ) -> jax.Array:
-    """The logits that verification reads, [batch, K+1, vocab]: the same pass, which the compiler shares."""
+    """Return the logits [batch, K+1, vocab] that verification reads.
+
+    The same pass as verification's, so the compiler runs it once.
+    """
     rows = draft_tokens.shape[1] + 1
     tokens = jnp.concatenate([state.next_token[:, None], jnp.maximum(draft_tokens, 0)], axis=1)
     metadata = build_metadata(
         cfg.target_group,
-        cfg.target_tables(block_table),
+        cfg.target_tables(block_tables),
         state.seq_lens,
         jnp.where(state.active, rows, 0),
         rows,
@@ -137,14 +159,15 @@ def _target_logits(
 
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and draft. max_drafts: the largest K that is measured. stop_token_ids end a request."""
+    """A loaded target and draft. max_drafts: the largest K that is measured. stop_token_ids end a
+    request."""
 
-    target: Any
-    draft: Any
+    target: models.TargetConfig
+    draft: DraftConfig
     params: Params
     max_drafts: int
     stop_token_ids: tuple[int, ...]
-    dtype: Any = jnp.float32
+    dtype: jax.typing.DTypeLike = jnp.float32
     kernels: Kernels = REFERENCE_KERNELS
 
 
@@ -162,10 +185,12 @@ class Requests:
 class Counts:
     """Sums over the rounds of each request, float64 or int64 [requests, ...].
 
-    rounds, tokens: [requests]; tokens are those of the request's text, its first one and its stop token included.
-    accepted: [requests, K] rounds that accepted drafts 0..i. expected: {rule: [requests, K]}, empty when greedy.
-    surprise, entropy, squares: [requests], sums of -log p, of p's entropy and of their difference squared over the tokens of the text but
-    the first; 0 when greedy.
+    rounds:   [requests]
+    tokens:   [requests], of the request's text, its first one and its stop token included
+    accepted: [requests, K], rounds that accepted drafts 0..i
+    expected: {rule: [requests, K]}, empty when greedy
+    surprise, entropy, squares: [requests], sums over the tokens of the text but the first of -log p,
+              of p's entropy and of their difference squared; 0 when greedy
     """
 
     rounds: np.ndarray
@@ -178,47 +203,57 @@ class Counts:
 
 
 class Recorder:
-    """Compiled rounds of one pair, for batches of max_num_seqs requests of at most max_tokens tokens, prompt included.
+    """An engine over one pair that records its rounds.
 
-    Programs compile in threads when they are announced, once for each (rule, drafts, sampled or greedy), and serve every K and data set.
-    chunk: prompt tokens a prefill call. ahead: rounds launched before the host asks whether all requests have ended.
+    At most max_num_seqs requests run together, each of at most max_tokens tokens, prompt included.
+    The programs of rounds compile in threads when they are announced, one for each (rule, drafts,
+    sampled or greedy), and serve every K and data set. Prefill's compile when they first run.
     """
 
     def __init__(
-        self,
-        pair: Pair,
-        *,
-        max_num_seqs: int,
-        max_tokens: int,
-        block_size: int = 64,
-        chunk: int = 64,
-        ahead: int = 8,
+        self, pair: Pair, *, max_num_seqs: int, max_tokens: int, block_size: int = 64
     ) -> None:
-        self.pair, self.batch, self.chunk, self.ahead = pair, max_num_seqs, chunk, ahead
         pages = -(-(max_tokens + 2 * (pair.max_drafts + 1)) // block_size)
-        self.block_size, self.max_model_len = block_size, pages * block_size
-        self.num_blocks = max_num_seqs * pages
-        self.table = jnp.arange(self.num_blocks, dtype=jnp.int32).reshape(max_num_seqs, pages)
-        self._pool = ThreadPoolExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
-        self._compiled: dict[Any, Future[Any]] = {}
-
-    def config(self, rule: str, drafts: str, *, sampled: bool) -> RoundConfig:
-        pair = self.pair
-        return RoundConfig.of_pair(
+        config = EngineConfig(
+            max_model_len=pages * block_size,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            max_num_batched_tokens=PREFILL_TOKENS * max_num_seqs,
+            rounds_per_step=1,
+            # A block more than a request fills: admission keeps one free for each that runs.
+            num_gpu_blocks_override=max_num_seqs * (pages + 1),
+            enable_prefix_caching=False,
+            batch_invariant=True,
+        )
+        runner = ModelRunner(
             pair.target,
             pair.draft,
-            block_size=self.block_size,
-            max_model_len=self.max_model_len,
-            num_speculative_tokens=pair.max_drafts,
+            pair.params,
+            SpeculativeConfig(num_speculative_tokens=pair.max_drafts),
+            config,
+            kernels=pair.kernels,
+            dtype=jnp.dtype(pair.dtype),
+            eos_token_ids=pair.stop_token_ids,
+        )
+        self.pair, self.batch, self.pages = pair, max_num_seqs, pages
+        self.engine = Engine(runner)
+        self._pool = ThreadPoolExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
+        self._compiled: dict[tuple[RoundConfig, Corrupt | None], Future[Compiled]] = {}
+
+    def config(self, rule: str, drafts: str, *, sampled: bool) -> RoundConfig:
+        """Return the engine's rounds, with this rule and this kind of drafts."""
+        cfg = self.engine.runner.round_config(SamplingFeatures(sampled=sampled), batch=self.batch)
+        return replace(
+            cfg,
             rule=rule,  # type: ignore[arg-type]
             draft_sampling=drafts,  # type: ignore[arg-type]
-            sampled=sampled,
-            kernels=pair.kernels,
+            limits_drafts=True,
         )
 
     @property
     def num_programs(self) -> int:
-        return len(self._compiled)
+        """Programs of rounds, and one of prefill for sampled and for greedy requests each."""
+        return len(self._compiled) + len({cfg.sampled for cfg, _ in self._compiled})
 
     def announce(
         self, rule: str, drafts: str, *, sampled: bool, corrupt: Corrupt | None = None
@@ -227,51 +262,33 @@ class Recorder:
         cfg = self.config(rule, drafts, sampled=sampled)
         if (cfg, corrupt) in self._compiled:
             return
-        state, buffer = jax.eval_shape(lambda: (self._state(cfg, []), self._buffer(cfg)))
         program = jax.jit(
             recorded_round,
             static_argnums=(0, 1),
             donate_argnums=3,
             compiler_options=dict(cfg.compiler_options) or None,
         )
-        args = (self.pair.params, state, buffer, self.table, jax.ShapeDtypeStruct((), jnp.int32))
+        runner = self.engine.runner
+        state = jax.eval_shape(lambda state: state, runner.state)
+        buffer = jax.eval_shape(lambda: self._buffer(cfg))
+        tables = runner.tables.idle(self.batch, self.pages)
+        args = (runner.params, state, buffer, tables)
         self._compiled[cfg, corrupt] = self._pool.submit(
             lambda: program.lower(cfg, corrupt, *args).compile()
         )
-        prefill_cfg = self._prefill_config(sampled)
-        if prefill_cfg not in self._compiled:
-            ints = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-            chunk = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
-            jitted = programs.prefill_program.jitted(prefill_cfg)
-            prefill_args = (self.pair.params, state, self.table, chunk, ints, ints, ints)
-            self._compiled[prefill_cfg] = self._pool.submit(
-                lambda: jitted.lower(prefill_cfg, *prefill_args).compile()
-            )
-
-    def _prefill_config(self, sampled: bool) -> RoundConfig:
-        return self.config("probabilistic", "probabilistic", sampled=sampled)
 
     def _buffer(self, cfg: RoundConfig) -> jax.Array:
         width = cfg.draft.draft_vocab_size if cfg.sampled else 0
         return jnp.zeros((self.batch, cfg.num_speculative_tokens, width), jnp.float32)
 
-    def _state(
-        self, cfg: RoundConfig, keys: Sequence[int], temperature: float = 0.0, max_tokens: int = 0
-    ) -> DecodeState:
-        """An idle state with a request's key in each of the first rows."""
-        batch = self.batch
-        halves = np.zeros((batch, 2), np.uint32)
-        for row, key in enumerate(keys):
-            halves[row] = (key % 2**64) >> 32, key & 0xFFFFFFFF
-        sampling = SamplingState(jnp.asarray(halves), jnp.full(batch, temperature, jnp.float32))
-        stops = jnp.tile(jnp.asarray(self.pair.stop_token_ids or (-1,), jnp.int32), (batch, 1))
-        return decode_state.init_state(
-            cfg,
-            sampling,
-            jnp.full(batch, max_tokens, jnp.int32),
-            stops,
-            self.num_blocks,
-            self.pair.dtype,
+    def _whole(self, block_tables: BlockTables) -> BlockTables:
+        """Block tables with a column for every page: the program is compiled for no others."""
+        missing = self.pages - jax.tree.leaves(block_tables)[0].shape[1]
+        if missing == 0:
+            return block_tables
+        return jax.tree.map(
+            lambda table: jnp.pad(table, ((0, 0), (0, missing)), constant_values=NULL_BLOCK),
+            block_tables,
         )
 
     def run(
@@ -287,103 +304,88 @@ class Recorder:
         sampled = requests.temperature > 0
         self.announce(rule, drafts, sampled=sampled, corrupt=corrupt)
         cfg = self.config(rule, drafts, sampled=sampled)
-        prefill, program = (
-            self._compiled[self._prefill_config(sampled)].result(),
-            self._compiled[cfg, corrupt].result(),
-        )
-        buffer = self._buffer(cfg)
+        program, buffer = self._compiled[cfg, corrupt].result(), self._buffer(cfg)
+
+        def run_recorded(
+            cfg: RoundConfig,
+            num_rounds: int,
+            params: Params,
+            state: DecodeState,
+            block_tables: BlockTables,
+            compilation: str,
+        ) -> tuple[Verification, DecodeState]:
+            del cfg, num_rounds, compilation  # those that the program was compiled for
+            nonlocal buffer
+            record, state, buffer = program(params, state, buffer, self._whole(block_tables))
+            return record, state
+
+        self.engine.runner.round_program = run_recorded
         parts, texts = [], []
         for begin in range(0, len(requests.prompts), self.batch):
-            prompts = [list(p) for p in requests.prompts[begin : begin + self.batch]]
-            keys = [requests.seed + begin + i for i in range(len(prompts))]
-            state = self._state(cfg, keys, requests.temperature, requests.max_tokens)
-            first = np.full(self.batch, -1, np.int32)
-            for chunk in _chunks(prompts, self.batch, self.chunk):
-                verification, state = prefill(self.pair.params, state, self.table, *chunk)
-                first = np.maximum(first, np.asarray(verification.output_tokens)[:, 0])
-            rounds: list[Round] = []
-            while not rounds or bool(jax.device_get(state.active).any()):
-                launched = []
-                for _ in range(
-                    self.ahead
-                ):  # rounds past a request's end are idle and count nothing
-                    record, state, buffer = program(
-                        self.pair.params, state, buffer, self.table, np.int32(num_drafts)
-                    )
-                    launched.append(record)
-                rounds += jax.device_get(launched)
-            batch = replace(requests, prompts=prompts)
-            counts, written = _count(first, rounds, batch, num_drafts, self.pair.stop_token_ids)
-            parts.append(counts)
-            texts += written
+            prompts = requests.prompts[begin : begin + self.batch]
+            batch = [self._request(requests, begin + i, num_drafts) for i in range(len(prompts))]
+            records = self._records(batch)
+            parts.append(count(records, batch, num_drafts, sampled=sampled))
+            texts += [request.token_ids for request in batch]
         return join(parts), texts
 
-
-def _chunks(
-    prompts: Sequence[Sequence[int]], batch: int, chunk: int
-) -> list[tuple[np.ndarray, ...]]:
-    """tokens [batch, chunk], start, num_tokens and next_prompt_token [batch] of one prefill call after another."""
-    chunks = []
-    for begin in range(0, max(map(len, prompts)), chunk):
-        tokens, num_tokens, following = (
-            np.zeros((batch, chunk), np.int32),
-            np.zeros(batch, np.int32),
-            np.full(batch, -1, np.int32),
+    def _request(self, requests: Requests, index: int, num_drafts: int) -> Request:
+        return Request(
+            prompt_token_ids=list(requests.prompts[index]),
+            params=SamplingParams(requests.temperature),
+            max_tokens=requests.max_tokens,
+            stop_token_ids=self.pair.stop_token_ids,
+            max_drafts=num_drafts,
+            seed=(requests.seed + index) % 2**64,
+            metrics=SpecDecodeMetrics(self.pair.max_drafts),
         )
-        for row, prompt in enumerate(prompts):
-            part = prompt[begin : begin + chunk]
-            tokens[row, : len(part)], num_tokens[row] = part, len(part)
-            if begin + chunk < len(prompt):
-                following[row] = prompt[begin + chunk]
-        chunks.append((tokens, np.full(batch, begin, np.int32), num_tokens, following))
-    return chunks
+
+    def _records(self, batch: Sequence[Request]) -> list[Record]:
+        """Run the requests to their ends, request i in row i, and return their rounds."""
+        records: list[Record] = []
+        self.engine.on_rounds = lambda record, _: records.append(record)  # type: ignore[arg-type]
+        for request in batch:
+            self.engine.add(request)
+        while self.engine.has_requests:
+            self.engine.step()
+        return records
 
 
-def _count(
-    first: np.ndarray,
-    rounds: Sequence[Round],
-    requests: Requests,
-    num_drafts: int,
-    stops: Sequence[int],
-) -> tuple[Counts, list]:
-    """The counts of one batch, and its texts. rounds: what decoding returned, on the host; first: [batch] the tokens of prefill."""
-    num_requests = len(requests.prompts)
-    texts: list[list[int]] = []
+def count(
+    records: Sequence[Record], batch: Sequence[Request], num_drafts: int, *, sampled: bool
+) -> Counts:
+    """Return the counts of one batch, whose request i has row i of the records (NumPy arrays)."""
+    num_requests = len(batch)
+    tokens = np.array([len(request.token_ids) for request in batch])
     surprise, entropy, squares = np.zeros((3, num_requests))
-    record: Round = jax.tree.map(
-        lambda *leaves: np.stack(leaves)[:, :num_requests], *rounds
+    rules = [f.name for f in fields(Expected)] if sampled else []
+    if not records:  # every request ended with its first token
+        none = np.zeros((num_requests, num_drafts))
+        expected = dict.fromkeys(rules, none)
+        return Counts(0 * tokens, tokens, none.astype(int), expected, surprise, entropy, squares)
+    record: Record = jax.tree.map(
+        lambda *leaves: np.stack(leaves)[:, :num_requests], *records
     )  # [rounds, requests, ...]
-    for i in range(num_requests):
-        real = record.output_tokens[:, i] >= 0
-        text = _trim(
-            [int(first[i]), *record.output_tokens[:, i][real].tolist()], requests.max_tokens, stops
-        )
-        texts.append(text)
-        if record.surprise is not None and record.entropy is not None:
+    if record.surprise is not None and record.entropy is not None:
+        for i in range(num_requests):
+            # The text past its first token, which is prefill's; a round may go on past its end.
+            real = record.output_tokens[:, i] >= 0
             s, e = (
-                np.asarray(x[:, i][real][: len(text) - 1], np.float64)
+                np.asarray(x[:, i][real][: tokens[i] - 1], np.float64)
                 for x in (record.surprise, record.entropy)
             )
             surprise[i], entropy[i], squares[i] = s.sum(), e.sum(), ((s - e) ** 2).sum()
-    live = np.asarray(record.num_sampled) > 0
-    accepted = (np.asarray(record.num_sampled)[..., None] > 1 + np.arange(num_drafts)).sum(axis=0)
-    total = lambda x: (np.asarray(x, np.float64)[..., :num_drafts] * live[..., None]).sum(axis=0)  # noqa: E731
-    expected = (
-        {}
-        if record.expected is None
-        else {rule: total(values) for rule, values in vars(record.expected).items()}
-    )
-    tokens = np.array([len(text) for text in texts])
-    return Counts(live.sum(axis=0), tokens, accepted, expected, surprise, entropy, squares), texts
+    num_sampled = np.asarray(record.num_sampled)
+    live = num_sampled > 0
+    accepted = (num_sampled[..., None] > 1 + np.arange(num_drafts)).sum(axis=0)
+
+    def total(values: jax.Array) -> np.ndarray:
+        return (np.asarray(values, np.float64)[..., :num_drafts] * live[..., None]).sum(axis=0)
+
+    expected = {rule: total(getattr(record.expected, rule)) for rule in rules}
+    return Counts(live.sum(axis=0), tokens, accepted, expected, surprise, entropy, squares)
 
 
 def join(parts: Sequence[Counts]) -> Counts:
     """The counts of several batches, one after the other."""
     return Counts(**jax.tree.map(lambda *leaves: np.concatenate(leaves), *map(vars, parts)))
-
-
-def _trim(text: list[int], max_tokens: int, stop_token_ids: Sequence[int]) -> list[int]:
-    """A text up to its stop token (included) or max_tokens."""
-    text = text[:max_tokens]
-    stop = next((i for i, token in enumerate(text) if token in stop_token_ids), len(text))
-    return text[: stop + 1]
