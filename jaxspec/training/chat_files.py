@@ -42,15 +42,11 @@ def write_chats(
     )
     chats, report = generate_chats(
         cfg,
-        target.cfg,
-        target.params,
-        target.chat,
-        dtype=target.dtype,
+        target,
         deadline=time.monotonic() + 60 * minutes,
         max_chats=max_chats,
         prompts=prompts,
         openings=[target.words.encode(text) for text in all_openings()],
-        decode_text=target.words.decode,
         overlap=overlap,
         log=log,
     )

@@ -10,10 +10,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import models
+from jaxspec.config import ConfigError
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer, load_tokenizer, resolve
 from jaxspec.loading.model import load_target
-from jaxspec.training.generation import ChatFormat
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The target's chat template as token ids.
+
+    A chat is before_user, the user's text, before_answer, the answer, and a stop token.
+    """
+
+    before_user: tuple[int, ...]
+    before_answer: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    special_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> ChatFormat:
+        """Read the template of a tokenizer by rendering a chat around a marker."""
+        marker = "@@USER@@"
+        text = tokenizer.hf.apply_chat_template(
+            [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
+        )
+        if text.count(marker) != 1:
+            raise ConfigError(
+                "chat template: expected the user's text once in a rendered chat, "
+                f"got {text.count(marker)} times"
+            )
+        before, after = (
+            tuple(tokenizer.hf.encode(part, add_special_tokens=False))
+            for part in text.split(marker)
+        )
+        return cls(before, after, tokenizer.eos_token_ids, tuple(tokenizer.hf.all_special_ids))
 
 
 class Words(Protocol):

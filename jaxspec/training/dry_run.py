@@ -12,8 +12,7 @@ import numpy as np
 from jaxspec import models
 from jaxspec.config import AttentionConfig, RopeConfig
 from jaxspec.layers.params import init_random
-from jaxspec.training.chat_target import ChatTarget
-from jaxspec.training.generation import ChatFormat
+from jaxspec.training.chat_target import ChatFormat, ChatTarget
 
 CHAT = ChatFormat(
     before_user=(1, 4, 5), before_answer=(2, 6, 7), stop_token_ids=(2,), special_token_ids=(0, 1, 2)

@@ -12,7 +12,7 @@ from jaxspec import LLM, EngineConfig, SamplingParams
 from jaxspec.config import CacheGroup, RoundConfig
 from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.tools.losslessness import _last_logits
-from jaxspec.training.generation import GenerationConfig, Generator, Request
+from jaxspec.training.generation import GenerationConfig, Generator, Turn
 from jaxspec.training.target import greedy_tokens, target_states
 from tests.support.families import family_model
 from tests.support.tiny import Model, random_prompts
@@ -49,8 +49,8 @@ def test_training_computes_the_hidden_states_that_decoding_sees(
 
 def test_trainings_generation_writes_plain_decodings_text(model: Model, text: list[int]) -> None:
     cfg = GenerationConfig(num_slots=2, max_len=32, prefill_rows=1, steps=4, block_size=4)
-    generator = Generator(cfg, model.target, model.params["target"], [-1], jnp.float32)
-    queue, ended = [Request(np.asarray(PROMPT, np.int32), 0.0, LENGTH, False)], []
+    generator = Generator(cfg, model.target, model.params["target"], [], jnp.float32)
+    queue, ended = [Turn(np.asarray(PROMPT, np.int32), 0.0, LENGTH, False)], []
     while not ended:
         generator.refill(lambda: queue.pop(0) if queue else None)
         ended = generator.step()
@@ -63,8 +63,6 @@ def test_recorded_rounds_write_plain_decodings_text(model: Model, text: list[int
         max_num_seqs=1,
         max_tokens=32,
         block_size=4,
-        chunk=6,
-        ahead=2,
     )
     _, texts = recorder.run(Requests([PROMPT], 0.0, LENGTH), "probabilistic", "probabilistic", 3)
     assert texts == [text]

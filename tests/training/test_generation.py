@@ -11,12 +11,14 @@ import pytest
 
 from jaxspec import models
 from jaxspec.config import ConfigError
-from jaxspec.training.data import OverlapFilter
+from jaxspec.training.chat_target import ChatFormat, ChatTarget
+from jaxspec.training.data import Chats, OverlapFilter
+from jaxspec.training.dry_run import HashedWords
 from jaxspec.training.generation import (
-    ChatFormat,
     GenerationConfig,
+    GenerationReport,
     Generator,
-    Request,
+    Turn,
     generate_chats,
 )
 from jaxspec.training.target import target_states
@@ -36,6 +38,10 @@ CHAT = ChatFormat(
 )
 
 
+def chat_target(pair: Pair) -> ChatTarget:
+    return ChatTarget("tiny", pair.target_cfg, pair.target, CHAT, HashedWords(VOCAB))
+
+
 def far() -> float:
     return time.monotonic() + 1e6
 
@@ -43,7 +49,7 @@ def far() -> float:
 def test_greedy_answers_equal_the_argmax_of_the_whole_sequence(pair: Pair) -> None:
     rng = np.random.default_rng(0)
     requests = [
-        Request(rng.integers(3, VOCAB, n).astype(np.int32), 0.0, CFG.max_answer_tokens, False)
+        Turn(rng.integers(3, VOCAB, n).astype(np.int32), 0.0, CFG.max_answer_tokens, False)
         for n in (1, 3, 7, 8, 9, 15, 16, 26)
     ]
     generator = Generator(CFG, pair.target_cfg, pair.target, [2], jnp.float32)
@@ -76,10 +82,7 @@ def test_free_running_chats_follow_the_template(pair: Pair) -> None:
     given = [np.asarray([1, 4, 5, 9, 10, 2, 6, 7], np.int32)]
     chats, report = generate_chats(
         CFG,
-        pair.target_cfg,
-        pair.target,
-        CHAT,
-        dtype=jnp.float32,
+        chat_target(pair),
         deadline=far(),
         max_chats=12,
         prompts=given,
@@ -104,25 +107,31 @@ def test_free_running_chats_follow_the_template(pair: Pair) -> None:
 
 
 def test_a_user_turn_that_overlaps_the_evaluation_set_is_not_answered(pair: Pair) -> None:
-    run = lambda overlap: generate_chats(  # noqa: E731
-        CFG, pair.target_cfg, pair.target, CHAT, dtype=jnp.float32, deadline=far(), max_chats=6, log=lambda line: None,
-        decode_text=lambda ids: " ".join(map(str, ids)), overlap=overlap,
-    )  # fmt: skip
+    def run(overlap: OverlapFilter | None) -> tuple[Chats, GenerationReport]:
+        return generate_chats(
+            CFG,
+            chat_target(pair),
+            deadline=far(),
+            max_chats=6,
+            overlap=overlap,
+            log=lambda line: None,
+        )
+
     free, _ = run(None)
     banned = free.sequence(0)[3 : free.answer_start[0] - 3]
     chats, report = run(OverlapFilter([" ".join(map(str, banned))], n=len(banned)))
     assert report.removed_by_overlap >= 1
-    text = lambda i: f" {' '.join(map(str, chats.sequence(i)[3 : chats.answer_start[i] - 3]))} "  # noqa: E731
+
+    def text(i: int) -> str:
+        return f" {' '.join(map(str, chats.sequence(i)[3 : chats.answer_start[i] - 3]))} "
+
     assert not any(f" {' '.join(map(str, banned))} " in text(i) for i in range(len(chats)))
 
 
 def test_generation_ends_at_the_deadline(pair: Pair) -> None:
     chats, _ = generate_chats(
         CFG,
-        pair.target_cfg,
-        pair.target,
-        CHAT,
-        dtype=jnp.float32,
+        chat_target(pair),
         deadline=time.monotonic() - 1,
         max_chats=10,
         log=lambda line: None,
