@@ -76,5 +76,5 @@ def observe_tokens(
 
 
 def has_large_state(sampling: SamplingState) -> bool:
-    """Return whether a round writes arrays [batch, vocab] of the state (LogitsProcessor.large_state)."""
+    """Return whether a round writes arrays [batch, vocab] of the state."""
     return any(p.large_state for p in PROCESSORS if p.name in sampling.processors)

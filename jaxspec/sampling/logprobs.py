@@ -1,6 +1,7 @@
-"""Log-probabilities of tokens, and of the likeliest in their places, under the model's own logits: before any processing, as vLLM's are.
+"""Log-probabilities of tokens and of the likeliest alternatives.
 
-The device scores the rows that a prefill or a round computed anyway; the host turns a request's rows into what RequestOutput holds.
+They are those of the model's own logits before any processing, as in vLLM. The device scores rows
+that a prefill or a round has computed anyway. The host makes dictionaries of a request's rows.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from jax import lax
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.state import argmax
 
-PIECE_BYTES = (
-    256 << 20
-)  # of float32 logits at a time: a chunk of a prompt has more rows than a round
+# float32 logits that score_hidden holds at a time: a chunk of a prompt has more rows than a round.
+PIECE_BYTES = 256 << 20
 
 
 @struct.dataclass
 class Scores:
-    """Per row. logprob: float32 [batch, rows], of the row's token; rank: int32 [batch, rows], how many tokens are as likely or likelier.
-    top_ids, top_logprobs: int32, float32 [batch, rows, MAX_LOGPROBS or vocab], the likeliest tokens in their order."""
+    """Scores of the tokens of each row.
+
+    logprob:      float32 [batch, rows], of the row's token
+    rank:         int32 [batch, rows], how many tokens are as likely or likelier
+    top_ids:      int32 [batch, rows, MAX_LOGPROBS or vocab], the likeliest tokens in their order
+    top_logprobs: float32, as top_ids, their log-probabilities
+    """
 
     logprob: jax.Array
     rank: jax.Array
@@ -34,15 +39,22 @@ class Scores:
 
 @dataclass(frozen=True)
 class Logprob:
-    """logprob: natural logarithm. rank: 1 for the likeliest token of the place."""
+    """The score of one token.
+
+    logprob: natural logarithm of its probability
+    rank: 1 for the likeliest token
+    """
 
     logprob: float
     rank: int
 
 
 def score_tokens(logits: jax.Array, tokens: jax.Array, *, everything: bool = False) -> Scores:
-    """tokens int32 [batch, rows] under raw float32 logits [batch, rows, vocab]; what a row of token -1 holds is not used.
-    everything: list the whole vocabulary, not just MAX_LOGPROBS."""
+    """Score tokens int32 [batch, rows] under raw float32 logits [batch, rows, vocab].
+
+    The scores of rows with token -1 have no meaning. everything: list the whole vocabulary, not
+    just MAX_LOGPROBS tokens.
+    """
     log_sum_exp = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)
     most = min(MAX_LOGPROBS, logits.shape[-1])
@@ -61,11 +73,12 @@ def score_tokens(logits: jax.Array, tokens: jax.Array, *, everything: bool = Fal
 
 
 def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """lax.top_k of [batch, rows, vocab] in `count` passes that read the row and write nothing: on a GPU top_k sorts the vocabulary."""
-    flat, index = (
-        logits.reshape(-1, logits.shape[-1]),
-        jnp.arange(logits.shape[-1], dtype=jnp.int32),
-    )
+    """Return lax.top_k of [batch, rows, vocab] in `count` passes that only read the logits.
+
+    On a GPU lax.top_k sorts the vocabulary.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
 
     def step(
         last: tuple[jax.Array, jax.Array], _: None
@@ -91,12 +104,12 @@ def score_hidden(
     hidden: jax.Array,
     tokens: jax.Array,
 ) -> Scores:
-    """score_tokens of the logits of hidden [batch, rows, D], a piece of the rows at a time."""
+    """Score tokens by the logits of hidden [batch, rows, D], a piece of the rows at a time."""
     batch, rows = tokens.shape
     size = max(1, min(rows, PIECE_BYTES // (4 * batch * vocab_size)))
 
     def split(x: jax.Array) -> jax.Array:
-        """[batch, rows, ...] -> [pieces, batch, size, ...]"""
+        """Reshape [batch, rows, ...] to [pieces, batch, size, ...]."""
         padded = jnp.pad(x, [(0, 0), (0, -rows % size), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(padded.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
 
@@ -111,7 +124,11 @@ def score_hidden(
 def logprobs_of(
     scores: Scores, row: int, tokens: Sequence[int], num_logprobs: int
 ) -> list[dict[int, Logprob]]:
-    """Of each of tokens, which the first columns of a row score (NumPy arrays): itself, then the num_logprobs likeliest (-1: all)."""
+    """Return a dictionary for each of these tokens, which the first columns of a row score.
+
+    scores holds NumPy arrays. A dictionary has the token itself, then the num_logprobs likeliest
+    tokens (-1: all).
+    """
     found, listed = [], None if num_logprobs < 0 else num_logprobs
     for i, token in enumerate(tokens):
         place = {token: Logprob(float(scores.logprob[row, i]), int(scores.rank[row, i]))}

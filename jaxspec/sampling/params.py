@@ -1,4 +1,4 @@
-"""SamplingParams: how one request is sampled and when it ends, in vLLM's words; and what a batch of them needs of a round."""
+"""SamplingParams: how one request is sampled and when it ends, in vLLM's words."""
 
 from __future__ import annotations
 
@@ -8,33 +8,43 @@ from typing import Any
 
 from jaxspec.config import ConfigError, is_int, is_number, settle_integers
 
-MAX_LOGPROBS = 20  # the most alternatives a token; vLLM's default limit
+MAX_LOGPROBS = 20  # alternatives of a token at most; vLLM's default limit
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. The defaults leave the model's distribution alone and sample from it.
+    """How one request is sampled. The defaults sample from the model's own distribution.
 
-    Applied in this order, as by vLLM's plain sampler, with and without speculation:
-    allowed_token_ids: nothing else is generated; None: every token. banned_token_ids: never generated.
-    bad_words: words whose last token is forbidden where the text (not the prompt) ends with its others. As in vLLM a word counts as it is
-    written at the beginning of a text, and after a blank where that takes as many tokens and begins with another; not in other tokens.
-    bad_words_token_ids: the same as lists of token ids.
-    min_tokens: no end-of-text or stop token before this many tokens (ignore_eos or not).
-    logit_bias: token id -> -100 to 100, added to its logit.
-    repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the text so far.
-    frequency_penalty, presence_penalty: taken off a token's logit for each time, and once if ever, that it was generated.
-    temperature: divides the logits; 0 is greedy, and needs none of the four that follow.
-    min_p: drops tokens less likely than min_p times the likeliest; 0: off. top_k: keeps this many; 0 or -1: off.
-    top_p: keeps the fewest whose mass reaches top_p; 1: off.
-    seed: the same seed, prompt and parameters give the same text; None: another text each time.
+    Applied in this order, that of vLLM's plain sampler, with and without speculation:
+    allowed_token_ids: nothing else is generated; None: every token
+    banned_token_ids: never generated
+    bad_words: words that the text may not contain: a word's last token is forbidden where the text
+        (not the prompt) ends with its other tokens. As in vLLM, a word has the tokens of the
+        beginning of a text. It also has those after a blank where they are as many and begin with
+        another token. Other tokens of the same letters are allowed.
+    bad_words_token_ids: the same as lists of token ids
+    min_tokens: no end-of-text or stop token before this many tokens (ignore_eos or not)
+    logit_bias: token id -> -100 to 100, added to its logit
+    repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in
+        the prompt or the text so far
+    frequency_penalty: subtracted from a token's logit for each time that it was generated
+    presence_penalty: subtracted from a token's logit once if it was generated
+    temperature: divides the logits; 0 is greedy and ignores min_p, top_k, top_p and seed
+    min_p: drops tokens less likely than min_p times the likeliest; 0: off
+    top_k: keeps this many tokens; 0 or -1: off
+    top_p: keeps the fewest tokens whose probabilities reach top_p; 1: off
+    seed: the same seed, prompt and parameters give the same text; None: another text each time
 
-    max_tokens: the text's length at most; None: what max_model_len leaves. ignore_eos: go on after an end-of-text token.
-    stop_token_ids: more tokens that end the text.
-    stop: strings that end it; they are cut off unless include_stop_str_in_output.
-    logprobs: log-probabilities of each generated token and of this many likeliest alternatives (0 to 20, -1: the whole vocabulary), of the
-    model's own logits, before anything above is applied; prompt_logprobs: of the prompt's tokens, 0 to 20. None: off. n: texts a prompt.
-    num_speculative_tokens: draft tokens a round at most, 0 for none (not vLLM's); None, or more than the engine's K: the engine's K.
+    max_tokens: the text's length at most; None: what max_model_len leaves
+    ignore_eos: go on after an end-of-text token
+    stop_token_ids: more tokens that end the text
+    stop: strings that end the text; they are cut off unless include_stop_str_in_output
+    logprobs: log-probabilities of each generated token and of this many likeliest alternatives
+        (0 to 20; -1: the whole vocabulary), of the model's own logits without processing; None: off
+    prompt_logprobs: the same for the prompt's tokens, 0 to 20; None: off
+    n: texts for each prompt
+    num_speculative_tokens: draft tokens of a round at most, 0 for none; None, or more than the
+        engine's K: the engine's K. vLLM has no such parameter.
     """
 
     temperature: float = 1.0
@@ -63,25 +73,24 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self._settle("stop", _strings("stop", self.stop))
+        self._set("stop", _strings("stop", self.stop))
         for name in ("banned_token_ids", "stop_token_ids"):
-            self._settle(name, _token_ids(name, getattr(self, name)))
+            self._set(name, _token_ids(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            self._settle(
-                "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids)
-            )
+            self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not set(self.allowed_token_ids) - set(self.banned_token_ids):
                 raise ConfigError(
-                    f"allowed_token_ids: expected at least one id that is not banned, got {self.allowed_token_ids}"
+                    "allowed_token_ids: expected at least one id that is not banned, "
+                    f"got {self.allowed_token_ids}"
                 )
-        self._settle("bad_words", _words(self.bad_words))
-        self._settle("bad_words_token_ids", _words_token_ids(self.bad_words_token_ids))
-        self._settle("logit_bias", _biases(self.logit_bias))
+        self._set("bad_words", _words(self.bad_words))
+        self._set("bad_words_token_ids", _words_token_ids(self.bad_words_token_ids))
+        self._set("logit_bias", _biases(self.logit_bias))
         self._check_numbers()
         self._check_counts()
         settle_integers(self)
 
-    def _settle(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
@@ -124,13 +133,15 @@ class SamplingParams:
             or (most is not None and self.min_tokens > most)
         ):
             raise ConfigError(
-                f"min_tokens: expected an integer from 0 to max_tokens {most}, got {self.min_tokens!r}"
+                f"min_tokens: expected an integer from 0 to max_tokens {most}, "
+                f"got {self.min_tokens!r}"
             )
         for name, least, wanted in (("logprobs", -1, ", -1 for all"), ("prompt_logprobs", 0, "")):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not least <= value <= MAX_LOGPROBS):
                 raise ConfigError(
-                    f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, got {value!r}"
+                    f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, "
+                    f"got {value!r}"
                 )
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
@@ -144,7 +155,8 @@ class SamplingParams:
             )
         if self.greedy and self.n > 1:
             raise ConfigError(
-                f"n: expected 1 with temperature 0, whose texts would all be the same, got {self.n!r}"
+                "n: expected 1 with temperature 0, whose texts would all be the same, "
+                f"got {self.n!r}"
             )
 
     @property
@@ -152,7 +164,7 @@ class SamplingParams:
         return self.temperature == 0
 
     def check_vocabulary(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """ConfigError for ids that a target's vocabulary does not have, or where nothing would be left to generate."""
+        """Raise ConfigError for ids outside the vocabulary, or if no token could be generated."""
         words = self.bad_words_token_ids
         listed = {
             name: getattr(self, name) or ()
@@ -177,27 +189,27 @@ class SamplingParams:
         ) - set(self.banned_token_ids)
         if not left:
             raise ConfigError(
-                f"banned_token_ids: expected fewer than the vocabulary's {vocab_size}, got all of them"
+                f"banned_token_ids: expected fewer than the vocabulary's {vocab_size}, "
+                "got all of them"
             )
         going_on = left - ends if self.min_tokens else left
         if not going_on:
             raise ConfigError(
-                f"min_tokens: expected 0, since allowed_token_ids and banned_token_ids leave end-of-text and stop tokens only, "
+                "min_tokens: expected 0, since allowed_token_ids and banned_token_ids leave "
+                "end-of-text and stop tokens only, "
                 f"got {self.min_tokens}"
             )
         for tokens in (left, going_on):
             text = _dead_end(words, tokens)
             if text is not None:
                 raise ConfigError(
-                    f"bad_words: expected some token to be left after any text, got none after token ids {list(text)}"
+                    "bad_words: expected some token to be left after any text, "
+                    f"got none after token ids {list(text)}"
                 )
 
 
 def end_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:
-    """Return the tokens that min_tokens holds back.
-
-    As in vLLM, end-of-text is among them even where ignore_eos is set.
-    """
+    """Return the tokens that end a text, sorted: these end-of-text ids and the request's own."""
     return tuple(sorted({*eos_token_ids, *params.stop_token_ids}))
 
 
@@ -219,7 +231,10 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
-    """A list's items, none of None; what is no list at all is an item that nobody expects."""
+    """Return items as a tuple.
+
+    None gives (), and a non-list gives a value that validation rejects.
+    """
     return (
         ()
         if value is None
@@ -242,15 +257,17 @@ def _words_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
     words = tuple(_token_ids("bad_words_token_ids", word) for word in _listed(value))
     if not all(words):
         raise ConfigError(
-            f"bad_words_token_ids: expected lists of token ids, none of them empty, got {value!r:.200}"
+            "bad_words_token_ids: expected lists of token ids, none of them empty, "
+            f"got {value!r:.200}"
         )
     return words
 
 
 def _dead_end(words: Sequence[Sequence[int]], left: set[int]) -> Sequence[int] | None:
-    """The end of a text of tokens that are left after which these words forbid all of them; None if there is none.
+    """Return a text of tokens in `left` after which these words forbid all of `left`, or None.
 
-    Of the words that a text has begun, the longest beginning ends with the others.
+    Only beginnings of words are tried: a text that ends with the beginnings of several words ends
+    with the longest of them, which ends with the others.
     """
     if not left <= {word[-1] for word in words}:
         return None

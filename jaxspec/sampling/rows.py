@@ -41,8 +41,8 @@ class StateLayout:
 
     vocabulary: the target's
     held: names of the processors that the state has
-    sizes: for the name of each processor, whether held or not, the sizes that its state has once held
-        (LogitsProcessor.sizes)
+    sizes: for the name of each processor, whether held or not, the sizes that its state has once
+        held (LogitsProcessor.sizes)
     """
 
     vocabulary: Vocabulary
@@ -87,9 +87,9 @@ def sampling_rows(
 
 def _row(layout: StateLayout, request: SampledRequest) -> SamplingState:
     """One request's row, without the batch axis."""
-    seed = request.seed
+    halves = [request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF]
     return SamplingState(
-        keys=np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),  # type: ignore[arg-type]
+        keys=np.array(halves, np.uint32),  # type: ignore[arg-type]
         temperature=np.float32(request.params.temperature),  # type: ignore[arg-type]
         processors={
             p.name: p.init(request, layout.vocabulary, layout.sizes[p.name])
@@ -102,8 +102,9 @@ def _row(layout: StateLayout, request: SampledRequest) -> SamplingState:
 def change_layout(sampling: SamplingState, layout: StateLayout) -> SamplingState:
     """Return a device's state with the processors and the sizes of another layout.
 
-    Processors that are new get neutral rows; those that the layout does not hold are dropped. Running
-    requests keep what they use, so the host need not know what the rounds in flight have generated.
+    Processors that are new get neutral rows; those that the layout does not hold are dropped.
+    Running requests keep what they use, so the host need not know what the rounds in flight have
+    generated.
     """
     batch = sampling.temperature.shape[0]
     neutral = sampling_rows(layout, [IDLE]).processors

@@ -6,9 +6,9 @@ without speculation (rule "strict" and plain decoding; the draft shares the stre
 "accept" and "recover" are keyed by the round's first seq_len and the offset in the round: fresh in
 every round, and independent of each other.
 
-vLLM shared the draft's noise with the recovered token, which biased its output (issue #47386). Noise
-keyed by position alone biases block verification: it looks at draws beyond what it accepts and would
-meet them again in the next round.
+vLLM shared the draft's noise with the recovered token, which biased its output (issue #47386).
+Noise keyed by position alone biases block verification: it looks at draws beyond what it accepts
+and would meet them again in the next round.
 """
 
 from __future__ import annotations
@@ -69,10 +69,13 @@ def draw(
     *,
     implementation: str = "reference",
 ) -> jax.Array:
-    """Draw a token int32 [batch] from each row of logits float32 [batch, vocab] with a stream's noise.
+    """Draw a token from each row of logits, with a stream's noise; int32 [batch].
 
-    offset is a scalar; token_ids: see pallas_kernels.gumbel_sample. The result equals that of
-    sample(scale_by_temperature(...), gumbel_noise(...), ...).
+    logits: float32 [batch, vocab]
+    offset: a scalar
+    token_ids: see pallas_kernels.gumbel_sample
+
+    The result equals that of sample(scale_by_temperature(...), gumbel_noise(...), ...).
     """
     offset = jnp.asarray(offset, jnp.int32)
     return gumbel_sample(

@@ -4,7 +4,7 @@ plain decoding of the same text; and what nobody asks for costs nothing and chan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -234,6 +234,36 @@ def test_a_row_of_a_window_has_the_bits_of_plain_decoding_after_the_same_drafts(
             features,
             committed,
             jnp.asarray(np.pad(drafts[:, i : i + 1], ((0, 0), (0, 2)), constant_values=-1)),
+        )
+
+
+def test_the_requests_above_use_every_processor() -> None:
+    """So a new processor is not forgotten in them and in the specification."""
+    assert features_of(REQUESTS).processors == EVERY_FEATURE.processors
+    assert len({p.name for p in PROCESSORS}) == len(PROCESSORS)
+
+
+def test_a_state_with_room_for_larger_requests_gives_the_same_bits() -> None:
+    K, features = 3, features_of(REQUESTS)
+    texts = [TEXT[: i % 6] for i in range(len(REQUESTS))]
+    drafts = np.random.default_rng(5).choice([5, 30, 7, 11], (len(REQUESTS), K)).astype(np.int32)
+    logits = jnp.asarray(random_logits(len(REQUESTS), K + 1, V, seed=8))
+    lengths = jnp.asarray([len(PROMPT) + len(t) for t in texts], jnp.int32)
+    state = state_of(REQUESTS, texts)
+    layout = StateLayout(Vocabulary(V, EOS)).fit(features, REQUESTS)
+    doubled = {name: tuple(2 * n for n in sizes) for name, sizes in layout.sizes.items()}
+    larger = change_layout(state, replace(layout, sizes=doubled))
+    assert sum(a.size for a in jax.tree.leaves(larger)) > sum(
+        a.size for a in jax.tree.leaves(state)
+    )
+    committed = jnp.asarray(drafts[:, :2])
+    for before, after in (
+        (state, larger),
+        tuple(observe_tokens(features, s, committed) for s in (state, larger)),
+    ):
+        np.testing.assert_array_equal(
+            processed(features, logits, after, lengths, jnp.asarray(drafts)),
+            processed(features, logits, before, lengths, jnp.asarray(drafts)),
         )
 
 

@@ -58,8 +58,8 @@ class BadWords(LogitsProcessor[BadWordsState]):
     def grow(self, state: BadWordsState, sizes: tuple[int, ...]) -> BadWordsState:
         """Pad words and text on their left.
 
-        The padding of `recent` stands for tokens that the host does not know yet. Only words of later
-        requests are long enough to read it.
+        The padding of `recent` stands for tokens that the host does not know yet. Only words of
+        later requests are long enough to read it.
         """
         more, longer = (
             max(0, n - m) for n, m in zip(sizes, state.token_ids.shape[1:], strict=True)

@@ -26,7 +26,8 @@ class MinP(LogitsProcessor[jax.Array]):
     def init(
         self, request: SampledRequest, vocabulary: Vocabulary, sizes: tuple[int, ...]
     ) -> jax.Array:
-        return np.float32(0 if request.params.greedy else request.params.min_p)  # type: ignore[return-value]
+        params = request.params
+        return np.float32(0 if params.greedy else params.min_p)  # type: ignore[return-value]
 
     def apply(self, state: jax.Array, logits: jax.Array, window: Window) -> jax.Array:
         threshold = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(state)[:, None, None]

@@ -1,4 +1,7 @@
-"""min_tokens: forbid end-of-text and stop tokens until a text is long enough."""
+"""min_tokens: forbid end-of-text and stop tokens until a text is long enough.
+
+As in vLLM, end-of-text tokens are forbidden even where ignore_eos is set.
+"""
 
 from __future__ import annotations
 

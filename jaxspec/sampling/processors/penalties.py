@@ -52,11 +52,12 @@ class Penalties(LogitsProcessor[PenaltiesState]):
         self, request: SampledRequest, vocabulary: Vocabulary, sizes: tuple[int, ...]
     ) -> PenaltiesState:
         params = request.params
+        counts = _counts(request.generated_token_ids, vocabulary).astype(np.int32)
         return PenaltiesState(
             repetition=np.float32(params.repetition_penalty),  # type: ignore[arg-type]
             presence=np.float32(params.presence_penalty),  # type: ignore[arg-type]
             frequency=np.float32(params.frequency_penalty),  # type: ignore[arg-type]
-            output_counts=_counts(request.generated_token_ids, vocabulary).astype(np.int32),  # type: ignore[arg-type]
+            output_counts=counts,  # type: ignore[arg-type]
             prompt_seen=_counts(request.prompt_token_ids, vocabulary) > 0,  # type: ignore[arg-type]
         )
 

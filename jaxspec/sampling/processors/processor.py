@@ -1,7 +1,8 @@
 """The interface of a logits processor: one feature of SamplingParams in one file.
 
-To add one, write its class in a file beside this one, list it in jaxspec/sampling/processors/__init__.py,
-and give SamplingParams its field with the field's validation. Everything else loops over that list.
+To add one, write its class in a file beside this one, list it in
+jaxspec/sampling/processors/__init__.py, and give SamplingParams its field with the field's
+validation. Everything else loops over that list.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class SampledRequest:
-    """What the host knows of a request when its row of the state is made.
+    """A request as the host knows it when its row of the state is made.
 
     params: token ids in range (SamplingParams.check_vocabulary)
     seed: an integer, of which the low 64 bits count
@@ -48,7 +49,7 @@ class SampledRequest:
 
 @dataclass(frozen=True)
 class Window:
-    """What precedes the rows of logits that a processor is applied to.
+    """The place of the rows of logits that a processor is applied to.
 
     positions:    int32 [batch]; row i predicts the token at positions + i
     draft_tokens: int32 [batch, rows - 1]; row i follows the drafts 0 .. i-1. None for one row
@@ -61,15 +62,15 @@ class Window:
 class LogitsProcessor(Protocol[State]):
     """One feature: which requests use it, its state on the device, and what it does to logits.
 
-    State is a pytree of arrays whose first axis is the batch. It exists only while some running
-    request needs the processor, and a round then has its operations. The rows of other requests are
-    neutral: `init` makes such a row for any request that does not need the processor, and `apply`
-    keeps the logits of that request bit for bit (0 is 0, whatever its sign).
+    State is a pytree of arrays whose first axis is the batch. State and operations exist only while
+    some running request needs the processor. The rows of other requests are neutral. `init` makes
+    such a row for any request that does not need the processor. `apply` keeps the logits of that
+    request bit for bit (0 is 0, whatever its sign).
 
     name: key of the state in SamplingState.processors and member of SamplingFeatures.processors
     least_sizes: the sizes that a state has at least; their number is the number of growing axes
-    large_state: whether `observe` returns an array of the vocabulary's size. A round then writes the
-        new array into the old one's memory (jaxspec.decode.programs)
+    large_state: whether `observe` returns an array of the vocabulary's size. A round then writes
+        the new array into the old one's memory (jaxspec.decode.programs)
     """
 
     name: ClassVar[str]
@@ -100,8 +101,8 @@ class LogitsProcessor(Protocol[State]):
     def apply(self, state: State, logits: jax.Array, window: Window) -> jax.Array:
         """Return processed float32 logits [batch, rows, vocab].
 
-        Row i is processed as plain decoding would after the drafts 0 .. i-1, so a state that depends
-        on generated tokens must count the drafts of the window as well.
+        Row i is processed as plain decoding would after the drafts 0 .. i-1, so a state that
+        depends on generated tokens must count the drafts of the window as well.
         """
         ...
 
