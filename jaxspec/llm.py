@@ -23,12 +23,12 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.input_processor import InputProcessor
 from jaxspec.engine.inputs import Message, Prompt, as_chats
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
-from jaxspec.engine.output_processor import Callback, Waiting, request_outputs
+from jaxspec.engine.output_processor import Callback, OutputCollector, request_outputs
 from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
 from jaxspec.engine.progress import no_progress, progress_bar
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
-from jaxspec.engine.warmup import USUAL, compile_ahead, shapes_of, shapes_up_to
+from jaxspec.engine.warmup import WARMUP_KINDS, compile_ahead, shapes_of, shapes_up_to
 from jaxspec.layers import kernels as kernel_choice
 from jaxspec.layers.attention import join_projections
 from jaxspec.layers.params import Params
@@ -112,7 +112,7 @@ class LLM:
             eos_token_ids=self.eos_token_ids,
         )
         if self.config.num_gpu_blocks_override is not None:
-            _ = self.runner.num_blocks  # too few are found now
+            self.runner.memory.decide()  # ConfigError now, not with the first request
         self.engine = Engine(self.runner)
         self._inputs = InputProcessor(
             tokenizer,
@@ -269,9 +269,9 @@ class LLM:
             if progress
             else contextlib.nullcontext(no_progress) as advance
         ):
-            waiting = Waiting(requests, advance, callback)
+            collector = OutputCollector(requests, advance, callback)
             try:
-                self._run(requests, waiting)
+                self._run(requests, collector)
             except KeyboardInterrupt as e:
                 self._cancel(requests)
                 raise Interrupted(
@@ -282,10 +282,10 @@ class LLM:
                 raise
         return request_outputs(requests, self.tokenizer)
 
-    def _run(self, requests: Sequence[Request], waiting: Waiting) -> None:
+    def _run(self, requests: Sequence[Request], collector: OutputCollector) -> None:
         for request in requests:
             self.engine.add(request)
-        while waiting.unfinished:
+        while collector.unfinished:
             self.engine.step()
 
     def stream(
@@ -301,14 +301,14 @@ class LLM:
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[Increment]:
         increments: deque[Increment] = deque()
-        waiting = Waiting(requests, no_progress, increments.append)
+        collector = OutputCollector(requests, no_progress, increments.append)
         try:
             for request in requests:
                 self.engine.add(request)
-            while waiting.unfinished or increments:
+            while collector.unfinished or increments:
                 while increments:
                     yield increments.popleft()
-                if waiting.unfinished:
+                if collector.unfinished:
                     self.engine.step()
         finally:
             self._cancel(requests)
@@ -332,7 +332,7 @@ class LLM:
 
     def round_config(self, *, sampled: bool, truncated: bool, batch: int = 1) -> RoundConfig:
         """The static description of this engine's rounds, for batches of this size in which some request samples / truncates."""
-        return self.runner.round_config(
+        return self.runner.configs.get(
             SamplingFeatures(
                 sampled=sampled, processors=frozenset({"truncation"} if truncated else ())
             ),
@@ -354,7 +354,7 @@ class LLM:
         ids compile once more, and so do those with more or longer bad words than these and than eight of four tokens.
         """
         kinds = (
-            USUAL
+            WARMUP_KINDS
             if sampling_params is None
             else [self._inputs.with_words(params) for params in sampling_params]
         )

@@ -273,7 +273,7 @@ def random_llm(
         dtype=weights.dtype,
     )
     rates = synthetic.rates_from_length(acceptance_length, speculative.num_speculative_tokens)
-    llm.runner.override(acceptance_rates=synthetic.conditional_rates(rates))
+    llm.runner.configs.override(acceptance_rates=synthetic.conditional_rates(rates))
     return llm
 
 

@@ -1,8 +1,10 @@
-"""The blocks that requests hold of one KV-cache group: what its attention may still read, and what is about to be written. No jax.
+"""The blocks that requests hold of one KV-cache group. No jax.
 
-A group that sees everything keeps all blocks of a request. One with a window or chunks gives back the blocks that no row to come sees
-(vLLM's SlidingWindowManager); where they were, the block table says NULL_BLOCK, which nobody reads. A freed block goes to somebody who
-writes it in a program launched later, and programs run in the order in which they were launched: those on their way read what they should.
+They are the blocks that attention may still read, and those that are written next. A group that
+sees everything keeps all blocks of a request. A group with a window or chunks frees the blocks that
+no later row sees (vLLM's SlidingWindowManager); the block table has NULL_BLOCK in their place,
+which is never read. A freed block's next owner writes it in a program launched later. Programs run
+in the order of their launch, so those already launched read the old contents.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from dataclasses import dataclass, field
 from jaxspec.cache.block_pool import BlockPool
 from jaxspec.config import CacheGroup
 
-NULL_BLOCK = (
-    0  # of a page that no row sees any more: any block that there is, since its keys are masked
-)
+NULL_BLOCK = 0  # stands for a page that no row sees: any existing block, since its keys are masked
 
 
 @dataclass
-class Held:
-    """A request's blocks of one group: those of its pages from `first` on. The pages before were given back, or never needed."""
+class RequestBlocks:
+    """A request's blocks in one group.
+
+    first: the first page that has a block; those before were freed, or never needed one
+    blocks: the blocks of the pages from `first` on
+    """
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -31,26 +35,27 @@ class Held:
         return self.first + len(self.blocks)
 
     def at(self, page: int) -> int:
-        assert self.first <= page, f"page {page} was given back"
+        """Return the block of a page."""
+        assert self.first <= page, f"page {page} was freed"
         return self.blocks[page - self.first]
 
 
 class GroupBlocks:
-    """A group and its pool."""
+    """A KV-cache group with its pool of blocks."""
 
     def __init__(self, group: CacheGroup, pool: BlockPool) -> None:
         self.group, self.pool = group, pool
 
     def first_page(self, position: int) -> int:
-        """The first page that rows from this position on see."""
+        """Return the first page that rows from this position on see."""
         return self.group.first_seen(position) // self.group.block_size
 
     def pages_of_prefix(self, count: int) -> range:
-        """Of a prefix of `count` blocks, those that the rows after it see."""
+        """Return the pages of a prefix of `count` blocks that the rows after it see."""
         return range(self.first_page(count * self.group.block_size), count)
 
     def last_missing(self, hashes: Sequence[bytes], count: int) -> int:
-        """The last of those pages that is not cached, -1 if all are."""
+        """Return the last page of pages_of_prefix that is not cached, -1 if all are."""
         return next(
             (
                 page
@@ -61,27 +66,30 @@ class GroupBlocks:
         )
 
     def cached(self, hashes: Sequence[bytes], count: int) -> list[int]:
-        """The blocks of those pages, all of which are cached; nothing is taken."""
+        """Return the blocks of pages_of_prefix, all of which are cached, without taking them."""
         return self.pool.match([hashes[page] for page in self.pages_of_prefix(count)])
 
     def has_room(self, hashes: Sequence[bytes], count: int, num_pages: int, spare: int) -> bool:
-        """Whether a request that starts from `count` cached blocks can have all up to num_pages, and leave `spare` free."""
+        """Return whether a request that starts from `count` cached blocks can have num_pages pages.
+
+        `spare` blocks must stay free.
+        """
         return (
             self.pool.num_free - self.pool.num_idle(self.cached(hashes, count))
             >= num_pages - count + spare
         )
 
-    def start(self, hashes: Sequence[bytes], count: int, num_pages: int) -> Held:
-        """Such a request's blocks: shared ones for what it sees of its prefix, and new ones."""
+    def start(self, hashes: Sequence[bytes], count: int, num_pages: int) -> RequestBlocks:
+        """Take such a request's blocks: shared ones for its prefix, and new ones."""
         shared = self.cached(hashes, count)
         self.pool.take(shared)
-        held = Held(self.pages_of_prefix(count).start, shared)
+        held = RequestBlocks(self.pages_of_prefix(count).start, shared)
         has_room = self.extend(held, num_pages)
         assert has_room
         return held
 
-    def extend(self, held: Held, num_pages: int) -> bool:
-        """New blocks up to num_pages; False, and nothing changes, if too few are free."""
+    def extend(self, held: RequestBlocks, num_pages: int) -> bool:
+        """Add new blocks up to num_pages; False, and nothing changes, if too few are free."""
         if num_pages > held.num_pages:
             new = self.pool.allocate(num_pages - held.num_pages)
             if new is None:
@@ -89,21 +97,25 @@ class GroupBlocks:
             held.blocks += new
         return True
 
-    def free_unseen(self, held: Held, position: int) -> None:
-        """Give back what rows from this position on do not see."""
+    def free_unseen(self, held: RequestBlocks, position: int) -> None:
+        """Free the blocks that rows from this position on do not see."""
         count = self.first_page(position) - held.first
         if count > 0:
             self.pool.free(held.blocks[:count])
             del held.blocks[:count]
             held.first += count
 
-    def free(self, held: Held) -> None:
+    def free(self, held: RequestBlocks) -> None:
+        """Free all blocks of a request that ends."""
         self.pool.free(held.blocks)
 
 
 def longest_prefix(groups: Sequence[GroupBlocks], hashes: Sequence[bytes]) -> int:
-    """How many blocks of a text a request can start after: the most of which every group has cached all that the next rows see. That is
-    every block of a group that sees everything, and the last few of one with a window; those of before need not be there any more."""
+    """Return the length in blocks of the longest prefix that every group has cached.
+
+    A group that sees everything needs every block of the prefix; a group with a window needs the
+    last few, which the rows after the prefix see.
+    """
     count = min(
         (len(g.pool.match(hashes)) for g in groups if g.group.reach is None), default=len(hashes)
     )

@@ -89,7 +89,7 @@ def layer_block_bytes(model: Any, block_size: int, dtype: Any) -> list[int]:
     ]
 
 
-def settle(
+def decide_pool_sizes(
     config: EngineConfig,
     groups: Sequence[CacheGroup],
     demands: Sequence[PoolDemand],

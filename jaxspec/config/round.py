@@ -71,7 +71,7 @@ class RoundConfig(SamplingFeatures):
     limits_drafts: whether some request is allowed fewer drafts than K, by its own parameters or by
     draft_max_model_len, the longest context that the draft is asked about (None: any).
     cuda_graphs: False launches kernel by kernel, which lets one start while the one before drains; worth it only where the GPU is slower
-    than the host's launches, and the rows so few that the products are our kernels (jaxspec.engine.runner).
+    than the host's launches, and the rows so few that the products are our kernels (jaxspec.engine.round_configs).
     """
 
     target: Any

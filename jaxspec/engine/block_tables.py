@@ -1,4 +1,4 @@
-"""The block tables of the requests that run: on the host, and on the device where a round reads them."""
+"""Block tables of the running requests, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.cache.group_blocks import NULL_BLOCK, Held
+from jaxspec.cache.group_blocks import NULL_BLOCK, RequestBlocks
 from jaxspec.engine.request import Request
 
 
 class BlockTables:
-    """One a KV-cache group, a row a slot. What a program takes: the table of the only group, or a tuple of them."""
+    """A block table per KV-cache group, with a row per slot.
+
+    A program takes the table of the only group, or a tuple of tables.
+    """
 
     def __init__(self, num_groups: int, max_pages: int) -> None:
         self.num_groups, self.max_pages = num_groups, max_pages
         self.reset(0)
 
     def reset(self, num_rows: int) -> None:
-        """Empty rows."""
+        """Start with empty rows."""
         self._tables = [self._blank(num_rows, self.max_pages) for _ in range(self.num_groups)]
-        # Of whom each row is, by his admission, and how many pages of his it has. (A block that was given back is not read: that alone
-        # needs no new table.)
+        # Per row: (admission number of its request, pages copied so far). A freed block is not
+        # read, so that alone needs no new table.
         self._rows = [[(0, 0)] * num_rows for _ in range(self.num_groups)]
         self._on_device: list[Any] = [None] * self.num_groups
 
@@ -32,7 +35,7 @@ class BlockTables:
         return np.full((num_rows, pages), NULL_BLOCK, np.int32)
 
     def update(self, requests: Iterable[Request]) -> None:
-        """Take over the blocks that they hold by now."""
+        """Take over the blocks that these requests hold."""
         for request in requests:
             assert request.slot is not None
             for group, held in enumerate(request.blocks):
@@ -42,10 +45,10 @@ class BlockTables:
                     self._rows[group][request.slot], self._on_device[group] = row, None
 
     def for_round(self, pages: int) -> Any:
-        """All rows, the first columns, on the device.
+        """Return all rows and the first `pages` columns on the device.
 
-        A copy to the device costs as much as a small model's round, so it is made when the table has changed; of a copy of the array, since
-        the device may read it later.
+        A copy to the device costs as much as a small model's round, so only a table that has
+        changed is copied. The array is copied first, since the device may read it later.
         """
         for group, table in enumerate(self._tables):
             copied = self._on_device[group]
@@ -54,7 +57,10 @@ class BlockTables:
         return one_or_all(self._on_device)
 
     def for_prefill(self, owners: Sequence[Request], num_rows: int, pages: int) -> Any:
-        """A row for each tile of a prefill call, whose owners these are; the rows after are blank."""
+        """Return a row for each tile of a prefill call, whose requests are `owners`.
+
+        The rows after them are blank.
+        """
         tables = [self._blank(num_rows, pages) for _ in range(self.num_groups)]
         for row, request in enumerate(owners):
             for table, held in zip(tables, request.blocks, strict=True):
@@ -62,10 +68,12 @@ class BlockTables:
         return one_or_all(tables)
 
     def idle(self, num_rows: int, pages: int) -> Any:
+        """Return blank rows."""
         return one_or_all([self._blank(num_rows, pages) for _ in range(self.num_groups)])
 
 
-def write_row(row: np.ndarray, held: Held) -> None:
+def write_row(row: np.ndarray, held: RequestBlocks) -> None:
+    """Write a request's blocks into its row of a block table."""
     row[: held.first] = NULL_BLOCK
     row[held.first : held.num_pages] = held.blocks
 

@@ -1,10 +1,12 @@
-"""The few shapes that programs compile for: pages of a block table and tiles of a prefill call. No jax.
+"""The few shapes that programs compile for: pages of block tables, tiles of prefill. No jax.
 
-On a CPU pages are bucketed too, since attention over padding doubles the time there; on a GPU the table is whole.
+On a CPU pages are bucketed too, since attention over padding doubles the time there. On a GPU the
+table is whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
@@ -15,7 +17,10 @@ MIN_PREFILL_TOKENS = 192  # of a prefill call's bucket on a GPU, where fewer tak
 
 @dataclass(frozen=True)
 class Buckets:
-    """prefill_tile: rows of a tile of prefill."""
+    """The shapes of one engine.
+
+    prefill_tile: rows of a tile of prefill
+    """
 
     config: EngineConfig
     prefill_tile: int
@@ -23,14 +28,16 @@ class Buckets:
 
     @property
     def max_pages(self) -> int:
+        """Columns of a block table for max_model_len tokens."""
         return -(-self.config.max_model_len // self.config.block_size)
 
     @property
     def max_tiles(self) -> int:
+        """Tiles of a prefill call at most."""
         return max(1, self.config.max_num_batched_tokens // self.prefill_tile)
 
     def pages(self, num_blocks: int) -> int:
-        """Columns of the block table for requests of at most so many blocks."""
+        """Return the columns of the block table for requests of at most so many blocks."""
         if self.on_gpu:
             return self.max_pages
         size = self.config.block_size
@@ -39,7 +46,10 @@ class Buckets:
         )
 
     def tiles(self, num_tiles: int) -> int:
-        """Tiles of a prefill call that holds at least so many: powers of two, on a GPU three quarters of them as well."""
+        """Return the tiles of the smallest prefill call that holds so many.
+
+        Calls have powers of two, on a GPU also three quarters of these.
+        """
         if self.config.batch_invariant:
             return self.max_tiles
         if not self.on_gpu:
@@ -48,7 +58,7 @@ class Buckets:
         return min(size * 3 // 4 if num_tiles <= size * 3 // 4 else size, self.max_tiles)
 
     def every_pages(self, shortest: int, longest: int) -> list[int]:
-        """Every bucket of requests that hold from shortest to longest tokens."""
+        """Return every bucket of requests that hold from shortest to longest tokens."""
         size = self.config.block_size
         return sorted(
             {
@@ -60,7 +70,7 @@ class Buckets:
         )
 
     def every_tiles(self, fewest: int, most: int) -> list[int]:
-        """Every bucket of prefill calls of that many tiles."""
+        """Return every bucket of prefill calls of that many tiles."""
         return sorted(
             {
                 self.tiles(n)
@@ -69,5 +79,20 @@ class Buckets:
         )
 
 
+@dataclass(frozen=True)
+class Shapes:
+    """The buckets that programs are compiled for.
+
+    batches: requests that run together
+    pages: columns of their block tables
+    tiles: tiles of a prefill call
+    """
+
+    batches: Sequence[int]
+    pages: Sequence[int]
+    tiles: Sequence[int]
+
+
 def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, and the stop strings that are looked for in it."""
+"""Tokens to text as they come, and the search for stop strings in it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ INCOMPLETE = "\ufffd"  # what tokenizers decode the first bytes of a character t
 
 
 class Detokenizer:
-    """The text of one request, grown token by token.
+    """The text of one request, which grows token by token.
 
-    decode: ids to text. A token's text is the difference of decoding a few tokens before it with and without it, since a tokenizer
-    may write a token otherwise after others (a leading blank, the rest of a character); what ends inside a character waits for the rest.
+    A token's text is the difference of decoding a few tokens before it with and without it: a
+    tokenizer may write a token differently after others (a leading blank, the rest of a character).
+    Text that ends inside a character waits for the rest of it.
+
+    decode: ids to text
+    stop: strings that end the text
+    include_stop: whether the text keeps the stop string
     """
 
     def __init__(
@@ -24,26 +29,26 @@ class Detokenizer:
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
         self._longest_stop = max(map(len, self._stop), default=0)
         self._token_ids: list[int] = []
-        self._prefix, self._read = (
-            0,
-            0,
-        )  # decoded together: [prefix, read) is out already, [read, end) is new
+        # Decoded together: [prefix, read) is in the text already, [read, end) is new.
+        self._prefix, self._read = 0, 0
         self._emitted = self._search_from = 0
         self.text = ""
         self.stopped = False
 
     def push(self, token: int, *, may_stop: bool = True) -> bool:
-        """Add a token; True if a stop string is complete now: the text then ends before it (or with it). may_stop: False while a text is
-        shorter than its min_tokens; what it holds by then completes no stop string later."""
+        """Add a token, and return whether it completes a stop string.
+
+        The text then ends before the stop string (or with it). may_stop: False while the text is
+        shorter than its min_tokens; text of that time is never part of a stop string.
+        """
         self._token_ids.append(token)
         whole = self._decode(self._token_ids[self._prefix :])
         if whole.endswith(INCOMPLETE):
             return False
         before = len(self.text)
         self.text += whole[len(self._decode(self._token_ids[self._prefix : self._read])) :]
-        if (
-            len(self.text) > before
-        ):  # a special token has no text: what follows it is decoded after the tokens before it
+        if len(self.text) > before:
+            # A special token has no text: its successor is decoded after the tokens before it.
             self._prefix = self._read
         self._read = len(self._token_ids)
         if not may_stop:
@@ -52,7 +57,10 @@ class Detokenizer:
         return self._find_stop(max(self._search_from, before - self._longest_stop + 1))
 
     def _find_stop(self, begin: int) -> bool:
-        """The first stop string in the text from begin on, where something new can have completed it."""
+        """Cut the text at its first stop string from `begin` on; return whether there is one.
+
+        No new text can complete a stop string that starts before `begin`.
+        """
         found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, begin)) >= 0]
         if found:
             at, stop = min(found)
@@ -61,14 +69,17 @@ class Detokenizer:
         return bool(found)
 
     def flush(self) -> None:
-        """At the end of a request: a character that was never completed is written as the tokenizer writes it."""
+        """Add the text that waits for the rest of a character, as the request ends."""
         if not self.stopped and self._read < len(self._token_ids):
             whole = self._decode(self._token_ids[self._prefix :])
             self.text += whole[len(self._decode(self._token_ids[self._prefix : self._read])) :]
             self._read = len(self._token_ids)
 
     def take(self, *, last: bool) -> str:
-        """The text since the last call. Until the request's last, what may turn out to be the start of a stop string is kept back."""
+        """Return the text since the last call.
+
+        Until the request's last call, text that may be the start of a stop string is kept back.
+        """
         kept_back = 0 if last or self._longest_stop == 0 else self._longest_stop - 1
         end = max(self._emitted, len(self.text) - kept_back)
         new, self._emitted = self.text[self._emitted : end], end

@@ -1,4 +1,7 @@
-"""The engine's loop: schedule, dispatch, read what is due. The only place with a Python loop over rounds, and the only one that waits."""
+"""The engine's loop: schedule, dispatch, read what is due.
+
+The only place with a Python loop over rounds, and the only one that waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import jax
 import numpy as np
@@ -19,9 +21,11 @@ from jaxspec.config import ConfigError, SamplingFeatures
 from jaxspec.decode.several_rounds import each_round
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
+from jaxspec.engine.buckets import Shapes
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.engine.request import FinishReason, Request
-from jaxspec.engine.runner import GREEDY, ModelRunner
+from jaxspec.engine.round_configs import GREEDY
+from jaxspec.engine.runner import ModelRunner
 from jaxspec.engine.scheduler import Chunk, Scheduler, SchedulerConfig
 from jaxspec.sampling.logprobs import Scores, logprobs_of
 from jaxspec.sampling.params import SamplingParams
@@ -32,8 +36,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Stats:
-    """What an engine has counted: acceptance over all requests, the wall clock, latencies of the requests that finished, and what the
-    scheduler did."""
+    """Counts of an engine since it was made, or since reset_stats.
+
+    metrics: acceptance over all requests
+    timings: the wall clock
+    latency: latencies of the requests that finished
+    scheduling: what the scheduler did
+    """
 
     metrics: SpecDecodeMetrics
     timings: Timings
@@ -52,9 +61,12 @@ class Stats:
 
 @dataclass
 class InFlight:
-    """A result on its way, of a step's rounds or of a prefill. rows: the requests that it brings tokens for, and their rows in it.
-    num_drafts: the rounds' K.
-    prompts: chunks of prefill whose tokens' log-probabilities are asked for, and the rows of their tiles."""
+    """A result that is not read yet, of a step's rounds or of a prefill.
+
+    rows: the requests that it holds tokens for, and their rows in it
+    num_drafts: the rounds' K
+    prompts: chunks of prefill whose tokens need log-probabilities, and the rows of their tiles
+    """
 
     verification: Verification
     rows: list[tuple[Request, int]]
@@ -70,25 +82,40 @@ class Engine:
     """Requests in, tokens appended to them, round by round.
 
     on_rounds: called with each step's rounds, once their result is read and the requests have their
-    tokens: the Verification as numpy arrays (of several rounds with an axis of rounds in front), and
-    the requests with their rows in it. Tools time and record rounds with it; None calls nothing.
+        tokens: the Verification as numpy arrays (of several rounds with an axis of rounds in
+        front), and the requests with their rows in it. Tools time and record rounds with it; None
+        calls nothing.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.stats = Stats.new(runner.num_speculative_tokens)
-        # On a GPU more programs are launched before a result is read; requests that have ended are idle there. On a CPU both would share
-        # the cores.
+        # On a GPU more programs are launched before a result is read; requests that have ended are
+        # idle there. On a CPU both would share the cores.
         self.depth = steps_ahead(runner.rounds_per_step) if runner.on_gpu else 0
         self.on_rounds: RoundsObserver | None = None
         self._in_flight: deque[InFlight] = deque()
-        self._features, self._featured = GREEDY, -1
+        self._scheduler: Scheduler | None = None
+        self._features = GREEDY
+        self._features_at = -1  # Scheduler.changes when _features was found
         self._clock = 0.0
         self._stepping = False
 
-    @cached_property
+    @property
     def scheduler(self) -> Scheduler:
-        """Made when it is first needed: the pool takes what memory is free by then."""
+        """The scheduler; the first use makes it (_ensure_scheduler)."""
+        return self._ensure_scheduler()
+
+    def _ensure_scheduler(self) -> Scheduler:
+        """Make the scheduler unless it exists: its pools take the memory that is free by then.
+
+        ConfigError if that is too little for one request.
+        """
+        if self._scheduler is None:
+            self._scheduler = self._make_scheduler()
+        return self._scheduler
+
+    def _make_scheduler(self) -> Scheduler:
         config, runner = self.runner.config, self.runner
         assert config.batch_buckets is not None
         settings = SchedulerConfig(
@@ -102,49 +129,49 @@ class Engine:
             rounds_per_step=runner.rounds_per_step,
             has_draft=runner.speculative is not None,
         )
-        pools = [
-            BlockPool(n, enable_prefix_caching=config.enable_prefix_caching)
-            for n in runner.num_blocks
+        groups = [
+            GroupBlocks(group, BlockPool(n, enable_prefix_caching=config.enable_prefix_caching))
+            for group, n in zip(runner.configs.cache_groups, runner.memory.num_blocks, strict=True)
         ]
-        scheduler = Scheduler(
-            settings,
-            [
-                GroupBlocks(group, pool)
-                for group, pool in zip(runner.cache_groups, pools, strict=True)
-            ],
-        )
+        scheduler = Scheduler(settings, groups)
         scheduler.counts = self.stats.scheduling
         return scheduler
 
     def reset_stats(self) -> None:
+        """Start to count anew."""
         self.stats = Stats.new(self.runner.num_speculative_tokens)
-        if "scheduler" in vars(self):
-            self.scheduler.counts = self.stats.scheduling
+        if self._scheduler is not None:
+            self._scheduler.counts = self.stats.scheduling
 
     @property
     def has_requests(self) -> bool:
-        return "scheduler" in vars(self) and self.scheduler.has_requests
+        """Whether some request waits or runs."""
+        return self._scheduler is not None and self._scheduler.has_requests
 
     def add(self, request: Request) -> None:
+        """Queue a request."""
         self.scheduler.add(request)
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """End a request; nothing happens to one that has ended."""
         if request.finish_reason is None:
-            if "scheduler" in vars(self):
-                self.scheduler.finish(request, reason)
+            if self._scheduler is not None:
+                self._scheduler.finish(request, reason)
             request.finish_reason = reason
             self._notify(request, 0)
 
     def step(self) -> None:
-        """Dispatch the next prefill chunk and the next rounds, and read the results that are due. An exception (Ctrl-C is one) may have
-        torn the device's state apart: every request is then cancelled, and the engine starts anew. ConfigError from inside a callback:
-        a result is being handed out, and one that is read meanwhile would come before the rest of it."""
+        """Dispatch the next prefill chunk and the next rounds, and read the results that are due.
+
+        An exception (Ctrl-C is one) may leave the device's state incomplete: every request is then
+        cancelled, and the engine starts anew. Raises ConfigError if called from a callback: the
+        tokens of the current result must be delivered first.
+        """
         if self._stepping:
             raise ConfigError(
                 "callback: expected no generating inside it, got a call that generates"
             )
-        assert self.scheduler is not None  # a pool that is too small is found here
+        self._ensure_scheduler()  # too small a pool raises here and cancels nothing
         self._stepping = True
         try:
             self._step()
@@ -159,10 +186,10 @@ class Engine:
     def reset(self) -> None:
         """Cancel every request and forget the device's state."""
         self._in_flight.clear()
-        requests = [*self.scheduler.running, *self.scheduler.waiting]
+        scheduler, self._scheduler = self.scheduler, None
         self.runner.forget()
-        del self.scheduler
-        self._featured = -1
+        self._features_at = -1
+        requests = [*scheduler.running, *scheduler.waiting]
         for request in requests:
             if request.finish_reason is None:
                 request.finish_reason, request.slot = "cancelled", None
@@ -184,7 +211,7 @@ class Engine:
             raise ConfigError("state: expected no requests in the engine, got some that run")
         self._in_flight.clear()
         self.runner.set_state(state)
-        groups = len(self.runner.cache_groups)
+        groups = len(self.runner.configs.cache_groups)
         for slot, (request, own) in enumerate(zip(requests, blocks, strict=True)):
             self.scheduler.place(request, slot, [list(own)] * groups)
 
@@ -196,7 +223,7 @@ class Engine:
         self._in_flight.clear()
         return self.runner.take_state()
 
-    # --- one step ----------------------------------------------------------------------------------------------------------------
+    # --- one step --------------------------------------------------------------------------------
 
     def _step(self) -> None:
         scheduler, runner = self.scheduler, self.runner
@@ -207,9 +234,9 @@ class Engine:
         runner.deactivate(step.cleared)
         if step.sources is not None:
             runner.move(step.sources)
-        features = self._settle_features()
+        features = self._running_features()
         if step.admitted:
-            runner.admit(step.admitted)
+            runner.admit(features, step.admitted)
         if step.chunks:
             verification, rows = runner.prefill(features, step.chunks)
             chunks = list(zip(step.chunks, rows, strict=True))
@@ -227,17 +254,15 @@ class Engine:
             self._read()
 
     def _drop_idle_results(self) -> None:
-        """Where nobody runs, what is in flight are the rounds that were launched before the last request's end was read."""
+        """Drop the rounds that were launched before the last request's end was read."""
         if next(self.scheduler.running, None) is None:
             self._in_flight.clear()
 
-    def _settle_features(self) -> SamplingFeatures:
-        """What the running requests ask of sampling, looked at anew when others run."""
-        if self._featured != self.scheduler.changes:
-            params = [r.params for r in self.scheduler.running]
-            self._features = features_of(params) if params else GREEDY
-            self.runner.use(self._features, params)
-            self._featured = self.scheduler.changes
+    def _running_features(self) -> SamplingFeatures:
+        """Return what the running requests need of sampling, computed anew when others run."""
+        if self._features_at != self.scheduler.changes:
+            self._features = features_of(r.params for r in self.scheduler.running)
+            self._features_at = self.scheduler.changes
         return self._features
 
     def _launch_rounds(self) -> bool:
@@ -249,8 +274,8 @@ class Engine:
         runner.deactivate(found.cleared)
         if not found.requests:
             return False
-        features = replace(self._settle_features(), prompt_logprobs=False)
-        num_drafts = runner.num_drafts(len(found.requests))
+        features = replace(self._running_features(), prompt_logprobs=False)
+        num_drafts = runner.configs.num_drafts(len(found.requests))
         limits = any(
             self._num_drafts(r, num_drafts, longest=True) < num_drafts for r in found.requests
         )
@@ -262,8 +287,12 @@ class Engine:
         return True
 
     def _num_drafts(self, request: Request, num_drafts: int, *, longest: bool = False) -> int:
-        """Drafts that the request is allowed in a round of K = num_drafts that starts at its cached tokens, as limit_drafts masks them;
-        longest: at the most tokens that it can have by the next step's last round (`num_unread_rounds` counts its rounds already)."""
+        """Return the drafts that the request may have in a round of K = num_drafts.
+
+        The result is that of limit_drafts on the device. The round starts at the request's cached
+        tokens. With `longest` it starts at the most tokens that the request can have by the next
+        step's last round; `num_unread_rounds` counts that step's rounds already.
+        """
         allowed = min(num_drafts, request.max_drafts)
         speculative = self.runner.speculative
         if speculative is not None and speculative.draft_max_model_len is not None:
@@ -281,7 +310,7 @@ class Engine:
             self._read()
 
     def _read(self) -> None:
-        """Wait for the oldest result, here and nowhere else, and hand each request its tokens."""
+        """Wait for the oldest result, here and nowhere else, and give each request its tokens."""
         result = self._in_flight.popleft()
         verification = jax.tree.map(np.asarray, result.verification)
         now = time.perf_counter()
@@ -298,7 +327,7 @@ class Engine:
             self.on_rounds(verification, result.rows)
 
     def _hand_out(self, result: InFlight, verification: Verification, now: float) -> None:
-        """One round's tokens, or a prefill's, to each request."""
+        """Give each request the tokens of one round, or of a prefill."""
         tokens, num_sampled = verification.output_tokens, verification.num_sampled
         self.stats.timings.num_rounds += result.is_round and bool(num_sampled.any())
         for request, row in result.rows:
@@ -326,7 +355,7 @@ class Engine:
         self._notify(request, kept)
 
     def _notify(self, request: Request, num_new: int) -> None:
-        """Tell who asked for the request; what he raises ends this request and no other."""
+        """Call the request's callback; what the callback raises ends this request and no other."""
         if request.finish_reason is not None:
             self.stats.latency.observe(request.times)
         if request.on_tokens is None:
@@ -340,33 +369,40 @@ class Engine:
                 self.scheduler.finish(request, "error")
             request.finish_reason = "error"
 
-    # --- ahead of time, and when memory is short ------------------------------------------------------------------------------------
+    # --- ahead of time, and when memory is short -------------------------------------------------
 
     def warm(
         self,
         features: Iterable[SamplingFeatures],
-        params: Sequence[SamplingParams] = (),
-        **buckets: object,
+        *,
+        params: Sequence[SamplingParams],
+        shapes: Shapes,
+        limits_drafts: bool,
     ) -> int:
-        """Compile what these buckets run for requests with these parameters, whose mixtures need these features; only between requests."""
+        """Compile the programs of these shapes, for each of these features; only between requests.
+
+        params: requests that the state's arrays shall have room for. Returns the number of
+        programs.
+        """
         if self.has_requests:
             raise ConfigError(
                 "warmup: expected no requests in the engine, got some that have not finished"
             )
         self._drop_idle_results()
         try:
-            count = sum(self.runner.warm(f, params, **buckets) for f in features)  # type: ignore[arg-type]
+            count = sum(
+                self.runner.warm(f, params, shapes, limits_drafts=limits_drafts) for f in features
+            )
         except BaseException as e:
             self.reset()
             if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
                 raise ConfigError(self._out_of_memory()) from e
             raise
         self.runner.move([-1] * len(self.scheduler.rows))
-        self._featured = -1
         return count
 
     def _out_of_memory(self) -> str:
-        runner, config = self.runner, self.runner.config
+        runner, memory, config = self.runner, self.runner.memory, self.runner.config
         stats = jax.local_devices()[0].memory_stats() or {}
         limit = (
             f"{stats['bytes_limit'] / 1e9:.1f} GB"
@@ -374,20 +410,23 @@ class Engine:
             else "an unknown amount"
         )
         return (
-            f"device memory: expected room for weights of {runner.weight_bytes / 1e9:.1f} GB, a KV cache of "
-            f"{runner.cache_bytes / 1e9:.1f} GB ({sum(runner.num_blocks)} blocks) and the round's own arrays, got {limit} in all; lower "
-            f"gpu_memory_utilization ({config.gpu_memory_utilization}), max_num_seqs ({config.max_num_seqs}), max_num_batched_tokens "
-            f"({config.max_num_batched_tokens}) or max_model_len ({config.max_model_len})"
+            f"device memory: expected room for weights of {runner.weight_bytes / 1e9:.1f} GB, "
+            f"a KV cache of {memory.cache_bytes / 1e9:.1f} GB ({sum(memory.num_blocks)} blocks) "
+            f"and the round's own arrays, got {limit} in all; "
+            f"lower gpu_memory_utilization ({config.gpu_memory_utilization}), "
+            f"max_num_seqs ({config.max_num_seqs}), "
+            f"max_num_batched_tokens ({config.max_num_batched_tokens}) "
+            f"or max_model_len ({config.max_model_len})"
         )
 
 
 def add_prompt_logprobs(chunk: Chunk, tiles: Iterable[int], scores: Scores) -> None:
-    """Of the tokens after a chunk's rows; a request that is prefilled again has the first of them already."""
-    request, tile, num = (
-        chunk.request,
-        scores.logprob.shape[1],
-        chunk.request.params.prompt_logprobs,
-    )
+    """Append the log-probabilities of the tokens after a chunk's rows to the request's.
+
+    A request that is prefilled again has the first of them already.
+    """
+    request, tile = chunk.request, scores.logprob.shape[1]
+    num = request.params.prompt_logprobs
     assert num is not None
     found = request.prompt_logprobs or [None]
     for i, row in enumerate(tiles):

@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters become requests, every one of them checked before any runs."""
+"""Prompts and sampling parameters to requests, all of them checked before any runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from jaxspec.engine.inputs import Prompt, as_list, encode, encode_words
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request, derive_seed
 from jaxspec.loading import Tokenizer
-from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.params import SamplingParams, end_token_ids
 
 
 class InputProcessor:
-    """What a request needs to know of its target and engine. num_speculative_tokens: the engine's K, 0 without a draft."""
+    """Make requests for one target and one engine.
+
+    tokenizer: the target's; None takes token ids alone
+    eos_token_ids: tokens that end a text
+    vocab_size: the target's
+    max_model_len: tokens of a request at most
+    num_speculative_tokens: the engine's K, 0 without a draft
+    """
 
     def __init__(
         self,
@@ -28,14 +35,10 @@ class InputProcessor:
         num_speculative_tokens: int,
     ) -> None:
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
-        self.vocab_size, self.max_model_len, self.num_speculative_tokens = (
-            vocab_size,
-            max_model_len,
-            num_speculative_tokens,
-        )
-        self._encode_words = lru_cache(maxsize=256)(
-            partial(encode_words, tokenizer=tokenizer)
-        )  # many prompts have the same
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.num_speculative_tokens = num_speculative_tokens
+        # Many prompts have the same bad words.
+        self._encode_words = lru_cache(maxsize=256)(partial(encode_words, tokenizer=tokenizer))
 
     def make_requests(
         self,
@@ -44,17 +47,19 @@ class InputProcessor:
         *,
         streams: bool,
     ) -> list[Request]:
-        """See LLM.make_requests."""
+        """Tokenise and check every prompt; n requests for each (LLM.make_requests)."""
         listed = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
         if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
             raise ConfigError(
-                f"sampling_params: expected SamplingParams, or a list of them, got {sampling_params!r:.200}"
+                "sampling_params: expected SamplingParams, or a list of them, "
+                f"got {sampling_params!r:.200}"
             )
         if len(sampling_params) != len(listed):
             raise ConfigError(
-                f"sampling_params: expected one for all or one for each of {len(listed)} prompts, got {len(sampling_params)}"
+                "sampling_params: expected one for all or one for each of "
+                f"{len(listed)} prompts, got {len(sampling_params)}"
             )
         requests = []
         for index, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
@@ -75,7 +80,7 @@ class InputProcessor:
         return requests
 
     def with_words(self, params: SamplingParams) -> SamplingParams:
-        """bad_words as the tokenizer writes them, beside the bad_words_token_ids."""
+        """Return the params with the tokens of bad_words among their bad_words_token_ids."""
         if not params.bad_words:
             return params
         found = dict.fromkeys((*params.bad_words_token_ids, *self._encode_words(params.bad_words)))
@@ -92,7 +97,8 @@ class InputProcessor:
             )
         if len(token_ids) >= self.max_model_len:
             raise ConfigError(
-                f"prompt {index}: expected fewer tokens than max_model_len {self.max_model_len}, got {len(token_ids)}"
+                f"prompt {index}: expected fewer tokens than max_model_len {self.max_model_len}, "
+                f"got {len(token_ids)}"
             )
         return token_ids
 
@@ -109,7 +115,8 @@ class InputProcessor:
         detokenizer = None
         if params.stop and self.tokenizer is None:
             raise ConfigError(
-                f"prompt {index}: stop: expected a target with a tokenizer, in whose texts the strings are looked for, got none"
+                f"prompt {index}: stop: expected a target with a tokenizer, "
+                "in whose texts the strings are looked for, got none"
             )
         if self.tokenizer is not None and (params.stop or streams):
             detokenizer = Detokenizer(
@@ -117,15 +124,12 @@ class InputProcessor:
             )
         return Request(
             prompt_token_ids=token_ids,
-            params=params
-            if sample == 0
-            else replace(params, prompt_logprobs=None),  # the prompt is scored once
+            # The prompt is scored once.
+            params=params if sample == 0 else replace(params, prompt_logprobs=None),
             max_tokens=min(
                 params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids)
             ),
-            stop_token_ids=tuple(
-                sorted({*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids})
-            ),
+            stop_token_ids=end_token_ids(params, () if params.ignore_eos else self.eos_token_ids),
             max_drafts=K if own is None else min(K, own),
             seed=derive_seed(params.seed, sample),
             index=index,

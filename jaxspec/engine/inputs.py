@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt or as words, and how it becomes token ids."""
+"""Prompts and bad words as callers write them, and their token ids."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any, Protocol
 from jaxspec.config import ConfigError
 
 Message = Mapping[str, str]
-Prompt = (
-    str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
-)  # the last: vLLM's {"prompt": ...}, {"prompt_token_ids": ...}
+# The mapping is vLLM's {"prompt": ...} or {"prompt_token_ids": ...}.
+Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 
 
 class Encoder(Protocol):
-    """What is asked of a tokenizer here."""
+    """The methods of a tokenizer that prompts and bad words need."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -25,11 +24,12 @@ class Encoder(Protocol):
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several? A text, a list of ids and a list of messages are one each; an array is as good as its list."""
+    """Return one prompt, or several, as a list of prompts.
+
+    A text, a list of ids and a list of messages are one prompt each. An array counts as its list.
+    """
     prompts = _as_python(prompts)
-    if isinstance(
-        prompts, str | bytes | Mapping
-    ):  # (bytes are no prompt, and no list of ids either)
+    if isinstance(prompts, str | bytes | Mapping):  # bytes are no prompt, and no list of ids either
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Iterable) or isinstance(prompts, Set):  # a set has no order
         raise ConfigError(f"prompts: expected texts, token ids or chats, got {prompts!r:.200}")
@@ -41,20 +41,27 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Prompt]:
-    """One chat or several; ConfigError for a text or token ids, which no chat template would be put around."""
+    """Return one chat, or several, as a list of chats.
+
+    ConfigError for a text or token ids: no chat template would apply to them.
+    """
     chats = as_list(messages)
     for index, chat in enumerate(chats):
         if not isinstance(chat, list | tuple) or not all(
             isinstance(message, Mapping) for message in chat
         ):
             raise ConfigError(
-                f"prompt {index}: expected a list of chat messages with 'role' and 'content', got {chat!r:.200}"
+                f"prompt {index}: expected a list of chat messages with 'role' and 'content', "
+                f"got {chat!r:.200}"
             )
     return chats
 
 
 def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
-    """The token ids of the index-th prompt; ConfigError, with the index, for what is none."""
+    """Return the token ids of the index-th prompt.
+
+    ConfigError, with the index, if it is no prompt.
+    """
     if isinstance(prompt, Mapping):
         prompt = (
             prompt["prompt_token_ids"]
@@ -71,7 +78,8 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
         if listed and not items:
             return []
         raise ConfigError(
-            f"prompt {index}: expected a text, token ids or a list of chat messages, got {prompt!r:.200}"
+            f"prompt {index}: expected a text, token ids or a list of chat messages, "
+            f"got {prompt!r:.200}"
         )
     if tokenizer is None:
         raise ConfigError(
@@ -84,13 +92,16 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
 
 
 def _as_python(value: Any) -> Any:
-    """The list of an array, NumPy's or JAX's; anything else as it is."""
+    """Return the list of a NumPy or JAX array; anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def encode_words(words: Sequence[str], tokenizer: Encoder | None) -> tuple[tuple[int, ...], ...]:
-    """The token ids of bad_words, as vLLM has them: at the beginning of a text, and after a blank where that is another first token, with
-    as many tokens in all."""
+    """Return the token ids of bad_words, as vLLM has them.
+
+    A word has those that it has at the beginning of a text. It also has those after a blank where
+    they are as many and begin with another token.
+    """
     if words and tokenizer is None:
         raise ConfigError(
             "bad_words: expected a target with a tokenizer (or bad_words_token_ids), got none"

@@ -11,12 +11,13 @@ from typing import Any
 
 @dataclass
 class SpecDecodeMetrics:
-    """What became of the drafts, of one request or of an engine.
+    """Acceptance counts of one request or of an engine.
 
-    num_drafts: rounds that proposed, one per request and round. num_draft_tokens: K of each, or what the request was allowed.
-    num_accepted_tokens: accepted drafts, the bonus or recovered token not counted, and nothing cut off a round in which a request ended
-    (but for what a stop string cuts off).
-    accepted_per_position[i]: rounds that accepted more than i drafts. acceptance_histogram[j]: rounds that accepted just j.
+    num_drafts: rounds that proposed, one per request and round
+    num_draft_tokens: their drafts, K each or what the request was allowed
+    num_accepted_tokens: accepted drafts, without bonus and recovered tokens. A round in which a
+        request ends counts in full, except for what a stop string cuts off.
+    acceptance_histogram[j]: rounds that accepted exactly j drafts
     """
 
     num_speculative_tokens: int
@@ -30,7 +31,7 @@ class SpecDecodeMetrics:
             self.acceptance_histogram = [0] * (self.num_speculative_tokens + 1)
 
     def observe(self, num_accepted: int, num_drafted: int | None = None) -> None:
-        """Count one request's round of num_drafted drafts (None: K); a round without drafts counts for nothing."""
+        """Count one request's round of num_drafted drafts (None: K), unless it has none."""
         num_drafted = self.num_speculative_tokens if num_drafted is None else num_drafted
         if num_drafted == 0:
             return
@@ -41,6 +42,7 @@ class SpecDecodeMetrics:
 
     @property
     def accepted_per_position(self) -> list[int]:
+        """For each position i, the rounds that accepted more than i drafts."""
         return [sum(self.acceptance_histogram[i + 1 :]) for i in range(self.num_speculative_tokens)]
 
     @property
@@ -55,14 +57,17 @@ class SpecDecodeMetrics:
 
     @property
     def per_position_acceptance(self) -> list[float]:
-        """The share of rounds that accepted the draft at each position; unconditional, so it never increases."""
+        """The share of rounds that accepted the draft at each position.
+
+        The shares are unconditional, so they never increase.
+        """
         return [
             count / self.num_drafts if self.num_drafts else 0.0
             for count in self.accepted_per_position
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts and rates, for JSON."""
+        """Return counts and rates, for JSON."""
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
             "num_drafts": self.num_drafts,
@@ -78,10 +83,12 @@ class SpecDecodeMetrics:
 
 @dataclass
 class Timings:
-    """Wall-clock seconds of an engine, compilation included where it happened; num_rounds counts decode rounds of any batch
-    in which somebody sampled (the last that were launched ahead may be idle).
+    """Wall-clock seconds of an engine, with the compilation that happened in them.
 
-    A result's time counts to what it is the result of, from when the one before was read.
+    The time between two reads counts as prefill or decoding, by what the second result is of.
+
+    num_rounds: decode rounds in which some request sampled; the last launched ahead may be idle
+    num_output_tokens: generated tokens
     """
 
     prefill_seconds: float = 0.0
@@ -95,8 +102,12 @@ class Timings:
 
 @dataclass
 class SchedulerCounts:
-    """num_preemptions: times that a request gave its blocks up and was prefilled again. num_prefix_queries, num_prefix_hits: tokens to
-    prefill, and those of them that the prefix cache had."""
+    """Counts of the scheduler.
+
+    num_preemptions: times that a request lost its blocks and was prefilled again
+    num_prefix_queries: tokens to prefill
+    num_prefix_hits: those of them that the prefix cache had
+    """
 
     num_preemptions: int = 0
     num_prefix_queries: int = 0
@@ -108,8 +119,16 @@ class SchedulerCounts:
 
 @dataclass
 class RequestTimes:
-    """When a request's tokens were read, in seconds of one clock. Those of a step's rounds come together: inter_token is the time between
-    two results, as a client that streams sees it (vLLM's ITL), and num_tokens_at_first what came with the first."""
+    """Times at which a request's tokens were read, in seconds of one clock.
+
+    The tokens of a step come together.
+
+    arrival: when the request was made
+    first, last: when the first and the last result were read
+    num_tokens: tokens read so far
+    num_tokens_at_first: tokens of the first result
+    inter_token: times between two results, as a streaming client sees them (vLLM's ITL)
+    """
 
     arrival: float
     first: float | None = None
@@ -119,7 +138,7 @@ class RequestTimes:
     inter_token: list[float] = field(default_factory=list)
 
     def observe(self, now: float, num_tokens: int) -> None:
-        """num_tokens new ones were read."""
+        """Count num_tokens new tokens, read at time `now`."""
         if self.last is None:
             self.first, self.num_tokens_at_first = now, num_tokens
         elif now > self.last:
@@ -129,12 +148,12 @@ class RequestTimes:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Waiting in the queue included."""
+        """Seconds from arrival to the first token, waiting included; None before it."""
         return None if self.first is None else self.first - self.arrival
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Of the tokens after the first."""
+        """Seconds per token after the first result; None without such tokens."""
         later = self.num_tokens - self.num_tokens_at_first
         return (
             (self.last - self.first) / later
@@ -144,12 +163,12 @@ class RequestTimes:
 
     @property
     def latency(self) -> float | None:
-        """From arrival to the last token."""
+        """Seconds from arrival to the last token; None before the first."""
         return None if self.last is None else self.last - self.arrival
 
 
 def summary(values: Iterable[float]) -> dict[str, float] | None:
-    """mean, median, p99 (the nearest rank), or None of nothing."""
+    """Return mean, median and p99 (the nearest rank); None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -163,7 +182,14 @@ def summary(values: Iterable[float]) -> dict[str, float] | None:
 
 @dataclass
 class LatencyMetrics:
-    """Seconds of the requests that finished last: a bounded number, so that an engine that runs for long stays small."""
+    """Latencies, in seconds, of the requests that finished last.
+
+    most: values kept at most, so that an engine that runs for long stays small
+    num_requests: requests that finished
+    ttft: time to first token
+    tpot: time per output token
+    itl: time between two results
+    """
 
     most: int = 100_000
     num_requests: int = 0
@@ -175,7 +201,7 @@ class LatencyMetrics:
         self.ttft, self.tpot, self.itl = (deque(maxlen=self.most) for _ in range(3))
 
     def observe(self, times: RequestTimes) -> None:
-        """A request has finished."""
+        """Count a request that has finished."""
         self.num_requests += 1
         for kept, value in (
             (self.ttft, times.time_to_first_token),
@@ -186,7 +212,7 @@ class LatencyMetrics:
         self.itl.extend(times.inter_token)
 
     def to_dict(self) -> dict[str, Any]:
-        """mean, median and p99 of each, in seconds."""
+        """Return mean, median and p99 of each, in seconds."""
         return {"num_requests": self.num_requests} | {
             name: summary(getattr(self, name)) for name in ("ttft", "tpot", "itl")
         }

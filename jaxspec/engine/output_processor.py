@@ -1,4 +1,4 @@
-"""What requests have generated, for who asked for it: increments while they run, outputs at the end."""
+"""Generated tokens to increments while requests run, and to outputs at the end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jaxspec.loading import Tokenizer
 Callback = Callable[[Increment], object]
 
 
-class Waiting:
-    """Who waits for these requests: counts those that have not finished, and passes on what they gain.
+class OutputCollector:
+    """Count the requests of a call that have not finished, and pass on what they generate.
 
-    advance is called with the number that finished, callback with each increment.
+    advance: called with the number of requests that finished
+    callback: called with each increment
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Waiting:
                 Increment(request.index, request.sample, new, text, request.finish_reason)
             )
         except Exception:
-            if not finished:  # the engine ends the request, and tells nobody
+            if not finished:  # the engine ends the request without another call
                 self.unfinished -= 1
                 self._advance(1)
             raise
@@ -52,7 +53,10 @@ class Waiting:
 def request_outputs(
     requests: Sequence[Request], tokenizer: Tokenizer | None, *, finished_only: bool = False
 ) -> list[RequestOutput]:
-    """In the order of the prompts, each with its n texts; finished_only: those whose texts have all come to their end."""
+    """Return the outputs in the order of the prompts, each with its n texts.
+
+    finished_only: only prompts whose texts have all ended.
+    """
     grouped: dict[int, list[Request]] = {}
     for request in requests:
         grouped.setdefault(request.index, []).append(request)

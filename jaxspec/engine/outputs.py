@@ -1,4 +1,4 @@
-"""What comes back: a RequestOutput for each prompt, and Increments for who streams."""
+"""Results: a RequestOutput for each prompt, and Increments for streaming callers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from jaxspec.sampling.logprobs import Logprob
 
 @dataclass
 class CompletionOutput:
-    """One text. token_ids: what was generated, the stop token included; text: without special tokens, and cut off before a stop string.
+    """One generated text.
 
-    finish_reason: "stop" (an end-of-text or stop token, or a stop string), "length" (max_tokens, or no room left), "cancelled", or "error"
-    (the callback's exception, in `error`). index: among the prompt's n.
+    index: its number among the prompt's n texts
+    token_ids: the generated tokens, the stop token included
+    text: their text without special tokens, cut off before a stop string
+    finish_reason: "stop" (an end-of-text or stop token, or a stop string), "length" (max_tokens, or
+        no room left), "cancelled", or "error" (an exception of the callback)
+    error: that exception
+    logprobs: of each generated token and of the likeliest alternatives, by token id; None unless
+        SamplingParams.logprobs is set
     """
 
     index: int
@@ -30,7 +36,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The text's log-probability under the model's own distribution, where logprobs were asked for."""
+        """The text's log-probability under the model's own distribution; None without logprobs."""
         if self.logprobs is None:
             return None
         return sum(
@@ -40,10 +46,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """One prompt's result; index: its place in the call. token_ids, text, ... are those of the first (most often the only) text.
+    """The result of one prompt. token_ids, text, ... are those of the first, often the only, text.
 
-    logprobs of a text, prompt_logprobs: by token id, of each generated token and of each of the prompt's (None for its first), and of the
-    likeliest in their places; None where SamplingParams did not ask.
+    prompt: the prompt as the caller gave it
+    prompt_token_ids: its tokens
+    outputs: its n texts
+    index: its number in the call
+    prompt_logprobs: of each prompt token (None for the first) and of the likeliest alternatives, by
+        token id; None unless SamplingParams.prompt_logprobs is set
     """
 
     prompt: Prompt
@@ -87,8 +97,13 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Increment:
-    """What one round added to one text: index is the prompt's place in the call, sample the text's among its n. Texts put together are
-    the whole text. finish_reason: None until the last, which may add nothing."""
+    """An addition to one text. The texts of all increments make the whole text.
+
+    index: the prompt's number in the call
+    sample: the text's number among the prompt's n
+    token_ids, text: what is new; the last increment may have nothing new
+    finish_reason: None except in the last increment
+    """
 
     index: int
     sample: int
@@ -98,9 +113,10 @@ class Increment:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while texts were generated. outputs: the prompts whose texts were finished by then. The engine can be used again.
+    """Ctrl-C while texts were generated. The engine can be used again.
 
-    A traceback prints what was finished: the number of prompts, and the beginnings of their texts.
+    outputs: the prompts whose texts were finished. A traceback prints their number, and the
+        beginnings of their texts.
     """
 
     def __init__(self, outputs: list[RequestOutput], *args: Any) -> None:
@@ -109,4 +125,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __str__(self) -> str:
         texts = "".join(f"\n  {output.text or output.token_ids!r:.100}" for output in self.outputs)
-        return f"{len(self.outputs)} prompts were finished, their outputs are in this exception's outputs{':' if texts else ''}{texts}"
+        return (
+            f"{len(self.outputs)} prompts were finished, "
+            f"their outputs are in this exception's outputs{':' if texts else ''}{texts}"
+        )

@@ -1,4 +1,4 @@
-"""A bar on standard error that counts what has finished."""
+"""A bar on standard error that counts finished requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives what is called with the number of those that finished."""
+    """Show a bar; yield a function to call with the number of requests that finished."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -19,4 +19,4 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def no_progress(_: int) -> None:
-    """Nothing is shown."""
+    """Show nothing."""

@@ -1,4 +1,4 @@
-"""A request while it runs: what was asked for, what was generated, and where it stands in the engine. No scheduling."""
+"""A request while it runs: its parameters, tokens and place in the engine. No scheduling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxspec.cache.group_blocks import Held
+from jaxspec.cache.group_blocks import RequestBlocks
 from jaxspec.engine.detokenizer import Detokenizer
 from jaxspec.engine.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.sampling.logprobs import Logprob
@@ -19,7 +19,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 def derive_seed(seed: int | None, index: int) -> int:
-    """The 64-bit seed of the index-th text of a prompt: the first has the request's own, None draws one."""
+    """Return the 64-bit seed of the index-th text of a prompt.
+
+    The first text has the request's own seed; None draws one.
+    """
     if seed is None:
         return secrets.randbits(64)
     if index == 0:
@@ -31,16 +34,27 @@ def derive_seed(seed: int | None, index: int) -> int:
 class Request:
     """One text of one prompt.
 
-    max_tokens: params' own, or what max_model_len leaves. stop_token_ids: those that end it, end-of-text ids included.
-    max_drafts: draft tokens a round at most, the engine's K or fewer. seed: 64 bits, settled here, so that a request that is
-    prefilled again goes on as it would have. index, sample: the prompt's place in the call, and the text's among its n.
-    on_tokens is called once a round with the number of tokens that were new. logprobs: of each generated token; prompt_logprobs: of each
-    prompt token, None for the first; both empty where nobody asked.
+    max_tokens: those of params, or what max_model_len leaves
+    stop_token_ids: tokens that end the text, end-of-text ids included
+    max_drafts: draft tokens of a round at most, the engine's K or fewer
+    seed: 64 bits, drawn before the request runs, so that it goes on alike when prefilled again
+    index, sample: the prompt's place in the call, and the text's among its n
+    on_tokens: called with the request and the number of new tokens, once for each round
+    all_token_ids: prompt and text
+    logprobs: of each generated token; empty unless params want them
+    prompt_logprobs: of each prompt token, None for the first; empty unless params want them
 
-    The scheduler's part: slot, its row on the device; blocks of each KV-cache group; hashes of its full blocks, of which num_registered
-    may be shared; num_prefilled known tokens sent to prefill; num_cached tokens in the target's cache by the results read so far, of which
-    the draft has consumed the first num_consumed, so that no row before is computed again; num_unread rounds, and prompts that ended,
-    whose results are on their way, num_unread_rounds of them rounds.
+    The scheduler's part:
+    slot: its row of the batch on the device; None while it waits
+    admitted: number of its admission; the oldest running request has the smallest
+    blocks: its blocks of each KV-cache group
+    hashes: those of its full blocks
+    num_registered: blocks that may be shared
+    num_prefilled: known tokens sent to prefill
+    num_cached: tokens in the target's cache, by the results read so far
+    num_consumed: tokens of these that the draft has consumed too; no row before is computed again
+    num_unread: rounds and ended prompts whose results are not read yet
+    num_unread_rounds: the rounds among them
     """
 
     prompt_token_ids: list[int]
@@ -65,7 +79,7 @@ class Request:
 
     slot: int | None = None
     admitted: int = 0
-    blocks: list[Held] = field(default_factory=list)
+    blocks: list[RequestBlocks] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_registered: int = 0
     num_prefilled: int = 0
@@ -83,31 +97,31 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """What was generated, the stop token included."""
+        """The generated tokens, the stop token included."""
         return self.all_token_ids[len(self.prompt_token_ids) :]
 
     @property
     def num_pages(self) -> int:
-        """Columns of a block table that hold all of its blocks, in every group."""
+        """Columns of a block table that hold all its blocks, in every group."""
         return max(held.num_pages for held in self.blocks)
 
     @property
     def num_known(self) -> int:
-        """Tokens that prefill caches: all but the last generated one, whose successor is the next to be sampled."""
+        """Tokens that prefill caches: all but the last generated one, which a round reads next."""
         return len(self.all_token_ids) - (self.num_generated > 0)
 
     @property
     def is_prefilled(self) -> bool:
-        """Its whole prompt was sent, and its row on the device generates."""
+        """Whether its whole prompt was sent, so that its slot generates."""
         return self.num_cached > 0
 
     @property
     def may_generate(self) -> bool:
-        """False once the results on their way hold its last token for certain: each brings at least one."""
+        """False once the unread results must hold its last token: each brings at least one."""
         return self.finish_reason is None and self.num_generated + self.num_unread < self.max_tokens
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Take over a round's tokens up to where the request ends, and return how many that were; what lies past it is dropped."""
+        """Append a round's tokens up to the request's end, and return how many those were."""
         for count, token in enumerate(tokens, start=1):
             self.all_token_ids.append(token)
             is_stop = token in self.stop_token_ids

@@ -1,12 +1,14 @@
-"""Which request runs where and when: slots, blocks, admission, prefill in chunks, preemption. Host logic alone, no jax.
+"""The scheduler: slots, blocks, admission, prefill in chunks, preemption. No jax.
 
-A request waits until a slot and blocks for its known tokens are free, is prefilled in chunks between the others' steps, and then
-generates in every round until it ends. The device runs ahead of what the host has read, so a request holds blocks for every token
-that its unread rounds may bring, and for those of the next step's. Where blocks run out, the request admitted last gives its own up and
-waits again at the head of the queue: it is prefilled anew over its prompt and all that it generated, and nothing of that is sampled again.
+A request waits until a slot and blocks for its known tokens are free. It is prefilled in chunks
+between the others' steps, and then generates in every round until it ends. The device runs ahead of
+what the host has read, so a request holds blocks for every token that its unread rounds may bring,
+and for those of the next step. Where blocks run out, the request admitted last gives up its own and
+waits again at the head of the queue. It is prefilled anew over its prompt and all tokens that it
+generated; none of these is sampled again.
 
-Each KV-cache group has blocks of its own. Of one with a window a request holds what its next program reads and writes, and no more: while
-it is prefilled, blocks for the next chunk alone.
+Each KV-cache group has blocks of its own. In a group with a window, a request holds only the blocks
+that its next program reads and writes: during prefill, those of the next chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.cache.block_pool import hash_blocks
-from jaxspec.cache.group_blocks import GroupBlocks, Held, longest_prefix
+from jaxspec.cache.group_blocks import GroupBlocks, RequestBlocks, longest_prefix
 from jaxspec.config import CacheGroup
 from jaxspec.engine.metrics import SchedulerCounts
 from jaxspec.engine.request import FinishReason, Request
@@ -24,9 +26,18 @@ from jaxspec.engine.request import FinishReason, Request
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """buckets: batch sizes that rounds are compiled for, ascending. max_num_batched_tokens: of one prefill call, which is made of tiles of
-    prefill_tile rows, each of one request. head_room: positions past a request's cached ones that a round may write, K + 1.
-    rounds_per_step: rounds that are launched together. has_draft: whether prefix blocks hold a draft's keys and values as well."""
+    """The engine's limits and sizes.
+
+    max_num_seqs: requests that run together at most
+    buckets: batch sizes that rounds are compiled for, ascending
+    max_model_len: tokens of a request at most
+    max_num_batched_tokens: tokens of one prefill call
+    prefill_tile: rows of a tile; a prefill call is made of tiles, each of one request
+    block_size: tokens of a block
+    head_room: positions past a request's cached ones that a round may write, K + 1
+    rounds_per_step: rounds that are launched together
+    has_draft: whether prefix blocks hold a draft's keys and values as well
+    """
 
     max_num_seqs: int
     buckets: tuple[int, ...]
@@ -51,7 +62,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Known tokens of one request that are prefilled together. next_token: the known one after them, -1 where they are the last."""
+    """Known tokens of one request that are prefilled together.
+
+    start: position of the first
+    next_token: the known token after them, -1 where they are the last
+    """
 
     request: Request
     start: int
@@ -65,10 +80,12 @@ class Chunk:
 
 @dataclass
 class Step:
-    """What the device is to do before the next rounds, in this order.
+    """The device's work before the next rounds, in this order.
 
-    cleared: slots whose row must stop generating, as the host alone knows that it has ended. sources: the row that each row of the new
-    batch comes from (-1: an idle one), None if rows stay. admitted: requests whose parameters go to their slots. chunks: prefill.
+    cleared: slots that must stop generating; only the host knows that their requests have ended
+    sources: the old slot of each slot of the new batch (-1: an idle one); None if slots stay
+    admitted: requests whose parameters go to their slots
+    chunks: what is prefilled
     """
 
     cleared: list[int] = field(default_factory=list)
@@ -79,7 +96,12 @@ class Step:
 
 @dataclass
 class Rounds:
-    """Of the next step. requests: who generates (nobody: there are none). cleared: as in Step. wait: blocks are short, read first."""
+    """The rounds of the next step.
+
+    requests: those that generate; empty: no rounds
+    cleared: as in Step
+    wait: blocks are short, so a result must be read first
+    """
 
     requests: list[Request] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
@@ -87,16 +109,17 @@ class Rounds:
 
 
 class Scheduler:
-    """Over the blocks of each KV-cache group. `schedule`, then `schedule_rounds`, over and over; `read` for every result."""
+    """Place requests in slots and in the blocks of each KV-cache group.
+
+    The engine calls `schedule`, then `schedule_rounds`, in turn, and `read` for every result.
+    """
 
     def __init__(self, config: SchedulerConfig, groups: Sequence[GroupBlocks]) -> None:
         self.config, self.groups = config, tuple(groups)
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * config.buckets[0]
         self.counts = SchedulerCounts()
-        self.changes = (
-            0  # counts admissions and departures: who compares it knows whether others run
-        )
+        self.changes = 0  # counts admissions and departures
         self._cleared: list[int] = []
         self._admissions = 0
 
@@ -112,12 +135,12 @@ class Scheduler:
         self.waiting.append(request)
 
     def place(self, request: Request, slot: int, blocks: list[list[int]]) -> None:
-        """Run a prefilled request in this slot, in these blocks of each group (Engine.set_state)."""
+        """Run a prefilled request in this slot and these blocks (Engine.set_state)."""
         for group, chosen in zip(self.groups, blocks, strict=True):
             group.pool.take(chosen)
         request.slot, request.blocks, self.rows[slot] = (
             slot,
-            [Held(0, list(chosen)) for chosen in blocks],
+            [RequestBlocks(0, list(chosen)) for chosen in blocks],
             request,
         )
         request.num_prefilled = request.num_cached = len(request.prompt_token_ids)
@@ -128,10 +151,10 @@ class Scheduler:
         self.changes += 1
         request.admitted = self._admissions
 
-    # --- before a step -----------------------------------------------------------------------------------------------------------
+    # --- before a step ---------------------------------------------------------------------------
 
     def schedule(self) -> Step:
-        """Admit whom there is room for, and choose the next tiles of prefill."""
+        """Admit the requests that there is room for, and choose the next tiles of prefill."""
         step = Step(admitted=self._admit(), cleared=self._take_cleared())
         step.sources = self._arrange(len(step.admitted))
         free = (i for i, r in enumerate(self.rows) if r is None)
@@ -148,7 +171,8 @@ class Scheduler:
         admitted: list[Request] = []
         num_running = sum(1 for _ in self.running)
         while self.waiting and num_running + len(admitted) < self.config.max_num_seqs:
-            # Whoever runs may need a block soon; admitting somebody into the last ones would only preempt him again.
+            # A running request may need a block soon. A request admitted into the last free blocks
+            # would only be preempted again.
             if not self._give_blocks(self.waiting[0], spare=num_running + len(admitted)):
                 break
             request = self.waiting.popleft()
@@ -159,7 +183,10 @@ class Scheduler:
         return admitted
 
     def _give_blocks(self, request: Request, spare: int) -> bool:
-        """Blocks for the request's known tokens and its first rounds: shared ones for a cached prefix, and new ones."""
+        """Give the request blocks for its known tokens and its first rounds.
+
+        False if too few are free. Blocks of a cached prefix are shared, the others new.
+        """
         count = self._find_prefix(request)
         request.num_prefilled = request.num_consumed = count * self.config.block_size
         request.num_registered, request.num_cached = count, 0
@@ -177,22 +204,26 @@ class Scheduler:
         return True
 
     def _find_prefix(self, request: Request) -> int:
-        """How many cached blocks the request can start after.
+        """Return how many cached blocks the request can start after.
 
-        At least one token is left to compute, for the logits after it. (With a draft that is the one after the last hash, see hash_blocks.)
+        At least one token is left to compute, for the logits after it. (With a draft it is the
+        token after the last hash, see hash_blocks.)
         """
         size = self.config.block_size
         known = request.all_token_ids[: request.num_known]
         if request.params.prompt_logprobs is not None or not all(
             g.pool.enable_prefix_caching for g in self.groups
         ):
-            return 0  # (a prompt's log-probabilities need all of its rows)
+            return 0  # a prompt's log-probabilities need all of its rows
         hash_blocks(known, size, request.hashes, has_draft=self.config.has_draft)
         return longest_prefix(self.groups, request.hashes[: (len(known) - 1) // size])
 
     def _num_pages(self, request: Request, group: CacheGroup) -> int:
-        """Blocks of the request up to the last that its next program may write: a step after its unread rounds, or the next chunk of its
-        prompt. A group that sees everything has blocks for the whole prompt, and a step, from the start."""
+        """Return the request's pages up to the last that its next program may write.
+
+        That program is a step after its unread rounds, or the next chunk of its prompt. A group
+        that sees everything has blocks for the whole prompt, and a step, from the start.
+        """
         config = self.config
         if request.is_prefilled:
             end = (
@@ -206,7 +237,10 @@ class Scheduler:
         return -(-min(end, last_round, config.max_model_len) // config.block_size)
 
     def _arrange(self, num_new: int) -> list[int] | None:
-        """Take the smallest batch that holds everybody; those in rows past its end move into free ones before it."""
+        """Take the smallest batch that holds all requests; None if it is the present one.
+
+        Requests in slots past its end move into free slots before it.
+        """
         needed = sum(1 for _ in self.running) + num_new
         size = next(b for b in self.config.buckets if b >= needed)
         if size == len(self.rows):
@@ -225,7 +259,10 @@ class Scheduler:
         return sources
 
     def _next_chunks(self) -> list[Chunk]:
-        """Tiles of prefill within the budget, first come first served; a chunk of several tiles is one request's."""
+        """Choose tiles of prefill within the budget, in the order of admission.
+
+        A chunk of several tiles belongs to one request.
+        """
         tile = self.config.prefill_tile
         tiles = self.config.max_chunk // tile
         chunks: list[Chunk] = []
@@ -249,28 +286,27 @@ class Scheduler:
                 )
             )
             request.num_prefilled = end
-            request.num_consumed = end - (
-                ends and self.config.has_draft
-            )  # the prompt's last row waits for the token after it
+            # With a draft, the prompt's last row waits for the token after it.
+            request.num_consumed = end - (ends and self.config.has_draft)
             if ends:
                 request.num_cached = end
-                request.num_unread += (
-                    request.num_generated == 0
-                )  # a request that goes on samples nothing here
+                # A preempted request has its next token already and samples nothing here.
+                request.num_unread += request.num_generated == 0
             self._register(request)
         return chunks
 
     def schedule_rounds(self) -> Rounds:
-        """Who generates next, each with blocks for it; who is being prefilled gets those of his next chunk.
+        """Choose the requests that generate next, and reserve their blocks.
 
-        The request admitted first always gets what it needs, so that something ends. Others give way to whoever generates and was admitted
-        before them; for a chunk of prefill they wait.
+        A request that is being prefilled gets the blocks of its next chunk. The oldest request may
+        preempt others, which guarantees progress. A request that generates may preempt those
+        admitted after it; a chunk of prefill waits instead.
         """
         found = Rounds()
         order = sorted(self.running, key=lambda r: r.admitted)
         for request in order:
             if request.slot is None or not request.may_generate:
-                continue  # (without a slot: preempted a moment ago)
+                continue  # without a slot: preempted in this loop
             while request.slot is not None and not self._reserve(request):
                 if not request.is_prefilled and request is not order[0]:
                     break
@@ -286,7 +322,10 @@ class Scheduler:
         return found
 
     def _reserve(self, request: Request) -> bool:
-        """Give back what no row to come sees, and take what the next program may write."""
+        """Free blocks that no later row sees, and take those that the next program may write.
+
+        False if too few are free.
+        """
         for group, held in zip(self.groups, request.blocks, strict=True):
             group.free_unseen(held, request.num_consumed)
             if not group.extend(held, self._num_pages(request, group.group)):
@@ -294,17 +333,20 @@ class Scheduler:
         return True
 
     def _preempt_last(self) -> None:
-        """The request admitted last gives up its slot and its blocks, and is the next to be admitted."""
+        """Take slot and blocks of the request admitted last, and queue it first."""
         request = max(self.running, key=lambda r: r.admitted)
         self._cleared.append(self._leave(request))
         request.num_prefilled = request.num_cached = 0
         self.waiting.appendleft(request)
         self.counts.num_preemptions += 1
 
-    # --- after a step ------------------------------------------------------------------------------------------------------------
+    # --- after a step ----------------------------------------------------------------------------
 
     def read(self, request: Request, tokens: Sequence[int], *, is_round: bool) -> int:
-        """What a round, or the end of a prompt, brought for a request: the tokens that it sampled. Returns how many of them count."""
+        """Take over the tokens that a round, or the end of a prompt, sampled for a request.
+
+        Returns how many of them count.
+        """
         request.num_unread -= 1
         request.num_unread_rounds -= is_round
         if request.finish_reason is not None:
@@ -312,9 +354,8 @@ class Scheduler:
         if is_round:
             before = request.num_cached
             request.num_cached += len(tokens)
-            request.num_consumed = (
-                before if self.config.has_draft else request.num_cached
-            )  # a draft reads a round's rows in the next
+            # A draft reads a round's rows in the next round.
+            request.num_consumed = before if self.config.has_draft else request.num_cached
         kept = request.extend(tokens)
         if request.finish_reason is not None:
             slot = self._leave(request)
@@ -322,21 +363,22 @@ class Scheduler:
                 request.finish_reason == "stop"
                 and request.all_token_ids[-1] not in request.stop_token_ids
             ):
-                self._cleared.append(slot)  # a stop string: the device does not know of it
+                self._cleared.append(slot)  # a stop string, which the device does not know of
         else:
             self._register(request)
         return kept
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request from outside: cancelled, or with an error; nothing happens to one that has ended."""
+        """End a request early, cancelled or with an error, unless it has ended."""
         if request.finish_reason is None:
             request.finish_reason = reason
             if request.slot is not None:
                 self._cleared.append(self._leave(request))
-            elif request in self.waiting:  # else Ctrl-C came before it was added
+            elif request in self.waiting:  # Ctrl-C may come before the request is added
                 self.waiting.remove(request)
 
     def _leave(self, request: Request) -> int:
+        """Take the request's slot and blocks away, and return the slot."""
         assert request.slot is not None
         for group, held in zip(self.groups, request.blocks, strict=True):
             group.free(held)
@@ -346,7 +388,7 @@ class Scheduler:
         return slot
 
     def _register(self, request: Request) -> None:
-        """Let others share the blocks that both models have consumed."""
+        """Let other requests share the full blocks that both models have consumed."""
         size, count = self.config.block_size, request.num_consumed // self.config.block_size
         if count <= request.num_registered or not self.groups[0].pool.enable_prefix_caching:
             return

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxspec.cache.block_pool import BlockPool
-from jaxspec.cache.group_blocks import GroupBlocks, Held, longest_prefix
+from jaxspec.cache.group_blocks import GroupBlocks, RequestBlocks, longest_prefix
 from jaxspec.cache.pool_sizes import PoolDemand, demand, fit, most_pages
 from jaxspec.config import CacheGroup
 
@@ -39,7 +39,7 @@ class GroupModel(RuleBasedStateMachine):
         super().__init__()
         self.blocks = GroupBlocks(self.group, BlockPool(BLOCKS))
         self.running: list[
-            tuple[Held, list[int]]
+            tuple[RequestBlocks, list[int]]
         ] = []  # what it holds; [position of its next row, end of what it has blocks for]
         self.written: dict[int, int] = {}  # block -> page whose content it has
 
@@ -119,7 +119,7 @@ def test_a_group_that_sees_everything_keeps_everything() -> None:
     blocks = GroupBlocks(CacheGroup(4, 100), BlockPool(10))
     held = blocks.start([], 0, 5)
     blocks.free_unseen(held, 20)
-    assert held == Held(0, [0, 1, 2, 3, 4]) and blocks.pool.num_free == 5
+    assert held == RequestBlocks(0, [0, 1, 2, 3, 4]) and blocks.pool.num_free == 5
     assert not blocks.extend(held, 11) and held.num_pages == 5
 
 

@@ -13,7 +13,7 @@ import pytest
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.decode import several_rounds as rounds
-from jaxspec.engine import runner
+from jaxspec.engine import round_configs
 from jaxspec.sampling.rows import features_of
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import VOCAB, Model, agreeing_model, random_prompts
@@ -47,9 +47,9 @@ def test_nothing_compiles_after_warm_up(
     """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated requests. is_large: the rows decide
     whether a round is CUDA graphs."""
     if is_large:
-        monkeypatch.setattr(runner, "GRAPHS_BELOW_BYTES", 0)
+        monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES", 0)
         monkeypatch.setattr(
-            runner, "GRAPHS_ABOVE_ROWS", 4
+            round_configs, "GRAPHS_ABOVE_ROWS", 4
         )  # two rows a request: batches of 1 without, of 3 with them
     table = {
         "table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)

@@ -79,7 +79,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
     method, window, sights = PAIRS[family]
     model = family_model(family, method, window=window)
     roomy = make(model, (ROOM,) * len(sights), enable_prefix_caching=False)
-    groups = roomy.runner.cache_groups
+    groups = roomy.runner.configs.cache_groups
     assert [{k: v for k in ("window", "chunk") if (v := getattr(g, k))} for g in groups] == sights
     least = tuple(
         demand(g, max_model_len=LIMIT, head_room=K + 1, max_chunk=32, rounds_per_step=rounds).least
@@ -181,7 +181,7 @@ def test_a_text_as_long_as_can_be_holds_a_window_of_blocks_only(
     assert len(output.token_ids) == LIMIT - 40 and all_free(small)
     assert output.token_ids == engines.roomy.generate([prompt], params)[0].token_ids
     for group, most, least in zip(
-        small.runner.cache_groups, np.max(held, axis=0), engines.least, strict=True
+        small.runner.configs.cache_groups, np.max(held, axis=0), engines.least, strict=True
     ):
         if group.reach is not None:
             rows = (1 + (depth + 1) * rounds) * (K + 1)
@@ -199,7 +199,7 @@ def test_a_pool_too_small_for_one_window_is_named_with_the_numbers(engines: Engi
     assert (
         make(
             engines.model, engines.least, rounds_per_step=engines.small.runner.rounds_per_step
-        ).runner.num_blocks
+        ).runner.memory.num_blocks
         == engines.least
     )
     with pytest.raises(ConfigError, match="num_gpu_blocks_override: expected a number for each of"):

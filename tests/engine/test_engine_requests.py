@@ -24,6 +24,7 @@ from jaxspec import (
 )
 from jaxspec.cache.pool_sizes import steps_ahead
 from jaxspec.engine import engine as engine_module
+from jaxspec.engine.buckets import Shapes
 from tests.support.tiny import VOCAB, agreeing_model
 from tests.support.toys import ToyDraft, ToyTarget
 
@@ -182,7 +183,7 @@ def test_rounds_in_flight_past_the_last_request_count_for_nothing(ahead: LLM) ->
     (whole,) = ahead.generate([[20, 21]], params)
     ended = replace(params, stop_token_ids=(whole.token_ids[4],))
     ahead.generate([[20, 21]], ended)
-    assert ahead.engine.warm([]) == 0
+    assert ahead.engine.warm([], params=(), shapes=Shapes((), (), ()), limits_drafts=False) == 0
     ahead.generate([[20, 21]], ended)
     ahead.reset_metrics()
     time.sleep(0.5)

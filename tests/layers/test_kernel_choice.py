@@ -14,7 +14,7 @@ from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.programs import Program
-from jaxspec.engine import runner
+from jaxspec.engine import round_configs
 from jaxspec.layers import kernels
 from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS, draft_config
 from pallas_kernels import hopper
@@ -199,7 +199,7 @@ def test_a_large_targets_rounds_are_cuda_graphs_where_their_rows_are_many(
         ]
 
     assert graphs(1, 64) == [True, True]
-    monkeypatch.setattr(runner, "GRAPHS_BELOW_BYTES", 0)
+    monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES", 0)
     assert graphs(1, 21, 22, 64) == [False, False, True, True]
     ran: list[tuple[int, bool]] = []
     run_rounds = rounds.run_rounds

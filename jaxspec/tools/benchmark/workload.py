@@ -175,8 +175,8 @@ def _round_configs(
     )
     graphs = {} if effort.cuda_graphs is None else {"cuda_graphs": effort.cuda_graphs}
     for engine in (llm, plain):
-        engine.runner.override(kernels=replace(engine.kernels, **chosen), **graphs)
-    llm.runner.override(acceptance_rates=rates)
+        engine.runner.configs.override(kernels=replace(engine.kernels, **chosen), **graphs)
+    llm.runner.configs.override(acceptance_rates=rates)
     asked = {"sampled": case.temperature > 0, "truncated": False, "batch": case.batch}
     return tuple(engine.round_config(**asked) for engine in (llm, plain))  # type: ignore[return-value]
 

@@ -1,0 +1,112 @@
+"""How much memory the KV cache gets, and how many blocks that makes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache import pool_sizes
+from jaxspec.config import CacheGroup, EngineConfig
+from jaxspec.engine.buckets import Buckets
+from jaxspec.engine.round_configs import RoundConfigs
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_BYTES = 4 << 30
+RESERVE_BYTES = 1 << 30  # for programs, and what the allocator cannot use
+
+
+class CacheMemory:
+    """The sizes of the KV cache's pools, decided once, from the memory that is free by then."""
+
+    def __init__(
+        self,
+        configs: RoundConfigs,
+        config: EngineConfig,
+        buckets: Buckets,
+        *,
+        dtype: Any,
+        rounds_per_step: int,
+    ) -> None:
+        self._configs, self._config, self._buckets = configs, config, buckets
+        self._dtype, self._rounds_per_step = jnp.dtype(dtype), rounds_per_step
+        self._num_blocks: tuple[int, ...] | None = None
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each KV-cache group, in all layers that the group serves."""
+        return pool_sizes.block_bytes(self._configs.greedy, self._dtype)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the whole KV cache."""
+        return sum(n * size for n, size in zip(self.num_blocks, self.block_bytes, strict=True))
+
+    def demand(self, group: CacheGroup, max_model_len: int) -> pool_sizes.PoolDemand:
+        """Return the blocks that texts of max_model_len tokens take of a group."""
+        return pool_sizes.demand(
+            group,
+            max_model_len=max_model_len,
+            head_room=self._rows_of_round,
+            max_chunk=self._buckets.max_tiles * self._buckets.prefill_tile,
+            rounds_per_step=self._rounds_per_step,
+        )
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each group's pool; the first use decides them."""
+        return self.decide()
+
+    def decide(self) -> tuple[int, ...]:
+        """Decide the pools' sizes unless that is done, and return the blocks of each.
+
+        ConfigError if they are too small for one request.
+        """
+        if self._num_blocks is None:
+            config, groups = self._config, self._configs.cache_groups
+            demands = [self.demand(group, config.max_model_len) for group in groups]
+            self._num_blocks = pool_sizes.decide_pool_sizes(
+                config, groups, demands, self.block_bytes, self._free_bytes
+            )
+            counts = zip(self._num_blocks, groups, strict=True)
+            logger.info(
+                "KV cache: blocks of %d tokens, %s, %.2f GB",
+                config.block_size,
+                ", ".join(f"{n} for {group}" for n, group in counts),
+                self.cache_bytes / 1e9,
+            )
+        return self._num_blocks
+
+    @property
+    def _rows_of_round(self) -> int:
+        return self._configs.greedy.num_speculative_tokens + 1
+
+    def _free_bytes(self) -> tuple[int, str]:
+        """Return the bytes that the KV cache may take, and the origin of that number."""
+        stats = jax.local_devices()[0].memory_stats() if self._buckets.on_gpu else None
+        if not stats or "bytes_limit" not in stats:
+            return CPU_POOL_BYTES, f"{CPU_POOL_BYTES / 1e9:.1f} GB of host memory"
+        share, limit = self._config.gpu_memory_utilization, stats["bytes_limit"]
+        used, working = stats["bytes_in_use"], self._working_bytes()
+        source = (
+            f"gpu_memory_utilization {share} of {limit / 1e9:.1f} GB, of which {used / 1e9:.1f} GB "
+            f"are in use and {working / 1e9:.1f} GB kept for computing"
+        )
+        return int(share * limit) - used - working, source
+
+    def _working_bytes(self) -> int:
+        """Estimate what the largest programs need beside weights and caches.
+
+        That is logits with the sampler's copies, and prefill's rows.
+        """
+        target, config = self._configs.greedy.target, self._config
+        round_rows = config.max_num_seqs * self._rows_of_round
+        logits = 4 * min(4 * round_rows * target.vocab_size, 1 << 30)
+        logits = max(logits, 4 * 4 * self._buckets.max_tiles * target.vocab_size)
+        intermediate = getattr(target, "intermediate_size", 4 * target.hidden_size)
+        width = 8 * target.hidden_size + 3 * intermediate
+        prefill = 2 * config.max_num_batched_tokens * width * self._dtype.itemsize
+        return logits + prefill + RESERVE_BYTES

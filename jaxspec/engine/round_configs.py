@@ -1,0 +1,115 @@
+"""The static descriptions of the programs that an engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jaxspec.config import (
+    CacheGroup,
+    EngineConfig,
+    Kernels,
+    RoundConfig,
+    SamplingFeatures,
+    SpeculativeConfig,
+)
+
+# A CUDA graph saves the host its launches, and the device a part of the gaps between them. But it
+# drops the kernels' early launches of their successors (programmatic dependent launch). So a target
+# whose round outlasts the host's launches does without, as long as its rows are so few that the
+# products run in our kernels, which launch early. With more rows most products are XLA's
+# (docs/performance.md has figures).
+GRAPHS_BELOW_BYTES, GRAPHS_ABOVE_ROWS = 4 << 30, 64
+GREEDY = SamplingFeatures(sampled=False)
+
+
+class RoundConfigs:
+    """Make one RoundConfig for each kind of batch, and keep it: jit looks up its object fastest."""
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        speculative: SpeculativeConfig | None,
+        config: EngineConfig,
+        *,
+        kernels: Kernels,
+        weight_bytes: int,
+        acceptance_rates: tuple[float, ...] | None = None,
+    ) -> None:
+        self._weight_bytes = weight_bytes
+        self._speculative = speculative
+        longest = speculative.draft_max_model_len if speculative else None
+        self._plain = RoundConfig.of_pair(
+            target,
+            draft,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            draft_context=longest,
+            kernels=kernels,
+        )
+        if speculative is not None:
+            self._plain = replace(
+                self._plain,
+                num_speculative_tokens=speculative.num_speculative_tokens,
+                rule=speculative.rejection_sample_method,
+                draft_sampling=speculative.draft_sample_method,
+                acceptance_rates=acceptance_rates,
+            )
+        self._overrides: dict[str, Any] = {}
+        self._made: dict[tuple[SamplingFeatures, int, bool, bool], RoundConfig] = {}
+
+    def override(self, **values: Any) -> None:
+        """Set fields of every RoundConfig from now on: for benchmarks."""
+        self._overrides |= values
+        self._made.clear()
+
+    def get(
+        self,
+        features: SamplingFeatures,
+        *,
+        num_drafts: int | None = None,
+        limits_drafts: bool = False,
+        batch: int = 1,
+    ) -> RoundConfig:
+        """Return the config of rounds for batches of this size whose requests need these features.
+
+        num_drafts: the rounds' K; None: the engine's
+        limits_drafts: whether some request is allowed fewer drafts
+        """
+        K = self._plain.num_speculative_tokens if num_drafts is None else num_drafts
+        graphs = self._weight_bytes < GRAPHS_BELOW_BYTES or batch * (K + 1) > GRAPHS_ABOVE_ROWS
+        key = (features, K, limits_drafts and K > 0, graphs)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(
+        self, features: SamplingFeatures, K: int, limits_drafts: bool, cuda_graphs: bool
+    ) -> RoundConfig:
+        rates, speculative = self._plain.acceptance_rates, self._speculative
+        values: dict[str, Any] = {
+            "num_speculative_tokens": K,
+            "acceptance_rates": None if rates is None else rates[:K],
+            "cuda_graphs": cuda_graphs,
+        }
+        if limits_drafts and speculative is not None:
+            values |= {
+                "limits_drafts": True,
+                "draft_max_model_len": speculative.draft_max_model_len,
+            }
+        return replace(self._plain.with_features(features), **(values | self._overrides))
+
+    @property
+    def greedy(self) -> RoundConfig:
+        """The config of greedy rounds, for what does not depend on the batch."""
+        return self.get(GREEDY)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The KV-cache groups, each with a pool of blocks and a block table of its own."""
+        return self.greedy.cache_groups
+
+    def num_drafts(self, batch_size: int) -> int:
+        """Return the K of rounds with so many running requests."""
+        return self._speculative.num_drafts(batch_size) if self._speculative else 0
