@@ -242,7 +242,7 @@ class Recorder:
 
     def config(self, rule: str, drafts: str, *, sampled: bool) -> RoundConfig:
         """Return the engine's rounds, with this rule and this kind of drafts."""
-        cfg = self.engine.runner.round_config(SamplingFeatures(sampled=sampled), batch=self.batch)
+        cfg = self.engine.runner.configs.get(SamplingFeatures(sampled=sampled), batch=self.batch)
         return replace(
             cfg,
             rule=rule,  # type: ignore[arg-type]
