@@ -7,13 +7,16 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
+import jax
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from jaxspec.config import ConfigError
 
 NGRAM = 13
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,12 @@ class Chats:
             ) from e
 
 
-def pack(sequences: Sequence[np.ndarray], answer_start: Any, temperature: Any, dtype: Any) -> Chats:
+def pack(
+    sequences: Sequence[np.ndarray],
+    answer_start: ArrayLike,
+    temperature: ArrayLike,
+    dtype: DTypeLike,
+) -> Chats:
     """Chats from one token array each."""
     offsets = np.concatenate([[0], np.cumsum([len(s) for s in sequences])]).astype(np.int64)
     tokens = np.concatenate(sequences).astype(dtype) if sequences else np.zeros(0, dtype)
@@ -115,16 +123,20 @@ def token_dtype(vocab: int) -> type:
     return np.uint16 if vocab <= 1 << 16 else np.int32
 
 
-@dataclass(frozen=True)
-class Batch:
-    """tokens int32 [batch, rows], zeros behind lengths [batch]; answer_start [batch], index of the first token worth a loss."""
+class Batch(NamedTuple, Generic[Array]):
+    """Chats of one length, on the host (NumPy arrays) or on devices.
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    answer_start: np.ndarray
+    tokens:       int32 [batch, rows], zeros behind each chat
+    lengths:      int32 [batch], tokens of each chat
+    answer_start: int32 [batch], index of the first token worth a loss
+    """
+
+    tokens: Array
+    lengths: Array
+    answer_start: Array
 
 
-def batch_of(chats: Chats, indices: np.ndarray, rows: int) -> Batch:
+def batch_of(chats: Chats, indices: np.ndarray, rows: int) -> Batch[np.ndarray]:
     """The chats of indices, cut or padded to rows tokens."""
     lengths = np.minimum(chats.lengths[indices], rows).astype(np.int32)
     tokens = np.zeros((len(indices), rows), np.int32)
@@ -139,7 +151,7 @@ def epoch(
     tokens_per_batch: int,
     rng: np.random.Generator,
     multiple: int = 1,
-) -> Iterator[Batch]:
+) -> Iterator[Batch[np.ndarray]]:
     """Every chat once in random order, in batches of about tokens_per_batch; chats of a batch share the smallest bucket that holds them.
 
     One compiled train step a bucket, and little padding. A batch holds a multiple of `multiple` chats, so that it can be cut
@@ -163,7 +175,7 @@ def epoch(
 
 def batches(
     chats: Chats, buckets: Sequence[int], tokens_per_batch: int, seed: int, multiple: int = 1
-) -> Iterator[tuple[int, Batch]]:
+) -> Iterator[tuple[int, Batch[np.ndarray]]]:
     """(epoch, batch) without end."""
     number = 0
     while True:

@@ -68,22 +68,6 @@ def _soft_cross_entropy_backward(
 soft_cross_entropy.defvjp(_soft_cross_entropy, _soft_cross_entropy_backward)
 
 
-def entropy(probs: jax.Array) -> jax.Array:
-    """-sum p log p over the last axis, 0 log 0 = 0."""
-    return -jnp.sum(jax.scipy.special.xlogy(probs, probs), axis=-1)
-
-
-def kl_divergence(logits: jax.Array, target_probs: jax.Array) -> jax.Array:
-    """KL(p || softmax(logits)), speculators' "kl_div": the cross entropy less what no draft can change."""
-    return soft_cross_entropy(logits, target_probs) - entropy(target_probs)
-
-
-def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean of values where mask; 0 where nothing is left."""
-    weight = mask.astype(values.dtype)
-    return jnp.sum(values * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-
-
 def decayed_sum(step_losses: Sequence[jax.Array], decay: float) -> jax.Array:
     """sum_i decay^i loss_i: a later draft step counts only where the earlier ones were accepted (EAGLE-3's 0.8^i)."""
     total = jnp.zeros((), jnp.float32)

@@ -1,7 +1,7 @@
-"""What a draft is trained to do on one batch: the target's side of it, the loss, and the sums that metrics are made of.
+"""The objective of one batch: the target's side of it, the loss, and the sums behind the metrics.
 
-Losses are sums over rows divided by counts that are known before the batch is cut, over devices or micro-batches; adding up
-the parts therefore gives the gradient of the whole.
+Losses are sums over rows divided by counts that are known before the batch is cut, over devices or
+micro-batches. Adding up the parts therefore gives the gradient of the whole.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jaxspec.drafts import DraftConfig
 from jaxspec.layers.params import Params
 from jaxspec.training import eagle, eagle3
 from jaxspec.training.config import TrainConfig
+from jaxspec.training.data import Batch
 from jaxspec.training.losses import (
     accepted_prefix,
     decayed_sum,
@@ -31,14 +32,34 @@ FORWARDS: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3}  # forward_
 
 
 @struct.dataclass
+class TrainingPair:
+    """A draft's shape, and the frozen target that it learns from.
+
+    draft:      the draft's config
+    target_cfg: the target's config
+    target:     the target's weights
+    draft_ids:  int32 [draft_vocab], the target id of each draft id
+    """
+
+    draft: DraftConfig = struct.field(pytree_node=False)
+    target_cfg: models.TargetConfig = struct.field(pytree_node=False)
+    target: Params
+    draft_ids: jax.Array
+
+
+@struct.dataclass
 class TargetSide:
     """What the loss reads of the frozen target for one batch.
 
-    tokens int32 [batch, rows]; hidden [batch, rows, D], after the final norm; drafted_from [batch, rows, _], what the draft reads
-    of the target; probs float32 [batch, rows, draft_vocab], what the draft should say of the next token: the target's
-    distribution restricted to the draft's vocabulary, with argmax_weight more on its first choice; greedy int32 [batch, rows], the
-    target's choice; predicts bool [batch, rows], whether the next token is part of the answer; teachable bool [batch, rows],
-    predicts where the draft has a token for the target's choice.
+    tokens:       int32 [batch, rows]
+    hidden:       [batch, rows, D], after the final norm
+    drafted_from: [batch, rows, _], what the draft reads of the target
+    probs:        float32 [batch, rows, draft_vocab], what the draft should say of the next token:
+                  the target's distribution restricted to the draft's vocabulary, with argmax_weight
+                  more on its first choice
+    greedy:       int32 [batch, rows], the target's choice
+    predicts:     bool [batch, rows], whether the next token is part of the answer
+    teachable:    bool [batch, rows], predicts where the draft has a token for the target's choice
     """
 
     tokens: jax.Array
@@ -52,8 +73,13 @@ class TargetSide:
 
 @struct.dataclass
 class StepSums:
-    """Sums over a batch's rows, float32 [num_steps]: the losses, the rows whose draft is the target's choice (matches) and whose
-    earlier ones are too (accepted), both numbers of rows; followed []: rows that accepted is counted among."""
+    """Sums over a batch's rows, float32 [num_steps] each, but for followed [].
+
+    cross_entropy, feature: the losses
+    matches:  rows whose draft is the target's choice
+    accepted: rows whose draft and all earlier ones are the target's choice
+    followed: rows that accepted is counted among
+    """
 
     cross_entropy: jax.Array
     feature: jax.Array
@@ -70,14 +96,17 @@ def num_draft_steps(cfg: TrainConfig, rows: int) -> int:
 def step_counts(
     cfg: TrainConfig, lengths: jax.Array, answer_start: jax.Array, rows: int
 ) -> jax.Array:
-    """How many rows of each draft step predict a token of an answer: float32 [steps] of lengths and answer_start [batch]."""
+    """Count the rows of each draft step that predict a token of an answer: float32 [steps].
+
+    lengths, answer_start: int32 [batch].
+    """
     first = jnp.arange(num_draft_steps(cfg, rows)) + 2  # step i predicts tokens 2+i and later ones
     count = jnp.maximum(lengths - jnp.maximum(answer_start, first[:, None]), 0)
     return jnp.sum(count, axis=1).astype(jnp.float32)
 
 
 def shared_weights(draft: DraftConfig, target: Params) -> Params:
-    """What a draft without its own takes from the target, frozen."""
+    """Return the frozen weights that a draft without its own takes from the target."""
     own = drafts.family(draft).param_specs(draft)
     shared = {"embed_tokens": target["embed_tokens"]}
     if "lm_head" not in own:
@@ -85,17 +114,10 @@ def shared_weights(draft: DraftConfig, target: Params) -> Params:
     return {name: array for name, array in shared.items() if name not in own}
 
 
-def observe_target(
-    cfg: TrainConfig,
-    target_cfg: models.TargetConfig,
-    target: Params,
-    draft: DraftConfig,
-    draft_ids: jax.Array,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    answer_start: jax.Array,
-) -> TargetSide:
-    """The target's pass over a batch, without gradients. draft_ids int32 [draft_vocab]: the target id of each draft id."""
+def observe_target(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]) -> TargetSide:
+    """Run the target over a batch, without gradients."""
+    draft, target_cfg, target, draft_ids = pair.draft, pair.target_cfg, pair.target, pair.draft_ids
+    tokens, lengths, answer_start = batch
     hidden, aux = target_states(target, target_cfg, tokens, lengths, draft.aux_layers)
     if draft.maps_vocabulary:
         logits = jnp.einsum(
@@ -129,21 +151,22 @@ def observe_target(
 
 def draft_loss(
     cfg: TrainConfig,
-    draft: DraftConfig,
+    pair: TrainingPair,
     weights: Params,
-    draft_ids: jax.Array,
     side: TargetSide,
     counts: jax.Array,
 ) -> tuple[jax.Array, StepSums]:
-    """sum_i decay^i (cross entropy_i + feature_weight * smooth L1_i) over teachable rows, each divided by counts[i]; and the sums.
+    """Return the loss [] and its sums: sum_i decay^i (cross entropy_i + feature_weight * smooth L1_i).
 
-    weights: the draft's own and shared_weights, in the compute dtype. The second term is EAGLE-1's only: its output stands
-    for the target's hidden state of the next position.
+    Each term is summed over teachable rows and divided by counts[i]. weights: the draft's own and
+    shared_weights, in the compute dtype. The second term is EAGLE-1's only: its output stands for
+    the target's hidden state of the next position.
     """
+    draft, draft_ids = pair.draft, pair.draft_ids
     rows = side.tokens.shape[1]
     steps = num_draft_steps(cfg, rows)
 
-    def judge(weights: Params, head_input: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
+    def step_loss(weights: Params, head_input: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
         # Row p of step i predicts token p+2+i, which the target predicts at p+1+i: slice the small side.
         ahead = step + 1
         logits = head_logits(head_input[:, : rows - ahead], weights["lm_head"], draft.tied_lm_head)
@@ -163,22 +186,26 @@ def draft_loss(
         return jnp.sum(loss * side.predicts[:, ahead:].astype(jnp.float32))
 
     if cfg.remat:
-        judge = jax.checkpoint(judge, static_argnums=2)
+        step_loss = jax.checkpoint(step_loss, static_argnums=2)
     head_inputs = FORWARDS[draft.method].forward_steps(
         weights, draft, side.tokens, side.drafted_from, steps
     )
     cross_entropies, matches = zip(
-        *(judge(weights, x, step) for step, x in enumerate(head_inputs)), strict=True
+        *(step_loss(weights, x, step) for step, x in enumerate(head_inputs)), strict=True
     )
     features = [regress(x, step) for step, x in enumerate(head_inputs)]
 
     counted = [shift_left(side.predicts, step + 1) for step in range(steps)]
-    # A row shows what a greedy draft would do only where the text it was forced to follow is the target's greedy text.
+    # A row shows what a greedy draft would do only where the text that it was forced to follow is
+    # the target's greedy text.
     greedy_text = side.tokens == jnp.roll(side.greedy, 1, axis=1)
     followed = counted[-1]
     for step in range(1, steps):
         followed = followed & shift_left(greedy_text, 1 + step)
-    count = lambda mask: jnp.sum(mask.astype(jnp.float32))  # noqa: E731
+
+    def count(mask: jax.Array) -> jax.Array:
+        return jnp.sum(mask.astype(jnp.float32))
+
     sums = StepSums(
         cross_entropy=jnp.stack(cross_entropies),
         feature=jnp.stack(features),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
@@ -20,7 +21,8 @@ from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import Chats
 from jaxspec.training.evaluation import EvaluationConfig, evaluate_head
 from jaxspec.training.heads import HeadConfig, new_head
-from jaxspec.training.loop import TrainState, data_mesh, init_train_state, train
+from jaxspec.training.loop import Budget, TrainState, data_mesh, init_train_state, train
+from jaxspec.training.objective import TrainingPair
 from jaxspec.training.plot import plot_history
 from jaxspec.training.run_record import RunRecord, earlier_history
 from jaxspec.training.vocabulary import coverage
@@ -98,16 +100,12 @@ def train_head(
         log(f"train: goes on from step {int(state.step)}")
     train(
         cfg.train,
-        draft,
-        target.cfg,
-        target.params,
+        TrainingPair(draft, target.cfg, target.params, jnp.asarray(ids, jnp.int32)),
         state,
-        ids,
         training,
         held_out,
         mesh=data_mesh(),
-        max_steps=cfg.max_steps,
-        deadline=deadline,
+        budget=Budget(cfg.max_steps, deadline),
         save=save,
         save_every_seconds=cfg.save_seconds,
         log=log,

@@ -11,15 +11,22 @@ import numpy as np
 import pytest
 
 from jaxspec import models
-from jaxspec.drafts import DraftConfig, eagle3
+from jaxspec.drafts import eagle3
 from jaxspec.training import losses
 from jaxspec.training.config import TrainConfig
-from jaxspec.training.data import pack
+from jaxspec.training.data import Batch, pack
 from jaxspec.training.eagle import forward_steps as eagle_forward_steps
 from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.heads import eagle_config, initial_params
-from jaxspec.training.loop import TrainState, data_mesh, init_train_state, train
-from jaxspec.training.objective import draft_loss, observe_target, shared_weights, step_counts
+from jaxspec.training.loop import Budget, TrainState, data_mesh, init_train_state, train
+from jaxspec.training.objective import (
+    TargetSide,
+    TrainingPair,
+    draft_loss,
+    observe_target,
+    shared_weights,
+    step_counts,
+)
 from jaxspec.training.optimizer import learning_rate
 from jaxspec.training.target import greedy_tokens, target_states
 from tests.training.conftest import VOCAB, Pair
@@ -36,26 +43,30 @@ CFG = TrainConfig(
 ONE = data_mesh(jax.devices()[:1])
 
 
-def batch(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+def batch(seed: int = 0) -> Batch[jax.Array]:
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (2, 12)).astype(np.int32)
-    return jnp.asarray(tokens), jnp.asarray([12, 9], jnp.int32), jnp.asarray([4, 6], jnp.int32)
+    return Batch(
+        jnp.asarray(tokens), jnp.asarray([12, 9], jnp.int32), jnp.asarray([4, 6], jnp.int32)
+    )
 
 
-def observe(pair: Pair, draft_cfg: DraftConfig, ids: jax.Array, cfg: TrainConfig = CFG):
-    return jax.jit(
-        lambda: observe_target(cfg, pair.target_cfg, pair.target, draft_cfg, ids, *batch())
-    )()
+def training_pair(pair: Pair) -> TrainingPair:
+    ids = jnp.asarray(pair.draft_ids)
+    return TrainingPair(pair.draft_cfg, pair.target_cfg, pair.target, ids)
+
+
+def observe(pair: TrainingPair, cfg: TrainConfig = CFG) -> TargetSide:
+    return jax.jit(lambda: observe_target(cfg, pair, batch()))()
 
 
 @pytest.mark.parametrize("argmax_weight", [0.0, 0.25])
 def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float) -> None:
     tokens, lengths, answer_start = batch()
     cfg = dataclasses.replace(CFG, argmax_weight=argmax_weight)
-    ids = jnp.asarray(pair.draft_ids)
-    side = observe(pair, pair.draft_cfg, ids, cfg)
+    side = observe(training_pair(pair), cfg)
     counts = step_counts(cfg, lengths, answer_start, 12)
     weights = {**pair.draft, **shared_weights(pair.draft_cfg, pair.target)}
-    loss, sums = jax.jit(lambda: draft_loss(cfg, pair.draft_cfg, weights, ids, side, counts))()
+    loss, sums = jax.jit(lambda: draft_loss(cfg, training_pair(pair), weights, side, counts))()
 
     hidden, aux = target_states(
         pair.target, pair.target_cfg, tokens, lengths, pair.draft_cfg.aux_layers
@@ -96,12 +107,12 @@ def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float)
 def test_eagle_1_adds_the_regression_of_the_next_hidden_state(pair: Pair) -> None:
     tokens, lengths, answer_start = batch()
     draft = eagle_config(pair.target_cfg)
-    ids = jnp.arange(VOCAB)
+    learned = TrainingPair(draft, pair.target_cfg, pair.target, jnp.arange(VOCAB))
     params = initial_params(draft, pair.target_cfg, pair.target, np.arange(VOCAB), 0)
     weights = {**params, **shared_weights(draft, pair.target)}
     counts = step_counts(CFG, lengths, answer_start, 12)
-    side = observe(pair, draft, ids)
-    _, sums = jax.jit(lambda: draft_loss(CFG, draft, weights, ids, side, counts))()
+    side = observe(learned)
+    _, sums = jax.jit(lambda: draft_loss(CFG, learned, weights, side, counts))()
     features = eagle_forward_steps(weights, draft, tokens, side.hidden, 3)
     for step, feature in enumerate(features):
         rows = [
@@ -115,13 +126,13 @@ def test_eagle_1_adds_the_regression_of_the_next_hidden_state(pair: Pair) -> Non
 
 
 def test_remat_changes_no_gradient(pair: Pair) -> None:
-    ids = jnp.asarray(pair.draft_ids)
-    side = observe(pair, pair.draft_cfg, ids)
+    learned = training_pair(pair)
+    side = observe(learned)
     counts, shared = step_counts(CFG, *batch()[1:], 12), shared_weights(pair.draft_cfg, pair.target)
 
     def gradient(cfg: TrainConfig):
         def loss(params):
-            return draft_loss(cfg, pair.draft_cfg, {**params, **shared}, ids, side, counts)[0]
+            return draft_loss(cfg, learned, {**params, **shared}, side, counts)[0]
 
         return jax.jit(jax.grad(loss))(pair.draft)
 
@@ -152,7 +163,10 @@ def test_target_states_do_not_depend_on_padding(pair: Pair) -> None:
 
 def test_schedule_warms_up_then_falls_along_a_cosine() -> None:
     cfg = TrainConfig(learning_rate=1.0, final_learning_rate=0.1, warmup_steps=4)
-    rate = lambda step, progress: float(learning_rate(cfg, jnp.int32(step), jnp.float32(progress)))  # noqa: E731
+
+    def rate(step: int, progress: float) -> float:
+        return float(learning_rate(cfg, jnp.int32(step), jnp.float32(progress)))
+
     np.testing.assert_allclose([rate(step, 0.0) for step in range(5)], [0.25, 0.5, 0.75, 1.0, 1.0])
     np.testing.assert_allclose([rate(10, p) for p in (0.5, 1.0, 2.0)], [0.55, 0.1, 0.1], rtol=1e-6)
 
@@ -180,9 +194,17 @@ def test_a_head_learns_and_is_saved_on_the_way(pair: Pair) -> None:
         return {"seen": step}
 
     trained, history = train(
-        CFG, pair.draft_cfg, pair.target_cfg, pair.target, init_train_state(CFG, params), pair.draft_ids, chats, chats, mesh=ONE,
-        max_steps=60, deadline=time.monotonic() + 1e6, save=save, save_every_seconds=0.0, log=lambda line: None,
-    )  # fmt: skip
+        CFG,
+        training_pair(pair),
+        init_train_state(CFG, params),
+        chats,
+        chats,
+        mesh=ONE,
+        budget=Budget(60, time.monotonic() + 1e6),
+        save=save,
+        save_every_seconds=0.0,
+        log=lambda line: None,
+    )
     assert saved == [10, 20, 30, 40, 50, 60, 60]
     steps = [record for record in history if "loss" in record]
     assert [record.get("seen") for record in steps] == saved[:6]
@@ -203,9 +225,16 @@ def test_training_ends_at_the_deadline_and_still_saves(pair: Pair) -> None:
     saved: list[int] = []
     params = initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
     train(
-        CFG, pair.draft_cfg, pair.target_cfg, pair.target, init_train_state(CFG, params), pair.draft_ids, chats, chats, mesh=ONE,
-        max_steps=60, deadline=time.monotonic() - 1, save=lambda state, step: saved.append(step) or {}, log=lambda line: None,
-    )  # fmt: skip
+        CFG,
+        training_pair(pair),
+        init_train_state(CFG, params),
+        chats,
+        chats,
+        mesh=ONE,
+        budget=Budget(60, time.monotonic() - 1),
+        save=lambda state, step: saved.append(step) or {},
+        log=lambda line: None,
+    )
     assert saved == [0]
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -20,6 +21,8 @@ from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import batch_of, pack
 from jaxspec.training.heads import initial_params
 from jaxspec.training.loop import (
+    Budget,
+    Entry,
     TrainState,
     data_mesh,
     init_train_state,
@@ -28,6 +31,7 @@ from jaxspec.training.loop import (
     train,
     train_step,
 )
+from jaxspec.training.objective import TrainingPair
 from tests.training.conftest import VOCAB, Pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +51,11 @@ def some_chats():
     )
 
 
+def training_pair(pair: Pair) -> TrainingPair:
+    ids = jnp.asarray(pair.draft_ids, jnp.int32)
+    return TrainingPair(pair.draft_cfg, pair.target_cfg, pair.target, ids)
+
+
 def fresh(pair: Pair, cfg: TrainConfig) -> TrainState:
     return init_train_state(
         cfg, initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
@@ -61,22 +70,8 @@ def test_micro_batches_equal_one_batch(pair: Pair, optimizer: str) -> None:
     results = []
     for parts in (1, 4):
         cfg = dataclasses.replace(CFG, accumulation=parts, optimizer=optimizer)
-        state, target, ids = replicate(
-            mesh, (fresh(pair, cfg), pair.target, jnp.asarray(pair.draft_ids, jnp.int32))
-        )
-        results.append(
-            train_step(
-                cfg,
-                pair.draft_cfg,
-                pair.target_cfg,
-                mesh,
-                state,
-                target,
-                ids,
-                *place(mesh, batch),
-                np.float32(0.0),
-            )
-        )
+        state, learned = replicate(mesh, (fresh(pair, cfg), training_pair(pair)))
+        results.append(train_step(cfg, mesh, state, learned, place(mesh, batch), np.float32(0.0)))
     (metrics, state), (metrics_of_parts, state_of_parts) = results
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
@@ -91,12 +86,26 @@ def test_micro_batches_equal_one_batch(pair: Pair, optimizer: str) -> None:
     assert max(far) < 0.01, far
 
 
-def losses(pair: Pair, state: TrainState, max_steps: int, **more):
+def losses(
+    pair: Pair,
+    state: TrainState,
+    max_steps: int,
+    *,
+    save: Callable[[TrainState, int], Entry] = lambda state, step: {},
+    save_every_seconds: float = 150.0,
+) -> tuple[TrainState, list[tuple[int, float]]]:
     state, history = train(
-        CFG, pair.draft_cfg, pair.target_cfg, pair.target, state, pair.draft_ids, some_chats(), some_chats().select(np.arange(0)),
-        mesh=data_mesh(jax.devices()[:1]), max_steps=max_steps, deadline=time.monotonic() + 1e6, log=lambda line: None,
-        **({"save": lambda state, step: {}} | more),
-    )  # fmt: skip
+        CFG,
+        training_pair(pair),
+        state,
+        some_chats(),
+        some_chats().select(np.arange(0)),
+        mesh=data_mesh(jax.devices()[:1]),
+        budget=Budget(max_steps, time.monotonic() + 1e6),
+        log=lambda line: None,
+        save=save,
+        save_every_seconds=save_every_seconds,
+    )
     return state, [(r["step"], r["loss"]) for r in history if "loss" in r]
 
 
@@ -129,15 +138,15 @@ def test_four_devices_follow_the_curve_of_one() -> None:
     program = """
 import json, time
 import jax, numpy as np
-from jaxspec.training.loop import data_mesh, train
+from jaxspec.training.loop import Budget, data_mesh, train
 from tests.training.conftest import make_pair
-from tests.training.test_parallel import CFG, fresh, some_chats
+from tests.training.test_parallel import CFG, fresh, some_chats, training_pair
 pair, curves = make_pair(), []
 for count in (1, 4):
     _, history = train(
-        CFG, pair.draft_cfg, pair.target_cfg, pair.target, fresh(pair, CFG), pair.draft_ids, some_chats(), some_chats(),
-        mesh=data_mesh(jax.devices()[:count]), max_steps=12, deadline=time.monotonic() + 1e6, log=lambda line: None,
-        save=lambda state, step: {},
+        CFG, training_pair(pair), fresh(pair, CFG), some_chats(), some_chats(),
+        mesh=data_mesh(jax.devices()[:count]), budget=Budget(12, time.monotonic() + 1e6),
+        save=lambda state, step: {}, log=lambda line: None,
     )
     curve = [[r[name] for name in ("loss", "agreement", "accepted")] for r in history if "loss" in r]
     curves.append([*curve, history[-1]["held_out_loss"]])
