@@ -59,9 +59,20 @@ class RoundConfigs:
         self._overrides: dict[str, Any] = {}
         self._made: dict[tuple[SamplingFeatures, int, bool, bool], RoundConfig] = {}
 
-    def override(self, **values: Any) -> None:
-        """Set fields of every RoundConfig from now on: for benchmarks."""
-        self._overrides |= values
+    def override(
+        self,
+        *,
+        kernels: Kernels | None = None,
+        acceptance_rates: tuple[float, ...] | None = None,
+        cuda_graphs: bool | None = None,
+    ) -> None:
+        """Set fields of every RoundConfig from now on, for benchmarks; None leaves a field as it is."""
+        given = {
+            "kernels": kernels,
+            "acceptance_rates": acceptance_rates,
+            "cuda_graphs": cuda_graphs,
+        }
+        self._overrides |= {name: value for name, value in given.items() if value is not None}
         self._made.clear()
 
     def get(

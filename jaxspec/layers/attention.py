@@ -16,10 +16,7 @@ from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels, MLAConfi
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
 from jaxspec.layers.products import (
     ResidualStream,
-    apply_rope,
-    linear,
     product,
-    rms_norm,
     rope_tables,
     values_of,
 )
@@ -141,23 +138,6 @@ def halves_of_pairs(arrays: Sequence[np.ndarray], *, num_heads: int, before: int
         [per_head[:, :before], per_head[:, before::2], per_head[:, before + 1 :: 2]], axis=1
     )
     return ordered.reshape(array.shape).T
-
-
-def project_qkv(
-    params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x [batch, rows, in] -> q [batch, rows, num_heads, head_dim] and k, v with num_kv_heads; normed and rotated."""
-
-    def heads(name: str, num_heads: int) -> jax.Array:
-        return linear(x, params[f"{name}_proj"], params.get(f"{name}_bias")).reshape(
-            *x.shape[:2], num_heads, cfg.head_dim
-        )
-
-    q, k, v = heads("q", cfg.num_heads), heads("k", cfg.num_kv_heads), heads("v", cfg.num_kv_heads)
-    if cfg.qk_norm:
-        q = rms_norm(q, params["q_norm"], cfg.rms_norm_eps)
-        k = rms_norm(k, params["k_norm"], cfg.rms_norm_eps)
-    return apply_rope(q, rope), apply_rope(k, rope), v
 
 
 def self_attention(

@@ -1,4 +1,4 @@
-"""Attention of the training-time test: what a row sees while it drafts, for all rows of a sequence at once."""
+"""Attention of the training-time test: what a row sees while it drafts, for all rows at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jaxspec.config import AttentionConfig, ConfigError
 from jaxspec.drafts import DraftConfig
-from jaxspec.layers.attention import RopeTables, project_qkv
+from jaxspec.layers.attention import RopeTables
 from jaxspec.layers.params import Params
-from jaxspec.layers.products import linear
+from jaxspec.layers.products import apply_rope, linear, rms_norm
 
 _MASKED = -1e30
 
@@ -24,22 +24,46 @@ class StepKeys(NamedTuple):
 
 
 def shift_left(x: jax.Array, n: int) -> jax.Array:
-    """x [batch, rows] moved n to the left, zeros behind: row p holds what was at p + n."""
+    """Move x [batch, rows] n to the left, zeros behind: row p holds what was at p + n."""
     return jnp.pad(x[:, n:], ((0, 0), (0, n)))
 
 
 def require_full_attention(cfg: DraftConfig) -> None:
-    """The dense attention below knows no window."""
+    """Refuse a window, which the dense attention below does not know."""
     if cfg.sliding_window is not None:
         raise ConfigError(
-            f"sliding_window: expected full attention in a head that is trained here, got a window of {cfg.sliding_window}"
+            "sliding_window: expected full attention in a head that is trained here, "
+            f"got a window of {cfg.sliding_window}"
         )
+
+
+def project_qkv(
+    params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Project x [batch, rows, in] to q [batch, rows, num_heads, head_dim] and k, v [.., num_kv_heads, ..].
+
+    Queries and keys are normed, where the model norms them, and rotated.
+    """
+
+    def heads(name: str, num_heads: int) -> jax.Array:
+        return linear(x, params[f"{name}_proj"], params.get(f"{name}_bias")).reshape(
+            *x.shape[:2], num_heads, cfg.head_dim
+        )
+
+    q, k, v = heads("q", cfg.num_heads), heads("k", cfg.num_kv_heads), heads("v", cfg.num_kv_heads)
+    if cfg.qk_norm:
+        q = rms_norm(q, params["q_norm"], cfg.rms_norm_eps)
+        k = rms_norm(k, params["k_norm"], cfg.rms_norm_eps)
+    return apply_rope(q, rope), apply_rope(k, rope), v
 
 
 def step_attention(
     params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables, earlier: list[StepKeys]
 ) -> tuple[jax.Array, StepKeys]:
-    """Attention of one step: causal over step 0, then one's own row of each later step. x [batch, rows, in] -> [batch, rows, out]."""
+    """Attend in one step: causally over step 0, then to the row itself in each later step.
+
+    x [batch, rows, in] -> [batch, rows, out], and the keys and values of this step.
+    """
     batch, rows = x.shape[:2]
     q, k, v = project_qkv(params, cfg, x, rope)
     own = StepKeys(k, v)
@@ -62,7 +86,7 @@ def step_attention(
     for score in diagonal:
         top = jnp.maximum(top, score)
     top = jax.lax.stop_gradient(top)
-    # Normalised after the sum over keys: the [rows, rows] weights are written and read once less.
+    # Normalised after the sum over keys, which saves a pass over the [rows, rows] weights.
     weights = jnp.exp(scores - top[..., None])
     total = jnp.sum(weights, axis=-1)
     out = jnp.einsum(

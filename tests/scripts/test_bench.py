@@ -187,10 +187,10 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
     [
         (["--model", "gpt-5"], "--model: expected among llama-3-8b"),
         (["--batch", "one"], "--batch: expected numbers with commas between them, got 'one'"),
-        (["--preset", "all"], "--preset: expected one of issue, axes, full, hybrid, got 'all'"),
+        (["--preset", "all"], "--preset: expected one of targets, axes, full, hybrid, got 'all'"),
         (
-            ["--preset", "issue", "--batch", "4"],
-            "--preset issue: expected settings that some of its cases have",
+            ["--preset", "targets", "--batch", "4"],
+            "--preset targets: expected settings that some of its cases have",
         ),
         (["--temperature", "0,-1"], "--temperature: expected a number of at least 0, got -1"),
         (["--temperature", "nan"], "--temperature: expected a number of at least 0, got nan"),
@@ -217,8 +217,8 @@ def test_bad_input_is_one_sentence(arguments, sentence):
 # --- cases ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_issue_preset_holds_every_case_that_has_a_target():
-    cases = select("issue", {})
+def test_the_targets_preset_holds_every_case_that_has_a_target():
+    cases = select("targets", {})
     assert {(c.model, c.batch, c.temperature) for c in cases} == {
         (*key, t) for key in TARGETS for t in (0.0, 1.0)
     }
@@ -253,7 +253,7 @@ def test_flags_pick_from_a_preset_and_greedy_rules_are_one():
         )
         == 1
     )
-    assert set(PRESETS) == {"issue", "axes", "full", "hybrid"}
+    assert set(PRESETS) == {"targets", "axes", "full", "hybrid"}
 
 
 # --- the floor ------------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is benchmarked: a case is one round's settings, a preset a list of cases, and some cases have a target."""
+"""Cases of the benchmark: one round's settings each; presets of them; thresholds of some."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ RULES = ("strict", "probabilistic", "block")
 
 @dataclass(frozen=True)
 class Case:
-    """One round's settings. acceptance_length: the mean that acceptance is forced to, bonus token included; 1 accepts nothing."""
+    """One round's settings.
+
+    acceptance_length: the mean that acceptance is forced to, bonus token included; 1 accepts nothing
+    """
 
     model: str = "llama-3-8b"
     method: str = "eagle3"
@@ -58,8 +61,8 @@ class Case:
         )
         mode = "" if self.compilation == "round" else f" {self.compilation}"
         return (
-            f"{self.model} {self.method} b{self.batch} ctx {self.context} K{self.num_speculative_tokens} T{self.temperature:g} "
-            f"{rule}{mode}{length}"
+            f"{self.model} {self.method} b{self.batch} ctx {self.context} "
+            f"K{self.num_speculative_tokens} T{self.temperature:g} {rule}{mode}{length}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,14 +71,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
-    """At most these seconds, and at least this floor / round; the wall clock counts. None: not asked for."""
+    """Thresholds of a case in the wall clock of the engine's loop; None: no threshold.
+
+    round_seconds: of a round, at most
+    floor_ratio:   floor / round, at least
+    plain_seconds: of a step of plain decoding, at most
+    """
 
     round_seconds: float | None = None
     floor_ratio: float | None = None
     plain_seconds: float | None = None
 
 
-# Issue 3's "What must show": EAGLE-3, K = 3, context about 400, at T = 0 and at T = 1.
+# Thresholds of docs/performance.md: EAGLE-3, K = 3, context about 400, at T = 0 and at T = 1.
 TARGETS = {
     ("llama-3-8b", 1): Target(4.8e-3, 0.80, plain_seconds=4.1e-3),
     ("llama-3-8b", 16): Target(5.4e-3, 0.72),
@@ -92,15 +100,15 @@ def target_of(case: Case) -> Target | None:
 
 
 def product(axes: Mapping[str, Iterable[Any]], base: Case | None = None) -> list[Case]:
-    """Every combination of the axes' values; the last axis changes fastest."""
+    """Return every combination of the axes' values; the last axis changes fastest."""
     return [
         replace(base or Case(), **dict(zip(axes, values, strict=True)))
         for values in itertools.product(*axes.values())
     ]
 
 
-def issue_cases() -> list[Case]:
-    """The cases of TARGETS."""
+def target_cases() -> list[Case]:
+    """Return the cases of TARGETS."""
     return [Case(model, batch=batch, temperature=t) for model, batch in TARGETS for t in (0.0, 1.0)]
 
 
@@ -119,7 +127,7 @@ NOTHING_ACCEPTED = replace(SHORT, acceptance_length=1.0)
 
 
 def full_cases() -> list[Case]:
-    """Issue 3's item 6: the whole matrix, acceptance 0 at batch 1 and 2, and the other models."""
+    """Return the whole matrix, acceptance 0 at batch 1 and 2, and the other models."""
     cases = product(MATRIX)
     cases += product(
         {
@@ -136,7 +144,10 @@ def full_cases() -> list[Case]:
 
 
 def axes_cases() -> list[Case]:
-    """The same ground at a fraction of the time: each axis of the matrix by itself, from EAGLE-3, K = 3, context 512, T = 1."""
+    """Return cases that cover the matrix at a fraction of its time.
+
+    Each axis varies by itself, from EAGLE-3, K = 3, context 512, T = 1.
+    """
     cases: list[Case] = []
     for model in MATRIX["model"]:
         base = replace(SHORT, model=model, temperature=1.0)
@@ -156,16 +167,19 @@ def axes_cases() -> list[Case]:
 
 
 def hybrid_cases() -> list[Case]:
-    """Issue 6's: EAGLE-3 on gpt-oss-20b, GLM-4.7-Flash with its own module."""
+    """Return EAGLE-3 on gpt-oss-20b, and GLM-4.7-Flash with its own module."""
     axes = {"batch": (1, 16), "num_speculative_tokens": (3, 5), "temperature": (0.0, 1.0)}
     return product(axes, Case("gpt-oss-20b")) + product(axes, Case("glm-4.7-flash", method="mtp"))
 
 
-PRESETS = {"issue": issue_cases, "axes": axes_cases, "full": full_cases, "hybrid": hybrid_cases}
+PRESETS = {"targets": target_cases, "axes": axes_cases, "full": full_cases, "hybrid": hybrid_cases}
 
 
 def select(preset: str | None, given: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """A preset's cases that the given values admit, or without a preset their product; no program twice, a model's cases together."""
+    """Return a preset's cases that the given values admit, or without a preset their product.
+
+    No program comes twice, and a model's cases come together.
+    """
     if preset is None:
         cases = product(given)
     else:
@@ -180,7 +194,8 @@ def select(preset: str | None, given: Mapping[str, Sequence[Any]]) -> list[Case]
         ]
         if not cases:
             raise ConfigError(
-                f"--preset {preset}: expected settings that some of its cases have, got {dict(given)}"
+                f"--preset {preset}: expected settings that some of its cases have, "
+                f"got {dict(given)}"
             )
     unique: dict[str, Case] = {}
     for case in cases:

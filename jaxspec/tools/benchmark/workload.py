@@ -173,12 +173,17 @@ def _round_configs(
     rates = synthetic.conditional_rates(
         synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens)
     )
-    graphs = {} if effort.cuda_graphs is None else {"cuda_graphs": effort.cuda_graphs}
     for engine in (llm, plain):
-        engine.runner.configs.override(kernels=replace(engine.kernels, **chosen), **graphs)
+        engine.runner.configs.override(
+            kernels=replace(engine.kernels, **chosen), cuda_graphs=effort.cuda_graphs
+        )
     llm.runner.configs.override(acceptance_rates=rates)
-    asked = {"sampled": case.temperature > 0, "truncated": False, "batch": case.batch}
-    return tuple(engine.round_config(**asked) for engine in (llm, plain))  # type: ignore[return-value]
+
+    def config(engine: LLM) -> RoundConfig:
+        sampled = case.temperature > 0
+        return engine.round_config(sampled=sampled, truncated=False, batch=case.batch)
+
+    return config(llm), config(plain)
 
 
 def does_not_fit(
