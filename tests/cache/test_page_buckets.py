@@ -76,16 +76,16 @@ def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(
         llm.engine, "warm", lambda _features, **buckets: warmed.update(buckets) or 0
     )
     llm.warmup(lengths=lengths)
-    runner = llm.runner
+    runner, shapes = llm.runner, warmed["shapes"]
     for total in range(min(lengths or [1]), max(lengths or [limit]) + 1):
         blocks = -(-min(total + K + 1, limit) // 16)
-        assert runner.buckets.pages(blocks) in warmed["round_pages"]
+        assert runner.buckets.pages(blocks) in shapes.pages
         for running in (1, 2):
             tiles = runner.buckets.tiles(
                 min(running * -(-total // runner.prefill_tile), runner.buckets.max_tiles)
             )
-            assert (tiles, runner.buckets.pages(blocks)) in warmed["prefills"], (total, running)
-    assert list(warmed["batches"]) == [1, 2]
+            assert tiles in shapes.tiles, (total, running)
+    assert list(shapes.batches) == [1, 2]
 
 
 def test_a_gpus_prefill_call_is_at_most_a_third_larger_than_its_prompts_and_warm_up_knows_every_size() -> (
