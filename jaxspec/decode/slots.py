@@ -1,9 +1,11 @@
-"""The rows of a resident DecodeState: requests come, move and go while the caches stay where they are.
+"""The slots of a resident DecodeState: requests come, move and go while the caches stay in place.
 
-The state always has as many rows as the batch bucket that runs, so that a round touches nothing else; when the bucket changes, one small
-program moves rows. Prefill works on a state of its own rows, one a tile (a few tokens of one request), taken from the slots and put back
-where a tile ends a prompt: in every layer all keys and values are written before attention reads, so the tiles of one prompt see each
-other, and one shape serves any mixture of prompts. All programs here are small; they compile for each batch and prefill bucket.
+The state always has as many slots as the batch bucket that runs, so that a round touches nothing
+else. When the bucket changes, one small program moves slots. Prefill works on a state of its own
+with a row per tile, a few tokens of one request. Its rows are taken from the slots, and put back
+where a tile ends a prompt. In every layer all keys and values are written before attention reads.
+So the tiles of one prompt see each other, and one shape serves any mixture of prompts. All programs
+here are small; they compile for each batch and prefill bucket.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from jaxspec.sampling.state import SamplingState
 
 @struct.dataclass
 class Admission:
-    """What the host knows of requests that get a slot; arrays of as many rows as there are slots to fill.
+    """The host's part of the state of requests that get a slot; n slots are filled together.
 
-    next_token, num_generated: of a request that goes on, its last token, and how many it has; 0 and 0 of a new one.
-    max_tokens, max_drafts: int32 [rows]; stop_token_ids: int32 [rows, stops], padded with -1.
+    next_token:     int32 [n], the last token of a request that was preempted; 0 for a new one
+    num_generated:  int32 [n], tokens that a preempted request has generated; 0 for a new one
+    max_tokens:     int32 [n], see DecodeState
+    stop_token_ids: int32 [n, stops], padded with -1
+    max_drafts:     int32 [n], see DecodeState
+    sampling:       n rows of the sampling state
     """
 
     next_token: jax.Array
@@ -36,11 +42,12 @@ class Admission:
 
 
 def without_caches(state: DecodeState) -> DecodeState:
-    """The rows alone: what the small programs below take and return, so that the caches are not handed through them."""
+    """Return the state without caches, which the small programs below need not pass through."""
     return replace(state, target_caches=(), draft_caches=())
 
 
 def with_caches(rows: DecodeState, state: DecodeState) -> DecodeState:
+    """Return `rows` with the caches of `state`."""
     return replace(rows, target_caches=state.target_caches, draft_caches=state.draft_caches)
 
 
@@ -80,10 +87,13 @@ def _put(slots: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
     return x.at[slots].set(new, mode="drop")
 
 
-admit = jax.jit(_admit, donate_argnums=0)  # slots int32 [n], out of range: nobody
-move = jax.jit(_move)  # sources int32 [rows of the new batch], -1: an idle row
-take = jax.jit(
-    _take
-)  # at int32 [tiles], out of range for a tile that ends no prompt: it gets any row, and loses it again
+# slots: int32 [n], out of range where a row of the Admission holds no request.
+admit = jax.jit(_admit, donate_argnums=0)
+# sources: int32 [slots of the new batch], -1 for an idle slot.
+move = jax.jit(_move)
+# at: int32 [tiles], out of range for a tile that ends no prompt: it reads an arbitrary row, and the
+# result is discarded.
+take = jax.jit(_take)
 put_back = jax.jit(_put_back, donate_argnums=0)
-deactivate = jax.jit(_deactivate, donate_argnums=0)  # active, ended: bool [batch]
+# active, ended: bool [batch].
+deactivate = jax.jit(_deactivate, donate_argnums=0)

@@ -17,7 +17,9 @@ from jaxspec.sampling.state import SamplingState
 
 @struct.dataclass
 class DecodeState:
-    """One row a slot. A program writes into its caches, and may into the rest: who has called one goes on with the state that it returns.
+    """The resident state, with one row per slot.
+
+    Each program consumes its state (donated) and returns its successor.
 
     seq_lens:       int32 [batch], tokens in the target's cache
     next_token:     int32 [batch], sampled but not yet cached
