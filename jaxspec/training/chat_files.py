@@ -34,11 +34,15 @@ def write_chats(
     show: int,
     log: Callable[[str], None],
 ) -> None:
-    """Chats for some minutes, and a report beside them. shard (i, n): of the prompts in files, every n-th from the i-th on; show: so many
-    examples are logged."""
+    """Write chats for some minutes, and a report beside them.
+
+    shard (i, n): of the prompts in files, every n-th from the i-th on
+    show:         number of examples that are logged
+    """
     prompts = file_prompts(cfg, target, prompt_files, shard, overlap)
     log(
-        f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram of the evaluation set"
+        f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram "
+        "of the evaluation set"
     )
     chats, report = generate_chats(
         cfg,
@@ -66,7 +70,10 @@ def file_prompts(
     shard: tuple[int, int],
     overlap: OverlapFilter,
 ) -> list[np.ndarray]:
-    """The prompts of files as token ids int32 [n], shuffled; without those that the overlap filter refuses, and the very long."""
+    """Return the prompts of files as token ids int32 [n], shuffled.
+
+    Prompts that the overlap filter refuses are left out, and very long ones.
+    """
     texts = [prompt for path in files for prompt in read_jsonl(path) if overlap.admits(prompt)]
     mine, of = shard
     encoded = [
@@ -81,7 +88,7 @@ def file_prompts(
 def full_report(
     cfg: GenerationConfig, chats: Chats, report: GenerationReport, overlap: OverlapFilter
 ) -> dict[str, Any]:
-    """The report for generation.json, and from there for the head's card."""
+    """Return the report for generation.json, and from there for the head's card."""
     return dataclasses.asdict(report) | {
         "tokens_per_second": report.tokens_per_second,
         "removed_by_overlap": overlap.removed,
@@ -92,7 +99,7 @@ def full_report(
 
 
 def read_chats(paths: Sequence[Path]) -> tuple[Chats, dict[str, Any]]:
-    """The chats of all files, merged, and what a run records of them: their reports and counts."""
+    """Return the chats of all files, merged, and their reports and counts for the run's record."""
     reports = [path.with_name(REPORT) for path in paths]
     generation = [
         json.loads(path.read_text(encoding="utf-8")) for path in reports if path.is_file()

@@ -73,7 +73,7 @@ class ChatTarget:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of its weights, and of what is computed with them."""
+        """The dtype of its weights, and of what is computed with them."""
         return self.params["norm"].dtype
 
 
@@ -96,7 +96,10 @@ class TokenizerWords:
 
 
 def load_chat_target(target: str | None, dtype: Any, *, name: str | None = None) -> ChatTarget:
-    """A target by its folder, .gguf file or hub id (None: SmolLM2-135M-Instruct); name: in place of that."""
+    """Load a target by its folder, .gguf file or hub id (None: SmolLM2-135M-Instruct).
+
+    name: what a head's config calls it (None: what it was loaded by).
+    """
     folder: Path = resolve(target, kind="target")
     tokenizer = load_tokenizer(folder)
     cfg, params = load_target(folder, jnp.dtype(dtype))

@@ -1,4 +1,7 @@
-"""A trained head on disk: the speculators format (EAGLE-3) or SafeAI's (EAGLE-1), which vLLM loads, without the target's embedding."""
+"""A trained head on disk, without the target's embedding, in a format that vLLM loads.
+
+EAGLE-3 has the speculators format, EAGLE-1 has SafeAI's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ PIECE_BYTES = 15 << 20
 def speculators_config(
     cfg: Eagle3Config, target: str, max_position_embeddings: int, num_speculative_tokens: int = 3
 ) -> dict[str, Any]:
-    """config.json of an EAGLE-3 head as speculators 0.9 writes it; aux layer ids are boundary ids there too."""
+    """Return config.json of an EAGLE-3 head as speculators 0.9 writes it.
+
+    Aux layer ids are boundary ids there too.
+    """
     attention, rope = cfg.attention, cfg.attention.rope
     rope_parameters: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     if rope.rope_type != "default":
@@ -87,7 +93,10 @@ def speculators_config(
 
 
 def safeai_config(cfg: EagleConfig, max_position_embeddings: int) -> dict[str, Any]:
-    """config.json of an EAGLE-1 head as SafeAI's repository writes it, with rope_theta, whose default would not be the target's."""
+    """Return config.json of an EAGLE-1 head as SafeAI's repository writes it.
+
+    It names rope_theta, whose default would not be the target's.
+    """
     attention, rope = cfg.attention, cfg.attention.rope
     scaling = None
     if rope.rope_type != "default":
@@ -130,10 +139,10 @@ def save_draft(
     target: str,
     max_position_embeddings: int,
 ) -> None:
-    """Write the head, weights in bfloat16, atomically: the folder holds the old head until the new one is whole.
+    """Write the head in bfloat16, atomically: the folder holds the old head until the new is whole.
 
-    EAGLE-3 in the speculators format, EAGLE-1 in SafeAI's. params: what the draft's param_specs names; anything beside it (the
-    target's embedding, maps) is not written.
+    EAGLE-3 has the speculators format, EAGLE-1 has SafeAI's. params: what the draft's param_specs
+    names. Anything beside it (the target's embedding, maps) is not written.
     """
     tensors: dict[str, np.ndarray] = {}
     if cfg.maps_vocabulary:
@@ -171,7 +180,10 @@ def save_draft(
 
 
 def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
-    """Cut a file into pieces name.000, name.001, ... and name.sha256, for transports with a limit on one file."""
+    """Cut a file into pieces name.000, name.001, ... and name.sha256.
+
+    For transports with a limit on the size of a file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f"{path.name}.*"):
         stale.unlink()
@@ -187,7 +199,10 @@ def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
 
 
 def join_file(folder: Path, path: Path) -> None:
-    """The inverse of split_file for the pieces of path.name in folder; ConfigError if a piece is missing or damaged."""
+    """Join the pieces of path.name in folder, the inverse of split_file.
+
+    Raises ConfigError if a piece is missing or damaged.
+    """
     pieces = sorted(folder.glob(f"{path.name}.[0-9][0-9][0-9]"))
     content = b"".join(piece.read_bytes() for piece in pieces)
     expected = (

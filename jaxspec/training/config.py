@@ -1,4 +1,4 @@
-"""What a training run is, apart from the head's shape."""
+"""The settings of a training run, apart from the head's shape."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from jaxspec.config import ConfigError
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """num_steps: draft steps of the training-time test. decay: weight of each further step. clip: global norm of the gradient.
+    """Settings of a training run.
 
-    argmax_weight: share of the loss on the target's most likely token, the rest on its distribution. feature_weight: of
-    EAGLE-1's smooth L1 on the target's hidden state. tokens_per_batch: of one step over all devices; accumulation: into how
-    many micro-batches a device cuts its share. remat: recompute logits in the backward pass (less memory, one product more).
+    num_steps:        draft steps of the training-time test
+    decay:            weight of each further step, relative to the step before
+    argmax_weight:    share of the loss on the target's most likely token; the rest is on its
+                      distribution
+    feature_weight:   weight of EAGLE-1's smooth L1 on the target's hidden state
+    clip:             global norm that gradients are clipped to
+    buckets:          lengths that sequences are padded to
+    tokens_per_batch: tokens of a step over all devices
+    accumulation:     micro-batches that a device cuts its share into
+    remat:            recompute logits in the backward pass (less memory, one product more)
     """
 
     num_steps: int = 5
@@ -38,7 +45,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.num_steps < 1 or self.accumulation < 1:
             raise ConfigError(
-                f"training: expected at least 1 draft step and 1 micro-batch, got {self.num_steps} and {self.accumulation}"
+                "training: expected at least 1 draft step and 1 micro-batch, "
+                f"got {self.num_steps} and {self.accumulation}"
             )
         if not 0.0 <= self.argmax_weight <= 1.0:
             raise ConfigError(

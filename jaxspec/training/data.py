@@ -1,4 +1,4 @@
-"""Training data: chats as flat token arrays, prompts, the overlap check, and batches of one length."""
+"""Training data: chats as flat token arrays, prompts, the overlap check, batches of one length."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class Chats:
                 return cls(**{f.name: arrays[f.name] for f in fields(cls)})
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
             raise ConfigError(
-                f"{path}: expected chats written by `train_draft.py generate`, got {type(e).__name__}: {e}"
+                f"{path}: expected chats written by `train_draft.py generate`, "
+                f"got {type(e).__name__}: {e}"
             ) from e
 
 
@@ -100,7 +101,10 @@ def pack(
 
 
 def merge(parts: Sequence[Chats], seed: int = 0) -> Chats:
-    """All chats of several files in random order, each once: two processes may answer the same prompt with the same text."""
+    """Return all chats of several files in random order, each once.
+
+    Two processes may answer the same prompt with the same text.
+    """
     seen: set[bytes] = set()
     sequences: list[np.ndarray] = []
     answer_start: list[int] = []
@@ -152,10 +156,11 @@ def epoch(
     rng: np.random.Generator,
     multiple: int = 1,
 ) -> Iterator[Batch[np.ndarray]]:
-    """Every chat once in random order, in batches of about tokens_per_batch; chats of a batch share the smallest bucket that holds them.
+    """Yield every chat once in random order, in batches of about tokens_per_batch.
 
-    One compiled train step a bucket, and little padding. A batch holds a multiple of `multiple` chats, so that it can be cut
-    evenly. A bucket's last chats, too few for a batch, wait for another epoch.
+    Chats of a batch share the smallest bucket that holds them: one compiled train step a bucket,
+    and little padding. A batch holds a multiple of `multiple` chats, so that it can be cut evenly.
+    A bucket's last chats, too few for a batch, wait for another epoch.
     """
     ordered = sorted(buckets)
     place = np.minimum(np.searchsorted(ordered, chats.lengths), len(ordered) - 1)
@@ -166,7 +171,8 @@ def epoch(
         plan += [(rows, indices[i : i + size]) for i in range(0, len(indices) - size + 1, size)]
     if not plan:
         raise ConfigError(
-            f"training data: expected enough chats for one batch of {tokens_per_batch} tokens, got {len(chats)} chats"
+            f"training data: expected enough chats for one batch of {tokens_per_batch} tokens, "
+            f"got {len(chats)} chats"
         )
     for which in rng.permutation(len(plan)):
         rows, indices = plan[which]

@@ -1,4 +1,7 @@
-"""A target for a dry run: tiny, random, with hashes for words, so that every stage of training runs in seconds on a CPU."""
+"""A target for a dry run: tiny, random, with hashes for words.
+
+Every stage of training runs with it in seconds on a CPU.
+"""
 
 from __future__ import annotations
 

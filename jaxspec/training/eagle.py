@@ -1,7 +1,8 @@
-"""EAGLE-1 under a training-time test: the rows, positions and keys of training/eagle3.py, with EAGLE-1's layer.
+"""EAGLE-1 under a training-time test: training/eagle3.py with EAGLE-1's layer.
 
-The paper (2401.15077) reads the target's features plus uniform noise at every position, which stands for the draft's own
-error at later steps. Here steps 1 and on read the draft's own output instead, so the error is the real one (as HASS, 2408.15766).
+The paper (2401.15077) reads the target's features plus uniform noise at every position. The noise
+stands for the draft's own error at later steps. Here steps 1 and on read the draft's own output
+instead, so the error is the real one (as in HASS, 2408.15766).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from jaxspec.training.step_attention import (
 def forward_steps(
     params: Params, cfg: EagleConfig, tokens: jax.Array, hidden: jax.Array, num_steps: int
 ) -> list[jax.Array]:
-    """The feature of each step, num_steps arrays [batch, rows, D]; the target's head turns them into logits.
+    """Return the feature of each step, num_steps arrays [batch, rows, D], for the target's head.
 
-    tokens int32 [batch, rows]; hidden [batch, rows, D], the target's after its final norm. Row p of step i estimates the
-    target's hidden state of position p+1+i, and so predicts token p+2+i; rows without such a token mean nothing.
+    tokens int32 [batch, rows]; hidden [batch, rows, D], the target's after its final norm. Row p of
+    step i estimates the target's hidden state of position p+1+i, and so predicts token p+2+i. Rows
+    without such a token mean nothing.
     """
     require_full_attention(cfg)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

@@ -1,9 +1,10 @@
 """EAGLE-3's training-time test (2503.01840, section 3.2), as a dense forward over whole sequences.
 
-Step i of row p is what the draft computes in its i-th step after the target has seen position p: it sits at position
-p + i, reads token p+1+i (teacher-forced) and its own output of step i-1 in place of the target's hidden states, and
-predicts token p+2+i. It attends to the step-0 keys of rows 0 .. p, which came from the target, and to its own keys of
-steps 1 .. i; that is the draft's cache during a proposal, so weights trained here run in propose unchanged.
+Step i of row p is what the draft computes in its i-th step after the target has seen position p.
+It sits at position p + i and predicts token p+2+i. It reads token p+1+i (teacher-forced), and its
+own output of step i-1 in place of the target's hidden states. It attends to the step-0 keys of rows
+0 .. p, which came from the target, and to its own keys of steps 1 .. i. That is the draft's cache
+during a proposal, so weights trained here run in propose unchanged.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from jaxspec.training.step_attention import (
 def forward_steps(
     params: Params, cfg: Eagle3Config, tokens: jax.Array, aux: jax.Array, num_steps: int
 ) -> list[jax.Array]:
-    """The head input of each step, num_steps arrays [batch, rows, D]; `drafts.eagle3.logits` turns them into logits.
+    """Return the head input of each step, num_steps arrays [batch, rows, D].
 
-    tokens int32 [batch, rows], aux [batch, rows, len(aux_layers) * target_hidden]. Row p of step i predicts token p+2+i;
-    rows that have no such token read zeros behind the end, and their output means nothing.
+    `drafts.eagle3.logits` turns them into logits. tokens int32 [batch, rows], aux [batch, rows,
+    len(aux_layers) * target_hidden]. Row p of step i predicts token p+2+i. Rows that have no such
+    token read zeros behind the end, and their output means nothing.
     """
     require_full_attention(cfg)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

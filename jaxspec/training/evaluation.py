@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxspec import models
 from jaxspec.config import EngineConfig, SpeculativeConfig
@@ -41,9 +42,9 @@ def evaluate_head(
     log: Callable[[str], None],
     show: int = 0,
 ) -> dict[str, Any]:
-    """Acceptance of a saved head through the real propose and verify, put on record: the counts, empty without prompts.
+    """Measure a saved head's acceptance in the engine and put it on record.
 
-    show: so many answers are logged.
+    Returns the counts, empty without prompts. show: number of answers that are logged.
     """
     draft, params = load_head(folder, method, target, target.dtype)
     if not cfg.prompts:
@@ -71,8 +72,10 @@ def evaluate_head(
     record.write()
     positions = " / ".join(f"{x:.3f}" for x in metrics.per_position_acceptance)
     log(
-        f"evaluate: {len(prompts)} prompts, K={cfg.num_speculative_tokens}, T=0, {target.dtype}, {time.monotonic() - begin:.1f} s: "
-        f"mean acceptance length {metrics.mean_acceptance_length:.3f}, per position {positions}, {metrics.num_drafts} drafts"
+        f"evaluate: {len(prompts)} prompts, K={cfg.num_speculative_tokens}, T=0, {target.dtype}, "
+        f"{time.monotonic() - begin:.1f} s: mean acceptance length "
+        f"{metrics.mean_acceptance_length:.3f}, per position {positions}, "
+        f"{metrics.num_drafts} drafts"
     )
     for answer in answers[:show]:
         log(f"evaluate: example: {target.words.decode(answer)!r}")
@@ -89,12 +92,13 @@ def evaluate_acceptance(
     stop_token_ids: Sequence[int],
     num_speculative_tokens: int = 3,
     max_tokens: int = 256,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[SpecDecodeMetrics, list[np.ndarray]]:
-    """Greedy speculative decoding of all prompts (token ids) in one batch: the counts, and each answer's token ids.
+    """Decode all prompts (token ids) greedily in one batch: the counts, and each answer's tokens.
 
-    draft_params as loading.load_draft or bind_draft returns them. The engine counts, so these are the figures that LLM.generate reports;
-    the same programs serve every evaluation of a training run.
+    draft_params: as loading.load_draft or bind_draft returns them. The engine counts, so these are
+    the figures that LLM.generate reports. The same programs serve every evaluation of a training
+    run.
     """
     block, batch = EngineConfig.block_size, len(prompts)
     pages = -(

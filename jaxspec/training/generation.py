@@ -140,7 +140,7 @@ class Generator:
         return self.llm.timings.num_output_tokens
 
     def refill(self, next_turn: Callable[[], Turn | None]) -> None:
-        """Start turns in idle slots, prefill_rows at a time, while so many are idle and turns come."""
+        """Start turns in idle slots, prefill_rows at a time, while so many are idle."""
         rows = self.cfg.prefill_rows
         idle = [i for i, running in enumerate(self._slots) if running is None]
         for slot in idle[: len(idle) // rows * rows]:
@@ -170,7 +170,7 @@ class Generator:
 
 
 class ChatWriter:
-    """Which turn comes next, and the chats that finished turns become.
+    """The chats of a run: chooses the next turn, and collects what finished turns become.
 
     prompts: token ids up to the answer, from files. openings: token ids of the first words of a
     user's turn. overlap: refuses users' turns that the evaluation set holds.
@@ -219,7 +219,7 @@ class ChatWriter:
         return Turn(prompt, temperature, cfg.max_user_tokens, is_user=True)
 
     def take(self, turn: Turn, sequence: np.ndarray) -> None:
-        """Take a finished turn: an answer ends a chat, and a complete user's turn gets an answer."""
+        """Take a finished turn: an answer ends a chat, a complete user's turn gets an answer."""
         if turn.is_user:
             self._take_user_turn(sequence[len(self._before_user) :])
         else:
@@ -265,7 +265,7 @@ def generate_chats(
 ) -> tuple[Chats, GenerationReport]:
     """Generate chats until deadline (time.monotonic) or max_chats.
 
-    prompts, openings, overlap: see ChatWriter. Chats that begin with a prompt take turns with opened
+    prompts, openings, overlap: see ChatWriter. Chats that begin with a prompt alternate with opened
     and free-running ones. A chat that is unfinished at the end is left out.
     """
     writer = ChatWriter(cfg, target, prompts=prompts, openings=openings, overlap=overlap)

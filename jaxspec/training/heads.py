@@ -1,4 +1,4 @@
-"""A head before training: its shape for a target, and its first weights, fresh or from another head."""
+"""A head before training: its shape, and its first weights, fresh or from another head."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from jaxspec.training.vocabulary import choose_vocabulary
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What is asked of a head, the rest being its target's. method: "eagle3" or "eagle", which has the target's whole vocabulary.
+    """Settings of a head; the rest of its shape is its target's.
 
-    intermediate_size, aux_layers: see eagle3_config. init: a head's folder to continue from; seed: of first weights.
+    method: "eagle3", or "eagle", which has the target's whole vocabulary
+    intermediate_size, aux_layers: see eagle3_config
+    init:   folder of a head to continue from
+    seed:   of the first weights
     """
 
     method: str = "eagle3"
@@ -42,7 +45,10 @@ class HeadConfig:
 def new_head(
     cfg: HeadConfig, target: ChatTarget, counts: np.ndarray
 ) -> tuple[DraftConfig, Params, np.ndarray]:
-    """(config, first weights, target ids of its vocabulary) of a head to train; counts [vocab]: of tokens in the answers."""
+    """Return (config, first weights, target ids of its vocabulary) of a head to train.
+
+    counts [vocab]: how often each token occurs in the answers.
+    """
     if cfg.method == "eagle":
         draft, ids = (
             eagle_config(target.cfg, intermediate_size=cfg.intermediate_size),
@@ -142,11 +148,17 @@ def initial_params(
     draft_ids: np.ndarray,
     seed: int,
 ) -> Params:
-    """Random matrices, norms of one; a final norm and lm_head start as the target's own, for the draft's tokens."""
+    """Return random matrices and norms of one.
+
+    A final norm and lm_head start as the target's own, for the draft's tokens.
+    """
     specs = drafts.family(cfg).param_specs(cfg)
     params = init_random(specs, jax.random.key(seed), jnp.float32)
-    one = lambda spec, x: jnp.ones_like(x) if x.ndim == 1 and not spec.name.endswith("bias") else x  # noqa: E731
-    params = jax.tree.map(one, specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+    def with_norms(spec: ParamSpec, x: jax.Array) -> jax.Array:
+        return jnp.ones_like(x) if x.ndim == 1 and not spec.name.endswith("bias") else x
+
+    params = jax.tree.map(with_norms, specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
     if "norm" in specs:
         params["norm"] = target["norm"].astype(jnp.float32)
     if "lm_head" in specs:
@@ -154,8 +166,11 @@ def initial_params(
             jnp.float32
         )
     if cfg.method == "eagle":
-        # Embeddings are often far smaller than normed hidden states (17 times in SmolLM2); fc's two halves start even.
-        rms = lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))  # noqa: E731
+        # Embeddings are often far smaller than normed hidden states (17 times in SmolLM2), so the
+        # two halves of fc start with equal outputs.
+        def rms(x: jax.Array) -> jax.Array:
+            return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
         halves = jnp.concatenate(
             [jnp.full(cfg.hidden_size, rms(target[name])) for name in ("embed_tokens", "norm")]
         )
@@ -166,10 +181,11 @@ def initial_params(
 def continued_params(
     cfg: DraftConfig, fresh: Params, draft_ids: np.ndarray, old: Params, old_ids: np.ndarray
 ) -> Params:
-    """Weights that begin where a trained head ended: fresh ones (initial_params) overwritten by the old head's.
+    """Return fresh weights (initial_params) overwritten by those of a trained head.
 
-    The new head may have another vocabulary (tokens the old one lacks keep their fresh column) and a wider MLP (the new
-    columns of gate and up are fresh, their rows of down zero, so it computes what the old one did).
+    The new head may have another vocabulary: tokens that the old one lacks keep their fresh
+    column. It may have a wider MLP: the new columns of gate and up are fresh, their rows of down
+    are zero, so it computes what the old one did.
     """
     params = dict(fresh)
     for name in fresh:
@@ -194,7 +210,8 @@ def _continued_layer(new: Params, had: Params) -> Params:
     width = had["down_proj"].shape[0]
     if width > new["down_proj"].shape[0]:
         raise ConfigError(
-            f"intermediate_size: expected at least the {width} of the head to continue from, got {new['down_proj'].shape[0]}"
+            f"intermediate_size: expected at least the {width} of the head to continue from, "
+            f"got {new['down_proj'].shape[0]}"
         )
     mlp = {
         "gate_proj": new["gate_proj"].at[:, :width].set(had["gate_proj"]),
@@ -210,5 +227,6 @@ def _same_shapes(name: str, new: Params, old: Params) -> None:
     shapes = [jax.tree.map(jnp.shape, tree) for tree in (new, old)]
     if shapes[0] != shapes[1]:
         raise ConfigError(
-            f"{name}: expected the head to continue from to have the shapes {shapes[0]}, got {shapes[1]}"
+            f"{name}: expected the head to continue from to have the shapes {shapes[0]}, "
+            f"got {shapes[1]}"
         )

@@ -42,7 +42,12 @@ Entry = dict[str, Any]  # of a run's record: what JSON may hold
 
 @struct.dataclass
 class TrainState:
-    """params: float32 masters, the draft's own weights. optimizer: optax's state. step: int32 []."""
+    """State of a training run.
+
+    params:    float32 masters, the draft's own weights
+    optimizer: optax's state
+    step:      int32 []
+    """
 
     params: Params
     optimizer: optax.OptState
@@ -73,7 +78,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Budget:
-    """What ends a run: max_steps or deadline (time.monotonic), whichever comes first."""
+    """The end of a run: max_steps or deadline (time.monotonic), whichever comes first."""
 
     max_steps: int
     deadline: float
@@ -136,7 +141,7 @@ def batch_gradient(
 ) -> tuple[Params, jax.Array, StepSums, jax.Array]:
     """Return (gradient, loss, sums, counts) of the whole batch, from this device's share of it.
 
-    Runs inside shard_map. The share is cut into cfg.accumulation micro-batches, one after the other.
+    Runs inside shard_map. The share is cut into cfg.accumulation micro-batches, run in turn.
     """
     dtype = pair.target["embed_tokens"].dtype
     counts = step_counts(cfg, batch.lengths, batch.answer_start, batch.tokens.shape[1])
@@ -281,12 +286,12 @@ def train(
     log: Callable[[str], None] = print,
     history: list[Entry] | None = None,
 ) -> tuple[TrainState, list[Entry]]:
-    """Train until the budget is spent. The schedule follows the share of it that is.
+    """Train until the budget is spent; the schedule follows its spent share.
 
-    save(state, step) is called on the way, so that a run that is killed leaves a usable head, and at
-    the end; what it returns (an evaluation, say) joins the record. state may come from an earlier
-    run: the stream of batches then goes on where it was. Returns the last state and a record (step,
-    seconds, metrics) per log line, appended to history as they come.
+    save(state, step) is called on the way, so that a run that is killed leaves a usable head, and
+    at the end. What it returns (an evaluation, say) joins the record. state may come from an
+    earlier run: the stream of batches then goes on where it was. Returns the last state and a
+    record (step, seconds, metrics) per log line, appended to history as they come.
     """
     step = begin = int(state.step)
     pair, state = replicate(mesh, (pair, state))

@@ -1,4 +1,4 @@
-"""Losses and acceptance estimates of draft training: pure functions over logits and hidden states."""
+"""Losses and acceptance estimates of training: pure functions of logits and hidden states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxspec.layers.products import vocab_logits
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def head_logits(x: jax.Array, lm_head: jax.Array, tied: bool) -> jax.Array:
-    """layers.vocab_logits for training: float32 logits [..., V] of x [..., D], with lm_head [D, V], or [V, D] if tied.
+    """Return float32 logits [..., V] of x [..., D], with lm_head [D, V], or [V, D] if tied.
 
-    The backward pass takes the logits' gradient in x's dtype: left in float32 its two products, the largest of a step, would
-    run in float32 too.
+    The same as layers.vocab_logits, but the backward pass takes the logits' gradient in x's dtype.
+    In float32 its two products, the largest of a step, would run in float32 too.
     """
     return vocab_logits(x, lm_head, tied=tied)
 
@@ -43,10 +43,11 @@ head_logits.defvjp(_head_logits, _head_logits_backward)
 
 @jax.custom_vjp
 def soft_cross_entropy(logits: jax.Array, target_probs: jax.Array) -> jax.Array:
-    """-sum p log softmax(logits): float32 [..., V], [..., V] -> [...]. target_probs gets no gradient.
+    """Return -sum p log softmax(logits), float32 [..., V], [..., V] -> [...].
 
-    The backward pass recomputes softmax - p from the logits and their logsumexp: nothing of size V is kept besides the
-    two arguments, which is most of the memory of training over several draft steps.
+    target_probs gets no gradient. The backward pass recomputes softmax - p from the logits and
+    their logsumexp. So nothing of size V is kept besides the two arguments, which are most of the
+    memory of training over several draft steps.
     """
     return _soft_cross_entropy(logits, target_probs)[0]
 
@@ -69,7 +70,10 @@ soft_cross_entropy.defvjp(_soft_cross_entropy, _soft_cross_entropy_backward)
 
 
 def decayed_sum(step_losses: Sequence[jax.Array], decay: float) -> jax.Array:
-    """sum_i decay^i loss_i: a later draft step counts only where the earlier ones were accepted (EAGLE-3's 0.8^i)."""
+    """Return sum_i decay^i loss_i (EAGLE-3's 0.8^i).
+
+    A later draft step counts only where the earlier ones were accepted.
+    """
     total = jnp.zeros((), jnp.float32)
     for i, loss in enumerate(step_losses):
         total = total + decay**i * loss
@@ -77,9 +81,9 @@ def decayed_sum(step_losses: Sequence[jax.Array], decay: float) -> jax.Array:
 
 
 def smooth_l1(features: jax.Array, target: jax.Array, beta: float = 1.0) -> jax.Array:
-    """Smooth L1 (Huber of width beta, divided by beta), the mean over the last axis: [..., D], [..., D] -> float32 [...].
+    """Return the mean smooth L1 over the last axis: [..., D], [..., D] -> float32 [...].
 
-    EAGLE-1's regression of the target's hidden state.
+    It is a Huber loss of width beta, divided by beta: EAGLE-1's regression of hidden states.
     """
     error = jnp.abs(features.astype(jnp.float32) - target.astype(jnp.float32))
     return jnp.mean(
@@ -88,11 +92,13 @@ def smooth_l1(features: jax.Array, target: jax.Array, beta: float = 1.0) -> jax.
 
 
 def accepted_prefix(matches: Sequence[jax.Array], counted: jax.Array) -> jax.Array:
-    """How many of the counted rows accept draft i and all before it, float32 [steps].
+    """Count the counted rows that accept draft i and all before it, float32 [steps].
 
-    matches: one bool array a step, whether that step's greedy draft is the target's; counted: bool, rows whose
-    teacher-forced tokens are what the draft would have fed itself had it been right. Divided by the counted rows, 1 + the sum
-    of the first K entries estimates the mean acceptance length at temperature 0.
+    matches: one bool array a step, whether that step's greedy draft is the target's
+    counted: bool, rows whose teacher-forced tokens are what a draft that is right feeds itself
+
+    Divided by the counted rows, 1 + the sum of the first K entries estimates the mean acceptance
+    length at temperature 0.
     """
     alive = counted
     numbers = []

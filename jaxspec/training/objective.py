@@ -49,7 +49,7 @@ class TrainingPair:
 
 @struct.dataclass
 class TargetSide:
-    """What the loss reads of the frozen target for one batch.
+    """The frozen target's side of one batch, as the loss reads it.
 
     tokens:       int32 [batch, rows]
     hidden:       [batch, rows, D], after the final norm
@@ -156,18 +156,19 @@ def draft_loss(
     side: TargetSide,
     counts: jax.Array,
 ) -> tuple[jax.Array, StepSums]:
-    """Return the loss [] and its sums: sum_i decay^i (cross entropy_i + feature_weight * smooth L1_i).
+    """Return the loss [] and its sums.
 
-    Each term is summed over teachable rows and divided by counts[i]. weights: the draft's own and
-    shared_weights, in the compute dtype. The second term is EAGLE-1's only: its output stands for
-    the target's hidden state of the next position.
+    The loss is sum_i decay^i (cross entropy_i + feature_weight * smooth L1_i). Each term is summed
+    over teachable rows and divided by counts[i]. weights: the draft's own and shared_weights, in
+    the compute dtype. The second term is EAGLE-1's only: its output stands for the target's hidden
+    state of the next position.
     """
     draft, draft_ids = pair.draft, pair.draft_ids
     rows = side.tokens.shape[1]
     steps = num_draft_steps(cfg, rows)
 
     def step_loss(weights: Params, head_input: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
-        # Row p of step i predicts token p+2+i, which the target predicts at p+1+i: slice the small side.
+        # Row p of step i predicts token p+2+i, which the target predicts at p+1+i.
         ahead = step + 1
         logits = head_logits(head_input[:, : rows - ahead], weights["lm_head"], draft.tied_lm_head)
         cross_entropy = jnp.sum(

@@ -1,7 +1,8 @@
-"""Beginnings of a user's turn, which the target continues before it answers: they spread its chats over many kinds of task.
+"""Beginnings of a user's turn, which the target continues before it answers.
 
-Left alone, a small model begins most turns alike. All lines of openings.json are written for it; none is taken from an evaluation set, and
-what the target makes of them passes the 13-gram check like any other prompt.
+They spread its chats over many kinds of task: left alone, a small model begins most turns alike.
+All lines of openings.json are written for it, and none is taken from an evaluation set. What the
+target makes of them passes the 13-gram check like any other prompt.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from optax import contrib
 from jaxspec.layers.params import Params
 from jaxspec.training.config import TrainConfig
 
-# Moonlight (2502.16982): with updates of this root mean square Muon takes AdamW's learning rate and weight decay.
+# Moonlight (2502.16982): with updates of this root mean square Muon takes AdamW's learning rate
+# and weight decay.
 MUON_RMS = 0.2
 
 
@@ -19,7 +20,7 @@ def _is_matrix(params: Params) -> Params:
 
 
 def _muon_dimensions(params: Params) -> Params:
-    """Muon for the matrices inside the head; lm_head, norms and biases keep Adam, as is the custom."""
+    """Choose Muon for the matrices inside the head; lm_head, norms and biases keep Adam."""
     dims = contrib.MuonDimensionNumbers()
     return {
         name: None
@@ -30,7 +31,10 @@ def _muon_dimensions(params: Params) -> Params:
 
 
 def optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
-    """Updates at learning rate 1; the step multiplies them by the schedule's. Decay spares norms and biases."""
+    """Return the optimiser at learning rate 1; the step multiplies updates by the schedule's rate.
+
+    Weight decay spares norms and biases.
+    """
     clip = optax.clip_by_global_norm(cfg.clip)
     if cfg.optimizer == "muon":
         muon = contrib.muon(
@@ -52,9 +56,11 @@ def optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
 
 
 def learning_rate(cfg: TrainConfig, step: jax.Array, progress: jax.Array) -> jax.Array:
-    """Linear warm-up over steps, times a cosine from 1 to the final rate over progress 0 .. 1 (of steps or of time); all float32 [].
+    """Return the learning rate, float32 []: a linear warm-up over steps times a cosine of progress.
 
-    Progress is not a count of steps, so that a run with a time budget ends at the final rate too.
+    The cosine falls from 1 to the final rate while progress, float32 [], goes from 0 to 1.
+    Progress is a share of steps or of time, so that a run with a time budget ends at the final
+    rate too.
     """
     warmup = optax.schedules.linear_schedule(
         1.0 / max(cfg.warmup_steps, 1), 1.0, max(cfg.warmup_steps - 1, 0)

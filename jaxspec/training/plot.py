@@ -8,7 +8,10 @@ from typing import Any
 
 
 def plot_history(history: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Loss over steps on the left; on the right, per draft step, the share of rows accepted in training and by the real verify."""
+    """Draw the loss over steps, and each draft step's share of accepted rows.
+
+    The right side shows the share in training and that of the real verify.
+    """
     from matplotlib.figure import Figure  # the extra "train"
 
     logged = [record for record in history if "loss" in record]

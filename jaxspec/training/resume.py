@@ -20,12 +20,16 @@ def save_state(folder: Path, state: TrainState) -> None:
 
 
 def restore_state(folder: Path, like: TrainState) -> TrainState:
-    """The newest state under folder, bit for bit, in the structure of `like` (a fresh init_train_state of the same config)."""
+    """Return the newest state under folder, bit for bit.
+
+    like: a fresh init_train_state of the same config, whose structure it has.
+    """
     with ocp.CheckpointManager(folder.resolve()) as manager:
         step = manager.latest_step()
         if step is None:
             raise ConfigError(
-                f"{folder}: expected a training state saved by --keep-state to resume from, got none"
+                f"{folder}: expected a training state saved by --keep-state to resume from, "
+                "got none"
             )
         return manager.restore(
             step, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))

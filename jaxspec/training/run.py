@@ -30,8 +30,13 @@ from jaxspec.training.vocabulary import coverage
 
 @dataclass(frozen=True)
 class RunConfig:
-    """held_out: chats kept for validation. save_seconds: how often the head is saved and evaluated. keep_state: save the optimiser's
-    state beside it; resume: go on from there."""
+    """Settings of a run.
+
+    held_out:     chats kept for validation
+    save_seconds: time between two saves of the head, each with an evaluation
+    keep_state:   save the optimiser's state beside the head
+    resume:       go on from that state
+    """
 
     head: HeadConfig
     train: TrainConfig
@@ -53,7 +58,10 @@ def train_head(
     record: RunRecord,
     log: Callable[[str], None],
 ) -> None:
-    """Train until max_steps or deadline (time.monotonic). folder gets head/, pieces/, loss.png and, with keep_state, state/."""
+    """Train until max_steps or deadline (time.monotonic).
+
+    folder gets head/, pieces/, loss.png and, with keep_state, state/.
+    """
     if len(chats) <= cfg.held_out:
         raise ConfigError(
             f"training data: expected more than the {cfg.held_out} held-out chats, got {len(chats)}"
@@ -70,10 +78,12 @@ def train_head(
     record.entries["vocabulary"] = {"size": len(ids), **covered}
     record.entries |= describe_head(cfg, target, draft, params)
     log(
-        f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, {training.num_answer_tokens} of them answers"
+        f"train: {len(training)} chats, {int(training.lengths.sum())} tokens, "
+        f"{training.num_answer_tokens} of them answers"
     )
     log(
-        f"train: vocabulary {record.entries['vocabulary']}, {record.entries['head']['parameters']} parameters, {jax.device_count()} devices"
+        f"train: vocabulary {record.entries['vocabulary']}, "
+        f"{record.entries['head']['parameters']} parameters, {jax.device_count()} devices"
     )
     log(f"train: {draft}")
 
@@ -121,7 +131,7 @@ def train_head(
 def describe_head(
     cfg: RunConfig, target: ChatTarget, draft: DraftConfig, params: Params
 ) -> dict[str, Any]:
-    """What is known of a head before its first step, for the record."""
+    """Describe a head before its first step, for the record."""
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     return {
         "head": {

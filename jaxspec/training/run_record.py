@@ -1,4 +1,4 @@
-"""What a run writes down: settings, counts and history, as far as they are known."""
+"""The record of a run: settings, counts and history, as far as they are known."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ import jax
 
 @dataclass
 class RunRecord:
-    """path: a JSON file. command: the arguments that the run was started with; begun: when (time.monotonic). entries: what is known so
-    far, by name."""
+    """A run's record on disk.
+
+    path:    a JSON file
+    command: the arguments that the run was started with
+    begun:   when it was started (time.monotonic)
+    entries: what is known so far, by name
+    """
 
     path: Path
     command: Sequence[str]
@@ -23,7 +28,7 @@ class RunRecord:
     entries: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> None:
-        """The entries, and what the run ran on so far."""
+        """Write the entries, and what the run has run on so far."""
         about = {
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),
@@ -39,7 +44,7 @@ class RunRecord:
 
 
 def earlier_history(path: Path, step: int) -> list[dict[str, Any]]:
-    """What the run that is gone on with had recorded up to this step."""
+    """Return the history of an earlier run up to the step that this one starts from."""
     recorded = (
         json.loads(path.read_text(encoding="utf-8")).get("history", []) if path.is_file() else []
     )

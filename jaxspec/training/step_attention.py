@@ -40,9 +40,10 @@ def require_full_attention(cfg: DraftConfig) -> None:
 def project_qkv(
     params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Project x [batch, rows, in] to q [batch, rows, num_heads, head_dim] and k, v [.., num_kv_heads, ..].
+    """Project x [batch, rows, in] to q, k and v [batch, rows, heads, head_dim].
 
-    Queries and keys are normed, where the model norms them, and rotated.
+    q has cfg.num_heads, k and v have cfg.num_kv_heads. Queries and keys are normed, where the model
+    norms them, and rotated.
     """
 
     def heads(name: str, num_heads: int) -> jax.Array:

@@ -18,9 +18,10 @@ def target_states(
     lengths: jax.Array,
     aux_layers: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None]:
-    """tokens int32 [batch, rows], of which lengths [batch] are real -> hidden [batch, rows, D] after the final norm, and aux.
+    """Return the target's hidden states [batch, rows, D] after the final norm, and aux.
 
-    The target's own paged forward, over a fresh cache of one block a sequence: the function that decoding runs.
+    tokens: int32 [batch, rows], of which lengths [batch] are real. This is the target's own paged
+    forward, which decoding runs too, over a fresh cache of one block a sequence.
     """
     batch, rows = tokens.shape
     block_table = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -44,7 +45,10 @@ def head_columns(params: Params, cfg: models.TargetConfig, token_ids: jax.Array)
 def greedy_tokens(
     params: Params, cfg: models.TargetConfig, hidden: jax.Array, chunk: int = 4096
 ) -> jax.Array:
-    """argmax over the whole vocabulary, int32 [batch, rows] of hidden [batch, rows, D]; never more than chunk rows of logits at once."""
+    """Return the argmax over the whole vocabulary, int32 [batch, rows], of hidden [batch, rows, D].
+
+    Never more than `chunk` rows of logits are in memory.
+    """
     rows = hidden.reshape(-1, hidden.shape[-1])
     count = rows.shape[0]
     chunk = min(chunk, count)

@@ -10,16 +10,19 @@ from jaxspec.config import ConfigError
 
 
 def choose_vocabulary(counts: np.ndarray, size: int, always: Iterable[int]) -> np.ndarray:
-    """Target ids of the draft's vocabulary, int64 [size], ascending.
+    """Return the target ids of the draft's vocabulary, int64 [size], ascending.
 
-    counts [vocab]: how often each target token occurs in the text to be drafted. always: ids that are in whatever their
-    count (end of text, the chat template's tokens). Ties go to the smaller id.
+    counts [vocab]: how often each target token occurs in the text to be drafted
+    always: ids that are in whatever their count (end of text, the chat template's tokens)
+
+    Ties go to the smaller id.
     """
     vocab = len(counts)
     kept = sorted(set(always))
     if not len(kept) <= size <= vocab:
         raise ConfigError(
-            f"draft_vocab_size: expected a size from {len(kept)} (the tokens that are always in) to the target's {vocab}, got {size}"
+            f"draft_vocab_size: expected a size from {len(kept)} (the tokens that are always in) "
+            f"to the target's {vocab}, got {size}"
         )
     if kept and not 0 <= kept[0] <= kept[-1] < vocab:
         raise ConfigError(f"draft vocabulary: expected token ids below {vocab}, got {kept}")
@@ -29,12 +32,18 @@ def choose_vocabulary(counts: np.ndarray, size: int, always: Iterable[int]) -> n
 
 
 def vocabulary_maps(ids: np.ndarray, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """(d2t int64 [draft_vocab], t2d bool [vocab]) of ascending target ids. d2t is an offset: target id = draft id + d2t[draft id]."""
+    """Return (d2t int64 [draft_vocab], t2d bool [vocab]) of ascending target ids.
+
+    d2t is an offset: target id = draft id + d2t[draft id].
+    """
     t2d = np.zeros(vocab, bool)
     t2d[ids] = True
     return ids.astype(np.int64) - np.arange(len(ids)), t2d
 
 
 def coverage(counts: np.ndarray, ids: np.ndarray) -> float:
-    """The share of the counted tokens that the draft can propose: an upper bound on its acceptance."""
+    """Return the share of the counted tokens that the draft can propose.
+
+    It is an upper bound on the draft's acceptance.
+    """
     return float(counts[ids].sum() / max(counts.sum(), 1))

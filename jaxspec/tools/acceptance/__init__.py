@@ -1,5 +1,7 @@
 """Acceptance measured round by round, beside what theory expects of the same rounds.
 
-`expected.py` the rules' expected acceptance from p and q, `rounds.py` decoding that records both, `summary.py` figures with standard
-errors, `show.py` tables, sentences and the plot.
+expected  the rules' expected acceptance from p and q
+rounds    decoding that records both
+summary   figures with standard errors
+show      tables, sentences and the plot
 """

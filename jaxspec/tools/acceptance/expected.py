@@ -1,12 +1,19 @@
-"""What each rejection rule is expected to accept, from the target's distributions p and the draft's q along the drafted tokens.
+"""The acceptance that theory expects of each rejection rule along the drafted tokens.
 
-Entry i of an expectation is the probability that a round accepts drafts 0..i, given its context and the drafts d_0..d_{i-1}, with the last
-draft and all verification noise averaged out where a closed form exists. Its mean over rounds is the per-position acceptance.
+It follows from the target's distributions p and the draft's q. Entry i is the probability that a
+round accepts drafts 0..i, given its context and the drafts d_0..d_{i-1}. The last draft and all
+verification noise are averaged out where a closed form exists. The mean over rounds is the
+per-position acceptance.
 
-probabilistic  prod_{j<i} min(1, p_j(d_j) / q_j(d_j)) * sum_x min(p_i(x), q_i(x))                       (Leviathan 2211.17192)
-strict         the same product with a_j(d_j) / q_j(d_j), times sum_x a_i(x). a(x) = 1 / sum_y max(p(y)/p(x), q(y)/q(x)) is the probability
-               that two Gumbel-max draws from p and q with common noise are both x.
-block          1 - prod_{j>=i} (1 - h_j) over all drafts of the round, h as in 2403.10444, algorithm 2.
+probabilistic (Leviathan 2211.17192)
+    prod_{j<i} min(1, p_j(d_j) / q_j(d_j)) * sum_x min(p_i(x), q_i(x))
+strict
+    the same product with a_j(d_j) / q_j(d_j), times sum_x a_i(x). The probability that two
+    Gumbel-max draws from p and q with common noise are both x is
+    a(x) = 1 / sum_y max(p(y)/p(x), q(y)/q(x)).
+block (2403.10444, algorithm 2, which defines h)
+    1 - prod_{j>=i} (1 - h_j) over all drafts of the round
+
 Greedy drafts are one-hot: min(p, q) and a become p(d), and the first two rules agree.
 """
 
@@ -20,9 +27,10 @@ from jax import lax
 
 @struct.dataclass
 class Expected:
-    """float32 [batch, K] each: the probability that drafts 0..i are all accepted; 0 past a round's last draft.
+    """Probabilities that drafts 0..i are all accepted, float32 [batch, K] for each rule.
 
-    given_drafts is probabilistic's without averaging over the last draft, so of the same mean: what block is compared with, draft by draft.
+    They are 0 past a round's last draft. given_drafts is probabilistic's without averaging over the
+    last draft. It has the same mean, and block is compared with it draft by draft.
     """
 
     strict: jax.Array
@@ -38,11 +46,13 @@ def expected_acceptance(
     draft_to_target: jax.Array | None,
     temperature: jax.Array,
 ) -> Expected:
-    """Of rounds whose drafts were drawn from q (or are its argmax), the three rules' expectations.
+    """Return the three rules' expectations of rounds whose drafts were drawn from q.
 
-    target_logits: float32 [batch, K+1, vocab] along the drafts. draft_tokens: int32 [batch, K] target ids, -1 past a round's last draft.
-    draft_logits: float32 [batch, K, draft_vocab], or None for greedy drafts. draft_to_target: int32 [draft_vocab], None where the ids are
-    the target's. temperature: float32 [batch], above 0, by which both logits are divided.
+    target_logits:   float32 [batch, K+1, vocab] along the drafts
+    draft_tokens:    int32 [batch, K], target ids, -1 past a round's last draft
+    draft_logits:    float32 [batch, K, draft_vocab], or None for greedy drafts, the argmax of q
+    draft_to_target: int32 [draft_vocab], None where the ids are the target's
+    temperature:     float32 [batch], above 0, by which both logits are divided
     """
     K = draft_tokens.shape[1]
     valid = draft_tokens >= 0
@@ -81,11 +91,13 @@ def expected_acceptance(
 
 
 def gumbel_agreement(p: jax.Array, q: jax.Array, outside: jax.Array) -> jax.Array:
-    """The probability [...] that Gumbel-max draws from p and q [..., vocab] with common noise agree.
+    """Return the probability [...] that Gumbel-max draws from p and q [..., vocab] agree.
 
-    outside [...] is the mass of p that lies on tokens which q cannot draw.
-    sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)): with tokens in the order of p/q the maximum is the first term for every y from x on and the
-    second before it, so that one sort and two running sums replace the double sum.
+    Both draws have common noise. outside [...] is the mass of p on tokens that q cannot draw.
+
+    The sum is sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)). With tokens in the order of p/q the
+    maximum is its first term for every y from x on, and its second term before x. So one sort and
+    two running sums replace the double sum.
     """
     ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), jnp.inf)
     _, p, q = lax.sort((ratio, p, q), dimension=-1, num_keys=1)
@@ -126,7 +138,10 @@ def _block(
     valid: jax.Array,
     q_draft: jax.Array | None,
 ) -> jax.Array:
-    """1 - prod_{j>=i} (1 - h_j) [batch, K]; greedy drafts have q_draft None and a q of 1 on their only token."""
+    """Return 1 - prod_{j>=i} (1 - h_j) [batch, K].
+
+    Greedy drafts have q_draft None and a q of 1 on their only token.
+    """
     K = valid.shape[1]
     log_q_draft = (
         0.0 if q_draft is None else jnp.log(jnp.maximum(q_draft, jnp.finfo(jnp.float32).tiny))

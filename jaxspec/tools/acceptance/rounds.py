@@ -1,7 +1,7 @@
 """Decoding with a record of every round: what it accepted, and what theory expected of it.
 
-The engine runs the requests. Its rounds are replaced by `recorded_round` (ModelRunner.round_program),
-which returns a Verification with the record, and its observer (Engine.on_rounds) collects them.
+The engine runs the requests. Its rounds are `recorded_round` (ModelRunner.round_program), which
+returns a Verification with the record, and its observer (Engine.on_rounds) collects them.
 
 One program serves every K up to the one it was compiled for: a request that is allowed fewer drafts
 gets placeholders (-1) for the others, which rejection sampling takes for the end of the proposal.
@@ -74,11 +74,12 @@ def recorded_round(
     draft_logits: jax.Array,
     block_tables: BlockTables,
 ) -> tuple[Record, DecodeState, jax.Array]:
-    """Propose, verify and commit as decoding does, with state.max_drafts of the K drafts; record it.
+    """Propose, verify and commit as decoding does, with max_drafts of the K drafts; record it.
 
-    draft_logits: float32 [batch, K, draft_vocab], the buffer that the draft writes its logits to, as
-    the last round left it; returned as this round leaves it. corrupt(written, before) gives the
-    draft logits that verification sees; None: as they were written.
+    draft_logits: float32 [batch, K, draft_vocab], the buffer that the draft writes its logits to,
+        as the last round left it; returned as this round leaves it
+    corrupt: corrupt(written, before) gives the draft logits that verification sees; None: as they
+        were written
     """
     K = cfg.num_speculative_tokens
     inputs = decode_state.draft_inputs(state, cfg.draft_table(block_tables))
@@ -189,8 +190,9 @@ class Counts:
     tokens:   [requests], of the request's text, its first one and its stop token included
     accepted: [requests, K], rounds that accepted drafts 0..i
     expected: {rule: [requests, K]}, empty when greedy
-    surprise, entropy, squares: [requests], sums over the tokens of the text but the first of -log p,
-              of p's entropy and of their difference squared; 0 when greedy
+    surprise: [requests], sum of -log p over the tokens of the text but the first; 0 when greedy
+    entropy:  [requests], sum of p's entropy over the same tokens
+    squares:  [requests], sum of their squared differences
     """
 
     rounds: np.ndarray
@@ -206,8 +208,8 @@ class Recorder:
     """An engine over one pair that records its rounds.
 
     At most max_num_seqs requests run together, each of at most max_tokens tokens, prompt included.
-    The programs of rounds compile in threads when they are announced, one for each (rule, drafts,
-    sampled or greedy), and serve every K and data set. Prefill's compile when they first run.
+    Programs of rounds compile in threads when they are announced, one for each (rule, drafts,
+    sampled or greedy). They serve every K and data set. Prefill's compile when they first run.
     """
 
     def __init__(
@@ -300,7 +302,7 @@ class Recorder:
         *,
         corrupt: Corrupt | None = None,
     ) -> tuple[Counts, list[list[int]]]:
-        """Decode all requests, max_num_seqs at a time: their counts, and their texts as token ids."""
+        """Decode all requests, max_num_seqs at a time: their counts, and their texts' token ids."""
         sampled = requests.temperature > 0
         self.announce(rule, drafts, sampled=sampled, corrupt=corrupt)
         cfg = self.config(rule, drafts, sampled=sampled)

@@ -1,4 +1,7 @@
-"""Acceptance figures of one case with their standard errors, by bootstrap over prompts; differences are paired, prompt by prompt."""
+"""Acceptance figures of one case with their standard errors, by bootstrap over prompts.
+
+Differences are paired, prompt by prompt.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Case:
-    """What was run: drafts are "greedy" or "probabilistic" (sampled); rule as SpeculativeConfig names it."""
+    """A measured case: drafts "greedy" or "probabilistic" (sampled), rule of SpeculativeConfig."""
 
     dataset: str
     temperature: float
@@ -41,7 +44,7 @@ class Result:
     counts: Counts
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the sums of each prompt, from which everything else is computed again, and the figures."""
+        """Return the sums of each prompt, from which all else can be computed, and the figures."""
         counts = {
             k: {r: v.tolist() for r, v in x.items()} if isinstance(x, dict) else x.tolist()
             for k, x in vars(self.counts).items()
@@ -74,9 +77,10 @@ def expected_per_position(rule: str) -> Statistic:
 
 
 def on_the_same_rounds(rule: str) -> Statistic:
-    """[resamples] the mean length that theory expects of a rule, whatever rule's rounds these are.
+    """Return [resamples], the mean length that theory expects of a rule on any rule's rounds.
 
-    block's closed form is given all drafts. Its difference to probabilistic's given all drafts is less noisy than itself.
+    block's closed form is given all drafts. Its difference to probabilistic's given all drafts is
+    less noisy than itself.
     """
 
     def statistic(counts: Counts, weights: Weights) -> np.ndarray:
@@ -132,7 +136,10 @@ def minus(a: Statistic, b: Statistic) -> Statistic:
 
 
 def figures(result: Result) -> dict[str, Any]:
-    """What a table shows of a case. Shares, not percent; per_position is unconditional (it never increases)."""
+    """Return the figures that a table shows of a case, as shares, not percent.
+
+    per_position is unconditional (it never increases).
+    """
     counts, rule = result.counts, result.case.rule
     positions = estimate(per_position, counts)
     found: dict[str, Any] = {
@@ -164,8 +171,11 @@ def figures(result: Result) -> dict[str, Any]:
 
 
 def text_check(counts: Counts) -> dict[str, float]:
-    """Is the text the target's? -log p minus the entropy of p, a token of the text, has mean 0 then: the mean and its distance from 0 in
-    standard errors (those of a sum of martingale differences)."""
+    """Test whether the text is the target's.
+
+    If it is, -log p minus the entropy of p has mean 0 over the text's tokens. Returns the mean,
+    and its distance from 0 in standard errors (those of a sum of martingale differences).
+    """
     tokens, difference = (
         counts.tokens.sum() - len(counts.tokens),
         (counts.surprise - counts.entropy).sum(),

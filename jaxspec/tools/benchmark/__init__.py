@@ -1,5 +1,5 @@
-"""Benchmarks: named dimensions with random weights, the least that a round must move and compute, and how either is timed.
+"""Benchmarks: named dimensions with random weights, the floor of a round, and timing.
 
-The command lines: scripts/bench.py (whole rounds), bench_kernels.py (single ops), bench_throughput.py (an engine under load) and
-plot_roofline.py (the picture).
+The command lines are scripts/bench.py (whole rounds), bench_kernels.py (single ops),
+bench_throughput.py (an engine under load) and plot_roofline.py (the picture).
 """

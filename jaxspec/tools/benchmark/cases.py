@@ -17,7 +17,7 @@ RULES = ("strict", "probabilistic", "block")
 class Case:
     """One round's settings.
 
-    acceptance_length: the mean that acceptance is forced to, bonus token included; 1 accepts nothing
+    acceptance_length: the mean that acceptance is forced to, bonus token included; 1 accepts none
     """
 
     model: str = "llama-3-8b"

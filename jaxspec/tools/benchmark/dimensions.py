@@ -1,4 +1,4 @@
-"""The dimensions of the models that are benchmarked, and of the drafts on them; weights are random."""
+"""Dimensions of the benchmarked models and of the drafts on them; weights are random."""
 
 from __future__ import annotations
 
@@ -106,18 +106,23 @@ MODELS: dict[str, Dimensions] = {
 
 
 def draft_config(dimensions: Dimensions, method: str) -> DraftConfig:
-    """One Llama layer of the target's width and head counts; EAGLE-3's attention reads 2D and its head has its own vocabulary. MTP: one of
-    the target's own layers, for those that have such a module."""
+    """Return a draft of one Llama layer with the target's width and head counts.
+
+    EAGLE-3's attention reads 2D and its head has its own vocabulary. MTP is one of the target's own
+    layers, for targets that have such a module.
+    """
     target = dimensions.target
     if method == "mtp":
         if target.model_type not in LAYOUTS:
             raise ConfigError(
-                f"--method mtp: expected a model of {', '.join(LAYOUTS)}, got one of {target.model_type}"
+                f"--method mtp: expected a model of {', '.join(LAYOUTS)}, "
+                f"got one of {target.model_type}"
             )
         return MtpConfig(target, zero_first_embedding=False)
     if isinstance(target.attention, MLAConfig):
         raise ConfigError(
-            f"--method {method}: expected mtp with latent attention, whose heads are no Llama layer's"
+            f"--method {method}: expected mtp with latent attention, "
+            "whose heads are no Llama layer's"
         )
     heads = target.attention
     attention = AttentionConfig(

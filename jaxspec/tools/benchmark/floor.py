@@ -1,4 +1,4 @@
-"""The least that a round must move through device memory and compute, from the configurations alone."""
+"""The least that a round must read, write and compute, from the configurations alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ RESERVE = 1 << 30  # bytes for activations, programs and what the allocator cann
 class Floor:
     """Bytes and floating-point operations of one round (or of a plain step: K = 0).
 
-    target_weights, draft_weights: each matrix once a pass (the draft's K times, EAGLE-3's fc once), of an embedding the used rows, of
-    experts those that are hit when every row draws its own at random.
-    kv: keys and values read, by the target once and by each draft step. logits: float32, written and read once each.
-    flops: matrix products and attention. Noise is neither: it is made where it is read, and its hashes are integer operations.
+    target_weights: each matrix once; of an embedding the used rows; of experts those that are hit
+        when every row draws its own at random
+    draft_weights:  the same K times, EAGLE-3's fc once
+    kv:     keys and values read, by the target once and by each draft step
+    logits: float32, written and read once each
+    flops:  of matrix products and attention
+
+    Noise is in neither: it is made where it is read, and its hashes are integer operations.
     """
 
     target_weights: int
@@ -37,7 +41,7 @@ class Floor:
         return self.target_weights + self.draft_weights + self.kv + self.logits
 
     def to_dict(self, bytes_per_second: float, flops_per_second: float) -> dict[str, Any]:
-        """With the two times in seconds at the measured rates; the floor is the larger one."""
+        """Return the counts, their times in seconds at these rates, and the larger of the times."""
         times = {
             "bytes_seconds": self.bytes / bytes_per_second,
             "arithmetic_seconds": self.flops / flops_per_second,
@@ -46,7 +50,10 @@ class Floor:
 
 
 def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Floor:
-    """The floor of a round of `batch` requests that hold `context` tokens each, with weights and caches of itemsize bytes a number."""
+    """Return the floor of a round of `batch` requests that hold `context` tokens each.
+
+    itemsize: bytes of a number of weights and caches.
+    """
     K, target = cfg.num_speculative_tokens, cfg.target
     rows = batch * (K + 1)
     vocabulary = batch * (K + 1) * target.vocab_size
@@ -54,7 +61,7 @@ def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Fl
     draft_bytes = kv_draft = draft_flops = draft_logits = 0
     if cfg.draft is not None:
         each, after, once, head, draft_experts = _draft_matrices(cfg)
-        # step 0 reads K+1 rows a request; one of them goes on after the last attention, and into the head
+        # Step 0 reads K+1 rows a request; one of them goes on after the last attention.
         draft_bytes = itemsize * (
             K * (each + head) + once + (rows + (K - 1) * batch) * cfg.draft.hidden_size
         )
@@ -92,12 +99,12 @@ def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Fl
 
 
 def share_hit(moe: MoEConfig, rows: int) -> float:
-    """Of a layer's experts, those that some row chose."""
+    """Return the share of a layer's experts that some row chose."""
     return 1 - (1 - moe.top_k / moe.num_experts) ** rows
 
 
 def seen_tokens(cfg: RoundConfig, context: int) -> list[int]:
-    """For each layer of the target, the tokens of a request that its last row sees."""
+    """Return, for each layer of the target, the tokens of a request that its last row sees."""
     groups = cfg.target_groups
     return [
         min(groups[i].window or groups[i].chunk or context, context) for i in cfg.group_of_layer
@@ -105,7 +112,11 @@ def seen_tokens(cfg: RoundConfig, context: int) -> list[int]:
 
 
 def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> int:
-    """Bytes of device memory for weights, caches of `slots` tokens a request, the logits with the sampler's copies, and a reserve."""
+    """Return the bytes of device memory that a case needs.
+
+    They are those of weights, caches of `slots` tokens a request, the logits with the sampler's
+    copies, and a reserve.
+    """
     weights = sum(
         math.prod(s.shape)
         for s in jax.tree.leaves(models.family(cfg.target).param_specs(cfg.target))
@@ -133,7 +144,10 @@ def kv_token_bytes(attention: AttentionConfig | MLAConfig, itemsize: int) -> int
 
 
 def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
-    """Numbers that one target pass reads whatever it chooses, and those of all experts. The embedding counts where it is the head too."""
+    """Count the numbers that one target pass always reads, and those of all experts.
+
+    The embedding counts where it is the head too.
+    """
     specs = models.family(cfg.target).param_specs(cfg.target)
     size = _size(
         {
@@ -151,8 +165,14 @@ def _expert_size(specs: Any) -> int:
 
 
 def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int, int]:
-    """Numbers that every draft step reads without head and experts, those of them after the last attention, that a round reads once, in
-    the head, and in the experts."""
+    """Count a draft's numbers: (each, after, once, head, experts).
+
+    each:    read by every draft step, without head and experts
+    after:   those of `each` after the last attention
+    once:    read once a round
+    head:    in the head
+    experts: in the experts
+    """
     specs = drafts.family(cfg.draft).param_specs(cfg.draft)
     fused = ("fc", "fc_bias", "fc_norm", "input_norm") if cfg.draft.method == "eagle3" else ()
     each = {

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: what it is, what it can do at best, and how results are shown on it."""
+"""The machine of a benchmark: its description, its best rates, and how results are shown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def driver() -> str | None:
 
 
 def measure_rates() -> dict[str, float]:
-    """Read bandwidth over 4 GiB and the rate of 8192^3 products; on a CPU, where they only try the script out, far less."""
+    """Measure the read bandwidth over 4 GiB and the rate of 8192^3 products.
+
+    On a CPU, where they only try the script out, the sizes are far smaller.
+    """
     large = jax.default_backend() == "gpu"
     return {
         "bytes_per_second": measure_bandwidth(4 << 30 if large else 16 << 20),
@@ -53,18 +56,24 @@ def measure_rates() -> dict[str, float]:
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """Three lines of environment() | measure_rates()."""
+    """Return three lines of environment() | measure_rates()."""
     versions, device = record["versions"], record["devices"][0]
     memory = f"{record['memory_limit'] / 1e9:.1f} GB" if record["memory_limit"] else "not limited"
-    rates = f"reads {record['bytes_per_second'] / 1e12:.3f} TB/s, bfloat16 products {record['flops_per_second'] / 1e12:.1f} TFLOP/s"
+    bandwidth, products = record["bytes_per_second"] / 1e12, record["flops_per_second"] / 1e12
     return (
-        f"{device['kind']} ({record['driver'] or device['platform']}), jax {versions['jax']}, Python {versions['python']}\n"
-        f"commit {versions['git_commit']}, flags {record['flags'] or 'none'}, device memory {memory}\nmeasured: {rates}"
+        f"{device['kind']} ({record['driver'] or device['platform']}), jax {versions['jax']}, "
+        f"Python {versions['python']}\n"
+        f"commit {versions['git_commit']}, flags {record['flags'] or 'none'}, "
+        f"device memory {memory}\n"
+        f"measured: reads {bandwidth:.3f} TB/s, bfloat16 products {products:.1f} TFLOP/s"
     )
 
 
 def print_table(table: Table) -> None:
-    """Drawn for a terminal; into a file or a pipe as Markdown, for docs/performance.md, however wide: a cut or wrapped row is none."""
+    """Draw a table in a terminal; print it as Markdown into a file or a pipe.
+
+    Markdown is as wide as it must be: a cut or wrapped row would be no row of a table.
+    """
     console = Console()
     if not console.is_terminal:
         table.box, console = box.MARKDOWN, Console(width=10_000)

@@ -1,4 +1,4 @@
-"""What a GPU draws while something runs: nvidia-smi's readings between two moments."""
+"""The power of a GPU while something runs: nvidia-smi's readings between two moments."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from jaxspec.config import ConfigError
 
 QUERY = "timestamp,power.draw.instant,clocks.sm,clocks_event_reasons.active"
 EVERY_MS = 20
-SETTLES, LATE = (
-    0.1,
-    0.2,
-)  # seconds after which a reading is of what runs now, and after which it has arrived
+# Seconds after which a reading is of what runs at the time, and after which it has arrived.
+SETTLES, LATE = 0.1, 0.2
 POWER_CAP = 0x4  # NVML's nvmlClocksEventReasonSwPowerCap
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Of one load: seconds a call; watts and SM clock in MHz, means over the readings; capped: the share of readings whose clock the power
-    limit held down."""
+    """The power of one load.
+
+    seconds:   of a call
+    watts, megahertz: means of power and SM clock over the readings
+    capped:    share of the readings whose clock the power limit held down
+    readings:  their number
+    """
 
     seconds: float
     watts: float
@@ -46,8 +49,11 @@ class Draw:
 
 
 class PowerMeter:
-    """nvidia-smi in the background, for the GPU that JAX computes on: the first of CUDA_VISIBLE_DEVICES, counted in PCI order as nvidia-smi
-    does. A context manager. ConfigError where it cannot be read."""
+    """A context manager that runs nvidia-smi for the GPU that JAX computes on.
+
+    That is the first of CUDA_VISIBLE_DEVICES, counted in PCI order as nvidia-smi does. Raises
+    ConfigError where it cannot be read.
+    """
 
     def __init__(self) -> None:
         self.readings: list[
@@ -85,9 +91,12 @@ class PowerMeter:
                 self.readings.append(reading)
 
     def measure(
-        self, call: Callable[[], Any], *, calls: int = 1, seconds: float = 2.0, warm: float = 1.0
+        self, call: Callable[[], object], *, calls: int = 1, seconds: float = 2.0, warm: float = 1.0
     ) -> Draw:
-        """call() over and over, each of them `calls` calls of the load: `warm` seconds that do not count, then `seconds` that do."""
+        """Run call() for `warm` seconds that do not count, then for `seconds` that do.
+
+        calls: calls of the load that each call() holds.
+        """
         run_for(call, warm)
         began = time.time()
         count = run_for(call, seconds) * calls
@@ -103,8 +112,11 @@ class PowerMeter:
         return Draw((ended - began) / count, watts, megahertz, capped, len(found))
 
 
-def run_for(call: Callable[[], Any], seconds: float) -> int:
-    """Call until the seconds are over, at least once, waiting for each result. How often it was called."""
+def run_for(call: Callable[[], object], seconds: float) -> int:
+    """Run call() until the seconds are over, at least once, and return how often it ran.
+
+    Each result is waited for.
+    """
     began, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - began < seconds:
         jax.block_until_ready(call())

@@ -1,4 +1,7 @@
-"""The roofline picture: what rounds reach, against what memory and arithmetic allow (Williams et al., CACM 2009)."""
+"""The roofline picture (Williams et al., CACM 2009).
+
+It shows what rounds reach, against what memory and arithmetic allow.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Point:
 
 
 def points_of(record: Mapping[str, Any]) -> Iterator[Point]:
-    """The whole rounds and plain steps of a record of scripts/bench.py."""
+    """Yield the whole rounds and plain steps of a record of scripts/bench.py."""
     for case in record["cases"]:
         if "skipped" in case:
             continue
@@ -50,7 +53,7 @@ def points_of(record: Mapping[str, Any]) -> Iterator[Point]:
 def roofline_figure(
     points: Sequence[Point], bytes_per_second: float, flops_per_second: float, *, title: str
 ) -> Any:
-    """A matplotlib figure; the roofs are the rates that were measured in the same run as the points."""
+    """Draw a matplotlib figure; the roofs are rates that were measured in the points' own run."""
     from matplotlib.figure import Figure  # of the extra "train": nothing else here needs it
 
     figure = Figure(figsize=(8, 5))

@@ -1,4 +1,7 @@
-"""A load on an engine: requests that arrive at some rate, a bounded number at a time, and what came of it, in vLLM's rows."""
+"""A load on an engine: requests that arrive at some rate, a bounded number at a time.
+
+The results are in vLLM's rows.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,13 @@ from jaxspec.llm import LLM
 
 @dataclass(frozen=True)
 class Load:
-    """request_rate: requests a second, with Poisson arrivals; infinity: all at once. max_concurrency: requests in the engine at a time,
-    the others wait outside it (and their time to the first token starts when they are let in)."""
+    """A load.
+
+    request_rate:    requests a second, with Poisson arrivals; infinity: all at once
+    max_concurrency: requests in the engine at a time; the others wait outside it, and their time
+                     to the first token starts when they are let in
+    seed:            of the arrivals
+    """
 
     request_rate: float
     max_concurrency: int
@@ -48,7 +56,10 @@ class Meter:
 
 
 def run(llm: LLM, requests: Sequence[Request], load: Load) -> dict[str, Any]:
-    """Every row of the benchmark of vLLM's PR #37639, and the engine's own counts; times in milliseconds."""
+    """Run the requests and return every row of the benchmark of vLLM's PR #37639.
+
+    The engine's own counts follow. Times are in milliseconds.
+    """
     llm.reset_metrics()
     meter, waiting = Meter(), deque(zip(load.arrivals(len(requests)), requests, strict=True))
     began = time.perf_counter()

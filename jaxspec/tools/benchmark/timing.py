@@ -1,4 +1,4 @@
-"""How long the device takes: programs dispatched back to back, calls chained inside one program, and what the device can do at best.
+"""Device times: programs dispatched back to back, chained calls, and the device's best rates.
 
 Nothing here runs under a profiler: an active one turns CUDA graphs off.
 """
@@ -23,7 +23,11 @@ DISCARDED = 5  # the first runs of a program warm it up, then record its CUDA gr
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: one sample a repeat. host: what dispatching one took; device time that is no longer says nothing about the device."""
+    """Seconds of a call.
+
+    samples: one a repeat
+    host:    what dispatching one took; device time that is no longer says nothing about the device
+    """
 
     samples: tuple[float, ...]
     host: float = 0.0
@@ -37,7 +41,7 @@ class Timing:
         return min(self.samples)
 
     def to_dict(self, calls: int = 1) -> dict[str, Any]:
-        """For a call that held `calls` of what is being timed."""
+        """Return the times for JSON, of a call that held `calls` of what is timed."""
         return {
             "seconds": self.median / calls,
             "best_seconds": self.best / calls,
@@ -55,8 +59,12 @@ def back_to_back(
     rewind: Callable[[Carry], Carry] = lambda carry: carry,
     pause: float = 0.0,
 ) -> tuple[Timing, Carry]:
-    """Time step(carry) -> carry: `count` calls dispatched without waiting, one wait at the end, over and over; rewind comes between, and
-    `pause` seconds of idling, after which a device at its power limit runs at full clock for some tenths of a second."""
+    """Time step(carry) -> carry: `count` calls dispatched without waiting, one wait at the end.
+
+    That is repeated `repeats` times, with `rewind` between. `pause` seconds of idling come before
+    each repeat: after them a device at its power limit runs at full clock for some tenths of a
+    second.
+    """
     carry = rewind(carry)
     for _ in range(min(DISCARDED, count)):
         carry = step(carry)
@@ -76,7 +84,10 @@ def back_to_back(
 def time_chained(
     op: Callable[..., Any], copies: Sequence[Mapping[str, Any]], *, repeats: int
 ) -> Timing:
-    """Seconds that a program of a call of op(**arrays) for each of the copies takes (see `chain`), for REPEAT_SECONDS at a time."""
+    """Time a program with one call of op(**arrays) for each of the copies (see `chain`).
+
+    It runs for REPEAT_SECONDS at a time.
+    """
     program, zero = jax.jit(chain(op)), jnp.zeros((), jnp.int32)
     step = lambda zero: program(copies, zero)  # noqa: E731
     first, zero = back_to_back(step, zero, count=2, repeats=1)
@@ -85,10 +96,12 @@ def time_chained(
 
 
 def chain(op: Callable[..., Any]) -> Callable[[Sequence[Mapping[str, Any]], jax.Array], jax.Array]:
-    """A program (copies, zero) -> zero of one call of op after the other, each on its own copy of the arguments.
+    """Return a program (copies, zero) -> zero of one call of op after the other.
 
-    Each call's smallest array has a zero added that is made of the call before's results, so that none is dropped or overlapped; copies
-    have buffers of their own, so that none is merged. The addition is one small kernel a call: its time is that of a chain of `smallest`.
+    Each call has its own copy of the arguments, so that no two are merged. Each call's smallest
+    array has a zero added that is made of the results of the call before, so that none is dropped
+    or overlapped. The addition is one small kernel a call: its time is that of a chain of
+    `smallest`.
     """
     inner = jax.jit(op)  # traced and lowered once, however many calls
 
@@ -104,7 +117,7 @@ def chain(op: Callable[..., Any]) -> Callable[[Sequence[Mapping[str, Any]], jax.
 
 
 def smallest_name(arrays: Mapping[str, Any]) -> str:
-    """The argument that the chain goes through: an array, not a tuple of some."""
+    """Return the argument that the chain goes through: an array, not a tuple of some."""
     return min(
         (name for name, x in arrays.items() if hasattr(x, "size")),
         key=lambda name: (arrays[name].size, name),
@@ -112,7 +125,7 @@ def smallest_name(arrays: Mapping[str, Any]) -> str:
 
 
 def smallest(**arrays: Any) -> jax.Array:
-    """An op that does nothing, for the time of the chain itself."""
+    """Do nothing: an op for the time of the chain itself."""
     return arrays[smallest_name(arrays)]
 
 
@@ -121,7 +134,10 @@ def _add_zero(x: jax.Array, zero: jax.Array) -> jax.Array:
 
 
 def _zero_of(results: Any) -> jax.Array:
-    """0, of every array in results, in a way that no compiler can know: an element of each is not a NaN, or below the lowest."""
+    """Return 0, made of every array in results in a way that no compiler can know.
+
+    An element of each array is not a NaN, or not the lowest integer.
+    """
     zero = jnp.zeros((), jnp.int32)
     for leaf in jax.tree.leaves(results):
         first = leaf.reshape(-1)[0]
@@ -131,11 +147,14 @@ def _zero_of(results: Any) -> jax.Array:
     return zero
 
 
-# --- what the device can do -----------------------------------------------------------------------------------------------------------
+# --- what the device can do ------------------------------------------------------------------
 
 
 def measure_bandwidth(num_bytes: int, *, repeats: int = 5) -> float:
-    """Bytes a second that a maximum over num_bytes reads: the best of several runs of two forms of it."""
+    """Measure the bytes a second that a maximum over num_bytes reads.
+
+    The result is the best of several runs of two forms of it.
+    """
     x = jax.block_until_ready(_fill(num_bytes // 4096))
     forms = [jax.jit(lambda x: jnp.max(x)), jax.jit(lambda x: jnp.max(jnp.max(x, axis=1)))]
     best = min(
@@ -146,7 +165,10 @@ def measure_bandwidth(num_bytes: int, *, repeats: int = 5) -> float:
 
 
 def measure_matmul_rate(size: int, *, repeats: int = 5) -> float:
-    """Floating-point operations a second of a size x size bfloat16 matrix product, the best of several runs."""
+    """Measure the floating-point operations a second of a size x size bfloat16 product.
+
+    The result is the best of several runs.
+    """
     keys = jax.random.split(jax.random.key(0), 2)
     a, b = (jax.random.normal(key, (size, size), jnp.float32).astype(jnp.bfloat16) for key in keys)
     product = jax.jit(

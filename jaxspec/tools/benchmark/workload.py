@@ -1,4 +1,4 @@
-"""A case made ready to run: random weights and caches on the device, an engine over them, and the timing of each part of a round."""
+"""A benchmark case ready to run: random weights and caches, an engine, timed parts of a round."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
-from jaxspec.config import ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
+from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import verify_rows
+from jaxspec.drafts import DraftConfig
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, propose
 from jaxspec.engine.block_tables import one_or_all
 from jaxspec.engine.metrics import SpecDecodeMetrics
@@ -42,12 +44,19 @@ BLOCK_SIZE = 64
 PARTS = ("plain", "draft", "verify", "sampling", "round", "engine", "rebuild")
 REBUILDS, JUDGEMENTS = 16, 4  # metadata rebuilds, and calls of the sampler, in one program
 NEVER = 1 << 30  # max_tokens that no run reaches
+Figures = dict[str, Any]  # of a case or a part of its round, as JSON
 
 
 @dataclass(frozen=True)
 class Effort:
-    """rounds: calls dispatched back to back; repeats: how often that is timed. rounds_per_step: the engine's (EngineConfig).
-    cuda_graphs: RoundConfig's; None leaves the choice to the engine. pause: seconds of idling before each repeat (see back_to_back)."""
+    """How long a case is timed.
+
+    rounds:          calls dispatched back to back
+    repeats:         how often they are timed
+    rounds_per_step: the engine's (EngineConfig)
+    cuda_graphs:     RoundConfig's; None leaves the choice to the engine
+    pause:           seconds of idling before each repeat (see back_to_back)
+    """
 
     rounds: int = 64
     repeats: int = 5
@@ -56,20 +65,23 @@ class Effort:
     pause: float = 0.0
 
 
-# --- weights --------------------------------------------------------------------------------------------------------------------------
+# --- weights ---------------------------------------------------------------------------------
 
 
 @partial(jax.jit, static_argnums=(0, 2))
-def _draw(spec: Any, key: jax.Array, dtype: Any) -> jax.Array:
+def _draw(spec: ParamSpec, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return init_random(spec, key, dtype)
 
 
-def random_params(specs: Params, key: jax.Array, dtype: Any) -> Params:
-    """init_random on the device, one array at a time (float32 copies of a whole model do not fit), one program a shape."""
+def random_params(specs: Params, key: jax.Array, dtype: DTypeLike) -> Params:
+    """Draw init_random's weights on the device, one array at a time, with one program a shape.
+
+    Float32 copies of a whole model do not fit.
+    """
     leaves, treedef = jax.tree.flatten(specs)
 
-    # the name says whether a vector is a bias; programs are shared by what has the same shape and kind
-    def name(spec):
+    # The name says whether a vector is a bias. Arrays of one shape and kind share a program.
+    def name(spec: ParamSpec) -> str:
         return next((end for end in ("bias", "scales") if spec.name.endswith(end)), "weight")
 
     kinds = [
@@ -82,16 +94,16 @@ def random_params(specs: Params, key: jax.Array, dtype: Any) -> Params:
 
 
 class Weights:
-    """The random weights of one model and of its drafts, kept until another model is asked for."""
+    """Random weights of one model and of its drafts, kept until another model is requested."""
 
-    def __init__(self, dtype: Any) -> None:
+    def __init__(self, dtype: DTypeLike) -> None:
         self.dtype = jnp.dtype(dtype)
         self._model: str | None = None
         self._target: Params = None
         self._drafts: dict[str, Params] = {}
 
     def get(self, case: Case) -> tuple[Params, Params]:
-        """(target's, draft's), the draft's bound to the target's."""
+        """Return the weights of target and draft, the draft's bound to the target's."""
         dimensions = MODELS[case.model]
         if case.model != self._model:
             self._target, self._drafts = None, {}  # freed before the next ones are made
@@ -103,7 +115,7 @@ class Weights:
         if case.method not in self._drafts:
             cfg = draft_config(dimensions, case.method)
             own = random_params(drafts.family(cfg).param_specs(cfg), jax.random.key(1), self.dtype)
-            # a trained head keeps the most frequent tokens, which a tokenizer's ids are not sorted by
+            # A trained head keeps the most frequent tokens, whose ids are not the first ones.
             chosen = np.random.default_rng(0).permutation(cfg.vocab_size)[: cfg.draft_vocab_size]
             self._drafts[case.method] = bind_draft(
                 cfg, own, self._target, np.sort(chosen) if cfg.maps_vocabulary else None
@@ -111,11 +123,14 @@ class Weights:
         return self._target, self._drafts[case.method]
 
 
-# --- a case ready to run --------------------------------------------------------------------------------------------------------------
+# --- a case ready to run ---------------------------------------------------------------------
 
 
 def implementations(text: str) -> dict[str, str]:
-    """Fields of Kernels, from "attention=reference,matmul=mosaic_gpu"; a name alone is for every op, auto is the engine's choice."""
+    """Read fields of Kernels from "attention=reference,matmul=mosaic_gpu".
+
+    A name alone is for every op; "auto" leaves an op to the engine.
+    """
     return {
         op: name
         for op, name in kernels.parse(text, flag="--implementation").items()
@@ -124,21 +139,29 @@ def implementations(text: str) -> dict[str, str]:
 
 
 def configure(
-    case: Case, dtype: Any, chosen: dict[str, str], effort: Effort
+    case: Case, dtype: DTypeLike, chosen: dict[str, str], effort: Effort
 ) -> tuple[RoundConfig, RoundConfig, int]:
-    """The case's round, its plain step, and the pages of a request, without touching the device's memory."""
+    """Return the case's round, its plain step, and the pages of a request.
+
+    Nothing is put into the device's memory.
+    """
     llm, plain, pages = _engines(case, dtype, effort, {}, {})
     return *_round_configs(case, llm, plain, chosen, effort), pages
 
 
 def _engines(
-    case: Case, dtype: Any, effort: Effort, target: Params, draft: Params
+    case: Case, dtype: DTypeLike, effort: Effort, target: Params, draft: Params
 ) -> tuple[LLM, LLM, int]:
-    """Engines over these weights, with and without the draft, and pages for the context and every timed round at its longest."""
+    """Return engines over these weights, with and without the draft, and the pages of a request.
+
+    The pages hold the context and every timed round at its longest.
+    """
     dimensions, K = MODELS[case.model], case.num_speculative_tokens
     pages = -(-(case.context + (effort.rounds + DISCARDED + 2) * (K + 1)) // BLOCK_SIZE)
 
-    def engine(draft: tuple[Any, Params] | None, speculative: SpeculativeConfig | None) -> LLM:
+    def engine(
+        draft: tuple[DraftConfig, Params] | None, speculative: SpeculativeConfig | None
+    ) -> LLM:
         groups = RoundConfig.of_pair(
             dimensions.target,
             draft and draft[0],
@@ -187,9 +210,12 @@ def _round_configs(
 
 
 def does_not_fit(
-    case: Case, dtype: Any, chosen: dict[str, str], effort: Effort, limit: int | None
+    case: Case, dtype: DTypeLike, chosen: dict[str, str], effort: Effort, limit: int | None
 ) -> str | None:
-    """Why the case cannot run in `limit` bytes of device memory (None: unknown, let it try); None if it can."""
+    """Return why the case cannot run in `limit` bytes of device memory, None if it can.
+
+    limit None is an unknown amount: the case is tried.
+    """
     cfg, _, pages = configure(case, dtype, chosen, effort)
     needed = memory_needed(cfg, case.batch, pages * BLOCK_SIZE, jnp.dtype(dtype).itemsize)
     if limit is None or needed <= limit:
@@ -198,7 +224,7 @@ def does_not_fit(
 
 
 class Workload:
-    """One case on the device. The state is donated to whatever runs and taken back from it."""
+    """One case on the device. Each run consumes the state (donated) and returns its successor."""
 
     def __init__(
         self, case: Case, weights: Weights, chosen: dict[str, str], effort: Effort
@@ -219,7 +245,10 @@ class Workload:
 
     @property
     def start(self) -> int:
-        """Tokens of a request when timing starts: the case's context is what it holds halfway through the timed rounds."""
+        """Tokens of a request when timing starts.
+
+        The case's context is what a request holds halfway through the timed rounds.
+        """
         return max(1, self.case.context - int(self.case.acceptance_length * self.effort.rounds / 2))
 
     def _random_proposal(self) -> Proposal:
@@ -236,7 +265,7 @@ class Workload:
         return Proposal(jnp.asarray(tokens), logits)
 
     def rewind(self, state: DecodeState, max_tokens: int = NEVER) -> DecodeState:
-        """Every request live again, `start` tokens long, with max_tokens to go."""
+        """Return the state with every request live, `start` tokens long, max_tokens to go."""
         batch = self.case.batch
         return replace(
             state,
@@ -268,19 +297,19 @@ class Workload:
 
     # --- the parts of a round, each as {"seconds": median, ...} ---
 
-    def time_round(self) -> dict[str, Any]:
+    def time_round(self) -> Figures:
         timing, self.state = self._timed(self._round, self.state)
         gained = (np.asarray(self.state.seq_lens) - self.start).mean() / self.effort.rounds
         return timing.to_dict() | {"acceptance_length": float(gained)}
 
-    def time_plain(self) -> dict[str, Any]:
-        """A step of plain decoding on the same weights and the target's caches."""
+    def time_plain(self) -> Figures:
+        """Time a step of plain decoding on the same weights and the target's caches."""
         state = self.state
         bare = replace(
             state, pending_tokens=None, pending_hidden=None, num_pending=None, draft_caches=()
         )
 
-        def step(s):
+        def step(s: DecodeState) -> DecodeState:
             return programs.run_round(
                 self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation
             )[1]
@@ -293,12 +322,15 @@ class Workload:
         self.state = replace(bare, **kept)
         return timing.to_dict()
 
-    def time_draft(self) -> dict[str, Any]:
-        """The K draft steps as one program."""
+    def time_draft(self) -> Figures:
+        """Time the K draft steps as one program."""
         inputs = decode_state.draft_inputs(
             self.rewind(self.state), self.cfg.draft_table(self.block_table)
         )
-        step = lambda carry: _propose(self.cfg, self.params["draft"], inputs, carry[1])  # noqa: E731
+
+        def step(carry: tuple[Proposal, KVCache]) -> tuple[Proposal, KVCache]:
+            return _propose(self.cfg, self.params["draft"], inputs, carry[1])
+
         count, repeats = self.effort.rounds, self.effort.repeats
         timing, (_, caches) = back_to_back(
             step, (self.proposal, self.state.draft_caches), count=count, repeats=repeats
@@ -306,10 +338,10 @@ class Workload:
         self.state = replace(self.state, draft_caches=caches)
         return timing.to_dict()
 
-    def time_verify(self) -> dict[str, Any]:
-        """The target's pass, rejection sampling, commit."""
+    def time_verify(self) -> Figures:
+        """Time the target's pass, rejection sampling and commit."""
 
-        def step(s):
+        def step(s: DecodeState) -> DecodeState:
             return programs.verify_program(
                 self.cfg, self.params, s, self.block_table, self.proposal
             )[1]
@@ -317,8 +349,11 @@ class Workload:
         timing, self.state = self._timed(step, self.state)
         return timing.to_dict()
 
-    def time_sampling(self) -> dict[str, Any]:
-        """Rejection sampling, its noise included, on logits that lie in memory, several calls chained in one program."""
+    def time_sampling(self) -> Figures:
+        """Time rejection sampling, its noise included, on logits that lie in memory.
+
+        Several calls are chained in one program.
+        """
         case, cfg = self.case, self.cfg
         shape = (case.batch, case.num_speculative_tokens + 1, cfg.target.vocab_size)
         state = self.rewind(self.state)
@@ -333,7 +368,7 @@ class Workload:
             seq_lens: jax.Array,
             draft_tokens: jax.Array,
             draft_logits: jax.Array | None = None,
-        ) -> Any:
+        ) -> tuple[jax.Array, jax.Array]:
             proposal = Proposal(draft_tokens, draft_logits)
             verification = verify_rows(
                 cfg, target_logits, proposal, to_draft, sampling, seq_lens, active
@@ -351,8 +386,8 @@ class Workload:
             )
         return time_chained(op, copies, repeats=self.effort.repeats).to_dict(JUDGEMENTS)
 
-    def time_rebuild(self) -> dict[str, Any]:
-        """One rebuild of the draft's attention metadata; a round holds K of them."""
+    def time_rebuild(self) -> Figures:
+        """Time one rebuild of the draft's attention metadata; a round holds K of them."""
         group = self.cfg.draft_group
         assert group is not None
         ones = jnp.ones(self.case.batch, jnp.int32)
@@ -365,8 +400,11 @@ class Workload:
         )
         return timing.to_dict(REBUILDS)
 
-    def time_engine(self) -> dict[str, Any]:
-        """Wall clock a round in the engine's own loop, which reads each step's results: the steady state, while all requests are live."""
+    def time_engine(self) -> Figures:
+        """Time a round in the engine's own loop, which reads each step's results.
+
+        The figure is of the steady state, while all requests are live.
+        """
         seconds = [self._engine_round() for _ in range(self.effort.repeats + 1)][
             1:
         ]  # the first one warms the loop up
@@ -418,15 +456,15 @@ class Workload:
         return (read[-1] - read[0]) / (len(read) - 1) / per_step
 
     def trace(self, folder: Path, rounds: int = 3) -> None:
-        """Write a profiler trace of a few rounds; CUDA graphs are off in it, so its times are not the round's."""
+        """Write a profiler trace of a few rounds, whose times differ: CUDA graphs are off in it."""
         state = jax.block_until_ready(self.rewind(self.state))
         with jax.profiler.trace(str(folder)):
             for _ in range(rounds):
                 state = self._round(state)
             self.state = jax.block_until_ready(state)
 
-    def floor(self, *, plain: bool, bandwidth: float, matmul_rate: float) -> dict[str, Any]:
-        """At the mean context of the timed rounds."""
+    def floor(self, *, plain: bool, bandwidth: float, matmul_rate: float) -> Figures:
+        """Return the floor at the mean context of the timed rounds."""
         gained = 1.0 if plain else self.case.acceptance_length
         context = int(self.start + gained * self.effort.rounds / 2)
         cfg = self.plain_cfg if plain else self.cfg
@@ -434,11 +472,9 @@ class Workload:
             bandwidth, matmul_rate
         )
 
-    def measure(self, parts: Sequence[str]) -> dict[str, Any]:
-        """Each part's timing by name; the metadata's share of the round with it."""
-        found: dict[str, Any] = {
-            part: getattr(self, f"time_{part}")() for part in PARTS if part in parts
-        }
+    def measure(self, parts: Sequence[str]) -> Figures:
+        """Return each part's timing by name, and the metadata's share of the round."""
+        found: Figures = {part: getattr(self, f"time_{part}")() for part in PARTS if part in parts}
         if "rebuild" in found and "round" in found:
             found["rebuild"]["share_of_round"] = (
                 self.case.num_speculative_tokens
@@ -452,12 +488,18 @@ class Workload:
         return found
 
 
-def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> DecodeState:
-    """Live requests with random caches and random pending rows, none of them zeros; no stop tokens."""
+def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: DTypeLike) -> DecodeState:
+    """Return live requests with random caches and random pending rows, none of them zeros.
+
+    No request has stop tokens.
+    """
     batch, K = case.batch, case.num_speculative_tokens
     rng = np.random.default_rng(2)
     width = cfg.target.hidden_size * max(len(cfg.draft.aux_layers), 1)
-    tokens = lambda *shape: jnp.asarray(rng.integers(0, cfg.target.vocab_size, shape, np.int32))  # noqa: E731
+
+    def tokens(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.integers(0, cfg.target.vocab_size, shape, np.int32))
+
     sampling = SamplingState(
         keys=jnp.asarray(rng.integers(0, 2**32, (batch, 2), np.uint32)),
         temperature=jnp.full(batch, case.temperature, jnp.float32),
@@ -479,10 +521,14 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: Any) -> D
     )
 
 
-def _random_caches(cfg: Any, num_blocks: int, dtype: Any, key: jax.Array) -> KVCache:
+def _random_caches(
+    cfg: models.TargetConfig | DraftConfig, num_blocks: int, dtype: DTypeLike, key: jax.Array
+) -> KVCache:
     pools, treedef = jax.tree.flatten(
         jax.eval_shape(
-            lambda: init_cache(cfg.attention, cfg.num_layers, num_blocks, BLOCK_SIZE, dtype)
+            lambda: init_cache(
+                cfg.attention, cfg.num_layers, num_blocks, BLOCK_SIZE, jnp.dtype(dtype)
+            )
         )
     )
     keys = jax.random.split(key, len(pools))
@@ -493,7 +539,7 @@ def _random_caches(cfg: Any, num_blocks: int, dtype: Any, key: jax.Array) -> KVC
 
 @partial(jax.jit, static_argnums=(0, 1))
 def normal(shape: tuple[int, ...], dtype: str, key: jax.Array) -> jax.Array:
-    """Random numbers made on the device."""
+    """Draw random numbers on the device."""
     return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 
@@ -506,12 +552,12 @@ def _propose(
 
 
 @partial(jax.jit, static_argnums=0)
-def _metadata(group: Any, block_table: jax.Array, lengths: jax.Array) -> AttentionMetadata:
+def _metadata(group: CacheGroup, block_table: jax.Array, lengths: jax.Array) -> AttentionMetadata:
     return build_metadata(group, block_table, lengths, lengths, rows=1)
 
 
 @partial(jax.jit, static_argnums=0)
-def _rebuilds(group: Any, metadata: AttentionMetadata) -> AttentionMetadata:
+def _rebuilds(group: CacheGroup, metadata: AttentionMetadata) -> AttentionMetadata:
     for _ in range(REBUILDS):  # a barrier each, or they would be fused into one
         rebuilt = rebuild_draft_metadata(
             group, metadata.block_table, metadata.seq_lens, metadata.seq_lens, 1
