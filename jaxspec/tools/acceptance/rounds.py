@@ -249,7 +249,6 @@ class Recorder:
             cfg,
             rule=rule,  # type: ignore[arg-type]
             draft_sampling=drafts,  # type: ignore[arg-type]
-            limits_drafts=True,
         )
 
     @property
