@@ -124,7 +124,10 @@ def judge_by_sampling(
     seq_lens: jax.Array,
     active: jax.Array,
 ) -> Verification:
-    """Sample the target's own tokens and keep the drafts that equal them: strict rule, plain decoding."""
+    """Sample the target's own tokens and keep the drafts that equal them.
+
+    The strict rule and plain decoding are this.
+    """
     temperature = sampling.temperature
     if logits.is_divided:
         temperature = jnp.where(sampling.greedy, 0.0, 1.0)  # 0 still means greedy

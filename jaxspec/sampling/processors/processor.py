@@ -7,6 +7,7 @@ validation. Everything else loops over that list.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
@@ -77,6 +78,7 @@ class LogitsProcessor(Protocol[State]):
     least_sizes: ClassVar[tuple[int, ...]] = ()
     large_state: ClassVar[bool] = False
 
+    @abstractmethod
     def needs(self, params: SamplingParams) -> bool:
         """Return whether a request with these parameters uses the feature."""
         ...
@@ -88,6 +90,7 @@ class LogitsProcessor(Protocol[State]):
         """
         return ()
 
+    @abstractmethod
     def init(
         self, request: SampledRequest, vocabulary: Vocabulary, sizes: tuple[int, ...]
     ) -> State:
@@ -98,6 +101,7 @@ class LogitsProcessor(Protocol[State]):
         """Return the state padded to these sizes on the device; rows keep their meaning."""
         return state
 
+    @abstractmethod
     def apply(self, state: State, logits: jax.Array, window: Window) -> jax.Array:
         """Return processed float32 logits [batch, rows, vocab].
 
