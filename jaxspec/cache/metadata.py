@@ -15,7 +15,7 @@ import jax
 from flax import struct
 
 from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, CacheGroup, Kernels, rope_frequencies
-from pallas_kernels.step_metadata import step_metadata, unsupported
+from pallas_kernels.step_metadata import Inputs, step_metadata, unsupported
 
 CacheGroups = (
     CacheGroup | tuple[CacheGroup, ...]
@@ -148,17 +148,20 @@ def _build(
         rope = attention.rope
         frequencies = tuple(rope_frequencies(rope, attention.rope_dim).tolist())
         options = {
-            "group": attention.num_heads // attention.num_kv_heads,
+            "queries_per_kv": attention.num_heads // attention.num_kv_heads,
             "frequencies": frequencies,
         }
-        options |= {"attention_factor": rope.attention_factor, "implementation": "mosaic_gpu"}
+        options |= {"attention_factor": rope.attention_factor}
     sizes = {
         "rows": rows,
         "block_size": group.block_size,
         "max_model_len": group.max_model_len,
         "window": group.window,
     }
-    made = step_metadata(block_table, start, num_rows, step, **sizes, **options)
+    inputs = Inputs(
+        block_table=block_table, start=start, num_rows=num_rows, step=step, **sizes, **options
+    )
+    made = step_metadata(inputs, implementation="mosaic_gpu" if options else "reference")
     return AttentionMetadata(
         positions=made.positions,
         seq_lens=made.seq_lens,

@@ -20,8 +20,8 @@ from jaxspec.layers.products import (
     rope_tables,
     values_of,
 )
+from pallas_kernels import rope_cache as rope_op
 from pallas_kernels.attention import packs, paged_attention
-from pallas_kernels.rope_cache import rope_and_write
 
 RopeTables = tuple[jax.Array, jax.Array]
 
@@ -184,20 +184,20 @@ def attend(
     packed = query_scale is None and packs(
         kernels.attention, rows=rows, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads
     )
-    q, k_cache, v_cache = rope_and_write(
-        qkv.reshape(batch * rows, -1),
-        cos,
-        sin,
-        metadata.slot_mapping.reshape(-1),
-        cache.k,
-        cache.v,
-        num_heads=cfg.num_heads,
+    projected = rope_op.Inputs(
+        qkv=qkv.reshape(batch * rows, -1),
+        cos=cos,
+        sin=sin,
+        slot_mapping=metadata.slot_mapping.reshape(-1),
+        k_cache=cache.k,
+        v_cache=cache.v,
         q_norm=params["q_norm"] if cfg.qk_norm else None,
         k_norm=params["k_norm"] if cfg.qk_norm else None,
+        num_heads=cfg.num_heads,
         eps=cfg.rms_norm_eps,
         pack=rows if packed else None,
-        implementation=kernels.rope_cache,
     )
+    q, k_cache, v_cache = rope_op.rope_and_write(projected, implementation=kernels.rope_cache)
     q = q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim)
     if query_scale is not None:
         q = (q * query_scale[..., None, None]).astype(q.dtype)

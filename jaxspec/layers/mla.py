@@ -23,8 +23,7 @@ from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vect
 from jaxspec.layers.products import log_once, product, rms_norm
 from pallas_kernels import head_matmul as head_matmul_op
 from pallas_kernels import latent_attention as attention_op
-from pallas_kernels.head_matmul import head_matmul
-from pallas_kernels.latent_cache import norm_and_write
+from pallas_kernels import latent_cache as cache_op
 from pallas_kernels.packing import padded_heads
 
 LATENT_NORM_EPS = 1e-6  # of the norms on the latents, whatever the model's rms_norm_eps says
@@ -118,17 +117,17 @@ def latent_attention(
     batch, rows = x.shape[:2]
     cos, sin = (table.reshape(batch * rows, -1) for table in rope)
     normed = rms_norm(x, norm, cfg.rms_norm_eps, kernels)
-    q_latent, pool = norm_and_write(
-        _latents(params, cfg, normed, kernels),
-        cos,
-        sin,
-        metadata.slot_mapping.reshape(-1),
-        cache.latent,
+    projected = cache_op.Inputs(
+        latents=_latents(params, cfg, normed, kernels),
+        cos=cos,
+        sin=sin,
+        slot_mapping=metadata.slot_mapping.reshape(-1),
+        cache=cache.latent,
         kv_norm=params["kv_a_norm"],
         q_norm=params.get("q_a_norm"),
         eps=LATENT_NORM_EPS,
-        implementation=kernels.rope_cache,
     )
+    q_latent, pool = cache_op.norm_and_write(projected, implementation=kernels.rope_cache)
     if q_latent is None:
         q = product(normed, (params["q_proj"],), kernels)
     else:
@@ -183,4 +182,5 @@ def _by_head(x: jax.Array, weights: jax.Array, kernels: Kernels, **options: Any)
     if implementation != "reference" and (reason := head_matmul_op.unsupported(x, weights)):
         log_once(f"XLA multiplies heads by {weights.shape}: the kernel {reason}")
         implementation = "reference"
-    return head_matmul(x, weights, **options, implementation=implementation)
+    inputs = head_matmul_op.Inputs(x=x, weights=weights, **options)
+    return head_matmul_op.head_matmul(inputs, implementation=implementation)

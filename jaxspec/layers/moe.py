@@ -72,13 +72,16 @@ def route(
         if reason is not None:
             log_once(f"XLA routes by {router.shape}: the kernel {reason}")
             implementation = "reference"
-    options: dict[str, Any] = {
-        "top_k": cfg.top_k,
-        "kind": kind,
-        "scaling": cfg.routed_scaling,
-        "normalise": cfg.norm_top_k,
-    }
-    return router_op.route(x, router, bias, **options, implementation=implementation)
+    inputs = router_op.Inputs(
+        x=x,
+        router=router,
+        bias=bias,
+        top_k=cfg.top_k,
+        kind=kind,
+        scaling=cfg.routed_scaling,
+        normalise=cfg.norm_top_k,
+    )
+    return router_op.route(inputs, implementation=implementation)
 
 
 def route_sigmoid(

@@ -13,8 +13,8 @@ from flax import struct
 
 from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig, rope_frequencies
 from jaxspec.layers.params import Params, ParamSpec, matrix
+from pallas_kernels import embed_norm as embed_norm_op
 from pallas_kernels import matmul as matmul_op
-from pallas_kernels.embed_norm import embed_norm as embed_norm_op
 from pallas_kernels.matmul import matmul
 from pallas_kernels.rms_norm import rms_norm as rms_norm_op
 from pallas_kernels.rope_cache.reference import rotate
@@ -184,8 +184,10 @@ def embed_norm(
     It runs where rms_norm does: its norm is that one, with the same limits.
     """
     flat = None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
-    options |= {"hidden": flat, "implementation": kernels.rms_norm}
-    residual, normed = embed_norm_op(tokens.reshape(-1), table, weight, eps=eps, **options)
+    inputs = embed_norm_op.Inputs(
+        tokens=tokens.reshape(-1), table=table, weight=weight, eps=eps, hidden=flat, **options
+    )
+    residual, normed = embed_norm_op.embed_norm(inputs, implementation=kernels.rms_norm)
     return residual.reshape(*tokens.shape, -1), normed.reshape(*tokens.shape, -1)
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from pallas_kernels import noise
-from pallas_kernels.gumbel_sample import gumbel_sample
+from pallas_kernels.gumbel_sample import Inputs, gumbel_sample
 from pallas_kernels.gumbel_sample.reference import argmax
 
 STREAMS = {"sample": 0, "draft": 1, "accept": 2, "recover": 3}
@@ -77,17 +77,16 @@ def draw(
 
     The result equals that of sample(scale_by_temperature(...), gumbel_noise(...), ...).
     """
-    offset = jnp.asarray(offset, jnp.int32)
-    return gumbel_sample(
-        logits,
-        temperature,
-        keys,
-        position,
-        offset,
-        token_ids,
+    inputs = Inputs(
+        logits=logits,
+        temperature=temperature,
+        keys=keys,
+        position=position,
+        offset=jnp.asarray(offset, jnp.int32),
+        token_ids=token_ids,
         stream=STREAMS[stream],
-        implementation=implementation,
     )
+    return gumbel_sample(inputs, implementation=implementation)
 
 
 def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:

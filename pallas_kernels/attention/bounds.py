@@ -1,4 +1,4 @@
-"""Which keys a decode step's attention kernel streams, and which of them each query row sees."""
+"""The keys that a decode step's attention kernel streams, and those that each query row sees."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ import jax.numpy as jnp
 
 from pallas_kernels.packing import packed_size
 
-KEYS = 64  # keys a tile: the left side of a wgmma
-NARROW = 32  # query rows (row x head of the group) of a row tile
+KEYS = 64  # keys of a tile: the left side of a wgmma
+NARROW = 32  # most queries (row x head of a KV head) of a row tile
 
 
-def bounds_size(rows: int, group: int) -> int:
-    """Numbers a row tile, of requests with so many rows and heads a KV head."""
-    return 2 * packed_size(min(rows, NARROW // group) * group) + 4
+def bounds_size(rows: int, queries_per_kv: int) -> int:
+    """Return how many numbers key_bounds makes for a row tile of such requests."""
+    return 2 * packed_size(min(rows, NARROW // queries_per_kv) * queries_per_kv) + 4
 
 
 def key_bounds(
-    positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array, *, group: int, max_keys: int
+    positions: jax.Array,
+    seq_lens: jax.Array,
+    window_start: jax.Array,
+    *,
+    queries_per_kv: int,
+    max_keys: int,
 ) -> jax.Array:
-    """What the kernel needs to know about which keys exist and who sees them; equal in every layer.
+    """Return which keys exist and which queries see them; equal in every layer.
 
-    int32 [batch, row_tiles, 2 columns + 4]: per column, its row's first key and the key after its last; first tile of keys that any row
-    sees, the tile after the last, number of keys. One array: a kernel less before the first layer. group: query heads a KV head; max_keys:
-    what the block table holds; positions, seq_lens and window_start as paged_attention takes them.
+    positions, seq_lens, window_start: as paged_attention takes them. queries_per_kv: query heads
+    for each KV head. max_keys: keys that the block table can hold.
+
+    Returns int32 [batch, row_tiles, 2 columns + 4]. Per column: its row's first key, and the key
+    after its last. Then the first tile of keys that any row sees, the tile after the last, and
+    the number of keys, twice. One array saves a kernel before the first layer.
     """
     batch, rows = positions.shape
-    tile_rows = min(rows, NARROW // group)
-    row_tiles, columns = -(-rows // tile_rows), packed_size(tile_rows * group)
+    tile_rows = min(rows, NARROW // queries_per_kv)
+    row_tiles, columns = -(-rows // tile_rows), packed_size(tile_rows * queries_per_kv)
     written = jnp.minimum(seq_lens, max_keys)
     last = jnp.minimum(positions + 1, written[:, None])
     first = jnp.minimum(jnp.maximum(window_start, 0), last)
@@ -38,8 +46,9 @@ def key_bounds(
     end = jnp.max(jnp.where(seen, last, 0), axis=2)
     begin = jnp.min(jnp.where(seen, first, -(-max_keys // KEYS) * KEYS), axis=2)
     everyone = jnp.broadcast_to(written[:, None], end.shape)
-    # The fourth number is padding: a row of an odd length would leave every second request's rows unaligned for the kernel's loads.
+    # The fourth number is padding: with an odd count, the kernel's loads would be unaligned for
+    # every second request.
     ranges = jnp.stack((begin // KEYS, (end + KEYS - 1) // KEYS, everyone, everyone), axis=2)
-    limits = jnp.repeat(jnp.stack((first, last), axis=2), group, axis=3)
+    limits = jnp.repeat(jnp.stack((first, last), axis=2), queries_per_kv, axis=3)
     limits = jnp.pad(limits, ((0, 0), (0, 0), (0, 0), (0, columns - limits.shape[3])))
     return jnp.concatenate((limits.reshape(batch, row_tiles, 2 * columns), ranges), axis=2)

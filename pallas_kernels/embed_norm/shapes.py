@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.embed_norm.inputs import Inputs
+
 
 @dataclass(frozen=True)
 class Shape:
-    """rows of a pass, width of a row, size of the vocabulary; draft: with a hidden state beside, normed for the residual too or not."""
+    """A pass of `rows` rows.
+
+    draft: an EAGLE-3 head's, with a hidden state. norm_residual: see Inputs.
+    """
 
     rows: int
     width: int
@@ -37,31 +41,37 @@ SHAPES |= {
 }
 
 
-def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
-    """Keyword arguments of the public op; the first tokens are the vocabulary's last and its first."""
+def make_inputs(shape: Shape, seed: int) -> Inputs:
+    """Return random inputs; the first tokens are the vocabulary's last and its first."""
     keys = iter(jax.random.split(jax.random.key(seed), 5))
-    normal = lambda *sizes: jax.random.normal(next(keys), sizes, jnp.bfloat16)  # noqa: E731
-    gain = lambda: (1 + 0.1 * normal(shape.width)).astype(jnp.bfloat16)  # noqa: E731
+
+    def normal(*sizes: int) -> jax.Array:
+        return jax.random.normal(next(keys), sizes, jnp.bfloat16)
+
+    def gain() -> jax.Array:
+        return (1 + 0.1 * normal(shape.width)).astype(jnp.bfloat16)
+
     tokens = jax.random.randint(next(keys), (shape.rows,), 0, shape.vocab, jnp.int32)
     ends = jnp.array([shape.vocab - 1, 0], jnp.int32)[: shape.rows]
-    inputs = {
-        "tokens": tokens.at[: len(ends)].set(ends),
-        "table": normal(shape.vocab, shape.width),
-        "weight": gain(),
-        "eps": 1e-5,
-    }
+    inputs = Inputs(
+        tokens=tokens.at[: len(ends)].set(ends),
+        table=normal(shape.vocab, shape.width),
+        weight=gain(),
+        eps=1e-5,
+    )
     if not shape.draft:
         return inputs
-    return inputs | {
-        "hidden": normal(shape.rows, shape.width),
-        "hidden_weight": gain(),
-        "norm_residual": shape.norm_residual,
-    }
+    return replace(
+        inputs,
+        hidden=normal(shape.rows, shape.width),
+        hidden_weight=gain(),
+        norm_residual=shape.norm_residual,
+    )
 
 
 def bytes_moved(shape: Shape) -> int:
-    """Rows in and out, the weights, the tokens."""
-    arrays = 2 * shape.rows + 1  # read and written, and the gain, of the embedding
+    """Return the fewest bytes: rows in and out, the weights, the tokens."""
+    arrays = 2 * shape.rows + 1  # the embedding, read and written, and its gain
     if shape.draft:
         arrays *= 2
     if shape.norm_residual or not shape.draft:

@@ -1,19 +1,25 @@
-"""Named shapes of Gumbel-max, shared by tests and benchmarks: draft steps and plain decoding of real vocabularies, and small ones."""
+"""Named shapes of Gumbel-max, shared by tests and benchmarks.
+
+Draft steps and plain decoding of real vocabularies, and small shapes for tests.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gumbel_sample.inputs import Inputs
+
 
 @dataclass(frozen=True)
 class Shape:
-    """target_vocab: the one whose ids key the noise, where it is another (a draft's tokens under the strict rule).
+    """Rows of `vocab` logits.
 
-    mixed: some rows are greedy, some logits -inf or NaN, some rows all of that or flat: for tests, not to be timed.
+    target_vocab: the vocabulary whose ids key the noise, if it is another (a draft's tokens under
+    the strict rule). mixed: some rows are greedy, some logits -inf or NaN, some rows all of that
+    or flat; for tests, not to be timed.
     """
 
     rows: int
@@ -33,7 +39,7 @@ SHAPES = {
     "gpt-oss, batch 4": Shape(4, 201_088),
     "smollm2, batch 1": Shape(1, 49_152),
     "smollm2, batch 64": Shape(64, 49_152),
-    # One piece; an even and an odd width, the last piece moved back; another vocabulary's ids.
+    # One piece; an even and an odd width, the last piece moved back; ids of another vocabulary.
     "tiny": Shape(12, 128, mixed=True),
     "tiny, even": Shape(12, 514, mixed=True),
     "tiny, odd": Shape(12, 777, mixed=True),
@@ -42,8 +48,8 @@ SHAPES = {
 }
 
 
-def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
-    """Arguments of the op by name."""
+def make_inputs(shape: Shape, seed: int) -> Inputs:
+    """Return random inputs of this shape."""
     rows, vocab = shape.rows, shape.vocab
     keys = jax.random.split(jax.random.key(seed), 6)
     row, column = jnp.arange(rows)[:, None], jnp.arange(vocab)
@@ -60,20 +66,22 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         )
     token_ids = None
     if shape.target_vocab is not None:
-        token_ids = jnp.sort(jax.random.permutation(keys[2], shape.target_vocab)[:vocab]).astype(
-            jnp.int32
-        )
-    return {
-        "logits": logits,
-        "temperature": temperature,
-        "keys": jax.random.bits(keys[3], (rows, 2), jnp.uint32),
-        "position": jax.random.randint(keys[4], (rows,), 0, 4096, jnp.int32),
-        "offset": jnp.int32(seed % 5),
-        "token_ids": token_ids,
-        "stream": 1,
-    }
+        chosen = jax.random.permutation(keys[2], shape.target_vocab)[:vocab]
+        token_ids = jnp.sort(chosen).astype(jnp.int32)
+    return Inputs(
+        logits=logits,
+        temperature=temperature,
+        keys=jax.random.bits(keys[3], (rows, 2), jnp.uint32),
+        position=jax.random.randint(keys[4], (rows,), 0, 4096, jnp.int32),
+        offset=jnp.int32(seed % 5),
+        token_ids=token_ids,
+        stream=1,
+    )
 
 
 def bytes_moved(shape: Shape) -> int:
-    """The logits, and the ids if there are some; the token, key, temperature and position of a row."""
+    """Return the fewest bytes: the logits, the ids if any, and five words for each row.
+
+    The words are the token, the key (two), the temperature and the position.
+    """
     return 4 * (shape.rows * (shape.vocab + 5) + (0 if shape.target_vocab is None else shape.vocab))

@@ -1,18 +1,19 @@
-"""Per-head products of few rows on Hopper: a block makes 64 columns of one head, from the whole depth at once.
+"""Products by head, of few rows, on Hopper: a block makes 64 columns of one head in one step.
 
-As in pallas_kernels.matmul, wgmma computes the transposed product (W^T x^T), whose narrow axis is the rows padded to a multiple of 8, and
-the weights, which no kernel writes, are asked for before the kernel in front has ended. Depths are small, so there is no ring.
+As in pallas_kernels.matmul, wgmma computes the transposed product (W^T x^T), whose narrow axis is
+the rows padded to a multiple of 8. Copies of the weights, which no kernel writes, start before the
+kernel in front has ended. Depths are small, so there is no ring.
 
-The rotation is one more product, of a block of its own: by the identity, and by the matrix that swaps the halves and negates one. Both are
-exact, they stand in the layout of the other results, and cosine and sine join them in float32.
+The rotation is one more product, in a block of its own: by the identity, and by the matrix that
+swaps the halves and negates one. Both are exact and have the layout of the other results. Cosine
+and sine join them in float32.
 
-A row's bits depend on nothing but the row: the depth is summed in one order.
+A row's bits depend on the row alone: the depth is summed in one order.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-TILE_N = 64  # output columns of a block: wgmma's M; also the width of what is rotated
+from pallas_kernels.head_matmul.inputs import Inputs
+from pallas_kernels.mosaic import load
+from pallas_kernels.types import Accumulator, Barrier, Ref, Shaped, Slice
+
+TILE_N = 64  # output columns of a block: wgmma's M; also rope_head_dim
 TILE_ROWS = 64
-MAX_ROWS = (
-    128  # beyond, every weight is read for too many row tiles: a batched product of XLA's is faster
-)
+MAX_ROWS = 128  # more row tiles read each weight too often: XLA's batched product is faster
 MAX_DEPTH = 512
 
 
-def unsupported(x: Any, weights: Any) -> str | None:
-    """Why this kernel cannot make this product, None if it can. Takes anything with a shape and a dtype."""
+def unsupported(x: Shaped, weights: Shaped) -> str | None:
+    """Return why this kernel cannot make this product, None if it can."""
     rows, _, total = x.shape
     _, depth, width = weights.shape
     if x.dtype != jnp.bfloat16 or weights.dtype != jnp.bfloat16:
@@ -38,75 +41,72 @@ def unsupported(x: Any, weights: Any) -> str | None:
     if not 1 <= rows <= MAX_ROWS:
         return f"expected 1 to {MAX_ROWS} rows, got {rows}"
     if depth % 64 or not 0 < depth <= MAX_DEPTH or width % TILE_N:
-        return f"expected a depth of a multiple of 64 up to {MAX_DEPTH} and a width of a multiple of {TILE_N}, got {depth} and {width}"
+        return (
+            f"expected a depth of a multiple of 64 up to {MAX_DEPTH} and a width of a multiple of "
+            f"{TILE_N}, got {depth} and {width}"
+        )
     if total - depth not in (0, TILE_N):
         return f"expected {TILE_N} numbers a head to rotate, or none, got {total - depth}"
     return None
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
-@partial(jax.jit, static_argnames=("out_heads", "pdl"))
-def head_matmul(
-    x: jax.Array,
-    weights: jax.Array,
-    *,
-    cos: jax.Array | None = None,
-    sin: jax.Array | None = None,
-    out_heads: int,
-    pdl: bool = True,
-) -> jax.Array:
-    """See pallas_kernels.head_matmul.head_matmul."""
+# Compiled as a function of its own, so that a model's layers share one kernel.
+@partial(jax.jit, static_argnames="pdl")
+def head_matmul(inputs: Inputs, *, pdl: bool = True) -> jax.Array:
+    """Run the op; see pallas_kernels.head_matmul.head_matmul."""
+    x, weights, cos, sin = inputs.x, inputs.weights, inputs.cos, inputs.sin
     rows = x.shape[0]
     heads, depth, width = weights.shape
-    rotates = cos is not None
+    out_heads, rotates = inputs.out_heads or heads, cos is not None
     chunks = width // TILE_N
     row_tiles = -(-rows // TILE_ROWS)
     tile = -(-rows // (8 * row_tiles)) * 8
     padding = row_tiles * tile - rows
-    if rows > 8 and padding:  # tiled copies take fewer rows than a tile of 8, or whole ones
+    if rows > 8 and padding:  # tiled copies take fewer rows than a tile of 8, or whole tiles
         x = jnp.pad(x, ((0, padding), (0, 0), (0, 0)))
-    tables = ()
+    rotations = tables = None
     if cos is not None and sin is not None:
-        both = jnp.tile(jnp.stack((cos, sin)), (1, 1, 2)).transpose(
-            0, 2, 1
-        )  # equal in every layer, so XLA makes them once
-        tables = (_rotations(), jnp.pad(both, ((0, 0), (0, 0), (0, padding))))
+        # Equal in every layer, so XLA makes them once.
+        both = jnp.tile(jnp.stack((cos, sin)), (1, 1, 2)).transpose(0, 2, 1)
+        rotations, tables = _rotations(), jnp.pad(both, ((0, 0), (0, 0), (0, padding)))
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
-    def body(x_gmem: Any, w_gmem: Any, *refs: Any) -> None:
-        (rotations_gmem, tables_gmem), refs = (
-            (refs[:2], refs[2:]) if rotates else ((None, None), refs)
-        )
-        out_gmem, x_smem, w_smem, out_smem, w_barrier, x_barrier = refs
-        head, chunk, row_tile = (
-            lax.axis_index("head"),
-            lax.axis_index("chunk"),
-            lax.axis_index("row_tile"),
-        )
-        here = pl.ds(
-            row_tile * tile, tile
-        )  # rows past the last one: copies fill them with zeros, and drop them on the way out
+    def body(
+        x_gmem: Ref,
+        w_gmem: Ref,
+        rotations_gmem: Ref | None,
+        tables_gmem: Ref | None,
+        out_gmem: Ref,
+        x_smem: Ref,
+        w_smem: Ref,
+        out_smem: Ref,
+        w_barrier: Barrier,
+        x_barrier: Barrier,
+    ) -> None:
+        head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
+        row_tile = lax.axis_index("row_tile")
+        # Copies fill rows past the last one with zeros, and do not write them.
+        here = pl.ds(row_tile * tile, tile)
+
+        def columns() -> Slice:
+            return pl.ds(chunk * TILE_N, TILE_N)
 
         def store(total: jax.Array) -> None:
             out_smem.transpose((1, 0))[...] = total.astype(x.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                out_smem, out_gmem.at[here, head, pl.ds(chunk * TILE_N, TILE_N)]
-            )
+            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[here, head, columns()])
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
         @pl.when(chunk < chunks)
         def _multiply() -> None:
-            plgpu.copy_gmem_to_smem(
-                w_gmem.at[head, :, pl.ds(chunk * TILE_N, TILE_N)], w_smem, w_barrier
-            )
+            plgpu.copy_gmem_to_smem(w_gmem.at[head, :, columns()], w_smem, w_barrier)
             if pdl:
                 plgpu.griddepcontrol_wait()
             plgpu.copy_gmem_to_smem(x_gmem.at[here, head, pl.ds(0, depth)], x_smem, x_barrier)
             plgpu.barrier_wait(w_barrier)
             plgpu.barrier_wait(x_barrier)
 
-            def product(acc: Any) -> jax.Array:
+            def product(acc: Accumulator) -> jax.Array:
                 plgpu.wgmma(acc, w_smem.transpose((1, 0)), x_smem.transpose((1, 0)))
                 return acc[...]
 
@@ -123,21 +123,20 @@ def head_matmul(
                 plgpu.griddepcontrol_wait()
             plgpu.copy_gmem_to_smem(x_gmem.at[here, head, pl.ds(depth, TILE_N)], raw, x_barrier)
             plgpu.barrier_wait(x_barrier)
-            total: Any = None
+            total = None
             for i in range(2):
                 plgpu.barrier_wait(w_barrier)
 
-                def product(acc: Any) -> jax.Array:
+                def product(acc: Accumulator) -> jax.Array:
                     plgpu.wgmma(acc, matrix.transpose((1, 0)), raw.transpose((1, 0)))
                     return acc[...]
 
                 turned = pl.run_scoped(product, plgpu.ACC((TILE_N, tile), jnp.float32))
                 if i == 0:
                     plgpu.copy_gmem_to_smem(rotations_gmem.at[1], matrix, w_barrier)
-                table = plgpu.load(
-                    tables_gmem.at[i, :, here], layout=plgpu.Layout.WGMMA, optimized=False
-                )  # pyright: ignore[reportCallIssue]
+                table = load(tables_gmem.at[i, :, here], plgpu.Layout.WGMMA, optimized=False)
                 total = turned * table if total is None else total + turned * table
+            assert total is not None
             store(total)
 
     call = plgpu.kernel(
@@ -156,12 +155,11 @@ def head_matmul(
             plgpu.Barrier(),
         ],
     )
-    return call(x, weights, *tables)[:rows]
+    return call(x, weights, rotations, tables)[:rows]
 
 
 def _rotations() -> jax.Array:
-    """bfloat16 [2, 64, 64]: x times the first is x, times the second is [-second half, first half]."""
+    """Return bfloat16 [2, 64, 64]: the identity, and x -> [-second half, first half]."""
     one, half = np.eye(TILE_N), TILE_N // 2
-    return jnp.asarray(
-        np.stack((one, np.concatenate((one[half:], -one[:half])))).astype(np.float32), jnp.bfloat16
-    )
+    swap = np.concatenate((one[half:], -one[:half]))
+    return jnp.asarray(np.stack((one, swap)).astype(np.float32), jnp.bfloat16)

@@ -5,25 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.latent_cache.inputs import Inputs
 from pallas_kernels.rms_norm.reference import rms_norm
 from pallas_kernels.rope_cache.reference import rotate, write
 
 
-def norm_and_write(
-    latents: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    slot_mapping: jax.Array,
-    cache: jax.Array,
-    *,
-    kv_norm: jax.Array,
-    q_norm: jax.Array | None = None,
-    eps: float,
-) -> tuple[jax.Array | None, jax.Array]:
-    """See pallas_kernels.latent_cache.norm_and_write."""
-    q_rank = 0 if q_norm is None else q_norm.shape[0]
-    q, latent, key = jnp.split(latents, [q_rank, q_rank + kv_norm.shape[0]], axis=-1)
-    entry = jnp.concatenate([rms_norm(latent, kv_norm, eps=eps), rotate(key, cos, sin)], axis=-1)
-    return None if q_norm is None else rms_norm(q, q_norm, eps=eps), write(
-        cache, entry[:, None], slot_mapping
-    )
+def norm_and_write(inputs: Inputs) -> tuple[jax.Array | None, jax.Array]:
+    """Run the op; see pallas_kernels.latent_cache.norm_and_write."""
+    q_norm, eps = inputs.q_norm, inputs.eps
+    q_rank, kv_rank, _ = inputs.ranks
+    q, latent, key = jnp.split(inputs.latents, [q_rank, q_rank + kv_rank], axis=-1)
+    latent = rms_norm(latent, inputs.kv_norm, eps=eps)
+    entry = jnp.concatenate([latent, rotate(key, inputs.cos, inputs.sin)], axis=-1)
+    q = None if q_norm is None else rms_norm(q, q_norm, eps=eps)
+    return q, write(inputs.cache, entry[:, None], inputs.slot_mapping)

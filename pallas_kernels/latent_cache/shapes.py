@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.latent_cache.inputs import Inputs
 from pallas_kernels.rope_cache.shapes import PAD_SLOT
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The last `masked` rows have no slot. q_lora_rank 0: no query latent."""
+    """The last `masked` rows have no cache slot. q_lora_rank 0: no query latent."""
 
     rows: int
     q_lora_rank: int = 768
@@ -35,34 +35,38 @@ SHAPES = {
 }
 
 
-def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
-    """Arguments of the public op: normal random numbers, slots in random order."""
+def make_inputs(shape: Shape, seed: int) -> Inputs:
+    """Return normal random numbers, with cache slots in random order."""
     rng = np.random.default_rng(seed)
-    dtype, width, half = (
-        jnp.dtype(shape.dtype),
-        shape.kv_lora_rank + shape.rope_head_dim,
-        shape.rope_head_dim // 2,
-    )
+    dtype, half = jnp.dtype(shape.dtype), shape.rope_head_dim // 2
+    width = shape.kv_lora_rank + shape.rope_head_dim
     keys = jax.random.split(jax.random.key(seed), 4)
     num_blocks = -(-shape.rows // shape.block_size) + 2
     slots = rng.permutation(num_blocks * shape.block_size)[: shape.rows]
     slots[shape.rows - shape.masked :] = PAD_SLOT
     angle = (100 + np.arange(shape.rows))[:, None] * 10000.0 ** (-np.arange(half) / half)
-    gain = lambda key, size: (1.0 + 0.1 * jax.random.normal(key, (size,))).astype(dtype)  # noqa: E731
-    return {
-        "latents": jax.random.normal(keys[0], (shape.rows, shape.q_lora_rank + width), dtype),
-        "cos": jnp.asarray(np.cos(angle), jnp.float32),
-        "sin": jnp.asarray(np.sin(angle), jnp.float32),
-        "slot_mapping": jnp.asarray(slots, jnp.int32),
-        "cache": jax.random.normal(keys[1], (num_blocks, shape.block_size, 1, width), dtype),
-        "kv_norm": gain(keys[2], shape.kv_lora_rank),
-        "q_norm": gain(keys[3], shape.q_lora_rank) if shape.q_lora_rank else None,
-        "eps": 1e-6,
-    }
+
+    def gain(key: jax.Array, size: int) -> jax.Array:
+        return (1.0 + 0.1 * jax.random.normal(key, (size,))).astype(dtype)
+
+    return Inputs(
+        latents=jax.random.normal(keys[0], (shape.rows, shape.q_lora_rank + width), dtype),
+        cos=jnp.asarray(np.cos(angle), jnp.float32),
+        sin=jnp.asarray(np.sin(angle), jnp.float32),
+        slot_mapping=jnp.asarray(slots, jnp.int32),
+        cache=jax.random.normal(keys[1], (num_blocks, shape.block_size, 1, width), dtype),
+        kv_norm=gain(keys[2], shape.kv_lora_rank),
+        q_norm=gain(keys[3], shape.q_lora_rank) if shape.q_lora_rank else None,
+        eps=1e-6,
+    )
 
 
 def bytes_moved(shape: Shape) -> int:
-    """The fewest bytes of device memory: the projections once in, the query latents once out, the entries of rows with a slot once out."""
+    """Return the fewest bytes of device memory.
+
+    The projections are read once; the query latents, and the entries of rows with a cache slot,
+    are written once.
+    """
     width, written = shape.kv_lora_rank + shape.rope_head_dim, shape.rows - shape.masked
     numbers = shape.rows * (2 * shape.q_lora_rank + width) + written * width
     return numbers * jnp.dtype(shape.dtype).itemsize + shape.rows * shape.rope_head_dim * 4

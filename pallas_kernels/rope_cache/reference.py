@@ -5,54 +5,50 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import packing
 from pallas_kernels.rms_norm.reference import rms_norm
+from pallas_kernels.rope_cache.inputs import Inputs
 
 
-def rope_and_write(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    slot_mapping: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    *,
-    num_heads: int,
-    q_norm: jax.Array | None = None,
-    k_norm: jax.Array | None = None,
-    eps: float = 0.0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See pallas_kernels.rope_cache.rope_and_write."""
-    num_kv_heads, head_dim = k_cache.shape[2:]
-    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+def rope_and_write(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run the op; see pallas_kernels.rope_cache.rope_and_write. Padding of packed rows is zero."""
+    num_heads, slots, eps = inputs.num_heads, inputs.slot_mapping, inputs.eps
+    num_kv_heads, head_dim = inputs.k_cache.shape[2:]
+    heads = inputs.qkv.reshape(inputs.qkv.shape[0], -1, head_dim)
     q, k, v = (
         heads[:, :num_heads],
         heads[:, num_heads : num_heads + num_kv_heads],
         heads[:, num_heads + num_kv_heads :],
     )
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps=eps), rms_norm(k, k_norm, eps=eps)
-    cos, sin = cos[:, None], sin[:, None]
-    return (
-        rotate(q, cos, sin),
-        write(k_cache, rotate(k, cos, sin), slot_mapping),
-        write(v_cache, v, slot_mapping),
-    )
+    if inputs.q_norm is not None and inputs.k_norm is not None:
+        q, k = rms_norm(q, inputs.q_norm, eps=eps), rms_norm(k, inputs.k_norm, eps=eps)
+    cos, sin = inputs.cos[:, None], inputs.sin[:, None]
+    q = rotate(q, cos, sin)
+    k_cache = write(inputs.k_cache, rotate(k, cos, sin), slots)
+    v_cache = write(inputs.v_cache, v, slots)
+    if inputs.pack is not None:
+        q = packing.pack(q.reshape(-1, inputs.pack, num_heads, head_dim), num_kv_heads)
+    return q, k_cache, v_cache
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [..., heads, head_dim] by cos, sin [..., 1, head_dim / 2], halves paired (Hugging Face's rotate_half layout), in float32."""
+    """Rotate x [..., heads, head_dim] by cos and sin [..., 1, head_dim / 2], in float32.
+
+    Halves are paired (Hugging Face's rotate_half layout).
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def write(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """cache [blocks, block_size, heads, width] with rows [rows, heads, width] at slots [rows]; slots outside of it are dropped."""
+    """Return cache [blocks, block_size, heads, width] with rows [rows, heads, width] written.
+
+    slots: int32 [rows], cache slots; those outside the cache are dropped.
+    """
     flat = cache.reshape(-1, *cache.shape[2:])
-    if (
-        slots.shape[0] == 1
-    ):  # XLA makes a scatter of one row a choice between two whole caches: a copy of each, every step
+    if slots.shape[0] == 1:
+        # XLA makes a scatter of one row a select between two caches, which copies the cache.
         slots = jnp.concatenate([slots, jnp.full(1, flat.shape[0], slots.dtype)])
         rows = jnp.concatenate([rows, rows])
     return flat.at[slots].set(rows.astype(cache.dtype), mode="drop").reshape(cache.shape)

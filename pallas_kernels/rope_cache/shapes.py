@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.rope_cache.inputs import Inputs
 
 PAD_SLOT = np.iinfo(np.int32).max  # of a masked row: outside every cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """`rows` of each request, the last `masked` requests without a slot. packed: the queries come back as attention reads them."""
+    """A pass of `rows` rows for each of `batch` requests.
+
+    The last `masked` requests have no cache slots. packed: the queries return packed.
+    """
 
     batch: int
     rows: int
@@ -32,26 +36,27 @@ class Shape:
         return self.batch * self.rows
 
 
-_LLAMA_8B: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-_QWEN3_8B: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "qk_norm": True}
-_QWEN3_0_6B: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "qk_norm": True}
-_SMOLLM2: dict[str, Any] = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+_LLAMA_8B = Shape(1, 4, num_heads=32, num_kv_heads=8, head_dim=128)
+_QWEN3_8B = dataclasses.replace(_LLAMA_8B, qk_norm=True)
+_QWEN3_0_6B = dataclasses.replace(_QWEN3_8B, num_heads=16)
+_SMOLLM2 = Shape(1, 4, num_heads=9, num_kv_heads=3, head_dim=64)
+_of = dataclasses.replace
 
 SHAPES = {
-    "8b, batch 1, Q 4": Shape(1, 4, **_LLAMA_8B),
-    "8b, batch 1, Q 1": Shape(1, 1, **_LLAMA_8B),
-    "8b, batch 16, Q 4": Shape(16, 4, masked=2, **_LLAMA_8B),
-    "8b, batch 64, Q 4": Shape(64, 4, masked=8, **_LLAMA_8B),
-    "8b, prefill of 2048 rows": Shape(1, 2048, packed=False, **_LLAMA_8B),
-    "qwen3-8b, batch 16, Q 4": Shape(16, 4, masked=2, **_QWEN3_8B),
-    "qwen3-0.6b, batch 16, Q 8": Shape(16, 8, masked=2, **_QWEN3_0_6B),
-    "smollm2, batch 1, Q 4": Shape(1, 4, **_SMOLLM2),
-    "smollm2, batch 64, Q 3": Shape(64, 3, masked=8, **_SMOLLM2),
+    "8b, batch 1, Q 4": _LLAMA_8B,
+    "8b, batch 1, Q 1": _of(_LLAMA_8B, rows=1),
+    "8b, batch 16, Q 4": _of(_LLAMA_8B, batch=16, masked=2),
+    "8b, batch 64, Q 4": _of(_LLAMA_8B, batch=64, masked=8),
+    "8b, prefill of 2048 rows": _of(_LLAMA_8B, rows=2048, packed=False),
+    "qwen3-8b, batch 16, Q 4": _of(_QWEN3_8B, batch=16, masked=2),
+    "qwen3-0.6b, batch 16, Q 8": _of(_QWEN3_0_6B, batch=16, rows=8, masked=2),
+    "smollm2, batch 1, Q 4": _SMOLLM2,
+    "smollm2, batch 64, Q 3": _of(_SMOLLM2, batch=64, rows=3, masked=8),
 }
 
 
-def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
-    """Arguments of the public op: normal random numbers; a request's rows lie side by side and most of them cross into another block."""
+def make_inputs(shape: Shape, seed: int) -> Inputs:
+    """Return normal random numbers; most requests' rows cross from one block into another."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(shape.dtype)
     keys = jax.random.split(jax.random.key(seed), 5)
@@ -59,35 +64,37 @@ def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
     pages = -(-shape.rows // shape.block_size) + 1
     num_blocks = shape.batch * pages
     table = rng.permutation(num_blocks).reshape(shape.batch, pages)
-    # The first row goes to one of the last `rows` slots of its first block: 0 or more rows stay there, the others go on in the next.
+    # The first row takes one of the last `rows` cache slots of its first block.
     first = shape.block_size - 1 - rng.integers(0, min(shape.rows, shape.block_size), shape.batch)
     place = first[:, None] + np.arange(shape.rows)
-    slots = (
-        table[np.arange(shape.batch)[:, None], place // shape.block_size] * shape.block_size
-        + place % shape.block_size
-    )
+    blocks = table[np.arange(shape.batch)[:, None], place // shape.block_size]
+    slots = blocks * shape.block_size + place % shape.block_size
     slots[shape.batch - shape.masked :] = PAD_SLOT
     angle = (100 + place).reshape(-1, 1) * 10000.0 ** (-np.arange(half) / half)
     cache = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     norms = 1.0 + 0.1 * jax.random.normal(keys[3], (2, shape.head_dim), dtype)
-    return {
-        "qkv": jax.random.normal(keys[0], (shape.total_rows, width), dtype),
-        "cos": jnp.asarray(np.cos(angle), jnp.float32),
-        "sin": jnp.asarray(np.sin(angle), jnp.float32),
-        "slot_mapping": jnp.asarray(slots.reshape(-1), jnp.int32),
-        "k_cache": jax.random.normal(keys[1], cache, dtype),
-        "v_cache": jax.random.normal(keys[2], cache, dtype),
-        "num_heads": shape.num_heads,
-        "q_norm": norms[0] if shape.qk_norm else None,
-        "k_norm": norms[1] if shape.qk_norm else None,
-        "eps": 1e-6 if shape.qk_norm else 0.0,
-        "pack": shape.rows if shape.packed else None,
-    }
+    return Inputs(
+        qkv=jax.random.normal(keys[0], (shape.total_rows, width), dtype),
+        cos=jnp.asarray(np.cos(angle), jnp.float32),
+        sin=jnp.asarray(np.sin(angle), jnp.float32),
+        slot_mapping=jnp.asarray(slots.reshape(-1), jnp.int32),
+        k_cache=jax.random.normal(keys[1], cache, dtype),
+        v_cache=jax.random.normal(keys[2], cache, dtype),
+        q_norm=norms[0] if shape.qk_norm else None,
+        k_norm=norms[1] if shape.qk_norm else None,
+        num_heads=shape.num_heads,
+        eps=1e-6 if shape.qk_norm else 0.0,
+        pack=shape.rows if shape.packed else None,
+    )
 
 
 def bytes_moved(shape: Shape) -> int:
-    """The fewest bytes of device memory: the projections once in, queries once out, keys and values of the rows with a slot once out."""
+    """Return the fewest bytes of device memory.
+
+    The projections are read once; the queries, and keys and values of rows with a cache slot, are
+    written once.
+    """
     itemsize = jnp.dtype(shape.dtype).itemsize
     written = (shape.batch - shape.masked) * shape.rows
     heads = (

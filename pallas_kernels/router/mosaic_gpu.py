@@ -1,23 +1,27 @@
-"""The router on Hopper in one launch, where XLA takes seven to ten: product, best k by k passes over the row, softmax or normed scores.
+"""The router on Hopper in one launch, where XLA takes seven to ten.
 
-A CTA takes 64 rows and streams the router through shared memory (TMA ring, wgmma). A row of logits lies in four threads, so that its
-maximum costs two shuffles. A row's bits and its experts depend on nothing but the row.
+A CTA takes 64 rows and streams the router through shared memory (TMA ring, wgmma). It then takes
+the best k by k passes over the row, and weighs them. A row of logits is spread over four threads,
+so its maximum costs two shuffles. A row's bits and its experts depend on the row alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.mosaic import load
 from pallas_kernels.router import MAX_ROWS
+from pallas_kernels.router.inputs import Inputs
+from pallas_kernels.types import Accumulator, Barrier, Index, Ref
 
 TILE_ROWS = 64
 EXPERTS = (32, 64, 128)
@@ -27,38 +31,36 @@ RING_BYTES = 192 * 1024
 
 @dataclass(frozen=True)
 class Tuning:
-    """tile_k depth a step. pdl: programmatic dependent launch, which CUDA graphs ignore and the interpreter does not know."""
+    """Static choices that change no bits.
+
+    tile_k: depth of a step. pdl: programmatic dependent launch, which CUDA graphs ignore and the
+    interpreter does not know.
+    """
 
     tile_k: int = 128
     pdl: bool = True
 
 
-def unsupported(rows: int, router: tuple[int, ...], top_k: int, dtype: Any) -> str | None:
-    """Why this kernel cannot run, None if it can."""
+def unsupported(rows: int, router: tuple[int, ...], top_k: int, dtype: DTypeLike) -> str | None:
+    """Return why this kernel cannot run, None if it can."""
     depth, count = router
     if dtype != jnp.bfloat16:
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
     if not 1 <= rows <= MAX_ROWS:
         return f"expected 1 to {MAX_ROWS} rows, got {rows}"
     if count not in EXPERTS or depth % 64:
-        return f"expected {', '.join(map(str, EXPERTS))} experts and a hidden size that is a multiple of 64, got {count} and {depth}"
+        return (
+            f"expected {', '.join(map(str, EXPERTS))} experts and a hidden size that is a "
+            f"multiple of 64, got {count} and {depth}"
+        )
     return f"expected a top_k of at most {WIDTH}, got {top_k}" if top_k > WIDTH else None
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
-@partial(jax.jit, static_argnames=("top_k", "kind", "scaling", "normalise", "tuning"))
-def route(
-    x: jax.Array,
-    router: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    top_k: int,
-    kind: str,
-    scaling: float = 1.0,
-    normalise: bool = True,
-    tuning: Tuning | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """See pallas_kernels.router.route; ids are [rows, WIDTH]."""
+# Compiled as a function of its own, so that a model's layers share one kernel.
+@partial(jax.jit, static_argnames="tuning")
+def route(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, jax.Array]:
+    """Run the op; see pallas_kernels.router.route. Experts are [rows, WIDTH]."""
+    x, router, bias, kind = inputs.x, inputs.router, inputs.bias, inputs.kind
     (rows, depth), count = x.shape, router.shape[1]
     tuning = tuning or Tuning(128 if depth % 128 == 0 else 64)
     tile_k = tuning.tile_k
@@ -72,46 +74,53 @@ def route(
         return lax.broadcast_in_dim(vector, shape, (0,))
 
     def side_by_side(columns: list[jax.Array]) -> jax.Array:
-        """[TILE_ROWS, WIDTH] of vectors; zeros past the last."""
+        """Return the vectors as columns of [TILE_ROWS, WIDTH]; those past the last are zeros."""
         column = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, WIDTH), 1, layout=layout)
         out = plgpu.layout_cast(jnp.full(column.shape, 0.0, jnp.float32), layout)
         for i, values in enumerate(columns):
             out = jnp.where(column == i, spread(values, column.shape), out)
         return out
 
-    def body(*refs: Any) -> None:
-        x_gmem, router_gmem, *rest = refs
-        bias_gmem, rest = (rest[0], rest[1:]) if bias is not None else (None, rest)
-        ids_gmem, weights_gmem, x_smem, router_smem, ids_smem, weights_smem, barrier = rest
-        here = pl.ds(
-            lax.axis_index("tile") * TILE_ROWS, TILE_ROWS
-        )  # past the last row copies bring zeros, and take nothing away
+    def body(
+        x_gmem: Ref,
+        router_gmem: Ref,
+        bias_gmem: Ref | None,
+        ids_gmem: Ref,
+        weights_gmem: Ref,
+        x_smem: Ref,
+        router_smem: Ref,
+        ids_smem: Ref,
+        weights_smem: Ref,
+        barrier: Barrier,
+    ) -> None:
+        # Copies fill rows past the last one with zeros, and do not write them.
+        here = pl.ds(lax.axis_index("tile") * TILE_ROWS, TILE_ROWS)
 
-        def load(step: Any, slot: Any, ref: Any, smem: Any) -> None:
+        def fetch(step: Index, slot: Index, ref: Ref, smem: Ref) -> None:
             depths = pl.ds(step * tile_k, tile_k)
             source = ref.at[here, depths] if ref is x_gmem else ref.at[depths]
             plgpu.copy_gmem_to_smem(source, smem.at[slot], barrier.at[slot])
 
         for step in range(stages):
-            load(jnp.int32(step), step, router_gmem, router_smem)
+            fetch(jnp.int32(step), step, router_gmem, router_smem)
         if pdl:
             plgpu.griddepcontrol_wait()  # the router does not depend on the kernel before; x does
         for step in range(stages):
-            load(jnp.int32(step), step, x_gmem, x_smem)
+            fetch(jnp.int32(step), step, x_gmem, x_smem)
 
-        def multiply(acc: Any) -> jax.Array:
+        def multiply(acc: Accumulator) -> jax.Array:
             @pl.loop(0, steps)
-            def _step(step: Any) -> None:
+            def _step(step: jax.Array) -> None:
                 slot = lax.rem(step, stages)
                 plgpu.barrier_wait(barrier.at[slot])
                 plgpu.wgmma(acc, x_smem.at[slot], router_smem.at[slot])
-                plgpu.wgmma_wait(1)  # the step before is done: its slot takes a later one
+                plgpu.wgmma_wait(1)  # the step before is done: refill its slot
 
                 @pl.when((step > 0) & (step - 1 + stages < steps))
                 def _refill() -> None:
                     done = lax.rem(step - 1, stages)
-                    load(step - 1 + stages, done, router_gmem, router_smem)
-                    load(step - 1 + stages, done, x_gmem, x_smem)
+                    fetch(step - 1 + stages, done, router_gmem, router_smem)
+                    fetch(step - 1 + stages, done, x_gmem, x_smem)
 
             return acc[...]
 
@@ -122,7 +131,7 @@ def route(
             scores = 1.0 / (1.0 + jnp.exp(-scores))
         choice = scores
         if bias_gmem is not None:
-            added = plgpu.load(bias_gmem, layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
+            added = load(bias_gmem, layout.reduce(0), optimized=False)
             choice = scores + lax.broadcast_in_dim(added.astype(jnp.float32), square, (1,))
         if kind == "softmax":
             scores = choice
@@ -130,19 +139,18 @@ def route(
         never = jnp.full(square, -jnp.inf, jnp.float32)
         ids: list[jax.Array] = []
         chosen: list[jax.Array] = []
-        for _ in range(top_k):
+        for _ in range(inputs.top_k):
             best = choice == spread(choice.max(axis=1), square)
             first = jnp.where(best, expert, jnp.full(square, count, jnp.int32)).min(axis=1)
             taken = expert == spread(first, square)
-            ids.append(
-                first.astype(jnp.float32)
-            )  # layouts are not inferred for an integer that is spread to two shapes
+            # As floats: no layout is inferred for integers that are spread to two shapes.
+            ids.append(first.astype(jnp.float32))
             chosen.append(jnp.where(taken, scores, never).max(axis=1))
             choice = jnp.where(taken, never, choice)
         if kind == "softmax":
             chosen = [jnp.exp(value - chosen[0]) for value in chosen]
-        scale = jnp.full((TILE_ROWS,), scaling if kind == "sigmoid" else 1.0, jnp.float32)
-        if kind == "softmax" or normalise:
+        scale = jnp.full((TILE_ROWS,), inputs.scaling if kind == "sigmoid" else 1.0, jnp.float32)
+        if kind == "softmax" or inputs.normalise:
             scale = scale / (sum(chosen[1:], chosen[0]) + 1e-20)
         ids_smem[...] = side_by_side(ids).astype(jnp.int32)
         weights_smem[...] = side_by_side([value * scale for value in chosen])
@@ -151,7 +159,7 @@ def route(
         plgpu.copy_smem_to_gmem(weights_smem, weights_gmem.at[here])
         plgpu.wait_smem_to_gmem(0)
 
-    def tiled(columns: int) -> tuple[Any, ...]:
+    def tiled(columns: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
         return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
 
     call = plgpu.kernel(
@@ -171,5 +179,5 @@ def route(
             plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         ],
     )
-    ids, weights = call(x, router, *(() if bias is None else (bias,)))
-    return ids, weights[:, :top_k]
+    ids, weights = call(x, router, bias)
+    return ids, weights[:, : inputs.top_k]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.router.inputs import Inputs, Kind
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """x [rows, hidden] by a router [hidden, num_experts]; bias_dtype: None without a bias."""
+    """Rows x [rows, hidden] and a router [hidden, num_experts]; bias_dtype: None for no bias."""
 
     rows: int
     num_experts: int
     top_k: int
     hidden: int
-    kind: str
+    kind: Kind
     bias_dtype: str | None = None
     scaling: float = 1.0
 
@@ -34,25 +35,23 @@ SHAPES = {
 }
 
 
-def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
-    """Arguments of the public op: logits and biases of a size."""
+def make_inputs(shape: Shape, seed: int) -> Inputs:
+    """Return random inputs whose logits and biases are of one size."""
     keys = jax.random.split(jax.random.key(seed), 3)
     router = jax.random.normal(keys[1], (shape.hidden, shape.num_experts), jnp.bfloat16)
-    bias = (
-        None
-        if shape.bias_dtype is None
-        else jax.random.normal(keys[2], (shape.num_experts,), jnp.dtype(shape.bias_dtype))
+    bias = None
+    if shape.bias_dtype is not None:
+        bias = jax.random.normal(keys[2], (shape.num_experts,), jnp.dtype(shape.bias_dtype))
+    return Inputs(
+        x=jax.random.normal(keys[0], (shape.rows, shape.hidden), jnp.bfloat16),
+        router=router * jnp.asarray(1 / math.sqrt(shape.hidden), jnp.bfloat16),
+        bias=bias,
+        top_k=shape.top_k,
+        kind=shape.kind,
+        scaling=shape.scaling,
     )
-    return {
-        "x": jax.random.normal(keys[0], (shape.rows, shape.hidden), jnp.bfloat16),
-        "router": router * jnp.asarray(1 / math.sqrt(shape.hidden), jnp.bfloat16),
-        "bias": bias,
-        "top_k": shape.top_k,
-        "kind": shape.kind,
-        "scaling": shape.scaling,
-    }
 
 
 def bytes_moved(shape: Shape) -> int:
-    """The router and the rows read, the choices written."""
+    """Return the fewest bytes: the router and the rows read, the choices written."""
     return 2 * shape.hidden * (shape.num_experts + shape.rows) + 8 * shape.rows * shape.top_k

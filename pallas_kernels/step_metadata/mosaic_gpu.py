@@ -1,12 +1,11 @@
-"""A pass's metadata on Hopper: one launch, a block a request.
+"""Metadata of a pass on Hopper: one launch, one block for each request.
 
-In jnp this is about ten kernels of a few numbers each, 2 us apiece, before every draft step and before the target's pass. cos and sin are
-libdevice's, as XLA's are, so a prefill chunk (which is jnp's) and a decode step rotate a key by the same bits.
+In jnp this is about ten kernels of a few numbers each, 2 us apiece, before every draft step and
+before the target's pass. cos and sin are libdevice's, as XLA's are. So a prefill chunk (in jnp)
+and a decode step rotate a key by the same bits.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,66 +16,56 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.bounds import KEYS, NARROW, bounds_size
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.mosaic import load
+from pallas_kernels.step_metadata.inputs import Inputs
 from pallas_kernels.step_metadata.reference import PAD_SLOT, StepMetadata
+from pallas_kernels.types import Index, Ref
 
 THREADS = 128  # of a block
 
 
-def unsupported(rows: int, group: int, rope_dim: int) -> str | None:
-    """Why this kernel cannot run, None if it can."""
-    if rows * group > NARROW:
-        return f"expected at most {NARROW} rows x heads a KV head, got {rows} x {group}"
+def unsupported(rows: int, queries_per_kv: int, rope_dim: int) -> str | None:
+    """Return why this kernel cannot run, None if it can."""
+    if rows * queries_per_kv > NARROW:
+        return f"expected at most {NARROW} rows x heads a KV head, got {rows} x {queries_per_kv}"
     if rope_dim % 8 or 2 * THREADS % rope_dim:
-        return f"expected a rope_dim that is a multiple of 8 and a divisor of {2 * THREADS}, got {rope_dim}"
+        expected = f"a rope_dim that is a multiple of 8 and a divisor of {2 * THREADS}"
+        return f"expected {expected}, got {rope_dim}"
     return None
 
 
-def step_metadata(
-    block_table: jax.Array,
-    start: jax.Array,
-    num_rows: jax.Array,
-    step: jax.Array,
-    *,
-    rows: int,
-    block_size: int,
-    max_model_len: int,
-    window: int | None,
-    group: int,
-    frequencies: tuple[float, ...],
-    attention_factor: float,
-) -> StepMetadata:
-    """See pallas_kernels.step_metadata.step_metadata."""
-    batch, pages = block_table.shape
-    limit, half = min(max_model_len, pages * block_size), len(frequencies)
-    size = bounds_size(rows, group)
+def step_metadata(inputs: Inputs) -> StepMetadata:
+    """Run the op; see pallas_kernels.step_metadata.step_metadata."""
+    queries_per_kv, frequencies = inputs.queries_per_kv, inputs.frequencies
+    assert queries_per_kv is not None and frequencies is not None  # checked by the public op
+    rows, block_size, window = inputs.rows, inputs.block_size, inputs.window
+    batch, pages = inputs.block_table.shape
+    limit, half = inputs.limit, len(frequencies)
+    size = bounds_size(rows, queries_per_kv)
     columns = (size - 4) // 2
-    padded = (
-        -(-rows * half // THREADS) * THREADS // half
-    )  # rows of the tables, so that every thread has as many numbers
+    # Rows of the tables, padded so that every thread has as many numbers.
+    padded = -(-rows * half // THREADS) * THREADS // half
     by_number = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
     by_angle = plgpu.Layout.WG_STRIDED((padded, half), vec_size=1)
     pdl = not interpreting()
 
     def body(
-        table_gmem: Any,
-        start_gmem: Any,
-        num_rows_gmem: Any,
-        step_gmem: Any,
-        frequencies_gmem: Any,
-        *rest: Any,
+        table_gmem: Ref,
+        start_gmem: Ref,
+        num_rows_gmem: Ref,
+        step_gmem: Ref,
+        frequencies_gmem: Ref,
+        positions_gmem: Ref,
+        seq_lens_gmem: Ref,
+        slots_gmem: Ref,
+        window_gmem: Ref,
+        bounds_gmem: Ref,
+        cos_gmem: Ref,
+        sin_gmem: Ref,
+        bounds_smem: Ref,
+        cos_smem: Ref,
+        sin_smem: Ref,
     ) -> None:
-        (
-            positions_gmem,
-            seq_lens_gmem,
-            slots_gmem,
-            window_gmem,
-            bounds_gmem,
-            cos_gmem,
-            sin_gmem,
-            bounds_smem,
-            cos_smem,
-            sin_smem,
-        ) = rest
         request = lax.axis_index("request")
         if pdl:
             plgpu.griddepcontrol_launch_dependents()
@@ -85,18 +74,16 @@ def step_metadata(
         real = jnp.minimum(num_rows_gmem[request], rows)
         length = jnp.where(real > 0, jnp.minimum(first + real, limit), 0)
 
-        def position_of(row: Any) -> Any:
+        def position_of(row: Index) -> jax.Array:
             return jnp.minimum(first + row, limit)
 
-        def window_start(position: Any) -> Any:
-            return (
-                jnp.zeros_like(position)
-                if window is None
-                else jnp.maximum(position - (window - 1), 0)
-            )
+        def window_start(position: jax.Array) -> jax.Array:
+            if window is None:
+                return jnp.zeros_like(position)
+            return jnp.maximum(position - (window - 1), 0)
 
-        def keys_of(row: Any) -> tuple[Any, Any]:
-            """A row's first key, and the key after its last."""
+        def keys_of(row: Index) -> tuple[jax.Array, jax.Array]:
+            """Return a row's first key, and the key after its last."""
             last = jnp.minimum(position_of(row) + 1, length)
             return jnp.minimum(window_start(position_of(row)), last), last
 
@@ -107,31 +94,25 @@ def step_metadata(
             slot = block * block_size + lax.rem(position, block_size)
             slots.append(jnp.where((row < real) & (first + row < limit), slot, PAD_SLOT))
 
-        angles = position_of(
-            plgpu.broadcasted_iota(jnp.int32, (padded, half), 0, layout=by_angle)
-        ).astype(jnp.float32)
-        angles = angles * plgpu.load(frequencies_gmem, layout=by_angle)  # pyright: ignore[reportCallIssue]
+        row = plgpu.broadcasted_iota(jnp.int32, (padded, half), 0, layout=by_angle)
+        angles = position_of(row).astype(jnp.float32) * load(frequencies_gmem, by_angle)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
-        cos_smem[...], sin_smem[...] = (
-            (cos, sin)
-            if attention_factor == 1.0
-            else (cos * attention_factor, sin * attention_factor)
-        )
+        if inputs.attention_factor != 1.0:
+            cos, sin = cos * inputs.attention_factor, sin * inputs.attention_factor
+        cos_smem[...], sin_smem[...] = cos, sin
 
         begin, end = -(-pages * block_size // KEYS) * KEYS, 0
         for row in range(rows):
             low, high = keys_of(row)
-            begin, end = (
-                jnp.where(low < high, jnp.minimum(begin, low), begin),
-                jnp.where(low < high, jnp.maximum(end, high), end),
-            )
+            begin = jnp.where(low < high, jnp.minimum(begin, low), begin)
+            end = jnp.where(low < high, jnp.maximum(end, high), end)
         number = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=by_number)
         column = jnp.where(number < columns, number, number - columns)
-        low, high = keys_of(lax.div(column, group))
-        bounds = jnp.where(column < rows * group, jnp.where(number < columns, low, high), 0)
-        for i, value in enumerate(
-            (lax.div(begin, KEYS), lax.div(end + (KEYS - 1), KEYS), length, length)
-        ):
+        low, high = keys_of(lax.div(column, queries_per_kv))
+        limits = jnp.where(number < columns, low, high)
+        bounds = jnp.where(column < rows * queries_per_kv, limits, 0)
+        ranges = lax.div(begin, KEYS), lax.div(end + (KEYS - 1), KEYS), length, length
+        for i, value in enumerate(ranges):
             bounds = jnp.where(number == 2 * columns + i, value, bounds)
         bounds_smem[...] = bounds
 
@@ -146,10 +127,8 @@ def step_metadata(
             window_gmem[request, row] = window_start(position_of(row))
         plgpu.wait_smem_to_gmem(0)
 
-    by_row, table = (
-        jax.ShapeDtypeStruct((batch, rows), jnp.int32),
-        jax.ShapeDtypeStruct((batch, rows, half), jnp.float32),
-    )
+    by_row = jax.ShapeDtypeStruct((batch, rows), jnp.int32)
+    table = jax.ShapeDtypeStruct((batch, rows, half), jnp.float32)
     call = plgpu.kernel(
         body,
         out_type=(
@@ -171,6 +150,7 @@ def step_metadata(
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    # Tiled here, where it is a constant: XLA would launch a kernel for it.
-    tiled = np.tile(np.asarray(frequencies, np.float32), (padded, 1))
-    return StepMetadata(*call(block_table, start, num_rows, step.reshape(1), jnp.asarray(tiled)))
+    # Tiled here, as a constant: XLA would launch a kernel to tile it.
+    tiled = jnp.asarray(np.tile(np.asarray(frequencies, np.float32), (padded, 1)))
+    step = jnp.asarray(inputs.step, jnp.int32).reshape(1)
+    return StepMetadata(*call(inputs.block_table, inputs.start, inputs.num_rows, step, tiled))

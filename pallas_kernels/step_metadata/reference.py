@@ -1,4 +1,4 @@
-"""A pass's metadata in plain jnp: the specification of the op, and the path on CPU."""
+"""Metadata of a pass in plain jnp: the specification of the op, and the path on CPU."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention.bounds import key_bounds
+from pallas_kernels.step_metadata.inputs import Inputs
 
 PAD_SLOT = np.iinfo(np.int32).max  # of a row that is not written: outside every cache
 
 
 class StepMetadata(NamedTuple):
-    """What step_metadata makes.
+    """Attention metadata of a pass.
 
-    positions:    int32 [batch, rows], at most max_model_len, and what the block table holds
+    positions:    int32 [batch, rows], at most max_model_len and the block table's end
     seq_lens:     int32 [batch], tokens in the cache once the rows are written; 0 for an idle request
-    slot_mapping: int32 [batch, rows], block * block_size + offset; PAD_SLOT for a row that is not written
+    slot_mapping: int32 [batch, rows], block * block_size + offset; PAD_SLOT for an unwritten row
     window_start: int32 [batch, rows], the first position that a row sees
     bounds:       as pallas_kernels.attention.bounds.key_bounds makes them, or None
     cos, sin:     float32 [batch, rows, rope_dim / 2], or None
@@ -33,50 +34,39 @@ class StepMetadata(NamedTuple):
     sin: jax.Array | None
 
 
-def step_metadata(
-    block_table: jax.Array,
-    start: jax.Array,
-    num_rows: jax.Array,
-    step: jax.Array | int,
-    *,
-    rows: int,
-    block_size: int,
-    max_model_len: int,
-    window: int | None,
-    group: int | None,
-    frequencies: tuple[float, ...] | None,
-    attention_factor: float,
-) -> StepMetadata:
-    """See pallas_kernels.step_metadata.step_metadata."""
-    pages = block_table.shape[1]
-    limit = min(max_model_len, pages * block_size)
-    start, num_rows = start + step, jnp.minimum(num_rows, rows)
+def step_metadata(inputs: Inputs) -> StepMetadata:
+    """Run the op; see pallas_kernels.step_metadata.step_metadata."""
+    block_table, rows, block_size = inputs.block_table, inputs.rows, inputs.block_size
+    window, pages, limit = inputs.window, block_table.shape[1], inputs.limit
+    start, num_rows = inputs.start + inputs.step, jnp.minimum(inputs.num_rows, rows)
     positions = start[:, None] + jnp.arange(rows, dtype=jnp.int32)
     written = (jnp.arange(rows) < num_rows[:, None]) & (positions < limit)
     positions = jnp.minimum(positions, limit)
     page = jnp.minimum(positions // block_size, pages - 1)
     slots = jnp.take_along_axis(block_table, page, axis=1) * block_size + positions % block_size
     seq_lens = jnp.where(num_rows > 0, jnp.minimum(start + num_rows, limit), 0)
-    window_start = (
-        jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
-    )
-    bounds = (
-        None
-        if group is None
-        else key_bounds(positions, seq_lens, window_start, group=group, max_keys=pages * block_size)
-    )
-    cos, sin = (
-        (None, None) if frequencies is None else rotation(positions, frequencies, attention_factor)
-    )
-    return StepMetadata(
-        positions, seq_lens, jnp.where(written, slots, PAD_SLOT), window_start, bounds, cos, sin
-    )
+    window_start = jnp.zeros_like(positions)
+    if window is not None:
+        window_start = jnp.maximum(positions - window + 1, 0)
+    bounds = cos = sin = None
+    if inputs.queries_per_kv is not None:
+        bounds = key_bounds(
+            positions,
+            seq_lens,
+            window_start,
+            queries_per_kv=inputs.queries_per_kv,
+            max_keys=pages * block_size,
+        )
+    if inputs.frequencies is not None:
+        cos, sin = rotation(positions, inputs.frequencies, inputs.attention_factor)
+    slot_mapping = jnp.where(written, slots, PAD_SLOT)
+    return StepMetadata(positions, seq_lens, slot_mapping, window_start, bounds, cos, sin)
 
 
 def rotation(
     positions: jax.Array, frequencies: tuple[float, ...] | np.ndarray, attention_factor: float
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [batch, rows, rope_dim / 2], of positions [batch, rows]."""
+    """Return cos and sin, float32 [batch, rows, rope_dim / 2], of positions [batch, rows]."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.embed_norm import embed_norm
+from pallas_kernels.embed_norm import Inputs, embed_norm
 from pallas_kernels.embed_norm.shapes import SHAPES, Shape
 from tests.support import h200
 
@@ -48,9 +48,8 @@ def test_is_one_launch_without_spills(name: str) -> None:
 
     def function(*arrays: jax.Array) -> Any:
         named: Any = dict(zip(names, arrays, strict=True))
-        residual, normed = embed_norm(
-            **named, eps=1e-5, norm_residual=shape.norm_residual, implementation="mosaic_gpu"
-        )
+        inputs = Inputs(**named, eps=1e-5, norm_residual=shape.norm_residual)
+        residual, normed = embed_norm(inputs, implementation="mosaic_gpu")
         return (
             normed if shape.draft and not shape.norm_residual else (residual, normed)
         )  # an argument handed back would be copied

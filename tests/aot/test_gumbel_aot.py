@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.gumbel_sample import gumbel_sample
+from pallas_kernels.gumbel_sample import Inputs, gumbel_sample
 from pallas_kernels.gumbel_sample.shapes import SHAPES
 from tests.support import h200
 
@@ -27,19 +27,19 @@ REAL = [name for name in SHAPES if not name.startswith("tiny")]
 def compiled(name: str, implementation: str, options: dict[str, Any] | None = None) -> Any:
     shape, struct = SHAPES[name], jax.ShapeDtypeStruct
     ints = struct((shape.rows,), jnp.int32)
-    arrays = [
-        struct((shape.rows, shape.vocab), jnp.float32),
-        struct((shape.rows,), jnp.float32),
-        struct((shape.rows, 2), jnp.uint32),
-    ]
-    arrays += [ints, struct((), jnp.int32)] + (
-        [struct((shape.vocab,), jnp.int32)] if shape.target_vocab else []
-    )
+    arrays: dict[str, Any] = {
+        "logits": struct((shape.rows, shape.vocab), jnp.float32),
+        "temperature": struct((shape.rows,), jnp.float32),
+        "keys": struct((shape.rows, 2), jnp.uint32),
+        "position": ints,
+        "offset": struct((), jnp.int32),
+        "token_ids": struct((shape.vocab,), jnp.int32) if shape.target_vocab else None,
+    }
 
-    def function(*arrays: jax.Array) -> jax.Array:
-        return gumbel_sample(*arrays, stream=1, implementation=implementation)
+    def function(inputs: Inputs) -> jax.Array:
+        return gumbel_sample(inputs, implementation=implementation)
 
-    return h200.compile_for_h200(function, *arrays, options=options)
+    return h200.compile_for_h200(function, Inputs(**arrays, stream=1), options=options)
 
 
 @pytest.mark.parametrize("name", REAL)

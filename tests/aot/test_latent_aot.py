@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -43,12 +44,9 @@ ATTENTION = [
 ]
 
 
-def struct(arrays: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for name, x in arrays.items()
-        if isinstance(x, jax.Array)
-    }
+def struct(inputs: Any) -> Any:
+    """The shapes and dtypes of an op's inputs."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
 
 
 def compile_without_spills(function: Any, *args: Any, **options: Any) -> str:
@@ -97,25 +95,20 @@ def attention_inputs(shape: attention_shapes.Shape) -> dict[str, jax.Array]:
 def test_products_by_head_compile_without_spills(name: str) -> None:
     inputs = head_shapes.make_inputs(head_shapes.SHAPES[name], 0)
     hlo = compile_without_spills(
-        lambda args: head_matmul(
-            **args, out_heads=inputs["out_heads"], implementation="mosaic_gpu"
-        ),
-        struct(inputs),
+        lambda inputs: head_matmul(inputs, implementation="mosaic_gpu"), struct(inputs)
     )
-    assert not moved(hlo, *inputs["weights"].shape)
+    assert not moved(hlo, *inputs.weights.shape)
 
 
 @pytest.mark.parametrize("name", cache_shapes.SHAPES)
 def test_norms_and_write_compile_without_spills_or_copies_of_the_cache(name: str) -> None:
     inputs = cache_shapes.make_inputs(cache_shapes.SHAPES[name], 0)
-    cache, args = inputs.pop("cache"), struct(inputs)
+    cache, rest = inputs.cache, struct(replace(inputs, cache=jnp.zeros((), jnp.bfloat16)))
 
-    def write(args: dict[str, jax.Array], cache: jax.Array) -> Any:
-        return norm_and_write(**args, cache=cache, eps=1e-6, implementation="mosaic_gpu")
+    def write(inputs: Any, cache: jax.Array) -> Any:
+        return norm_and_write(replace(inputs, cache=cache), implementation="mosaic_gpu")
 
-    hlo = compile_without_spills(
-        write, args, jax.ShapeDtypeStruct(cache.shape, cache.dtype), donate_argnums=1
-    )
+    hlo = compile_without_spills(write, rest, struct(cache), donate_argnums=1)
     assert not moved(hlo, *cache.shape)
     assert not moved(hlo, *cache.shape[:2], cache.shape[3] // 64, 64)
 

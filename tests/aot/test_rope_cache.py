@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import paged_attention
-from pallas_kernels.rope_cache import rope_and_write
+from pallas_kernels.rope_cache import Inputs, rope_and_write
 from pallas_kernels.rope_cache.shapes import SHAPES, Shape
 from tests.aot.test_attention import report  # noqa: F401  # a fixture
 from tests.support.h200 import compile_for_h200, unavailable
@@ -48,14 +48,8 @@ def test_compiles_without_spills_or_copies_of_the_cache(
         args: dict[str, jax.Array], caches: dict[str, jax.Array], rest: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         pack = shape.rows if shape.packed else None
-        q, k, v = rope_and_write(
-            **args,
-            **caches,
-            num_heads=shape.num_heads,
-            eps=1e-6,
-            pack=pack,
-            implementation="mosaic_gpu",
-        )  # pyright: ignore
+        inputs = Inputs(**args, **caches, num_heads=shape.num_heads, eps=1e-6, pack=pack)
+        q, k, v = rope_and_write(inputs, implementation="mosaic_gpu")
         if shape.packed:
             q = paged_attention(
                 q, k, v, *rest, scale=0.1, packed_heads=shape.num_heads, implementation="mosaic_gpu"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.step_metadata import step_metadata
+from pallas_kernels.step_metadata import Inputs, StepMetadata, step_metadata
 from pallas_kernels.step_metadata.shapes import SHAPES, make_inputs
 from tests.support.h200 import compile_for_h200, ptxas_report, stack_and_spills, unavailable
 
@@ -22,11 +21,10 @@ pytestmark = [
 @pytest.mark.parametrize("name", SHAPES)
 def test_is_one_launch_without_spills(name: str) -> None:
     inputs = make_inputs(SHAPES[name], seed=0)
-    arrays = {name: inputs.pop(name) for name in ("block_table", "start", "num_rows", "step")}
-    abstract = {name: jax.ShapeDtypeStruct(x.shape, jnp.int32) for name, x in arrays.items()}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), inputs)
 
-    def make(arrays: dict[str, Any]) -> Any:
-        return step_metadata(**arrays, **inputs, implementation="mosaic_gpu")
+    def make(inputs: Inputs) -> StepMetadata:
+        return step_metadata(inputs, implementation="mosaic_gpu")
 
     with ptxas_report() as report:
         hlo = compile_for_h200(make, abstract).as_text()

@@ -207,7 +207,7 @@ def test_the_kernel_makes_every_field_and_what_its_readers_read_besides() -> Non
             plain.positions,
             plain.seq_lens,
             plain.window_start,
-            group=2,
+            queries_per_kv=2,
             max_keys=table.shape[1] * 2,
         )
         np.testing.assert_array_equal(made.bounds, own)

@@ -1,11 +1,20 @@
-"""Where the kernels of a test run."""
+"""How the tests call the public ops, and where their kernels run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+
+
+def call(op: Callable[..., Any], inputs: Any, changes: dict[str, Any]) -> Any:
+    """Run an op with some of its inputs changed; changes["implementation"] is the op's own."""
+    options = {name: x for name, x in changes.items() if name == "implementation"}
+    fields = {name: x for name, x in changes.items() if name not in options}
+    return op(dataclasses.replace(inputs, **fields), **options)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.embed_norm import IMPLEMENTATIONS, embed_norm
+from pallas_kernels.embed_norm import IMPLEMENTATIONS, Inputs, embed_norm
 from pallas_kernels.embed_norm.shapes import SHAPES, Shape, make_inputs
 from pallas_kernels.rms_norm import rms_norm
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import call, interpreted
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
@@ -35,18 +36,21 @@ SMALL = {
 }
 
 
-def separately(inputs: dict[str, Any], implementation: str) -> tuple[jax.Array, jax.Array]:
+def separately(inputs: Inputs, implementation: str) -> tuple[jax.Array, jax.Array]:
     """The ops that embed_norm replaces."""
-    norm = lambda x, weight: rms_norm(x, weight, eps=inputs["eps"], implementation=implementation)  # noqa: E731
-    embedded = inputs["table"][jnp.clip(inputs["tokens"], 0, len(inputs["table"]) - 1)]
-    if "hidden" not in inputs:
-        return embedded, norm(embedded, inputs["weight"])
-    normed = norm(inputs["hidden"], inputs["hidden_weight"])
-    joined = jnp.concatenate([norm(embedded, inputs["weight"]), normed], axis=-1)
-    return normed if inputs["norm_residual"] else inputs["hidden"], joined
+
+    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return rms_norm(x, weight, eps=inputs.eps, implementation=implementation)
+
+    embedded = inputs.table[jnp.clip(inputs.tokens, 0, len(inputs.table) - 1)]
+    if inputs.hidden is None or inputs.hidden_weight is None:
+        return embedded, norm(embedded, inputs.weight)
+    normed = norm(inputs.hidden, inputs.hidden_weight)
+    joined = jnp.concatenate([norm(embedded, inputs.weight), normed], axis=-1)
+    return normed if inputs.norm_residual else inputs.hidden, joined
 
 
-def run(function: Any, inputs: dict[str, Any], implementation: str) -> tuple[np.ndarray, ...]:
+def run(function: Any, inputs: Inputs, implementation: str) -> tuple[np.ndarray, ...]:
     if implementation == "reference":
         found = function(inputs, implementation)
     else:
@@ -56,8 +60,8 @@ def run(function: Any, inputs: dict[str, Any], implementation: str) -> tuple[np.
     return tuple(np.asarray(x).view(np.uint16) for x in found)
 
 
-def together(inputs: dict[str, Any], implementation: str) -> tuple[jax.Array, jax.Array]:
-    return embed_norm(**inputs, implementation=implementation)
+def together(inputs: Inputs, implementation: str) -> tuple[jax.Array, jax.Array]:
+    return embed_norm(inputs, implementation=implementation)
 
 
 def check(shape: Shape, implementation: str) -> None:
@@ -88,7 +92,8 @@ def test_an_id_outside_the_vocabulary_reads_the_nearest_row(implementation: str)
         jnp.array([95, 0, 95, 0], jnp.int32),
     )
     found, expected = (
-        run(together, inputs | {"tokens": tokens}, implementation) for tokens in (outside, nearest)
+        run(together, replace(inputs, tokens=tokens), implementation)
+        for tokens in (outside, nearest)
     )
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -123,9 +128,8 @@ def test_an_id_outside_the_vocabulary_reads_the_nearest_row(implementation: str)
 def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: str) -> None:
     if jax.default_backend() == "gpu" and arguments == {"implementation": "mosaic_gpu"}:
         pytest.skip("a GPU runs it")
-    inputs = make_inputs(Shape(2, 64, 9, draft=True), seed=0) | arguments
     with pytest.raises(ValueError, match=sentence):
-        embed_norm(**inputs)
+        call(embed_norm, make_inputs(Shape(2, 64, 9, draft=True), seed=0), arguments)
 
 
 @needs_mosaic
@@ -133,4 +137,5 @@ def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: 
 def test_the_kernel_takes_bfloat16_alone(name: str) -> None:
     inputs = make_inputs(Shape(2, 64, 9, draft=True), seed=0)
     with interpreted(), pytest.raises(ValueError, match="expected bfloat16, got float32"):
-        embed_norm(**inputs | {name: inputs[name].astype(jnp.float32)}, implementation="mosaic_gpu")
+        wide = {name: getattr(inputs, name).astype(jnp.float32)}
+        embed_norm(replace(inputs, **wide), implementation="mosaic_gpu")

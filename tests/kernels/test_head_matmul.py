@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.head_matmul import IMPLEMENTATIONS, head_matmul, unsupported
+from pallas_kernels.head_matmul import IMPLEMENTATIONS, Inputs, head_matmul, unsupported
 from pallas_kernels.head_matmul.shapes import ROPE, SHAPES, Shape, bytes_moved, make_inputs
+from tests.kernels.interpreter import call
 from tests.kernels.test_attention import interpreted, needs_mosaic
 
 implementations = pytest.mark.parametrize(
@@ -33,14 +34,14 @@ SMALL = {
 ROUNDING = 1.1 * 2.0**-8
 
 
-def run(shape: Shape, inputs: dict[str, Any], implementation: str) -> np.ndarray:
+def run(shape: Shape, inputs: Inputs, implementation: str) -> np.ndarray:
     """[rows, num_heads, width (+ ROPE)]"""
     with (
         interpreted()
         if implementation == "mosaic_gpu" and jax.default_backend() == "cpu"
         else contextlib.nullcontext()
     ):
-        out = np.asarray(head_matmul(**inputs, implementation=implementation)).astype(np.float32)
+        out = np.asarray(head_matmul(inputs, implementation=implementation)).astype(np.float32)
     assert out.shape == (
         shape.rows,
         shape.out_heads or shape.num_heads,
@@ -49,13 +50,13 @@ def run(shape: Shape, inputs: dict[str, Any], implementation: str) -> np.ndarray
     return out[:, : shape.num_heads]
 
 
-def ground_truth(shape: Shape, inputs: dict[str, Any]) -> np.ndarray:
-    x, weights = (np.asarray(inputs[name]).astype(np.float64) for name in ("x", "weights"))
+def ground_truth(shape: Shape, inputs: Inputs) -> np.ndarray:
+    x, weights = (np.asarray(a).astype(np.float64) for a in (inputs.x, inputs.weights))
     x = x[:, : shape.num_heads]
     out = np.stack([x[:, h, : shape.depth] @ weights[h] for h in range(shape.num_heads)], axis=1)
     if not shape.rotates:
         return out
-    cos, sin = (np.asarray(inputs[name], np.float64)[:, None] for name in ("cos", "sin"))
+    cos, sin = (np.asarray(a, np.float64)[:, None] for a in (inputs.cos, inputs.sin))
     a, b = np.split(x[..., shape.depth :], 2, axis=-1)
     return np.concatenate((out, a * cos - b * sin, b * cos + a * sin), axis=-1)
 
@@ -91,9 +92,12 @@ def test_bits_on_the_gpu_do_not_depend_on_the_number_of_rows(name: str) -> None:
     inputs = make_inputs(shape, seed=2)
     expected = run(shape, inputs, "mosaic_gpu")
     for rows in (1, 4, 16, 64):
-        fewer = inputs | {
-            key: inputs[key][:rows] for key in ("x", "cos", "sin") if inputs[key] is not None
-        }
+        fewer = replace(
+            inputs,
+            x=inputs.x[:rows],
+            cos=None if inputs.cos is None else inputs.cos[:rows],
+            sin=None if inputs.sin is None else inputs.sin[:rows],
+        )
         np.testing.assert_array_equal(
             run(replace(shape, rows=rows), fewer, "mosaic_gpu"),
             expected[:rows],
@@ -141,7 +145,7 @@ def test_what_the_kernel_does_not_support_has_a_reason(
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
     inputs = make_inputs(SMALL["keys with rotation, padded heads"], seed=0)
     with pytest.raises(ValueError) as error:
-        head_matmul(**(inputs | change))
+        call(head_matmul, inputs, change)
     assert str(error.value) == reason
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.latent_cache import IMPLEMENTATIONS, norm_and_write, unsupported
+from pallas_kernels.latent_cache import IMPLEMENTATIONS, Inputs, norm_and_write, unsupported
 from pallas_kernels.latent_cache.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from tests.kernels.interpreter import call
 from tests.kernels.test_attention import interpreted, needs_mosaic
 
 implementations = pytest.mark.parametrize(
@@ -32,27 +34,27 @@ SMALL = {
 ROUNDING = 5 * 2.0**-8
 
 
-def run(inputs: dict[str, Any], implementation: str) -> tuple[np.ndarray | None, np.ndarray]:
+def run(inputs: Inputs, implementation: str) -> tuple[np.ndarray | None, np.ndarray]:
     with (
         interpreted()
         if implementation == "mosaic_gpu" and jax.default_backend() == "cpu"
         else contextlib.nullcontext()
     ):
-        q, cache = norm_and_write(**inputs, implementation=implementation)
+        q, cache = norm_and_write(inputs, implementation=implementation)
     return None if q is None else np.asarray(q).astype(np.float32), np.asarray(cache).astype(
         np.float32
     )
 
 
-def ground_truth(shape: Shape, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def ground_truth(shape: Shape, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """float64 query latents and cache, one row at a time from the op's docstring."""
     latents, cos, sin, cache, gain = (
-        np.asarray(inputs[n]).astype(np.float64)
+        np.asarray(getattr(inputs, n)).astype(np.float64)
         for n in ("latents", "cos", "sin", "cache", "kv_norm")
     )
 
     def norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
-        return x / np.sqrt(np.square(x).mean() + inputs["eps"]) * gain
+        return x / np.sqrt(np.square(x).mean() + inputs.eps) * gain
 
     queries = np.zeros((shape.rows, shape.q_lora_rank))
     for row in range(shape.rows):
@@ -60,9 +62,9 @@ def ground_truth(shape: Shape, inputs: dict[str, Any]) -> tuple[np.ndarray, np.n
             latents[row], (shape.q_lora_rank, shape.q_lora_rank + shape.kv_lora_rank)
         )
         if shape.q_lora_rank:
-            queries[row] = norm(q, np.asarray(inputs["q_norm"]).astype(np.float64))
+            queries[row] = norm(q, np.asarray(inputs.q_norm).astype(np.float64))
         a, b = np.split(key, 2)
-        slot = int(inputs["slot_mapping"][row])
+        slot = int(inputs.slot_mapping[row])
         if slot < cache.shape[0] * shape.block_size:
             rotated = a * cos[row] - b * sin[row], b * cos[row] + a * sin[row]
             cache[slot // shape.block_size, slot % shape.block_size, 0] = np.concatenate(
@@ -98,9 +100,9 @@ def test_equals_float64(name: str, implementation: str) -> None:
 def test_slots_of_others_stay_as_they_are(implementation: str) -> None:
     shape = SMALL["glm, one row has no slot"]
     inputs = make_inputs(shape, seed=3)
-    before = np.asarray(inputs["cache"]).astype(np.float32).reshape(-1, 576)
+    before = np.asarray(inputs.cache).astype(np.float32).reshape(-1, 576)
     after = run(inputs, implementation)[1].reshape(-1, 576)
-    written = np.asarray(inputs["slot_mapping"])[:2]
+    written = np.asarray(inputs.slot_mapping)[:2]
     assert (before[written] != after[written]).any(axis=1).all()
     np.testing.assert_array_equal(
         np.delete(after, written, axis=0), np.delete(before, written, axis=0)
@@ -122,13 +124,18 @@ def test_bits_on_the_gpu_do_not_depend_on_the_number_of_rows() -> None:
     assert q is not None
     for rows in (1, 5):
         fewer, written = run(
-            inputs
-            | {name: inputs[name][:rows] for name in ("latents", "cos", "sin", "slot_mapping")},
+            replace(
+                inputs,
+                latents=inputs.latents[:rows],
+                cos=inputs.cos[:rows],
+                sin=inputs.sin[:rows],
+                slot_mapping=inputs.slot_mapping[:rows],
+            ),
             "mosaic_gpu",
         )
         assert fewer is not None
         np.testing.assert_array_equal(fewer, q[:rows])
-        slots = np.asarray(inputs["slot_mapping"])[:rows]
+        slots = np.asarray(inputs.slot_mapping)[:rows]
         np.testing.assert_array_equal(
             written.reshape(-1, 576)[slots], cache.reshape(-1, 576)[slots]
         )
@@ -162,7 +169,7 @@ def test_what_the_kernel_does_not_support_has_a_reason() -> None:
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
     inputs = make_inputs(SMALL["glm, one row has no slot"], seed=0)
     with pytest.raises(ValueError) as error:
-        norm_and_write(**(inputs | change))
+        call(norm_and_write, inputs, change)
     assert str(error.value) == reason
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.packing import packed_size, unpack
-from pallas_kernels.rope_cache import IMPLEMENTATIONS, rope_and_write
+from pallas_kernels.rope_cache import IMPLEMENTATIONS, Inputs, rope_and_write
 from pallas_kernels.rope_cache.shapes import PAD_SLOT, SHAPES, Shape, bytes_moved, make_inputs
+from tests.kernels.interpreter import call
 from tests.kernels.test_attention import interpreted, needs_mosaic
 
 implementations = pytest.mark.parametrize(
@@ -43,15 +44,15 @@ FLIPPED = (
 )  # a whole ulp: where two float32 sums in another order fall on either side of a rounding boundary
 
 
-def run(inputs: dict[str, Any], implementation: str) -> tuple[np.ndarray, ...]:
+def run(inputs: Inputs, implementation: str) -> tuple[np.ndarray, ...]:
     """float32 (queries, keys' cache, values' cache)."""
     if implementation == "mosaic_gpu" and jax.default_backend() == "cpu":
         from pallas_kernels.rope_cache import mosaic_gpu
 
         with interpreted():
-            out = mosaic_gpu.rope_and_write(**inputs, pdl=False)
+            out = mosaic_gpu.rope_and_write(inputs, pdl=False)
     else:
-        out = rope_and_write(**inputs, implementation=implementation)
+        out = rope_and_write(inputs, implementation=implementation)
     return tuple(np.asarray(x).astype(np.float32) for x in out)
 
 
@@ -71,23 +72,23 @@ def unpacked(shape: Shape, q: np.ndarray) -> np.ndarray:
     )
 
 
-def ground_truth(shape: Shape, inputs: dict[str, Any]) -> tuple[np.ndarray, ...]:
+def ground_truth(shape: Shape, inputs: Inputs) -> tuple[np.ndarray, ...]:
     """float64 queries [rows, num_heads, head_dim], keys' and values' cache, one row at a time from the op's docstring."""
     qkv, cos, sin, k_cache, v_cache = (
-        np.asarray(inputs[n]).astype(np.float64)
+        np.asarray(getattr(inputs, n)).astype(np.float64)
         for n in ("qkv", "cos", "sin", "k_cache", "v_cache")
     )
-    slots, half = np.asarray(inputs["slot_mapping"]), shape.head_dim // 2
+    slots, half = np.asarray(inputs.slot_mapping), shape.head_dim // 2
     queries = []
     for row in range(shape.total_rows):
         heads = qkv[row].reshape(-1, shape.head_dim)
         q, k, v = np.split(heads, (shape.num_heads, shape.num_heads + shape.num_kv_heads))
         rotated = []
-        for x, gain in ((q, inputs["q_norm"]), (k, inputs["k_norm"])):
+        for x, gain in ((q, inputs.q_norm), (k, inputs.k_norm)):
             if gain is not None:
                 x = (
                     x
-                    / np.sqrt((x**2).mean(axis=1, keepdims=True) + inputs["eps"])
+                    / np.sqrt((x**2).mean(axis=1, keepdims=True) + inputs.eps)
                     * np.asarray(gain).astype(np.float64)
                 )
             a, b = x[:, :half], x[:, half:]
@@ -137,14 +138,15 @@ def check_slots(implementation: str) -> None:
     """First and last slot of a block, last of the cache, the one after it, and a masked row's."""
     shape = Shape(6, 1, num_heads=2, num_kv_heads=2, head_dim=64, block_size=8)
     inputs = make_inputs(shape, seed=0)
-    num_slots = inputs["k_cache"].shape[0] * 8
-    inputs["slot_mapping"] = jnp.asarray([0, 7, 8, num_slots - 1, num_slots, PAD_SLOT], jnp.int32)
+    num_slots = inputs.k_cache.shape[0] * 8
+    slots = jnp.asarray([0, 7, 8, num_slots - 1, num_slots, PAD_SLOT], jnp.int32)
+    inputs = dataclasses.replace(inputs, slot_mapping=slots)
     _, k, v = run(inputs, implementation)
     _, expected_k, expected_v = ground_truth(shape, inputs)
     assert_close(k, expected_k, ROUNDING[False])
     np.testing.assert_array_equal(v, expected_v)
     untouched = [i for i in range(num_slots) if i not in (0, 7, 8, num_slots - 1)]
-    before = np.asarray(inputs["k_cache"]).astype(np.float32).reshape(num_slots, 2, 64)
+    before = np.asarray(inputs.k_cache).astype(np.float32).reshape(num_slots, 2, 64)
     np.testing.assert_array_equal(k.reshape(num_slots, 2, 64)[untouched], before[untouched])
 
 
@@ -153,7 +155,7 @@ def test_packed_queries_are_the_unpacked_ones(implementation: str) -> None:
     shape = SMALL["group of 3, 12 columns in 16"]
     inputs = make_inputs(shape, seed=1)
     packed = run(inputs, implementation)[0]
-    plain = run(inputs | {"pack": None}, implementation)[0]
+    plain = run(dataclasses.replace(inputs, pack=None), implementation)[0]
     np.testing.assert_array_equal(unpacked(shape, packed), plain)
 
 
@@ -168,7 +170,7 @@ def test_packed_queries_are_the_unpacked_ones(implementation: str) -> None:
 )
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError) as error:
-        rope_and_write(**(make_inputs(SMALL["decode"], seed=0) | change))
+        call(rope_and_write, make_inputs(SMALL["decode"], seed=0), change)
     assert str(error.value) == reason
 
 

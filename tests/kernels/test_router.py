@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.router import IMPLEMENTATIONS, MAX_ROWS, route, unsupported
+from pallas_kernels.router import IMPLEMENTATIONS, MAX_ROWS, Inputs, route, unsupported
 from pallas_kernels.router.shapes import SHAPES, Shape, bytes_moved, make_inputs
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import call, interpreted
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
@@ -38,20 +39,18 @@ SMALL = {
 }
 
 
-def run(
-    inputs: dict[str, Any], implementation: str = "mosaic_gpu"
-) -> tuple[np.ndarray, np.ndarray]:
+def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> tuple[np.ndarray, np.ndarray]:
     with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
-        ids, weights = route(**inputs, implementation=implementation)
-    return np.asarray(ids)[:, : inputs["top_k"]], np.asarray(weights)
+        ids, weights = route(inputs, implementation=implementation)
+    return np.asarray(ids)[:, : inputs.top_k], np.asarray(weights)
 
 
-def assert_routed(inputs: dict[str, Any], ids: np.ndarray, weights: np.ndarray) -> None:
+def assert_routed(inputs: Inputs, ids: np.ndarray, weights: np.ndarray) -> None:
     """Against float64: the ids' scores are the best ones in order, and the weights are theirs."""
-    x, router = (np.asarray(inputs[name]).astype(np.float64) for name in ("x", "router"))
-    bias = 0.0 if inputs["bias"] is None else np.asarray(inputs["bias"]).astype(np.float64)
-    logits, top_k = x @ router, inputs["top_k"]
-    softmax = inputs["kind"] == "softmax"
+    x, router = (np.asarray(a).astype(np.float64) for a in (inputs.x, inputs.router))
+    bias = 0.0 if inputs.bias is None else np.asarray(inputs.bias).astype(np.float64)
+    logits, top_k = x @ router, inputs.top_k
+    softmax = inputs.kind == "softmax"
     scores = logits + bias if softmax else 1 / (1 + np.exp(-logits))
     choice = scores if softmax else scores + bias
     assert ids.shape == weights.shape == (len(x), top_k) and weights.dtype == np.float32
@@ -61,7 +60,7 @@ def assert_routed(inputs: dict[str, Any], ids: np.ndarray, weights: np.ndarray) 
     )
     chosen = np.take_along_axis(scores, ids, 1)
     chosen = np.exp(chosen - chosen[:, :1]) if softmax else chosen
-    expected = chosen / chosen.sum(1, keepdims=True) * (1.0 if softmax else inputs["scaling"])
+    expected = chosen / chosen.sum(1, keepdims=True) * (1.0 if softmax else inputs.scaling)
     np.testing.assert_allclose(weights, expected, atol=TOLERANCE * expected.max())
 
 
@@ -74,10 +73,11 @@ def test_takes_the_best_and_weighs_them(name: str, implementation: str) -> None:
 
 @implementations
 def test_of_equal_experts_the_first_is_taken(implementation: str) -> None:
-    inputs = make_inputs(SMALL["softmax"], seed=0) | {
-        "router": jnp.zeros((128, 32), jnp.bfloat16),
-        "bias": None,
-    }
+    inputs = replace(
+        make_inputs(SMALL["softmax"], seed=0),
+        router=jnp.zeros((128, 32), jnp.bfloat16),
+        bias=None,
+    )
     ids, weights = run(inputs, implementation)
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
     np.testing.assert_allclose(weights, 0.25)
@@ -85,9 +85,9 @@ def test_of_equal_experts_the_first_is_taken(implementation: str) -> None:
 
 @implementations
 def test_scores_that_are_not_normed_keep_their_size(implementation: str) -> None:
-    inputs = make_inputs(SMALL["sigmoid"], seed=1) | {"normalise": False}
+    inputs = replace(make_inputs(SMALL["sigmoid"], seed=1), normalise=False)
     ids, weights = run(inputs, implementation)
-    logits = np.asarray(inputs["x"], np.float64) @ np.asarray(inputs["router"], np.float64)
+    logits = np.asarray(inputs.x, np.float64) @ np.asarray(inputs.router, np.float64)
     np.testing.assert_allclose(
         weights, 1.8 / (1 + np.exp(-np.take_along_axis(logits, ids, 1))), rtol=1e-4
     )
@@ -99,18 +99,19 @@ def test_a_rows_choice_does_not_depend_on_its_neighbours() -> None:
     kept = (
         np.arange(128) % 64 == 0
     )  # one term a step: the CPU's products choose their order by the rows
-    inputs |= {"x": jnp.where(kept, inputs["x"], 0)}
+    inputs = replace(inputs, x=jnp.where(kept, inputs.x, 0))
     ids, weights = run(inputs)
     for rows in ([69], [3, 66, 1]):
-        some_ids, some_weights = run(inputs | {"x": inputs["x"][np.asarray(rows)]})
+        some_ids, some_weights = run(replace(inputs, x=inputs.x[np.asarray(rows)]))
         np.testing.assert_array_equal(some_ids, ids[rows])
         np.testing.assert_array_equal(some_weights, weights[rows])
 
 
-X, ROUTER = (
-    jax.ShapeDtypeStruct((4, 128), jnp.bfloat16),
-    jax.ShapeDtypeStruct((128, 32), jnp.bfloat16),
-)
+ARRAYS: dict[str, Any] = {
+    "x": jax.ShapeDtypeStruct((4, 128), jnp.bfloat16),
+    "router": jax.ShapeDtypeStruct((128, 32), jnp.bfloat16),
+}
+FITS = Inputs(**ARRAYS, top_k=4, kind="softmax")
 DOES_NOT_FIT = {
     r"router: expected \[128, experts\] for x \(4, 128\), got \(64, 32\)": {
         "router": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
@@ -124,14 +125,8 @@ DOES_NOT_FIT = {
 
 @pytest.mark.parametrize("message", DOES_NOT_FIT)
 def test_what_does_not_fit_is_an_error(message: str) -> None:
-    arguments: dict[str, Any] = {
-        "x": X,
-        "router": ROUTER,
-        "top_k": 4,
-        "kind": "softmax",
-    } | DOES_NOT_FIT[message]
     with pytest.raises(ValueError, match=f"^{message}$"):
-        route(**arguments)
+        call(route, FITS, DOES_NOT_FIT[message])
 
 
 @needs_mosaic
@@ -153,7 +148,7 @@ def test_the_kernel_needs_a_gpu() -> None:
     with pytest.raises(
         ValueError, match="^router, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
     ):
-        route(X, ROUTER, top_k=4, kind="softmax", implementation="mosaic_gpu")  # type: ignore[arg-type]
+        route(FITS, implementation="mosaic_gpu")
 
 
 def test_bytes_are_the_router_the_rows_and_the_choice() -> None:
@@ -170,6 +165,6 @@ def test_routes_at_real_sizes(name: str) -> None:
     ids, weights = run(inputs)
     assert_routed(inputs, ids, weights)
     for rows in {1, min(4, len(ids)), min(64, len(ids))}:
-        some_ids, some_weights = run(inputs | {"x": inputs["x"][:rows]})
+        some_ids, some_weights = run(replace(inputs, x=inputs.x[:rows]))
         np.testing.assert_array_equal(some_ids, ids[:rows])
         np.testing.assert_array_equal(some_weights, weights[:rows])

@@ -12,9 +12,15 @@ import pytest
 
 from pallas_kernels.attention import paged_attention
 from pallas_kernels.attention.bounds import KEYS
-from pallas_kernels.step_metadata import IMPLEMENTATIONS, PAD_SLOT, StepMetadata, step_metadata
+from pallas_kernels.step_metadata import (
+    IMPLEMENTATIONS,
+    PAD_SLOT,
+    Inputs,
+    StepMetadata,
+    step_metadata,
+)
 from pallas_kernels.step_metadata.shapes import SHAPES, Shape, bytes_moved, make_inputs
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import call, interpreted
 from tests.kernels.test_attention import needs_mosaic
 
 implementations = pytest.mark.parametrize(
@@ -28,52 +34,68 @@ implementations = pytest.mark.parametrize(
 # The interpreter takes a fraction of a second a request.
 SMALL = {
     "draft step": Shape(
-        16, 1, group=4, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3
+        16, 1, queries_per_kv=4, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3
     ),
     "verify": Shape(
-        16, 4, group=3, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3
+        16, 4, queries_per_kv=3, head_dim=64, pages=5, block_size=16, max_model_len=70, masked=3
     ),
     "verify, window": Shape(
-        16, 4, group=4, head_dim=128, window=3, pages=5, block_size=16, max_model_len=70, masked=3
+        16,
+        4,
+        queries_per_kv=4,
+        head_dim=128,
+        window=3,
+        pages=5,
+        block_size=16,
+        max_model_len=70,
+        masked=3,
     ),
     "window of one token": Shape(
-        8, 2, group=1, head_dim=64, window=1, pages=5, block_size=16, max_model_len=70
+        8, 2, queries_per_kv=1, head_dim=64, window=1, pages=5, block_size=16, max_model_len=70
     ),
     "window over tiles of keys": Shape(
-        8, 6, group=5, head_dim=64, window=100, pages=5, block_size=64, max_model_len=320, masked=1
+        8,
+        6,
+        queries_per_kv=5,
+        head_dim=64,
+        window=100,
+        pages=5,
+        block_size=64,
+        max_model_len=320,
+        masked=1,
     ),
     "the table ends before the longest context": Shape(
-        8, 4, group=8, head_dim=64, pages=4, block_size=16, max_model_len=1000
+        8, 4, queries_per_kv=8, head_dim=64, pages=4, block_size=16, max_model_len=1000
     ),
-    "one request": Shape(1, 4, group=3, head_dim=64, pages=3, block_size=64, max_model_len=150),
+    "one request": Shape(
+        1, 4, queries_per_kv=3, head_dim=64, pages=3, block_size=64, max_model_len=150
+    ),
     "64 requests, a head a group": Shape(
-        64, 2, group=1, head_dim=64, pages=2, block_size=16, max_model_len=20, masked=9
+        64, 2, queries_per_kv=1, head_dim=64, pages=2, block_size=16, max_model_len=20, masked=9
     ),
 }
 
 
-def run(inputs: dict[str, Any], implementation: str) -> StepMetadata:
+def run(inputs: Inputs, implementation: str) -> StepMetadata:
     """As NumPy arrays."""
     if implementation == "reference":
-        arrays = {name: value for name, value in inputs.items() if isinstance(value, jax.Array)}
-        static = {name: value for name, value in inputs.items() if name not in arrays}
-        made = jax.jit(lambda arrays: step_metadata(**arrays, **static))(arrays)
+        made = jax.jit(step_metadata)(inputs)
     else:
         with interpreted():
-            made = step_metadata(**inputs, implementation=implementation)
+            made = step_metadata(inputs, implementation=implementation)
     arrays: Any = [np.asarray(x) for x in made]
     return StepMetadata(*arrays)
 
 
-def in_plain_python(shape: Shape, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
+def in_plain_python(shape: Shape, inputs: Inputs) -> dict[str, np.ndarray]:
     """From the docstrings, one request and one row at a time."""
-    table, step = np.asarray(inputs["block_table"]), int(inputs["step"])
+    table, step = np.asarray(inputs.block_table), int(inputs.step)
     size, limit = shape.block_size, min(shape.max_model_len, shape.pages * shape.block_size)
     out: dict[str, list[Any]] = {
         name: [] for name in ("positions", "seq_lens", "slot_mapping", "window_start", "bounds")
     }
     for blocks, start, real in zip(
-        table, np.asarray(inputs["start"]) + step, np.asarray(inputs["num_rows"]), strict=True
+        table, np.asarray(inputs.start) + step, np.asarray(inputs.num_rows), strict=True
     ):
         rows = [min(start + i, limit) for i in range(shape.rows)]
         length = min(start + min(real, shape.rows), limit) if real else 0
@@ -89,9 +111,10 @@ def in_plain_python(shape: Shape, inputs: dict[str, Any]) -> dict[str, np.ndarra
             range(min(s, p + 1, length), min(p + 1, length))
             for s, p in zip(seen_from, rows, strict=True)
         ]
-        columns = -(-shape.rows * shape.group // 8) * 8
+        columns = -(-shape.rows * shape.queries_per_kv // 8) * 8
         limits = [
-            [getattr(k, end) for k in keys for _ in range(shape.group)] for end in ("start", "stop")
+            [getattr(k, end) for k in keys for _ in range(shape.queries_per_kv)]
+            for end in ("start", "stop")
         ]
         tiles = {key // KEYS for k in keys for key in k}
         first, past = (min(tiles), max(tiles) + 1) if tiles else (-(-shape.pages * size // KEYS), 0)
@@ -110,7 +133,7 @@ def test_equals_plain_python(name: str, implementation: str) -> None:
         assert made[field].dtype == np.int32
         np.testing.assert_array_equal(made[field], expected, err_msg=field)
     angles = made["positions"][..., None].astype(np.float32) * np.array(
-        inputs["frequencies"], np.float32
+        inputs.frequencies, np.float32
     )
     np.testing.assert_allclose(made["cos"], np.cos(angles.astype(np.float64)), atol=1e-6)
     np.testing.assert_allclose(made["sin"], np.sin(angles.astype(np.float64)), atol=1e-6)
@@ -119,7 +142,9 @@ def test_equals_plain_python(name: str, implementation: str) -> None:
 @needs_mosaic
 @pytest.mark.parametrize("attention_factor", [1.0, 1.3])
 def test_tables_are_the_references_to_the_bit(attention_factor: float) -> None:
-    inputs = make_inputs(SMALL["verify"], seed=3) | {"attention_factor": attention_factor}
+    inputs = dataclasses.replace(
+        make_inputs(SMALL["verify"], seed=3), attention_factor=attention_factor
+    )
     reference, kernel = run(inputs, "reference"), run(inputs, "mosaic_gpu")
     assert (
         reference.cos is not None
@@ -129,11 +154,8 @@ def test_tables_are_the_references_to_the_bit(attention_factor: float) -> None:
 
 
 def test_what_nobody_asks_for_is_left_out() -> None:
-    inputs: dict[str, Any] = make_inputs(SMALL["verify"], seed=0) | {
-        "group": None,
-        "frequencies": None,
-    }
-    made = step_metadata(**inputs)
+    inputs = make_inputs(SMALL["verify"], seed=0)
+    made = step_metadata(dataclasses.replace(inputs, queries_per_kv=None, frequencies=None))
     assert made.bounds is None and made.cos is None and made.sin is None
 
 
@@ -151,15 +173,15 @@ def test_what_nobody_asks_for_is_left_out() -> None:
             "implementation: expected one of reference, mosaic_gpu, got 'triton'",
         ),
         (
-            {"implementation": "mosaic_gpu", "group": None},
-            "group and frequencies: expected both for implementation 'mosaic_gpu', got None and",
+            {"implementation": "mosaic_gpu", "queries_per_kv": None},
+            "step_metadata, implementation 'mosaic_gpu': queries_per_kv and frequencies: "
+            "expected both, got None and",
         ),
     ],
 )
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
-    inputs: dict[str, Any] = make_inputs(SMALL["verify"], seed=0) | change
     with pytest.raises(ValueError) as error:
-        step_metadata(**inputs)
+        call(step_metadata, make_inputs(SMALL["verify"], seed=0), change)
     assert str(error.value).startswith(reason)
 
 
@@ -167,7 +189,7 @@ def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> N
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"group": 9}, "expected at most 32 rows x heads a KV head, got 4 x 9"),
+        ({"queries_per_kv": 9}, "expected at most 32 rows x heads a KV head, got 4 x 9"),
         (
             {"frequencies": (1.0,) * 24},
             "expected a rope_dim that is a multiple of 8 and a divisor of 256, got 48",
@@ -175,14 +197,14 @@ def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> N
     ],
 )
 def test_what_the_kernel_does_not_support_is_an_error(change: dict[str, Any], reason: str) -> None:
-    inputs: dict[str, Any] = make_inputs(SMALL["verify"], seed=0) | change
+    inputs = dataclasses.replace(make_inputs(SMALL["verify"], seed=0), **change)
     with interpreted(), pytest.raises(ValueError) as error:
-        step_metadata(**inputs, implementation="mosaic_gpu")
+        step_metadata(inputs, implementation="mosaic_gpu")
     assert str(error.value) == f"step_metadata, implementation 'mosaic_gpu': {reason}"
 
 
 def test_bytes_moved_counts_what_goes_in_and_out() -> None:
-    shape = Shape(2, 3, group=4, head_dim=64)
+    shape = Shape(2, 3, queries_per_kv=4, head_dim=64)
     made = run(make_inputs(shape, seed=0), "reference")
     inputs = (
         2 * (3 + 1 + 1) + 1 + 32
@@ -210,15 +232,15 @@ def test_every_position_is_rotated_by_the_bits_of_a_prefill_chunk(theta: float) 
     common: dict[str, Any] = {
         "block_size": 64,
         "max_model_len": 1 << 17,
-        "group": 4,
+        "queries_per_kv": 4,
         "frequencies": frequencies,
     }
     table = jnp.zeros((batch, 2048), jnp.int32)
     start, counts = jnp.arange(batch, dtype=jnp.int32) * rows, jnp.full(batch, rows, jnp.int32)
-    kernel = step_metadata(table, start, counts, rows=rows, **common, implementation="mosaic_gpu")
-    chunk = jax.jit(lambda *args: step_metadata(*args, rows=1 << 17, **common))(
-        table[:1], start[:1], counts[:1]
-    )
+    inputs = Inputs(block_table=table, start=start, num_rows=counts, rows=rows, **common)
+    kernel = step_metadata(inputs, implementation="mosaic_gpu")
+    first = {"block_table": table[:1], "start": start[:1], "num_rows": counts[:1]}
+    chunk = jax.jit(step_metadata)(Inputs(**first, rows=1 << 17, **common))
     for ours, theirs in ((kernel.cos, chunk.cos), (kernel.sin, chunk.sin)):
         np.testing.assert_array_equal(np.asarray(ours).reshape(-1, 64), np.asarray(theirs)[0])
 
@@ -239,7 +261,7 @@ def check_attention(window: int | None) -> None:
     shape = Shape(
         3,
         4,
-        group=3,
+        queries_per_kv=3,
         head_dim=64,
         window=window,
         pages=3,
@@ -255,7 +277,7 @@ def check_attention(window: int | None) -> None:
     arrays: Any = (
         q,
         *caches,
-        inputs["block_table"],
+        inputs.block_table,
         made.positions,
         made.seq_lens,
         made.window_start,

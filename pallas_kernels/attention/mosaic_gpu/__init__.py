@@ -93,7 +93,9 @@ def paged_attention(
     packed = _pack(plan, q) if packed_heads is None else q[:, None]
     if bounds is None:
         max_keys = plan.pages * plan.block_size
-        bounds = key_bounds(positions, seq_lens, window_start, group=plan.group, max_keys=max_keys)
+        bounds = key_bounds(
+            positions, seq_lens, window_start, queries_per_kv=plan.group, max_keys=max_keys
+        )
     out, *_ = attend(plan)(
         packed, k_cache, v_cache, block_table, bounds, *(() if sinks is None else (sinks,))
     )

@@ -1,0 +1,21 @@
+"""Calls of Mosaic GPU that several kernels share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.types import Ref
+
+if TYPE_CHECKING:
+    from jax._src.pallas.mosaic_gpu.core import SomeLayout as Layout
+
+
+def load(ref: Ref, layout: Layout, *, optimized: bool = True) -> jax.Array:
+    """Load a whole ref in this layout.
+
+    optimized: refuse a layout whose loads from shared memory have bank conflicts.
+    """
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  # jax 0.10's has an index
