@@ -94,8 +94,10 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
         "step_metadata": first(_step_metadata(m) for m in models),
         "matmul": first(
             matmul.unsupported(
-                jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype),
-                (jax.ShapeDtypeStruct((depth, width), dtype),),
+                matmul.Product(
+                    jax.ShapeDtypeStruct((FEW_ROWS, depth), dtype),
+                    (jax.ShapeDtypeStruct((depth, width), dtype),),
+                )
             )
             for m in models
             for depth, width in (

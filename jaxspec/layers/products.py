@@ -15,7 +15,6 @@ from jaxspec.config import REFERENCE_KERNELS, Kernels, RopeConfig, rope_frequenc
 from jaxspec.layers.params import Params, ParamSpec, matrix
 from pallas_kernels import embed_norm as embed_norm_op
 from pallas_kernels import matmul as matmul_op
-from pallas_kernels.matmul import matmul
 from pallas_kernels.rms_norm import rms_norm as rms_norm_op
 from pallas_kernels.rope_cache.reference import rotate
 from pallas_kernels.step_metadata.reference import rotation
@@ -119,7 +118,7 @@ def _product(
             "normed": squares is not None,
             "norms": gain is not None,
         }
-        reason = matmul_op.unsupported(operand, weights, **beside, **options)
+        reason = matmul_op.unsupported(matmul_op.Product(operand, weights, **beside, **options))
         if reason is not None:
             log_once(f"XLA multiplies by {[w.shape for w in weights]}: the kernel {reason}")
             implementation = "reference"
@@ -131,16 +130,19 @@ def _product(
         flat = rms_norm(stream.x, norm, eps, kernels) if flat is None else flat
     pad = lambda a: jnp.pad(a, ((0, padding), (0, 0))) if padding else a  # noqa: E731
     added = None if residual is None else pad(residual.reshape(rows, -1))
-    options = options | {
-        "squares": squares,
-        "eps": eps,
-        "gain": gain,
-        "implementation": implementation,
-    }
-    out = matmul(pad(flat.reshape(rows, depth)), weights, residual=added, **options)
-    out, scaled, made = (out, None, None) if gain is None else out
+    inputs = matmul_op.Inputs(
+        x=pad(flat.reshape(rows, depth)),
+        weights=weights,
+        squares=squares,
+        residual=added,
+        gain=gain,
+        eps=eps,
+        **options,
+    )
+    made = matmul_op.matmul(inputs, implementation=implementation)
+    out, scaled, squares = made if isinstance(made, tuple) else (made, None, None)
     return ResidualStream(
-        out[:rows].reshape(*shape, -1), None if scaled is None else scaled[:rows], made
+        out[:rows].reshape(*shape, -1), None if scaled is None else scaled[:rows], squares
     )
 
 

@@ -1,21 +1,24 @@
-"""silu(x @ gate) * (x @ up) of many rows on Hopper, where arithmetic counts and no longer the weights' bytes.
+"""silu(x @ gate) * (x @ up) of many rows on Hopper, where arithmetic is the limit.
 
-At 256 rows the tensor cores set the time, and cuBLAS loses it to tiles that do not fill the last wave: gate and up of Llama-3-8B are 224
-tiles of 256 x 128 on 132 SMs. Here a block makes 128 rows of as many columns as give every SM one block, 224 there (64 x 2 blocks), in two
-passes over x with one set of accumulators: gate first, kept in bfloat16 registers, then up, whose accumulators lie in the same places, so
-that the activation is elementwise in registers and neither product goes through memory.
+At 256 rows the tensor cores set the time, and cuBLAS loses it to tiles that do not fill the last
+wave: gate and up of Llama-3-8B are 224 tiles of 256 x 128 on 132 SMs. Here a block makes 128 rows
+of as many columns as give every SM one block, 224 there (64 x 2 blocks). It passes over x twice
+with one set of accumulators: gate first, kept in bfloat16 registers, then up. Both accumulators
+lie in the same places, so the activation is elementwise in registers, and neither product goes
+through memory.
 
-Two warpgroups multiply 64 rows each, a third issues the TMA copies. Two blocks above each other form a cluster and read the same weights:
-each brings one half and sends it to both (multicast), because L2 could not feed the tensor cores otherwise.
+Two warpgroups multiply 64 rows each, a third starts the TMA copies. Two blocks above each other
+form a cluster and read the same weights: each loads one half and sends it to both (multicast),
+because L2 could not feed the tensor cores otherwise.
 
-Depth is summed in order, 16 at a time: a row's bits depend neither on its neighbours nor on how many there are.
+Depth is summed in order, 16 at a time: a row's bits depend neither on its neighbours nor on their
+number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,27 +27,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import MAX_ROWS as FEW_ROWS
-from pallas_kernels.matmul.plan import MAX_SMEM, NUM_SMS
+from pallas_kernels.matmul.plan import MAX_SMEM, NUM_SMS, Product
+from pallas_kernels.types import Accumulator, Barrier, Ref, Slice
 
 MAX_ROWS = 256
 TILE_ROWS = 128  # of a block
 TILE_K = 64  # depth of a step
-TILES = (
-    224,
-    192,
-    160,
-    128,
-    96,
-    64,
-)  # columns of a block: one wgmma's N; 256 leaves too few registers
+# Columns of a block: one wgmma's N. 256 leaves too few registers.
+TILES = (224, 192, 160, 128, 96, 64)
 CONSUMERS = 2
 CONSUMER_ROWS = TILE_ROWS // CONSUMERS
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """tile: columns of a block. stages of the ring of copies. cluster: blocks above each other, which share the weights."""
+    """Static choices that change no bits.
+
+    tile: columns of a block. stages: of the ring of copies. cluster: blocks above each other,
+    which share the weights.
+    """
 
     tile: int
     stages: int
@@ -52,12 +55,18 @@ class Tuning:
 
 
 def smem_bytes(tile: int, stages: int) -> int:
-    """Shared memory of a block, to within the barriers. The result leaves through the ring."""
+    """Return the shared memory of a block, to within the barriers.
+
+    The result is written through the ring.
+    """
     return stages * TILE_K * (TILE_ROWS + tile) * 2 + 1024
 
 
 def choose_tuning(rows: int, width: int) -> Tuning | None:
-    """The tile whose waves take least time, the wider one of two equals; None if none divides the width."""
+    """Return the tile whose waves take least time, None if no tile divides the width.
+
+    Of two equals, the wider one.
+    """
     row_tiles = rows // TILE_ROWS
     candidates = [tile for tile in TILES if width % tile == 0]
     if not candidates:
@@ -67,92 +76,96 @@ def choose_tuning(rows: int, width: int) -> Tuning | None:
     return Tuning(tile, stages, cluster=1 if row_tiles % 2 else 2)
 
 
-def unsupported(
-    x: jax.Array,
-    weights: tuple[jax.Array, ...],
-    *,
-    residual: bool = False,
-    transposed: bool = False,
-    normed: bool = False,
-    norms: bool = False,
-    out_dtype: Any = jnp.bfloat16,
-) -> str | None:
-    """Why this kernel cannot make this product, None if it can. Takes anything with a shape and a dtype; the words are mosaic_gpu's."""
-    (rows, depth), (gate, up) = x.shape, weights
-    if any(a.dtype != jnp.bfloat16 for a in (x, gate, up)) or out_dtype != jnp.bfloat16:
-        return f"expected bfloat16 operands and result, got {x.dtype}, {gate.dtype} and {jnp.dtype(out_dtype)}"
+def unsupported(product: Product) -> str | None:
+    """Return why this kernel cannot make this product, None if it can."""
+    (rows, depth), (gate, up) = product.x.shape, product.weights
+    dtypes = product.x.dtype, gate.dtype, up.dtype
+    out_dtype = jnp.dtype(product.out_dtype)
+    if any(dtype != jnp.bfloat16 for dtype in (*dtypes, out_dtype)):
+        got = f"{product.x.dtype}, {gate.dtype} and {out_dtype}"
+        return f"expected bfloat16 operands and result, got {got}"
     if rows % TILE_ROWS or not TILE_ROWS <= rows <= MAX_ROWS:
-        return f"expected at most {FEW_ROWS} rows, or a multiple of {TILE_ROWS} up to {MAX_ROWS}, of gate and up, got {rows}"
-    if residual or transposed or normed or norms:
-        return f"expected gate and up as they are and nothing beside them for {rows} rows, got a residual, a norm or transposed weights"
+        return (
+            f"expected at most {FEW_ROWS} rows, or a multiple of {TILE_ROWS} up to {MAX_ROWS}, "
+            f"of gate and up, got {rows}"
+        )
+    if product.residual or product.transposed or product.normed or product.norms:
+        return (
+            f"expected gate and up as they are and nothing beside them for {rows} rows, "
+            "got a residual, a norm or transposed weights"
+        )
     tuning = choose_tuning(rows, gate.shape[1])
     if depth % TILE_K or tuning is None:
-        return f"expected a depth that is a multiple of {TILE_K} and a width that one of {TILES} divides, got {gate.shape}"
+        return (
+            f"expected a depth that is a multiple of {TILE_K} and a width that one of {TILES} "
+            f"divides, got {gate.shape}"
+        )
     blocks = rows // TILE_ROWS * (gate.shape[1] // tuning.tile)
-    if (
-        blocks > NUM_SMS
-    ):  # narrow tiles, for which L2 is too slow, or a last wave that is nearly empty
-        return f"expected tiles that give each of {NUM_SMS} SMs one block at most, got {blocks} of {TILE_ROWS} x {tuning.tile}"
+    # More blocks: narrow tiles, for which L2 is too slow, or a last wave that is nearly empty.
+    if blocks > NUM_SMS:
+        return (
+            f"expected tiles that give each of {NUM_SMS} SMs one block at most, "
+            f"got {blocks} of {TILE_ROWS} x {tuning.tile}"
+        )
     return None
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel instead of lowering one each.
-@partial(jax.jit, static_argnames=("tuning",))
-def swiglu(
-    x: jax.Array, gate: jax.Array, up: jax.Array, *, tuning: Tuning | None = None
-) -> jax.Array:
-    """bfloat16 [rows, width] of x [rows, depth], gate and up [depth, width]: pallas_kernels.matmul.matmul's with swiglu."""
+# Compiled as a function of its own, so that a model's layers share one kernel.
+@partial(jax.jit, static_argnames="tuning")
+def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
+    """Run the op with swiglu; see pallas_kernels.matmul.matmul."""
+    x, (gate, up) = inputs.x, inputs.weights
     (rows, depth), width = x.shape, gate.shape[1]
     tuning = tuning or choose_tuning(rows, width)
-    assert tuning is not None  # the public op has asked `unsupported`
+    assert tuning is not None  # the public op has checked `unsupported`
     tile, pdl = tuning.tile, not interpreting()
     cluster = 1 if interpreting() else tuning.cluster  # the interpreter has no multicast
-    # Of 504 that a thread of each warpgroup share. The second pass over a wide tile needs most; a producer is better off with 40.
+    # Of 504 registers that a thread of each warpgroup share. The second pass over a wide tile
+    # needs the most; 40 are better for a producer.
     producer_registers, consumer_registers = (24, 240) if tile > 192 else (40, 232)
     steps = depth // TILE_K
     turns = 2 * steps  # of both passes
     stages = min(tuning.stages, turns)
     swizzle = 128 if tile % 64 == 0 else 64
     assert stages >= CONSUMERS and width % tile == 0 and rows % (TILE_ROWS * cluster) == 0, tuning
-    assert (
-        CONSUMER_ROWS == TILE_K
-    )  # a warpgroup's result has the shape of a step's weights, and leaves through their place
+    # A warpgroup's result has the shape of a step's weights, and is written through their slot.
+    assert CONSUMER_ROWS == TILE_K
 
     def body(
-        x_gmem: Any,
-        gate_gmem: Any,
-        up_gmem: Any,
-        out_gmem: Any,
-        x_smem: Any,
-        w_smem: Any,
-        brought: Any,
-        consumed: Any,
-        drained: Any,
+        x_gmem: Ref,
+        gate_gmem: Ref,
+        up_gmem: Ref,
+        out_gmem: Ref,
+        x_smem: Ref,
+        w_smem: Ref,
+        full: Barrier,
+        consumed: Barrier,
+        drained: Barrier,
     ) -> None:
         wg = lax.axis_index("wg")
         row = (lax.axis_index("rows") * cluster + lax.axis_index("rank")) * TILE_ROWS
         columns = pl.ds(lax.axis_index("columns") * tile, tile)
 
         # Turns count the steps of both passes.
-        def place(turn: Any) -> tuple[Any, Any]:
+        def place(turn: jax.Array) -> tuple[jax.Array, Slice]:
             return lax.rem(turn, stages), pl.ds(lax.rem(turn, steps) * TILE_K, TILE_K)
 
-        def load_weights(turn: Any) -> None:
+        def load_weights(turn: jax.Array) -> None:
             slot, k = place(turn)
             sent_to = "rank" if cluster > 1 else None
 
-            def copy(ref: Any) -> None:
+            def copy(ref: Ref) -> None:
                 plgpu.copy_gmem_to_smem(
-                    ref.at[k, columns], w_smem.at[slot], brought.at[slot], collective_axes=sent_to
+                    ref.at[k, columns], w_smem.at[slot], full.at[slot], collective_axes=sent_to
                 )
 
             pl.when(turn < steps)(lambda: copy(gate_gmem))
             pl.when(turn >= steps)(lambda: copy(up_gmem))
 
-        def load_x(turn: Any) -> None:
+        def load_x(turn: jax.Array) -> None:
             slot, k = place(turn)
             plgpu.copy_gmem_to_smem(
-                x_gmem.at[pl.ds(row, TILE_ROWS), k], x_smem.at[slot], brought.at[slot]
+                x_gmem.at[pl.ds(row, TILE_ROWS), k], x_smem.at[slot], full.at[slot]
             )
 
         @pl.when(wg == CONSUMERS)
@@ -164,19 +177,19 @@ def swiglu(
             pl.loop(0, stages)(load_x)
 
             @pl.loop(stages, turns)
-            def _refill(turn: Any) -> None:
+            def _refill(turn: jax.Array) -> None:
                 plgpu.barrier_wait(consumed.at[lax.rem(turn, stages)])
                 load_weights(turn)
                 load_x(turn)
 
             if pdl:
-                plgpu.griddepcontrol_launch_dependents()  # the last copy is on its way: the next kernel's blocks do not compete with it
+                # The last copy has started: the next kernel's blocks do not compete with it.
+                plgpu.griddepcontrol_launch_dependents()
 
             @pl.loop(turns, turns + stages)
-            def _drain(turn: Any) -> None:
-                plgpu.barrier_wait(
-                    consumed.at[lax.rem(turn, stages)]
-                )  # the cluster's other block signals here: it must not end before
+            def _drain(turn: jax.Array) -> None:
+                # The cluster's other block arrives here: this one must not end before.
+                plgpu.barrier_wait(consumed.at[lax.rem(turn, stages)])
 
         @pl.when(wg < CONSUMERS)
         def _consume() -> None:
@@ -185,21 +198,22 @@ def swiglu(
                 plgpu.griddepcontrol_wait()
             mine = pl.ds(wg * CONSUMER_ROWS, CONSUMER_ROWS)
 
-            def product(first_turn: int) -> Any:
-                """bfloat16 [CONSUMER_ROWS, tile] of the pass that begins there."""
+            def product(first_turn: int) -> jax.Array:
+                """Return bfloat16 [CONSUMER_ROWS, tile] of the pass that begins at this turn."""
 
-                def accumulate(acc: Any) -> Any:
+                def accumulate(acc: Accumulator) -> jax.Array:
                     @pl.loop(first_turn, first_turn + steps)
-                    def _step(turn: Any) -> None:
+                    def _step(turn: jax.Array) -> None:
                         slot = lax.rem(turn, stages)
-                        plgpu.barrier_wait(brought.at[slot])
+                        plgpu.barrier_wait(full.at[slot])
                         plgpu.wgmma(acc, x_smem.at[slot, mine], w_smem.at[slot])
-                        plgpu.wgmma_wait(1)  # the step before is done: its slot takes a later turn
+                        plgpu.wgmma_wait(1)  # the step before is done: free its slot
                         pl.when(turn > first_turn)(
                             lambda: plgpu.barrier_arrive(consumed.at[lax.rem(turn - 1, stages)])
                         )
 
-                    # Packed until the activation takes a few columns at a time: two float32 arrays of this size have no place in registers.
+                    # Packed until the activation takes a few columns at a time: registers cannot
+                    # hold two float32 arrays of this size.
                     result = lax.optimization_barrier(acc[...].astype(jnp.bfloat16))
                     plgpu.barrier_arrive(consumed.at[(first_turn + steps - 1) % stages])
                     return result
@@ -207,7 +221,7 @@ def swiglu(
                 return pl.run_scoped(accumulate, plgpu.ACC((CONSUMER_ROWS, tile), jnp.float32))
 
             gates, ups = product(0), product(steps)
-            # Neither warpgroup reads the ring any longer, and nothing more arrives in it.
+            # After this, neither warpgroup reads the ring, and nothing more arrives in it.
             plgpu.barrier_arrive(drained)
             plgpu.barrier_wait(drained)
             for first in range(0, tile, swizzle // 2):
@@ -222,13 +236,12 @@ def swiglu(
             plgpu.wait_smem_to_gmem(0)
 
     transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-    # A slot is free when the warpgroups of every block that got a part of it have read it.
-    barriers: dict[str, Any] = {"num_barriers": stages, "num_arrivals": CONSUMERS}
-    consumed = (
-        plgpu.ClusterBarrier(collective_axes=("rank",), **barriers)
-        if cluster > 1
-        else plgpu.Barrier(**barriers)
-    )
+    # A slot is free when the warpgroups of every block that received a part have read it.
+    consumed = plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS)
+    if cluster > 1:
+        consumed = plgpu.ClusterBarrier(
+            collective_axes=("rank",), num_barriers=stages, num_arrivals=CONSUMERS
+        )
     call = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from typing import Any
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import Inputs, matmul
 from pallas_kernels.matmul.shapes import SHAPES, Shape
 from tests.support import h200
 
@@ -37,6 +36,10 @@ def abstract(shape: Shape) -> dict[str, Any]:
     return arrays | ({"residual": struct(shape.rows, shape.width)} if shape.residual else {})
 
 
+def multiply(inputs: Inputs) -> Any:
+    return matmul(inputs, implementation="mosaic_gpu")
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_to_one_kernel_without_spills(name: str) -> None:
     shape = SHAPES[name]
@@ -45,9 +48,9 @@ def test_compiles_to_one_kernel_without_spills(name: str) -> None:
         "transposed": shape.transposed,
         "out_dtype": jnp.dtype(shape.out_dtype),
     }
-    multiply = functools.partial(matmul, **settings, implementation="mosaic_gpu")
     with h200.ptxas_report() as report:
-        hlo = h200.compile_for_h200(lambda arrays: multiply(**arrays), abstract(shape)).as_text()
+        inputs = Inputs(**abstract(shape), **settings)
+        hlo = h200.compile_for_h200(multiply, inputs).as_text()
         found = h200.stack_and_spills(report())
     assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
     assert len(re.findall(r"= \S+ custom-call\(", hlo)) == 1, hlo
@@ -62,14 +65,9 @@ def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:
         arrays["gain"] = jax.ShapeDtypeStruct((shape.width,), jnp.bfloat16)
     elif norm:
         arrays["squares"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    multiply = functools.partial(
-        matmul,
-        swiglu=shape.swiglu,
-        out_dtype=jnp.dtype(shape.out_dtype),
-        implementation="mosaic_gpu",
-    )
+    inputs = Inputs(**arrays, swiglu=shape.swiglu, out_dtype=jnp.dtype(shape.out_dtype))
     with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
-        compiled = h200.compile_for_h200(lambda arrays: multiply(**arrays), arrays)
+        compiled = h200.compile_for_h200(multiply, inputs)
         ptx = report()
     assert h200.stack_and_spills(ptx) == [(0, 0, 0)]
     return ptx, compiled
@@ -87,7 +85,7 @@ def test_two_ctas_sum_through_the_cluster(name: str, rows: int, norm: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "norm", "weights_first", "calls_next"),
+    ("name", "rows", "norm", "weights_first", "launches_next"),
     [
         ("qkv", 1, True, False, False),
         ("o", 1, True, True, False),
@@ -99,11 +97,11 @@ def test_two_ctas_sum_through_the_cluster(name: str, rows: int, norm: bool) -> N
         ("eagle3 head", 1, False, False, True),
     ],
 )
-def test_who_loads_before_it_waits_and_who_calls_the_next_kernel(
-    name: str, rows: int, norm: bool, weights_first: bool, calls_next: bool
+def test_which_load_before_they_wait_and_which_launch_the_next_kernel_early(
+    name: str, rows: int, norm: bool, weights_first: bool, launches_next: bool
 ) -> None:
     before, after = ptx_of(name, rows, norm)[0].split("griddepcontrol.wait;")
     assert ("cp.async.bulk.tensor" in before) == weights_first and "cp.async.bulk.tensor" in after
     assert (
         "griddepcontrol.launch_dependents" in after
-    ) == calls_next and "griddepcontrol.launch_dependents" not in before
+    ) == launches_next and "griddepcontrol.launch_dependents" not in before

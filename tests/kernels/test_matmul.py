@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import IMPLEMENTATIONS, matmul, plan, unsupported
+from pallas_kernels.matmul import IMPLEMENTATIONS, Inputs, Product, matmul, plan, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, bytes_moved, flops, make_inputs
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import call, interpreted
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
@@ -60,44 +60,36 @@ SMALL = {
 }
 
 
-def run(inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> np.ndarray:
+def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
     """The public op's result, widened without loss."""
     with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
-        return np.asarray(matmul(**inputs, implementation=implementation)).astype(np.float32)
+        return np.asarray(matmul(inputs, implementation=implementation)).astype(np.float32)
 
 
-def kernel(inputs: dict[str, Any], **changes: Any) -> np.ndarray:
+def kernel(inputs: Inputs, **changes: Any) -> np.ndarray:
     """The kernel with some of the tuning changed."""
     from pallas_kernels.matmul import mosaic_gpu
 
-    rows, depth = inputs["x"].shape
-    widths = tuple(w.shape[0 if inputs["transposed"] else 1] for w in inputs["weights"])
-    out_bytes = jnp.dtype(inputs["out_dtype"]).itemsize
-    options = {
-        "swiglu": inputs["swiglu"],
-        "out_bytes": out_bytes,
-        "residual": inputs["residual"] is not None,
-    }
-    tuning = plan.choose_tuning(rows, depth, widths, **options)
+    tuning = plan.choose_tuning(Product.of(inputs))
     assert tuning is not None
     with interpreted():
         return np.asarray(
-            mosaic_gpu.matmul(**inputs, tuning=dataclasses.replace(tuning, **changes))
+            mosaic_gpu.matmul(inputs, tuning=dataclasses.replace(tuning, **changes))
         ).astype(np.float32)
 
 
-def ground_truth(inputs: dict[str, Any]) -> np.ndarray:
+def ground_truth(inputs: Inputs) -> np.ndarray:
     """float64 [rows, width]; nothing is rounded on the way."""
-    x, *weights = (np.asarray(a).astype(np.float64) for a in (inputs["x"], *inputs["weights"]))
-    results = [x @ (w.T if inputs["transposed"] else w) for w in weights]
-    if inputs["swiglu"]:
+    x, *weights = (np.asarray(a).astype(np.float64) for a in (inputs.x, *inputs.weights))
+    results = [x @ (w.T if inputs.transposed else w) for w in weights]
+    if inputs.swiglu:
         gate, up = results
         results = [gate / (1 + np.exp(-gate)) * up]
     result = np.concatenate(results, axis=1)
     return (
         result
-        if inputs["residual"] is None
-        else result + np.asarray(inputs["residual"]).astype(np.float64)
+        if inputs.residual is None
+        else result + np.asarray(inputs.residual).astype(np.float64)
     )
 
 
@@ -170,7 +162,7 @@ def test_an_input_that_streams_gives_the_same_bits(
         mosaic_gpu.matmul.clear_cache()
 
 
-def near_ties(shape: Shape, seed: int, step: int = 1) -> dict[str, Any]:
+def near_ties(shape: Shape, seed: int, step: int = 1) -> Inputs:
     """Inputs whose sums cancel to nearly nothing, so that another order of summation gives other bits.
 
     step: all but every step-th place of the depth is zero. With the kernel's step no wgmma has more than one term to add up, whose
@@ -183,28 +175,26 @@ def near_ties(shape: Shape, seed: int, step: int = 1) -> dict[str, Any]:
     x[:, ::step] = rng.normal(size=kept)
     x[:, step :: 2 * step] = x[:, :: 2 * step] + rng.normal(size=(shape.rows, kept[1] // 2)) / 64
     weights = []
-    for weight in inputs["weights"]:
+    for weight in inputs.weights:
         w = np.array(weight.T if shape.transposed else weight).astype(np.float32)
         w[step :: 2 * step] = -w[:: 2 * step]
         weights.append(jnp.asarray(w.T if shape.transposed else w, jnp.bfloat16))
-    return inputs | {
-        "x": jnp.asarray(x, jnp.bfloat16),
-        "weights": tuple(weights),
-        "out_dtype": jnp.dtype("float32"),
-    }
+    return dataclasses.replace(
+        inputs,
+        x=jnp.asarray(x, jnp.bfloat16),
+        weights=tuple(weights),
+        out_dtype=jnp.dtype("float32"),
+    )
 
 
-def take(inputs: dict[str, Any], rows: slice | list[int]) -> dict[str, Any]:
+def take(inputs: Inputs, rows: slice | list[int]) -> Inputs:
     """The same weights with some of the rows."""
-    index = np.arange(inputs["x"].shape[0])[rows]
-    return inputs | {
-        name: None if inputs[name] is None else inputs[name][index] for name in ("x", "residual")
-    }
+    index = np.arange(inputs.x.shape[0])[rows]
+    residual = None if inputs.residual is None else inputs.residual[index]
+    return dataclasses.replace(inputs, x=inputs.x[index], residual=residual)
 
 
-def assert_bits_are_the_rows_own(
-    inputs: dict[str, Any], classes: tuple[tuple[int, ...], ...]
-) -> None:
+def assert_bits_are_the_rows_own(inputs: Inputs, classes: tuple[tuple[int, ...], ...]) -> None:
     for counts in classes:
         expected = run(take(inputs, slice(counts[-1])))
         for count in counts[:-1]:
@@ -234,7 +224,8 @@ def test_the_near_ties_tell_orders_of_summation_apart() -> None:
     assert (kernel(inputs, warpgroups=2) != kernel(inputs, warpgroups=1)).any()
 
 
-X, W = jax.ShapeDtypeStruct((4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
+X: Any = jax.ShapeDtypeStruct((4, 128), jnp.bfloat16)
+W: Any = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
 
 
 def changed(struct: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
@@ -264,9 +255,8 @@ DOES_NOT_FIT = {
 
 @pytest.mark.parametrize("message", DOES_NOT_FIT)
 def test_what_does_not_fit_is_an_error(message: str) -> None:
-    arguments = {"x": X, "weights": (W,)} | DOES_NOT_FIT[message]
     with pytest.raises(ValueError, match=f"^{message}"):
-        matmul(**arguments)
+        call(matmul, Inputs(x=X, weights=(W,)), DOES_NOT_FIT[message])
 
 
 UNSUPPORTED = {
@@ -290,14 +280,14 @@ def test_what_the_kernel_cannot_multiply_it_says(reason: str) -> None:
     (rows, depth, widths), options = UNSUPPORTED[reason]
     x = jax.ShapeDtypeStruct((rows, depth), options.get("x_dtype", jnp.bfloat16))
     weights = tuple(jax.ShapeDtypeStruct((depth, width), jnp.bfloat16) for width in widths)
-    assert unsupported(x, weights) == reason
+    assert unsupported(Product(x, weights)) == reason
     if jax.default_backend() == "cpu":
         with interpreted(), pytest.raises(ValueError) as error:
-            matmul(
-                jnp.zeros(x.shape, x.dtype),
-                tuple(jnp.zeros(w.shape, w.dtype) for w in weights),
-                implementation="mosaic_gpu",
+            inputs = Inputs(
+                x=jnp.zeros(x.shape, x.dtype),
+                weights=tuple(jnp.zeros(w.shape, w.dtype) for w in weights),
             )
+            matmul(inputs, implementation="mosaic_gpu")
         assert str(error.value) == f"matmul, implementation 'mosaic_gpu': {reason}"
 
 
@@ -307,16 +297,12 @@ def test_the_kernel_needs_a_gpu() -> None:
     with pytest.raises(
         ValueError, match="^matmul, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
     ):
-        matmul(
-            jnp.zeros((4, 128), jnp.bfloat16),
-            (jnp.zeros((128, 64), jnp.bfloat16),),
-            implementation="mosaic_gpu",
-        )
+        matmul(Inputs(x=X, weights=(W,)), implementation="mosaic_gpu")
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="jax is new enough here")
 def test_the_kernel_needs_jax_11() -> None:
-    assert unsupported(X, (W,)) == f"expected jax 0.11 or later, got {jax.__version__}"
+    assert unsupported(Product(X, (W,))) == f"expected jax 0.11 or later, got {jax.__version__}"
 
 
 def test_bytes_are_weights_input_residual_and_result() -> None:
@@ -347,16 +333,10 @@ def test_equals_the_float32_product_at_real_sizes(name: str) -> None:
     shape = SHAPES[name]
     inputs = make_inputs(shape, seed=4)
     got = run(inputs)
-    wide = {
-        key: jax.tree.map(lambda a: a.astype(jnp.float32), inputs[key])
-        for key in ("x", "weights", "residual")
-    }
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), inputs)
+    wide = dataclasses.replace(wide, out_dtype=jnp.float32)
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(
-            lambda arrays: matmul(
-                **arrays, swiglu=shape.swiglu, transposed=shape.transposed, out_dtype=jnp.float32
-            )
-        )(wide)
+        expected = jax.jit(matmul)(wide)
     assert_close(shape, got, np.asarray(expected).astype(np.float64))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import matmul, unsupported
+from pallas_kernels.matmul import Inputs, Product, matmul, unsupported
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_matmul import implementations, needs_mosaic
 
@@ -68,21 +68,21 @@ def run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The stream [rows, width] and the second product, widened without loss."""
     with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
-        stream, scaled, squares = matmul(
-            inputs["x"],
-            (inputs["weight"],),
-            residual=inputs["residual"],
-            gain=inputs["gain"],
-            implementation=implementation,
+        stream, scaled, squares = matmul(first_product(inputs), implementation=implementation)
+        second = Inputs(
+            x=scaled, weights=inputs["weights"], squares=squares, eps=EPS, swiglu=pair.swiglu
         )
-        options: dict[str, Any] = {
-            "squares": squares,
-            "eps": EPS,
-            "swiglu": pair.swiglu,
-            "implementation": implementation,
-        }
-        result = matmul(scaled, inputs["weights"], **options)
+        result = matmul(second, implementation=implementation)
     return np.asarray(stream).astype(np.float32), np.asarray(result).astype(np.float32)
+
+
+def first_product(inputs: dict[str, Any]) -> Inputs:
+    return Inputs(
+        x=inputs["x"],
+        weights=(inputs["weight"],),
+        residual=inputs["residual"],
+        gain=inputs["gain"],
+    )
 
 
 def ground_truth(pair: Pair, inputs: dict[str, Any], stream: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def ground_truth(pair: Pair, inputs: dict[str, Any], stream: np.ndarray) -> np.n
 
 def assert_right(pair: Pair, inputs: dict[str, Any], implementation: str) -> None:
     stream, result = run(pair, inputs, implementation)
-    alone = matmul(inputs["x"], (inputs["weight"],), residual=inputs["residual"])
+    alone = matmul(replace(first_product(inputs), gain=None))
     # Its sums may be taken in another order: one bfloat16 ulp of the product and one of the sum with the residual.
     np.testing.assert_allclose(
         stream,
@@ -151,13 +151,13 @@ def test_a_gain_goes_with_one_weight_and_a_norm_is_shared_by_few_rows() -> None:
         jax.ShapeDtypeStruct((128, 64), jnp.bfloat16),
     )
     assert "expected one weight and a bfloat16 result without swiglu" in str(
-        unsupported(x, (w, w), norms=True)
+        unsupported(Product(x, (w, w), norms=True))
     )
     many = jax.ShapeDtypeStruct((16, 128), jnp.bfloat16)
-    assert unsupported(many, (w,)) is None
+    assert unsupported(Product(many, (w,))) is None
     for option in ("norms", "normed"):
         assert (
-            unsupported(many, (w,), **{option: True})
+            unsupported(Product(many, (w,), **{option: True}))
             == "expected at most 8 rows that share a norm, got 16"
         )
 
@@ -174,9 +174,8 @@ def test_a_gain_goes_with_one_weight_and_a_norm_is_shared_by_few_rows() -> None:
 )
 def test_what_does_not_fit_is_an_error(message: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
-        matmul(
-            jnp.zeros((4, 128), jnp.bfloat16), (jnp.zeros((128, 64), jnp.bfloat16),), **arguments
-        )
+        x, w = jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
+        matmul(Inputs(x=x, weights=(w,), **arguments))
 
 
 # ---- on the device

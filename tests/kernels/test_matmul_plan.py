@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,34 +11,35 @@ from pallas_kernels.matmul.shapes import SHAPES, Shape
 
 NAMES = [name for name, shape in SHAPES.items() if shape.rows <= plan.MAX_ROWS]
 SPLIT = {"llama-3-8b o", "llama-3-8b down", "llama-3-8b eagle3 fc"}
-# Whether it calls the next kernel early, and whether its weights are asked for before it waits for the kernel before.
+# Whether it launches the next kernel early, and whether its weights load before it waits for the kernel before.
 ORDER = {
-    "qkv": (False, False),  # after a norm or a residual sum, which call nobody
-    "o": (False, True),  # attention calls it
+    "qkv": (False, False),  # after a norm or a residual sum, which launch nothing early
+    "o": (False, True),  # attention launches it early
     "gate_up": (True, False),
-    "down": (False, True),  # gate and up call it
+    "down": (False, True),  # gate and up launch it early
     "fc": (False, False),
-    "head": (True, False),  # it calls the sampler
+    "head": (True, False),  # it launches the sampler early
 }
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def chosen(shape: Shape, rows: int, norm: bool = False) -> tuple[plan.Tuning, int]:
     """The tuning and its bytes of shared memory. norm: a residual sum has one after it, any other bfloat16 product one before it."""
-    out_bytes, products = jnp.dtype(shape.out_dtype).itemsize, 2 if shape.swiglu else 1
-    norms = {"normed": norm and not shape.residual, "norms": norm and shape.residual}
-    tuning = plan.choose_tuning(
-        rows,
-        shape.depth,
-        shape.widths,
-        swiglu=shape.swiglu,
-        out_bytes=out_bytes,
+    product = plan.Product(
+        struct(rows, shape.depth),
+        tuple(struct(shape.depth, width) for width in shape.widths),
         residual=shape.residual,
-        **norms,
+        normed=norm and not shape.residual,
+        norms=norm and shape.residual,
+        swiglu=shape.swiglu,
+        out_dtype=shape.out_dtype,
     )
+    tuning = plan.choose_tuning(product)
     assert tuning is not None
-    return tuning, plan.smem_bytes(
-        rows, shape.depth, tuning, products, out_bytes, shape.residual, **norms
-    )
+    return tuning, plan.smem_bytes(product, tuning)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,12 +68,12 @@ def test_what_is_split(name: str) -> None:
 
 
 def test_a_depth_that_two_do_not_share_is_not_split() -> None:
-    tuning = plan.choose_tuning(1, 11008, (4096,))
+    tuning = plan.choose_tuning(plan.Product(struct(1, 11008), (struct(11008, 4096),)))
     assert tuning is not None and (tuning.warpgroups, tuning.split) == (2, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_who_calls_the_next_kernel_and_who_loads_before_it_waits(name: str) -> None:
+def test_which_launch_the_next_kernel_early_and_which_load_weights_first(name: str) -> None:
     tuning, _ = chosen(SHAPES[name], SHAPES[name].rows)
     product = name.rpartition(" rows ")[0].split()[-1]
-    assert (tuning.calls_next, tuning.weights_first) == ORDER[product]
+    assert (tuning.launches_next, tuning.weights_first) == ORDER[product]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import plan
+from pallas_kernels.matmul import Inputs, plan
 from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_matmul import (
@@ -18,7 +20,7 @@ from tests.kernels.test_matmul import (
     run,
     take,
 )
-from tests.kernels.test_matmul_norm import EPS, Pair
+from tests.kernels.test_matmul_norm import EPS, Pair, first_product
 from tests.kernels.test_matmul_norm import ground_truth as normed_truth
 from tests.kernels.test_matmul_norm import make_inputs as make_pair
 
@@ -67,16 +69,9 @@ def test_a_norm_before_and_one_after() -> None:
     inputs = make_pair(pair, seed=1)
     tuning = plan.Tuning(128, 2, 2, split=2)
     with interpreted():
-        stream, scaled, squares = mosaic_gpu.matmul(
-            inputs["x"],
-            (inputs["weight"],),
-            residual=inputs["residual"],
-            gain=inputs["gain"],
-            tuning=tuning,
-        )
-        result = mosaic_gpu.matmul(
-            scaled, inputs["weights"], squares=squares, eps=EPS, tuning=tuning
-        )
+        stream, scaled, squares = mosaic_gpu.matmul(first_product(inputs), tuning=tuning)
+        second = Inputs(x=scaled, weights=inputs["weights"], squares=squares, eps=EPS)
+        result = mosaic_gpu.matmul(second, tuning=tuning)
     rows = np.asarray(stream).astype(np.float32)
     x, weight, residual = (
         np.asarray(inputs[name]).astype(np.float64) for name in ("x", "weight", "residual")
@@ -116,7 +111,7 @@ def test_the_near_ties_tell_a_split_depth_apart(rows: int, step: int) -> None:
 def test_bits_on_the_gpu_are_the_rows_own_whatever_loads_and_calls_first(
     name: str, split: int
 ) -> None:
-    inputs = near_ties(SHAPES[name], seed=5) | {"residual": None}  # which would hide the last bits
+    inputs = replace(near_ties(SHAPES[name], seed=5), residual=None)  # it would hide last bits
     for counts in ((8, 4, 1), (64, 24, 16)):
         whole = kernel(take(inputs, slice(counts[0])), stages=2, split=split)
         for rows in counts:
@@ -126,7 +121,7 @@ def test_bits_on_the_gpu_are_the_rows_own_whatever_loads_and_calls_first(
                     stages=2,
                     split=split,
                     weights_first=early,
-                    calls_next=early,
+                    launches_next=early,
                 )
                 np.testing.assert_array_equal(
                     got, whole[:rows], err_msg=f"{rows} rows, early {early}"

@@ -5,6 +5,7 @@ The interpreter has no multicast: two blocks that share weights run in the tests
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import matmul, unsupported
+from pallas_kernels.matmul import Inputs, Product, matmul, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_matmul import (
@@ -36,14 +37,13 @@ SMALL = {
 MANY_ROWS = [name for name, shape in SHAPES.items() if shape.rows > 64]
 
 
-def kernel(inputs: dict[str, Any], **tuning: int) -> np.ndarray:
+def kernel(inputs: Inputs, **tuning: int) -> np.ndarray:
     """The kernel itself, which takes more rows than are measured to be faster than cuBLAS's."""
     from pallas_kernels.matmul import swiglu_mosaic_gpu
 
     with interpreted():
         out = swiglu_mosaic_gpu.swiglu(
-            inputs["x"],
-            *inputs["weights"],
+            inputs,
             tuning=swiglu_mosaic_gpu.Tuning(**tuning) if tuning else None,
         )
     return np.asarray(out).astype(np.float32)
@@ -73,10 +73,8 @@ def test_gates_far_from_zero() -> None:
     x[:, 0] = gates
     weight = np.zeros((64, 64), np.float32)
     weight[0] = 1.0
-    inputs = {
-        "x": jnp.asarray(x, jnp.bfloat16),
-        "weights": (jnp.asarray(weight, jnp.bfloat16),) * 2,
-    }
+    weights = (jnp.asarray(weight, jnp.bfloat16),) * 2
+    inputs = Inputs(x=jnp.asarray(x, jnp.bfloat16), weights=weights, swiglu=True)
     expected = np.repeat((gates / (1 + np.exp(-gates)) * gates)[:, None], 64, axis=1)
     np.testing.assert_allclose(kernel(inputs), expected, rtol=2 * 2.0**-8, atol=1e-40)
 
@@ -84,9 +82,8 @@ def test_gates_far_from_zero() -> None:
 @needs_mosaic
 def test_bits_do_not_depend_on_tile_ring_or_neighbours() -> None:
     """Cancelling sums tell orders of summation apart (test_matmul.py shows that they can)."""
-    inputs = near_ties(Shape(256, 384, (192, 192), swiglu=True), seed=3, step=64) | {
-        "out_dtype": jnp.dtype("bfloat16")
-    }
+    inputs = near_ties(Shape(256, 384, (192, 192), swiglu=True), seed=3, step=64)
+    inputs = replace(inputs, out_dtype=jnp.dtype("bfloat16"))
     order = np.random.default_rng(0).permutation(256).tolist()
     expected = run(inputs)
     np.testing.assert_array_equal(run(take(inputs, order)), expected[order])
@@ -157,7 +154,7 @@ def test_what_the_kernel_cannot_multiply_it_says(name: str) -> None:
         jax.ShapeDtypeStruct((rows, depth), dtype),
         jax.ShapeDtypeStruct((depth, width), jnp.bfloat16),
     )
-    assert unsupported(x, (weight, weight), **options) == reason
+    assert unsupported(Product(x, (weight, weight), **options)) == reason
 
 
 @needs_mosaic
@@ -170,7 +167,8 @@ def test_the_public_op_refuses_what_has_a_norm_or_a_residual() -> None:
     )
     for beside in besides:
         with interpreted(), pytest.raises(ValueError) as error:
-            matmul(x, (weight, weight), swiglu=True, **beside, implementation="mosaic_gpu")
+            inputs = Inputs(x=x, weights=(weight, weight), swiglu=True, **beside)
+            matmul(inputs, implementation="mosaic_gpu")
         assert str(error.value) == f"matmul, implementation 'mosaic_gpu': {ALONE}"
 
 
@@ -180,7 +178,7 @@ def test_the_public_op_refuses_what_has_a_norm_or_a_residual() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MANY_ROWS)
 def test_bits_on_the_gpu_do_not_depend_on_neighbours(name: str) -> None:
-    inputs = near_ties(SHAPES[name], seed=5) | {"out_dtype": jnp.dtype("bfloat16")}
+    inputs = replace(near_ties(SHAPES[name], seed=5), out_dtype=jnp.dtype("bfloat16"))
     expected = run(inputs)
     np.testing.assert_array_equal(run(inputs), expected, err_msg="twice")
     order = np.random.default_rng(0).permutation(SHAPES[name].rows).tolist()

@@ -1,0 +1,65 @@
+"""Inputs of matmul."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.types import STATIC
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Rows, the weights that multiply them, and what is fused with the product.
+
+    x:          [rows, depth]
+    weights:    one or more [depth, width]; [width, depth] if transposed
+    squares:    float32 [pieces, rows or more], sums over pieces of the squares of the rows that x
+                is, before their gain; the product is divided by sqrt(their sum / depth + eps), in
+                float32
+    residual:   [rows, width], added to the cast product
+    gain:       [width], the gain of the RMS norm that follows
+    eps:        of the norm of `squares`
+    swiglu:     weights are (gate, up) and the result is silu(x @ gate) * (x @ up); each of the
+                three is cast in turn
+    transposed: weights are [width, depth] (a tied embedding as the head)
+    out_dtype:  of the result
+
+    With squares and gain, an RMS norm between two products costs no pass of its own over the rows,
+    which are rounded once, after the gain.
+    """
+
+    x: jax.Array
+    weights: tuple[jax.Array, ...]
+    squares: jax.Array | None = None
+    residual: jax.Array | None = None
+    gain: jax.Array | None = None
+    eps: float = field(default=0.0, metadata=STATIC)
+    swiglu: bool = field(default=False, metadata=STATIC)
+    transposed: bool = field(default=False, metadata=STATIC)
+    out_dtype: DTypeLike = field(default=jnp.bfloat16, metadata=STATIC)
+
+    def check(self) -> None:
+        """Raise ValueError for shapes that do not fit together."""
+        x, shapes = self.x.shape, [w.shape for w in self.weights]
+        depth_axis = 1 if self.transposed else 0
+        fits = shapes and all(len(w) == 2 and w[depth_axis] == x[-1] for w in shapes)
+        if len(x) != 2 or not fits:
+            raise ValueError(f"weights: expected matrices of depth {x[-1]}, got {shapes} for x {x}")
+        widths = [w[1 - depth_axis] for w in shapes]
+        if self.swiglu and (len(widths) != 2 or widths[0] != widths[1]):
+            expected = "gate and up of one width with swiglu"
+            raise ValueError(f"weights: expected {expected}, got widths {widths}")
+        rows, width = x[0], widths[0] if self.swiglu else sum(widths)
+        residual, squares, gain = self.residual, self.squares, self.gain
+        if residual is not None and residual.shape != (rows, width):
+            raise ValueError(f"residual: expected {(rows, width)}, got {residual.shape}")
+        if squares is not None and (squares.ndim != 2 or squares.shape[1] < rows):
+            expected = f"[pieces, {rows} rows or more]"
+            raise ValueError(f"squares: expected {expected}, got {squares.shape}")
+        if gain is not None and gain.shape != (width,):
+            raise ValueError(f"gain: expected {(width,)}, got {gain.shape}")

@@ -1,0 +1,191 @@
+"""Matrix products of few rows on Hopper: weights stream through shared memory as the wide operand.
+
+A decode step multiplies 1 to 64 rows by every weight of the model once, so its floor is the
+weights' bytes over the memory's bandwidth. A block owns 64 output columns at a time, for the whole
+depth. Its warpgroups share the depth, step by step in turn, each with its own ring of TMA copies.
+So up to 200 KB are in flight for each SM, and the latency of one wgmma chain hides behind the
+other's. wgmma computes the transposed product (W^T x^T), whose narrow axis is the rows padded to
+8, 16, 32 or 64 instead of to 64.
+
+Blocks have to lie evenly over the GPU's eight GPCs: the 16 or 18 SMs of one read 0.7 TB/s
+together, so 64 blocks that crowd into four of them read 2.8 TB/s. Where tiles are few and deep (o
+and down of an 8B model have 64), a block is therefore a cluster of two CTAs that share the depth.
+For the same reason a kernel that would occupy whatever SMs this one leaves is not launched early
+(plan.py has the table, docs/notes/block-placement.md the figures).
+
+Every launch costs about two microseconds, so SwiGLU, the residual sum, and the RMS norm between
+two products are fused. The first product multiplies its rows by the norm's gain and sums the
+squares of each tile; the second divides its result by the root of their mean. (Normalising in each
+block took 8 to 12 microseconds; docs/notes/shared-norms.md has other attempts.)
+
+The order of summation, chosen in plan.py, depends on the weights and on whether there are more
+than 8 rows: the CTAs of a cluster send their shares to the first one, which adds them in a fixed
+order. So a row's bits do not depend on its neighbours.
+
+    sizes.py        static sizes, and the kernel's operands, results and scratch memory by name
+    ring.py         TMA copies of weights and x
+    tile_sum.py     the sums of a tile, over warpgroups
+    cluster_sum.py  the sum over a cluster
+    epilogue.py     norms, SwiGLU, residual sum, and the result
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.inputs import Inputs
+from pallas_kernels.matmul.mosaic_gpu import cluster_sum
+from pallas_kernels.matmul.mosaic_gpu.epilogue import finish, load_gain_and_residual, row_scale
+from pallas_kernels.matmul.mosaic_gpu.ring import Ring
+from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
+from pallas_kernels.matmul.mosaic_gpu.tile_sum import add_up, multiply
+from pallas_kernels.matmul.plan import (
+    REDUCTION_BYTES,
+    TILE_N,
+    Product,
+    Tuning,
+    choose_tuning,
+    num_pieces,
+)
+from pallas_kernels.matmul.reference import Result
+from pallas_kernels.types import Ref
+
+
+# Compiled as a function of its own, so that a model's layers share one kernel.
+@partial(jax.jit, static_argnames="tuning")
+def matmul(inputs: Inputs, *, tuning: Tuning | None = None) -> Result:
+    """Run the op; see pallas_kernels.matmul.matmul."""
+    product = Product.of(inputs)
+    tuning = tuning or choose_tuning(product)
+    assert tuning is not None  # the public op has checked `unsupported`
+    sizes = Sizes(product, tuning)
+    operands = Operands(inputs.x, inputs.weights, inputs.squares, inputs.residual, inputs.gain)
+    (results,) = _kernel(sizes, inputs.eps, operands)(operands)
+    if inputs.gain is None:
+        return results.out
+    return results.out, results.scaled, results.squares
+
+
+def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
+    """Return the kernel for these operands."""
+    product, tuning = sizes.product, sizes.tuning
+    steps, split = sizes.steps, tuning.split
+
+    def body(operands: Operands[Ref], results: Results[Ref], scratch: Scratch[Ref]) -> None:
+        block, wg = lax.axis_index("block"), lax.axis_index("wg")
+        part = lax.axis_index(cluster_sum.AXIS) if split > 1 else 0
+        finishes = (wg == 0) & (part == 0)
+        # Copies fill rows past the last one with zeros, and do not write them.
+        all_rows = pl.ds(block * 0, sizes.padded)
+        ring = Ring(sizes, operands, scratch, block, wg, part, all_rows)
+        tiles_here = lax.div(sizes.num_tiles - 1 - block, sizes.blocks) + 1
+        turns = steps * tiles_here
+
+        if tuning.weights_first:
+            ring.fill_weights(turns)
+        if sizes.pdl:
+            plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; x does
+        ring.fill_x(turns)
+        if not tuning.weights_first:
+            ring.fill_weights(turns)
+        ring.await_x()
+
+        # One warpgroup keeps the norm's factor in registers. Of several, which share the memory
+        # for sums across warps, only one may sum.
+        scale = None
+        if operands.squares is not None and scratch.scale is None:
+            scale = row_scale(sizes, operands.squares, eps)
+        elif operands.squares is not None and scratch.scale is not None:
+            squares, kept = operands.squares, scratch.scale
+
+            @pl.when(wg == 0)
+            def _keep_scale() -> None:
+                kept[...] = row_scale(sizes, squares, eps)
+                plgpu.commit_smem()
+
+        @pl.loop(0, tiles_here)
+        def _tile(index: jax.Array) -> None:
+            tile = block + index * sizes.blocks
+            here = (all_rows, pl.ds(tile * TILE_N, TILE_N))
+            load_gain_and_residual(operands, scratch, finishes, tile, here)
+            sums = multiply(ring, index, turns)
+
+            def finish_tile(totals: list[jax.Array]) -> None:
+                finish(sizes, results, scratch, totals, scale, tile, here)
+
+            add_up(ring, results, sums, finishes, index, tiles_here, finish_tile)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    fused = {
+        "swiglu": product.swiglu,
+        "normed": product.normed,
+        "residual": product.residual,
+        "norms": product.norms,
+    }
+    name = [
+        f"matmul_{product.depth}x{product.width}",
+        *(n for n, present in fused.items() if present),
+    ]
+    return plgpu.kernel(
+        body,
+        out_type=(_results(sizes),),
+        grid=(sizes.blocks,),
+        grid_names=("block",),
+        **({"cluster": (split,), "cluster_names": (cluster_sum.AXIS,)} if split > 1 else {}),
+        num_threads=tuning.warpgroups,
+        thread_name="wg",
+        kernel_name="_".join(name),
+        scratch_types=[_scratch(sizes, operands)],
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_BYTES),
+    )
+
+
+def _results(sizes: Sizes) -> Results[jax.ShapeDtypeStruct]:
+    product = sizes.product
+    out = jax.ShapeDtypeStruct((product.rows, product.width), product.out_dtype)
+    squares = jax.ShapeDtypeStruct((num_pieces(product.width), sizes.padded), jnp.float32)
+    return Results(
+        out=out,
+        scaled=out if product.norms else None,
+        squares=squares if product.norms else None,
+        shares=cluster_sum.outputs(sizes),
+    )
+
+
+def _scratch(sizes: Sizes, operands: Operands[jax.Array]) -> Scratch[pl.MemoryRef]:
+    product, tuning, padded, slots = sizes.product, sizes.tuning, sizes.padded, sizes.slots
+    tile_k, others = tuning.tile_k, tuning.warpgroups - 1
+    x_steps = sizes.part_depth // tile_k if sizes.resident else slots
+    w_tile = (TILE_N, tile_k) if product.transposed else (tile_k, TILE_N)
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    dtype, out_dtype = operands.x.dtype, product.out_dtype
+    residual, gain = operands.residual, operands.gain
+    copies = product.accumulators if sizes.resident else product.accumulators + 1
+    return Scratch(
+        x=plgpu.SMEM((x_steps, padded, tile_k), dtype, transforms=transforms),
+        w=plgpu.SMEM((slots, product.accumulators, *w_tile), dtype, transforms=transforms),
+        out=plgpu.SMEM((padded, TILE_N), out_dtype),
+        partial=plgpu.SMEM((others, *sizes.share), jnp.float32) if others else None,
+        halves=plgpu.SMEM((2, padded, TILE_N), jnp.uint16) if sizes.is_wide else None,
+        residual=None if residual is None else plgpu.SMEM((padded, TILE_N), residual.dtype),
+        scale=plgpu.SMEM((padded,), jnp.float32) if product.normed and others else None,
+        gain=None if gain is None else plgpu.SMEM((TILE_N,), gain.dtype),
+        scaled=None if gain is None else plgpu.SMEM((padded, TILE_N), out_dtype),
+        squares=None if gain is None else plgpu.SMEM((padded,), jnp.float32),
+        full=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
+        x_ready=plgpu.Barrier(num_barriers=others + 1, num_arrivals=sizes.steps)
+        if sizes.resident
+        else None,
+        done=plgpu.Barrier(num_arrivals=others) if others else None,
+        taken=plgpu.Barrier(num_barriers=others) if others else None,
+        residual_ready=None if residual is None else plgpu.Barrier(),
+        gain_ready=None if gain is None else plgpu.Barrier(),
+        received=cluster_sum.scratch(sizes),
+    )

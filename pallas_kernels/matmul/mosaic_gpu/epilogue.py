@@ -1,0 +1,103 @@
+"""What follows a tile's sums: the norm before, SwiGLU, the residual sum, and the norm after."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
+from pallas_kernels.matmul.plan import TILE_N
+from pallas_kernels.mosaic import load
+from pallas_kernels.types import Ref, Slice
+
+LAYOUT = plgpu.Layout.WGMMA
+
+
+def row_scale(sizes: Sizes, squares: Ref, eps: float) -> jax.Array:
+    """Return the inverse of what the norm before divides each row by: float32 [padded rows]."""
+    sums, depth = load(squares, LAYOUT, optimized=False), sizes.product.depth
+    piece = plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=LAYOUT)
+    sums = jnp.where(piece < depth // TILE_N, sums, 0.0)
+    return lax.rsqrt(jnp.sum(sums, axis=0) / depth + eps)
+
+
+def load_gain_and_residual(
+    operands: Operands[Ref],
+    scratch: Scratch[Ref],
+    finishes: jax.Array,
+    tile: jax.Array,
+    here: tuple[Slice, Slice],
+) -> None:
+    """Start the copies that `finish` waits for, in the warpgroup that finishes the tile.
+
+    here: the tile's place in the result.
+    """
+    if operands.gain is not None and scratch.gain is not None:
+        gain = operands.gain.at[pl.ds(tile * TILE_N, TILE_N)]
+        copy = partial(plgpu.copy_gmem_to_smem, gain, scratch.gain, scratch.gain_ready)
+        pl.when(finishes)(copy)
+    if operands.residual is not None and scratch.residual is not None:
+        residual = operands.residual.at[here]
+        copy = partial(plgpu.copy_gmem_to_smem, residual, scratch.residual, scratch.residual_ready)
+        pl.when(finishes)(copy)
+
+
+def finish(
+    sizes: Sizes,
+    results: Results[Ref],
+    scratch: Scratch[Ref],
+    totals: list[jax.Array],
+    scale: jax.Array | None,
+    tile: jax.Array,
+    here: tuple[Slice, Slice],
+) -> None:
+    """Write a tile of the result from its sums, one array [TILE_N, padded rows] a product.
+
+    scale: row_scale in registers; None: in scratch.scale, or no norm before.
+    """
+    out_dtype = sizes.product.out_dtype
+    if scratch.scale is not None:
+        scale = load(scratch.scale, LAYOUT.reduce(0), optimized=False)
+    if scale is not None:
+        totals = [total * lax.broadcast_in_dim(scale, total.shape, [1]) for total in totals]
+    if sizes.product.swiglu:
+        gate, up = (t.astype(out_dtype).astype(jnp.float32) for t in totals)
+        silu = (gate / (1.0 + jnp.exp(-gate))).astype(out_dtype)
+        total = silu.astype(jnp.float32) * up
+    else:
+        (total,) = totals
+    total = total.astype(out_dtype)
+    if scratch.residual is not None:
+        plgpu.barrier_wait(scratch.residual_ready)
+        residual = scratch.residual.transpose((1, 0))[...].astype(jnp.float32)
+        total = (residual + total.astype(jnp.float32)).astype(out_dtype)
+    plgpu.wait_smem_to_gmem(0)  # the tile before has left scratch.out
+    if scratch.gain is not None and scratch.scaled is not None and scratch.squares is not None:
+        plgpu.barrier_wait(scratch.gain_ready)
+        gain = load(scratch.gain, LAYOUT.reduce(1), optimized=False).astype(jnp.float32)
+        value = total.astype(jnp.float32)
+        scaled = value * lax.broadcast_in_dim(gain, value.shape, [0])
+        scratch.scaled.transpose((1, 0))[...] = scaled.astype(out_dtype)
+        scratch.squares[...] = jnp.sum(value * value, axis=0)
+    if scratch.halves is not None:
+        # Only 16-bit values can be stored transposed: store the halves, and join them by row.
+        bits = lax.bitcast_convert_type(total, jnp.uint32)
+        scratch.halves.at[0].transpose((1, 0))[...] = (bits >> 16).astype(jnp.uint16)
+        scratch.halves.at[1].transpose((1, 0))[...] = (bits & 0xFFFF).astype(jnp.uint16)
+        plgpu.commit_smem()
+        upper = scratch.halves[0].astype(jnp.uint32) << 16
+        bits = upper | scratch.halves[1].astype(jnp.uint32)
+        scratch.out[...] = lax.bitcast_convert_type(bits, jnp.float32)
+    else:
+        scratch.out.transpose((1, 0))[...] = total
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(scratch.out, results.out.at[here])
+    if scratch.scaled is not None and results.scaled is not None:
+        plgpu.copy_smem_to_gmem(scratch.scaled, results.scaled.at[here])
+    if scratch.squares is not None and results.squares is not None:
+        plgpu.copy_smem_to_gmem(scratch.squares, results.squares.at[tile])
