@@ -231,19 +231,19 @@ def _by_the_op(
     implementation: str,
 ) -> jax.Array:
     gate_up, down = (weight_of(params[name], x.dtype) for name in ("gate_up", "down"))
-    return moe_op.experts(
-        x,
-        ids,
-        weights,
-        gate_up,
-        down,
+    inputs = moe_op.Inputs(
+        x=x,
+        ids=ids,
+        weights=weights,
+        gate_up=gate_up,
+        down=down,
         gate_up_bias=params.get("gate_up_bias"),
         down_bias=params.get("down_bias"),
         gate=cfg.gate,
         alpha=cfg.alpha,
         limit=cfg.limit,
-        implementation=implementation,
     )
+    return moe_op.experts(inputs, implementation=implementation)
 
 
 def _gathered(

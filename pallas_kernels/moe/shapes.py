@@ -1,24 +1,29 @@
-"""Real shapes of the experts' op, shared by tests and benchmarks: the passes of a decode round of two models, at batches of 1 and 16."""
+"""Real shapes of the experts, shared by tests and benchmarks.
+
+The passes of a decode round of two models, at batches of 1 and 16.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.moe.inputs import Gate, Inputs
 
 ROWS = (1, 4, 6, 16, 64, 96)  # a draft step, K + 1 of K = 3 and 5; the same of 16 requests
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """x [rows, hidden] through top_k of num_experts experts, gate_up [experts, hidden, 2 * size] and down [experts, size, hidden].
+    """Rows x [rows, hidden] through top_k of num_experts experts.
 
-    routing: "random" (each row its own experts), "same" (all rows the same ones) or "spread" (one after the other: every expert is hit
-    if rows * top_k suffice).
+    gate_up is [experts, hidden, 2 * size] and down [experts, size, hidden]. routing: "random"
+    (each row its own experts), "same" (all rows the same ones) or "spread" (one after the other:
+    every expert is hit if rows * top_k suffice).
     """
 
     rows: int
@@ -26,7 +31,7 @@ class Shape:
     top_k: int
     hidden: int
     size: int
-    gate: str = "silu"
+    gate: Gate = "silu"
     bias: bool = False
     routing: str = "random"
 
@@ -43,45 +48,43 @@ SHAPES = {
 
 
 def route(shape: Shape, seed: int) -> np.ndarray:
-    """int32 [rows, top_k], no expert twice in a row."""
-    rng = np.random.default_rng(seed)
+    """Return chosen experts, int32 [rows, top_k], no expert twice in a row."""
+    rng, rows, top_k = np.random.default_rng(seed), shape.rows, shape.top_k
     if shape.routing == "same":
-        return np.tile(rng.permutation(shape.num_experts)[: shape.top_k], (shape.rows, 1)).astype(
-            np.int32
-        )
-    if shape.routing == "spread":
-        return (
-            np.arange(shape.rows * shape.top_k).reshape(shape.rows, shape.top_k) % shape.num_experts
-        ).astype(np.int32)
-    return np.stack(
-        [rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.rows)]
-    ).astype(np.int32)
+        ids = np.tile(rng.permutation(shape.num_experts)[:top_k], (rows, 1))
+    elif shape.routing == "spread":
+        ids = np.arange(rows * top_k).reshape(rows, top_k) % shape.num_experts
+    else:
+        ids = np.stack([rng.permutation(shape.num_experts)[:top_k] for _ in range(rows)])
+    return ids.astype(np.int32)
 
 
-def make_inputs(shape: Shape, seed: int) -> dict[str, Any]:
-    """Arguments of the public op: normal random numbers, scaled so that what goes in and what comes out is of one size."""
+def make_inputs(shape: Shape, seed: int) -> Inputs:
+    """Return normal random numbers, scaled so that x and the result are of one size."""
     keys = jax.random.split(jax.random.key(seed), 6)
 
     def normal(key: jax.Array, *dims: int, scale: float = 1.0) -> jax.Array:
         return jax.random.normal(key, dims, jnp.bfloat16) * jnp.asarray(scale, jnp.bfloat16)
 
     count, hidden, size = shape.num_experts, shape.hidden, shape.size
-    return {
-        "x": normal(keys[0], shape.rows, hidden),
-        "ids": jnp.asarray(route(shape, seed)),
-        "weights": jax.nn.softmax(
-            jax.random.normal(keys[1], (shape.rows, shape.top_k), jnp.float32)
-        ),
-        "gate_up": normal(keys[2], count, hidden, 2 * size, scale=1 / math.sqrt(hidden)),
-        "down": normal(keys[3], count, size, hidden, scale=1 / math.sqrt(size)),
-        "gate_up_bias": normal(keys[4], count, 2 * size) if shape.bias else None,
-        "down_bias": normal(keys[5], count, hidden) if shape.bias else None,
-        "gate": shape.gate,
-    }
+    logits = jax.random.normal(keys[1], (shape.rows, shape.top_k), jnp.float32)
+    return Inputs(
+        x=normal(keys[0], shape.rows, hidden),
+        ids=jnp.asarray(route(shape, seed)),
+        weights=jax.nn.softmax(logits),
+        gate_up=normal(keys[2], count, hidden, 2 * size, scale=1 / math.sqrt(hidden)),
+        down=normal(keys[3], count, size, hidden, scale=1 / math.sqrt(size)),
+        gate_up_bias=normal(keys[4], count, 2 * size) if shape.bias else None,
+        down_bias=normal(keys[5], count, hidden) if shape.bias else None,
+        gate=shape.gate,
+    )
 
 
 def bytes_moved(shape: Shape) -> int:
-    """The fewest bytes of device memory: each expert that make_inputs' seed 0 hits read once, the rows in and out."""
+    """Return the fewest bytes of device memory.
+
+    Each expert that make_inputs hits with seed 0 is read once; rows are read and written.
+    """
     hit = len(np.unique(route(shape, 0)))
     per_expert = 3 * shape.hidden * shape.size + (
         2 * shape.size + shape.hidden if shape.bias else 0

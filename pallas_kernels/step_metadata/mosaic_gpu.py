@@ -109,8 +109,8 @@ def step_metadata(inputs: Inputs) -> StepMetadata:
         number = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=by_number)
         column = jnp.where(number < columns, number, number - columns)
         low, high = keys_of(lax.div(column, queries_per_kv))
-        limits = jnp.where(number < columns, low, high)
-        bounds = jnp.where(column < rows * queries_per_kv, limits, 0)
+        is_used = column < rows * queries_per_kv
+        bounds = jnp.where(is_used, jnp.where(number < columns, low, high), 0)
         ranges = lax.div(begin, KEYS), lax.div(end + (KEYS - 1), KEYS), length, length
         for i, value in enumerate(ranges):
             bounds = jnp.where(number == 2 * columns + i, value, bounds)

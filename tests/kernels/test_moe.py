@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import IMPLEMENTATIONS, MAX_ROWS, experts, unsupported
+from pallas_kernels.moe import IMPLEMENTATIONS, MAX_ROWS, Inputs, experts, unsupported
 from pallas_kernels.moe.shapes import SHAPES, Shape, bytes_moved, make_inputs, route
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import call, interpreted
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
@@ -52,31 +52,32 @@ SMALL = {
 }
 
 
-def run(inputs: dict[str, Any], implementation: str = "mosaic_gpu") -> np.ndarray:
+def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
     """The public op's result, widened without loss."""
     with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
-        return np.asarray(experts(**inputs, implementation=implementation)).astype(np.float32)
+        return np.asarray(experts(inputs, implementation=implementation)).astype(np.float32)
 
 
-def ground_truth(inputs: dict[str, Any]) -> np.ndarray:
+def ground_truth(inputs: Inputs) -> np.ndarray:
     """float64 [rows, D]; nothing is rounded on the way."""
     x, weights, gate_up, down = (
-        np.asarray(inputs[name]).astype(np.float64) for name in ("x", "weights", "gate_up", "down")
+        np.asarray(a).astype(np.float64)
+        for a in (inputs.x, inputs.weights, inputs.gate_up, inputs.down)
     )
-    biases = [inputs[f"{name}_bias"] for name in ("gate_up", "down")]
+    biases = [inputs.gate_up_bias, inputs.down_bias]
     gate_up_bias, down_bias = (
         np.zeros(len(down)) if b is None else np.asarray(b).astype(np.float64) for b in biases
     )
     out = np.zeros_like(x)
-    for row, chosen in enumerate(np.asarray(inputs["ids"])):
+    for row, chosen in enumerate(np.asarray(inputs.ids)):
         for k, weight in enumerate(weights[row]):
             expert = chosen[k]
             gate, up = np.split(x[row] @ gate_up[expert] + gate_up_bias[expert], 2)
-            if inputs["gate"] != "silu":
+            if inputs.gate != "silu":
                 gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
             inner = (
                 (up + 1) * gate / (1 + np.exp(-1.702 * gate))
-                if inputs["gate"] == "clamped"
+                if inputs.gate == "clamped"
                 else up * gate / (1 + np.exp(-gate))
             )
             out[row] += weight * (inner @ down[expert] + down_bias[expert])
@@ -110,7 +111,7 @@ def test_rings_run_on_from_item_to_item(name: str) -> None:
     inputs = one_term_a_step(make_inputs(shape, seed=1))
     tuning = mosaic_gpu.Tuning(64, 2, 3)
     with interpreted():
-        got = np.asarray(mosaic_gpu.experts(**inputs, tunings=(tuning, tuning))).astype(np.float32)
+        got = np.asarray(mosaic_gpu.experts(inputs, tunings=(tuning, tuning))).astype(np.float32)
     assert_close(shape, got, ground_truth(inputs))
     np.testing.assert_array_equal(got, run(inputs))
 
@@ -118,20 +119,27 @@ def test_rings_run_on_from_item_to_item(name: str) -> None:
 @needs_mosaic
 def test_ids_may_have_more_columns_than_weights() -> None:
     inputs = make_inputs(SMALL["three rows"], seed=2)
-    wider = inputs | {"ids": jnp.pad(inputs["ids"], ((0, 0), (0, 6)), constant_values=-1)}
+    ids = jnp.pad(inputs.ids, ((0, 0), (0, 6)), constant_values=-1)
+    wider = dataclasses.replace(inputs, ids=ids)
     for implementation in IMPLEMENTATIONS:
         np.testing.assert_array_equal(run(wider, implementation), run(inputs, implementation))
 
 
-def one_term_a_step(inputs: dict[str, Any], step: int = 64) -> dict[str, Any]:
+def one_term_a_step(inputs: Inputs, step: int = 64) -> dict[str, Any]:
     """One place in `step` of the depth is not zero: no wgmma adds more than one term, whose order the CPU's products choose by the rows."""
 
-    x, down = inputs["x"], inputs["down"]
+    x, down = inputs.x, inputs.down
     thin = (
         jnp.where(np.arange(x.shape[1]) % step == 0, x, 0),
         jnp.where((np.arange(down.shape[1]) % step == 0)[:, None], down, 0),
     )
-    return inputs | {"x": thin[0], "down": thin[1]}
+    return dataclasses.replace(inputs, x=thin[0], down=thin[1])
+
+
+def rows_of(inputs: Inputs, rows: np.ndarray | slice) -> Inputs:
+    """Some of the rows."""
+    some = {name: getattr(inputs, name)[rows] for name in ("x", "ids", "weights")}
+    return dataclasses.replace(inputs, **some)
 
 
 @needs_mosaic
@@ -142,9 +150,7 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
     )
 
     def take(rows: list[int]) -> np.ndarray:
-        return run(
-            inputs | {name: inputs[name][np.asarray(rows)] for name in ("x", "ids", "weights")}
-        )
+        return run(rows_of(inputs, np.asarray(rows)))
 
     everything = take(list(range(20)))
     for rows in (
@@ -154,7 +160,8 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
         np.random.default_rng(0).permutation(20).tolist(),
     ):
         np.testing.assert_array_equal(take(rows), everything[rows], err_msg=f"rows {rows}")
-    crowd = inputs | {"ids": jnp.broadcast_to(inputs["ids"][:1], inputs["ids"].shape)}
+    ids = jnp.broadcast_to(inputs.ids[:1], inputs.ids.shape)
+    crowd = dataclasses.replace(inputs, ids=ids)
     np.testing.assert_array_equal(run(crowd)[0], everything[0])
 
 
@@ -237,6 +244,7 @@ ARGUMENTS = {
     "gate_up": struct(8, 128, 128),
     "down": struct(8, 64, 128),
 }
+FITS = Inputs(**ARGUMENTS)
 DOES_NOT_FIT = {
     r"x: expected \(4, 128\), got \(3, 128\)": {"x": struct(3, 128)},
     r"gate_up: expected \(8, 128, 128\), got \(8, 128, 64\)": {"gate_up": struct(8, 128, 64)},
@@ -252,7 +260,7 @@ DOES_NOT_FIT = {
 @pytest.mark.parametrize("message", DOES_NOT_FIT)
 def test_what_does_not_fit_is_an_error(message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        experts(**ARGUMENTS | DOES_NOT_FIT[message])
+        call(experts, FITS, DOES_NOT_FIT[message])
 
 
 @needs_mosaic
@@ -281,7 +289,7 @@ def test_the_kernel_needs_a_gpu() -> None:
     with pytest.raises(
         ValueError, match="^moe, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
     ):
-        experts(**ARGUMENTS, implementation="mosaic_gpu")
+        experts(FITS, implementation="mosaic_gpu")
 
 
 def test_bytes_are_the_experts_hit_and_the_rows() -> None:
@@ -306,19 +314,15 @@ def test_equals_the_float32_experts_at_real_sizes(name: str, routing: str) -> No
     shape = dataclasses.replace(SHAPES[name], routing=routing)
     inputs = make_inputs(shape, seed=4)
     got = run(inputs)
-    hit = np.unique(inputs["ids"])  # in float32 no more than these fit beside the rest
+    hit = np.unique(inputs.ids)  # in float32 no more than these fit beside the rest
     narrow = {
-        key: None if inputs[key] is None else inputs[key][hit].astype(jnp.float32)
+        key: None if getattr(inputs, key) is None else getattr(inputs, key)[hit].astype(jnp.float32)
         for key in ("gate_up", "down", "gate_up_bias", "down_bias")
     }
     with jax.default_matmul_precision("highest"):
-        x, ids = (
-            inputs["x"].astype(jnp.float32),
-            jnp.asarray(np.searchsorted(hit, inputs["ids"]), jnp.int32),
-        )
-        expected = jax.jit(lambda **a: experts(**a, gate=shape.gate))(
-            x=x, ids=ids, weights=inputs["weights"], **narrow
-        )
+        ids = jnp.asarray(np.searchsorted(hit, inputs.ids), jnp.int32)
+        wide = dataclasses.replace(inputs, x=inputs.x.astype(jnp.float32), ids=ids, **narrow)
+        expected = jax.jit(experts)(wide)
     assert_close(shape, got, np.asarray(expected).astype(np.float64))
 
 
@@ -328,7 +332,7 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours_at_real_sizes(name: str) ->
     inputs = make_inputs(SHAPES[name], seed=5)
     everything = run(inputs)
     for rows in (1, 4, 8, 16, 64):
-        some = inputs | {key: inputs[key][:rows] for key in ("x", "ids", "weights")}
+        some = rows_of(inputs, slice(rows))
         for _ in range(3):
             np.testing.assert_array_equal(
                 run(some), everything[:rows], err_msg=f"{rows} of 96 rows"

@@ -1,0 +1,111 @@
+"""The experts of a decode step on Hopper: each expert that some row chose is read once.
+
+Two launches of one kernel: gate and up with the activation, then down. It is the product of
+pallas_kernels.matmul (TMA ring, wgmma on W^T x^T, whose narrow axis is the rows) over a list of
+blocks: an expert with up to 32 of its rows. A CTA takes (block, 64 columns) items in turn. Its
+ring runs on from one item into the next, so that neither the number of experts hit nor their sizes
+leave it idle.
+
+With up to FEW_ROWS rows every block takes all rows: nothing is sorted, and each CTA makes the list
+from the chosen ids. If there are more, XLA gathers the rows of each expert, padded to 8, 16 or 32. An expert with
+more than 32 rows has several blocks, next to each other in time: the second one finds the weights
+in the L2 cache.
+
+One accumulator runs through the whole depth, and a row's experts are summed in the order of its
+ids. So a row's bits depend on the row alone.
+
+    blocks.py    the blocks of many rows, made by XLA
+    grouped.py   the kernel
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.moe import MAX_ROWS
+from pallas_kernels.moe.inputs import Inputs
+from pallas_kernels.moe.mosaic_gpu.blocks import (
+    SIZES,
+    num_blocks,
+    num_places,
+    padded_table,
+    plan_blocks,
+)
+from pallas_kernels.moe.mosaic_gpu.grouped import (
+    FEW_ROWS,
+    MAX_SMEM,
+    Activation,
+    Table,
+    Tuning,
+    choose_tuning,
+    multiply_blocks,
+    smem_bytes,
+)
+from pallas_kernels.types import Shaped
+
+__all__ = [
+    "FEW_ROWS",
+    "MAX_SMEM",
+    "SIZES",
+    "Tuning",
+    "choose_tuning",
+    "experts",
+    "num_blocks",
+    "num_places",
+    "plan_blocks",
+    "smem_bytes",
+    "unsupported",
+]
+
+MAX_EXPERTS = 1024
+
+
+def unsupported(
+    rows: int, top_k: int, gate_up: Shaped, down: Shaped, dtype: DTypeLike
+) -> str | None:
+    """Return why the kernel cannot run, None if it can. rows, dtype: of x."""
+    count, size, depth = down.shape
+    if any(d != jnp.bfloat16 for d in (dtype, gate_up.dtype, down.dtype)):
+        got = f"{jnp.dtype(dtype).name}, {gate_up.dtype} and {down.dtype}"
+        return f"expected bfloat16 operands, got {got}"
+    if not 1 <= rows <= MAX_ROWS:
+        return f"expected 1 to {MAX_ROWS} rows, got {rows}"
+    if not 1 <= top_k <= count <= MAX_EXPERTS:
+        return (
+            f"expected at most {MAX_EXPERTS} experts, and a row to choose 1 up to all of them, "
+            f"got {top_k} of {count}"
+        )
+    if depth % 64 or size % 64:
+        expected = "a hidden and an intermediate size that are multiples of 64"
+        return f"expected {expected}, got {depth} and {size}"
+    return None
+
+
+# Compiled as a function of its own, so that a model's layers share the kernels.
+@partial(jax.jit, static_argnames="tunings")
+def experts(inputs: Inputs, *, tunings: tuple[Tuning, Tuning] | None = None) -> jax.Array:
+    """Run the op; see pallas_kernels.moe.experts. tunings: of gate and up, and of down."""
+    x, ids, top_k = inputs.x, inputs.ids, inputs.top_k
+    (rows, depth), count, columns = x.shape, inputs.down.shape[0], ids.shape[1]
+    few = rows <= FEW_ROWS
+    if few:
+        table = padded_table(ids.reshape(-1))
+        place, gathered = ids * FEW_ROWS + jnp.arange(rows)[:, None], x
+    else:
+        table, place, row_at = plan_blocks(ids[:, :top_k], count)
+        gathered = x[row_at]
+    blocks = Table(table, few, rows, top_k, columns)
+    first, second = tunings or (None, None)
+    activation = Activation(inputs.gate, inputs.alpha, inputs.limit)
+    inner = multiply_blocks(
+        gathered, blocks, inputs.gate_up, inputs.gate_up_bias, activation, first
+    )
+    out = multiply_blocks(inner, blocks, inputs.down, inputs.down_bias, None, second)
+    total = jnp.zeros((rows, depth), jnp.float32)
+    for k in range(top_k):  # unrolled: one order of summation, one kernel
+        total += inputs.weights[:, k, None] * out[place[:, k]].astype(jnp.float32)
+    return total.astype(x.dtype)
