@@ -1,39 +1,39 @@
-"""What the attention kernels share: softmax over keys that come tile by tile (Milakov & Gimelshein, 2018, arXiv:1805.02867)."""
+"""Softmax over keys that arrive tile by tile (Milakov & Gimelshein, 2018, arXiv:1805.02867)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NEVER = (
-    -1e30
-)  # the maximum of a row that has seen nothing: finite, so that no difference of two is NaN
+# The maximum over no keys: finite, so that no difference of two is NaN.
+NEVER = -1e30
 LOG2E = math.log2(math.e)
 
-
-def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  # jax 0.10 wanted an index
+# (values, maximum in powers of two, sum); of several queries, with one maximum and sum for each.
+State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+Spread: TypeAlias = Callable[[jax.Array], jax.Array]  # a number for each query, to its values
 
 
 def where(condition: jax.Array, x: jax.Array, y: jax.Array | float) -> jax.Array:
-    """jnp.where with numbers spread to x's shape, which Mosaic wants spelled out."""
+    """Return jnp.where with operands broadcast to x's shape, which Mosaic needs."""
     return jnp.where(jnp.broadcast_to(condition, x.shape), x, jnp.full(x.shape, y, x.dtype))
 
 
-def merge(left: tuple, right: tuple, spread=lambda x: x) -> tuple:
-    """Two softmaxes over neighbouring keys (values, maximum in powers of two, sum) as one; `spread` widens a number a row to its values."""
+def merge(left: State, right: State, spread: Spread = lambda x: x) -> State:
+    """Return the softmax over the keys of two neighbours."""
     (values, top, total), (values_r, top_r, total_r) = left, right
     new = jnp.maximum(top, top_r)
     a, b = jnp.exp2(top - new), jnp.exp2(top_r - new)
     return values * spread(a) + values_r * spread(b), new, total * a + total_r * b
 
 
-def normalise(state: tuple, sink: jax.Array | None, spread=lambda x: x) -> jax.Array:
-    """The weighted mean; a sink is one more logit whose value is zero."""
+def normalise(state: State, sink: jax.Array | None, spread: Spread = lambda x: x) -> jax.Array:
+    """Return the weighted mean. A sink is one more logit, whose value is zero."""
     values, top, total = state
     if sink is not None:
         sink = sink * LOG2E
@@ -44,7 +44,10 @@ def normalise(state: tuple, sink: jax.Array | None, spread=lambda x: x) -> jax.A
 
 
 def await_inputs(interpreted: bool) -> None:
-    """Let the next kernel's CTAs come, then wait for what the kernels before this one write: here, everything that it reads."""
+    """Launch the next kernel early, then wait for the kernels before this one (PDL).
+
+    For kernels that read nothing before the wait.
+    """
     if not interpreted:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()

@@ -20,8 +20,8 @@ from jaxspec.layers.products import (
     rope_tables,
     values_of,
 )
+from pallas_kernels import attention as attention_op
 from pallas_kernels import rope_cache as rope_op
-from pallas_kernels.attention import packs, paged_attention
 
 RopeTables = tuple[jax.Array, jax.Array]
 
@@ -181,8 +181,8 @@ def attend(
     batch, rows = values_of(x).shape[:2]
     qkv = _qkv(params, cfg, x, kernels, norm)
     cos, sin = (table.reshape(batch * rows, -1) for table in rope)
-    packed = query_scale is None and packs(
-        kernels.attention, rows=rows, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads
+    packed = query_scale is None and attention_op.packs(
+        kernels.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
     )
     projected = rope_op.Inputs(
         qkv=qkv.reshape(batch * rows, -1),
@@ -201,19 +201,19 @@ def attend(
     q = q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim)
     if query_scale is not None:
         q = (q * query_scale[..., None, None]).astype(q.dtype)
-    attended = paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        metadata.block_table,
-        metadata.positions,
-        metadata.seq_lens,
-        metadata.window_start,
-        params["sinks"] if cfg.sinks else None,
-        metadata.bounds,
+    queries = attention_op.Inputs(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=metadata.block_table,
+        positions=metadata.positions,
+        seq_lens=metadata.seq_lens,
+        window_start=metadata.window_start,
+        sinks=params["sinks"] if cfg.sinks else None,
+        bounds=metadata.bounds,
         scale=cfg.head_dim**-0.5,
         window=window,
         packed_heads=cfg.num_heads if packed else None,
-        implementation=kernels.attention,
-    ).reshape(batch, rows, -1)
-    return attended, FullCache(k_cache, v_cache)
+    )
+    attended = attention_op.paged_attention(queries, implementation=kernels.attention)
+    return attended.reshape(batch, rows, -1), FullCache(k_cache, v_cache)

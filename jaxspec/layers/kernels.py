@@ -117,19 +117,21 @@ def _attention(cfg: AttentionConfig | MLAConfig, block_size: int, dtype: Any) ->
     """Of latents (pallas_kernels.latent_attention), or of keys and values."""
     common: dict[str, Any] = {"block_size": block_size, "q_dtype": dtype, "cache_dtype": dtype}
     if isinstance(cfg, MLAConfig):
-        sizes = {
-            "query_rows": FEW_ROWS * cfg.num_heads,
-            "kv_lora_rank": cfg.kv_lora_rank,
-            "rope_head_dim": cfg.rope_head_dim,
-        }
-        return latent_attention.unsupported("mosaic_gpu", **sizes, **common)
-    sizes = {
-        "rows": FEW_ROWS,
-        "num_heads": cfg.num_heads,
-        "num_kv_heads": cfg.num_kv_heads,
-        "head_dim": cfg.head_dim,
-    }
-    return attention.unsupported("mosaic_gpu", **sizes, **common)
+        latents = latent_attention.Latents(
+            query_rows=FEW_ROWS * cfg.num_heads,
+            kv_lora_rank=cfg.kv_lora_rank,
+            rope_head_dim=cfg.rope_head_dim,
+            **common,
+        )
+        return latent_attention.unsupported(latents)
+    heads = attention.Heads(
+        rows=FEW_ROWS,
+        num_heads=cfg.num_heads,
+        num_kv_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        **common,
+    )
+    return attention.unsupported(heads)
 
 
 def _rope_cache(cfg: AttentionConfig | MLAConfig, dtype: Any) -> str | None:

@@ -142,16 +142,16 @@ def latent_attention(
         sin=sin,
         out_heads=heads,
     )
-    attended = attention_op.latent_attention(
-        absorbed.reshape(batch, rows, heads, -1),
-        pool,
-        metadata.block_table,
-        metadata.positions,
-        metadata.seq_lens,
+    queries = attention_op.Inputs(
+        q=absorbed.reshape(batch, rows, heads, -1),
+        cache=pool,
+        block_table=metadata.block_table,
+        positions=metadata.positions,
+        seq_lens=metadata.seq_lens,
         kv_lora_rank=cfg.kv_lora_rank,
         scale=cfg.scale,
-        implementation=kernels.attention,
     )
+    attended = attention_op.latent_attention(queries, implementation=kernels.attention)
     values = _by_head(
         attended.reshape(batch * rows, heads, -1), params["v_b_proj"], kernels
     ).reshape(batch, rows, -1)

@@ -1,19 +1,22 @@
-"""Paged attention of prefill chunks on Hopper: queries on wgmma's wide side, keys and values streamed once for up to 192 of them.
+"""Paged attention of prefill chunks on Hopper: queries on wgmma's wide side, keys streamed once.
 
-FlashAttention-3's division of labour (Shah et al., 2024, arXiv:2407.08608). A CTA takes some rows of a request under some heads of one KV
-head, head after head: up to three warpgroups of 64 queries each. One more warpgroup only copies: the queries, then tiles of keys and
-values, page by page, through a ring in shared memory that all three read. (FlashAttention-3's turns at queries times keys made it slower
-here: docs/notes/prefill-attention.md.)
+FlashAttention-3's division of labour (Shah et al., 2024, arXiv:2407.08608). A CTA takes some rows
+of a request under some heads of one KV head, head after head: up to three warpgroups of 64 queries
+each. One more warpgroup only copies: the queries, then tiles of keys and values, page by page,
+through a ring in shared memory that all three read. (FlashAttention-3's turns at queries times
+keys made it slower here: docs/notes/prefill-attention.md.)
 
-Tiles are counted from a request's first token and folded in order, and a tile that a row does not see leaves its state unchanged to the
-bit: a row's result depends neither on the rows beside it nor on the batch nor on the block table. A tile that every row sees whole is
-not masked, which changes no bit either.
+Tiles are counted from a request's first token and folded in order, and a tile that a row does not
+see leaves its state unchanged to the bit. So a row's result depends neither on the rows beside it,
+nor on the batch, nor on the block table. A tile that every row sees whole is not masked, which
+changes no bit either.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,57 +24,67 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
-from pallas_kernels.online_softmax import LOG2E, NEVER, await_inputs, load, normalise, where
+from pallas_kernels.attention.inputs import Inputs
+from pallas_kernels.attention.sizes import Sizes, sizes_of
+from pallas_kernels.mosaic import load
+from pallas_kernels.online_softmax import LOG2E, NEVER, State, await_inputs, normalise, where
+from pallas_kernels.types import Accumulator, Barrier, Index, Ref
 
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic import Layout
+
+T = TypeVar("T")  # a ref, or its type
+Carry = tuple[jax.Array, ...]  # values, maximum, sum and the last tile's weights
 QUERIES = 64  # of a warpgroup: wgmma's left side
-HALF = 64  # keys
-# Warpgroups that compute -> registers a thread of theirs and of the one that copies; the block has 65,536. One has enough as it is.
+HALF = 64  # keys that are cleared at once
+# Number of computing warpgroups -> registers of their threads, and of the copying one's. A block
+# has 65,536, which is enough for one warpgroup as it is.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Static choices. Results of two values of `keys` or `overlap` differ by rounding."""
+    """Static choices. Results of two values of `keys` or `overlap` differ by rounding.
 
-    keys: int = 64  # a tile: 64 or 128
-    slots: int = 4  # tiles of keys, and of values, in flight
-    warpgroups: int = 3  # that compute, at most
-    overlap: bool = True  # a tile's softmax with the product of the tile before; the interpreter cannot, weights go through memory there
+    keys:       of a tile: 64 or 128
+    slots:      tiles of keys, and of values, in flight
+    warpgroups: most warpgroups that compute
+    overlap:    a tile's softmax with the product of the tile before. The interpreter cannot: there
+                weights go through memory
+    """
+
+    keys: int = 64
+    slots: int = 4
+    warpgroups: int = 3
+    overlap: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Sizes of one call."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Sizes):
+    """Sizes and division of one launch."""
 
-    batch: int
-    rows: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    pages: int
-    scale: float
     tuning: Tuning
-    has_sinks: bool
-    interpreted: bool
 
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
+    @classmethod
+    def of(cls, inputs: Inputs, tuning: Tuning) -> Plan:
+        return cls(**vars(sizes_of(inputs)), tuning=tuning)
 
     @property
     def shares(self) -> tuple[int, int]:
-        """(heads, rows) of a CTA: fewest warpgroups in all, copying ones too; then fewest CTAs, least padding, most heads."""
+        """(heads, rows) of a CTA.
+
+        The choice with fewest warpgroups in all, copying ones included; then with fewest CTAs,
+        least padding, most heads.
+        """
 
         def cost(share: tuple[int, int]) -> tuple[int, int, int, int]:
             heads, rows = share
             tiles = -(-self.rows // rows)
-            ctas = self.group // heads * tiles
+            ctas = self.queries_per_kv // heads * tiles
             return ctas * (-(-heads * rows // QUERIES) + 1), ctas, tiles * rows, -heads
 
         most = self.tuning.warpgroups * QUERIES
-        heads = [n for n in range(1, self.group + 1) if self.group % n == 0]
+        heads = [n for n in range(1, self.queries_per_kv + 1) if self.queries_per_kv % n == 0]
         rows = range(8, min(most, self.rows + 7) + 1, 8)  # whole rows of the swizzle
         return min(((h, r) for h in heads for r in rows if h * r <= most), key=cost)
 
@@ -97,46 +110,44 @@ class Plan:
         return -(-self.pages * self.block_size // self.tuning.keys)
 
     def pieces(self, warpgroup: int) -> list[tuple[int, int, int, int]]:
-        """What lies in a warpgroup's queries: (first query of it, head, first row, number of rows)."""
+        """Return the parts of a warpgroup's queries.
+
+        Each is (first query of it, head, first row, number of rows).
+        """
         found = []
         for head in range(self.heads):
             first = max(head * self.tile_rows, warpgroup * QUERIES)
             past = min((head + 1) * self.tile_rows, (warpgroup + 1) * QUERIES)
             if first < past:
-                found.append(
-                    (first - warpgroup * QUERIES, head, first - head * self.tile_rows, past - first)
-                )
+                row = first - head * self.tile_rows
+                found.append((first - warpgroup * QUERIES, head, row, past - first))
         return found
 
 
-def paged_attention(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_table: jax.Array,
-    positions: jax.Array,
-    seq_lens: jax.Array,
-    window_start: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    tuning: Tuning | None = None,
-) -> jax.Array:
-    """See pallas_kernels.attention.paged_attention."""
-    batch, rows, num_heads, head_dim = q.shape
-    plan = Plan(
-        batch=batch,
-        rows=rows,
-        num_heads=num_heads,
-        num_kv_heads=k_cache.shape[2],
-        head_dim=head_dim,
-        block_size=k_cache.shape[1],
-        pages=block_table.shape[1],
-        scale=scale,
-        tuning=tuning or Tuning(),
-        has_sinks=sinks is not None,
-        interpreted=hopper.interpreting(),
-    )
+class Scratch(NamedTuple, Generic[T]):
+    """Shared memory and barriers of a CTA.
+
+    q: queries of each warpgroup, then its result. k, v: rings of tiles. q_ready: the queries have
+    arrived. k_full, v_full: for each slot, its copies have arrived. k_empty, v_empty: for each
+    slot, the warpgroups have read it. weights: of each warpgroup; without overlap.
+    """
+
+    q: T
+    k: T
+    v: T
+    q_ready: Barrier
+    k_full: Barrier
+    v_full: Barrier
+    k_empty: Barrier
+    v_empty: Barrier
+    weights: T | None
+
+
+def paged_attention(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
+    """Run the op; see pallas_kernels.attention.paged_attention. Queries are not packed."""
+    plan = Plan.of(inputs, tuning or Tuning())
+    q, rows, seq_lens = inputs.q, plan.rows, inputs.seq_lens
+    positions, window_start = inputs.positions, inputs.window_start
     padding = plan.row_tiles * plan.tile_rows - rows
     if padding:
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -145,19 +156,18 @@ def paged_attention(
             jnp.pad(x, ((0, 0), (0, padding)), mode="edge") for x in (positions, window_start)
         )
     bounds = _bounds(plan, positions, seq_lens, window_start)
-    out = _attend(plan)(
-        q, k_cache, v_cache, block_table, bounds, *(() if sinks is None else (sinks,))
-    )
+    out = _attend(plan)(q, inputs.k_cache, inputs.v_cache, inputs.block_table, bounds, inputs.sinks)
     return out[:, :rows] if padding else out
 
 
 def _bounds(
     plan: Plan, positions: jax.Array, seq_lens: jax.Array, window_start: jax.Array
 ) -> jax.Array:
-    """Which keys exist and who sees them; equal in every layer, so XLA computes it once.
+    """Return which keys exist and which queries see them; equal in every layer.
 
-    int32 [batch, row_tiles, 128 warpgroups + 8]: per query of a CTA, the first key of its row and the key after the last; first tile of
-    keys that any row sees, the tile after the last, the first tile that all rows see whole, the tile after the last, number of keys.
+    int32 [batch, row_tiles, 128 warpgroups + 8]. Per query of a CTA: the first key of its row, and
+    the key after the last. Then the first tile of keys that any row sees, the tile after the last,
+    the first tile that all rows see whole, the tile after the last, and the number of keys.
     """
     keys = plan.tuning.keys
     written = jnp.minimum(seq_lens, plan.pages * plan.block_size)
@@ -169,9 +179,8 @@ def _bounds(
     end = (jnp.max(jnp.where(seen, last, 0), axis=2) + keys - 1) // keys
     ranges = (
         begin,
-        jnp.maximum(
-            end, begin + 1
-        ),  # an idle request sees one masked tile: a kernel without a case for none
+        # An idle request sees one masked tile: the kernel has no case for none.
+        jnp.maximum(end, begin + 1),
         (jnp.max(first, axis=2) + keys - 1) // keys,
         jnp.min(last, axis=2) // keys,
         jnp.broadcast_to(written[:, None], first.shape[:2]),
@@ -187,61 +196,69 @@ def _bounds(
     )
 
 
-def _attend(plan: Plan):
-    """The kernel: a CTA for every (request, row tile, some heads of a KV head)."""
-    head_dim, heads, tile_rows, warpgroups = (
-        plan.head_dim,
-        plan.heads,
-        plan.tile_rows,
-        plan.warpgroups,
-    )
+def _attend(plan: Plan) -> Callable[..., jax.Array]:
+    """Return the kernel: a CTA for each (request, row tile, some heads of a KV head).
+
+    Its operands are queries, k_cache, v_cache, block_table, bounds, and sinks or None.
+    """
+    head_dim, heads, tile_rows = plan.head_dim, plan.heads, plan.tile_rows
+    warpgroups = plan.warpgroups
     keys, slots = plan.tuning.keys, plan.tuning.slots
-    head_tiles = plan.group // heads
-    piece = min(
-        keys, plan.block_size & -plan.block_size
-    )  # keys of one copy: of one page, and dividing a tile
+    head_tiles = plan.queries_per_kv // heads
+    piece = min(keys, plan.block_size & -plan.block_size)  # keys of a copy: of one page and tile
     overlap = plan.tuning.overlap and not plan.interpreted
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
     wide, square = (QUERIES, head_dim), (QUERIES, keys)  # of values, of scores
 
-    def to_values(x):
+    def to_values(x: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(x, wide, [0])
 
-    def to_scores(x):
+    def to_scores(x: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(x, square, [0])
 
-    def splat(shape, value, layout):
+    def splat(shape: tuple[int, ...], value: float, layout: Layout) -> jax.Array:
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-    def body(q_ref, k_ref, v_ref, table_ref, bounds_ref, *rest):
-        sinks_ref, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
-        out_ref, q_smem, k_smem, v_smem, q_barrier, k_full, v_full, k_empty, v_empty, *rest = rest
-        p_smem: Any = None if overlap else rest.pop(0)
+    def body(
+        q_ref: Ref,
+        k_ref: Ref,
+        v_ref: Ref,
+        table_ref: Ref,
+        bounds_ref: Ref,
+        sinks_ref: Ref | None,
+        out_ref: Ref,
+        scratch: Scratch[Ref],
+    ) -> None:
+        q_smem, k_smem, v_smem, p_smem = scratch.q, scratch.k, scratch.v, scratch.weights
+        q_barrier, k_full, v_full = scratch.q_ready, scratch.k_full, scratch.v_full
+        k_empty, v_empty = scratch.k_empty, scratch.v_empty
         await_inputs(plan.interpreted)
         # The last rows of a chunk see most keys: they start first.
         request = plan.batch - 1 - lax.axis_index("request")
         row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")
-        kv_head, head_tile = (
-            lax.div(lax.axis_index("heads"), head_tiles),
-            lax.rem(lax.axis_index("heads"), head_tiles),
-        )
-        first_head = kv_head * plan.group + head_tile * heads
+        kv_head = lax.div(lax.axis_index("heads"), head_tiles)
+        head_tile = lax.rem(lax.axis_index("heads"), head_tiles)
+        first_head = kv_head * plan.queries_per_kv + head_tile * heads
         warpgroup = lax.axis_index("warpgroup")
         start, stop, whole, past_whole, num_keys = (
             bounds_ref[request, row_tile, 2 * warpgroups * QUERIES + i] for i in range(5)
         )
         count = stop - start  # at least 1
 
-        def in_memory(ref, head, row, num_rows):
-            first = pl.multiple_of(
-                row_tile * tile_rows + row, 8
-            )  # a copy into swizzled memory has to know
+        def in_memory(ref: Ref, head: int, row: int, num_rows: int) -> Ref:
+            # A copy into swizzled memory must know the alignment.
+            first = pl.multiple_of(row_tile * tile_rows + row, 8)
             return ref.at[request, pl.ds(first, num_rows), first_head + head]
 
-        def copy_in():
-            def places_of(tile):
-                """(block, offset in it) of a tile's copies. Past the request's last page it may be anything: those keys are masked."""
+        def copy_in() -> None:
+            """Copy queries, keys and values: the work of the warpgroup that only copies."""
+
+            def places_of(tile: jax.Array) -> tuple[jax.Array, ...]:
+                """Return block and offset of each of a tile's copies.
+
+                Past the request's last page they are arbitrary: those keys are masked.
+                """
                 places = []
                 for i in range(keys // piece):
                     key = tile * keys + i * piece
@@ -251,7 +268,13 @@ def _attend(plan: Plan):
                     places += [block, lax.rem(key, plan.block_size)]
                 return tuple(places)
 
-            def fetch(source, target, barriers, slot, places):
+            def fetch(
+                source: Ref,
+                target: Ref,
+                barriers: Barrier,
+                slot: jax.Array,
+                places: tuple[jax.Array, ...],
+            ) -> None:
                 for i in range(keys // piece):
                     block, offset = places[2 * i : 2 * i + 2]
                     part = target.at[slot, pl.ds(i * piece, piece)]
@@ -269,11 +292,10 @@ def _attend(plan: Plan):
                         q_barrier,
                     )
 
-            def step(i, places):
+            def step(i: jax.Array, places: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 slot = lax.rem(i, slots)
-                following = places_of(
-                    start + i + 1
-                )  # looked up now: a load from device memory must not hold up the next copy
+                # Looked up early: a load from device memory must not delay the next copy.
+                following = places_of(start + i + 1)
                 for source, target, full, empty in (
                     (k_ref, k_smem, k_full, k_empty),
                     (v_ref, v_smem, v_full, v_empty),
@@ -283,15 +305,15 @@ def _attend(plan: Plan):
                 return following
 
             lax.fori_loop(0, count, step, places_of(start))
-            for slot in range(slots):  # nobody's arrival may find the CTA gone
+            for slot in range(slots):  # the CTA must not end before the last arrivals
 
                 @pl.when(slot < count)
-                def _(slot=slot):
+                def _drain(slot: int = slot) -> None:
                     plgpu.barrier_wait(k_empty.at[slot])
                     plgpu.barrier_wait(v_empty.at[slot])
 
-        def fold():
-            """Softmax over all tiles: (values, maximum, sum)."""
+        def fold() -> State:
+            """Return the softmax over all tiles."""
             first, last = (
                 load(
                     bounds_ref.at[
@@ -304,13 +326,13 @@ def _attend(plan: Plan):
             )
             plgpu.barrier_wait(q_barrier)
 
-            def multiply_keys(acc, i):
+            def multiply_keys(acc: Accumulator, i: Index) -> None:
                 slot = lax.rem(i, slots)
                 plgpu.barrier_wait(k_full.at[slot])
                 plgpu.wgmma(acc, q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
 
-            def scores_of(i):
-                def product(acc):
+            def scores_of(i: Index) -> jax.Array:
+                def product(acc: Accumulator) -> jax.Array:
                     multiply_keys(acc, i)
                     return acc[...]
 
@@ -318,8 +340,13 @@ def _attend(plan: Plan):
                 plgpu.barrier_arrive(k_empty.at[lax.rem(i, slots)])
                 return scores
 
-            def softmax(masked, i, scores, top, total):
-                """With one more tile's scores: (maximum, sum, the tile's weights, the factor on all values so far)."""
+            def softmax(
+                masked: bool, i: Index, scores: jax.Array, top: jax.Array, total: jax.Array
+            ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+                """Add one tile's scores.
+
+                Returns (maximum, sum, the tile's weights, the factor on all values so far).
+                """
                 if masked:
                     key = (
                         plgpu.broadcasted_iota(jnp.int32, square, 1, layout=matrix)
@@ -333,33 +360,34 @@ def _attend(plan: Plan):
                 weights = jnp.exp2(scores * (plan.scale * LOG2E) - to_scores(new))
                 return new, total * old + weights.sum(axis=1), weights.astype(jnp.bfloat16), old
 
-            def add_values(i, values, weights):
+            def add_values(i: Index, values: jax.Array, weights: jax.Array) -> jax.Array:
                 slot = lax.rem(i, slots)
-                if not overlap:
+                if p_smem is not None:
                     p_smem[warpgroup] = weights
                     plgpu.commit_smem()
                 plgpu.barrier_wait(v_full.at[slot])
                 pl.when((start + i + 1) * keys > num_keys)(lambda: clear(slot, start + i))
 
-                def product(acc):
+                def product(acc: Accumulator) -> jax.Array:
                     if overlap:
                         acc[...] = values
-                    plgpu.wgmma(acc, weights if overlap else p_smem.at[warpgroup], v_smem.at[slot])
+                    left = weights if p_smem is None else p_smem.at[warpgroup]
+                    plgpu.wgmma(acc, left, v_smem.at[slot])
                     return acc[...]
 
                 added = pl.run_scoped(product, plgpu.ACC(wide, jnp.float32))
                 plgpu.barrier_arrive(v_empty.at[slot])
                 return added if overlap else values + added
 
-            def step(masked, i, state):
-                """The scores of a tile, and the values of the one before."""
+            def step(masked: bool, i: jax.Array, state: Carry) -> Carry:
+                """Multiply a tile's keys, and the values of the tile before."""
                 values, top, total, weights = state
                 if not overlap:
                     values = add_values(i - 1, values, weights)
-                    *sums, old = softmax(masked, i, scores_of(i), top, total)
-                    return values * to_values(old), *sums
+                    top, total, weights, old = softmax(masked, i, scores_of(i), top, total)
+                    return values * to_values(old), top, total, weights
 
-                def products(scores_acc, values_acc):
+                def products(scores_acc: Accumulator, values_acc: Accumulator) -> Carry:
                     slot, before = lax.rem(i, slots), lax.rem(i - 1, slots)
                     values_acc[...] = values
                     multiply_keys(scores_acc, i)
@@ -376,8 +404,11 @@ def _attend(plan: Plan):
                     products, plgpu.ACC(square, jnp.float32), plgpu.ACC(wide, jnp.float32)
                 )
 
-            def clear(slot, tile):
-                """Values that nobody has written may be NaN, and 0 * NaN is NaN. Each warpgroup does it: all write the same."""
+            def clear(slot: jax.Array, tile: jax.Array) -> None:
+                """Clear unwritten values: they may be NaN, and 0 * NaN is NaN.
+
+                Each warpgroup does it: all write the same.
+                """
                 for part in range(keys // HALF):
                     here = v_smem.at[slot, pl.ds(part * HALF, HALF)]
                     row = plgpu.broadcasted_iota(jnp.int32, (HALF, head_dim), 0, layout=matrix) + (
@@ -401,7 +432,7 @@ def _attend(plan: Plan):
             values = add_values(count - 1, values, weights)
             return values, top, total
 
-        def write(state):
+        def write(state: State) -> None:
             sink = None
             if sinks_ref is not None:
                 query = (
@@ -416,7 +447,7 @@ def _attend(plan: Plan):
             for w in range(warpgroups):
 
                 @pl.when(warpgroup == w)
-                def _(w=w):
+                def _write_rows(w: int = w) -> None:
                     for query, head, row, num_rows in plan.pieces(w):
                         plgpu.copy_smem_to_gmem(
                             q_smem.at[w, pl.ds(query, num_rows)],
@@ -426,42 +457,42 @@ def _attend(plan: Plan):
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
         @pl.when(warpgroup == warpgroups)
-        def _():
+        def _copy() -> None:
             if warpgroups in REGISTERS:
                 plgpu.set_max_registers(REGISTERS[warpgroups][1], action="decrease")
             copy_in()
 
         @pl.when(warpgroup < warpgroups)
-        def _():
+        def _compute() -> None:
             if warpgroups in REGISTERS:
                 plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
             write(fold())
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     copies = sum(len(plan.pieces(w)) for w in range(warpgroups))
-    scratch = [
-        plgpu.SMEM((warpgroups, *wide), jnp.bfloat16, transforms=tiling),
-        plgpu.SMEM((slots, keys, head_dim), jnp.bfloat16, transforms=tiling),
-        plgpu.SMEM((slots, keys, head_dim), jnp.bfloat16, transforms=tiling),
-        plgpu.Barrier(num_arrivals=copies),
-        plgpu.Barrier(num_barriers=slots, num_arrivals=keys // piece),
-        plgpu.Barrier(num_barriers=slots, num_arrivals=keys // piece),
-        plgpu.Barrier(num_barriers=slots, num_arrivals=warpgroups),
-        plgpu.Barrier(num_barriers=slots, num_arrivals=warpgroups),
-    ]
-    if not overlap:
-        scratch.append(plgpu.SMEM((warpgroups, *square), jnp.bfloat16, transforms=tiling))
+    p = plgpu.SMEM((warpgroups, *square), jnp.bfloat16, transforms=tiling)
+    scratch = Scratch(
+        q=plgpu.SMEM((warpgroups, *wide), jnp.bfloat16, transforms=tiling),
+        k=plgpu.SMEM((slots, keys, head_dim), jnp.bfloat16, transforms=tiling),
+        v=plgpu.SMEM((slots, keys, head_dim), jnp.bfloat16, transforms=tiling),
+        q_ready=plgpu.Barrier(num_arrivals=copies),
+        k_full=plgpu.Barrier(num_barriers=slots, num_arrivals=keys // piece),
+        v_full=plgpu.Barrier(num_barriers=slots, num_arrivals=keys // piece),
+        k_empty=plgpu.Barrier(num_barriers=slots, num_arrivals=warpgroups),
+        v_empty=plgpu.Barrier(num_barriers=slots, num_arrivals=warpgroups),
+        weights=None if overlap else p,
+    )
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(
             (plan.batch, plan.row_tiles * tile_rows, plan.num_heads, head_dim), jnp.bfloat16
         ),
-        # The last axis runs fastest: neighbours in time read the KV heads of the same pages.
+        # The last axis runs fastest: CTAs that follow each other read the same pages' KV heads.
         grid=(plan.batch, plan.row_tiles, plan.num_kv_heads * head_tiles),
         grid_names=("request", "row_tile", "heads"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=[scratch],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="prefill_attention",
     )

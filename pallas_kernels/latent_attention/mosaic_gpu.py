@@ -1,20 +1,24 @@
-"""Latent attention on Hopper: one launch, each tile of latents read once and used as keys and as values.
+"""Latent attention on Hopper: one launch, each tile of latents read once as keys and as values.
 
-FlashAttention's tiles (Dao et al., 2022, arXiv:2205.14135) and Flash-Decoding's shares of the keys (Dao et al., 2023), as in
-pallas_kernels.attention: wgmma's 64 left rows are latents (K Q^T) and values (V^T P^T), and the query rows, row x head, are its narrow
-side, so that 80 of them need no padding to 128. A CTA is one warpgroup that holds up to 40 query rows, 46 KB, two tiles of 64 latents,
-147 KB, and float32 sums of 512 x 40, 160 registers a thread.
+FlashAttention's tiles (Dao et al., 2022, arXiv:2205.14135) and Flash-Decoding's shares of the keys
+(Dao et al., 2023), as in pallas_kernels.attention. wgmma's 64 left rows are latents (K Q^T) and
+values (V^T P^T), and the query rows, row x head, are its narrow side, so that 80 of them need no
+padding to 128. A CTA is one warpgroup that holds up to 40 query rows, 46 KB, two tiles of 64
+latents, 147 KB, and float32 sums of 512 x 40, 160 registers for each thread.
 
-Tile t belongs to class t mod 8. A class is folded from its first tile to its last by one CTA. The CTAs of a cluster share the classes,
-leave their results in device memory (half a cache line's traffic a latent: they do not fit beside the ring), and each folds a share of the
-value dimensions over the eight classes as a binary tree. So the order of all sums depends on the keys' places alone: neither on the batch,
-nor on the block table, nor on the number of CTAs. (A prefill chunk has CTAs enough: one class, and no exchange.)
+Tile t belongs to class t mod 8. One CTA folds a class from its first tile to its last. The CTAs of
+a cluster share the classes and leave their results in device memory (half a cache line's traffic
+for each latent: they do not fit beside the ring). Then each folds a share of the value dimensions
+over the eight classes as a binary tree. So the order of all sums depends on the keys' places alone:
+neither on the batch, nor on the block table, nor on the number of CTAs. (A prefill chunk has CTAs
+enough: one class, and no exchange.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +27,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper, paging
-from pallas_kernels.online_softmax import LOG2E, NEVER, await_inputs, load, merge, normalise, where
+from pallas_kernels.latent_attention.inputs import Inputs, Latents
+from pallas_kernels.mosaic import load
+from pallas_kernels.online_softmax import (
+    LOG2E,
+    NEVER,
+    State,
+    await_inputs,
+    merge,
+    normalise,
+    where,
+)
+from pallas_kernels.types import Accumulator, Barrier, Index, Ref, Slice
 
-KEYS = 64  # latents a tile: the left side of a wgmma
+T = TypeVar("T")  # a ref, or its type
+Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # tile, values, maximum, slot
+KEYS = 64  # latents of a tile: the left side of a wgmma
 CHUNK = 64  # value dimensions that are folded and written at once
-MAX_COLUMNS = 40  # query rows (row x head) of a CTA: more would spill
+MAX_COLUMNS = 40  # most query rows (row x head) of a CTA: more would spill
 MAX_RANK = 512
 CLASSES = 8  # of key tiles; also the largest portable cluster
 PREFILL_ROWS = 16  # a request with more rows than this is a prefill chunk
@@ -36,43 +53,41 @@ SMS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Static choices that change no bits."""
+    """Static choices that change no bits.
 
-    slots: int = 2  # tiles in shared memory
+    slots: tiles in shared memory. fill: clusters grow while there are at most this many CTAs.
+    cluster: CTAs that share a row's keys: 1, 2, 4 or 8; None: as `fill` says.
+    """
+
+    slots: int = 2
     max_columns: int = MAX_COLUMNS
-    fill: int = SMS  # clusters grow while there are at most this many CTAs
-    cluster: int | None = None  # CTAs that share a row's keys: 1, 2, 4 or 8; None: as `fill` says
+    fill: int = SMS
+    cluster: int | None = None
 
 
-def unsupported(
-    *,
-    query_rows: int,
-    kv_lora_rank: int,
-    rope_head_dim: int,
-    block_size: int,
-    q_dtype: Any,
-    cache_dtype: Any,
-) -> str | None:
-    """Why the kernel cannot run these shapes and dtypes on this device; None if it can."""
+def unsupported(latents: Latents) -> str | None:
+    """Return why the kernel cannot run on this process's device, None if it can."""
     if device := hopper.missing():
         return f"device: {device}"
-    if kv_lora_rank % CHUNK or not CHUNK <= kv_lora_rank <= MAX_RANK or rope_head_dim != 64:
+    rank, rope = latents.kv_lora_rank, latents.rope_head_dim
+    if rank % CHUNK or not CHUNK <= rank <= MAX_RANK or rope != 64:
         expected = (
             f"a kv_lora_rank of a multiple of {CHUNK} up to {MAX_RANK} and a rope_head_dim of 64"
         )
-        return f"expected {expected}, got {kv_lora_rank} and {rope_head_dim}"
-    if query_rows % 8:
-        return f"rows x heads: expected a multiple of 8, got {query_rows}"
-    if reason := paging.unsupported(block_size, KEYS):
+        return f"expected {expected}, got {rank} and {rope}"
+    if latents.query_rows % 8:
+        return f"rows x heads: expected a multiple of 8, got {latents.query_rows}"
+    if reason := paging.unsupported(latents.block_size, KEYS):
         return reason
-    if q_dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
-        return f"dtypes of q and the cache: expected bfloat16, got {q_dtype} and {cache_dtype}"
+    if latents.q_dtype != jnp.bfloat16 or latents.cache_dtype != jnp.bfloat16:
+        got = f"{latents.q_dtype} and {latents.cache_dtype}"
+        return f"dtypes of q and the cache: expected bfloat16, got {got}"
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of one call."""
+    """Sizes and division of one launch. rank: kv_lora_rank. pages: columns of the block table."""
 
     batch: int
     rows: int
@@ -87,7 +102,7 @@ class Plan:
 
     @property
     def query_rows(self) -> int:
-        """Row * num_heads + head."""
+        """Rows x heads of each request; a row's heads lie side by side."""
         return self.rows * self.num_heads
 
     @property
@@ -124,28 +139,22 @@ class Plan:
         return cluster
 
 
-def latent_attention(
-    q: jax.Array,
-    cache: jax.Array,
-    block_table: jax.Array,
-    positions: jax.Array,
-    seq_lens: jax.Array,
-    *,
-    kv_lora_rank: int,
-    scale: float,
-    tuning: Tuning | None = None,
-) -> jax.Array:
-    """See pallas_kernels.latent_attention.latent_attention; the output of a row that sees no key is 0."""
+def latent_attention(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
+    """Run the op; see pallas_kernels.latent_attention.latent_attention.
+
+    The output of a row that sees no key is 0.
+    """
+    q, cache, block_table = inputs.q, inputs.cache, inputs.block_table
     batch, rows, num_heads, width = q.shape
     plan = Plan(
         batch=batch,
         rows=rows,
         num_heads=num_heads,
-        rank=kv_lora_rank,
+        rank=inputs.kv_lora_rank,
         width=width,
         block_size=cache.shape[1],
         pages=block_table.shape[1],
-        scale=scale,
+        scale=inputs.scale,
         tuning=tuning or Tuning(),
         interpreted=hopper.interpreting(),
     )
@@ -153,16 +162,17 @@ def latent_attention(
         q.reshape(batch, plan.query_rows, width),
         cache,
         block_table,
-        _bounds(plan, positions, seq_lens),
+        _bounds(plan, inputs.positions, inputs.seq_lens),
     )
-    return out.reshape(batch, rows, num_heads, kv_lora_rank)
+    return out.reshape(batch, rows, num_heads, plan.rank)
 
 
 def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array) -> jax.Array:
-    """Which keys exist and who sees them; equal in every layer, so XLA computes it once.
+    """Return which keys exist and which queries see them; equal in every layer.
 
-    int32 [batch, row_tiles, columns + 4]: per column the key after its row's last; the tile after the last that any row sees, number of
-    keys, and two of padding, without which every second request's numbers would be unaligned for the kernel's loads.
+    int32 [batch, row_tiles, columns + 4]. Per column: the key after its row's last. Then the tile
+    after the last that any row sees, the number of keys, and two of padding, without which every
+    second request's numbers would be unaligned for the kernel's loads.
     """
     written = jnp.minimum(seq_lens, plan.pages * plan.block_size)
     last = jnp.maximum(jnp.minimum(positions + 1, written[:, None]), 0)
@@ -175,29 +185,53 @@ def _bounds(plan: Plan, positions: jax.Array, seq_lens: jax.Array) -> jax.Array:
 
 
 def _spread(x: jax.Array, size: int) -> jax.Array:
-    """A number a column -> [size, columns]."""
+    """Return [size, columns] whose rows are all x [columns]."""
     return lax.broadcast_in_dim(x, (size, x.shape[0]), [1])
 
 
 def _publish(plan: Plan) -> None:
-    """What this CTA's threads have written to device memory before is there for the cluster's others, and theirs for it, after a barrier.
+    """Order device memory across the cluster, together with a barrier.
 
-    A cluster barrier alone orders shared memory only: its arrival has the scope of a CTA.
+    After the barrier, writes of this CTA's threads are visible to the cluster's others, and theirs
+    to it. A cluster barrier alone orders shared memory only: its arrival has the scope of a CTA.
     """
     if plan.interpreted:
         return
     from jax.experimental.mosaic.gpu import utils
 
     @plgpu.inline_mgpu()
-    def fence(_ctx: Any) -> None:
-        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]  # new in 0.11
+    def fence(_ctx: object) -> None:
+        # New in jax 0.11.
+        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]
         utils.warpgroup_barrier()
 
     fence()  # pyright: ignore[reportCallIssue]
 
 
-def _attend(plan: Plan):
-    """The kernel: a cluster for every (request, row tile)."""
+class Scratch(NamedTuple, Generic[T]):
+    """Shared memory and barriers of a CTA.
+
+    q: its query rows. ring: tiles of latents. weights: of a tile, then a chunk of the result.
+    last: the key after each column's last. total: the sum of each column. q_ready: the queries
+    have arrived. full: for each slot, its copies have arrived. published: of the cluster; with a
+    cluster.
+    """
+
+    q: T
+    ring: T
+    weights: T
+    last: T
+    total: T
+    q_ready: Barrier
+    full: Barrier
+    published: Barrier
+
+
+def _attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return the kernel: a cluster for each (request, row tile).
+
+    Its operands are queries, cache, block_table and bounds.
+    """
     rank_size, columns, slots = plan.rank, plan.columns, plan.tuning.slots
     classes, cluster = plan.classes, plan.cluster
     classes_here = classes // cluster  # of one CTA
@@ -208,43 +242,47 @@ def _attend(plan: Plan):
     tall, square = (rank_size, columns), (KEYS, columns)  # of values, of scores
     all_values = pl.ds(0, rank_size)
 
-    def to_chunk(x):
+    def to_chunk(x: jax.Array) -> jax.Array:
         return _spread(x, CHUNK)
 
-    def splat(shape, value):
+    def splat(shape: tuple[int, ...], value: float) -> jax.Array:
         return plgpu.layout_cast(
             jnp.full(shape, value, jnp.float32), matrix if len(shape) == 2 else by_column
         )
 
-    def add_product(values, left, right):
-        """values + left @ right."""
+    def add_product(values: jax.Array, left: Ref, right: Ref) -> jax.Array:
+        """Return values + left @ right."""
 
-        def product(acc):
+        def product(acc: Accumulator) -> jax.Array:
             plgpu.wgmma(acc, left, right)
             return acc[...]
 
-        if plan.interpreted:  # which knows no accumulators that do not start at zero
+        if plan.interpreted:  # the interpreter's accumulators start at zero
             return values + pl.run_scoped(product, plgpu.ACC(tall, jnp.float32))
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, left, right))(plgpu.ACC.init(values))
+        run: Callable[..., Any] = pl.run_state(lambda acc: plgpu.wgmma(acc, left, right))
+        return run(plgpu.ACC.init(values))
 
-    def body(q_ref, cache_ref, table_ref, bounds_ref, out_ref, *rest):
-        scratch: Any
-        scratch, rest = (rest[:2], rest[2:]) if classes > 1 else ((None, None), rest)
-        values_ref, stats_ref = scratch
-        q_smem, ring, p_smem, last_smem, total_smem, q_barrier, barriers, *everyone = rest
+    def body(
+        q_ref: Ref,
+        cache_ref: Ref,
+        table_ref: Ref,
+        bounds_ref: Ref,
+        out_ref: Ref,
+        exchange: list[Ref],
+        scratch: Scratch[Ref],
+    ) -> None:
+        q_smem, ring, p_smem, last_smem, total_smem = scratch[:5]
+        q_barrier, barriers = scratch.q_ready, scratch.full
         await_inputs(plan.interpreted)
-        request, row_tile = (
-            lax.axis_index("request"),
-            plan.row_tiles - 1 - lax.axis_index("row_tile"),
-        )  # the last rows see most keys
+        request = lax.axis_index("request")
+        row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")  # the last rows see most keys
         member = lax.axis_index("member") if cluster > 1 else jnp.int32(0)
         stop = bounds_ref[request, row_tile, columns]
-        query_rows = pl.ds(
-            row_tile * columns, columns
-        )  # those past the last one are read as zeros and not written
+        # Rows past the last one are read as zeros and not written.
+        query_rows = pl.ds(row_tile * columns, columns)
 
-        def settle(tile: Any) -> Any:
-            """A place in this CTA's order of tiles, class after class: moved on to the next class if this one has ended."""
+        def next_class(tile: jax.Array) -> jax.Array:
+            """Return the tile, moved on to the next class if its class has ended."""
             if classes_here == 1:
                 return tile
             coming_class = lax.rem(tile, classes) + 1
@@ -253,12 +291,12 @@ def _attend(plan: Plan):
                 (tile >= stop) & (lax.rem(coming_class, classes_here) != 0), coming_class, tile
             )
 
-        def pages_of(tile):
+        def pages_of(tile: jax.Array) -> tuple[jax.Array, ...]:
             return paging.pages_of(
                 table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages
             )
 
-        def fetch(slot, tile, blocks):
+        def fetch(slot: Index, tile: jax.Array, blocks: tuple[jax.Array, ...]) -> None:
             for i, block in enumerate(blocks):
                 offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
                 source = cache_ref.at[block, pl.ds(offset, piece), 0]
@@ -268,11 +306,11 @@ def _attend(plan: Plan):
 
         ahead = [member * classes_here]
         while len(ahead) < slots:
-            ahead.append(settle(ahead[-1] + classes))
+            ahead.append(next_class(ahead[-1] + classes))
         for slot, tile in enumerate(ahead):
 
             @pl.when(tile < stop)
-            def _(slot=slot, tile=tile):
+            def _fetch_first(slot: int = slot, tile: jax.Array = tile) -> None:
                 if slot == 0:
                     plgpu.copy_gmem_to_smem(q_ref.at[request, query_rows], q_smem, q_barrier)
                 fetch(slot, tile, pages_of(tile))
@@ -283,23 +321,23 @@ def _attend(plan: Plan):
         plgpu.commit_smem()
         pl.when(ahead[0] < stop)(lambda: plgpu.barrier_wait(q_barrier))
 
-        def step(carry):
+        def step(carry: Carry) -> Carry:
             tile, values, top, slot = carry
             coming = tile
             for _slot in range(slots):
-                coming = settle(coming + classes)
-            blocks = pages_of(
-                coming
-            )  # looked up now: a load from device memory must not hold up the copy
+                coming = next_class(coming + classes)
+            # Looked up early: a load from device memory must not delay the copy.
+            blocks = pages_of(coming)
             plgpu.barrier_wait(barriers.at[slot])
 
             @pl.when(tile + 1 >= stop)
-            def _():
-                # Slots that nobody has written may hold NaN, and 0 * NaN is NaN. Only the last tile that is seen has any.
+            def _clear_unwritten() -> None:
+                # Unwritten cache slots may hold NaN, and 0 * NaN is NaN. Only the last visible tile
+                # has any.
                 num_keys = bounds_ref[request, row_tile, columns + 1]
 
                 @pl.loop(0, plan.width // CHUNK)
-                def _(i):
+                def _clear_chunk(i: jax.Array) -> None:
                     chunk = ring.at[slot, :, pl.ds(i * CHUNK, CHUNK)]
                     row = (
                         plgpu.broadcasted_iota(jnp.int32, (KEYS, CHUNK), 0, layout=matrix)
@@ -309,7 +347,7 @@ def _attend(plan: Plan):
 
                 plgpu.commit_smem()
 
-            def scores_of(acc):
+            def scores_of(acc: Accumulator) -> jax.Array:
                 plgpu.wgmma(acc, ring.at[slot], q_smem.transpose((1, 0)))
                 return acc[...]
 
@@ -333,15 +371,15 @@ def _attend(plan: Plan):
             pl.when(coming < stop)(lambda: fetch(slot, coming, blocks))
             return tile + classes, values, new, jnp.where(slot + 1 == slots, 0, slot + 1)
 
-        def fold(key_class, slot):
-            """Softmax over one class of tiles, and the slot of the tile after it."""
+        def fold(key_class: jax.Array, slot: jax.Array) -> tuple[State, jax.Array]:
+            """Return the softmax over one class of tiles, and the slot of the tile after it."""
             total_smem[...] = splat((columns,), 0.0)
             start = (key_class, splat(tall, 0.0), splat((columns,), NEVER), slot)
             _, values, top, slot = lax.while_loop(lambda carry: carry[0] < stop, step, start)
             return (values, top, load(total_smem, by_column, optimized=False)), slot
 
-        def write(values, part):
-            """values [CHUNK, columns] to these value dimensions of the output."""
+        def write(values: jax.Array, part: Slice) -> None:
+            """Write values [CHUNK, columns] to these value dimensions of the output."""
             plgpu.wait_smem_to_gmem(0)  # the chunk before has left
             p_smem.transpose((1, 0))[...] = values
             plgpu.commit_smem()
@@ -355,7 +393,10 @@ def _attend(plan: Plan):
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
             return
 
-        def leave(carry):
+        values_ref, stats_ref = exchange
+
+        def leave(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """Fold a class, and leave its state in device memory."""
             key_class, slot = carry
             state, slot = fold(key_class, slot)
             here = (request, row_tile, key_class)
@@ -367,7 +408,7 @@ def _attend(plan: Plan):
         if classes_here == 1:
 
             @pl.when(member < stop)
-            def _():
+            def _leave_one() -> None:
                 leave(first_class)
 
         else:
@@ -378,21 +419,21 @@ def _attend(plan: Plan):
             )
         _publish(plan)
         if cluster > 1:
-            plgpu.barrier_arrive(everyone[0])
-            plgpu.barrier_wait(everyone[0])
+            plgpu.barrier_arrive(scratch.published)
+            plgpu.barrier_wait(scratch.published)
             _publish(plan)
 
         @pl.loop(0, rank_size // CHUNK // cluster)
-        def _(i):
+        def _fold_chunk(i: jax.Array) -> None:
             part = pl.ds((member * (rank_size // CHUNK // cluster) + i) * CHUNK, CHUNK)
 
-            def gather(base, size):
+            def gather(base: int, size: int) -> State:
                 if size > 1:
                     return merge(
                         gather(base, size // 2), gather(base + size // 2, size // 2), to_chunk
                     )
                 here = (request, row_tile, base)
-                left = base < stop  # otherwise nobody has
+                left = base < stop  # otherwise no CTA has left this class
                 values = where(left, load(values_ref.at[*here, part], matrix, optimized=False), 0.0)
                 top, total = (
                     load(stats_ref.at[*here, j], by_column, optimized=False) for j in range(2)
@@ -404,29 +445,32 @@ def _attend(plan: Plan):
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    out_type = [jax.ShapeDtypeStruct((plan.batch, plan.query_rows, rank_size), jnp.bfloat16)]
+    out = jax.ShapeDtypeStruct((plan.batch, plan.query_rows, rank_size), jnp.bfloat16)
+    exchange = []
     if classes > 1:
         lead = (plan.batch, plan.row_tiles, classes)
-        out_type += [
+        exchange = [
             jax.ShapeDtypeStruct((*lead, *tall), jnp.float32),
             jax.ShapeDtypeStruct((*lead, 2, columns), jnp.float32),
         ]
+    everyone = plgpu.ClusterBarrier(collective_axes=("member",)) if cluster > 1 else None
+    scratch = Scratch(
+        q=plgpu.SMEM((columns, plan.width), jnp.bfloat16, transforms=tiling),
+        ring=plgpu.SMEM((slots, KEYS, plan.width), jnp.bfloat16, transforms=tiling),
+        weights=plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
+        last=plgpu.SMEM((columns,), jnp.int32),
+        total=plgpu.SMEM((columns,), jnp.float32),
+        q_ready=plgpu.Barrier(),
+        full=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+        published=everyone,
+    )
     return plgpu.kernel(
         body,
-        out_type=tuple(out_type),
+        out_type=(out, exchange),
         # The last axis runs fastest: row tiles of one request read the same pages.
         grid=(plan.batch, plan.row_tiles),
         grid_names=("request", "row_tile"),
-        scratch_types=[
-            plgpu.SMEM((columns, plan.width), jnp.bfloat16, transforms=tiling),
-            plgpu.SMEM((slots, KEYS, plan.width), jnp.bfloat16, transforms=tiling),
-            plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
-            plgpu.SMEM((columns,), jnp.int32),
-            plgpu.SMEM((columns,), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
-            *([plgpu.ClusterBarrier(collective_axes=("member",))] if cluster > 1 else []),
-        ],
+        scratch_types=[scratch],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="latent_attention",
         **({"cluster": (cluster,), "cluster_names": ("member",)} if cluster > 1 else {}),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention import paged_attention
+from pallas_kernels.attention import Inputs, paged_attention
 from pallas_kernels.attention.shapes import SHAPES, Shape, ragged
 from pallas_kernels.packing import packed_size
 from tests.support.h200 import compile_for_h200, unavailable
@@ -50,11 +50,10 @@ def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(*x) for name, x in struct.items()}
 
 
-def compile_without_spills(
-    function: Callable[..., jax.Array], inputs: dict[str, Any], capfd: pytest.CaptureFixture[str]
-) -> str:
+def compile_without_spills(inputs: Inputs, capfd: pytest.CaptureFixture[str]) -> str:
     """The compiled HLO."""
-    compiled = compile_for_h200(lambda args: function(**args), inputs)
+    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
+    compiled = compile_for_h200(attend, inputs)
     captured = capfd.readouterr()
     spills = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
@@ -70,15 +69,10 @@ def test_compiles_without_spills_or_copies_of_the_cache(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shape = SHAPES[name]
-    inputs = abstract(shape)
-    attend = functools.partial(
-        paged_attention,
-        scale=shape.head_dim**-0.5,
-        window=shape.window,
-        implementation="mosaic_gpu",
-    )
-    hlo = compile_without_spills(attend, inputs, capfd)
-    cache = re.escape(f"bf16[{','.join(map(str, inputs['k_cache'].shape))}]")
+    arrays: dict[str, Any] = abstract(shape)
+    inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, window=shape.window)
+    hlo = compile_without_spills(inputs, capfd)
+    cache = re.escape(f"bf16[{','.join(map(str, inputs.k_cache.shape))}]")
     assert not re.findall(rf"= {cache}\S* (?:copy|fusion|transpose)\(.*", hlo)
     if (
         shape.rows == 48
@@ -97,12 +91,10 @@ def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     shape = dataclasses.replace(
         SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, context), rows=rows
     )
-    inputs = abstract(shape)
     packed = (batch, 8, packed_size(4 * rows), 128)
-    inputs["q"] = jax.ShapeDtypeStruct(packed, jnp.bfloat16)
-    attend = functools.partial(
-        paged_attention, scale=shape.head_dim**-0.5, packed_heads=32, implementation="mosaic_gpu"
-    )
-    hlo = compile_without_spills(attend, inputs, capfd)
+    arrays: dict[str, Any] = abstract(shape)
+    arrays |= {"q": jax.ShapeDtypeStruct(packed, jnp.bfloat16)}
+    inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, packed_heads=32)
+    hlo = compile_without_spills(inputs, capfd)
     queries = rf"bf16\[{batch},(?:1,)?8,"
     assert not re.findall(rf"= {queries}\S* (?:copy|fusion|transpose|pad)\(.*", hlo)

@@ -19,7 +19,7 @@ from jaxspec.layers.attention import join_projections
 from jaxspec.tools.benchmark.dimensions import HYBRID
 from pallas_kernels.head_matmul import head_matmul
 from pallas_kernels.head_matmul import shapes as head_shapes
-from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.latent_attention import Inputs, latent_attention
 from pallas_kernels.latent_attention import shapes as attention_shapes
 from pallas_kernels.latent_cache import norm_and_write
 from pallas_kernels.latent_cache import shapes as cache_shapes
@@ -71,24 +71,24 @@ def moved(hlo: str, *shape: int) -> list[str]:
 def test_attention_compiles_without_spills_or_copies_of_the_cache(name: str) -> None:
     shape = attention_shapes.SHAPES[name]
     inputs = jax.eval_shape(lambda: attention_inputs(shape))
-    attend = functools.partial(
-        latent_attention, kv_lora_rank=512, scale=shape.scale, implementation="mosaic_gpu"
-    )
-    hlo = compile_without_spills(lambda args: attend(**args), inputs)
-    assert not moved(hlo, *inputs["cache"].shape)
-    assert not moved(hlo, *inputs["q"].shape)
+    attend = functools.partial(latent_attention, implementation="mosaic_gpu")
+    hlo = compile_without_spills(attend, inputs)
+    assert not moved(hlo, *inputs.cache.shape)
+    assert not moved(hlo, *inputs.q.shape)
 
 
-def attention_inputs(shape: attention_shapes.Shape) -> dict[str, jax.Array]:
+def attention_inputs(shape: attention_shapes.Shape) -> Inputs:
     """What make_inputs makes, to be traced: a cache of real size does not fit here."""
     cache = (shape.batch * shape.table_pages + 1, shape.block_size, 1, shape.width)
-    return {
-        "q": jnp.zeros((shape.batch, shape.rows, shape.heads, shape.width), jnp.bfloat16),
-        "cache": jnp.zeros(cache, jnp.bfloat16),
-        "block_table": jnp.zeros((shape.batch, shape.table_pages), jnp.int32),
-        "positions": jnp.zeros((shape.batch, shape.rows), jnp.int32),
-        "seq_lens": jnp.zeros(shape.batch, jnp.int32),
-    }
+    return Inputs(
+        q=jnp.zeros((shape.batch, shape.rows, shape.heads, shape.width), jnp.bfloat16),
+        cache=jnp.zeros(cache, jnp.bfloat16),
+        block_table=jnp.zeros((shape.batch, shape.table_pages), jnp.int32),
+        positions=jnp.zeros((shape.batch, shape.rows), jnp.int32),
+        seq_lens=jnp.zeros(shape.batch, jnp.int32),
+        kv_lora_rank=512,
+        scale=shape.scale,
+    )
 
 
 @pytest.mark.parametrize("name", head_shapes.SHAPES)

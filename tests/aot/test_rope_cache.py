@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention import paged_attention
+from pallas_kernels import attention
 from pallas_kernels.rope_cache import Inputs, rope_and_write
 from pallas_kernels.rope_cache.shapes import SHAPES, Shape
 from tests.aot.test_attention import report  # noqa: F401  # a fixture
@@ -51,9 +51,12 @@ def test_compiles_without_spills_or_copies_of_the_cache(
         inputs = Inputs(**args, **caches, num_heads=shape.num_heads, eps=1e-6, pack=pack)
         q, k, v = rope_and_write(inputs, implementation="mosaic_gpu")
         if shape.packed:
-            q = paged_attention(
-                q, k, v, *rest, scale=0.1, packed_heads=shape.num_heads, implementation="mosaic_gpu"
+            names = ("block_table", "positions", "seq_lens", "window_start")
+            metadata = dict(zip(names, rest, strict=True))
+            queries = attention.Inputs(
+                q=q, k_cache=k, v_cache=v, **metadata, scale=0.1, packed_heads=shape.num_heads
             )
+            q = attention.paged_attention(queries, implementation="mosaic_gpu")
         return q, k, v
 
     integers = (

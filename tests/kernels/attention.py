@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from pallas_kernels.attention import Inputs
 from pallas_kernels.attention.shapes import Shape
 
 # Share of all output values -> largest error, in units of the root mean square of the value's row. The output and the softmax weights are
@@ -19,11 +18,11 @@ def live(shape: Shape) -> np.ndarray:
     return shape.positions() < np.array(shape.lengths)[:, None]
 
 
-def ground_truth(shape: Shape, inputs: dict[str, Any]) -> np.ndarray:
+def ground_truth(shape: Shape, inputs: Inputs) -> np.ndarray:
     """float64 [batch, rows, num_heads, head_dim], one request and row at a time from the op's docstring; NaN for rows that are not live."""
-    q, k, v = (np.asarray(inputs[name]).astype(np.float64) for name in ("q", "k_cache", "v_cache"))
+    q, k, v = (np.asarray(a).astype(np.float64) for a in (inputs.q, inputs.k_cache, inputs.v_cache))
     table, starts, positions = (
-        np.asarray(inputs["block_table"]),
+        np.asarray(inputs.block_table),
         shape.window_start(),
         shape.positions(),
     )
@@ -35,11 +34,11 @@ def ground_truth(shape: Shape, inputs: dict[str, Any]) -> np.ndarray:
         keys, values = (
             np.repeat(x[slots], group, axis=1) for x in (k, v)
         )  # [seen, num_heads, head_dim]
-        scores = np.einsum("hd,khd->hk", q[b, row], keys) * inputs["scale"]
+        scores = np.einsum("hd,khd->hk", q[b, row], keys) * inputs.scale
         sinks = (
             np.full(shape.num_heads, -np.inf)
-            if inputs["sinks"] is None
-            else np.asarray(inputs["sinks"], np.float64)
+            if inputs.sinks is None
+            else np.asarray(inputs.sinks, np.float64)
         )
         top = np.maximum(scores.max(axis=1), sinks)
         weights = np.exp(scores - top[:, None])

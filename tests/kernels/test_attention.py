@@ -13,10 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import IMPLEMENTATIONS, packs, paged_attention, reference, unsupported
+from pallas_kernels.attention import (
+    IMPLEMENTATIONS,
+    Heads,
+    Inputs,
+    packs,
+    paged_attention,
+    reference,
+    unsupported,
+)
 from pallas_kernels.attention.shapes import SHAPES, Shape, bytes_moved, flops, make_inputs, tiles
 from pallas_kernels.packing import pack, unpack
 from tests.kernels.attention import assert_close, ground_truth, live
+from tests.kernels.interpreter import call
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
@@ -104,34 +113,29 @@ def interpreted() -> Iterator[None]:
         raise
 
 
-def run(inputs: dict[str, Any], implementation: str) -> np.ndarray:
+def run(inputs: Inputs, implementation: str) -> np.ndarray:
     with (
         interpreted()
         if implementation == "mosaic_gpu" and jax.default_backend() == "cpu"
         else contextlib.nullcontext()
     ):
-        return np.asarray(paged_attention(**inputs, implementation=implementation)).astype(
-            np.float32
-        )
+        return np.asarray(paged_attention(inputs, implementation=implementation)).astype(np.float32)
 
 
-def kernel(inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
+def kernel(inputs: Inputs, **tuning: Any) -> np.ndarray:
     from pallas_kernels.attention import mosaic_gpu
 
     with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
         return np.asarray(
-            mosaic_gpu.paged_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning))
+            mosaic_gpu.paged_attention(inputs, tuning=mosaic_gpu.Tuning(**tuning))
         ).astype(np.float32)
 
 
-def prefill_kernel(inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
+def prefill_kernel(inputs: Inputs, **tuning: Any) -> np.ndarray:
     from pallas_kernels.attention import prefill_mosaic_gpu
 
-    arguments = {name: x for name, x in inputs.items() if name != "window"}
     with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
-        out = prefill_mosaic_gpu.paged_attention(
-            **arguments, tuning=prefill_mosaic_gpu.Tuning(**tuning)
-        )
+        out = prefill_mosaic_gpu.paged_attention(inputs, tuning=prefill_mosaic_gpu.Tuning(**tuning))
     return np.asarray(out).astype(np.float32)
 
 
@@ -146,18 +150,18 @@ def test_equals_float64(name: str, implementation: str) -> None:
     assert_close(run(inputs, implementation), ground_truth(shape, inputs), live(shape))
 
 
-def near_ties(shape: Shape, seed: int) -> dict[str, Any]:
+def near_ties(shape: Shape, seed: int) -> Inputs:
     """Inputs whose every output is a tie between two bfloat16 neighbours but for float32 rounding, so that another order of sums shows.
 
     Weights are powers of two, equal for two keys side by side, whose values are neighbours.
     """
     inputs = make_inputs(shape, seed)
     rng = np.random.default_rng(seed)
-    q, k, v = (np.array(inputs[name]) for name in ("q", "k_cache", "v_cache"))
+    q, k, v = (np.array(a) for a in (inputs.q, inputs.k_cache, inputs.v_cache))
     q[...] = 0.0
     q[..., 0] = 1.0
     low = rng.uniform(1.0, 1.9, v.shape[2:]).astype(v.dtype)  # an ulp is 2^-7
-    for blocks, length in zip(np.asarray(inputs["block_table"]), shape.lengths, strict=True):
+    for blocks, length in zip(np.asarray(inputs.block_table), shape.lengths, strict=True):
         token = np.arange(length)
         slots = blocks[token // shape.block_size], token % shape.block_size
         k[(*slots, slice(None), 0)] = np.repeat(-rng.integers(0, 16, (length + 1) // 2), 2)[
@@ -165,7 +169,20 @@ def near_ties(shape: Shape, seed: int) -> dict[str, Any]:
         ]
         v[slots] = low + (token % 2 * 2.0**-7).astype(v.dtype)[:, None, None]
     arrays = {name: jnp.asarray(x) for name, x in (("q", q), ("k_cache", k), ("v_cache", v))}
-    return inputs | arrays | {"scale": math.log(2)}
+    return dataclasses.replace(inputs, **arrays, scale=math.log(2))
+
+
+BY_REQUEST = ("q", "block_table", "positions", "seq_lens", "window_start")
+
+
+def requests_of(inputs: Inputs, which: slice) -> Inputs:
+    """Some of the requests."""
+    some = {name: getattr(inputs, name)[which] for name in BY_REQUEST}
+    return dataclasses.replace(inputs, **some)
+
+
+def with_table(inputs: Inputs, table: jax.Array) -> Inputs:
+    return dataclasses.replace(inputs, block_table=table)
 
 
 @needs_mosaic
@@ -183,14 +200,13 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
         kernel(inputs, cluster=1, heads=2), expected, err_msg="2 heads a CTA"
     )
 
-    one = {"q", "block_table", "positions", "seq_lens", "window_start"}
-    alone = {name: x[2:] if name in one else x for name, x in inputs.items()}
+    alone = requests_of(inputs, slice(2, None))
     np.testing.assert_array_equal(kernel(alone), expected[2:], err_msg="alone")
 
-    short = alone | {"block_table": alone["block_table"][:, :2]}
+    short = with_table(alone, alone.block_table[:, :2])
     np.testing.assert_array_equal(kernel(short), expected[2:], err_msg="a narrower block table")
 
-    plain = inputs | {name: inputs[name][:, 1:2] for name in ("q", "positions", "window_start")}
+    plain = rows_of(inputs, 1, 2)
     np.testing.assert_array_equal(kernel(plain), expected[:, 1:2], err_msg="one row of three")
 
     from pallas_kernels.attention.mosaic_gpu import plan, tile_order
@@ -200,11 +216,11 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
     assert (kernel(inputs, cluster=1) != expected).any(), "expected another order of sums to show"
 
 
-def rows_of(inputs: dict[str, Any], first: int, past: int) -> dict[str, Any]:
+def rows_of(inputs: Inputs, first: int, past: int) -> Inputs:
     """Some rows of every request."""
-    return inputs | {
-        name: inputs[name][:, first:past] for name in ("q", "positions", "window_start")
-    }
+    names = ("q", "positions", "window_start")
+    some = {name: getattr(inputs, name)[:, first:past] for name in names}
+    return dataclasses.replace(inputs, **some)
 
 
 @needs_mosaic
@@ -220,15 +236,12 @@ def test_a_prefill_rows_bits_do_not_depend_on_its_chunk_batch_or_table(
     shape = Shape((120, 300), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, window=window)
     inputs = near_ties(shape, seed=1)
     expected = prefill_kernel(inputs)
-    alone = {
-        name: x[1:] if name in ("q", "block_table", "positions", "seq_lens", "window_start") else x
-        for name, x in inputs.items()
-    }
+    alone = requests_of(inputs, slice(1, None))
     for tuning in ({"slots": 2}, {"warpgroups": 2}):
         np.testing.assert_array_equal(
             prefill_kernel(alone, **tuning), expected[1:], err_msg=str(tuning)
         )
-    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 3)))}
+    wide = with_table(alone, jnp.pad(alone.block_table, ((0, 0), (0, 3))))
     np.testing.assert_array_equal(
         prefill_kernel(wide), expected[1:], err_msg="alone, a wider block table"
     )
@@ -254,7 +267,9 @@ def test_the_promise_of_a_window_changes_nothing(cluster: int | None) -> None:
     inputs = make_inputs(
         Shape((300, 0, 200), rows=3, num_heads=4, num_kv_heads=2, head_dim=64, window=150), seed=2
     )
-    promised, silent = (kernel(inputs | {"window": w}, cluster=cluster) for w in (150, None))
+    promised, silent = (
+        kernel(dataclasses.replace(inputs, window=w), cluster=cluster) for w in (150, None)
+    )
     np.testing.assert_array_equal(promised, silent)
 
 
@@ -292,11 +307,12 @@ def test_packed_queries_give_the_same_whatever_pads_them(name: str, implementati
         )
 
 
-def packed_inputs(shape: Shape, inputs: dict[str, Any], padding: float) -> dict[str, Any]:
-    packed = pack(inputs["q"], shape.num_kv_heads)
+def packed_inputs(shape: Shape, inputs: Inputs, padding: float) -> Inputs:
+    packed = pack(inputs.q, shape.num_kv_heads)
     used = shape.rows * shape.num_heads // shape.num_kv_heads
     assert packed.shape[2] > used, "expected a shape with padding"
-    return inputs | {"q": packed.at[:, :, used:].set(padding), "packed_heads": shape.num_heads}
+    q = packed.at[:, :, used:].set(padding)
+    return dataclasses.replace(inputs, q=q, packed_heads=shape.num_heads)
 
 
 def plan_of(batch: int, num_kv_heads: int, pages: int) -> Any:
@@ -351,10 +367,9 @@ def test_one_tile_is_in_flight_where_ctas_are_many_and_short(
 
 @needs_mosaic
 def test_packs_where_the_rows_are_one_row_tile() -> None:
-    group = {"num_heads": 32, "num_kv_heads": 8}
-    assert packs("mosaic_gpu", rows=8, **group)
-    assert not packs("mosaic_gpu", rows=9, **group)
-    assert not packs("reference", rows=1, **group)
+    assert packs("mosaic_gpu", rows=8, queries_per_kv=4)
+    assert not packs("mosaic_gpu", rows=9, queries_per_kv=4)
+    assert not packs("reference", rows=1, queries_per_kv=4)
 
 
 def test_pack_and_unpack_are_inverse() -> None:
@@ -397,21 +412,19 @@ def test_what_the_kernel_does_not_support_has_a_reason(
     change: dict[str, Any], reason: str | None
 ) -> None:
     with interpreted():
-        got = unsupported("mosaic_gpu", **(FITS | change))
+        got = unsupported(Heads(**(FITS | change)))
     assert got is None if reason is None else got is not None and got.startswith(reason)
 
 
 def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
-    expected = (
-        "device: expected an NVIDIA GPU"
-        if jax.__version_info__ >= (0, 11)
-        else "implementation 'mosaic_gpu': expected jax 0.11"
-    )
+    is_old = jax.__version_info__ < (0, 11)
+    reason = "expected jax 0.11" if is_old else "device: expected an NVIDIA GPU"
+    expected = f"attention, implementation 'mosaic_gpu': {reason}"
     if jax.default_backend() != "cpu":
         pytest.skip("there is a GPU")
     inputs = make_inputs(SMALL["sinks"], seed=0)
     with pytest.raises(ValueError, match=f"^{expected}"):
-        paged_attention(**inputs, implementation="mosaic_gpu")
+        paged_attention(inputs, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(
@@ -425,7 +438,7 @@ def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
     inputs = make_inputs(SMALL["sinks"], seed=0)
     with pytest.raises(ValueError) as error:
-        paged_attention(**(inputs | change))
+        call(paged_attention, inputs, change)
     assert str(error.value) == reason
 
 
@@ -441,7 +454,7 @@ def test_bytes_moved_counts_each_key_once() -> None:
 def test_tiles_of_a_chunk_share_their_blocks_and_see_what_is_before_them() -> None:
     shape = Shape(2 * tiles(8, 16, 4), rows=4, num_heads=4, num_kv_heads=2, head_dim=64, chunk=2)
     assert shape.lengths == (12, 16, 12, 16) and shape.positions()[1].tolist() == [12, 13, 14, 15]
-    table = np.asarray(make_inputs(shape, seed=0)["block_table"])
+    table = np.asarray(make_inputs(shape, seed=0).block_table)
     assert table[0] == table[1] and table[2] == table[3] and table[0] != table[2]
     assert bytes_moved(shape) == (2 * 2 * 16 * 2 * 64 + 2 * 4 * 4 * 4 * 64) * 2
     assert flops(shape) == 2 * 4 * 64 * 4 * sum(range(9, 17))
@@ -454,23 +467,18 @@ def test_equals_the_float32_reference_at_real_sizes(name: str) -> None:
     shape = SHAPES[name]
     inputs = make_inputs(shape, seed=3)
     got = run(inputs, "mosaic_gpu")
-    wide = {
-        k: x.astype(jnp.float32) if k in ("q", "k_cache", "v_cache") else x
-        for k, x in inputs.items()
-        if k != "window"
-    }
-    of_request = ("q", "block_table", "positions", "seq_lens", "window_start")
-    wide |= {
-        k: np.asarray(wide[k]) for k in of_request
-    }  # a slice of a device array compiles for every place
+    floats = ("q", "k_cache", "v_cache")
+    wide = {name: getattr(inputs, name).astype(jnp.float32) for name in floats}
+    inputs = dataclasses.replace(inputs, **wide)
+    # A slice of a device array compiles for every place.
+    on_host = {name: np.asarray(getattr(inputs, name)) for name in BY_REQUEST}
+    inputs = dataclasses.replace(inputs, **on_host)
     with jax.default_matmul_precision("highest"):
         for b in range(
             shape.batch
         ):  # one request at a time: the reference gathers its keys and holds all its scores
-            one = {k: x[b : b + 1] if k in of_request else x for k, x in wide.items()}
-            expected = np.asarray(
-                jax.jit(reference.paged_attention, static_argnames="scale")(**one)
-            )
+            one = requests_of(inputs, slice(b, b + 1))
+            expected = np.asarray(jax.jit(reference.paged_attention)(one))
             assert_close(got[b : b + 1], expected, live(shape)[b : b + 1])
 
 
@@ -480,15 +488,12 @@ def test_bits_of_prefill_on_the_gpu_do_not_depend_on_batch_table_or_chunk(name: 
     inputs = near_ties(dataclasses.replace(SHAPES[name], lengths=SHAPES[name].lengths[:8]), seed=4)
     expected = run(inputs, "mosaic_gpu")
     np.testing.assert_array_equal(run(inputs, "mosaic_gpu"), expected, err_msg="twice")
-    alone = {
-        key: x[-1:] if key in ("q", "block_table", "positions", "seq_lens", "window_start") else x
-        for key, x in inputs.items()
-    }
+    alone = requests_of(inputs, slice(-1, None))
     for tuning in ({"slots": 2}, {"warpgroups": 2}):
         np.testing.assert_array_equal(
             prefill_kernel(alone, **tuning), expected[-1:], err_msg=str(tuning)
         )
-    wide = alone | {"block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 7)))}
+    wide = with_table(alone, jnp.pad(alone.block_table, ((0, 0), (0, 7))))
     np.testing.assert_array_equal(
         run(wide, "mosaic_gpu"), expected[-1:], err_msg="alone, a wider block table"
     )
@@ -523,16 +528,13 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
         np.testing.assert_array_equal(
             kernel(inputs, cluster=1, heads=heads), expected, err_msg=f"{heads} heads a CTA"
         )
-    one = {"q", "block_table", "positions", "seq_lens", "window_start"}
-    alone = {key: x[-1:] if key in one else x for key, x in inputs.items()}
+    alone = requests_of(inputs, slice(-1, None))
     np.testing.assert_array_equal(run(alone, "mosaic_gpu"), expected[-1:], err_msg="alone")
-    wide = alone | {
-        "block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 2 * shape.table_pages)))
-    }
+    wide = with_table(alone, jnp.pad(alone.block_table, ((0, 0), (0, 2 * shape.table_pages))))
     np.testing.assert_array_equal(
         run(wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table"
     )
-    plain = alone | {key: alone[key][:, :1] for key in ("q", "positions", "window_start")}
+    plain = rows_of(alone, 0, 1)
     np.testing.assert_array_equal(run(plain, "mosaic_gpu"), expected[-1:, :1], err_msg="one row")
 
 

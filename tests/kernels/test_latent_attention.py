@@ -14,6 +14,8 @@ import pytest
 
 from pallas_kernels.latent_attention import (
     IMPLEMENTATIONS,
+    Inputs,
+    Latents,
     latent_attention,
     reference,
     unsupported,
@@ -21,6 +23,7 @@ from pallas_kernels.latent_attention import (
 from pallas_kernels.latent_attention.shapes import SHAPES, Shape, bytes_moved, make_inputs
 from pallas_kernels.packing import padded_heads
 from tests.kernels.attention import assert_close
+from tests.kernels.interpreter import call
 from tests.kernels.test_attention import interpreted
 
 needs_mosaic = pytest.mark.skipif(
@@ -50,22 +53,22 @@ SMALL = {
 REQUESTS = {"q", "block_table", "positions", "seq_lens"}  # arguments with an entry a request
 
 
-def run(shape: Shape, inputs: dict[str, Any], implementation: str) -> np.ndarray:
+def run(shape: Shape, inputs: Inputs, implementation: str) -> np.ndarray:
     """[batch, rows, num_heads, kv_lora_rank]"""
     with (
         interpreted()
         if implementation == "mosaic_gpu" and jax.default_backend() == "cpu"
         else contextlib.nullcontext()
     ):
-        return without_padding(shape, latent_attention(**inputs, implementation=implementation))
+        return without_padding(shape, latent_attention(inputs, implementation=implementation))
 
 
-def kernel(shape: Shape, inputs: dict[str, Any], **tuning: Any) -> np.ndarray:
+def kernel(shape: Shape, inputs: Inputs, **tuning: Any) -> np.ndarray:
     from pallas_kernels.latent_attention import mosaic_gpu
 
     with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
         return without_padding(
-            shape, mosaic_gpu.latent_attention(**inputs, tuning=mosaic_gpu.Tuning(**tuning))
+            shape, mosaic_gpu.latent_attention(inputs, tuning=mosaic_gpu.Tuning(**tuning))
         )
 
 
@@ -81,16 +84,16 @@ def live(shape: Shape) -> np.ndarray:
     return shape.positions() < np.array(shape.lengths)[:, None]
 
 
-def ground_truth(shape: Shape, inputs: dict[str, Any]) -> np.ndarray:
+def ground_truth(shape: Shape, inputs: Inputs) -> np.ndarray:
     """float64 [batch, rows, num_heads, kv_lora_rank], one row at a time from the op's docstring; NaN for rows that are not live."""
-    q, cache = (np.asarray(inputs[name]).astype(np.float64) for name in ("q", "cache"))
+    q, cache = (np.asarray(a).astype(np.float64) for a in (inputs.q, inputs.cache))
     q = q[:, :, : shape.num_heads]
-    table, positions = np.asarray(inputs["block_table"]), shape.positions()
+    table, positions = np.asarray(inputs.block_table), shape.positions()
     out = np.full((*q.shape[:3], shape.kv_lora_rank), np.nan)
     for b, row in np.argwhere(live(shape)):
         seen = np.arange(int(positions[b, row]) + 1)
         keys = cache[table[b, seen // shape.block_size], seen % shape.block_size, 0]
-        scores = q[b, row] @ keys.T * inputs["scale"]
+        scores = q[b, row] @ keys.T * inputs.scale
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[b, row] = weights @ keys[:, : shape.kv_lora_rank] / weights.sum(axis=1, keepdims=True)
     return out
@@ -111,31 +114,39 @@ def test_equals_float64(name: str, implementation: str) -> None:
 def test_what_pads_the_queries_changes_nothing(implementation: str) -> None:
     shape = SMALL["draft step of glm"]
     inputs = make_inputs(shape, seed=5)
-    assert inputs["q"].shape[2] > shape.num_heads, "expected a shape with padding"
+    assert inputs.q.shape[2] > shape.num_heads, "expected a shape with padding"
     expected = run(shape, inputs, implementation)
     for padding in (jnp.nan, jnp.inf, 1e30):
-        padded = inputs | {"q": inputs["q"].at[:, :, shape.num_heads :].set(padding)}
+        q = inputs.q.at[:, :, shape.num_heads :].set(padding)
+        padded = dataclasses.replace(inputs, q=q)
         np.testing.assert_array_equal(
             run(shape, padded, implementation), expected, err_msg=str(padding)
         )
 
 
-def near_ties(shape: Shape, seed: int) -> dict[str, Any]:
+def near_ties(shape: Shape, seed: int) -> Inputs:
     """Inputs whose every output is a tie between two bfloat16 neighbours but for float32 rounding, so that another order of sums shows.
 
     Weights are powers of two by the last number of the keys, equal for two keys side by side, whose values are neighbours.
     """
     inputs = make_inputs(shape, seed)
     rng = np.random.default_rng(seed)
-    q, cache = np.zeros_like(np.asarray(inputs["q"])), np.array(inputs["cache"])
+    q, cache = np.zeros_like(np.asarray(inputs.q)), np.array(inputs.cache)
     q[..., -1] = 1.0
     low = rng.uniform(1.0, 1.9, cache.shape[3:]).astype(cache.dtype)  # an ulp is 2^-7
-    for blocks, length in zip(np.asarray(inputs["block_table"]), shape.lengths, strict=True):
+    for blocks, length in zip(np.asarray(inputs.block_table), shape.lengths, strict=True):
         token = np.arange(length)
         slots = blocks[token // shape.block_size], token % shape.block_size, 0
         cache[slots] = low + (token % 2 * 2.0**-7).astype(cache.dtype)[:, None]
         cache[(*slots, -1)] = np.repeat(-rng.integers(0, 16, (length + 1) // 2), 2)[:length]
-    return inputs | {"q": jnp.asarray(q), "cache": jnp.asarray(cache), "scale": math.log(2)}
+    arrays = {"q": jnp.asarray(q), "cache": jnp.asarray(cache)}
+    return dataclasses.replace(inputs, **arrays, scale=math.log(2))
+
+
+def requests_of(inputs: Inputs, which: slice) -> Inputs:
+    """Some of the requests."""
+    some = {name: getattr(inputs, name)[which] for name in REQUESTS}
+    return dataclasses.replace(inputs, **some)
 
 
 @needs_mosaic
@@ -149,13 +160,13 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
             kernel(shape, inputs, **tuning), expected, err_msg=str(tuning)
         )
 
-    alone = {name: x[2:] if name in REQUESTS else x for name, x in inputs.items()}
+    alone = requests_of(inputs, slice(2, None))
     np.testing.assert_array_equal(kernel(shape, alone), expected[2:], err_msg="alone")
-    short = alone | {"block_table": alone["block_table"][:, :2]}
+    short = dataclasses.replace(alone, block_table=alone.block_table[:, :2])
     np.testing.assert_array_equal(
         kernel(shape, short), expected[2:], err_msg="a narrower block table"
     )
-    plain = inputs | {"q": inputs["q"][:, 1:2], "positions": inputs["positions"][:, 1:2]}
+    plain = dataclasses.replace(inputs, q=inputs.q[:, 1:2], positions=inputs.positions[:, 1:2])
     np.testing.assert_array_equal(
         kernel(shape, plain), expected[:, 1:2], err_msg="one row of three"
     )
@@ -203,21 +214,19 @@ def test_what_the_kernel_does_not_support_has_a_reason(
     change: dict[str, Any], reason: str | None
 ) -> None:
     with interpreted():
-        got = unsupported("mosaic_gpu", **(FITS | change))
+        got = unsupported(Latents(**(FITS | change)))
     assert got is None if reason is None else got is not None and got.startswith(reason)
 
 
 def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
-    expected = (
-        "device: expected an NVIDIA GPU"
-        if jax.__version_info__ >= (0, 11)
-        else "implementation 'mosaic_gpu': expected jax 0.11"
-    )
+    is_old = jax.__version_info__ < (0, 11)
+    reason = "expected jax 0.11" if is_old else "device: expected an NVIDIA GPU"
+    expected = f"latent_attention, implementation 'mosaic_gpu': {reason}"
     if jax.default_backend() != "cpu":
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=f"^{expected}"):
         latent_attention(
-            **make_inputs(SMALL["rows past the end"], seed=0), implementation="mosaic_gpu"
+            make_inputs(SMALL["rows past the end"], seed=0), implementation="mosaic_gpu"
         )
 
 
@@ -242,7 +251,7 @@ def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
     inputs = make_inputs(SMALL["rows past the end"], seed=0)
     with pytest.raises(ValueError) as error:
-        latent_attention(**(inputs | change))
+        call(latent_attention, inputs, change)
     assert str(error.value) == reason
 
 
@@ -258,16 +267,15 @@ def test_equals_the_float32_reference_at_real_sizes(name: str) -> None:
     shape = SHAPES[name]
     inputs = make_inputs(shape, seed=3)
     got = run(shape, inputs, "mosaic_gpu")
-    wide = {k: x.astype(jnp.float32) if k in ("q", "cache") else x for k, x in inputs.items()}
-    static = ("kv_lora_rank", "scale")
+    wide = dataclasses.replace(
+        inputs, q=inputs.q.astype(jnp.float32), cache=inputs.cache.astype(jnp.float32)
+    )
     with jax.default_matmul_precision("highest"):
         for b in range(
             0, shape.batch, max(shape.batch // 4, 1)
         ):  # the reference gathers a request's keys and holds all its scores
-            one = {k: x[b : b + 1] if k in REQUESTS else x for k, x in wide.items()}
-            expected = without_padding(
-                shape, jax.jit(reference.latent_attention, static_argnames=static)(**one)
-            )
+            one = requests_of(wide, slice(b, b + 1))
+            expected = without_padding(shape, jax.jit(reference.latent_attention)(one))
             assert_close(got[b : b + 1], expected, live(shape)[b : b + 1])
 
 
@@ -282,19 +290,18 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
         np.testing.assert_array_equal(
             kernel(shape, inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs"
         )
-    alone = {key: x[-1:] if key in REQUESTS else x for key, x in inputs.items()}
+    alone = requests_of(inputs, slice(-1, None))
     np.testing.assert_array_equal(run(shape, alone, "mosaic_gpu"), expected[-1:], err_msg="alone")
-    wide = alone | {
-        "block_table": jnp.pad(alone["block_table"], ((0, 0), (0, 2 * shape.table_pages)))
-    }
+    table = jnp.pad(alone.block_table, ((0, 0), (0, 2 * shape.table_pages)))
+    wide = dataclasses.replace(alone, block_table=table)
     np.testing.assert_array_equal(
         run(shape, wide, "mosaic_gpu"), expected[-1:], err_msg="a wider block table"
     )
     first = jnp.pad(
-        alone["q"][:, :1],
+        alone.q[:, :1],
         ((0, 0), (0, 0), (0, padded_heads(1, shape.num_heads) - shape.heads), (0, 0)),
     )
-    plain = alone | {"q": first, "positions": alone["positions"][:, :1]}
+    plain = dataclasses.replace(alone, q=first, positions=alone.positions[:, :1])
     np.testing.assert_array_equal(
         run(shape, plain, "mosaic_gpu"), expected[-1:, :1], err_msg="one row"
     )

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import paged_attention
+from pallas_kernels.attention import Inputs, paged_attention
 
-compiled = jax.jit(paged_attention, static_argnames=("scale", "implementation"))
+compiled = jax.jit(paged_attention, static_argnames="implementation")
 
 IMPLEMENTATIONS = (
     "reference",
@@ -77,19 +77,17 @@ class Case:
         return out
 
     def paged(self, implementation: str) -> np.ndarray:
-        arrays = (
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.table,
-            self.positions,
-            np.array(self.lengths, np.int32),
-            self.window_start,
+        inputs = Inputs(
+            q=jnp.asarray(self.q),
+            k_cache=jnp.asarray(self.k_cache),
+            v_cache=jnp.asarray(self.v_cache),
+            block_table=jnp.asarray(self.table),
+            positions=jnp.asarray(self.positions),
+            seq_lens=jnp.asarray(self.lengths, jnp.int32),
+            window_start=jnp.asarray(self.window_start),
+            scale=self.q.shape[3] ** -0.5,
         )
-        scale = self.q.shape[3] ** -0.5
-        return np.asarray(
-            compiled(*map(jnp.asarray, arrays), scale=scale, implementation=implementation)
-        )
+        return np.asarray(compiled(inputs, implementation=implementation))
 
 
 @pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))

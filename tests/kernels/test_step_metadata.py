@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention import Inputs as AttentionInputs
 from pallas_kernels.attention import paged_attention
 from pallas_kernels.attention.bounds import KEYS
 from pallas_kernels.step_metadata import (
@@ -274,24 +275,32 @@ def check_attention(window: int | None) -> None:
     q = jax.random.normal(keys[0], (3, 4, 6, 64), jnp.bfloat16)
     caches = [jax.random.normal(key, (9, 64, 2, 64), jnp.bfloat16) for key in keys[1:]]
     made = StepMetadata(*(jnp.asarray(x) for x in run(inputs, "mosaic_gpu")))
-    arrays: Any = (
-        q,
-        *caches,
-        inputs.block_table,
-        made.positions,
-        made.seq_lens,
-        made.window_start,
+    assert made.bounds is not None
+    queries = AttentionInputs(
+        q=q,
+        k_cache=caches[0],
+        v_cache=caches[1],
+        block_table=inputs.block_table,
+        positions=made.positions,
+        seq_lens=made.seq_lens,
+        window_start=made.window_start,
+        scale=0.125,
+        window=window,
     )
-    options: dict[str, Any] = {"scale": 0.125, "window": window, "implementation": "mosaic_gpu"}
+
+    def attend(bounds: jax.Array | None) -> jax.Array:
+        given = dataclasses.replace(queries, bounds=bounds)
+        return paged_attention(given, implementation="mosaic_gpu")
+
     with interpreted():
-        own = paged_attention(*arrays, **options)
-        given = paged_attention(*arrays, bounds=made.bounds, **options)
-        nothing = paged_attention(*arrays, bounds=jnp.zeros_like(made.bounds), **options)  # pyright: ignore[reportArgumentType]
+        own = attend(None)
+        given = attend(made.bounds)
+        nothing = attend(jnp.zeros_like(made.bounds))
         with pytest.raises(
             ValueError,
             match=r"^bounds: expected int32 \(3, row tiles, 36\), got int32 \(3, 1, 35\)$",
         ):
-            paged_attention(*arrays, bounds=made.bounds[..., 1:], **options)  # pyright: ignore[reportOptionalSubscript]
+            attend(made.bounds[..., 1:])
     np.testing.assert_array_equal(
         np.asarray(given).astype(np.float32), np.asarray(own).astype(np.float32)
     )

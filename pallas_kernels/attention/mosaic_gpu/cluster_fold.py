@@ -1,9 +1,11 @@
-"""The last fold of a softmax that a cluster's CTAs share: all send their state to the first one, through distributed shared memory."""
+"""The last fold of a softmax that a cluster's CTAs share.
+
+All send their state to the first CTA, through distributed shared memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.bounds import KEYS
 from pallas_kernels.attention.mosaic_gpu.plan import Plan
-from pallas_kernels.attention.mosaic_gpu.softmax_state import BY_COLUMN, MATRIX, State, join, spread
-from pallas_kernels.online_softmax import load
+from pallas_kernels.attention.mosaic_gpu.softmax_state import BY_COLUMN, MATRIX, join, spread
+from pallas_kernels.mosaic import load
+from pallas_kernels.online_softmax import State
+from pallas_kernels.types import Barrier, Index, Ref
 
+Here = tuple[Index, Index, Index]  # (request, row tile, KV head)
 Transport = tuple[Callable[[State], None], Callable[[int], State]]  # send(state), receive(rank)
 
 
 def outputs(plan: Plan) -> list[jax.ShapeDtypeStruct]:
-    """Device memory for the states, which the interpreter needs: it knows no stores to another CTA."""
+    """Return device memory for the states, in the interpreter: it has no stores to another CTA."""
     if plan.cluster == 1 or not plan.interpreted:
         return []
     lead = (plan.batch, plan.row_tiles, plan.num_kv_heads, plan.cluster)
@@ -29,8 +34,8 @@ def outputs(plan: Plan) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def scratch(plan: Plan) -> list[Any]:
-    """What the first CTA receives in, and the barrier that tells it so."""
+def scratch(plan: Plan) -> list[plgpu.ClusterBarrier | plgpu.Barrier | pl.MemoryRef]:
+    """Return the first CTA's memory for the states, and the barrier that they complete."""
     if plan.cluster == 1:
         return []
     if plan.interpreted:
@@ -46,17 +51,19 @@ def scratch(plan: Plan) -> list[Any]:
 
 def fold_cluster(
     plan: Plan,
-    memory: list[Any],
-    here: tuple,
+    shares: list[Ref],
+    received: list[Barrier],
+    here: Here,
     rank: jax.Array,
     state: State,
     finish: Callable[[State], None],
 ) -> None:
-    """finish(the states of all ranks, folded as a binary tree) on the first CTA. here: request, row tile and KV head of the cluster.
+    """Run finish(the states of all ranks, folded as a binary tree) on the first CTA.
 
-    memory: refs of `outputs` and of `scratch`, one after the other.
+    shares, received: refs of `outputs` and of `scratch`. here: request, row tile and KV head of
+    the cluster.
     """
-    *slots, barrier = memory
+    *slots, barrier = [*shares, *received]
     send, receive = (
         _through_device_memory(slots, barrier, here, rank)
         if plan.interpreted
@@ -76,12 +83,13 @@ def fold_cluster(
         finish(gather(0, plan.cluster))
 
 
-def _through_cluster(plan: Plan, slots: list[Any], barrier: Any, rank: jax.Array) -> Transport:
+def _through_cluster(plan: Plan, slots: list[Ref], barrier: Barrier, rank: jax.Array) -> Transport:
     values_slots, stats_slots, plain = slots
 
     def send(state: State) -> None:
         values, top, total = state
-        # Only two-dimensional tiles can be sent: the maxima are the upper half of one, the sums the lower.
+        # Only two-dimensional tiles can be sent: of one, the upper half holds the maxima, the
+        # lower half the sums.
         upper = plgpu.broadcasted_iota(jnp.int32, plan.square, 0, layout=MATRIX) < KEYS // 2
         stats = jnp.where(upper, spread(top, plan.square), spread(total, plan.square))
         for sent, slots_of in ((values, values_slots), (stats, stats_slots)):
@@ -92,9 +100,8 @@ def _through_cluster(plan: Plan, slots: list[Any], barrier: Any, rank: jax.Array
 
     def receive(sender: int) -> State:
         values = load(values_slots.at[sender - 1], MATRIX, optimized=False)
-        plain[...] = load(
-            stats_slots.at[sender - 1], MATRIX, optimized=False
-        )  # tiled to be sent; rows can be read here
+        # Sent tiles are tiled in memory; single rows can be read from this copy.
+        plain[...] = load(stats_slots.at[sender - 1], MATRIX, optimized=False)
         top, total = (load(plain.at[row], BY_COLUMN, optimized=False) for row in (0, KEYS // 2))
         return values, top, total
 
@@ -102,7 +109,7 @@ def _through_cluster(plan: Plan, slots: list[Any], barrier: Any, rank: jax.Array
 
 
 def _through_device_memory(
-    slots: list[Any], barrier: Any, here: tuple, rank: jax.Array
+    slots: list[Ref], barrier: Barrier, here: Here, rank: jax.Array
 ) -> Transport:
     values_slots, stats_slots = slots
 

@@ -1,6 +1,12 @@
-"""The kernel of decode attention: a CTA fetches tiles of keys and values ahead of their use, and folds them one after the other."""
+"""The kernel of decode attention.
+
+A CTA fetches tiles of keys and values ahead of their use, and folds them one after the other.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,42 +27,83 @@ from pallas_kernels.attention.mosaic_gpu.softmax_state import (
     spread,
 )
 from pallas_kernels.attention.mosaic_gpu.tile_order import TileOrder
-from pallas_kernels.online_softmax import LOG2E, await_inputs, load, normalise, where
+from pallas_kernels.mosaic import load
+from pallas_kernels.online_softmax import LOG2E, State, await_inputs, normalise, where
+from pallas_kernels.types import Accumulator, Barrier, Index, Ref
+
+T = TypeVar("T")  # a ref, or its type
+Carry = tuple[jax.Array, ...]
 
 
-def attend(plan: Plan):
-    """A cluster for every (request, row tile, KV head), or a CTA for a few KV heads."""
-    head_dim, group, columns, slots = plan.head_dim, plan.group, plan.columns, plan.slots
+class Scratch(NamedTuple, Generic[T]):
+    """Shared memory and barriers of a CTA.
+
+    q: queries of its KV heads. k, v: rings of tiles. weights: of a tile. out: a head's result.
+    q_ready: the queries have arrived. k_ready, v_ready: for each slot, its copies have arrived.
+    received: of cluster_fold.scratch.
+    """
+
+    q: T
+    k: T
+    v: T
+    weights: T
+    out: T
+    q_ready: Barrier
+    k_ready: Barrier
+    v_ready: Barrier
+    received: list[Barrier]
+
+
+def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return the kernel: a cluster for each (request, row tile, KV head), or a CTA for a few heads.
+
+    Its operands are packed queries, k_cache, v_cache, block_table, bounds, and sinks or None.
+    """
+    head_dim, group = plan.head_dim, plan.queries_per_kv
+    columns, slots = plan.columns, plan.slots
     cluster, heads = plan.cluster, plan.heads
     tall, square = plan.tall, plan.square
     pieces = max(KEYS // plan.block_size, 1)  # pages in a tile
     piece = KEYS // pieces
-    through_memory = cluster_fold.outputs(plan)
 
-    def body(q_ref, k_ref, v_ref, table_ref, bounds_ref, *rest):
-        sinks_ref, rest = (rest[0], rest[1:]) if plan.has_sinks else (None, rest)
-        out_ref, *rest = rest
-        exchange, rest = rest[: len(through_memory)], rest[len(through_memory) :]
-        q_smem, k_smem, v_smem, p_smem, out_smem, q_barrier, k_barriers, v_barriers, *received = (
-            rest
-        )
+    def body(
+        q_ref: Ref,
+        k_ref: Ref,
+        v_ref: Ref,
+        table_ref: Ref,
+        bounds_ref: Ref,
+        sinks_ref: Ref | None,
+        out_ref: Ref,
+        shares: list[Ref],
+        scratch: Scratch[Ref],
+    ) -> None:
+        q_smem, k_smem, v_smem, p_smem, out_smem = scratch[:5]
+        q_barrier, k_barriers, v_barriers = scratch.q_ready, scratch.k_ready, scratch.v_ready
         await_inputs(plan.interpreted)
         request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
-        row_tile = (
-            plan.row_tiles - 1 - lax.axis_index("row_tile")
-        )  # the last rows of a prefill chunk see most keys: they start first
+        # The last rows of a prefill chunk see most keys: they start first.
+        row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")
         rank = lax.axis_index("rank") if cluster > 1 else jnp.int32(0)
         start, stop, num_keys = (bounds_ref[request, row_tile, 2 * columns + i] for i in range(3))
         tiles = TileOrder(
             start, stop, rank * plan.classes, passes=heads * plan.classes, tiles=plan.tiles
         )
 
-        def pages_of(tile):
+        def pages_of(tile: jax.Array) -> tuple[jax.Array, ...]:
             return paging.pages_of(
                 table_ref, request, tile, keys=KEYS, block_size=plan.block_size, pages=plan.pages
             )
 
-        def fetch(source, target, barriers, slot, number, tile, blocks):
+        def fetch(
+            source: Ref,
+            target: Ref,
+            barriers: Barrier,
+            slot: Index,
+            number: jax.Array,
+            tile: jax.Array,
+            blocks: Sequence[jax.Array],
+        ) -> None:
+            """Start the copies of a tile: pass `number`, from these blocks, into a slot."""
             kv_head = first_head + lax.div(number, plan.classes)
             for i, block in enumerate(blocks):
                 offset = lax.rem(tile * KEYS, plan.block_size) if pieces == 1 else 0
@@ -71,7 +118,12 @@ def attend(plan: Plan):
         for slot, (number, tile, blocks) in enumerate(ahead[:slots]):
 
             @pl.when(tile < stop)
-            def _(slot=slot, number=number, tile=tile, blocks=blocks):
+            def _fetch_first(
+                slot: int = slot,
+                number: jax.Array = number,
+                tile: jax.Array = tile,
+                blocks: Sequence[jax.Array] = blocks,
+            ) -> None:
                 if slot == 0:
                     for i in range(heads):
                         plgpu.copy_gmem_to_smem(
@@ -88,15 +140,17 @@ def attend(plan: Plan):
         )
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
 
-        def step(head, tile, carry):
+        def step(head: Index, tile: jax.Array, carry: Carry) -> Carry:
+            """Fold a tile into (values, maximum, sum by key), and fetch the one after the ring's."""
             values, top, total, count, coming_number, coming, *blocks = carry
             slot = lax.rem(count, slots)
-            # The page after the coming one is looked up now: a load from device memory must not hold up the copy.
+            # Looked up here, before the tile is needed: a load from device memory must not delay
+            # its copy.
             after_number, after = tiles.after(coming_number, coming)
             after_blocks = pages_of(after)
             plgpu.barrier_wait(k_barriers.at[slot])
 
-            def scores_of(acc):
+            def scores_of(acc: Accumulator) -> jax.Array:
                 plgpu.wgmma(acc, k_smem.at[slot], q_smem.at[head].transpose((1, 0)))
                 return acc[...]
 
@@ -117,8 +171,8 @@ def attend(plan: Plan):
             plgpu.barrier_wait(v_barriers.at[slot])
 
             @pl.when((tile + 1) * KEYS > num_keys)
-            def _():
-                # Slots that nobody has written may hold NaN, and 0 * NaN is NaN.
+            def _clear_unwritten() -> None:
+                # Unwritten cache slots may hold NaN, and 0 * NaN is NaN.
                 row = (
                     plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=MATRIX)
                     + tile * KEYS
@@ -128,7 +182,7 @@ def attend(plan: Plan):
 
             plgpu.commit_smem()
 
-            def values_of(acc):
+            def values_of(acc: Accumulator) -> jax.Array:
                 plgpu.wgmma(acc, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
                 return acc[...]
 
@@ -139,20 +193,24 @@ def attend(plan: Plan):
             return (
                 values * spread(old, tall) + added,
                 new,
-                total * spread(old, square)
-                + weights,  # summed over the keys when the class ends: that takes a barrier
+                # Summed over the keys only when the class ends, since that takes a barrier.
+                total * spread(old, square) + weights,
                 count + 1,
                 after_number,
                 after,
                 *after_blocks,
             )
 
-        def fold(head, size, base, order):
-            """Softmax over the classes base .. base + size - 1 as (values, maximum, sum), and where the order of tiles has come to."""
+        def fold(head: Index, size: int, base: Index, order: Carry) -> tuple[State, Carry]:
+            """Return the softmax over the classes base .. base + size - 1, and the next order.
+
+            order: number of tiles so far, then the next place and its pages.
+            """
             if size > 1:
 
-                def half(i, carry):
-                    state, order = carry[:3], carry[3:]
+                def half(i: jax.Array, carry: Carry) -> Carry:
+                    state: State = (carry[0], carry[1], carry[2])
+                    order = carry[3:]
                     right, order = fold(head, size // 2, base + i * (size // 2), order)
                     return *join(state, right), *order
 
@@ -169,7 +227,7 @@ def attend(plan: Plan):
             values, top, total = carry[:3]
             return (values, top, total.sum(axis=0)), carry[3:]
 
-        def write(kv_head, state):
+        def write(kv_head: Index, state: State) -> None:
             sink = None
             if sinks_ref is not None:
                 head = lax.rem(
@@ -188,7 +246,7 @@ def attend(plan: Plan):
                 row = row_tile * plan.tile_rows + i
 
                 @pl.when(row < plan.rows)
-                def _(i=i, row=row):
+                def _write_row(i: int = i, row: jax.Array = row) -> None:
                     plgpu.copy_smem_to_gmem(
                         out_smem.at[pl.ds(i * group, group)],
                         out_ref.at[request, row, pl.ds(kv_head * group, group)],
@@ -198,7 +256,7 @@ def attend(plan: Plan):
         order = (jnp.int32(0), coming_number, coming, *blocks)
         if cluster == 1:
 
-            def one_head(head, order):
+            def one_head(head: jax.Array, order: Carry) -> Carry:
                 state, order = fold(head, plan.classes, jnp.int32(0), order)
                 write(first_head + head, state)
                 return order
@@ -209,7 +267,8 @@ def attend(plan: Plan):
             here = (request, row_tile, first_head)
             cluster_fold.fold_cluster(
                 plan,
-                [*exchange, *received],
+                shares,
+                scratch.received,
                 here,
                 rank,
                 state,
@@ -219,25 +278,25 @@ def attend(plan: Plan):
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    scratch = [
-        plgpu.SMEM((heads, columns, head_dim), jnp.bfloat16, transforms=tiling),
-        plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
-        plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
-        plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
-        plgpu.SMEM((columns, head_dim), jnp.bfloat16),
-        plgpu.Barrier(num_arrivals=heads),
-        plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
-        plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
-        *cluster_fold.scratch(plan),
-    ]
+    scratch = Scratch(
+        q=plgpu.SMEM((heads, columns, head_dim), jnp.bfloat16, transforms=tiling),
+        k=plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
+        v=plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
+        weights=plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
+        out=plgpu.SMEM((columns, head_dim), jnp.bfloat16),
+        q_ready=plgpu.Barrier(num_arrivals=heads),
+        k_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+        v_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
+        received=cluster_fold.scratch(plan),
+    )
     out = jax.ShapeDtypeStruct((plan.batch, plan.rows, plan.num_heads, head_dim), jnp.bfloat16)
     return plgpu.kernel(
         body,
-        out_type=(out, *through_memory),
-        # The last axis runs fastest: neighbours in time read the KV heads of the same pages.
+        out_type=(out, cluster_fold.outputs(plan)),
+        # The last axis runs fastest: CTAs that follow each other read the same pages' KV heads.
         grid=(plan.batch, plan.row_tiles, plan.num_kv_heads // heads),
         grid_names=("request", "row_tile", "kv_head"),
-        scratch_types=scratch,
+        scratch_types=[scratch],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_attention",
         **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),

@@ -1,6 +1,11 @@
-"""The softmax over some keys, in a warpgroup's registers: values [head_dim, columns], and of each column the maximum and the sum."""
+"""The softmax over some keys, in a warpgroup's registers.
+
+Its state is values [head_dim, columns], and the maximum and the sum of each column.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -8,25 +13,27 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mosaic_gpu.plan import Plan
-from pallas_kernels.online_softmax import NEVER, merge
+from pallas_kernels.online_softmax import NEVER, State, merge
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic import Layout
 
 MATRIX = plgpu.Layout.WGMMA
-BY_COLUMN = MATRIX.reduce(0)  # of what has one number a column
-
-State = tuple[jax.Array, jax.Array, jax.Array]
+BY_COLUMN = MATRIX.reduce(0)  # of arrays with one number for each column
 
 
-def splat(shape, value, layout):
+def splat(shape: tuple[int, ...], value: float, layout: Layout) -> jax.Array:
+    """Return an array of one float32 value."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A number a column [columns], in every row of a shape [rows, columns]."""
+    """Return [rows, columns] whose rows are all x [columns]."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def nothing(plan: Plan) -> State:
-    """Over no keys."""
+    """Return the state over no keys."""
     return (
         splat(plan.tall, 0.0, MATRIX),
         splat((plan.columns,), NEVER, BY_COLUMN),
@@ -35,5 +42,5 @@ def nothing(plan: Plan) -> State:
 
 
 def join(left: State, right: State) -> State:
-    """Two over neighbouring keys as one."""
+    """Return the state over the keys of two neighbours."""
     return merge(left, right, lambda x: spread(x, left[0].shape))
