@@ -23,7 +23,7 @@ from jaxspec.sampling.logits import adjust_logits, truncate_logits, truncates
 from jaxspec.sampling.logprobs import Scores, score_tokens
 from jaxspec.sampling.processors.processor import Window
 from jaxspec.sampling.state import SamplingState, draw, noise_stream, scale_by_temperature
-from pallas_kernels.rejection_sampling import rejection_sample
+from pallas_kernels.rejection_sampling import Inputs, rejection_sample
 from pallas_kernels.rejection_sampling.reference import count_leading
 
 MAX_LOGITS_BYTES = 1 << 30  # float32 logits of a batch that are in memory at a time
@@ -146,21 +146,25 @@ def judge_by_rule(
 ) -> Verification:
     """Accept drafts by the round's rejection rule; a batch of greedy requests compares argmaxes."""
     stream = partial(noise_stream, sampling.keys, position=seq_lens)
-    output_tokens, num_sampled = rejection_sample(
-        logits.target,
-        proposal.draft_tokens,
-        logits.draft,
-        target_to_draft if logits.draft is not None else None,
-        sampling.greedy,
-        stream("accept") if cfg.sampled or cfg.rule == "synthetic" else None,
-        stream("recover") if cfg.sampled else None,
-        None,  # the strict rule's noise is drawn with its tokens (sample_rows)
-        jnp.asarray(cfg.acceptance_rates, jnp.float32) if cfg.rule == "synthetic" else None,
-        active,
-        None if logits.is_divided else sampling.temperature,
-        rule=cfg.rule,
+    synthetic = cfg.rule == "synthetic"
+    inputs = Inputs(
+        target_logits=logits.target,
+        draft_tokens=proposal.draft_tokens,
+        draft_logits=logits.draft,
+        target_to_draft=target_to_draft if logits.draft is not None else None,
+        greedy=sampling.greedy,
+        uniforms=stream("accept") if cfg.sampled or synthetic else None,
+        recover_noise=stream("recover") if cfg.sampled else None,
+        acceptance_rates=jnp.asarray(cfg.acceptance_rates, jnp.float32) if synthetic else None,
+        active=active,
+        temperature=None if logits.is_divided else sampling.temperature,
+        # Greedy requests follow one rule. The strict rule comes here with them alone, since
+        # judge_by_sampling has it otherwise.
+        rule="probabilistic" if cfg.rule == "strict" else cfg.rule,
         sampled=cfg.sampled,
-        implementation=cfg.kernels.rejection_sampling,
+    )
+    output_tokens, num_sampled = rejection_sample(
+        inputs, implementation=cfg.kernels.rejection_sampling
     )
     return Verification(output_tokens, num_sampled)
 

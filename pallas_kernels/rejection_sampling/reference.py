@@ -1,9 +1,11 @@
-"""The jnp specification of rejection sampling: which drafts survive, and which token follows them.
+"""The jnp specification of rejection sampling: the drafts that survive, and the token after them.
 
-p is the target, q the draft. Every rule reduces to two results per request: ``num_accepted`` (how many leading drafts are kept) and one
-more token, drawn at target row ``num_accepted``; the output is those drafts and that token.
+p is the target, q the draft. Every rule reduces to two results for each request: num_accepted
+(leading drafts that are kept) and one more token, drawn at target row num_accepted. The output is
+those drafts and that token.
 
-Sources: Leviathan et al. 2211.17192 and Chen et al. 2302.01318 (probabilistic), Sun et al. 2403.10444 (block), vLLM (strict, synthetic).
+Sources: Leviathan et al. 2211.17192 and Chen et al. 2302.01318 (probabilistic), Sun et al.
+2403.10444 (block), vLLM (synthetic).
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.noise import Stream
+from pallas_kernels.rejection_sampling.inputs import Inputs
 
 
 class DraftScores(NamedTuple):
-    """What the rules need to know of each draft token d, and what rebuilds p and q at any row.
+    """Scores of each draft token d, and the normalisers of p and q at any row.
 
-    valid: bool [B, K]; q can have drawn d. False for a placeholder, an id outside the vocabulary, and q(d) = 0.
-    log_p, log_q: f32 [B, K] log p(d), log q(d); 0 for log_q where not valid.
-    target_lse: f32 [B, K+1], draft_lse: f32 [B, K] or None; finite even where a row is all -inf.
+    valid:      bool [B, K]; q can have drawn d. False for a placeholder, an id outside the
+                vocabulary, and q(d) = 0
+    log_p:      float32 [B, K], log p(d)
+    log_q:      float32 [B, K], log q(d); 0 where not valid
+    target_lse: float32 [B, K+1], log-sum-exp, finite even where a row is all -inf
+    draft_lse:  float32 [B, K], likewise, or None
     """
 
     valid: jax.Array
@@ -31,23 +37,12 @@ class DraftScores(NamedTuple):
     draft_lse: jax.Array | None
 
 
-def rejection_sample(
-    target_logits: jax.Array,
-    draft_tokens: jax.Array,
-    draft_logits: jax.Array | None,
-    target_to_draft: jax.Array | None,
-    greedy: jax.Array,
-    uniforms: jax.Array | Stream | None,
-    recover_noise: jax.Array | Stream | None,
-    sample_noise: jax.Array | None,
-    acceptance_rates: jax.Array | None,
-    active: jax.Array,
-    temperature: jax.Array | None = None,
-    *,
-    rule: str,
-    sampled: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """The public op's arguments and results; see ``pallas_kernels.rejection_sampling.rejection_sample``."""
+def rejection_sample(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """Run the op; see pallas_kernels.rejection_sampling.rejection_sample."""
+    target_logits, draft_logits = inputs.target_logits, inputs.draft_logits
+    draft_tokens, target_to_draft = inputs.draft_tokens, inputs.target_to_draft
+    greedy, temperature, sampled = inputs.greedy, inputs.temperature, inputs.sampled
+    uniforms, recover_noise = inputs.uniforms, inputs.recover_noise
     if isinstance(uniforms, Stream):
         uniforms = uniforms.uniforms(draft_tokens.shape[1])
     if isinstance(recover_noise, Stream):
@@ -57,28 +52,23 @@ def rejection_sample(
         target_logits = target_logits / divisor
         draft_logits = None if draft_logits is None else draft_logits / divisor
     target_logits = _without_nan(target_logits)
-    if rule == "synthetic":
-        assert uniforms is not None and acceptance_rates is not None
+    if inputs.rule == "synthetic":
+        assert uniforms is not None and inputs.acceptance_rates is not None
         num_accepted = count_leading(
-            _in_vocabulary(draft_tokens, target_logits) & (uniforms < acceptance_rates)
+            _in_vocabulary(draft_tokens, target_logits) & (uniforms < inputs.acceptance_rates)
         )
         row = _at_row(target_logits, num_accepted)
         token = _argmax(row)
         if sampled:
             assert recover_noise is not None
             token = _sample(row, recover_noise, greedy)
-    elif rule == "strict" and sampled:
-        assert sample_noise is not None
-        num_accepted, token = _match_target(
-            _sample(target_logits, sample_noise, greedy), draft_tokens
-        )
     else:
         num_accepted, token = _match_target(_argmax(target_logits), draft_tokens)
         if sampled:
             assert uniforms is not None and recover_noise is not None
             draft_logits = None if draft_logits is None else _without_nan(draft_logits)
             scores = _score_drafts(target_logits, draft_tokens, draft_logits, target_to_draft)
-            if rule == "block":
+            if inputs.rule == "block":
                 num_kept, log_joint = _block(
                     target_logits, draft_logits, target_to_draft, uniforms, scores
                 )
@@ -98,13 +88,16 @@ def rejection_sample(
             )
             num_accepted = jnp.where(greedy, num_accepted, num_kept)
             token = jnp.where(greedy, token, _argmax(residual + recover_noise))
-    return _emit(draft_tokens, num_accepted, token, active)
+    return _emit(draft_tokens, num_accepted, token, inputs.active)
 
 
 def _emit(
     draft_tokens: jax.Array, num_accepted: jax.Array, token: jax.Array, active: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The accepted drafts [B, K], then token [B], then -1: output_tokens [B, K+1] and num_sampled [B]."""
+    """Return output_tokens [B, K+1] and num_sampled [B].
+
+    The output is the accepted drafts [B, K], then token [B], then -1.
+    """
     index = jnp.arange(draft_tokens.shape[1] + 1, dtype=jnp.int32)
     drafts = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
     last = num_accepted[:, None]
@@ -113,7 +106,7 @@ def _emit(
 
 
 def _match_target(target_tokens: jax.Array, draft_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Strict and greedy: keep the drafts that equal the target's own tokens [B, K+1], then emit the target's next one."""
+    """Keep the drafts that equal the target's own tokens [B, K+1], then emit the next of those."""
     num_accepted = count_leading(target_tokens[:, :-1] == draft_tokens)
     return num_accepted, _at_row(target_tokens, num_accepted)
 
@@ -125,10 +118,11 @@ def _block(
     uniforms: jax.Array,
     scores: DraftScores,
 ) -> tuple[jax.Array, jax.Array]:
-    """Block verification (2403.10444, algorithm 2): num_accepted [B] and log P_i [B, K+1].
+    """Return num_accepted [B] and log P_i [B, K+1] (2403.10444, algorithm 2).
 
-    P_i = min(P_{i-1} p(d_i) / q(d_i), 1); the first i drafts are kept with probability h_i = Z_i / (Z_i + 1 - P_i), where
-    Z_i = sum_x max(P_i p(x) - q(x), 0) at row i; h = P for the last valid draft, which nothing follows. The longest kept prefix wins.
+    P_i = min(P_{i-1} p(d_i) / q(d_i), 1). The first i drafts are kept with probability
+    h_i = Z_i / (Z_i + 1 - P_i), where Z_i = sum_x max(P_i p(x) - q(x), 0) at row i. h = P for the
+    last valid draft, which nothing follows. The longest kept prefix wins.
     """
     num_drafts = uniforms.shape[1]
     log_ratio = jnp.where(scores.valid, scores.log_p - scores.log_q, 0.0)
@@ -174,35 +168,35 @@ def _residual(
     num_accepted: jax.Array,
     log_joint: jax.Array,
 ) -> jax.Array:
-    """Unnormalised log of max(P p - q, 0) [B, V] at row num_accepted, with log P = log_joint [B].
+    """Return the unnormalised log of max(P p - q, 0) [B, V] at row num_accepted.
 
-    The row's plain target logits where no valid draft was rejected there (a bonus token or a placeholder), and where rounding leaves no
-    mass (p equals q). In log space, because p - q cancels in float32.
+    log P = log_joint [B]. The row's plain target logits where no valid draft was rejected there (a
+    bonus token or a placeholder), and where rounding leaves no mass (p equals q). In log space,
+    because p - q cancels in float32.
     """
     row = _at_row(target_logits, num_accepted)
     num_drafts = draft_tokens.shape[1]
     if num_drafts == 0:
         return row
-    judged = jnp.minimum(
-        num_accepted, num_drafts - 1
-    )  # the bonus row judges no draft; what is read for it is not used
+    # The bonus row verifies no draft; its values are not used.
+    verified = jnp.minimum(num_accepted, num_drafts - 1)
     if draft_logits is None:
         is_draft = (
-            jnp.arange(row.shape[1], dtype=jnp.int32) == _at_row(draft_tokens, judged)[:, None]
+            jnp.arange(row.shape[1], dtype=jnp.int32) == _at_row(draft_tokens, verified)[:, None]
         )
         residual = jnp.where(is_draft, -jnp.inf, row)
     else:
         assert scores.draft_lse is not None
         log_p = row - _at_row(scores.target_lse, num_accepted)[:, None] + log_joint[:, None]
         log_q = (
-            _to_target_vocabulary(_at_row(draft_logits, judged), target_to_draft)
-            - _at_row(scores.draft_lse, judged)[:, None]
+            _to_target_vocabulary(_at_row(draft_logits, verified), target_to_draft)
+            - _at_row(scores.draft_lse, verified)[:, None]
         )
         exceeds = log_p > log_q
         gap = jnp.where(exceeds, log_q, -jnp.inf) - jnp.where(exceeds, log_p, 0.0)
         # log(1 - e^gap); expm1 keeps its digits where p is close to q, which log1p(-exp(gap)) does not.
         residual = jnp.where(exceeds, log_p + jnp.log(-jnp.expm1(gap)), -jnp.inf)
-    rejected = (num_accepted < num_drafts) & _at_row(scores.valid, judged)
+    rejected = (num_accepted < num_drafts) & _at_row(scores.valid, verified)
     has_mass = jnp.max(residual, axis=1) > -jnp.inf
     return jnp.where((rejected & has_mass)[:, None], residual, row)
 
@@ -226,7 +220,8 @@ def _score_drafts(
         valid = valid & (tokens >= 0)
         tokens = jnp.where(valid, tokens, 0)
     log_q = _at_token(draft_logits, tokens) - draft_lse
-    # A draft that q cannot have drawn says nothing about q: rejecting it and sampling the plain target is the unbiased choice.
+    # A draft that q cannot have drawn has no ratio: rejecting it and sampling the plain target is
+    # unbiased.
     valid = valid & (log_q > -jnp.inf)
     return DraftScores(valid, log_p, jnp.where(valid, log_q, 0.0), target_lse, draft_lse)
 
@@ -236,7 +231,10 @@ def _in_vocabulary(tokens: jax.Array, target_logits: jax.Array) -> jax.Array:
 
 
 def _to_target_vocabulary(draft_logits: jax.Array, target_to_draft: jax.Array | None) -> jax.Array:
-    """Draft logits [..., Vd] at the target's ids [..., V], -inf where the draft has no such token. A gather: scatters are slow."""
+    """Return draft logits [..., Vd] at the target's ids [..., V], -inf where the draft has none.
+
+    A gather: scatters are slow.
+    """
     if target_to_draft is None:
         return draft_logits
     gathered = jnp.take(draft_logits, jnp.maximum(target_to_draft, 0), axis=-1, mode="clip")
@@ -244,18 +242,18 @@ def _to_target_vocabulary(draft_logits: jax.Array, target_to_draft: jax.Array | 
 
 
 def _without_nan(logits: jax.Array) -> jax.Array:
-    """NaN becomes -inf and +inf the largest float, so that every argmax and every log-sum-exp is well defined."""
+    """Replace NaN by -inf and +inf by the largest float: argmax and log-sum-exp are defined."""
     return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, jnp.finfo(logits.dtype).max))
 
 
 def _log_sum_exp(logits: jax.Array) -> jax.Array:
-    """Over the last axis; 0 for a row that is all -inf, so that subtracting it leaves -inf and not NaN."""
+    """Return the log-sum-exp of the last axis; 0 for a row of -inf, so that -inf - 0 is no NaN."""
     lse = jax.nn.logsumexp(logits, axis=-1)
     return jnp.where(lse > -jnp.inf, lse, 0.0)
 
 
 def _sample(logits: jax.Array, noise: jax.Array, greedy: jax.Array) -> jax.Array:
-    """Gumbel-max over the last axis of [B, ..., V]; plain argmax for greedy rows [B]."""
+    """Return the Gumbel-max of the last axis of [B, ..., V]; the argmax for greedy rows [B]."""
     greedy = greedy.reshape(greedy.shape + (1,) * (logits.ndim - 2))
     return jnp.where(greedy, _argmax(logits), _argmax(logits + noise))
 
@@ -265,12 +263,12 @@ def _argmax(scores: jax.Array) -> jax.Array:
 
 
 def count_leading(accepted: jax.Array) -> jax.Array:
-    """How many leading entries of [B, K] are true: i32 [B]. The first rejection stops everything later."""
+    """Return the number of leading true entries of [B, K], int32 [B]."""
     return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def _at_row(values: jax.Array, row: jax.Array) -> jax.Array:
-    """values [B, R, ...] at row [B] of each request."""
+    """Return values [B, R, ...] at row [B] of each request."""
     index = row.reshape(row.shape + (1,) * (values.ndim - 1))
     return jnp.take_along_axis(values, index, axis=1).squeeze(1)
 

@@ -1,4 +1,7 @@
-"""Named shapes of rejection sampling, shared by tests and benchmarks: real vocabularies, and small ones that the interpreter can run."""
+"""Named shapes of rejection sampling, shared by tests and benchmarks.
+
+Real vocabularies, and small ones that the interpreter can run.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.noise import Stream
+from pallas_kernels.rejection_sampling.inputs import Inputs, Rule
 
 
 @dataclass(frozen=True)
 class Shape:
-    """draft_vocab None: one-hot drafts; equal to vocab: no map between the two. sampled False: every request is greedy.
+    """Requests with num_drafts drafts each.
 
-    drawn: uniforms and recover_noise are streams, as a round's, and not numbers.
-    mixed: some requests are greedy, some rows idle and some drafts placeholders, which a kernel may skip: for tests, not to be timed.
+    draft_vocab: None: one-hot drafts; equal to vocab: no map between the two
+    sampled:     False: every request is greedy
+    drawn:       uniforms and recover_noise are streams, as a round's, and not numbers
+    mixed:       some requests are greedy, some rows idle and some drafts placeholders, which a
+                 kernel may skip: for tests, not to be timed
     """
 
     batch: int
     num_drafts: int
     vocab: int
     draft_vocab: int | None
-    rule: str = "probabilistic"
+    rule: Rule = "probabilistic"
     sampled: bool = True
     drawn: bool = False
     mixed: bool = False
@@ -36,7 +43,6 @@ SHAPES = {
     "llama3-8b-b64-drawn": Shape(64, 3, 128_256, 32_000, drawn=True),
     "llama3-8b-b64-k5": Shape(64, 5, 128_256, 32_000),
     "llama3-8b-b64-block": Shape(64, 3, 128_256, 32_000, "block"),
-    "llama3-8b-b64-strict": Shape(64, 3, 128_256, None, "strict"),
     "llama3-8b-b64-block-drawn": Shape(64, 3, 128_256, 32_000, "block", drawn=True),
     "llama3-8b-b64-synthetic": Shape(64, 3, 128_256, 32_000, "synthetic"),
     "llama3-8b-b1-greedy": Shape(1, 3, 128_256, None, sampled=False),
@@ -51,7 +57,8 @@ SHAPES = {
     "smollm2-b16": Shape(16, 3, 49_152, 12_000),
     "smollm2-b1-drawn": Shape(1, 3, 49_152, 12_000, drawn=True),
     "smollm2-b1-greedy": Shape(1, 3, 49_152, None, sampled=False),
-    # Two or more pieces of 512 with an overlap; of 128 and 256, as odd and even widths are cut; one piece; nothing drafted.
+    # Two or more pieces of 512 with an overlap; of 128 and 256, as odd and even widths are cut; one
+    # piece; nothing drafted.
     "tiny": Shape(12, 3, 700, 520, mixed=True),
     "tiny-block": Shape(12, 4, 700, 520, "block", mixed=True),
     "tiny-block-eagle1": Shape(12, 3, 1024, 1024, "block", mixed=True),
@@ -60,7 +67,6 @@ SHAPES = {
     "tiny-even": Shape(8, 2, 514, 130, "block", mixed=True),
     "tiny-one-hot": Shape(12, 3, 700, None, mixed=True),
     "tiny-one-draft": Shape(12, 1, 512, 128, "block", mixed=True),
-    "tiny-strict": Shape(12, 3, 700, None, "strict", mixed=True),
     "tiny-synthetic": Shape(12, 3, 700, 300, "synthetic", mixed=True),
     "tiny-greedy": Shape(12, 3, 1300, None, sampled=False, mixed=True),
     "tiny-greedy-synthetic": Shape(12, 3, 700, None, "synthetic", sampled=False, mixed=True),
@@ -76,8 +82,8 @@ SHAPES = {
 }
 
 
-def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
-    """Arguments of the op by name: drafts drawn from q, which resembles p."""
+def make_inputs(shape: Shape, seed: int = 0) -> Inputs:
+    """Return inputs whose drafts are drawn from q, which resembles p; arrays are NumPy's."""
     rng = np.random.default_rng(seed)
     B, K, V = shape.batch, shape.num_drafts, shape.vocab
     width = V if shape.draft_vocab is None else shape.draft_vocab
@@ -98,11 +104,14 @@ def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
     tokens = kept[(draft / divisor + noise).argmax(-1)].astype(np.int32)
     missing = (rng.random((B, K)) < 0.05) & shape.mixed
     least = np.finfo(np.float32).tiny  # among millions of float32 draws one is 0
-    gumbel = lambda *dims: -np.log(np.maximum(rng.standard_exponential(dims, np.float32), least))  # noqa: E731
-    needs_uniforms = (shape.sampled and shape.rule != "strict") or shape.rule == "synthetic"
-    numbers = {
+
+    def gumbel(*dims: int) -> np.ndarray:
+        return -np.log(np.maximum(rng.standard_exponential(dims, np.float32), least))
+
+    needs_uniforms = shape.sampled or shape.rule == "synthetic"
+    numbers: dict[str, Any] = {
         "uniforms": rng.random((B, K), np.float32) if needs_uniforms else None,
-        "recover_noise": gumbel(B, V) if shape.sampled and shape.rule != "strict" else None,
+        "recover_noise": gumbel(B, V) if shape.sampled else None,
     }
     if shape.drawn:
         keys, position = (
@@ -114,34 +123,31 @@ def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
             name: None if numbers[name] is None else Stream(keys, position, stream)
             for name, stream in streams.items()
         }
-    return numbers | {
+    rates = np.linspace(0.9, 0.5, K, dtype=np.float32)
+    arrays: dict[str, Any] = numbers | {
         "target_logits": target,
         "draft_tokens": np.where(missing, -1, tokens).astype(np.int32),
         "draft_logits": None if shape.draft_vocab is None else draft,
         "target_to_draft": None if shape.draft_vocab in (None, V) else to_draft,
         "greedy": greedy,
-        "sample_noise": gumbel(B, K + 1, V) if shape.sampled and shape.rule == "strict" else None,
-        "acceptance_rates": np.linspace(0.9, 0.5, K, dtype=np.float32)
-        if shape.rule == "synthetic"
-        else None,
+        "acceptance_rates": rates if shape.rule == "synthetic" else None,
         "active": (np.arange(B) % 7 != 5) | (not shape.mixed),
         "temperature": temperature if shape.sampled else None,
-        "rule": shape.rule,
-        "sampled": shape.sampled,
     }
+    return Inputs(**arrays, rule=shape.rule, sampled=shape.sampled)
 
 
 def bytes_moved(shape: Shape) -> int:
-    """The fewest bytes of device memory that the op must read; what it writes is a few hundred bytes."""
+    """Return the fewest bytes of device memory that the op reads; it writes a few hundred bytes."""
     B, K, V = shape.batch, shape.num_drafts, shape.vocab
     width = shape.draft_vocab or 0
     noise = shape.sampled and not shape.drawn
-    if shape.rule == "synthetic" or (K == 0 and shape.rule != "strict"):
+    if shape.rule == "synthetic" or K == 0:
         return 4 * B * V * (2 if noise else 1)
-    if not shape.sampled or shape.rule == "strict":
-        return 4 * B * (K + 1) * V * (2 if shape.sampled else 1)
+    if not shape.sampled:
+        return 4 * B * (K + 1) * V
     entries = B * ((K + 1) * V + K * width)  # every log-sum-exp
-    entries += B * (V + width + noise * V)  # one row of target, draft and noise a request
+    entries += B * (V + width + noise * V)  # one row of target, draft and noise for each request
     if shape.rule == "block" and width:
         entries += B * (K - 1) * (V + width)  # the inner rows' residual mass
     if width not in (0, V):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.noise import Stream
-from pallas_kernels.rejection_sampling import rejection_sample
+from pallas_kernels.rejection_sampling import Inputs, rejection_sample
 from pallas_kernels.rejection_sampling.shapes import SHAPES, Shape
 from tests.support import h200
 
@@ -23,15 +22,9 @@ pytestmark = [
 REAL = [name for name in SHAPES if not name.startswith("tiny")]
 KERNELS = {
     "greedy": ["row_maxima", "match"],
-    "strict": ["row_maxima", "match"],
     "synthetic": ["draw", "emit"],
     "probabilistic": ["row_sums", "judge", "draw", "emit"],
     "block": ["row_sums", "prefixes", "mass", "judge", "draw", "emit"],
-}
-ARGUMENTS = set(inspect.signature(rejection_sample).parameters) - {
-    "rule",
-    "sampled",
-    "implementation",
 }
 LARGEST_TEMPORARY = (
     64 * 128 * 4 * 40
@@ -41,13 +34,12 @@ LARGEST_TEMPORARY = (
 def structs(shape: Shape) -> dict[str, Any]:
     """The op's arrays for a shape, without their values; those that it does not take are left out."""
     B, K, V, width = shape.batch, shape.num_drafts, shape.vocab, shape.draft_vocab
-    uniform = (shape.sampled and shape.rule != "strict") or shape.rule == "synthetic"
+    uniform = shape.sampled or shape.rule == "synthetic"
     dims = {
         "target_logits": (B, K + 1, V),
         "draft_logits": width and (B, K, width),
         "uniforms": uniform and (B, K),
-        "recover_noise": shape.sampled and shape.rule != "strict" and (B, V),
-        "sample_noise": shape.sampled and shape.rule == "strict" and (B, K + 1, V),
+        "recover_noise": shape.sampled and (B, V),
         "acceptance_rates": shape.rule == "synthetic" and (K,),
         "temperature": shape.sampled and (B,),
     }
@@ -71,16 +63,13 @@ def structs(shape: Shape) -> dict[str, Any]:
 
 def compile_op(shape: Shape) -> tuple[Any, str]:
     """The executable, and ptxas's report on its kernels."""
-    arrays = structs(shape)
-    absent = dict.fromkeys(ARGUMENTS - set(arrays))
+    inputs = Inputs(**structs(shape), rule=shape.rule, sampled=shape.sampled)
 
-    def function(arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return rejection_sample(
-            **arrays, **absent, rule=shape.rule, sampled=shape.sampled, implementation="mosaic_gpu"
-        )
+    def function(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+        return rejection_sample(inputs, implementation="mosaic_gpu")
 
     with h200.ptxas_report() as ptxas:
-        return h200.compile_for_h200(function, arrays), ptxas()
+        return h200.compile_for_h200(function, inputs), ptxas()
 
 
 @pytest.mark.parametrize("name", REAL)

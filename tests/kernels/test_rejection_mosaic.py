@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.noise import Stream
+from pallas_kernels.rejection_sampling import Inputs as OpInputs
 from pallas_kernels.rejection_sampling import rejection_sample
-from pallas_kernels.rejection_sampling.shapes import SHAPES, make_inputs
+from pallas_kernels.rejection_sampling.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.rejection import oracle
 from tests.kernels.rejection.inputs import Inputs, emitted
 
@@ -28,7 +29,6 @@ REAL = [name for name in SHAPES if not name.startswith("tiny")]
 RULES = {
     "probabilistic": "tiny",
     "block": "tiny-block",
-    "strict": "tiny-strict",
     "synthetic": "tiny-synthetic",
 }
 UNCERTAIN = 0.05  # of the requests at most; about one in a thousand is expected
@@ -40,26 +40,21 @@ needs_jax_11 = pytest.mark.skipif(
 
 @functools.cache
 def program(
-    implementation: str, memory: str | None, absent: frozenset[str], **static: Any
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    implementation: str, memory: str | None
+) -> Callable[[OpInputs], tuple[jax.Array, jax.Array]]:
     """The compiled op. memory: what the interpreter fills memory with before it is written; None compiles for the device."""
-    return jax.jit(
-        lambda arrays: rejection_sample(
-            **arrays, **dict.fromkeys(absent), **static, implementation=implementation
-        )
-    )
+    return jax.jit(functools.partial(rejection_sample, implementation=implementation))
+
+
+def arguments_of(shape: Shape, seed: int = 0) -> dict[str, Any]:
+    """The op's inputs by name, to be changed."""
+    return dict(vars(make_inputs(shape, seed)))
 
 
 def run(
     arguments: dict[str, Any], implementation: str = "mosaic_gpu", memory: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    static = {"rule": arguments["rule"], "sampled": arguments["sampled"]}
-    absent = frozenset(name for name, value in arguments.items() if value is None)
-    arrays = {
-        name: jax.tree.map(jnp.asarray, x)
-        for name, x in arguments.items()
-        if name not in static | dict.fromkeys(absent)
-    }
+    inputs = jax.tree.map(jnp.asarray, OpInputs(**arguments))
     with contextlib.ExitStack() as stack:
         if memory is not None:
             from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -69,7 +64,7 @@ def run(
                     plgpu.InterpretGPUParams(uninitialized_memory=memory)
                 )
             )
-        tokens, num_sampled = program(implementation, memory, absent, **static)(arrays)
+        tokens, num_sampled = program(implementation, memory)(inputs)
         return np.asarray(tokens), np.asarray(num_sampled)
 
 
@@ -109,7 +104,7 @@ def expected(arguments: dict[str, Any], b: int) -> tuple[list[int], bool]:
         one["target_logits"] = one["target_logits"] / divisor
         one["draft_logits"] = None if one["draft_logits"] is None else one["draft_logits"] / divisor
     vocab = one["target_logits"].shape[-1]
-    inputs = Inputs(**{f.name: one[f.name] for f in fields(Inputs)})
+    inputs = Inputs(**{f.name: one.get(f.name) for f in fields(Inputs)})
     if inputs.recover_noise is None:
         inputs = replace(inputs, recover_noise=np.zeros((1, vocab), np.float32))
     return oracle.verify(inputs, 0, one["rule"])
@@ -142,7 +137,7 @@ def check(
 def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
     lengths, uncertain, requests = set(), 0, 0
     for seed in range(2):
-        arguments = make_inputs(SHAPES[name], seed)
+        arguments = arguments_of(SHAPES[name], seed)
         tokens, num_sampled = interpret(arguments)
         uncertain += check(arguments, tokens, num_sampled)
         for got, wanted in zip((tokens, num_sampled), run(arguments, "reference"), strict=True):
@@ -158,7 +153,7 @@ def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
 @needs_jax_11
 @pytest.mark.parametrize("name", ["smollm2-b1", "smollm2-b1-drawn", "llama3-8b-b1-greedy"])
 def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
-    arguments = make_inputs(SHAPES[name])
+    arguments = arguments_of(SHAPES[name])
     tokens, num_sampled = interpret(arguments)
     for got, wanted in zip((tokens, num_sampled), run(arguments, "reference"), strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -167,7 +162,7 @@ def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
 @needs_jax_11
 @pytest.mark.parametrize("name", [*RULES.values(), *(name for name in TINY if "drawn" in name)])
 def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None:
-    arguments = make_inputs(SHAPES[name])
+    arguments = arguments_of(SHAPES[name])
     tokens, num_sampled = interpret(arguments)
     for part in ([0], [3, 2], [5, 6, 7]):
         alone = interpret(rows(arguments, part))
@@ -179,7 +174,7 @@ def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None
 @pytest.mark.parametrize("name", [name for name in TINY if "drawn" in name])
 @pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
 def test_streams_give_the_tokens_of_their_numbers(name: str, implementation: str) -> None:
-    arguments = make_inputs(SHAPES[name], seed=1)
+    arguments = arguments_of(SHAPES[name], seed=1)
     memory = "nan" if implementation == "mosaic_gpu" else None
     for got, wanted in zip(
         run(arguments, implementation, memory),
@@ -194,7 +189,7 @@ def test_streams_give_the_tokens_of_their_numbers(name: str, implementation: str
 @pytest.mark.parametrize(("rule", "name"), RULES.items())
 def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy: bool) -> None:
     """NaN counts as -inf and +inf as the largest float: single entries as in the reference, whole rows stay in range."""
-    arguments = make_inputs(replace(SHAPES[name], batch=8))
+    arguments = arguments_of(replace(SHAPES[name], batch=8))
     arguments |= {"greedy": np.full(8, greedy), "active": np.ones(8, bool)}
     arguments["temperature"] = (
         None  # +inf over a temperature below 1 overflows: the reference's tokens are arbitrary there too
@@ -217,10 +212,10 @@ def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy:
 @needs_jax_11
 @pytest.mark.parametrize(("rule", "name"), RULES.items())
 def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, name: str) -> None:
-    arguments = make_inputs(SHAPES[name])
+    arguments = arguments_of(SHAPES[name])
     arguments["active"] = np.ones(12, bool)
     wanted = run(arguments, "reference")
-    for key in ("target_logits", "draft_logits", "recover_noise", "sample_noise", "uniforms"):
+    for key in ("target_logits", "draft_logits", "recover_noise", "uniforms"):
         if arguments[key] is not None:
             arguments[key][5:] = np.nan
     arguments["draft_tokens"][5:] = 2**31 - 1
@@ -235,7 +230,7 @@ def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, name: str) -> N
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_a_residual_without_mass_is_the_plain_target(rule: str) -> None:
     """p = q leaves nothing to draw from; u = 1 forces what rounding does rarely."""
-    arguments = make_inputs(replace(SHAPES["tiny-block-eagle1"], rule=rule, num_drafts=1))
+    arguments = arguments_of(replace(SHAPES["tiny-block-eagle1"], rule=rule, num_drafts=1))
     target = arguments["target_logits"]
     arguments |= {
         "draft_logits": target[:, :1].copy(),
@@ -257,7 +252,7 @@ def test_a_residual_without_mass_is_the_plain_target(rule: str) -> None:
 
 @needs_jax_11
 def test_the_first_of_equal_maxima_wins_across_pieces() -> None:
-    arguments = make_inputs(SHAPES["tiny-greedy"])
+    arguments = arguments_of(SHAPES["tiny-greedy"])
     arguments["target_logits"] = np.zeros_like(arguments["target_logits"])
     arguments["target_logits"][1:, :, [600, 1200, 1299]] = 1.0
     arguments["active"] = np.ones(12, bool)
@@ -273,7 +268,7 @@ def test_the_first_of_equal_maxima_wins_across_pieces() -> None:
 @needs_jax_11
 def test_lanes_that_no_piece_wrote_have_no_say() -> None:
     """Memory full of zeros looks like a piece whose best logit is 0, at id 0: the winner here, a tie with it, is 600."""
-    arguments = make_inputs(SHAPES["tiny-greedy"])
+    arguments = arguments_of(SHAPES["tiny-greedy"])
     arguments["target_logits"] = -np.abs(arguments["target_logits"]) - 1
     arguments["target_logits"][:, :, 600] = 0.0
     arguments["active"] = np.ones(12, bool)
@@ -294,7 +289,7 @@ def test_expm1_keeps_its_digits_down_to_0() -> None:
 
 
 def test_an_unsupported_vocabulary_is_an_error() -> None:
-    arguments = make_inputs(replace(SHAPES["tiny"], vocab=127, draft_vocab=127))
+    arguments = arguments_of(replace(SHAPES["tiny"], vocab=127, draft_vocab=127))
     message = (
         "target vocabulary of 128 to"
         if jax.__version_info__ >= (0, 11)
@@ -332,7 +327,7 @@ def test_every_named_shape_is_supported_and_cut_without_a_gap(
 def test_on_the_gpu(name: str) -> None:
     """Memory that held NaN before: a lane or an output that no block writes shows up. A request alone gives the same, and so do numbers."""
     shape = SHAPES[name]
-    arguments = make_inputs(shape)
+    arguments = arguments_of(shape)
     run(arguments)
     poison = [jnp.full(2**20, jnp.nan) for _ in range(64)]
     jax.block_until_ready(poison)

@@ -1,6 +1,7 @@
-"""How many leading drafts of a request are accepted, and what is left to draw after them.
+"""The number of leading drafts that are accepted, and what is left to draw after them.
 
-`judge` leaves `decided` i32 [B, DECIDED]: how many were accepted, in which mode the next token is drawn, and that token if it is known.
+`judge` writes `decided` int32 [B, DECIDED]: the number of accepted drafts, the mode in which the
+next token is drawn, and that token if it is known.
 """
 
 from __future__ import annotations
@@ -11,22 +12,20 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.pieces import combine_maximum
 from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import longest_kept
-from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Arrays, Problem, Refs, launch
 from pallas_kernels.rejection_sampling.mosaic_gpu.scores import count_leading, pick, score_drafts
 from pallas_kernels.rejection_sampling.mosaic_gpu.streams import recover_key, uniform
 
 ACCEPTED, MODE, TOKEN, DECIDED = 0, 1, 2, 4  # columns of `decided`, and how many it has
-KNOWN, PLAIN, RESIDUAL = (
-    0,
-    1,
-    2,
-)  # modes: nothing to draw, draw from the target's row, draw from the residual
+# Modes: nothing to draw, draw from the target's row, draw from the residual.
+KNOWN, PLAIN, RESIDUAL = 0, 1, 2
 
 
-def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """decided i32 [B, DECIDED], and at the row to draw from: target_lse, draft_lse, log_joint f32 [B].
+def judge(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
+    """Return `decided`, and values at the row to draw from.
 
-    And recover_key u32 [B, 2], the key of the token's noise, where that is a stream. All but `decided` are not written for greedy requests.
+    target_lse, draft_lse, log_joint: float32 [B]. recover_key: uint32 [B, 2], the key of the
+    token's noise, where that is a stream. All but `decided` are not written for greedy requests.
     """
     K = problem.num_drafts
 
@@ -57,9 +56,7 @@ def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, ja
             rejected = (num_kept < K) & pick(scores.valid, jnp.minimum(num_kept, K - 1))
             decide(num_kept, jnp.where(rejected, RESIDUAL, PLAIN), jnp.int32(0))
             refs.target_lse[request] = pick(scores.target_lse, num_kept)
-            refs.draft_lse[request] = pick(
-                scores.draft_lse, num_kept
-            )  # the bonus row's is not used
+            refs.draft_lse[request] = pick(scores.draft_lse, num_kept)  # unused for the bonus row
             refs.log_joint[request] = pick(scores.log_joint, num_kept)
             if problem.recover_stream is not None:
                 refs.recover_key[request, 0], refs.recover_key[request, 1] = recover_key(
@@ -75,7 +72,7 @@ def judge(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, ja
 
 
 def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """num_accepted and the token after, strict and greedy: drafts are kept while they equal the row's argmax."""
+    """Return num_accepted and the token after: drafts are kept while they equal a row's argmax."""
     maxima = [
         combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.sweep.count)[1]
         for i in range(problem.rows)
@@ -88,7 +85,10 @@ def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.
 
 
 def decision(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """num_accepted and the mode of the draw: as judged, or by rate alone (synthetic), or 0 where nothing was drafted."""
+    """Return num_accepted and the mode of the draw.
+
+    As judged, or by rate alone (synthetic), or 0 where nothing was drafted.
+    """
     if refs.decided is not None:
         num_accepted, mode = refs.decided[request, ACCEPTED], refs.decided[request, MODE]
         return num_accepted, jnp.where(refs.active[request], mode, KNOWN)

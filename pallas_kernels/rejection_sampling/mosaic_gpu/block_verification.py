@@ -1,7 +1,8 @@
-"""Block verification (Sun et al., arXiv:2403.10444, algorithm 2): how long a prefix of the drafts is kept, judged jointly.
+"""Block verification (Sun et al., arXiv:2403.10444, algorithm 2): the prefix of drafts to keep.
 
-The first i drafts are kept with a probability that depends on P_i, their joint ratio of target and draft, and on the residual mass of the
-row after them. With one-hot drafts that mass has a closed form; with draft logits it takes two launches: `prefixes`, then `mass`.
+The first i drafts are kept with a probability that depends on P_i, their joint ratio of target and
+draft, and on the residual mass of the row after them. With one-hot drafts that mass has a closed
+form; with draft logits it takes two launches: `prefixes`, then `mass`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.pieces import load_lanes, used_lanes
-from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch, partials
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import (
+    Arrays,
+    Problem,
+    Refs,
+    launch,
+    partials,
+)
 from pallas_kernels.rejection_sampling.mosaic_gpu.residual import draft_at_target, expm1
 from pallas_kernels.rejection_sampling.mosaic_gpu.scores import Scores, count_leading, score_drafts
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
 
 
-def prefixes(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """What the inner rows 1 .. K-1 of block verification need for their residual mass: target_lse, draft_lse, log_joint f32 [B (K-1)]."""
+def prefixes(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
+    """Return target_lse, draft_lse, log_joint float32 [B (K-1)] of the inner rows 1 .. K-1.
+
+    Their residual mass is made from these.
+    """
     inner = problem.num_drafts - 1
 
     def body(refs: Refs, request: jax.Array) -> None:
@@ -40,8 +50,8 @@ def prefixes(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str,
     )
 
 
-def mass(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """mass [B (K-1), LANES]: sum over a piece of max(P_i p - q, 0) at the inner rows."""
+def mass(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
+    """Return mass [B (K-1), LANES]: sum over a piece of max(P_i p - q, 0) at the inner rows."""
     pieces, inner = problem.draw, problem.num_drafts - 1
 
     def body(refs: Refs, block: jax.Array) -> None:
@@ -77,7 +87,7 @@ def mass(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax
 def longest_kept(
     problem: Problem, refs: Refs, request: jax.Array, scores: Scores, uniforms: list[jax.Array]
 ) -> jax.Array:
-    """How many drafts block verification keeps; see reference._block."""
+    """Return the number of drafts that block verification keeps; see reference._block."""
     K = problem.num_drafts
     num_valid = count_leading(scores.valid)
     num_kept = jnp.int32(0)

@@ -1,4 +1,4 @@
-"""One call of rejection sampling as its kernels see it, and how each kernel is launched."""
+"""A batch of rejection sampling as its kernels see it, and how each kernel is launched."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.pieces import LANES, Pieces
+from pallas_kernels.rejection_sampling.inputs import Rule
+from pallas_kernels.types import Ref
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is static about one call: requests, drafts of each, and how rows are cut (rows of all requests lie below each other).
+    """Static description of a batch. Rows of all requests lie below each other.
 
-    sweep, draft_sweep (None: one-hot drafts): in the pass over all rows of the target, of the draft. draw: where noise or q is read too.
-    accept_stream, recover_stream: numbers of the random streams (noise.Stream); None: their numbers are given.
+    sweep:          pieces of a target's row in the pass over all rows
+    draw:           pieces of a target's row where noise or q is read too
+    draft_sweep:    pieces of a draft's row in the pass over all rows; None: one-hot drafts
+    accept_stream, recover_stream: number of the random stream (noise.Stream); None: numbers are
+                    given
     """
 
     batch: int
     num_drafts: int
-    rule: str
+    rule: Rule
     sampled: bool
     sweep: Pieces
     draw: Pieces
@@ -38,15 +44,22 @@ class Problem:
         return self.num_drafts + 1
 
 
-class Refs(SimpleNamespace):
-    """A kernel's inputs and outputs by name; an input that the call lacks is None."""
+Arrays = dict[str, jax.Array | None]  # inputs of a kernel by name; None: not given
 
+
+class Refs(SimpleNamespace):
+    """A kernel's inputs and outputs by name; an input that is not given is None."""
+
+    # Any: a name may be None, and each kernel knows which of its names are given.
     def __getattr__(self, name: str) -> Any:
         return None
 
 
-def partials(rows: int, *dtypes: Any) -> list[jax.ShapeDtypeStruct]:
-    """A partial result a piece of each row: [rows, LANES] of every dtype. Lanes past the last piece are never written."""
+def partials(rows: int, *dtypes: DTypeLike) -> list[jax.ShapeDtypeStruct]:
+    """Return types of partial results, one for each piece of a row: [rows, LANES] of every dtype.
+
+    Lanes past the last piece are never written.
+    """
     return [jax.ShapeDtypeStruct((rows, LANES), dtype) for dtype in dtypes]
 
 
@@ -54,16 +67,16 @@ def launch(
     kernel_name: str,
     body: Callable[[Refs, jax.Array], None],
     grid: int,
-    inputs: dict[str, jax.Array | None],
+    inputs: Arrays,
     outputs: dict[str, jax.ShapeDtypeStruct],
     approximate: bool = False,
 ) -> dict[str, jax.Array]:
     """Run body(refs, block) for every block of the grid, one warpgroup each."""
     present = {name: array for name, array in inputs.items() if array is not None}
-    overlapped = not interpreting()  # the interpreter does not know dependent launches
+    pdl = not interpreting()  # the interpreter does not know dependent launches
 
-    def kernel(*refs: Any) -> None:
-        if overlapped:
+    def kernel(*refs: Ref) -> None:
+        if pdl:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
         body(Refs(**dict(zip([*present, *outputs], refs, strict=True))), lax.axis_index("block"))

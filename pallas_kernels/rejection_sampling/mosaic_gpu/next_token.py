@@ -1,4 +1,4 @@
-"""The token after the accepted drafts, recovered or bonus: the argmax of one row a request, its noise added, piece by piece."""
+"""The token after the accepted drafts, recovered or bonus: the argmax of a row plus its noise."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.pieces import store_maximum
 from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import PLAIN, RESIDUAL, decision
-from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch, partials
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import (
+    Arrays,
+    Problem,
+    Refs,
+    launch,
+    partials,
+)
 from pallas_kernels.rejection_sampling.mosaic_gpu.residual import log_residual
 from pallas_kernels.rejection_sampling.mosaic_gpu.streams import recover_noise
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
 
 
-def draw(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """best, index [B, LANES]: argmax of a piece of row num_accepted plus noise; residual_best, residual_index of the residual's."""
+def draw(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
+    """Return best, index [B, LANES]: the argmax of each piece of row num_accepted plus noise.
+
+    And residual_best, residual_index: likewise of the residual.
+    """
     pieces = problem.draw
-    judged = (
-        inputs.get("decided") is not None
-    )  # a judged request that is greedy has its token already
+    # A greedy request that was judged has its token already.
+    judged = inputs.get("decided") is not None
 
     def body(refs: Refs, block: jax.Array) -> None:
         request, piece = block // pieces.count, block % pieces.count

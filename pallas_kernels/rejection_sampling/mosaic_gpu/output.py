@@ -1,4 +1,4 @@
-"""The last launch of a call: the accepted drafts and the token after them, in the op's form."""
+"""The last launch: the accepted drafts and the token after them, in the op's form."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import (
     decision,
     match_target,
 )
-from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Arrays, Problem, Refs, launch
 
 
-def match(problem: Problem, inputs: dict[str, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
-    """Strict and greedy requests, from every row's partial argmax to the output."""
+def match(problem: Problem, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Return the output of greedy requests from every row's partial argmax."""
 
     def body(refs: Refs, request: jax.Array) -> None:
         _store(problem, refs, request, *match_target(problem, refs, request))
@@ -26,8 +26,11 @@ def match(problem: Problem, inputs: dict[str, jax.Array | None]) -> tuple[jax.Ar
     return results["output"], results["num_sampled"]
 
 
-def emit(problem: Problem, inputs: dict[str, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
-    """Choose among the pieces' winners; the residual's where it has mass, else the plain target's."""
+def emit(problem: Problem, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Return the output from the pieces' winners.
+
+    The residual's where it has mass, else the plain target's.
+    """
     count = problem.draw.count
 
     def body(refs: Refs, request: jax.Array) -> None:
@@ -48,7 +51,7 @@ def emit(problem: Problem, inputs: dict[str, jax.Array | None]) -> tuple[jax.Arr
 def _store(
     problem: Problem, refs: Refs, request: jax.Array, num_accepted: jax.Array, token: jax.Array
 ) -> None:
-    """The accepted drafts, then the token, then -1; nothing for a padding row."""
+    """Store the accepted drafts, then the token, then -1; no tokens for a padding row."""
     active = refs.active[request]
     for i in range(problem.rows):
         value = jnp.where(num_accepted == i, token, -1)

@@ -1,6 +1,7 @@
-"""The residual max(P p - q, 0) from which a recovered token is drawn, over a piece of the target's vocabulary.
+"""The residual max(P p - q, 0), from which a recovered token is drawn, over a piece of a row.
 
-q at the target's ids is gathered from the draft's row inside the kernel: a draft's logits over the whole vocabulary are never written.
+q at the target's ids is gathered from the draft's row inside the kernel: a draft's logits over the
+whole vocabulary are never written.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pallas_kernels.hopper import interpreting
 from pallas_kernels.pieces import Pieces
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
+from pallas_kernels.types import Ref
 
 
 def log_residual(
@@ -27,7 +29,10 @@ def log_residual(
     piece: jax.Array,
     logits: jax.Array,
 ) -> jax.Array:
-    """log max(P p - q, 0) over a piece of row num_accepted, whose draft was rejected; see reference._residual."""
+    """Return log max(P p - q, 0) over a piece of row num_accepted, whose draft was rejected.
+
+    See reference._residual.
+    """
     rejected = request * problem.num_drafts + num_accepted
     if problem.draft_sweep is None:
         return jnp.where(problem.draw.indices(piece) == refs.tokens[rejected], -jnp.inf, logits)
@@ -42,7 +47,7 @@ def log_residual(
 def draft_at_target(
     problem: Problem, refs: Refs, row: jax.Array, piece: jax.Array, divisor: jax.Array | None
 ) -> jax.Array:
-    """The draft's logits of a row at a piece of the target's ids, -inf where the draft has no such token."""
+    """Return the draft's logits of a row at a piece of the target's ids, -inf where it has none."""
     pieces = problem.draw
     if refs.to_draft is None:
         return scaled(pieces.load(refs.draft.at[row], piece), divisor)
@@ -54,8 +59,11 @@ def draft_at_target(
     return jnp.where(own >= 0, scaled(gathered, divisor), -jnp.inf)
 
 
-def _gather(pieces: Pieces, row_ref: Any, indices: jax.Array) -> jax.Array:
-    """row_ref[indices] for a piece of indices: each thread reads its own from device memory (Pallas has no such read)."""
+def _gather(pieces: Pieces, row_ref: Ref, indices: jax.Array) -> jax.Array:
+    """Return row_ref[indices] for a piece of indices.
+
+    Each thread reads its own from device memory: Pallas has no such read.
+    """
     if interpreting():
         return jnp.take(row_ref[...], indices)
 
@@ -74,7 +82,7 @@ def _gather(pieces: Pieces, row_ref: Any, indices: jax.Array) -> jax.Array:
 
 
 def expm1(x: jax.Array) -> jax.Array:
-    """e^x - 1 for x <= 0, to float32's last digits also where e^x is close to 1."""
+    """Return e^x - 1 for x <= 0, to float32's last digits also where e^x is close to 1."""
     series = jnp.ones_like(x)
     for n in range(9, 1, -1):
         series = 1.0 + series * x * (1.0 / n)

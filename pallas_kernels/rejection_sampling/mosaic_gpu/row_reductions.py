@@ -1,12 +1,12 @@
-"""The pass over all logits: each row's argmax, or its log-sum-exp over the request's temperature, piece by piece.
+"""The pass over all logits: each row's argmax, or its log-sum-exp, piece by piece.
 
-This is where the time goes: all else reads one row a request (block verification with draft logits: its inner rows too).
+The log-sum-exp is of logits over the request's temperature. This pass takes most of the time: the
+others read one row for each request (block verification with draft logits: its inner rows too).
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.pieces import Pieces, load_lanes, store_maximum, used_lanes
-from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, launch, partials
-from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import LARGEST, divisor_of, scaled
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import (
+    Arrays,
+    Problem,
+    Refs,
+    launch,
+    partials,
+)
+from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import LARGEST, divisor_of
+from pallas_kernels.types import Ref
 
 LOG2_E = 1.4426950408889634
 
 
-def row_maxima(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """best, index [B (K+1), LANES]: the argmax of each piece of every target row, noise added where the request is sampled."""
+def row_maxima(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
+    """Return best, index [B (K+1), LANES]: the argmax of each piece of every target row."""
     pieces = problem.sweep
 
     def body(refs: Refs, block: jax.Array) -> None:
@@ -29,36 +36,21 @@ def row_maxima(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[st
         request = row // problem.rows
 
         @pl.when(refs.active[request])
-        def _() -> None:
+        def _reduce() -> None:
             logits = pieces.load(refs.target.at[row], piece)
-            store = partial(
-                store_maximum,
-                indices=pieces.indices(piece),
-                best_ref=refs.best,
-                index_ref=refs.index,
-                row=row,
-                piece=piece,
-            )
-            if not problem.sampled:
-                store(logits)
-                return
-            greedy = refs.greedy[request]
-            pl.when(greedy)(lambda: store(logits))
-
-            @pl.when(jnp.logical_not(greedy))
-            def _() -> None:
-                store(
-                    scaled(logits, divisor_of(refs, request))
-                    + pieces.load(refs.noise.at[row], piece)
-                )
+            store_maximum(logits, pieces.indices(piece), refs.best, refs.index, row, piece)
 
     rows = problem.batch * problem.rows
     best, index = partials(rows, jnp.float32, jnp.int32)
     return launch("row_maxima", body, rows * pieces.count, inputs, {"best": best, "index": index})
 
 
-def row_sums(problem: Problem, inputs: dict[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """best, sum [B (K+1), LANES] of the target's rows and draft_best, draft_sum [B K, LANES] of the draft's; index for greedy requests."""
+def row_sums(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
+    """Return the pieces' log-sum-exp: maximum, and sum of exponentials less the maximum.
+
+    best, sum: [B (K+1), LANES] of the target's rows. draft_best, draft_sum: [B K, LANES] of the
+    draft's. index: as row_maxima's, for greedy requests.
+    """
     rows, draft_rows = problem.batch * problem.rows, problem.batch * problem.num_drafts
     target_blocks = rows * problem.sweep.count
 
@@ -121,12 +113,15 @@ def _store_sum(
     logits: jax.Array,
     divisor: jax.Array | None,
     pieces: Pieces,
-    best_ref: Any,
-    sum_ref: Any,
+    best_ref: Ref,
+    sum_ref: Ref,
     row: jax.Array,
     piece: jax.Array,
 ) -> None:
-    """Maximum m of the plain logits, and the sum of exp((x - m) / temperature), without what the piece before holds."""
+    """Store the maximum m of the plain logits, and the sum of exp((x - m) / temperature).
+
+    Entries that the piece before holds too are left out.
+    """
     fresh = pieces.indices(piece) >= piece * pieces.size
     logits = jnp.where(fresh & (logits == logits), jnp.minimum(logits, LARGEST), -jnp.inf)
     best = jnp.max(logits)
@@ -138,9 +133,12 @@ def _store_sum(
 
 
 def combine_sum(
-    best_ref: Any, sum_ref: Any, row: jax.Array, count: int, divisor: jax.Array | None
+    best_ref: Ref, sum_ref: Ref, row: jax.Array, count: int, divisor: jax.Array | None
 ) -> jax.Array:
-    """log-sum-exp of a row over its temperature; 0 for a row that is all -inf, so that subtracting it leaves -inf and not NaN."""
+    """Return the log-sum-exp of a row over its temperature.
+
+    0 for a row that is all -inf, so that subtracting it leaves -inf and not NaN.
+    """
     best, total, used = load_lanes(best_ref, row), load_lanes(sum_ref, row), used_lanes(count)
     best = jnp.where(used, best, -jnp.inf)
     highest = jnp.max(best)

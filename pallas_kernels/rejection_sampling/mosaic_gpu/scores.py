@@ -1,4 +1,4 @@
-"""What judging a sampled request looks at: p and q of each of its drafts, as scalars in registers."""
+"""Scores of a sampled request: p and q of each of its drafts, as scalars in registers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of,
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one request, scalars per draft: see reference.DraftScores; log_joint is log P_i of K+1 prefixes (block), else zeros."""
+    """Scalars for each draft of a request; see reference.DraftScores.
+
+    log_joint: log P_i of K+1 prefixes (block), else zeros.
+    """
 
     valid: list[jax.Array]
     log_p: list[jax.Array]
@@ -28,7 +31,7 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
     K, vocab = problem.num_drafts, problem.sweep.vocab
     divisor = divisor_of(refs, request)
     valid, logits, draft_logits = [], [], []
-    for i in range(K):  # the dependent reads first, all drafts' at once: each is a trip to memory
+    for i in range(K):  # dependent reads first, of all drafts at once: each waits for memory
         draft = refs.tokens[request * K + i]
         inside = (draft >= 0) & (draft < vocab)
         draft = jnp.where(inside, draft, 0)
@@ -65,7 +68,7 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
 
 
 def count_leading(accepted: list[jax.Array]) -> jax.Array:
-    """How many flags are set before the first that is not."""
+    """Return the number of leading flags that are set."""
     count, running = jnp.int32(0), jnp.bool_(True)
     for flag in accepted:
         running = running & flag
@@ -74,7 +77,7 @@ def count_leading(accepted: list[jax.Array]) -> jax.Array:
 
 
 def pick(values: list[jax.Array], index: jax.Array) -> jax.Array:
-    """values[index] of scalars in registers."""
+    """Return values[index] of scalars in registers."""
     picked = values[0]
     for i, value in enumerate(values[1:], 1):
         picked = jnp.where(index == i, value, picked)

@@ -1,6 +1,7 @@
-"""The random numbers that judge a request and draw its token: read where they are given, else made in registers.
+"""Random numbers that accept drafts and draw a token: read if given, else made in registers.
 
-A given noise.Stream has the same bits here as in its own methods: uniforms have their draft as the offset, the token's noise has 0.
+A noise.Stream has the same bits here as in its own methods: uniforms have their draft as the
+offset, the token's noise has 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
 
 
 def uniform(problem: Problem, refs: Refs, request: jax.Array, draft: int) -> jax.Array:
-    """The uniform number of one of a request's drafts."""
+    """Return the uniform number of one of a request's drafts."""
     if problem.accept_stream is None:
         return refs.uniforms[request * problem.num_drafts + draft]
     words = refs.accept_keys[request, 0], refs.accept_keys[request, 1]
@@ -26,7 +27,7 @@ def uniform(problem: Problem, refs: Refs, request: jax.Array, draft: int) -> jax
 
 
 def recover_key(problem: Problem, refs: Refs, request: jax.Array) -> noise.Key:
-    """The key of the noise of a request's recovered or bonus token."""
+    """Return the key of the noise of a request's recovered or bonus token."""
     assert problem.recover_stream is not None
     words = refs.recover_keys[request, 0], refs.recover_keys[request, 1]
     return noise.stream_key(
@@ -35,10 +36,10 @@ def recover_key(problem: Problem, refs: Refs, request: jax.Array) -> noise.Key:
 
 
 def recover_noise(problem: Problem, refs: Refs, request: jax.Array, piece: jax.Array) -> jax.Array:
-    """The noise of a piece of the row that the request's token is drawn from."""
+    """Return the noise of a piece of the row that the request's token is drawn from."""
     if problem.recover_stream is None:
         return problem.draw.load(refs.noise.at[request], piece)
-    folded = refs.recover_key is not None  # by judge: once a request, not once a piece
+    folded = refs.recover_key is not None  # by judge: once for a request, not for each piece
     key = (
         (refs.recover_key[request, 0], refs.recover_key[request, 1])
         if folded

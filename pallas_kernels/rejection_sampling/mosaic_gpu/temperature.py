@@ -1,4 +1,4 @@
-"""Logits over a request's temperature, as every kernel that exponentiates them or adds noise wants them."""
+"""Logits over a request's temperature, for kernels that exponentiate them or add noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def divisor_of(refs: Refs, request: jax.Array) -> jax.Array | None:
-    """The request's temperature, 1 for a greedy one; None: the logits have been divided already."""
+    """Return the request's temperature, 1 for a greedy one; None: the logits are divided already."""
     return (
         None
         if refs.temperature is None
@@ -20,6 +20,9 @@ def divisor_of(refs: Refs, request: jax.Array) -> jax.Array | None:
 
 
 def scaled(logits: jax.Array, divisor: jax.Array | None) -> jax.Array:
-    """Over temperature, then NaN to -inf and +inf to the largest float, as in the reference."""
+    """Divide by the temperature, then replace NaN by -inf and +inf by the largest float.
+
+    As in the reference.
+    """
     logits = logits if divisor is None else logits / divisor
     return jnp.where(logits == logits, jnp.minimum(logits, LARGEST), -jnp.inf)

@@ -1,4 +1,7 @@
-"""Inputs of the rejection op as NumPy arrays, and the compiled op that tests call."""
+"""Inputs of all rejection rules as NumPy arrays, and the rules that tests call.
+
+The strict rule is the engine's own: the target's tokens, then `match_drafts`. The others are the op's.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,39 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.rejection_sampling import rejection_sample
+from jaxspec.decode.verify import match_drafts
+from jaxspec.sampling.state import scale_by_temperature
+from pallas_kernels import rejection_sampling
 
-compiled = jax.jit(rejection_sample, static_argnames=("rule", "sampled", "implementation"))
+ALL_RULES = ("strict", *rejection_sampling.RULES)
+compiled = jax.jit(rejection_sampling.rejection_sample, static_argnames="implementation")
+
+
+@jax.jit
+def strict(
+    target_logits: jax.Array,
+    draft_tokens: jax.Array,
+    greedy: jax.Array,
+    sample_noise: jax.Array,
+    active: jax.Array,
+    temperature: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The strict rule with given noise [B, K+1, V]: what the engine does with tokens that it draws itself."""
+    if temperature is not None:
+        target_logits = scale_by_temperature(target_logits, jnp.where(greedy, 0.0, temperature))
+    scores = jnp.where(greedy[:, None, None], target_logits, target_logits + sample_noise)
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    verification = match_drafts(tokens, draft_tokens, active)
+    return verification.output_tokens, verification.num_sampled
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The op's arguments, in its order and with its names; every noise is present and `judge` passes on what a rule takes."""
+    """The op's arrays and the strict rule's noise; every noise is present and `judge` passes on what a rule takes."""
 
     target_logits: np.ndarray
     draft_tokens: np.ndarray
@@ -65,18 +91,18 @@ def judge(
     sampled: bool = True,
     temperature: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    arguments = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-    if rule != "strict":
-        arguments["sample_noise"] = None
+    arguments: dict[str, Any] = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    noise = arguments.pop("sample_noise")
+    if rule == "strict":
+        taken = inputs.target_logits, inputs.draft_tokens, inputs.greedy, noise, inputs.active
+        tokens, num_sampled = strict(*taken, temperature)
+        return np.asarray(tokens), np.asarray(num_sampled)
     if rule != "synthetic":
         arguments["acceptance_rates"] = None
-    tokens, num_sampled = compiled(
-        **arguments,
-        temperature=temperature,
-        rule=rule,
-        sampled=sampled,
-        implementation=implementation,
+    op_inputs = rejection_sampling.Inputs(
+        **arguments, temperature=temperature, rule=rule, sampled=sampled
     )
+    tokens, num_sampled = compiled(op_inputs, implementation=implementation)
     return np.asarray(tokens), np.asarray(num_sampled)
 
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from jaxspec.sampling.synthetic import conditional_rates
+from pallas_kernels import rejection_sampling
 from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import RULES, rejection_sample
-from tests.kernels.rejection.inputs import Inputs, emitted, judge, make
+from tests.kernels.interpreter import call
+from tests.kernels.rejection.inputs import ALL_RULES, Inputs, emitted, judge, make, strict
 from tests.support.statistics import chi_square, within_limit
 
 LOSSLESS = ["strict", "probabilistic", "block"]
@@ -102,21 +104,17 @@ def test_all_greedy_needs_no_noise_and_no_softmax(rule: str, implementation: str
     synthetic = rule == "synthetic"
 
     def without_noise(target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rejection_sample(
-            target,
-            jnp.asarray(drafts),
-            None,
-            None,
-            jnp.asarray(inputs.greedy),
-            jnp.asarray(inputs.uniforms) if synthetic else None,
-            None,
-            None,
-            jnp.asarray(inputs.acceptance_rates) if synthetic else None,
-            jnp.asarray(inputs.active),
+        greedy = rejection_sampling.Inputs(
+            target_logits=target,
+            draft_tokens=jnp.asarray(drafts),
+            greedy=jnp.asarray(inputs.greedy),
+            uniforms=jnp.asarray(inputs.uniforms) if synthetic else None,
+            acceptance_rates=jnp.asarray(inputs.acceptance_rates) if synthetic else None,
+            active=jnp.asarray(inputs.active),
             rule=rule,
             sampled=False,
-            implementation=implementation,
         )
+        return rejection_sample(greedy, implementation=implementation)
 
     program = str(jax.make_jaxpr(without_noise)(jnp.asarray(logits)))
     assert "exp" not in program and "log" not in program and "callback" not in program
@@ -128,7 +126,7 @@ def test_all_greedy_needs_no_noise_and_no_softmax(rule: str, implementation: str
 
 
 @pytest.mark.parametrize("one_hot", [True, False])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_placeholder_ends_verification(rule: str, one_hot: bool, implementation: str) -> None:
     """d = [x, -1, y] with the draft's distribution equal to the target's: at most two tokens, and nearly always two."""
     logits = random_logits(1, 2000, 4, 16)
@@ -151,7 +149,7 @@ def test_placeholder_ends_verification(rule: str, one_hot: bool, implementation:
 
 
 @pytest.mark.parametrize("bad", [-1, 300, 2**31 - 1])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_single_placeholder_gives_one_target_token(
     rule: str, bad: int, implementation: str
 ) -> None:
@@ -204,7 +202,7 @@ def test_draft_that_q_cannot_have_drawn_is_a_placeholder(
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_nan_targets_give_ids_in_range(rule: str, greedy: bool, implementation: str) -> None:
     vocab = 20_000
     inputs = make(
@@ -268,7 +266,7 @@ def test_a_residual_without_mass_is_the_plain_target(rule: str, implementation: 
 
 
 @pytest.mark.parametrize("vocab", [100, 8193, 10_000, 151_936])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_both_ends_of_real_vocabularies(rule: str, vocab: int, implementation: str) -> None:
     """The last id is accepted, recovered and drawn as a bonus like any other; random rows stay in range."""
     target = np.zeros((4, 3, vocab), np.float32)
@@ -354,7 +352,7 @@ def random_inputs(batch: int, vocab: int) -> Inputs:
     return make(target, drafts, draft_logits=draft, greedy=np.arange(batch) % 5 == 4)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_chunks_equal_the_full_batch(rule: str, implementation: str) -> None:
     inputs = random_inputs(5, 257)
     whole = judge(inputs, rule, implementation)
@@ -365,7 +363,7 @@ def test_chunks_equal_the_full_batch(rule: str, implementation: str) -> None:
         np.testing.assert_array_equal(np.concatenate([part[i] for part in parts]), whole[i])
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_temperature_divides_both_logits_but_of_greedy_rows(rule: str, implementation: str) -> None:
     inputs = random_inputs(20, 65)
     temperature = np.random.default_rng(5).uniform(0.3, 2.0, 20).astype(np.float32)
@@ -383,7 +381,7 @@ def test_temperature_divides_both_logits_but_of_greedy_rows(rule: str, implement
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, implementation: str) -> None:
     inputs = random_inputs(8, 64)
     expected = judge(inputs, rule, implementation)
@@ -404,26 +402,27 @@ def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, implementation:
     assert (tokens[5:] == -1).all() and (num_sampled[5:] == 0).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_vmap_over_batches_equals_one_batch(rule: str, implementation: str) -> None:
     inputs = random_inputs(6, 40)
     expected = judge(inputs, rule, implementation)
 
     def one(target, tokens, draft, greedy, uniforms, recover, sample):
-        rates = jnp.asarray(inputs.acceptance_rates) if rule == "synthetic" else None
-        arguments = (
-            target,
-            tokens,
-            draft,
-            None,
-            greedy,
-            uniforms,
-            recover,
-            sample if rule == "strict" else None,
-            rates,
-            jnp.ones(2, bool),
+        active = jnp.ones(2, bool)
+        if rule == "strict":
+            return strict(target, tokens, greedy, sample, active)
+        one_batch = rejection_sampling.Inputs(
+            target_logits=target,
+            draft_tokens=tokens,
+            draft_logits=draft,
+            greedy=greedy,
+            uniforms=uniforms,
+            recover_noise=recover,
+            acceptance_rates=jnp.asarray(inputs.acceptance_rates) if rule == "synthetic" else None,
+            active=active,
+            rule=rule,
         )
-        return rejection_sample(*arguments, rule=rule, implementation=implementation)
+        return rejection_sample(one_batch, implementation=implementation)
 
     names = (
         "target_logits",
@@ -452,20 +451,18 @@ def test_one_compilation_serves_any_values(rule: str, implementation: str) -> No
     ) -> tuple[jax.Array, jax.Array]:
         traces.append(logits.shape)
         inputs = make(np.zeros((3, 3, 8)), np.zeros((3, 2)))
-        noise = jnp.asarray(inputs.sample_noise) if rule == "strict" else None
-        arguments = (
-            logits,
-            drafts,
-            None,
-            None,
-            greedy,
-            jnp.asarray(inputs.uniforms),
-            jnp.asarray(inputs.recover_noise),
-            noise,
-            None,
-            active,
+        if rule == "strict":
+            return strict(logits, drafts, greedy, jnp.asarray(inputs.sample_noise), active)
+        one_hot = rejection_sampling.Inputs(
+            target_logits=logits,
+            draft_tokens=drafts,
+            greedy=greedy,
+            uniforms=jnp.asarray(inputs.uniforms),
+            recover_noise=jnp.asarray(inputs.recover_noise),
+            active=active,
+            rule=rule,
         )
-        return rejection_sample(*arguments, rule=rule, implementation=implementation)
+        return rejection_sample(one_hot, implementation=implementation)
 
     yes, no = jnp.ones(3, bool), jnp.zeros(3, bool)
     for drafts in (jnp.zeros((3, 2), jnp.int32), jnp.full((3, 2), -1, jnp.int32)):
@@ -484,11 +481,12 @@ def stream_of(keys: int, positions: int) -> Stream:
 @pytest.mark.parametrize(
     ("rule", "change", "message"),
     [
-        ("fast", {}, r"rule: expected one of strict, probabilistic, block, synthetic, got 'fast'"),
+        ("fast", {}, r"rule: expected one of probabilistic, block, synthetic, got 'fast'"),
+        ("strict", {}, r"rule: expected one of probabilistic, block, synthetic, got 'strict'"),
         (
             "block",
             {"implementation": "fast"},
-            r"implementation: expected one of \['mosaic_gpu', 'reference'\], got 'fast': .* no such kernel",
+            r"implementation: expected one of reference, mosaic_gpu, got 'fast'",
         ),
         (
             "block",
@@ -526,16 +524,20 @@ def stream_of(keys: int, positions: int) -> Stream:
             r"target_to_draft: expected int32 \[9\], got int32 \[8\]",
         ),
         (
-            "strict",
+            "probabilistic",
             {"greedy": jnp.zeros(2, jnp.int32)},
             r"greedy: expected bool \[2\], got int32 \[2\]",
         ),
         (
-            "strict",
+            "probabilistic",
             {"temperature": jnp.ones(3)},
             r"temperature: expected float32 \[2\], got float32 \[3\]",
         ),
-        ("strict", {"active": jnp.zeros(3, bool)}, r"active: expected bool \[2\], got bool \[3\]"),
+        (
+            "probabilistic",
+            {"active": jnp.zeros(3, bool)},
+            r"active: expected bool \[2\], got bool \[3\]",
+        ),
         ("block", {"uniforms": None}, r"uniforms: expected float32 \[2, 3\], got None"),
         (
             "synthetic",
@@ -551,12 +553,6 @@ def stream_of(keys: int, positions: int) -> Stream:
             "synthetic",
             {"recover_noise": None},
             r"recover_noise: expected float32 \[2, 9\], got None",
-        ),
-        ("strict", {"sample_noise": None}, r"sample_noise: expected float32 \[2, 4, 9\], got None"),
-        (
-            "block",
-            {"sample_noise": jnp.zeros((2, 4, 9))},
-            r"sample_noise: expected None with rule 'block' \(only 'strict' uses it\)",
         ),
         (
             "synthetic",
@@ -579,24 +575,19 @@ def stream_of(keys: int, positions: int) -> Stream:
             r"recover_noise.position: expected int32 \[2\], got int32 \[1\]",
         ),
         (
-            "strict",
+            "probabilistic",
             {"recover_noise": stream_of(1, 2)},
             r"recover_noise.keys: expected uint32 \[2, 2\], got uint32 \[1, 2\]",
         ),
         (
-            "strict",
+            "probabilistic",
             {"uniforms": jnp.zeros((2, 1))},
             r"uniforms: expected float32 \[2, 3\], got float32 \[2, 1\]",
         ),
         (
-            "strict",
-            {"sample_noise": stream_of(2, 2)},
-            r"sample_noise: expected float32 \[2, 4, 9\], got a Stream",
-        ),
-        (
-            "strict",
+            "block",
             {"acceptance_rates": jnp.zeros(3)},
-            r"acceptance_rates: expected None with rule 'strict'",
+            r"acceptance_rates: expected None with rule 'block' \(only 'synthetic' uses it\)",
         ),
     ],
 )
@@ -609,9 +600,9 @@ def test_what_does_not_fit_is_an_error(rule: str, change: dict, message: str) ->
         "greedy": jnp.zeros(2, bool),
         "uniforms": jnp.zeros((2, 3)),
         "recover_noise": jnp.zeros((2, 9)),
-        "sample_noise": jnp.zeros((2, 4, 9)) if rule == "strict" else None,
         "acceptance_rates": jnp.zeros(3) if rule == "synthetic" else None,
         "active": jnp.ones(2, bool),
     }
+    inputs = rejection_sampling.Inputs(**arguments, rule=rule)
     with pytest.raises(ValueError, match=message):
-        rejection_sample(**{**arguments, **change}, rule=rule)
+        call(rejection_sample, inputs, change)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rejection_sampling import rejection_sample
+from pallas_kernels.rejection_sampling import Inputs, rejection_sample
+from tests.kernels.rejection.inputs import strict
 from tests.support.statistics import chi_square, within_limit
 
 pytestmark = [pytest.mark.once, pytest.mark.optimised]
@@ -90,22 +91,23 @@ def independent_rounds(
     tokens = jnp.where(jnp.arange(rows - 1, dtype=jnp.int32) < num_valid, tokens, -1)
 
     def judge(recover_noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return rejection_sample(
-            jnp.broadcast_to(target, (CHUNK, rows, vocab)),
-            tokens,
-            None
-            if draft.told is None
-            else jnp.broadcast_to(draft.told, (CHUNK, *draft.told.shape)),
-            None if draft.from_target is None else jnp.asarray(draft.from_target),
-            jnp.zeros(CHUNK, bool),
-            jax.random.uniform(accept_key, (CHUNK, rows - 1)),
-            recover_noise,
-            sample_noise,
-            None,
-            jnp.ones(CHUNK, bool),
+        target_logits = jnp.broadcast_to(target, (CHUNK, rows, vocab))
+        no, yes = jnp.zeros(CHUNK, bool), jnp.ones(CHUNK, bool)
+        if sample_noise is not None:
+            return strict(target_logits, tokens, no, sample_noise, yes)
+        told = draft.told
+        inputs = Inputs(
+            target_logits=target_logits,
+            draft_tokens=tokens,
+            draft_logits=None if told is None else jnp.broadcast_to(told, (CHUNK, *told.shape)),
+            target_to_draft=None if draft.from_target is None else jnp.asarray(draft.from_target),
+            greedy=no,
+            uniforms=jax.random.uniform(accept_key, (CHUNK, rows - 1)),
+            recover_noise=recover_noise,
+            active=yes,
             rule=rule,
-            implementation=implementation,
         )
+        return rejection_sample(inputs, implementation=implementation)
 
     if rule == "strict":
         return judge(None)
@@ -314,20 +316,23 @@ def dependent_rounds(
         axis=1,
     )
     missing = jax.random.uniform(keys[1], (TRIALS, 2)) < placeholder_rate
-    tokens, num_sampled = rejection_sample(
-        rows,
-        jnp.where(missing, -1, jnp.stack([first, second], axis=1)),
-        None if one_hot else jnp.stack([first_logits, second_logits], axis=1),
-        None if one_hot else from_target,
-        jnp.zeros(TRIALS, bool),
-        jax.random.uniform(keys[2], (TRIALS, 2)),
-        gumbel(keys[3], (TRIALS, vocab)),
-        gumbel(keys[4], rows.shape) if rule == "strict" else None,
-        None,
-        jnp.ones(TRIALS, bool),
-        rule=rule,
-        implementation=implementation,
-    )
+    drafts = jnp.where(missing, -1, jnp.stack([first, second], axis=1))
+    no, yes = jnp.zeros(TRIALS, bool), jnp.ones(TRIALS, bool)
+    if rule == "strict":
+        tokens, num_sampled = strict(rows, drafts, no, gumbel(keys[4], rows.shape), yes)
+    else:
+        inputs = Inputs(
+            target_logits=rows,
+            draft_tokens=drafts,
+            draft_logits=None if one_hot else jnp.stack([first_logits, second_logits], axis=1),
+            target_to_draft=None if one_hot else from_target,
+            greedy=no,
+            uniforms=jax.random.uniform(keys[2], (TRIALS, 2)),
+            recover_noise=gumbel(keys[3], (TRIALS, vocab)),
+            active=yes,
+            rule=rule,
+        )
+        tokens, num_sampled = rejection_sample(inputs, implementation=implementation)
     later = gumbel(keys[5], (TRIALS, 2, vocab))
     x1 = tokens[:, 0]
     x2 = jnp.where(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.tools.acceptance.expected import expected_acceptance, gumbel_agreement
-from pallas_kernels.rejection_sampling import rejection_sample
+from pallas_kernels.rejection_sampling import Inputs, rejection_sample
+from tests.kernels.rejection.inputs import strict
 
 VOCAB, K, TRIALS = 12, 3, 40_000
 KNOWN = np.array([0, 1, 3, 4, 6, 7, 9, 11])  # the draft's vocabulary
@@ -77,20 +78,24 @@ def test_expectation_is_what_rejection_sampling_accepts(rule, drafts, last):
     sampled = drafts == "sampled"
     q_logits = as_array(q) if sampled else None
     temperatures = jnp.full(TRIALS, temperature, jnp.float32)
-    _, count = rejection_sample(
-        as_array(p),
-        jnp.asarray(tokens),
-        q_logits if rule != "strict" else None,
-        jnp.asarray(target_to_draft) if sampled and rule != "strict" else None,
-        jnp.zeros(TRIALS, bool),
-        None if rule == "strict" else jnp.asarray(rng.random((TRIALS, K)), jnp.float32),
-        None if rule == "strict" else jnp.asarray(rng.gumbel(size=(TRIALS, VOCAB)), jnp.float32),
-        jnp.asarray(sample_noise, jnp.float32) if rule == "strict" else None,
-        None,
-        jnp.ones(TRIALS, bool),
-        temperatures,
-        rule=rule,
-    )
+    no, yes = jnp.zeros(TRIALS, bool), jnp.ones(TRIALS, bool)
+    if rule == "strict":
+        noise = jnp.asarray(sample_noise, jnp.float32)
+        _, count = strict(as_array(p), jnp.asarray(tokens), no, noise, yes, temperatures)
+    else:
+        inputs = Inputs(
+            target_logits=as_array(p),
+            draft_tokens=jnp.asarray(tokens),
+            draft_logits=q_logits,
+            target_to_draft=jnp.asarray(target_to_draft) if sampled else None,
+            greedy=no,
+            uniforms=jnp.asarray(rng.random((TRIALS, K)), jnp.float32),
+            recover_noise=jnp.asarray(rng.gumbel(size=(TRIALS, VOCAB)), jnp.float32),
+            active=yes,
+            temperature=temperatures,
+            rule=rule,
+        )
+        _, count = rejection_sample(inputs)
     accepted = np.asarray(count)[:, None] > 1 + np.arange(K)
     expected = np.asarray(
         getattr(
