@@ -1,7 +1,8 @@
-"""Gumbel noise of single tokens, as arithmetic that a kernel and XLA can both fuse: threefry2x32, jax.random's hash, once a token.
+"""Gumbel noise of single tokens, as arithmetic that a kernel and XLA can both fuse.
 
-The noise of a token is a function of a key and the token's id alone: a row's neighbours, the vocabulary's size and its cut do not matter.
-A Stream stands for the noise of a batch that whoever reads it makes.
+One hash (threefry2x32, as in jax.random) makes the noise of a token. It is a function of a key and
+the token's id alone: a row's neighbours, the vocabulary's size and its pieces do not matter. A
+Stream describes the noise of a batch; its reader makes the numbers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ Function = Callable[[jax.Array], jax.Array]
 )
 @dataclass(frozen=True)
 class Stream:
-    """Random numbers of a batch's requests, not made yet: each is a function of a request's key, the stream, a position and an offset.
+    """Random numbers of a batch's requests, not made yet.
 
-    keys: uint32 [batch, 2]. position: int32 [batch]. stream: static; numbers of two streams are independent.
+    Each is a function of a request's key, the stream, a position and an offset.
+
+    keys:     uint32 [batch, 2]
+    position: int32 [batch]
+    stream:   static; numbers of two streams are independent
     """
 
     keys: jax.Array
@@ -34,22 +39,28 @@ class Stream:
     stream: int
 
     def gumbel(self, size: int, offset: jax.Array | int = 0) -> jax.Array:
-        """Standard Gumbel, float32 [batch, size], of token ids 0 to size - 1; of full tail, where JAX's default form ends at about 16."""
+        """Return standard Gumbel, float32 [batch, size], of token ids 0 to size - 1.
+
+        The tail is full, where JAX's default form ends at about 16.
+        """
         return gumbel(self.key(jnp.asarray(offset, jnp.int32)), jnp.arange(size, dtype=jnp.int32))
 
     def uniforms(self, size: int) -> jax.Array:
-        """Uniform on [0, 1), float32 [batch, size]: column i is the number of offset i."""
+        """Return uniform numbers on [0, 1), float32 [batch, size]: column i has offset i."""
         return uniform(self.key(jnp.arange(size, dtype=jnp.int32)), jnp.uint32(0))
 
     def key(self, offset: jax.Array) -> Key:
-        """Two words uint32 [batch, 1] of one offset, int32 []; [batch, size] of as many offsets."""
+        """Return two words uint32 [batch, 1] of one offset, int32 []; [batch, size] of several."""
         return stream_key(
             (self.keys[:, :1], self.keys[:, 1:]), self.stream, self.position[:, None], offset
         )
 
 
 def threefry2x32(key: Key, x0: jax.Array, x1: jax.Array) -> Key:
-    """The hash of two words under a key of two, all uint32 of shapes that broadcast (Salmon et al., SC 2011, "Random123")."""
+    """Return the hash of two words under a key of two, all uint32 of shapes that broadcast.
+
+    Salmon et al., SC 2011, "Random123".
+    """
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + words[0], x1 + words[1]
     for block in range(5):
@@ -62,35 +73,39 @@ def threefry2x32(key: Key, x0: jax.Array, x1: jax.Array) -> Key:
 
 
 def fold_in(key: Key, data: jax.Array) -> Key:
-    """jax.random.fold_in of int32 or uint32 data."""
+    """Return jax.random.fold_in of int32 or uint32 data."""
     data = data.astype(jnp.uint32)
     return threefry2x32(key, jnp.zeros_like(data), data)
 
 
 def stream_key(key: Key, stream: int, position: jax.Array, offset: jax.Array) -> Key:
-    """The key of a stream at a position and an offset, int32: a key's own key, folded in with each, one after another."""
+    """Return the key of a stream at a position and an offset, int32.
+
+    Stream, position and offset are folded into the key one after another.
+    """
     for data in (jnp.int32(stream), position, offset):
         key = fold_in(key, data)
     return key
 
 
 def uniform(key: Key, index: jax.Array) -> jax.Array:
-    """Element `index` (uint32) of jax.random.uniform(key, (n,)): float32 in [0, 1), for every n."""
+    """Return element `index` (uint32) of jax.random.uniform(key, (n,)), for every n."""
     x0, x1 = threefry2x32(key, jnp.uint32(0), index)
     return unit_interval(x0 ^ x1)
 
 
 def unit_interval(word: jax.Array) -> jax.Array:
-    """The upper 23 bits of a uint32 as a float32 in [0, 1), as jax.random.uniform takes them."""
+    """Return the upper 23 bits of a uint32 as a float32 in [0, 1), as jax.random.uniform does."""
     return lax.bitcast_convert_type((word >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
 
 
 def gumbel(
     key: Key, token_ids: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p
 ) -> jax.Array:
-    """Standard Gumbel of full tail of token_ids (int32), float32 of their shape and the key's.
+    """Return standard Gumbel of full tail of token_ids (int32), float32 of their shape and the key's.
 
-    jax.random.gumbel(mode="high") hashes twice and keeps 23 bits of each hash; here the 46 bits are of the two words of one.
+    jax.random.gumbel(mode="high") hashes twice and keeps 23 bits of each hash. Here the 46 bits
+    are from the two words of one hash.
     """
     high, low = threefry2x32(key, jnp.uint32(0), token_ids.astype(jnp.uint32))
     return to_gumbel(unit_interval(high), unit_interval(low), log, log1p)
@@ -99,6 +114,9 @@ def gumbel(
 def to_gumbel(
     high: jax.Array, low: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p
 ) -> jax.Array:
-    """Standard Gumbel of a uniform number in (0, 1) of 46 bits, in two halves; never above 33, where both are 0."""
+    """Return standard Gumbel of a uniform number in (0, 1) of 46 bits, in two halves.
+
+    Never above 33, where both halves are 0.
+    """
     x = jnp.where(high >= 0.5, high, high + low * 2.0**-23 + 2.0**-47)
     return -log(-log1p(-x))

@@ -1,4 +1,7 @@
-"""Gumbel noise of a piece of a row, made in a kernel's registers: the bits that XLA makes of noise.gumbel, in a kernel of any accuracy."""
+"""Gumbel noise of a piece of a row, made in a kernel's registers.
+
+The bits are those that XLA makes of noise.gumbel, in a kernel of any accuracy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from pallas_kernels.pieces import Pieces
 
 
 def gumbel(pieces: Pieces, key: noise.Key, token_ids: jax.Array) -> jax.Array:
-    """See noise.gumbel; token_ids int32 [pieces.size]."""
+    """Run noise.gumbel in a kernel; token_ids: int32 [pieces.size]."""
     if interpreting():
         return noise.gumbel(key, token_ids)
     return noise.gumbel(
@@ -29,7 +32,10 @@ def gumbel(pieces: Pieces, key: noise.Key, token_ids: jax.Array) -> jax.Array:
 
 
 def _libdevice(pieces: Pieces, function: Callable[[Any], Any], x: jax.Array) -> jax.Array:
-    """XLA's own logarithms: Pallas has no rule for log1p, and its log is another one where a kernel approximates."""
+    """Apply XLA's own logarithms.
+
+    Pallas has no rule for log1p, and its log differs where a kernel approximates.
+    """
 
     @plgpu.inline_mgpu(
         arg_types=(pieces.layout,),

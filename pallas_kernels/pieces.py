@@ -1,23 +1,31 @@
-"""Rows of a vocabulary cut into pieces, one a warpgroup, and the argmax of a row from those of its pieces."""
+"""Rows of a vocabulary cut into pieces, one for each warpgroup, and the argmax of a row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import load
+from pallas_kernels.types import Ref
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic import Layout
+
 LANES = 128  # threads of a warpgroup, and the most pieces that a row may have
 NO_INDEX = 2**31 - 1
-_load: Any = plgpu.load  # jax 0.10 types it with one more argument
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A row of `vocab` entries cut into `count` pieces of `size`; the last one is moved back so as to end with the row."""
+    """A row of `vocab` entries cut into `count` pieces of `size`.
+
+    The last piece is moved back to end with the row.
+    """
 
     vocab: int
     size: int
@@ -28,25 +36,28 @@ class Pieces:
         return -(-self.vocab // self.size)
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Layout:
         return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
 
     def start(self, piece: jax.Array) -> jax.Array:
         return jnp.minimum(piece * self.size, self.vocab - self.size)
 
-    def load(self, ref: Any, piece: jax.Array) -> jax.Array:
-        """A piece of a row ref [vocab]."""
-        return _load(ref.at[pl.ds(self.start(piece), self.size)], layout=self.layout)
+    def load(self, ref: Ref, piece: jax.Array) -> jax.Array:
+        """Load a piece of a row ref [vocab]."""
+        return load(ref.at[pl.ds(self.start(piece), self.size)], self.layout)
 
     def indices(self, piece: jax.Array) -> jax.Array:
-        """The ids of a piece's entries."""
+        """Return the ids of a piece's entries."""
         return plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout) + self.start(
             piece
         )
 
 
 def cut(vocab: int, size: int) -> Pieces:
-    """Pieces of at most `size` (a multiple of LANES) entries that every row of a dense [rows, vocab] array can load in aligned vectors."""
+    """Return pieces of at most `size` entries, a multiple of LANES.
+
+    Every row of a dense [rows, vocab] array can load them in aligned vectors.
+    """
     vector = next(
         v for v in (4, 2, 1) if vocab % v == 0 and (v == 1 or min(vocab, size) >= LANES * v)
     )
@@ -57,24 +68,25 @@ def cut(vocab: int, size: int) -> Pieces:
 def store_maximum(
     scores: jax.Array,
     indices: jax.Array,
-    best_ref: Any,
-    index_ref: Any,
+    best_ref: Ref,
+    index_ref: Ref,
     row: jax.Array,
     piece: jax.Array,
 ) -> None:
-    """The highest score and its first index; a NaN score (noise of a padding row) counts as -inf."""
+    """Store the highest score and its first index; NaN (noise of a padding row) counts as -inf."""
     scores = jnp.where(scores == scores, scores, -jnp.inf)
     best = jnp.max(scores)
     best_ref[row, piece] = best
     index_ref[row, piece] = jnp.min(jnp.where(scores == best, indices, NO_INDEX))
 
 
-def load_lanes(ref: Any, row: jax.Array) -> jax.Array:
-    return _load(ref.at[row], layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1))
+def load_lanes(ref: Ref, row: jax.Array) -> jax.Array:
+    """Load the partial results of a row."""
+    return load(ref.at[row], plgpu.Layout.WG_STRIDED((LANES,), vec_size=1))
 
 
 def used_lanes(count: int) -> jax.Array:
-    """Which lanes of a partial result were written."""
+    """Return which lanes of a partial result were written."""
     return (
         plgpu.broadcasted_iota(
             jnp.int32, (LANES,), 0, layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
@@ -84,9 +96,9 @@ def used_lanes(count: int) -> jax.Array:
 
 
 def combine_maximum(
-    best_ref: Any, index_ref: Any, row: jax.Array, count: int
+    best_ref: Ref, index_ref: Ref, row: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The highest score of a row's `count` partial results, and its first index."""
+    """Return the highest score of a row's `count` partial results, and its first index."""
     best, index, used = load_lanes(best_ref, row), load_lanes(index_ref, row), used_lanes(count)
     highest = jnp.max(jnp.where(used, best, -jnp.inf))
     return highest, jnp.min(jnp.where(used & (best == highest), index, NO_INDEX))

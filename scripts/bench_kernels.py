@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -150,15 +150,20 @@ def time_op(
     shape = op.shapes.SHAPES[shape_name]
     moved = int(op.shapes.bytes_moved(shape))
     inputs = op.shapes.make_inputs(shape, 0)
-    leaves = {
-        name: jax.tree.leaves(x) for name, x in inputs.items()
-    }  # an argument may be a tuple of arrays
+    is_object = is_dataclass(inputs)  # an op of few arguments takes them one by one
+    fields = vars(inputs) if is_object else inputs
+    leaves = {name: jax.tree.leaves(x) for name, x in fields.items()}  # of a tuple: several
     arrays = {
-        name: jax.tree.map(jnp.asarray, inputs[name])
+        name: jax.tree.map(jnp.asarray, fields[name])
         for name, found in leaves.items()
         if found and hasattr(found[0], "nbytes")
     }
-    settings = {name: x for name, x in inputs.items() if name not in arrays}
+
+    def call(**arrays: Any) -> Any:
+        if is_object:
+            return op.function(replace(inputs, **arrays), implementation=implementation)
+        return op.function(**inputs | arrays, implementation=implementation)
+
     # The same values at other addresses: no copy is in the cache when its turn comes again.
     copies = [
         arrays,
@@ -166,7 +171,6 @@ def time_op(
     ]
     calls = len(copies)
     try:
-        call = lambda **arrays: op.function(**arrays, **settings, implementation=implementation)  # noqa: E731
         timing = time_chained(call, copies, repeats=repeats).to_dict(calls)
         chain = time_chained(smallest, copies, repeats=repeats).to_dict(calls)
     except (ValueError, NotImplementedError) as e:  # what a kernel does not support it says

@@ -1,8 +1,10 @@
-"""The jnp specification of truncation: two radix searches over the bit patterns of the logits, each a fixed number of passes.
+"""The jnp specification of truncation: two radix searches over the bit patterns of the logits.
 
-As unsigned integers, floats with their bits suitably flipped are ordered like the floats. The k-th largest is then the largest pattern t
-for which at least k tokens are >= t, and the last token inside top-p the largest t for which the tokens >= t hold a share top_p of the mass
-that top-k left. Either is found digit by digit from the top; the answer is exact, a token's own bits. Every pass reads the row once.
+Each takes a fixed number of passes. As unsigned integers, floats with their bits suitably flipped
+are ordered like the floats. The k-th largest is then the largest pattern t for which at least k
+tokens are >= t. The last token inside top-p is the largest t for which the tokens >= t hold a share
+top_p of the mass that top-k left. Either is found digit by digit from the top; the answer is exact,
+a token's own bits. Every pass reads the row once.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ COLUMNS = 64
 
 
 def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The public op's arguments and result; see ``pallas_kernels.truncation.truncate``."""
+    """Run the op; see pallas_kernels.truncation.truncate."""
     vocab = logits.shape[-1]
     keys = _ordered(logits)
     highest = jnp.max(keys, axis=-1)
@@ -28,26 +30,26 @@ def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     weights = jnp.exp(
         logits - jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=-1, keepdims=True)
     )
-    weights = jnp.where(
-        (keys >= kth[..., None]) & (weights > 0), weights, 0.0
-    )  # NaN, and rows that are all -inf, weigh nothing
+    # NaN, and rows that are all -inf, weigh nothing.
+    weights = jnp.where((keys >= kth[..., None]) & (weights > 0), weights, 0.0)
     needed = top_p[:, None] * jnp.sum(weights, axis=-1)
-    last = jnp.where(
-        top_p[:, None] < 1.0, _search(keys, weights, needed), 0
-    )  # rounding of the mass must not drop anything at 1
+    # At 1, rounding of the mass must not drop anything.
+    last = jnp.where(top_p[:, None] < 1.0, _search(keys, weights, needed), 0)
     threshold = jnp.minimum(jnp.maximum(kth, last), highest)
     return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
 
 
 def _ordered(logits: jax.Array) -> jax.Array:
-    """Unsigned integers in the order of the logits; NaN as -inf, and -0 as 0."""
+    """Return unsigned integers in the order of the logits; NaN as -inf, and -0 as 0."""
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.where(logits == 0.0, 0.0, logits))
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array:
-    """The largest t, uint32 [batch, rows], whose tokens keys >= t weigh at least `needed`; 0 if none does.
+    """Return the largest t, uint32 [batch, rows], whose tokens keys >= t weigh at least `needed`.
+
+    0 if none does.
 
     One bit a pass on a CPU, where comparisons are the cost; four on a GPU, where it is reading the row.
     """
@@ -57,9 +59,8 @@ def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array
             shift = jnp.uint32(BITS - bits * (i + 1))
             candidates = [prefix + (jnp.uint32(digit) << shift) for digit in range(1, 1 << bits)]
             totals = add_up([jnp.where(keys >= t[..., None], weights, 0) for t in candidates])
-            reached = [
-                (total >= needed).astype(jnp.uint32) for total in totals
-            ]  # true up to some digit, false after it
+            # True up to some digit, false after it.
+            reached = [(total >= needed).astype(jnp.uint32) for total in totals]
             return prefix + (sum(reached[1:], reached[0]) << shift)
 
         return lax.fori_loop(0, BITS // bits, step, jnp.zeros(needed.shape, jnp.uint32))
@@ -70,13 +71,13 @@ def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array
 
 
 def _add_in_columns(values: list[jax.Array]) -> list[jax.Array]:
-    """Sums over the vocabulary in interleaved columns, since a float sum in one chain is as slow as its latency."""
+    """Return sums over the vocabulary in interleaved columns: one chain is as slow as its latency."""
     padded = [jnp.pad(v, [(0, 0), (0, 0), (0, -v.shape[-1] % COLUMNS)]) for v in values]
     return [v.reshape(*v.shape[:2], -1, COLUMNS).sum(axis=2).sum(axis=2) for v in padded]
 
 
 def _add_at_once(values: list[jax.Array]) -> list[jax.Array]:
-    """Sums over the vocabulary as one reduction of several arrays: XLA reads what they are made of once."""
+    """Return sums over the vocabulary as one reduction of several arrays, read once by XLA."""
     zeros = (jnp.zeros((), values[0].dtype),) * len(values)
     return list(
         lax.reduce(

@@ -24,7 +24,7 @@ SHAPES = {
 
 
 def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
-    """Arguments of the op by name: top-k of 20 to 100 and top-p of 0.8 to 1."""
+    """Return the op's arguments by name: top-k of 20 to 100 and top-p of 0.8 to 1."""
     rng = np.random.default_rng(seed)
     return {
         "logits": 2.5 * rng.standard_normal((shape.batch, shape.rows, shape.vocab), np.float32),
@@ -34,5 +34,5 @@ def make_inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
 
 
 def bytes_moved(shape: Shape) -> int:
-    """The logits read once and written once."""
+    """Return the fewest bytes: the logits read once and written once."""
     return 8 * shape.batch * shape.rows * shape.vocab

@@ -174,7 +174,7 @@ def test_no_sort_and_a_fixed_number_of_passes() -> None:
         ({"top_p": jnp.ones(3)}, r"top_p: expected float32 \[2\], got float32 \[3\]"),
         (
             {"implementation": "fast"},
-            r"implementation: expected one of \['reference'\], got 'fast': .* no such kernel",
+            r"implementation: expected one of reference, got 'fast'",
         ),
     ],
 )
