@@ -1,10 +1,11 @@
-"""Measure how many drafts of a target and draft pair are accepted, rule by rule and K by K, beside what theory expects.
+"""Measure how many drafts of a pair are accepted, by rule and K, beside what theory expects.
 
-python scripts/acceptance.py --dataset mt_bench.jsonl --dataset scripts/prompts/code.jsonl --output-json acceptance.json
-python scripts/acceptance.py --from-json acceptance.json --plot docs/acceptance.png --markdown docs/acceptance.md
+python scripts/acceptance.py --dataset mt_bench.jsonl --output-json acceptance.json
+python scripts/acceptance.py --from-json acceptance.json --markdown docs/acceptance.md
 
-The first data set gets every rule with every K up to --sweep; the others K = --num-speculative-tokens, greedy and probabilistic. Drafts
-are the same whatever the rule: seeds are by prompt. One program a (rule, kind of drafts), compiled once, serves every K and data set.
+The first data set gets every rule with every K up to --sweep. The others get
+K = --num-speculative-tokens, greedy and probabilistic. Drafts are the same whatever the rule:
+seeds are by prompt. One program for each rule and kind of drafts serves every K and data set.
 """
 
 from __future__ import annotations
@@ -12,153 +13,151 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
-from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.tools import prompts, report
 from jaxspec.tools.acceptance import show
 from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.tools.acceptance.summary import Case, Result
-from jaxspec.tools.cli import errors_as_sentences, exact_float32, option, run_program
+from jaxspec.tools.cli import (
+    DRAFT,
+    Dtype,
+    Target,
+    exact_float32,
+    run_program,
+)
+from jaxspec.tools.flags import Flag, Given, flag, flags_of, given_of
 
 RULES, DRAFTS = ("strict", "probabilistic", "block"), ("probabilistic", "greedy")
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """The prompts, and the texts that the target writes after them."""
+
+    dataset: list[str] | None = flag(
+        None, "JSON Lines with prompts, or a hub id; several times for several kinds."
+    )
+    num_prompts: int | None = flag(None, "At most this many prompts of each data set.")
+    max_tokens: int = flag(256, "At most this many tokens a prompt.")
+    seed: int = flag(0, "Seed of a data set's first prompt; the i-th has seed + i.")
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """The temperatures, rules and numbers of draft tokens that are measured."""
+
+    sweep: int = flag(7, "On the first data set also every K from 1 to this; 0: no other K.")
+    temperature: list[float] | None = flag(
+        None, "0 is greedy; several times for several. [default: 0 and 1]"
+    )
+    rules: tuple[str, ...] = flag(
+        RULES, "Rejection rules above temperature 0, with commas between them.", among=RULES
+    )
+    drafts: tuple[str, ...] = flag(
+        DRAFTS, "probabilistic (sampled), greedy, or both; above temperature 0.", among=DRAFTS
+    )
+    check_engine: bool = flag(False, "Count the greedy case by LLM.generate too.")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The files to write, and records to show in place of measuring."""
+
+    output_json: Path | None = flag(
+        None, "Write counts of every prompt, figures and environment to this file."
+    )
+    from_json: list[Path] | None = flag(
+        None, "Measure nothing: show these files again, the first in full."
+    )
+    plot: Path | None = flag(None, "Draw the figures into this .png or .svg file.")
+    markdown: Path | None = flag(None, "Replace the tables between the markers of this file.")
+
+
 def main(
-    dataset: Annotated[
-        list[str] | None,
-        option("JSON Lines with prompts, or a hub id; several times for several kinds."),
-    ] = None,
-    target: Annotated[
-        str | None,
-        option("Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]"),
-    ] = None,
-    draft: Annotated[
-        str, option("Folder, name under checkpoints/ or hub id of the EAGLE head.")
-    ] = "smollm2-135m-instruct-eagle3",
-    method: Annotated[str, option("eagle or eagle3.")] = "eagle3",
-    num_speculative_tokens: Annotated[int, option("K of the table.")] = 3,
-    sweep: Annotated[
-        int, option("On the first data set also every K from 1 to this; 0: no other K.")
-    ] = 7,
-    temperature: Annotated[
-        list[float] | None, option("0 is greedy; several times for several. [default: 0 and 1]")
-    ] = None,
-    rules: Annotated[
-        str, option("Rejection rules above temperature 0, with commas between them.")
-    ] = ",".join(RULES),
-    drafts: Annotated[
-        str, option("probabilistic (sampled), greedy, or both; above temperature 0.")
-    ] = ",".join(DRAFTS),
-    num_prompts: Annotated[
-        int | None, option("At most this many prompts of each data set.")
-    ] = None,
-    max_tokens: Annotated[int, option("At most this many tokens a prompt.")] = 256,
-    max_num_seqs: Annotated[int, option("Requests that run together.")] = 80,
-    seed: Annotated[int, option("Of a data set's first prompt; the i-th has seed + i.")] = 0,
-    dtype: Annotated[str, option("float32, bfloat16 or auto.")] = "auto",
-    kernels: Annotated[str, option("reference, mosaic_gpu or auto.")] = "auto",
-    check_engine: Annotated[
-        bool, typer.Option("--check-engine", help="Count the greedy case by LLM.generate too.")
-    ] = False,
-    output_json: Annotated[
-        Path | None, option("Write counts of every prompt, figures and environment to this file.")
-    ] = None,
-    from_json: Annotated[
-        list[Path] | None, option("Measure nothing: show these files again, the first in full.")
-    ] = None,
-    plot: Annotated[Path | None, option("Draw the figures into this .png or .svg file.")] = None,
-    markdown: Annotated[
-        Path | None, option("Replace the tables between the markers of this file.")
-    ] = None,
+    texts: TextOptions,
+    speculative: Annotated[
+        SpeculativeConfig,
+        flags_of(SpeculativeConfig, "method", "num_speculative_tokens", model=DRAFT),
+    ],
+    grid: GridOptions,
+    engine: Annotated[Given, given_of(EngineConfig, max_num_seqs=Flag(80), kernels=Flag("auto"))],
+    output: OutputOptions,
+    target: Target = None,
+    dtype: Dtype = "auto",
 ) -> None:
-    """Acceptance per position, measured and expected."""
-    with errors_as_sentences():
-        json_file = report.JsonFile(output_json) if output_json else None
-        if markdown:
-            show.check_markers(markdown, show.SCRIPT)
-        if from_json:
-            records = [read_record(path) for path in from_json]
-        else:
-            if not dataset:
-                raise ConfigError("--dataset: expected at least one (or --from-json), got none")
-            ks = {num_speculative_tokens, *range(1, sweep + 1)}
-            if min(ks) < 1:
-                raise ConfigError(
-                    f"--num-speculative-tokens: expected at least 1, got {num_speculative_tokens}"
-                )
-            sets = read_sets(dataset, num_prompts)
-            chosen_rules, chosen_drafts = (
-                choose("--rules", rules, RULES),
-                choose("--drafts", drafts, DRAFTS),
-            )
-            cases = plan(
-                list(sets),
-                temperature or [0.0, 1.0],
-                chosen_rules,
-                chosen_drafts,
-                num_speculative_tokens,
-                sorted(ks),
-            )
-            if dtype == "float32":
-                exact_float32()
-            speculative = SpeculativeConfig(
-                model=draft, method=method, num_speculative_tokens=num_speculative_tokens
-            )
-            engine: dict[str, Any] = {
-                "dtype": dtype,
-                "kernels": kernels,
-                "max_num_seqs": max_num_seqs,
-                "batch_buckets": [max_num_seqs],
-            }
-            llm = LLM.from_pretrained(target, speculative=speculative, **engine)
-            print(llm.describe(), flush=True)
-            settings = {
-                "draft": draft,
-                "method": method,
-                "max_tokens": max_tokens,
-                "seed": seed,
-                **engine,
-            }
-            record = {
-                "description": llm.describe().splitlines(),
-                "settings": settings,
-                "num_speculative_tokens": num_speculative_tokens,
-            }
-            record |= {"check": None, **report.environment()}
-            for measured in measure(llm, sets, cases, max(ks), max_tokens, seed):
-                record |= measured
-                if json_file:  # after each case: a run that is cut short leaves what it has
-                    json_file.write(record)
-            if check_engine:
-                record["check"] = compare_with_engine(llm, sets, max_tokens)
-                if json_file:
-                    json_file.write(record)
-            records = [record]
-        Console(width=220).print(*show.tables(records[0]))
-        print("\n".join(show.sentences(records[0])))
-        if markdown:
-            show.write_section(markdown, show.SCRIPT, "\n\n".join(map(show.markdown, records)))
-        if plot:
-            show.draw(plot, records)
+    """Measure acceptance per position, and compare it with what theory expects."""
+    json_file = report.JsonFile(output.output_json) if output.output_json else None
+    if output.markdown:
+        show.check_markers(output.markdown, show.SCRIPT)
+    if output.from_json:
+        records = [read_record(path) for path in output.from_json]
+    else:
+        settings = {"dtype": dtype, **engine, "batch_buckets": [engine["max_num_seqs"]]}
+        records = [run(texts, speculative, grid, target, settings, json_file)]
+    Console(width=220).print(*show.tables(records[0]))
+    print("\n".join(show.sentences(records[0])))
+    if output.markdown:
+        sections = "\n\n".join(map(show.markdown, records))
+        show.write_section(output.markdown, show.SCRIPT, sections)
+    if output.plot:
+        show.draw(output.plot, records)
 
 
-def choose(flag: str, text: str, known: Sequence[str]) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not set(names) <= set(known):
-        raise ConfigError(
-            f"{flag}: expected some of {', '.join(known)} with commas between them, got {text!r}"
-        )
-    return names
+def run(
+    texts: TextOptions,
+    speculative: SpeculativeConfig,
+    grid: GridOptions,
+    target: str | None,
+    engine: Mapping[str, Any],
+    json_file: report.JsonFile | None,
+) -> dict[str, Any]:
+    """Load the pair, measure every case, and return the record, which the file holds too.
+
+    engine: keywords of LLM.from_pretrained.
+    """
+    if not texts.dataset:
+        raise ConfigError("--dataset: expected at least one (or --from-json), got none")
+    K = speculative.num_speculative_tokens
+    ks = sorted({K, *range(1, grid.sweep + 1)})
+    sets = read_sets(texts.dataset, texts.num_prompts)
+    cases = plan(list(sets), grid, K, ks)
+    if engine["dtype"] == "float32":
+        exact_float32()
+    llm = LLM.from_pretrained(target, speculative=speculative, **engine)
+    print(llm.describe(), flush=True)
+    record: dict[str, Any] = {
+        "description": llm.describe().splitlines(),
+        "settings": {
+            "draft": speculative.model,
+            "method": speculative.method,
+            "max_tokens": texts.max_tokens,
+            "seed": texts.seed,
+            **engine,
+        },
+        "num_speculative_tokens": K,
+        "check": None,
+        **report.environment(),
+    }
+    for measured in measure(llm, sets, cases, max(ks), texts.max_tokens, texts.seed):
+        record |= measured
+        if json_file:  # after each case: a run that is cut short leaves what it has
+            json_file.write(record)
+    if grid.check_engine:
+        record["check"] = compare_with_engine(llm, sets, texts.max_tokens)
+        if json_file:
+            json_file.write(record)
+    return record
 
 
 def read_sets(datasets: Sequence[str], most: int | None) -> dict[str, list[str]]:
-    """Prompts by the name of their data set, its file's without the suffix."""
+    """Return prompts by the name of their data set: its file's without the suffix."""
     if most is not None and most < 1:
         raise ConfigError(f"--num-prompts: expected at least 1, got {most}")
     sets = {Path(name).stem: prompts.read_prompts(name)[:most] for name in datasets}
@@ -180,17 +179,16 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def plan(
-    datasets: list[str],
-    temperatures: list[float],
-    rules: list[str],
-    drafts: list[str],
-    K: int,
-    ks: list[int],
-) -> list[Case]:
-    """The first data set: every K when greedy and with sampled drafts, K with greedy ones. The others: K, greedy and probabilistic."""
+def plan(datasets: Sequence[str], grid: GridOptions, K: int, ks: Sequence[int]) -> list[Case]:
+    """Return the cases to measure.
+
+    The first data set: every K with greedy decoding and with sampled drafts, K alone with greedy
+    drafts. The others: K alone, greedy decoding and the probabilistic rule.
+    """
     cases = []
-    for temperature, (i, name) in itertools.product(temperatures, enumerate(datasets)):
+    for temperature, (i, name) in itertools.product(
+        grid.temperature or (0.0, 1.0), enumerate(datasets)
+    ):
         if temperature == 0:
             cases += [
                 Case(name, 0.0, "probabilistic", "greedy", k) for k in (ks if i == 0 else [K])
@@ -198,8 +196,8 @@ def plan(
         elif i == 0:
             cases += [
                 Case(name, temperature, r, d, k)
-                for d in drafts
-                for r in rules
+                for d in grid.drafts
+                for r in grid.rules
                 for k in (ks if d == "probabilistic" else [K])
             ]
         else:
@@ -215,7 +213,10 @@ def measure(
     max_tokens: int,
     seed: int,
 ) -> Iterator[dict[str, Any]]:
-    """Run every case on one set of weights; after each a line on the screen, and what is known so far for the record."""
+    """Run every case on one set of weights.
+
+    Prints a line after each case, and yields the results so far for the record.
+    """
     began = time.perf_counter()
     if llm.tokenizer is None:
         raise ConfigError("--target: expected a folder with a tokenizer, got none")
@@ -243,16 +244,17 @@ def measure(
         counts, _ = recorder.run(requests, case.rule, case.drafts, case.num_speculative_tokens)
         results.append(Result(case, counts).to_dict())
         accepted = 1 + counts.accepted.sum() / counts.rounds.sum()
-        print(
-            f"{case.name}: length {accepted:.3f} in {counts.rounds.sum()} rounds, {time.perf_counter() - start:.1f} s",
-            flush=True,
-        )
+        figures = f"length {accepted:.3f} in {counts.rounds.sum()} rounds"
+        print(f"{case.name}: {figures}, {time.perf_counter() - start:.1f} s", flush=True)
         seconds = round(time.perf_counter() - began, 1)
         yield {"results": results, "num_programs": recorder.num_programs, "seconds": seconds}
 
 
 def compare_with_engine(llm: LLM, sets: dict[str, list[str]], max_tokens: int) -> dict[str, Any]:
-    """The greedy case of the first data set, counted by LLM.generate: what schedules, buckets and reads rounds is not in this script's."""
+    """Count the greedy case of the first data set by LLM.generate.
+
+    The engine schedules, batches and reads rounds by code that this script's own rounds lack.
+    """
     chats = [[{"role": "user", "content": text}] for text in next(iter(sets.values()))]
     llm.reset_metrics()
     llm.generate(chats, SamplingParams(temperature=0, max_tokens=max_tokens))

@@ -1,8 +1,10 @@
-"""Time single ops of pallas_kernels on their named shapes: bytes moved against the measured read bandwidth, or, where an op's shapes module
-counts its arithmetic (`flops`) and that takes longer, arithmetic against the measured rate of products.
+"""Time single ops of pallas_kernels on their named shapes.
+
+Bytes moved are compared with the measured read bandwidth. Where an op's shapes module counts its
+arithmetic (`flops`) and that takes longer, it is compared with the measured rate of products.
 
 python scripts/bench_kernels.py --output-json kernels.json
-python scripts/bench_kernels.py --op attention --shape "batch 16, context 4k" --implementation mosaic_gpu
+python scripts/bench_kernels.py --op attention --shape "batch 16, context 4k"
 """
 
 from __future__ import annotations
@@ -27,19 +29,21 @@ from jaxspec.loading import keep_compiled_programs
 from jaxspec.tools import report
 from jaxspec.tools.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.tools.benchmark.timing import smallest, time_chained
-from jaxspec.tools.cli import errors_as_sentences, option, run_program
+from jaxspec.tools.cli import option, run_program
+from jaxspec.tools.flags import split_names
 
 L2_BYTES = 60e6  # of an H200
-CALLS, MOST_CALLS = (
-    16,
-    64,
-)  # in one program: so many that its launch does not show, so few that it compiles
+# Calls in one program: enough to hide its launch, few enough to compile.
+CALLS, MOST_CALLS = 16, 64
 COPIES_BYTES = 16e9
 
 
 @dataclass(frozen=True)
 class Op:
-    """A package of pallas_kernels: its public function, the names of its implementations, its shapes module."""
+    """An op of pallas_kernels.
+
+    function: its public function. implementations: their names. shapes: its shapes module.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -61,38 +65,41 @@ def main(
         Path | None, option("Write everything to this file, after every op and shape.")
     ] = None,
 ) -> None:
-    """Many calls chained inside one program, on inputs rotated through more memory than the L2 cache holds."""
-    with errors_as_sentences():
-        found = pick_ops(discover(), op)
-        runs = [
-            (o, name, i)
-            for o in found
-            for name in pick_shapes(o, shape)
-            for i in pick_implementations(o, implementation)
-        ]
-        if not runs:
-            raise ConfigError(
-                f"--op, --shape, --implementation: expected some that go together, got {op}, {shape} and {implementation}"
-            )
-        if repeats < 1:
-            raise ConfigError(f"--repeats: expected at least 1, got {repeats}")
-        json_file = report.JsonFile(output_json) if output_json else None
-        keep_compiled_programs()
-        record: dict[str, Any] = environment() | measure_rates() | {"kernels": []}
-        print(describe(record), flush=True)
-        for o, name, i in runs:
-            result = {"op": o.name, "shape": name, "implementation": i} | time_op(
-                o, name, i, repeats, record
-            )
-            record["kernels"].append(result)
-            print(f"{o.name} {name} {i}: {summary(result)}", flush=True)
-            if json_file:
-                json_file.write(record)
-        print_table(table(record["kernels"]))
+    """Time many calls chained in one program.
+
+    Inputs rotate through more memory than the L2 cache holds.
+    """
+    found = pick_ops(discover(), op)
+    runs = [
+        (o, name, i)
+        for o in found
+        for name in pick_shapes(o, shape)
+        for i in pick_implementations(o, implementation)
+    ]
+    if not runs:
+        raise ConfigError(
+            "--op, --shape, --implementation: expected some that go together, "
+            f"got {op}, {shape} and {implementation}"
+        )
+    if repeats < 1:
+        raise ConfigError(f"--repeats: expected at least 1, got {repeats}")
+    json_file = report.JsonFile(output_json) if output_json else None
+    keep_compiled_programs()
+    record: dict[str, Any] = environment() | measure_rates() | {"kernels": []}
+    print(describe(record), flush=True)
+    for o, name, i in runs:
+        result = {"op": o.name, "shape": name, "implementation": i} | time_op(
+            o, name, i, repeats, record
+        )
+        record["kernels"].append(result)
+        print(f"{o.name} {name} {i}: {summary(result)}", flush=True)
+        if json_file:
+            json_file.write(record)
+    print_table(table(record["kernels"]))
 
 
 def discover() -> list[Op]:
-    """The packages that have a shapes module."""
+    """Return the ops of the packages that have a shapes module."""
     found = []
     for module in pkgutil.iter_modules(pallas_kernels.__path__):
         name = f"pallas_kernels.{module.name}"
@@ -109,23 +116,22 @@ def discover() -> list[Op]:
 
 
 def public_ops(package: ModuleType) -> list[Callable[..., Any]]:
-    """Its own functions that take implementation= by keyword only."""
+    """Return the package's own functions that take implementation= by keyword only."""
     own = [
         f
         for _, f in inspect.getmembers(package, inspect.isfunction)
         if f.__module__ == package.__name__
     ]
-    by_keyword = lambda p: p.name == "implementation" and p.kind is p.KEYWORD_ONLY  # noqa: E731
-    return [f for f in own if any(map(by_keyword, inspect.signature(f).parameters.values()))]
+    parameters = {f: inspect.signature(f).parameters.get("implementation") for f in own}
+    return [f for f, p in parameters.items() if p is not None and p.kind is p.KEYWORD_ONLY]
 
 
 def pick_ops(ops: list[Op], names: str | None) -> list[Op]:
-    wanted = None if names is None else [name.strip() for name in names.split(",")]
-    if unknown := [name for name in wanted or () if name not in {op.name for op in ops}]:
-        raise ConfigError(
-            f"--op: expected among {', '.join(op.name for op in ops) or 'no op (none has shapes)'}, got {', '.join(unknown)}"
-        )
-    return [op for op in ops if wanted is None or op.name in wanted]
+    """Return the ops of these names, or all; ConfigError for an unknown name."""
+    if names is None:
+        return ops
+    wanted = split_names("--op", names, [op.name for op in ops] or ["no op (none has shapes)"])
+    return [op for op in ops if op.name in wanted]
 
 
 def pick_shapes(op: Op, parts: list[str] | None) -> list[str]:
@@ -133,19 +139,17 @@ def pick_shapes(op: Op, parts: list[str] | None) -> list[str]:
 
 
 def pick_implementations(op: Op, names: str | None) -> list[str]:
-    return [
-        name
-        for name in op.implementations
-        if names is None or name in [n.strip() for n in names.split(",")]
-    ]
+    wanted = op.implementations if names is None else split_names("--implementation", names)
+    return [name for name in op.implementations if name in wanted]
 
 
 def time_op(
     op: Op, shape_name: str, implementation: str, repeats: int, rates: dict[str, Any]
 ) -> dict[str, Any]:
-    """Seconds a call without the chain's own, bytes, bytes a second and their share of bandwidth; or {"skipped": reason}.
+    """Return seconds a call without the chain's own, bytes, bytes a second and share of bandwidth.
 
-    Arithmetic likewise, where it needs longer than the bytes. rates: what measure_rates has found.
+    Arithmetic likewise, where it takes longer than the bytes; or {"skipped": reason}.
+    rates: the figures of measure_rates.
     """
     shape = op.shapes.SHAPES[shape_name]
     moved = int(op.shapes.bytes_moved(shape))
@@ -173,7 +177,7 @@ def time_op(
     try:
         timing = time_chained(call, copies, repeats=repeats).to_dict(calls)
         chain = time_chained(smallest, copies, repeats=repeats).to_dict(calls)
-    except (ValueError, NotImplementedError) as e:  # what a kernel does not support it says
+    except (ValueError, NotImplementedError) as e:  # the kernel's reason for not running here
         return {"skipped": " ".join(str(e).split())}
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
@@ -198,7 +202,10 @@ def time_op(
 
 
 def count_copies(arrays: dict[str, Any], moved: int) -> int:
-    """As many as twice the L2 cache takes, and enough calls for one program, within COPIES_BYTES."""
+    """Return the copies that fill the L2 cache twice and make enough calls for one program.
+
+    They take at most COPIES_BYTES.
+    """
     if jax.default_backend() != "gpu":
         return 2
     fit = int(COPIES_BYTES // sum(x.nbytes for x in jax.tree.leaves(arrays)))
@@ -208,13 +215,19 @@ def count_copies(arrays: dict[str, Any], moved: int) -> int:
 def summary(result: dict[str, Any]) -> str:
     if "skipped" in result:
         return f"skipped: {result['skipped']}"
-    arithmetic = ""
+    figures = [f"{result['seconds'] * 1e6:.1f} us"]
     if "flops" in result:
-        arithmetic = f"{result['flops_per_second'] / 1e12:.0f} TFLOP/s, {result['share_of_products']:.1%} of the rate of products, "
-    return (
-        f"{result['seconds'] * 1e6:.1f} us, {arithmetic}{result['bytes'] / 1e6:.1f} MB, {result['bytes_per_second'] / 1e12:.2f} TB/s, "
-        f"{result['share_of_bandwidth']:.1%} of the bandwidth (the chain's own {result['chain']['seconds'] * 1e6:.1f} us taken off)"
-    )
+        figures += [
+            f"{result['flops_per_second'] / 1e12:.0f} TFLOP/s",
+            f"{result['share_of_products']:.1%} of the rate of products",
+        ]
+    figures += [
+        f"{result['bytes'] / 1e6:.1f} MB",
+        f"{result['bytes_per_second'] / 1e12:.2f} TB/s",
+        f"{result['share_of_bandwidth']:.1%} of the bandwidth",
+    ]
+    chain = f"{result['chain']['seconds'] * 1e6:.1f} us"
+    return f"{', '.join(figures)} (the chain's own {chain} taken off)"
 
 
 def table(kernels: list[dict[str, Any]]) -> Table:

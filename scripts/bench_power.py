@@ -1,12 +1,14 @@
-"""What a GPU draws while it reads, multiplies and decodes: whether a round is at the power limit, and what that limit leaves of it.
+"""Measure the power that a GPU draws while it reads, multiplies and decodes.
+
+The figures show whether a round runs at the power limit, and how much slower that makes it.
 
 python scripts/bench_power.py --batch 1,64 --output-json power.json
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax
@@ -19,101 +21,115 @@ from jaxspec.tools import report
 from jaxspec.tools.benchmark.cases import Case
 from jaxspec.tools.benchmark.dimensions import MODELS
 from jaxspec.tools.benchmark.machine import describe, environment, measure_rates, print_table
-from jaxspec.tools.benchmark.power import Draw, PowerMeter
+from jaxspec.tools.benchmark.power import PowerMeter
 from jaxspec.tools.benchmark.workload import Effort, Weights, Workload, normal
-from jaxspec.tools.cli import errors_as_sentences, option, run_program
+from jaxspec.tools.cli import OutputJson, option, run_program
+from jaxspec.tools.flags import flag
 
-AT_ONCE = 20  # dispatched before one is waited for
-PRODUCTS = 8  # weights of their own, so that none stays in L2
+AT_ONCE = 20  # calls dispatched before the host waits
+PRODUCTS = 8  # each with its own weights, so that none stays in L2
 ROUNDS = 32
 
 
+@dataclass(frozen=True)
+class RoundOptions:
+    """The rounds that are measured."""
+
+    model: str = flag("llama-3-8b", f"{', '.join(MODELS)}.")
+    batch: tuple[int, ...] = flag(
+        (1, 16, 64), "Requests of the rounds, with commas between them.", least=1
+    )
+    temperature: float = flag(0.0, "Temperature of the rounds; 0 is greedy.")
+
+
 def main(
-    model: Annotated[str, option(f"{', '.join(MODELS)}.")] = "llama-3-8b",
-    batch: Annotated[str, option("Requests of the rounds, with commas between them.")] = "1,16,64",
-    temperature: Annotated[float, option("Of the rounds.")] = 0.0,
+    rounds: RoundOptions,
     seconds: Annotated[
-        float, option("That each load is measured, after half as many that do not count.")
+        float, option("How long each load is measured, after half as long for the warm-up.")
     ] = 2.0,
-    output_json: Annotated[Path | None, option("Write the figures here.")] = None,
+    output_json: OutputJson = None,
 ) -> None:
-    """Streaming reads, large products, products of a round of 256 rows, and whole rounds."""
-    with errors_as_sentences():
-        cases = [
-            Case(model, batch=int(part), temperature=temperature)
-            for part in batch.split(",")
-            if part.strip().isdigit()
-        ]
-        if not cases or len(cases) != len(batch.split(",")) or seconds <= 0:
-            raise ConfigError(
-                f"--batch, --seconds: expected numbers above 0 with commas between them, got {batch!r} and {seconds}"
-            )
-        json_file = report.JsonFile(output_json) if output_json else None
-        keep_compiled_programs()
-        on_gpu = jax.default_backend() == "gpu"
-        loads: list[dict[str, Any]] = []
-        with PowerMeter() as meter:
-            record: dict[str, Any] = environment() | measure_rates() | {"loads": loads}
-            print(describe(record), flush=True)
+    """Measure streaming reads, large products, products of 256 rows, and whole rounds."""
+    if not seconds > 0:
+        raise ConfigError(f"--seconds: expected a number above 0, got {seconds}")
+    cases = [Case(rounds.model, batch=b, temperature=rounds.temperature) for b in rounds.batch]
+    json_file = report.JsonFile(output_json) if output_json else None
+    keep_compiled_programs()
+    on_gpu = jax.default_backend() == "gpu"
+    loads: list[dict[str, Any]] = []
+    with PowerMeter() as meter:
+        record: dict[str, Any] = environment() | measure_rates() | {"loads": loads}
+        print(describe(record), flush=True)
 
-            def note(name: str, draw: Draw, **work: float) -> None:
-                loads.append({"name": name} | draw.to_dict() | work)
-                print(
-                    f"{name}: {draw.seconds * 1e3:.3f} ms, {draw.watts:.0f} W, {draw.joules:.3f} J, {draw.megahertz:.0f} MHz",
-                    flush=True,
-                )
+        def measure(load: Load) -> None:
+            warm = seconds / 2
+            draw = meter.measure(load.call, calls=load.calls, seconds=seconds, warm=warm)
+            loads.append({"name": load.name} | draw.to_dict() | load.work)
+            figures = f"{draw.watts:.0f} W, {draw.joules:.3f} J, {draw.megahertz:.0f} MHz"
+            print(f"{load.name}: {draw.seconds * 1e3:.3f} ms, {figures}", flush=True)
 
-            for name, call, calls, work in references(
-                4 << 30 if on_gpu else 1 << 22, 8192 if on_gpu else 128
-            ):
-                note(
-                    name,
-                    meter.measure(call, calls=calls, seconds=seconds, warm=seconds / 2),
-                    **work,
-                )
-                del call  # and with it its arrays, before the next ones are made
-            weights = Weights(jnp.bfloat16 if on_gpu else jnp.float32)
-            for case in cases:
-                rounds = Workload(case, weights, {}, Effort(ROUNDS, 1))
-                draw = meter.measure(
-                    rounds.run_rounds, calls=ROUNDS, seconds=seconds, warm=seconds / 2
-                )
-                note(f"round, {case.name}", draw)
-        print_table(table(loads))
-        if json_file:
-            json_file.write(record)
+        sizes = (4 << 30, 8192) if on_gpu else (1 << 22, 128)
+        for make in REFERENCES:  # one after the other: each frees its arrays before the next
+            measure(make(*sizes))
+        weights = Weights(jnp.bfloat16 if on_gpu else jnp.float32)
+        for case in cases:
+            workload = Workload(case, weights, {}, Effort(ROUNDS, 1))
+            measure(Load(f"round, {case.name}", workload.run_rounds, ROUNDS, {}))
+    print_table(table(loads))
+    if json_file:
+        json_file.write(record)
 
 
-def references(
-    num_bytes: int, size: int
-) -> Iterator[tuple[str, Callable[[], Any], int, dict[str, float]]]:
-    """Name, load, calls of it a load, and what one call reads or computes."""
-    several = lambda f, *args: lambda: [f(*args) for _ in range(AT_ONCE)][-1]  # noqa: E731
-    keys = list(jax.random.split(jax.random.key(0), PRODUCTS))
+@dataclass(frozen=True)
+class Load:
+    """Work for the GPU.
+
+    call: dispatches it. calls: units of it in a call. work: bytes read or operations of a unit.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    calls: int
+    work: dict[str, float]
+
+
+def several(f: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Return what calls f on these arguments AT_ONCE times, and returns the last result."""
+    return lambda: [f(*args) for _ in range(AT_ONCE)][-1]
+
+
+def keys() -> list[jax.Array]:
+    return list(jax.random.split(jax.random.key(0), PRODUCTS))
+
+
+def reads(num_bytes: int, size: int) -> Load:
+    """Return streaming reads of so many bytes."""
+    del size
     large = jax.random.bits(jax.random.key(0), (num_bytes // 2,), jnp.uint16)
-    yield (
-        f"reads of {num_bytes >> 20} MiB",
-        several(jax.jit(jnp.max), large),
-        AT_ONCE,
-        {"bytes": float(num_bytes)},
-    )
-    del large
-    a, b = (normal((size, size), "bfloat16", key) for key in keys[:2])
-    yield (
-        f"{size} x {size} x {size}",
-        several(jax.jit(jnp.matmul), a, b),
-        AT_ONCE,
-        {"flops": 2.0 * size**3},
-    )
-    del a, b
+    work = {"bytes": float(num_bytes)}
+    return Load(f"reads of {num_bytes >> 20} MiB", several(jax.jit(jnp.max), large), AT_ONCE, work)
+
+
+def large_products(num_bytes: int, size: int) -> Load:
+    """Return products of square matrices of this size."""
+    del num_bytes
+    a, b = (normal((size, size), "bfloat16", key) for key in keys()[:2])
+    work = {"flops": 2.0 * size**3}
+    return Load(f"{size} x {size} x {size}", several(jax.jit(jnp.matmul), a, b), AT_ONCE, work)
+
+
+def products_of_a_round(num_bytes: int, size: int) -> Load:
+    """Return products of 256 rows with PRODUCTS different matrices."""
+    del num_bytes
     depth, width = size // 2, size // 2 * 7 // 2
-    x, ws = (
-        normal((256, depth), "bfloat16", keys[0]),
-        [normal((depth, width), "bfloat16", key) for key in keys],
-    )
+    x = normal((256, depth), "bfloat16", keys()[0])
+    ws = [normal((depth, width), "bfloat16", key) for key in keys()]
     product = jax.jit(lambda x, ws: [jnp.matmul(x, w, preferred_element_type=x.dtype) for w in ws])
     work = {"flops": 2.0 * 256 * depth * width}
-    yield f"256 x {depth} x {width}", several(product, x, ws), AT_ONCE * PRODUCTS, work
+    return Load(f"256 x {depth} x {width}", several(product, x, ws), AT_ONCE * PRODUCTS, work)
+
+
+REFERENCES = (reads, large_products, products_of_a_round)
 
 
 def table(loads: list[dict[str, Any]]) -> Table:

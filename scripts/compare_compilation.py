@@ -1,20 +1,20 @@
-"""Decode a data set in the three compilation modes and check that tokens and acceptance counts are identical.
+"""Decode a data set in the three compilation modes, and compare tokens and acceptance counts.
 
 python scripts/compare_compilation.py --dataset mt_bench.jsonl --output-json modes.json
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, EngineConfig, RequestOutput, SamplingParams, SpeculativeConfig
 from jaxspec.tools import losslessness, report
-from jaxspec.tools.cli import errors_as_sentences, exact_float32, run_program
+from jaxspec.tools.cli import DRAFT, OutputJson, Target, exact_float32, option, run_program
+from jaxspec.tools.flags import Flag, Given, flags_of, given_of
 from jaxspec.tools.prompts import read_prompts
 
 MODES = ("round", "step", "eager")
@@ -22,73 +22,68 @@ COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per
 
 
 def main(
-    dataset: Annotated[str, typer.Option(help="JSON Lines in MT-bench's form, or a hub id.")],
-    target: Annotated[str | None, typer.Option(help="[default: SmolLM2-135M-Instruct]")] = None,
-    draft: Annotated[
-        str, typer.Option(help="Folder, name under checkpoints/ or hub id.")
-    ] = "smollm2-135m-instruct-eagle3",
-    num_speculative_tokens: Annotated[int, typer.Option(help="K.")] = 5,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="At most this many prompts.", min=1)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="At most this many tokens a prompt.")] = 64,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that run together.")] = 8,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens a request may hold, prompt included.")
-    ] = None,
-    output_json: Annotated[
-        Path | None, typer.Option(help="Write the figures of every mode here.")
-    ] = None,
+    speculative: Annotated[
+        SpeculativeConfig,
+        flags_of(SpeculativeConfig, model=DRAFT, num_speculative_tokens=Flag(5)),
+    ],
+    engine: Annotated[
+        Given,
+        given_of(
+            EngineConfig,
+            "max_num_seqs",
+            max_model_len=Flag(help="Tokens a request may hold, prompt included."),
+        ),
+    ],
+    dataset: Annotated[str, option("JSON Lines in MT-bench's form, or a hub id.")],
+    target: Target = None,
+    num_prompts: Annotated[int | None, option("At most this many prompts.", least=1)] = None,
+    max_tokens: Annotated[int, option("At most this many tokens a prompt.")] = 64,
+    output_json: OutputJson = None,
 ) -> None:
-    """Exit with 1 unless round, step and eager decode the same tokens with the same acceptance counts (greedy, float32)."""
-    with errors_as_sentences():
-        texts = read_prompts(dataset)[:num_prompts]
-        json_file = report.JsonFile(output_json) if output_json else None
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        speculative = SpeculativeConfig(model=draft, num_speculative_tokens=num_speculative_tokens)
-        exact_float32()
-        llm = LLM.from_pretrained(
-            target,
-            speculative=speculative,
-            dtype="float32",
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-        )
-        print(llm.describe(), flush=True)
-        runs = {mode: run_mode(llm, mode, texts, params) for mode in MODES}
-        show(runs)
-        differences = find_differences(runs)
-        if json_file:
-            settings = {
-                "dataset": dataset,
-                "num_prompts": len(texts),
-                "max_tokens": max_tokens,
-                "dtype": "float32",
-                "temperature": 0.0,
-            }
-            modes = {
-                mode: engine.metrics.to_dict() | {"timings": engine.timings.to_dict()}
-                for mode, (engine, _) in runs.items()
-            }
-            record = {
+    """Compare round, step and eager compilation (greedy, float32).
+
+    Exit with 1 unless all decode the same tokens with the same acceptance counts.
+    """
+    texts = read_prompts(dataset)[:num_prompts]
+    json_file = report.JsonFile(output_json) if output_json else None
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    exact_float32()
+    llm = LLM.from_pretrained(target, speculative=speculative, dtype="float32", **engine)
+    print(llm.describe(), flush=True)
+    runs = {mode: run_mode(llm, mode, texts, params) for mode in MODES}
+    show(runs)
+    differences = find_differences(runs)
+    if json_file:
+        modes = {
+            mode: run.metrics.to_dict() | {"timings": run.timings.to_dict()}
+            for mode, (run, _) in runs.items()
+        }
+        json_file.write(
+            {
+                "description": llm.describe().splitlines(),
                 "identical": not differences,
                 "differences": differences,
                 "modes": modes,
-                "settings": settings,
+                "settings": {
+                    "dataset": dataset,
+                    "num_prompts": len(texts),
+                    "max_tokens": max_tokens,
+                    "dtype": "float32",
+                    "temperature": 0.0,
+                },
+                **report.environment(),
             }
-            json_file.write(
-                {"description": llm.describe().splitlines(), **record, **report.environment()}
-            )
-        if differences:
-            print("\n".join(["the modes differ:", *differences]))
-            raise typer.Exit(1)
-        print(f"the modes agree in every token and count of {len(texts)} prompts")
+        )
+    if differences:
+        print("\n".join(["the modes differ:", *differences]))
+        raise typer.Exit(1)
+    print(f"the modes agree in every token and count of {len(texts)} prompts")
 
 
 def run_mode(
     loaded: LLM, mode: str, texts: list[str], params: SamplingParams
 ) -> tuple[LLM, list[RequestOutput]]:
-    """The same weights, draft included, in an engine of another compilation mode; timed warm."""
+    """Decode in another compilation mode on the same weights; programs compile before the timing."""
     llm = loaded.on_same_weights(compilation=mode)
     chats = [[{"role": "user", "content": text}] for text in texts]
     llm.warmup_for(chats, params)
@@ -96,7 +91,10 @@ def run_mode(
 
 
 def find_differences(runs: dict[str, tuple[LLM, list[RequestOutput]]]) -> list[str]:
-    """A sentence for every count, and for the first token, in which a mode is unlike the first one."""
+    """Return a sentence for each count, and for the first token, in which a mode differs.
+
+    Modes are compared with the first one.
+    """
     found = []
     (first, (expected, expected_outputs)), *others = runs.items()
     for mode, (engine, outputs) in others:
@@ -105,9 +103,8 @@ def find_differences(runs: dict[str, tuple[LLM, list[RequestOutput]]]) -> list[s
             if a != b:
                 found.append(f"{name}: {first} {a}, {mode} {b}")
         for d in losslessness.find_differences(expected_outputs, outputs)[:1]:
-            found.append(
-                f"prompt {d.prompt}, token {d.position}: {first} {d.speculative_token_id}, {mode} {d.plain_token_id}"
-            )
+            tokens = f"{first} {d.speculative_token_id}, {mode} {d.plain_token_id}"
+            found.append(f"prompt {d.prompt}, token {d.position}: {tokens}")
     return found
 
 

@@ -1,135 +1,134 @@
 """Exchange the implementation of one op after the other, and see whether acceptance moves.
 
-python scripts/compare_kernels.py --dataset mt_bench.jsonl --dtype bfloat16 --output-json kernels.json
+python scripts/compare_kernels.py --dataset mt_bench.jsonl --dtype bfloat16
 
-Drafts are judged by a target whose every norm, product and attention rounds somewhere: implementations that round in another order change
-texts at ties, but must not change how well the draft's hidden states fit the target's. Two texts that part at a tie would hide that: on 80
-prompts they moved acceptance by one to two points. So every run goes along the same texts, in windows of a few tokens, each of which
-starts from what the kernels as chosen have written before it.
+Implementations that round in another order change texts where the target's logits tie. They must
+not change how well the draft's hidden states fit the target's. Two texts that part at a tie would
+hide that: on 80 prompts they moved acceptance by one to two points. So every run follows the same
+texts, in windows of a few tokens. Each window starts from the text of the kernels as chosen.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import LLM, ConfigError, RequestOutput, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams, SpeculativeConfig
 from jaxspec.config import Kernels
+from jaxspec.engine.inputs import Prompt
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.tools import report
-from jaxspec.tools.cli import errors_as_sentences, run_program
+from jaxspec.tools.cli import DRAFT, Dtype, OutputJson, Target, run_program
+from jaxspec.tools.flags import Flag, Given, flag, flags_of, given_of, split_names
 from jaxspec.tools.prompts import DEMO, read_prompts
 
 MOST_POINTS = 1.0  # of acceptance, at any position
 
 
+@dataclass(frozen=True)
+class WindowOptions:
+    """The texts, their windows, and the ops to exchange."""
+
+    dataset: str | None = flag(
+        None, "JSON Lines in MT-bench's form, or a hub id. [default: the demo's prompts]"
+    )
+    max_tokens: int = flag(256, "At most this many tokens a prompt.", least=2)
+    window: int = flag(8, "Tokens after which every run returns to the same text.", least=2)
+    ops: str | None = flag(
+        None, "Exchange these only, with commas between them. [default: all that run]"
+    )
+
+
 def main(
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help="JSON Lines in MT-bench's form, or a hub id. [default: the demo's prompts]"
+    options: WindowOptions,
+    speculative: Annotated[
+        SpeculativeConfig, flags_of(SpeculativeConfig, "num_speculative_tokens", model=DRAFT)
+    ],
+    engine: Annotated[
+        Given,
+        given_of(
+            EngineConfig,
+            max_num_seqs=Flag(16),
+            kernels=Flag(
+                "auto", "Implementations to exchange one by one for reference; see generate.py."
+            ),
         ),
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="[default: SmolLM2-135M-Instruct]")] = None,
-    draft: Annotated[
-        str, typer.Option(help="Folder, name under checkpoints/ or hub id.")
-    ] = "smollm2-135m-instruct-eagle3",
-    num_speculative_tokens: Annotated[int, typer.Option(help="K.")] = 3,
-    max_tokens: Annotated[
-        int, typer.Option(help="At most this many tokens a prompt.", min=2)
-    ] = 256,
-    window: Annotated[
-        int, typer.Option(help="Tokens after which every run is put back on the same text.", min=2)
-    ] = 8,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that run together.")] = 16,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or auto.")] = "auto",
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="The implementations that are exchanged one by one for reference; see generate.py."
-        ),
-    ] = "auto",
-    ops: Annotated[
-        str | None,
-        typer.Option(help="Exchange these only, with commas between them. [default: all that run]"),
-    ] = None,
-    output_json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
+    ],
+    target: Target = None,
+    dtype: Dtype = "auto",
+    output_json: OutputJson = None,
 ) -> None:
-    """Exit with 1 if an exchange moves acceptance at any position by more than one point (greedy)."""
-    with errors_as_sentences():
-        texts = read_prompts(dataset) if dataset is not None else list(DEMO)
-        json_file = report.JsonFile(output_json) if output_json else None
-        speculative = SpeculativeConfig(model=draft, num_speculative_tokens=num_speculative_tokens)
-        engine: dict[str, Any] = {
-            "dtype": dtype,
-            "max_num_seqs": max_num_seqs,
-            "batch_buckets": [max_num_seqs],
-        }
-        llm = LLM.from_pretrained(target, speculative=speculative, kernels=kernels, **engine)
-        print(llm.describe(), flush=True)
-        if llm.kernels == Kernels():
-            raise ConfigError(
-                "kernels: expected an op that is not the reference already, got reference for all (on this device and dtype)"
-            )
-        exchanged = choose(
-            ops, [f.name for f in fields(Kernels) if getattr(llm.kernels, f.name) != "reference"]
+    """Measure acceptance with one op exchanged after the other (greedy).
+
+    Exit with 1 if an exchange moves acceptance at any position by more than one point.
+    """
+    texts = read_prompts(options.dataset) if options.dataset is not None else list(DEMO)
+    json_file = report.JsonFile(output_json) if output_json else None
+    buckets = [engine["max_num_seqs"]]
+    llm = LLM.from_pretrained(
+        target, speculative=speculative, dtype=dtype, batch_buckets=buckets, **engine
+    )
+    print(llm.describe(), flush=True)
+    if llm.kernels == Kernels():
+        raise ConfigError(
+            "kernels: expected an op that is not the reference already, "
+            "got reference for all (on this device and dtype)"
         )
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        starts = windows(llm.generate(chats, SamplingParams(0.0, max_tokens=max_tokens)), window)
-        print(f"{len(starts)} windows of {window} tokens from {len(texts)} texts", flush=True)
-        runs = {"as chosen": acceptance(llm, llm.kernels, starts, window)}
-        for op in exchanged:
-            runs[f"{op} reference"] = acceptance(
-                llm, replace(llm.kernels, **{op: "reference"}), starts, window
-            )
-            print(
-                f"{op}: moved by {points_moved(runs['as chosen'], runs[f'{op} reference']):+.2f} points",
-                flush=True,
-            )
-        if ops is None:
-            runs["all reference"] = acceptance(llm, Kernels(), starts, window)
-        show(runs)
-        moved = {name: points_moved(runs["as chosen"], metrics) for name, metrics in runs.items()}
-        if json_file:
-            figures = {
-                name: metrics.to_dict() | {"points_moved": moved[name]}
-                for name, metrics in runs.items()
+    others = [f.name for f in fields(Kernels) if getattr(llm.kernels, f.name) != "reference"]
+    ops = others if options.ops is None else split_names("--ops", options.ops, others)
+    chats: list[Prompt] = [[{"role": "user", "content": text}] for text in texts]
+    params = SamplingParams(0.0, max_tokens=options.max_tokens)
+    starts = windows(llm.generate(chats, params), options.window)
+    print(f"{len(starts)} windows of {options.window} tokens from {len(texts)} texts", flush=True)
+    runs = exchange(llm, ops, starts, options.window)
+    if options.ops is None:
+        runs["all reference"] = acceptance(llm, Kernels(), starts, options.window)
+    show(runs)
+    moved = {name: points_moved(runs["as chosen"], metrics) for name, metrics in runs.items()}
+    if json_file:
+        figures = {
+            name: metrics.to_dict() | {"points_moved": moved[name]}
+            for name, metrics in runs.items()
+        }
+        settings = {
+            "dataset": options.dataset,
+            "max_tokens": options.max_tokens,
+            "window": options.window,
+            "dtype": llm.dtype.name,
+            "kernels": asdict(llm.kernels),
+            "ops": list(ops),
+        }
+        json_file.write(
+            {
+                "settings": settings,
+                "num_prompts": len(texts),
+                "runs": figures,
+                **report.environment(),
             }
-            settings = {
-                "dataset": dataset,
-                "max_tokens": max_tokens,
-                "window": window,
-                "dtype": llm.dtype.name,
-                "kernels": asdict(llm.kernels),
-                "ops": exchanged,
-            }
-            json_file.write(
-                {
-                    "settings": settings,
-                    "num_prompts": len(texts),
-                    "runs": figures,
-                    **report.environment(),
-                }
-            )
-        if any(abs(points) > MOST_POINTS for points in moved.values()):
-            raise typer.Exit(1)
+        )
+    if any(abs(points) > MOST_POINTS for points in moved.values()):
+        raise typer.Exit(1)
 
 
-def choose(ops: str | None, there: list[str]) -> list[str]:
-    """Of the ops that do not run the reference already, those asked for."""
-    asked = there if ops is None else [op.strip() for op in ops.split(",")]
-    if unknown := [op for op in asked if op not in there]:
-        raise ConfigError(f"--ops: expected among {', '.join(there)}, got {', '.join(unknown)}")
-    return asked
+def exchange(
+    llm: LLM, ops: Sequence[str], starts: list[list[int]], window: int
+) -> dict[str, SpecDecodeMetrics]:
+    """Measure acceptance with the kernels as chosen, and with the reference of each op."""
+    runs = {"as chosen": acceptance(llm, llm.kernels, starts, window)}
+    for op in ops:
+        kernels = replace(llm.kernels, **{op: "reference"})
+        found = runs[f"{op} reference"] = acceptance(llm, kernels, starts, window)
+        print(f"{op}: moved by {points_moved(runs['as chosen'], found):+.2f} points", flush=True)
+    return runs
 
 
 def windows(outputs: list[RequestOutput], size: int) -> list[list[int]]:
-    """The token ids that each window of the texts starts from: the prompt, and what was written before it."""
+    """Return the token ids that each window starts from: the prompt and the text before it."""
     return [
         [*o.prompt_token_ids, *o.token_ids[:i]]
         for o in outputs
@@ -140,7 +139,7 @@ def windows(outputs: list[RequestOutput], size: int) -> list[list[int]]:
 def acceptance(
     loaded: LLM, kernels: Kernels, starts: list[list[int]], window: int
 ) -> SpecDecodeMetrics:
-    """The same weights and texts on these kernels."""
+    """Measure acceptance of the same weights and texts on these kernels."""
     named = ",".join(f"{op}={name}" for op, name in asdict(kernels).items())
     llm = loaded.on_same_weights(kernels=named)
     llm.generate(starts, SamplingParams(0.0, max_tokens=window))
@@ -148,7 +147,7 @@ def acceptance(
 
 
 def points_moved(before: SpecDecodeMetrics, after: SpecDecodeMetrics) -> float:
-    """The largest change of a position's acceptance, in points, with its sign."""
+    """Return the largest change of a position's acceptance, in points, with its sign."""
     pairs = zip(before.per_position_acceptance, after.per_position_acceptance, strict=True)
     return max((100 * (b - a) for a, b in pairs), key=abs)
 

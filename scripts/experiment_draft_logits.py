@@ -1,10 +1,11 @@
-"""What happens when the draft logits of steps 1 and on are not the ones that the drafts were drawn from (docs/acceptance.md).
+"""Show the effect of draft logits that the drafts were not drawn from (docs/acceptance.md).
 
-python scripts/experiment_draft_logits.py                                   # a tiny random model, exact probabilities
-python scripts/experiment_draft_logits.py --dataset mt_bench.jsonl          # and SmolLM2 with its head
-python scripts/experiment_draft_logits.py --from-json tiny.json --from-json model.json --markdown docs/acceptance.md
+python scripts/experiment_draft_logits.py                            # a tiny random model
+python scripts/experiment_draft_logits.py --dataset mt_bench.jsonl   # and SmolLM2 with its head
+python scripts/experiment_draft_logits.py --from-json tiny.json --markdown docs/acceptance.md
 
-The rounds are the real propose and verify. Between them this script replaces the logits: by zeros, or by what the buffer held before.
+The probabilities of the tiny model are exact. The rounds are the real propose and verify. Between
+them this script replaces the logits of steps 1 and on: by zeros, or by those of the last round.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jaxspec import LLM, ConfigError, SpeculativeConfig, drafts, models
+from jaxspec import LLM, ConfigError, EngineConfig, SpeculativeConfig, drafts, models
 from jaxspec.config import AttentionConfig
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
@@ -35,108 +36,128 @@ from jaxspec.tools.acceptance.summary import (
     standard_error,
     text_check,
 )
-from jaxspec.tools.cli import errors_as_sentences, exact_float32, option, run_program
+from jaxspec.tools.cli import DRAFT, Dtype, Target, exact_float32, run_program
+from jaxspec.tools.flags import Flag, Given, flag, flags_of, given_of
 from jaxspec.training.target import target_states
 
 SCRIPT = "scripts/experiment_draft_logits.py"
 VOCAB, HIDDEN, K = 6, 32, 3
 PROMPT = [1, 4, 2, 5]
-LENGTH = (
-    4  # tokens of a tiny text: the first is prefill's, the second every first round's position 0
-)
+# Tokens of a tiny text. Prefill samples the first; the second is position 0 of every first round.
+LENGTH = 4
 SAMPLING_TRIALS = 200
 
 
 def zeros(written: jax.Array, before: jax.Array) -> jax.Array:
-    """Step 0's logits, and nothing for the later steps."""
+    """Keep step 0's logits, and set those of the later steps to zero."""
     del before
     return written.at[:, 1:].set(0.0)
 
 
 def stale(written: jax.Array, before: jax.Array) -> jax.Array:
-    """Step 0's logits, and for the later steps those of the slot's last round."""
+    """Keep step 0's logits, and give the later steps those of the slot's last round."""
     return jnp.concatenate([written[:, :1], before[:, 1:]], axis=1)
 
 
 CONDITIONS: dict[str, Corrupt | None] = {"right": None, "zero": zeros, "stale": stale}
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """The texts of the tiny model and of a real pair."""
+
+    samples: int = flag(60_000, "Texts of the tiny model in each condition; 0 leaves it out.")
+    dataset: str | None = flag(
+        None, "JSON Lines with prompts, or a hub id: run a real pair on them too."
+    )
+    num_prompts: int | None = flag(None, "At most this many prompts.")
+    max_tokens: int = flag(256, "At most this many tokens a prompt.")
+    seed: int = flag(0, "Seed of the first prompt; the i-th has seed + i.")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The files to write, and records to show in place of a run."""
+
+    output_json: Path | None = flag(None, "Write figures and tables to this file.")
+    from_json: list[Path] | None = flag(None, "Run nothing: show these files again.")
+    markdown: Path | None = flag(None, "Replace the tables between the markers of this file.")
+
+
 def main(
-    samples: Annotated[
-        int, option("Texts of the tiny model in each condition; 0 leaves it out.")
-    ] = 60_000,
-    dataset: Annotated[
-        str | None, option("JSON Lines with prompts, or a hub id: run a real pair on them too.")
-    ] = None,
-    target: Annotated[
-        str | None,
-        option("Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]"),
-    ] = None,
-    draft: Annotated[
-        str, option("Folder, name under checkpoints/ or hub id of the EAGLE head.")
-    ] = "smollm2-135m-instruct-eagle3",
-    method: Annotated[str, option("eagle or eagle3.")] = "eagle3",
-    num_prompts: Annotated[int | None, option("At most this many prompts.")] = None,
-    max_tokens: Annotated[int, option("At most this many tokens a prompt.")] = 256,
-    max_num_seqs: Annotated[int, option("Requests that run together.")] = 80,
-    seed: Annotated[int, option("Of the first prompt; the i-th has seed + i.")] = 0,
-    dtype: Annotated[str, option("float32, bfloat16 or auto, of the real pair.")] = "auto",
-    kernels: Annotated[str, option("reference, mosaic_gpu or auto, of the real pair.")] = "auto",
-    output_json: Annotated[Path | None, option("Write figures and tables to this file.")] = None,
-    from_json: Annotated[list[Path] | None, option("Run nothing: show these files again.")] = None,
-    markdown: Annotated[
-        Path | None, option("Replace the tables between the markers of this file.")
-    ] = None,
+    texts: TextOptions,
+    speculative: Annotated[
+        SpeculativeConfig,
+        flags_of(SpeculativeConfig, "method", model=DRAFT),
+    ],
+    engine: Annotated[Given, given_of(EngineConfig, max_num_seqs=Flag(80), kernels=Flag("auto"))],
+    output: OutputOptions,
+    target: Target = None,
+    dtype: Dtype = "auto",
 ) -> None:
-    """Acceptance and the text's distribution with right, zero and stale draft logits at steps 1 and on; temperature 1, K = 3."""
-    with errors_as_sentences():
-        if samples and samples < 100:
-            raise ConfigError(f"--samples: expected 0 or at least 100, got {samples}")
-        json_file = report.JsonFile(output_json) if output_json else None
-        if markdown:
-            show.check_markers(markdown, SCRIPT)
-        if from_json:
-            records = [read_record(path) for path in from_json]
-        else:
-            texts = None if dataset is None else prompts.read_prompts(dataset)[:num_prompts]
-            if dtype == "float32":
-                exact_float32()
-            settings = {"dtype": dtype, "max_num_seqs": max_num_seqs, "kernels": kernels}
-            records, tables = [{}], []
-            if samples:
-                exact_float32()
-                records[0]["tiny"] = tiny_experiment(samples)
-                tables.append(tiny_grid(records[0]["tiny"]))
-            if texts is not None:
-                speculative = SpeculativeConfig(
-                    model=draft, method=method, num_speculative_tokens=K
-                )
-                llm = LLM.from_pretrained(
-                    target, speculative=speculative, batch_buckets=[max_num_seqs], **settings
-                )
-                counts = model_experiment(llm, texts, max_tokens, seed)
-                records[0]["model"] = {name: model_figures(c) for name, c in counts.items()}
-                tables.append(model_grid(counts, Path(str(dataset)).stem, draft))
-            settings |= {
-                "max_tokens": max_tokens,
-                "seed": seed,
-                "samples": samples,
-                "draft": draft,
-                "dataset": dataset,
-            }
-            records[0] |= {
-                "tables": [asdict(grid) for grid in tables],
-                "settings": settings,
-                **report.environment(),
-            }
-            if json_file:
-                json_file.write(records[0])
-        shown = [(record, Grid(**table)) for record in records for table in record["tables"]]
-        for _, grid in shown:
-            Console(width=220).print(grid.rich())
-        if markdown:
-            parts = [f"{grid.markdown()}\n\n{where(record)}" for record, grid in shown]
-            show.write_section(markdown, SCRIPT, "\n\n".join(parts))
+    """Measure acceptance and the text's distribution with right, zero and stale draft logits.
+
+    The logits are replaced at steps 1 and on; temperature 1, K = 3.
+    """
+    if texts.samples and texts.samples < 100:
+        raise ConfigError(f"--samples: expected 0 or at least 100, got {texts.samples}")
+    json_file = report.JsonFile(output.output_json) if output.output_json else None
+    if output.markdown:
+        show.check_markers(output.markdown, SCRIPT)
+    if output.from_json:
+        records = [read_record(path) for path in output.from_json]
+    else:
+        records = [run(texts, speculative, target, {"dtype": dtype, **engine})]
+        if json_file:
+            json_file.write(records[0])
+    shown = [(record, Grid(**table)) for record in records for table in record["tables"]]
+    for _, grid in shown:
+        Console(width=220).print(grid.rich())
+    if output.markdown:
+        parts = [f"{grid.markdown()}\n\n{where(record)}" for record, grid in shown]
+        show.write_section(output.markdown, SCRIPT, "\n\n".join(parts))
+
+
+def run(
+    texts: TextOptions,
+    speculative: SpeculativeConfig,
+    target: str | None,
+    engine: dict[str, Any],
+) -> dict[str, Any]:
+    """Run the tiny model, and the real pair where prompts are given; return the record.
+
+    engine: keywords of LLM.from_pretrained.
+    """
+    prompts_of_pair = None
+    if texts.dataset is not None:
+        prompts_of_pair = prompts.read_prompts(texts.dataset)[: texts.num_prompts]
+    if engine["dtype"] == "float32":
+        exact_float32()
+    record: dict[str, Any] = {}
+    tables: list[Grid] = []
+    if texts.samples:
+        exact_float32()
+        record["tiny"] = tiny_experiment(texts.samples)
+        tables.append(tiny_grid(record["tiny"]))
+    if texts.dataset is not None and prompts_of_pair is not None:
+        llm = LLM.from_pretrained(
+            target, speculative=speculative, batch_buckets=[engine["max_num_seqs"]], **engine
+        )
+        counts = model_experiment(llm, prompts_of_pair, texts.max_tokens, texts.seed)
+        record["model"] = {name: model_figures(c) for name, c in counts.items()}
+        tables.append(model_grid(counts, Path(texts.dataset).stem, str(speculative.model)))
+    settings = engine | {
+        "max_tokens": texts.max_tokens,
+        "seed": texts.seed,
+        "samples": texts.samples,
+        "draft": speculative.model,
+        "dataset": texts.dataset,
+    }
+    return record | {
+        "tables": [asdict(grid) for grid in tables],
+        "settings": settings,
+        **report.environment(),
+    }
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -155,12 +176,16 @@ def where(record: dict[str, Any]) -> str:
     return f"{device}, jax {versions['jax']}, commit {str(versions['git_commit'])[:12]}."
 
 
-# --- the tiny model, whose probabilities are exact -----------------------------------------------------------------------------------
+# --- the tiny model, whose probabilities are exact ---
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Total variation between the sampled texts and the exact distribution, beside that of samples of the exact distribution itself."""
+    """Total variation between the sampled texts and the exact distribution.
+
+    from_sampling_alone: the mean of samples of the exact distribution itself.
+    standard_deviation: that of these samples.
+    """
 
     total_variation: float
     from_sampling_alone: float
@@ -172,7 +197,10 @@ class Distance:
 
 
 def tiny_pair() -> Pair:
-    """A random llama and a random EAGLE-3 head on VOCAB tokens, the draft surer of itself than the target."""
+    """Make a random llama and a random EAGLE-3 head on VOCAB tokens.
+
+    The draft's distribution is sharper than the target's.
+    """
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
     target = models.TargetConfig("llama", VOCAB, HIDDEN, 48, 2, attention, 1e-5, 4096, False)
     draft = drafts.Eagle3Config(HIDDEN, HIDDEN, 48, 1, attention, 1e-5, VOCAB, VOCAB, (0, 1, 2))
@@ -192,12 +220,18 @@ def tiny_pair() -> Pair:
 
 
 def spread(head: jax.Array, deviation: float) -> jax.Array:
-    """An output head [hidden, vocab] whose logits of a normed hidden state have about this standard deviation."""
+    """Scale an output head [hidden, vocab] so that its logits have about this deviation.
+
+    The logits are those of a normed hidden state.
+    """
     return head * (deviation / (jnp.std(head) * HIDDEN**0.5))
 
 
 def exact_probabilities(pair: Pair) -> np.ndarray:
-    """[VOCAB] * LENGTH: the probability of each text after PROMPT at temperature 1, token by token from the target itself."""
+    """Return the probability of each text after PROMPT at temperature 1, [VOCAB] * LENGTH.
+
+    They are computed from the target, token by token.
+    """
     joint = np.ones(())
     for length_so_far in range(LENGTH):
         tokens = np.array(
@@ -220,15 +254,22 @@ def exact_probabilities(pair: Pair) -> np.ndarray:
 
 
 def distance(counts: np.ndarray, probabilities: np.ndarray, rng: np.random.Generator) -> Distance:
-    """Of counts of texts against their probabilities, both of one shape."""
+    """Return the distance of counts of texts from their probabilities, both of one shape."""
     p, total = probabilities.ravel() / probabilities.sum(), int(counts.sum())
-    apart = lambda x: 0.5 * np.abs(x / total - p).sum(axis=-1)  # noqa: E731
-    alone = apart(rng.multinomial(total, p, SAMPLING_TRIALS))
-    return Distance(float(apart(counts.ravel())), float(alone.mean()), float(alone.std()))
+
+    def total_variation(x: np.ndarray) -> np.ndarray:
+        return 0.5 * np.abs(x / total - p).sum(axis=-1)
+
+    alone = total_variation(rng.multinomial(total, p, SAMPLING_TRIALS))
+    measured = float(total_variation(counts.ravel()))
+    return Distance(measured, float(alone.mean()), float(alone.std()))
 
 
 def tiny_experiment(samples: int, batch: int = 2000) -> dict[str, Any]:
-    """For each condition: acceptance by position, the distance of each token's distribution from the target's, and of whole texts."""
+    """Measure acceptance by position and the distance from the target's distribution.
+
+    Distances are those of each token and of whole texts, in each condition.
+    """
     pair = tiny_pair()
     exact = exact_probabilities(pair)
     recorder = Recorder(
@@ -260,7 +301,10 @@ def tiny_experiment(samples: int, batch: int = 2000) -> dict[str, Any]:
 
 
 def acceptance_figures(counts: Counts) -> dict[str, Any]:
-    """Unconditional acceptance by position and mean length, with standard errors over requests."""
+    """Return unconditional acceptance by position and mean length.
+
+    Standard errors are over requests.
+    """
     return {
         "rounds": int(counts.rounds.sum()),
         "per_position": estimate(per_position, counts).tolist(),
@@ -270,11 +314,14 @@ def acceptance_figures(counts: Counts) -> dict[str, Any]:
 
 
 def thin(counts: Counts, groups: int = 400) -> Counts:
-    """Thousands of requests summed up in groups: a bootstrap over groups has the same error."""
+    """Sum thousands of requests up in groups: a bootstrap over groups has the same error."""
     if len(counts.rounds) <= groups:
         return counts
     group = np.arange(len(counts.rounds)) * groups // len(counts.rounds)
-    sums = lambda x: np.stack([x[group == g].sum(axis=0) for g in range(groups)])  # noqa: E731
+
+    def sums(x: np.ndarray) -> np.ndarray:
+        return np.stack([x[group == g].sum(axis=0) for g in range(groups)])
+
     return replace(counts, rounds=sums(counts.rounds), accepted=sums(counts.accepted))
 
 
@@ -301,7 +348,8 @@ def tiny_grid(record: dict[str, Any]) -> Grid:
         tuple(f"accepted at {i}, %" for i in range(K)),
         tuple(f"TV of {'the whole text' if k == 'text' else k}" for k in keys),
     )
-    title = f"Tiny model, vocabulary {VOCAB}, {record['samples']} texts of {LENGTH} tokens in each condition, T = 1, K = {K}"
+    texts = f"{record['samples']} texts of {LENGTH} tokens in each condition"
+    title = f"Tiny model, vocabulary {VOCAB}, {texts}, T = 1, K = {K}"
     return Grid(title, ("logits of steps 1+", *heading[0], *heading[1]), rows)
 
 
@@ -310,11 +358,11 @@ def positions(figures: dict[str, Any]) -> list[str]:
     return [f"{100 * share:.1f} ± {100 * error:.1f}" for share, error in shares]
 
 
-# --- a real pair --------------------------------------------------------------------------------------------------------------------
+# --- a real pair ---
 
 
 def model_experiment(llm: LLM, texts: list[str], max_tokens: int, seed: int) -> dict[str, Counts]:
-    """The same prompts and seeds in each condition."""
+    """Count the same prompts and seeds in each condition."""
     if llm.tokenizer is None:
         raise ConfigError("--target: expected a folder with a tokenizer, got none")
     encoded = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
@@ -355,7 +403,8 @@ def model_grid(counts: dict[str, Counts], dataset: str, draft: str) -> Grid:
             if name != "right"
             else "-"
         )
-        surprise = f"{f['surprise_minus_entropy']:+.3f} ({f['surprise_minus_entropy_standard_errors']:+.1f})"
+        errors = f["surprise_minus_entropy_standard_errors"]
+        surprise = f"{f['surprise_minus_entropy']:+.3f} ({errors:+.1f})"
         rows.append(
             (
                 name,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from jaxspec.tools import measurements
-from jaxspec.tools.cli import errors_as_sentences, option, run_program
+from jaxspec.tools.cli import option, run_program
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 
@@ -22,15 +22,14 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Compare, and write nothing.")] = False,
 ) -> None:
     """Make the tables of a page from recorded measurements."""
-    with errors_as_sentences():
-        text = measurements.with_tables(page)
-        differs = text != page.read_text(encoding="utf-8")
-        if check and differs:
-            print(f"{page}: differs from its records; run scripts/measurements.py")
-            raise SystemExit(1)
-        if not check:
-            page.write_text(text, encoding="utf-8")
-        print(f"{page}: {'written' if differs else 'up to date'}")
+    text = measurements.with_tables(page)
+    differs = text != page.read_text(encoding="utf-8")
+    if check and differs:
+        print(f"{page}: differs from its records; run scripts/measurements.py")
+        raise SystemExit(1)
+    if not check:
+        page.write_text(text, encoding="utf-8")
+    print(f"{page}: {'written' if differs else 'up to date'}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import typer
 
 from jaxspec import ConfigError
 from jaxspec.tools.benchmark.roofline import points_of, roofline_figure
-from jaxspec.tools.cli import errors_as_sentences, run_program
+from jaxspec.tools.cli import run_program
 
 
 def main(
@@ -27,22 +27,24 @@ def main(
         typer.Argument(help="The picture to write; its ending says the format (png, svg, pdf)."),
     ],
 ) -> None:
-    """Rounds and plain steps as points: operations a byte against operations a second, under the two roofs that were measured."""
-    with errors_as_sentences():
-        runs = [read_record(path) for path in records]
-        found = [point for run in runs for point in points_of(run)]
-        if not found:
-            raise ConfigError(
-                f"{', '.join(map(str, records))}: expected timed rounds or plain steps, got none"
-            )
-        figure = roofline_figure(
-            found,
-            mean(runs, "bytes_per_second"),
-            mean(runs, "flops_per_second"),
-            title=device_of(runs),
+    """Plot rounds and plain steps under the two roofs that were measured.
+
+    Points are operations a byte against operations a second.
+    """
+    runs = [read_record(path) for path in records]
+    found = [point for run in runs for point in points_of(run)]
+    if not found:
+        raise ConfigError(
+            f"{', '.join(map(str, records))}: expected timed rounds or plain steps, got none"
         )
-        figure.savefig(picture, dpi=150, bbox_inches="tight")
-        print(f"{picture}: {len(found)} points")
+    figure = roofline_figure(
+        found,
+        mean(runs, "bytes_per_second"),
+        mean(runs, "flops_per_second"),
+        title=device_of(runs),
+    )
+    figure.savefig(picture, dpi=150, bbox_inches="tight")
+    print(f"{picture}: {len(found)} points")
 
 
 def read_record(path: Path) -> dict[str, Any]:

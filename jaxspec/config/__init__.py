@@ -1,9 +1,10 @@
 """Frozen, hashable configuration and all of its validation.
 
 reading      keys of a checkpoint's config.json; ConfigError
+settings     setting: a field with a line of help
 attention    attention's dimensions, groups of layers that share a block table
 rope         rotary embedding: its settings and frequencies
-speculative  SpeculativeConfig: what drafts, and how drafts are judged
+speculative  SpeculativeConfig: what drafts, and how drafts are verified
 engine       EngineConfig: how the engine runs
 round        RoundConfig, Kernels, SamplingFeatures: the static description of a compiled round
 """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers
+from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
 
@@ -33,18 +34,29 @@ class EngineConfig:
     a preempted request is prefilled again). In float32 it makes no difference. It costs a request that runs alone the time of a full batch.
     """
 
-    max_model_len: int = 2048
-    max_num_seqs: int = 8
-    block_size: int = 64
-    max_num_batched_tokens: int = 2048
-    compilation: Compilation = "round"
-    batch_buckets: tuple[int, ...] | None = None
-    rounds_per_step: int | None = None
-    kernels: str = "auto"
-    gpu_memory_utilization: float = 0.9
-    num_gpu_blocks_override: int | tuple[int, ...] | None = None
-    enable_prefix_caching: bool = True
-    batch_invariant: bool = False
+    max_model_len: int = setting(2048, "Tokens a request may hold, prompt included.")
+    max_num_seqs: int = setting(8, "Requests that run together.")
+    block_size: int = setting(64, "Tokens a KV-cache block.")
+    max_num_batched_tokens: int = setting(2048, "Tokens of one prefill call, of all requests.")
+    compilation: Compilation = setting(
+        "round", "One program a round, one a draft step, or none: round, step or eager."
+    )
+    batch_buckets: tuple[int, ...] | None = setting(
+        None, "Batch sizes that programs are compiled for. [default: powers of two]"
+    )
+    rounds_per_step: int | None = setting(
+        None, "Rounds that one program runs. [default: 4 for a small target on a GPU, else 1]"
+    )
+    kernels: str = setting(
+        "auto",
+        "reference (plain jnp), mosaic_gpu (Hopper), auto for what runs, or op=name,op=name.",
+    )
+    gpu_memory_utilization: float = setting(0.9, "Share of the GPU's memory that may be used.")
+    num_gpu_blocks_override: int | tuple[int, ...] | None = setting(
+        None, "KV-cache blocks of each pool. [default: what fits]"
+    )
+    enable_prefix_caching: bool = setting(True, "Share the blocks of equal prefixes.")
+    batch_invariant: bool = setting(False, "Run programs of one batch size only.")
 
     def __post_init__(self) -> None:
         if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:

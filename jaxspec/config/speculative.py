@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers
+from jaxspec.config.settings import setting
 
 RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
 DraftSampling = Literal["greedy", "probabilistic"]
@@ -34,13 +35,21 @@ class SpeculativeConfig:
     mtp_zero_first_embedding: whether an MTP module's row of position 0 goes without an embedding (None: as drafts/mtp.py says).
     """
 
-    model: str | None = None
-    method: str = "eagle3"
-    num_speculative_tokens: int = 3
-    rejection_sample_method: str = "probabilistic"
-    draft_sample_method: str = "probabilistic"
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
-    synthetic_acceptance_length: float | None = None
+    model: str | None = setting(
+        None, "Folder, name under checkpoints/ or hub id of the draft head."
+    )
+    method: str = setting("eagle3", "eagle, eagle3, or mtp: the module in the target's own folder.")
+    num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
+    rejection_sample_method: str = setting(
+        "probabilistic", "strict, probabilistic, block or synthetic."
+    )
+    draft_sample_method: str = setting("probabilistic", "greedy or probabilistic.")
+    synthetic_acceptance_rates: tuple[float, ...] | None = setting(
+        None, "For synthetic: K acceptance rates with commas between them."
+    )
+    synthetic_acceptance_length: float | None = setting(
+        None, "For synthetic: the mean acceptance length instead, bonus token included."
+    )
     synthetic_acceptance_rate: float | None = None
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
     norm_before_residual: bool | None = None

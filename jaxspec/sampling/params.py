@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from jaxspec.config import ConfigError, is_int, is_number, settle_integers
+from jaxspec.config.settings import setting
 
 MAX_LOGPROBS = 20  # alternatives of a token at most; vLLM's default limit
 
@@ -47,29 +48,45 @@ class SamplingParams:
         engine's K: the engine's K. vLLM has no such parameter.
     """
 
-    temperature: float = 1.0
+    temperature: float = setting(1.0, "Divides the logits; 0 is greedy.")
     _: KW_ONLY
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    allowed_token_ids: Sequence[int] | None = None
-    banned_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] = ()
+    top_k: int = setting(0, "Sample among this many of the likeliest tokens; 0: all.")
+    top_p: float = setting(1.0, "Sample within this probability mass.")
+    min_p: float = setting(
+        0.0, "Sample among tokens at least this likely relative to the likeliest; 0: all."
+    )
+    repetition_penalty: float = setting(
+        1.0, "Above 1: fewer tokens that the prompt or the text has."
+    )
+    presence_penalty: float = setting(0.0, "Above 0: fewer tokens that the text has.")
+    frequency_penalty: float = setting(
+        0.0, "Above 0: fewer tokens, the more often the text has them."
+    )
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": 'Added to the logits, by token id, as JSON: {"42": -1.5}.'},
+    )
+    allowed_token_ids: Sequence[int] | None = setting(
+        None, "Generate only these token ids, with commas between them."
+    )
+    banned_token_ids: Sequence[int] = setting((), "Never generate these token ids.")
+    bad_words: Sequence[str] = setting((), "Never generate this word; may be given several times.")
     bad_words_token_ids: Sequence[Sequence[int]] = ()
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop: str | Sequence[str] = ()
-    include_stop_str_in_output: bool = False
-    stop_token_ids: Sequence[int] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
+    seed: int | None = setting(None, "Seed of the random streams.")
+    max_tokens: int | None = setting(16, "At most this many tokens a text.")
+    min_tokens: int = setting(0, "No end before this many tokens.")
+    ignore_eos: bool = setting(False, "Go on after end-of-text, to max-tokens.")
+    stop: str | Sequence[str] = setting(
+        (), "A string that ends a text; may be given several times."
+    )
+    include_stop_str_in_output: bool = setting(False, "Keep that string.")
+    stop_token_ids: Sequence[int] = setting((), "Token ids that end a text, beside end-of-text.")
+    logprobs: int | None = setting(
+        None, "Log-probabilities of each token and of this many of the likeliest; -1: of all."
+    )
+    prompt_logprobs: int | None = setting(None, "The same for the tokens of the prompt.")
+    n: int = setting(1, "Texts a prompt.")
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:

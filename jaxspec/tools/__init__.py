@@ -1,6 +1,7 @@
-"""What the scripts share.
+"""The parts that the scripts share.
 
-cli           flags, and errors as one sentence
+cli           main functions as programs, and errors as one sentence
+flags         flags from the fields of dataclasses
 report        tables and JSON
 prompts       prompts from files and data sets
 losslessness  where two decodings of a prompt part, and how near to a tie the target was

@@ -1,52 +1,83 @@
-"""What the scripts share on a command line: flags, errors as one sentence, exact products."""
+"""The command line that the scripts share: flags, errors as one sentence, exact products."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import typer
 
 from jaxspec.config import ConfigError
+from jaxspec.loading.pretrained import DTYPES
+from jaxspec.tools.flags import Flag, expand
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes: as click's for a wrong flag; 128 + SIGINT
+DEFAULT_DRAFT = "smollm2-135m-instruct-eagle3"  # fits the default target only
+DRAFT = Flag(DEFAULT_DRAFT, names=("--draft",))  # for SpeculativeConfig.model
 
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """End the program with `error: ...` on stderr and exit code 2 where the user can mend it, with 130 on Ctrl-C."""
+    """Exit with `error: ...` on stderr and code 2 for the user's mistakes, with 130 on Ctrl-C."""
     try:
         yield
     except ConfigError as e:
         _exit(f"error: {e}", BAD_INPUT)
     except OSError as e:
-        if e.filename is None:  # not about a file of the user's: a closed pipe, or a fault of ours
+        if e.filename is None:  # a closed pipe, or a fault of ours: no file that the user named
             raise
         _exit(f"error: {e.filename}: {e.strerror}", BAD_INPUT)
     except KeyboardInterrupt:
         _exit("interrupted", INTERRUPTED)
 
 
-def option(text: str, *names: str) -> Any:
-    """A flag of a script's main function, with its default in the help; names: in place of the parameter's own."""
-    return typer.Option(*names, help=text, show_default=True)
+def option(text: str, *names: str, least: int | None = None) -> Any:
+    """Return typer's mark of a flag with its default in the help.
+
+    names: in place of the parameter's own. least: the smallest integer that is accepted.
+    """
+    return typer.Option(*names, help=text, show_default=True, min=least)
+
+
+Target = Annotated[
+    str | None,
+    option("Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]"),
+]
+Dtype = Annotated[str, option("float32, bfloat16, or auto: bfloat16 on a GPU.")]
+OutputJson = Annotated[Path | None, option("Write the figures to this file.")]
 
 
 def command(main: Callable[..., None]) -> typer.Typer:
-    """A script's main function as a command line, in plain text: rich would take "[default: ...]" in a flag's help for markup, and break a
-    wrong flag's sentence into a box."""
+    """Return a script's main function as a command line; its groups of flags become flags.
+
+    In plain text: rich would take "[default: ...]" in a flag's help for markup, and break the
+    sentence about a wrong flag into a box.
+    """
+    run = expand(main)
+
+    @functools.wraps(run)
+    def with_sentences(**values: Any) -> None:
+        with errors_as_sentences():
+            run(**values)
+
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(main)
+    app.command()(with_sentences)
     return app
 
 
 def run_program(main: Callable[..., None]) -> None:
-    """Run a script's main function. An interrupted one leaves at once: XLA's threads may still be at work on a program, and
-    taking the interpreter down under them can crash."""
+    """Run a script's main function.
+
+    After an interruption the process exits at once: XLA's threads may still run a program, and
+    shutting the interpreter down under them can crash.
+    """
     try:
         command(main)()
     except SystemExit as e:
@@ -62,7 +93,19 @@ def _exit(message: str, code: int) -> None:
     raise SystemExit(code) from None
 
 
+def dtype_of(name: str) -> jnp.dtype:
+    """Return the dtype of a benchmark; "auto" is bfloat16 on a GPU and float32 elsewhere."""
+    if name == "auto":
+        name = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of auto, {', '.join(DTYPES)}, got {name!r}")
+    return jnp.dtype(DTYPES[name])
+
+
 def exact_float32() -> None:
-    """Multiply float32 matrices in float32, not in TF32 as a GPU does by default, unless the user has chosen a precision."""
+    """Multiply float32 matrices in float32, unless the user has chosen a precision.
+
+    A GPU multiplies them in TF32 by default.
+    """
     if jax.config.jax_default_matmul_precision is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_default_matmul_precision", "highest")

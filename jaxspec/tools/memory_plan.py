@@ -1,4 +1,4 @@
-"""What a target and a draft take of a GPU's memory, from their configurations alone."""
+"""Memory that a target and a draft take on a GPU, from their configurations alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from jaxspec import drafts, models
 from jaxspec.cache.pool_sizes import demand, layer_block_bytes
-from jaxspec.config import CacheGroup, ConfigError, EngineConfig
+from jaxspec.config import CacheGroup, EngineConfig
 from jaxspec.decode.several_rounds import rounds_per_step
 from jaxspec.layers.params import Params, ParamSpec
 
 GIB = 1 << 30
-# Bytes of memory as the data sheets give them.
+# Bytes of memory by the data sheets.
 GPUS = {
     "h200": 141e9,
     "h100": 80e9,
@@ -31,10 +31,13 @@ GPUS = {
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The layers of one owner in one KV-cache group. token_bytes: of all these layers together. window: tokens that a row sees, or None.
+    """The layers of one model in one KV-cache group.
 
-    held: tokens in the blocks that a request of max_model_len holds at most while it generates. pool: those in the blocks that max_num_seqs
-    requests are given where there is a window, which does not grow with the text; None without.
+    token_bytes: bytes of a token in all these layers.
+    window: tokens that a row sees, or None.
+    held: tokens in the blocks that a request of max_model_len holds at most while it generates.
+    pool: tokens in the blocks that max_num_seqs requests get where there is a window, which does
+        not grow with the text; None without a window.
     """
 
     name: str
@@ -47,7 +50,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of weights and of the buffers that max_num_seqs requests bring, and what is left for the KV cache."""
+    """Bytes of weights, of the buffers for max_num_seqs requests, and of the KV cache."""
 
     target_weights: int
     draft_weights: int
@@ -61,17 +64,17 @@ class MemoryPlan:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in the groups that keep all of them."""
+        """Bytes of a token in the groups that keep all tokens."""
         return sum(g.token_bytes for g in self.groups if g.pool is None)
 
     @property
     def window_bytes(self) -> int:
-        """Of the pools of the groups with a window."""
+        """Bytes of the pools of the groups with a window."""
         return sum(g.token_bytes * g.pool for g in self.groups if g.pool is not None)
 
     @property
     def cache_bytes(self) -> int:
-        """What is left for keys and values; negative if the weights do not fit."""
+        """Bytes left for keys and values; negative if the weights do not fit."""
         return (
             self.usable
             - self.target_weights
@@ -82,7 +85,7 @@ class MemoryPlan:
 
     @property
     def cache_tokens(self) -> int:
-        """Of all requests together, in whole blocks, beside the pools of the groups with a window."""
+        """Tokens of all requests, in whole blocks, beside the pools of groups with a window."""
         room = max(0, self.cache_bytes - self.window_bytes)
         if not self.token_bytes:  # pools of windows alone hold texts of any length
             return self.max_num_seqs * self._request_tokens if room else 0
@@ -90,7 +93,7 @@ class MemoryPlan:
 
     @property
     def num_requests(self) -> int:
-        """Of max_model_len tokens each."""
+        """Requests of max_model_len tokens that fit together."""
         return self.cache_tokens // self._request_tokens
 
     @property
@@ -101,49 +104,49 @@ class MemoryPlan:
 def memory_plan(
     target: Any,
     draft: Any,
+    config: EngineConfig,
     *,
     memory: float,
-    dtype: Any,
-    max_model_len: int,
-    max_num_seqs: int,
+    dtype: str,
     num_speculative_tokens: int,
-    block_size: int = 64,
-    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
-    utilization: float = 0.9,
 ) -> MemoryPlan:
-    """The plan of a target and a draft (None for plain decoding) on a GPU with so many bytes, of which `utilization` may be used."""
-    if not 0 < utilization <= 1:
-        raise ConfigError(f"utilization: expected a share in (0, 1], got {utilization}")
+    """Plan the memory of a target and a draft (None for plain decoding) on a GPU.
+
+    config: lengths, batch and block size, and the share of `memory` (in bytes) that may be used.
+    """
     K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
     target_weights = weight_bytes(models.family(target).param_specs(target), dtype)
-    rows = {"max_model_len": max_model_len, "head_room": K + 1, "max_chunk": max_num_batched_tokens}
-    rows["rounds_per_step"] = rounds_per_step(
-        EngineConfig(), on_gpu=True, weight_bytes=target_weights
-    )
-    pools = partial(group_plans, dtype=dtype, max_num_seqs=max_num_seqs, **rows)
-    groups = pools("target", target, target.cache_groups(block_size, max_model_len))
+    rows = {
+        "max_model_len": config.max_model_len,
+        "head_room": K + 1,
+        "max_chunk": config.max_num_batched_tokens,
+        "rounds_per_step": rounds_per_step(config, on_gpu=True, weight_bytes=target_weights),
+    }
+    num_requests, lengths = config.max_num_seqs, (config.block_size, config.max_model_len)
+    pools = partial(group_plans, dtype=dtype, max_num_seqs=num_requests, **rows)
+    groups = pools("target", target, target.cache_groups(*lengths))
     draft_weights = buffers = 0
     if draft is not None:
         draft_weights = weight_bytes(drafts.family(draft).param_specs(draft), dtype)
-        groups += pools("draft", draft, draft.cache_groups(block_size, max_model_len))
+        groups += pools("draft", draft, draft.cache_groups(*lengths))
         width = drafts.hidden_width(draft, target)
         pending = (K + 1) * (width * itemsize + 4)
-        buffers = max_num_seqs * (pending + K * (draft.draft_vocab_size * 4 + 4))
+        buffers = num_requests * (pending + K * (draft.draft_vocab_size * 4 + 4))
     return MemoryPlan(
         target_weights=target_weights,
         draft_weights=draft_weights,
         groups=groups,
         draft_buffers=buffers,
-        logits=max_num_seqs * (K + 1) * target.vocab_size * 4,
-        usable=int(memory * utilization),
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
+        logits=num_requests * (K + 1) * target.vocab_size * 4,
+        usable=int(memory * config.gpu_memory_utilization),
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=num_requests,
     )
 
 
-def weight_bytes(specs: Params, dtype: Any) -> int:
-    """Of the arrays of a parameter table."""
+def weight_bytes(specs: Params, dtype: str) -> int:
+    """Return the bytes of the arrays of a parameter table."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize for spec in leaves)
 
@@ -153,11 +156,14 @@ def group_plans(
     cfg: Any,
     groups: CacheGroup | tuple[CacheGroup, ...],
     *,
-    dtype: Any,
+    dtype: str,
     max_num_seqs: int,
     **rows: int,
 ) -> tuple[GroupPlan, ...]:
-    """A model's KV-cache groups, those without layers left out. rows: as pool_sizes.demand takes them."""
+    """Return the plans of a model's KV-cache groups that have layers.
+
+    rows: keywords of pool_sizes.demand.
+    """
     listed = groups if isinstance(groups, tuple) else (groups,)
     block_size = listed[0].block_size
     of_layer = cfg.group_of_layer if isinstance(groups, tuple) else (0,) * cfg.num_layers

@@ -18,7 +18,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jaxspec import compilation_cache
+from jaxspec.loading import compilation_cache
 compilation_cache.use(Path(sys.argv[1]), min_compile_seconds=0.0)
 @jax.jit
 def triple(x):

@@ -203,7 +203,10 @@ def test_greedy_cases_and_other_kinds_of_drafts_are_planned():
     cases = [
         tuple(vars(c).values())
         for c in acceptance.plan(
-            ["a", "b"], [0.0, 0.5], ["block"], ["probabilistic", "greedy"], 2, [1, 2]
+            ["a", "b"],
+            acceptance.GridOptions(temperature=[0.0, 0.5], rules=("block",)),
+            K=2,
+            ks=[1, 2],
         )
     ]
     greedy = [
@@ -296,12 +299,12 @@ def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch)
         ([], "--dataset: expected at least one"),
         (
             ["--dataset", "x.jsonl", "--rules", "stern"],
-            "--rules: expected some of strict, probabilistic, block",
+            "--rules: expected among strict, probabilistic, block",
         ),
         (["--dataset", "nowhere.jsonl"], "--dataset nowhere.jsonl: expected"),
         (
             ["--dataset", "x.jsonl", "--num-speculative-tokens", 0],
-            "--num-speculative-tokens: expected at least 1, got 0",
+            "num_speculative_tokens: expected an integer of at least 1, got 0",
         ),
         (
             ["--from-json", "x.jsonl"],

@@ -186,7 +186,7 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
     ("arguments", "sentence"),
     [
         (["--model", "gpt-5"], "--model: expected among llama-3-8b"),
-        (["--batch", "one"], "--batch: expected numbers with commas between them, got 'one'"),
+        (["--batch", "one"], "--batch: expected integers with commas between them, got 'one'"),
         (["--preset", "all"], "--preset: expected one of targets, axes, full, hybrid, got 'all'"),
         (
             ["--preset", "targets", "--batch", "4"],

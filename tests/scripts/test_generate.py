@@ -212,7 +212,7 @@ def test_every_sampling_parameter_has_its_option(run_tiny, tmp_path):
         (
             "--stop-token-ids",
             "1;2",
-            "--stop-token-ids: expected token ids with commas between them, got '1;2'",
+            "--stop-token-ids: expected integers with commas between them, got '1;2'",
         ),
         ("--min-p", 2, "min_p: expected a number from 0 to 1, got 2.0"),
         (

@@ -9,28 +9,20 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxspec import models
-from jaxspec.config import SpeculativeConfig
+from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafts import mtp
 from jaxspec.tools.cli import command
-from jaxspec.tools.memory_plan import memory_plan
+from jaxspec.tools.memory_plan import MemoryPlan, memory_plan
 from scripts import plan as script
 from tests.support.full_size import CONFIGS, tensors
 
 
-def plan_of(name: str, **changes: object) -> object:
+def plan_of(name: str, *, draft: object = None, **changes: int) -> MemoryPlan:
     target = models.config_from_hf(CONFIGS[name])
-    options: dict = (
-        dict(
-            memory=141e9,
-            dtype="bfloat16",
-            max_model_len=8192,
-            max_num_seqs=16,
-            num_speculative_tokens=3,
-        )
-        | changes
+    config = EngineConfig(**{"max_model_len": 8192, "max_num_seqs": 16, **changes})
+    return memory_plan(
+        target, draft, config, memory=141e9, dtype="bfloat16", num_speculative_tokens=3
     )
-    draft = options.pop("draft", None)
-    return memory_plan(target, draft, **options)
 
 
 def test_llama_takes_two_bytes_a_parameter_and_128_kib_a_token() -> None:
@@ -84,18 +76,20 @@ def test_what_fits_is_in_whole_blocks_and_whole_requests() -> None:
 
 def test_windows_alone_hold_as_many_requests_as_may_run_whatever_their_length() -> None:
     config = CONFIGS["gpt-oss-20b"] | {"layer_types": ["sliding_attention"] * 24}
-    options: dict = dict(
-        dtype="bfloat16", max_model_len=8192, max_num_seqs=16, num_speculative_tokens=3
+    target, engine = (
+        models.config_from_hf(config),
+        EngineConfig(max_model_len=8192, max_num_seqs=16),
     )
-    plan = memory_plan(models.config_from_hf(config), None, memory=141e9, **options)
+
+    def plan_on(memory: float) -> MemoryPlan:
+        return memory_plan(
+            target, None, engine, memory=memory, dtype="bfloat16", num_speculative_tokens=3
+        )
+
+    plan = plan_on(141e9)
     assert plan.token_bytes == 0 and plan.num_requests == 16 and plan.cache_tokens == 16 * 8192
     weights = (plan.target_weights + plan.logits) / 0.9
-    assert (
-        memory_plan(
-            models.config_from_hf(config), None, memory=weights + 1e6, **options
-        ).num_requests
-        == 0
-    )
+    assert plan_on(weights + 1e6).num_requests == 0
 
 
 @pytest.fixture
@@ -151,7 +145,7 @@ def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_pa
         ),
         (["--packed"], "--packed: expected a target with MXFP4 weights"),
         (["--dtype", "int8"], "dtype: expected bfloat16 or float32"),
-        (["--utilization", "0"], "utilization: expected a share"),
+        (["--utilization", "0"], "gpu_memory_utilization: expected a number in (0, 1], got 0.0"),
         (
             ["--method", "mtp", "--draft", "checkpoints/smollm2-135m-instruct-eagle3"],
             "method 'mtp': expected the target's own checkpoint",

@@ -83,6 +83,8 @@ class PowerMeter:
         self._process.terminate()
         self._process.wait()
         self._thread.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _collect(self) -> None:
         assert self._process.stdout is not None
