@@ -277,8 +277,6 @@ def tiny_experiment(samples: int, batch: int = 2000) -> dict[str, Any]:
         max_num_seqs=min(batch, samples),
         max_tokens=len(PROMPT) + LENGTH,
         block_size=8,
-        chunk=4,
-        ahead=3,
     )
     requests = Requests([PROMPT] * samples, temperature=1.0, max_tokens=LENGTH)
     found = {}
