@@ -1,4 +1,4 @@
-"""LLM: what a caller holds. Prompts in, texts out, whole or as they grow."""
+"""LLM: the class that callers hold. Prompts in, texts out, whole or as they grow."""
 
 from __future__ import annotations
 
@@ -41,13 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """A target, perhaps with a draft, that turns prompts into text.
+    """A target, with or without a draft, that turns prompts into text.
 
-    >>> llm = LLM.from_pretrained(speculative=SpeculativeConfig(model="smollm2-135m-instruct-eagle3"))
-    >>> llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(temperature=0))[0].text  # doctest: +SKIP
+    >>> head = SpeculativeConfig(model="smollm2-135m-instruct-eagle3")
+    >>> llm = LLM.from_pretrained(speculative=head)
+    >>> hello = [{"role": "user", "content": "Hi"}]
+    >>> llm.chat(hello, SamplingParams(temperature=0))[0].text  # doctest: +SKIP
 
-    metrics sums up the drafts' acceptance over all requests so far, timings the wall clock, latency what each request waited for,
-    scheduling counts preemptions and hits of the prefix cache.
+    Over all requests so far:
+    metrics: acceptance of the drafts.
+    timings: wall clock of prefill and decoding.
+    latency: waiting times of the requests.
+    scheduling: preemptions, and hits of the prefix cache.
     """
 
     def __init__(
@@ -61,33 +66,32 @@ class LLM:
         config: EngineConfig | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
-        """From loaded (config, params) pairs; from_pretrained is the usual way in. draft and speculative go together.
+        """Take loaded (config, params) pairs; from_pretrained is the usual way in.
 
-        Without a tokenizer prompts are token ids and texts stay empty. eos_token_ids: None for the tokenizer's.
+        draft and speculative go together. Without a tokenizer, prompts are token ids and texts
+        stay empty. eos_token_ids: None for the tokenizer's.
         """
         if not isinstance(target, tuple | list) or len(target) != 2:
             raise ConfigError(
-                f"target: expected a (config, params) pair (LLM.from_pretrained takes a folder or hub id), got {target!r:.200}"
+                "target: expected a (config, params) pair "
+                f"(LLM.from_pretrained takes a folder or hub id), got {target!r:.200}"
             )
         if (draft is None) != (speculative is None):
             raise ConfigError("draft and speculative: expected both or neither")
         self.config = config or EngineConfig()
         self.target_config, target_params = target
-        if self.config.max_model_len > self.target_config.max_position_embeddings:
+        limit = self.target_config.max_position_embeddings
+        if self.config.max_model_len > limit:
             raise ConfigError(
-                f"max_model_len: expected at most the target's max_position_embeddings {self.target_config.max_position_embeddings}, "
+                f"max_model_len: expected at most the target's max_position_embeddings {limit}, "
                 f"got {self.config.max_model_len}"
             )
         self.draft_config: Any = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(
-            eos_token_ids
-            if eos_token_ids is not None
-            else tokenizer.eos_token_ids
-            if tokenizer
-            else ()
-        )
+        if eos_token_ids is None:
+            eos_token_ids = tokenizer.eos_token_ids if tokenizer else ()
+        self.eos_token_ids = tuple(eos_token_ids)
         self.dtype = jnp.dtype(dtype)
         self.kernels = kernel_choice.choose(
             self.config.kernels,
@@ -137,13 +141,18 @@ class LLM:
     ) -> LLM:
         """Load a target and, with speculative, its draft.
 
-        target: a folder in Hugging Face's format, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
+        target: a folder in Hugging Face's format, a .gguf file, a hub id, or None for
+            SmolLM2-135M-Instruct. A folder without a tokenizer takes token ids.
         speculative: a SpeculativeConfig or its keys; None decodes plainly.
-        dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU). max_model_len: None for 2048, or what
-        the target was made for if that is less. mxfp4: "dequantised", or "packed" to keep MXFP4 experts (gpt-oss) as they are stored, in a
-        quarter of the memory. engine: the rest of EngineConfig. A folder without a tokenizer takes token ids.
-        Compiled programs are kept on disk (JAXSPEC_CACHE or ~/.cache/jaxspec), unless JAX_COMPILATION_CACHE_DIR names another folder.
-        Raises ConfigError, one sentence, for anything that cannot be loaded or does not fit.
+        dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU).
+        max_model_len: None for 2048, or the target's limit if that is less.
+        mxfp4: "dequantised", or "packed" to keep MXFP4 experts (gpt-oss) as they are stored, in a
+            quarter of the memory.
+        engine: the other fields of EngineConfig.
+
+        Compiled programs are kept on disk (JAXSPEC_CACHE or ~/.cache/jaxspec), unless
+        JAX_COMPILATION_CACHE_DIR names another folder. Raises ConfigError, one sentence, for
+        anything that cannot be loaded or does not fit.
         """
         loaded = load_pretrained(
             target,
@@ -165,7 +174,10 @@ class LLM:
         )
 
     def on_same_weights(self, *, speculative: bool = True, **changes: Any) -> LLM:
-        """Another engine over these weights, with these fields of EngineConfig changed; speculative False decodes plainly."""
+        """Return another engine over these weights, with these fields of EngineConfig changed.
+
+        speculative False decodes plainly.
+        """
         drafts = speculative and self.speculative is not None
         return type(self)(
             (self.target_config, self.params["target"]),
@@ -178,22 +190,24 @@ class LLM:
         )
 
     def describe(self) -> str:
-        """What runs, with the draft's aux layers and norm switches as they were resolved, in a line or two."""
+        """Describe models, kernels and speculation in at most three lines.
+
+        The draft's aux layers and norm switches are those that loading resolved.
+        """
         t = self.target_config
         lines = [
-            f"target: {t.model_type}, {t.num_layers} layers, hidden size {t.hidden_size}, vocabulary {t.vocab_size}, {self.dtype.name} on "
-            f"{jax.devices()[0].device_kind}, kernels: {self.kernels}"
+            f"target: {t.model_type}, {t.num_layers} layers, hidden size {t.hidden_size}, "
+            f"vocabulary {t.vocab_size}, {self.dtype.name} on {jax.devices()[0].device_kind}, "
+            f"kernels: {self.kernels}"
         ]
         if self.speculative:
             s, d = self.speculative, self.draft_config
+            rounds = self.runner.rounds_per_step
             lines.append(
-                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, K = {s.num_speculative_tokens}, "
-                f"rejection {s.rejection_sample_method}, drafts {s.draft_sample_method}, compilation {self.config.compilation}"
-                + (
-                    f", {self.runner.rounds_per_step} rounds a step"
-                    if self.runner.rounds_per_step > 1
-                    else ""
-                )
+                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, "
+                f"K = {s.num_speculative_tokens}, rejection {s.rejection_sample_method}, "
+                f"drafts {s.draft_sample_method}, compilation {self.config.compilation}"
+                + (f", {rounds} rounds a step" if rounds > 1 else "")
             )
             switches = [
                 f"{n} {getattr(d, n)}"
@@ -206,33 +220,37 @@ class LLM:
                 )
         return "\n".join(lines)
 
-    # --- what was counted ----------------------------------------------------------------------------------------------------------
+    # --- counts and times ---
 
     @property
     def metrics(self) -> SpecDecodeMetrics:
+        """Acceptance of the drafts."""
         return self.engine.stats.metrics
 
     @property
     def timings(self) -> Timings:
+        """Wall clock of prefill and decoding."""
         return self.engine.stats.timings
 
     @property
     def latency(self) -> LatencyMetrics:
+        """Waiting times of the requests."""
         return self.engine.stats.latency
 
     @property
     def scheduling(self) -> SchedulerCounts:
+        """Preemptions, and hits of the prefix cache."""
         return self.engine.stats.scheduling
 
     def reset_metrics(self) -> None:
-        """Start counting anew."""
+        """Set all counts and times to zero."""
         self.engine.reset_stats()
 
     @property
     def _label(self) -> str:
         return "speculative decoding" if self.speculative else "plain decoding"
 
-    # --- generating ----------------------------------------------------------------------------------------------------------------
+    # --- generating ---
 
     def chat(
         self,
@@ -242,7 +260,10 @@ class LLM:
         progress: bool = False,
         callback: Callback | None = None,
     ) -> list[RequestOutput]:
-        """generate for one chat (a list of {"role", "content"}) or several, and for nothing else."""
+        """Generate for one chat (a list of {"role", "content"}) or several; see generate.
+
+        ConfigError for a prompt of any other kind.
+        """
         return self.generate(
             as_chats(messages), sampling_params, progress=progress, callback=callback
         )
@@ -255,13 +276,18 @@ class LLM:
         progress: bool = False,
         callback: Callback | None = None,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts.
+        """Return one output for each prompt, in the order of the prompts.
 
-        prompts: texts, lists of token ids, or chats (lists of {"role", "content"}, put through the chat template); one or
-        a list of them; vLLM's {"prompt": text} and {"prompt_token_ids": ids} work too. sampling_params: for all, or one
-        each. Every prompt is checked before anything runs; ConfigError says which one is wrong. progress shows a bar on
-        standard error. callback is called with each Increment as it is read; an exception in it ends that text (finish_reason "error")
-        and no other. Ctrl-C raises Interrupted, a KeyboardInterrupt with the outputs that were finished, and leaves the engine usable.
+        prompts: one or a list of texts, lists of token ids, or chats (lists of
+            {"role", "content"}, put through the chat template); vLLM's {"prompt": text} and
+            {"prompt_token_ids": ids} work too.
+        sampling_params: one for all prompts, or one for each.
+        progress: shows a bar on standard error.
+        callback: called with each Increment as it is read. An exception in it ends that text
+            (finish_reason "error") and no other.
+
+        Every prompt is checked before anything runs; ConfigError says which one is wrong. Ctrl-C
+        raises Interrupted, a KeyboardInterrupt with the finished outputs; the engine stays usable.
         """
         requests = self.make_requests(prompts, sampling_params, streams=callback is not None)
         with (
@@ -293,9 +319,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Increment]:
-        """What each round adds to each text, as it comes; arguments as generate takes them, and checked before this returns.
+        """Yield an Increment for each text that a round extends, as soon as it is read.
 
-        Closing the iterator (or dropping it) cancels what has not finished. Several streams may run at once, and generate beside them.
+        Arguments are those of generate, and are checked before this returns. Closing or dropping
+        the iterator cancels unfinished texts. Several streams and calls of generate may overlap.
         """
         return self._stream(self.make_requests(prompts, sampling_params, streams=True))
 
@@ -325,13 +352,20 @@ class LLM:
         *,
         streams: bool = False,
     ) -> list[Request]:
-        """Tokenise and check every prompt; n requests for each. For who drives `engine` himself (jaxspec.tools.benchmark.throughput)."""
+        """Tokenise and check every prompt, and make n requests for each.
+
+        For callers that drive `engine` directly (jaxspec.tools.benchmark.throughput).
+        """
         return self._inputs.make_requests(prompts, sampling_params, streams=streams)
 
-    # --- compiling ahead -----------------------------------------------------------------------------------------------------------
+    # --- compiling ahead ---
 
     def round_config(self, *, sampled: bool, truncated: bool, batch: int = 1) -> RoundConfig:
-        """The static description of this engine's rounds, for batches of this size in which some request samples / truncates."""
+        """Return the static description of this engine's rounds.
+
+        sampled, truncated: whether some request of the batch samples, and truncates.
+        batch: requests that run together.
+        """
         return self.runner.configs.get(
             SamplingFeatures(
                 sampled=sampled, processors=frozenset({"truncation"} if truncated else ())
@@ -346,12 +380,15 @@ class LLM:
         lengths: Sequence[int] | None = None,
         sampling_params: Sequence[SamplingParams] | None = None,
     ) -> int:
-        """Compile ahead what generate will need, so that nothing compiles while decoding; returns the number of programs.
+        """Compile the programs of generate ahead of decoding; return their number.
 
-        batch_sizes: requests that will run together at most, each a run of its own (None: every bucket). lengths: prompt plus
-        max_tokens (None: every page bucket up to max_model_len). sampling_params: kinds of request, of which any mixture may come
-        (None: greedy, sampled and truncated). Requests with more stop token ids than these, than four and than the target's end-of-text
-        ids compile once more, and so do those with more or longer bad words than these and than eight of four tokens.
+        batch_sizes: for each run, the most requests together (None: every bucket).
+        lengths: prompt plus max_tokens (None: every page bucket up to max_model_len).
+        sampling_params: kinds of request, in any mixture (None: greedy, sampled and truncated).
+
+        A request compiles once more if it has more stop token ids than any of these kinds, than
+        four and than the target's end-of-text ids. So does one with more or longer bad words than
+        any of these kinds and than eight of four tokens.
         """
         kinds = (
             WARMUP_KINDS
@@ -365,8 +402,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> int:
-        """Compile just what generate(prompts, sampling_params) may run, so that it can be timed without compilation;
-        returns the number of programs. Checks the prompts as generate does."""
+        """Compile the programs of generate(prompts, sampling_params); return their number.
+
+        generate can then be timed without compilation. Checks the prompts as generate does.
+        """
         requests = self.make_requests(prompts, sampling_params)
         return (
             compile_ahead(

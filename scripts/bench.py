@@ -211,7 +211,7 @@ def check_targets(case: Case, result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-# --- what is printed ------------------------------------------------------------------------------------------------------------------
+# --- what is printed ---
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -1,7 +1,7 @@
 """Time single ops of pallas_kernels on their named shapes.
 
-Bytes moved are compared with the measured read bandwidth. Where an op's shapes module counts its
-arithmetic (`flops`) and that takes longer, it is compared with the measured rate of products.
+Bytes moved are compared with the measured read bandwidth. Arithmetic is compared with the measured
+rate of products if the op's shapes module counts it (`flops`) and it takes longer.
 
 python scripts/bench_kernels.py --output-json kernels.json
 python scripts/bench_kernels.py --op attention --shape "batch 16, context 4k"

@@ -272,7 +272,7 @@ def warm_up(llm: LLM, inputs: list[Prompt], params: list[SamplingParams], size: 
     throughput.run(llm, requests, throughput.Load(math.inf, size))
 
 
-# --- what is printed ------------------------------------------------------------------------------------------------------------------
+# --- what is printed ---
 
 
 def cell(value: Any) -> str:

@@ -48,8 +48,8 @@ def main(
 ) -> None:
     """Compare the tokens of requests in a batch with those of the same requests alone.
 
-    With --batch-invariant or in float32, exit with 1 if more than 1 in 64 requests differ, or one
-    by more than a tie (T = 0).
+    With --batch-invariant or in float32, exit with 1 if more than 1 in 64 requests differ. At
+    T = 0, exit with 1 also if one differs by more than a tie.
     """
     dataset, temperature = options.dataset, options.temperature
     texts = (read_prompts(dataset) if dataset is not None else list(DEMO))[: options.num_prompts]

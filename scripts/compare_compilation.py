@@ -83,7 +83,7 @@ def main(
 def run_mode(
     loaded: LLM, mode: str, texts: list[str], params: SamplingParams
 ) -> tuple[LLM, list[RequestOutput]]:
-    """Decode in another compilation mode on the same weights; programs compile before the timing."""
+    """Decode in another mode on the same weights; programs compile before the timing."""
     llm = loaded.on_same_weights(compilation=mode)
     chats = [[{"role": "user", "content": text}] for text in texts]
     llm.warmup_for(chats, params)

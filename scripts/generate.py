@@ -2,7 +2,7 @@
 
 python scripts/generate.py                                      # the demo
 python scripts/generate.py --prompt "Why is the sky blue?" --num-speculative-tokens 4
-python scripts/generate.py --dataset mt_bench.jsonl --temperature 0.7 --compare --output-json run.json
+python scripts/generate.py --dataset mt_bench.jsonl --temperature 0.7 --compare
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def read_speculative(
 ) -> SpeculativeConfig:
     """Return the settings of --speculative-config with the flags over them.
 
-    Where neither names a draft, the default target gets the default draft.
+    The default target gets the default draft if neither names one.
     """
     try:
         values = json.loads(text) if text is not None else {}

@@ -103,7 +103,7 @@ def gpu_memory(name: str) -> float:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """Read the config.json of a folder, of a file, of a draft under checkpoints/, or of a hub id."""
+    """Read the config.json of a folder, a file, a draft under checkpoints/ or a hub id."""
     path = Path(name).expanduser()
     if path.is_file():
         return read_json(path)

@@ -1,17 +1,18 @@
 """Train an EAGLE-3 or EAGLE-1 head for a target on the target's own text.
 
-  all        generate chats, train on them, evaluate      (--max-minutes is a wall-clock budget for the whole)
+  all        generate chats, train on them, evaluate (--max-minutes limits all of it)
   generate   only write the chats (OUTPUT/chats.npz)
   train      train on one or more chats.npz, evaluate
   evaluate   acceptance of a head through the real propose and verify
   card       write a head's README.md from its training.json
   split, join   cut a file into pieces and put them together again
 
-A newcomer's run, with a GPU:  python scripts/train_draft.py all --output my-head --prompts questions.jsonl --max-minutes 25
-Without one, to see it work:   python scripts/train_draft.py all --dry-run --output /tmp/dry
+With a GPU:      python scripts/train_draft.py all --output my-head --prompts questions.jsonl
+On a CPU:        python scripts/train_draft.py all --dry-run --output /tmp/dry
 
-Training uses every visible GPU. To write more text, start one `generate` a GPU (CUDA_VISIBLE_DEVICES=i, --seed i, --shard i/n,
---output gi), then `train --chats g0/chats.npz g1/chats.npz`. A run of fixed length (--max-steps) that was killed goes on with --resume.
+Training uses every visible GPU. To write more text, start one `generate` on each GPU
+(CUDA_VISIBLE_DEVICES=i, --seed i, --shard i/n, --output gi), then
+`train --chats g0/chats.npz g1/chats.npz`. --resume continues a run of fixed length (--max-steps).
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def head_flags(common: argparse.ArgumentParser) -> None:
     add(
         "--init",
         type=Path,
-        help="continue from this head's weights; the vocabulary may differ and the MLP may be wider",
+        help="continue from this head's weights; the vocabulary may differ, the MLP be wider",
     )
     add("--draft-vocab-size", type=int, default=12_000)
     add(

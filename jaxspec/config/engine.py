@@ -1,4 +1,4 @@
-"""How the engine runs."""
+"""EngineConfig: settings of the engine."""
 
 from __future__ import annotations
 
@@ -14,24 +14,33 @@ Compilation = Literal["round", "step", "eager"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs; nothing here changes what a request's distribution is.
+    """Settings of the engine; none of them changes the distribution of a request's text.
 
-    max_model_len: tokens a request may hold, prompt included. max_num_seqs: requests that run together.
-    block_size: tokens a KV-cache block. max_num_batched_tokens: tokens of one prefill call, of all requests together; a longer prompt
-    is prefilled in chunks, with a round of the other requests after each.
-    gpu_memory_utilization: the share of the device's memory that weights, KV cache and everything else may take together.
-    num_gpu_blocks_override: KV-cache blocks, on a GPU or a CPU, of each pool (with a window: no more than max_num_seqs requests need), or a
-    tuple with one number for each KV-cache group; None: what that share leaves (on a CPU 4 GiB), and no more than max_num_seqs requests of
-    max_model_len need. enable_prefix_caching: prompts that start alike share the blocks of what they share.
+    max_model_len: tokens that a request may hold, prompt included.
+    max_num_seqs: requests that run together.
+    block_size: tokens of a KV-cache block.
+    max_num_batched_tokens: tokens of one prefill call, of all requests together. A longer prompt is
+        prefilled in chunks, with a round of the other requests after each.
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
-    batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None: powers of two.
-    rounds_per_step: rounds that one dispatched program runs. Several give the host more time a round; requests come, and results are read,
-    only between two steps. None: 4 on a GPU whose rounds would be shorter than the host's time (jaxspec.decode.several_rounds), else 1.
-    kernels: "reference", "mosaic_gpu", or "auto" for what the device and the models allow; "op=name,op=name" for single ops
-    (jaxspec.layers.kernels).
-    batch_invariant: rounds of one batch size and prefill calls of one size, the largest, whatever runs. A product's last bits depend on how
-    many rows it has, so in bfloat16 a request's text can depend on its neighbours where its logits tie; with this it does not (unless
-    a preempted request is prefilled again). In float32 it makes no difference. It costs a request that runs alone the time of a full batch.
+    batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None:
+        powers of two.
+    rounds_per_step: rounds that one dispatched program runs. Several give the host more time for
+        each; requests enter, and results are read, only between two steps. None: 4 on a GPU whose
+        rounds would be shorter than the host's time (jaxspec.decode.several_rounds), else 1.
+    kernels: "reference", "mosaic_gpu", or "auto" for the fastest that device and models allow;
+        "op=name,op=name" for single ops (jaxspec.layers.kernels).
+    gpu_memory_utilization: the share of the device's memory that weights, KV cache and everything
+        else may take together.
+    num_gpu_blocks_override: KV-cache blocks of each pool, on a GPU or a CPU, or a tuple with one
+        number for each KV-cache group. A pool with a window gets no more than max_num_seqs requests
+        need. None: the blocks that fit in that share (in 4 GiB on a CPU), and no more than
+        max_num_seqs requests of max_model_len need.
+    enable_prefix_caching: prompts with an equal prefix share its blocks.
+    batch_invariant: rounds of one batch size, and prefill calls of one size, the largest, whatever
+        runs. The last bits of a product depend on its number of rows. In bfloat16 a request's text
+        can therefore depend on its neighbours where its logits tie. This setting prevents that,
+        unless a preempted request is prefilled again. It makes no difference in float32. A request
+        that runs alone takes the time of a full batch.
     """
 
     max_model_len: int = setting(2048, "Tokens a request may hold, prompt included.")
@@ -61,14 +70,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization: expected a number in (0, 1], got {self.gpu_memory_utilization!r}"
+                "gpu_memory_utilization: expected a number in (0, 1], "
+                f"got {self.gpu_memory_utilization!r}"
             )
         blocks = self.num_gpu_blocks_override
         if blocks is not None and not all(
             is_int(b) and b >= 1 for b in (blocks if isinstance(blocks, tuple) else (blocks,))
         ):
             raise ConfigError(
-                f"num_gpu_blocks_override: expected an integer of at least 1, a tuple of them or None, got {blocks!r}"
+                "num_gpu_blocks_override: expected an integer of at least 1, a tuple of them "
+                f"or None, got {blocks!r}"
             )
         for name in ("enable_prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
@@ -79,7 +90,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         if self.compilation not in get_args(Compilation):
             raise ConfigError(
-                f"compilation: expected one of {', '.join(get_args(Compilation))}, got {self.compilation!r}"
+                f"compilation: expected one of {', '.join(get_args(Compilation))}, "
+                f"got {self.compilation!r}"
             )
         if not isinstance(self.kernels, str):
             raise ConfigError(f"kernels: expected a name or op=name,op=name, got {self.kernels!r}")
@@ -88,8 +100,8 @@ class EngineConfig:
             not is_int(rounds) or rounds < 1 or (rounds > 1 and self.compilation != "round")
         ):
             raise ConfigError(
-                "rounds_per_step: expected None or an integer of at least 1, which is 1 unless compilation is 'round', got "
-                f"{rounds!r} with compilation {self.compilation!r}"
+                "rounds_per_step: expected None or an integer of at least 1, which is 1 unless "
+                f"compilation is 'round', got {rounds!r} with compilation {self.compilation!r}"
             )
         settle_integers(self)
         buckets = self.batch_buckets
@@ -104,8 +116,8 @@ class EngineConfig:
         )
         if not buckets or buckets[-1] < self.max_num_seqs:
             raise ConfigError(
-                f"batch_buckets: expected batch sizes of at least 1 whose largest reaches max_num_seqs {self.max_num_seqs}, "
-                f"got {self.batch_buckets!r}"
+                "batch_buckets: expected batch sizes of at least 1 whose largest reaches "
+                f"max_num_seqs {self.max_num_seqs}, got {self.batch_buckets!r}"
             )
         if self.batch_invariant and len(buckets) > 1:
             raise ConfigError(

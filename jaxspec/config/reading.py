@@ -1,4 +1,4 @@
-"""What is read from a checkpoint's config.json, key by key, and the one error of everything that cannot be honoured."""
+"""Values of a checkpoint's config.json, key by key, and ConfigError."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A setting, a checkpoint or a request that cannot be honoured; the message is one sentence for the user."""
+    """A setting, a checkpoint or a request that cannot be honoured.
+
+    The message is one sentence for the user.
+    """
 
 
 def read_int(
     config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1
 ) -> int:
-    """An integer of a raw config.json, of at least `least`; ConfigError if it is absent without a default, or something else."""
+    """Return an integer of a raw config.json, of at least `least`.
+
+    ConfigError for any other value, and if the key is absent and has no default.
+    """
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -28,7 +34,7 @@ def read_int(
 
 
 def read_number(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A positive number of a raw config.json, or the default where it is absent."""
+    """Return a positive number of a raw config.json, or the default where it is absent."""
     value = config.get(key)
     if value is None:
         return default
@@ -38,7 +44,7 @@ def read_number(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object of a raw config.json, empty where it is absent or null."""
+    """Return an object of a raw config.json; an empty one where it is absent or null."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"config.json: expected {key} to be an object, got {value!r:.200}")
@@ -46,23 +52,32 @@ def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
-    """Raise for a switch of a raw config.json that changes the maths in a way that is not implemented; null counts as absent."""
+    """Raise for a switch of a raw config.json that asks for maths that is not implemented.
+
+    null counts as absent.
+    """
     if config.get(key) is not None and config[key] != expected:
         raise ConfigError(
-            f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, got {config[key]!r}"
+            f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, "
+            f"got {config[key]!r}"
         )
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
+    """Whether x is a finite real number; booleans are not."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def is_int(x: Any) -> bool:
+def is_int(x: object) -> bool:
+    """Whether x is an integer, NumPy's included; booleans are not."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def settle_integers(config: Any) -> None:
-    """NumPy's integers in the fields of a frozen dataclass become Python's, which neither overflow nor lack bit_length."""
+    """Convert NumPy's integers in the fields of a frozen dataclass to Python's.
+
+    Python's neither overflow nor lack bit_length.
+    """
     for field in fields(config):
         value = getattr(config, field.name)
         if is_int(value):

@@ -1,4 +1,4 @@
-"""Rotary position embedding: its settings, and the frequencies that follow from them."""
+"""Rotary position embedding: settings and frequencies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from jaxspec.config.reading import ConfigError, read_int, read_number, read_obje
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. ``llama3`` rescales low frequencies (Llama 3.1's rope_scaling); ``yarn`` (2309.00071) blends
-    interpolated and original frequencies between the dimensions that turn beta_slow and beta_fast times in the original context.
+    """Rotary position embedding.
 
-    attention_factor: on cos and sin (YaRN's temperature). softmax_factor: on an MLA layer's softmax scale (DeepSeek's mscale_all_dim).
+    ``llama3`` rescales low frequencies (Llama 3.1's rope_scaling). ``yarn`` (2309.00071) blends
+    interpolated and original frequencies between the dimensions that turn beta_slow and beta_fast
+    times in the original context.
+
+    attention_factor: multiplies cos and sin (YaRN's temperature).
+    softmax_factor: multiplies an MLA layer's softmax scale (DeepSeek's mscale_all_dim).
     """
 
     theta: float = 10000.0
@@ -34,7 +38,7 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-        """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (before), both raw JSON."""
+        """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
         scaling = read_object(config, "rope_parameters") or read_object(config, "rope_scaling")
         theta = read_number(scaling, "rope_theta", read_number(config, "rope_theta", default_theta))
         kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -61,7 +65,8 @@ class RopeConfig:
         missing = [k for k in needed[kind] if k not in scaling]
         if missing:
             raise ConfigError(
-                f"rope_type {kind!r}: expected the keys {missing} in rope_scaling, got {sorted(scaling)}"
+                f"rope_type {kind!r}: expected the keys {missing} in rope_scaling, "
+                f"got {sorted(scaling)}"
             )
         factor, original = (
             read_number(scaling, "factor", 1.0),
@@ -82,8 +87,15 @@ class RopeConfig:
     def _yarn(
         cls, theta: float, factor: float, original: int, scaling: Mapping[str, Any]
     ) -> RopeConfig:
-        """DeepSeek gives mscale and mscale_all_dim: their ratio is on cos and sin, the latter's square on MLA's softmax scale."""
-        mscale = lambda weight: 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0  # noqa: E731
+        """Return YaRN's settings.
+
+        DeepSeek gives mscale and mscale_all_dim. Their ratio multiplies cos and sin; the square of
+        the latter multiplies MLA's softmax scale.
+        """
+
+        def mscale(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
         one, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
         attention = mscale(one) / mscale(all_dims) if one and all_dims else mscale(1.0)
         return cls(
@@ -100,7 +112,10 @@ class RopeConfig:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Inverse frequencies [head_dim / 2], float32; llama3 scaling as in Llama 3.1's reference code, YaRN as in its paper's section 3.2."""
+    """Return inverse frequencies, float32 [head_dim / 2].
+
+    llama3 scaling follows Llama 3.1's reference code, YaRN its paper's section 3.2.
+    """
     inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.rope_type == "yarn":
         turns = np.array([rope.beta_fast, rope.beta_slow])

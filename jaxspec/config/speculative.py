@@ -1,4 +1,4 @@
-"""What drafts, and how drafts are judged."""
+"""SpeculativeConfig: the draft, and how its tokens are verified."""
 
 from __future__ import annotations
 
@@ -20,19 +20,28 @@ _DRAFT_ALIASES = {"gumbel": "probabilistic"}
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """What drafts, how many tokens, and how they are judged; the keys are vLLM's.
+    """The draft, its number of tokens, and how they are verified; the keys are vLLM's.
 
-    method: "eagle" (EAGLE-1), "eagle3", or "mtp" (the module of multi-token prediction in the target's own checkpoint).
-    model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; None with "mtp": the target's.
-    rejection_sample_method: "strict" | "probabilistic" (vLLM's "standard") | "block" | "synthetic".
-    draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's temperature).
-    synthetic_acceptance_rates: unconditional rate per position, non-increasing; or give
-    synthetic_acceptance_length (mean length, bonus token included) or synthetic_acceptance_rate (mean over positions).
-    num_speculative_tokens_per_batch_size: (first, last, K) for batches of first to last running requests, K from 0 to
-    num_speculative_tokens, which other batch sizes keep; a sampled request's text then depends on how many run beside it.
-    draft_max_model_len: the longest context in tokens that the draft is asked about; longer requests go on without drafts.
-    eagle_aux_hidden_state_layer_ids, norm_*, fc_norm: override what the checkpoint's config says (None: keep it).
-    mtp_zero_first_embedding: whether an MTP module's row of position 0 goes without an embedding (None: as drafts/mtp.py says).
+    model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; None with
+        "mtp": the target's.
+    method: "eagle" (EAGLE-1), "eagle3", or "mtp" (the module of multi-token prediction in the
+        target's own checkpoint).
+    num_speculative_tokens: K, the draft tokens of a round.
+    rejection_sample_method: "strict", "probabilistic" (vLLM's "standard"), "block" or "synthetic".
+    draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's
+        temperature).
+    synthetic_acceptance_rates: unconditional rate of each position, non-increasing.
+    synthetic_acceptance_length: their mean length instead, bonus token included.
+    synthetic_acceptance_rate: their mean over positions instead.
+    eagle_aux_hidden_state_layer_ids, norm_*, fc_norm: override the checkpoint's config; None keeps
+        it.
+    num_speculative_tokens_per_batch_size: (first, last, K) for batches of first to last running
+        requests, K from 0 to num_speculative_tokens, which other batch sizes keep. The text of a
+        sampled request then depends on the number of its neighbours.
+    draft_max_model_len: the longest context, in tokens, that is drafted for; longer requests
+        continue without drafts.
+    mtp_zero_first_embedding: whether an MTP module's row of position 0 has a zero embedding (None:
+        the default in drafts/mtp.py).
     """
 
     model: str | None = setting(
@@ -61,7 +70,9 @@ class SpeculativeConfig:
     mtp_zero_first_embedding: bool | None = None
 
     def __post_init__(self) -> None:
-        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        def set_field(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
         if isinstance(self.model, PathLike):
             set_field("model", fspath(self.model))
         for name in ("method", "rejection_sample_method", "draft_sample_method", "model"):
@@ -88,9 +99,8 @@ class SpeculativeConfig:
             if value is not None and not (
                 isinstance(value, list | tuple) and all(map(is_right, value))
             ):
-                raise ConfigError(
-                    f"{name}: expected a list of {'numbers' if is_right is is_number else 'integers'}, got {value!r}"
-                )
+                kind = "numbers" if is_right is is_number else "integers"
+                raise ConfigError(f"{name}: expected a list of {kind}, got {value!r}")
         set_field(
             "rejection_sample_method",
             _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method),
@@ -106,23 +116,27 @@ class SpeculativeConfig:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if not is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
             raise ConfigError(
-                f"num_speculative_tokens: expected an integer of at least 1, got {self.num_speculative_tokens!r}"
+                "num_speculative_tokens: expected an integer of at least 1, "
+                f"got {self.num_speculative_tokens!r}"
             )
         set_field("num_speculative_tokens_per_batch_size", self._read_schedule())
         if self.draft_max_model_len is not None and (
             not is_int(self.draft_max_model_len) or self.draft_max_model_len < 1
         ):
             raise ConfigError(
-                f"draft_max_model_len: expected an integer of at least 1 or none, got {self.draft_max_model_len!r}"
+                "draft_max_model_len: expected an integer of at least 1 or none, "
+                f"got {self.draft_max_model_len!r}"
             )
         settle_integers(self)
         if self.rejection_sample_method not in get_args(RejectionRule):
             raise ConfigError(
-                f"rejection_sample_method: expected one of {', '.join(get_args(RejectionRule))}, got {self.rejection_sample_method!r}"
+                f"rejection_sample_method: expected one of {', '.join(get_args(RejectionRule))}, "
+                f"got {self.rejection_sample_method!r}"
             )
         if self.draft_sample_method not in get_args(DraftSampling):
             raise ConfigError(
-                f"draft_sample_method: expected one of {', '.join(get_args(DraftSampling))}, got {self.draft_sample_method!r}"
+                f"draft_sample_method: expected one of {', '.join(get_args(DraftSampling))}, "
+                f"got {self.draft_sample_method!r}"
             )
         for name in ("synthetic_acceptance_length", "synthetic_acceptance_rate"):
             if getattr(self, name) is not None and not is_number(getattr(self, name)):
@@ -134,8 +148,9 @@ class SpeculativeConfig:
         ]
         if (self.rejection_sample_method == "synthetic") != (len(given) == 1) or len(given) > 1:
             raise ConfigError(
-                "synthetic_acceptance_rates, _length or _rate: expected exactly one with rejection_sample_method 'synthetic' and none "
-                f"with another method, got {given or 'none'} with {self.rejection_sample_method!r}"
+                "synthetic_acceptance_rates, _length or _rate: expected exactly one with "
+                "rejection_sample_method 'synthetic' and none with another method, "
+                f"got {given or 'none'} with {self.rejection_sample_method!r}"
             )
 
     def _read_schedule(self) -> tuple[tuple[int, int, int], ...]:
@@ -149,18 +164,19 @@ class SpeculativeConfig:
             for r in given
         ):
             raise ConfigError(
-                f"num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with 1 <= first <= last and K from 0 to "
-                f"num_speculative_tokens {K}, got {given!r}"
+                "num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with "
+                f"1 <= first <= last and K from 0 to num_speculative_tokens {K}, got {given!r}"
             )
         ranges = tuple(sorted((int(r[0]), int(r[1]), int(r[2])) for r in given))
         if any(before[1] >= after[0] for before, after in pairwise(ranges)):
             raise ConfigError(
-                f"num_speculative_tokens_per_batch_size: expected ranges that do not overlap, got {given!r}"
+                "num_speculative_tokens_per_batch_size: expected ranges that do not overlap, "
+                f"got {given!r}"
             )
         return ranges
 
     def num_drafts(self, batch_size: int) -> int:
-        """K for so many running requests."""
+        """Return K for so many running requests."""
         schedule = self.num_speculative_tokens_per_batch_size
         return next(
             (K for first, last, K in schedule if first <= batch_size <= last),
@@ -169,7 +185,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """From JSON as vLLM's --speculative-config takes it; an unknown key is an error, not ignored."""
+        """Read the JSON of vLLM's --speculative-config; ConfigError for an unknown key."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:

@@ -1,7 +1,7 @@
 """From a name to arrays: folders, safetensors, GGUF, tokenizers.
 
-resolve            what the user typed -> a local checkpoint folder
-default_target     SmolLM2-135M-Instruct, fetched and converted once (also a program: it prints the folder)
+resolve            a folder, file, name or hub id -> a local checkpoint folder
+default_target     SmolLM2-135M-Instruct, fetched and converted once (a program: prints the folder)
 cache              the cache folder, safe against two processes at once
 compilation_cache  compiled programs kept on disk between runs
 gguf_file          llama.cpp's GGUF -> a Hugging Face folder

@@ -1,4 +1,4 @@
-"""The cache folder: compiled programs, and converted GGUF files, made once even when several processes ask."""
+"""The cache folder: compiled programs, and GGUF files that one process converts for all."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from jaxspec.config import ConfigError
 from jaxspec.loading import compilation_cache
 from jaxspec.loading.gguf_file import convert_gguf
 
-CONVERSION = (
-    1  # raise it when the conversion's output changes: older results in caches are then made again
-)
+CONVERSION = 1  # raise it when the conversion's output changes: older results are made again
 MARKER = "jaxspec_conversion.json"
 
 
 def cache_dir() -> Path:
-    """$JAXSPEC_CACHE, or ~/.cache/jaxspec; made when it is not there."""
+    """Return $JAXSPEC_CACHE, or ~/.cache/jaxspec; make the folder if it is missing."""
     folder = Path(os.environ.get("JAXSPEC_CACHE") or "~/.cache/jaxspec").expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,14 +35,17 @@ def cache_dir() -> Path:
 
 
 def keep_compiled_programs() -> None:
-    """Keep compiled programs in the cache folder from now on, unless the user has chosen another (JAX_COMPILATION_CACHE_DIR)."""
+    """Keep compiled programs in the cache folder.
+
+    A folder that the user has chosen (JAX_COMPILATION_CACHE_DIR) takes precedence.
+    """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         compilation_cache.use(cache_dir() / "compiled", min_compile_seconds=1.0)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache entry; freed by the system when the process dies, however it dies."""
+    """Hold the lock of a cache entry; the system frees it if the process dies."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
@@ -52,7 +53,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_converted(folder: Path, sha256: str) -> bool:
-    """Whether the folder holds this GGUF, converted by this version (a folder is renamed into place whole)."""
+    """Whether the folder holds this GGUF, converted by this version.
+
+    A folder is renamed into place whole.
+    """
     try:
         return json.loads((folder / MARKER).read_text()) == {
             "conversion": CONVERSION,
@@ -63,11 +67,10 @@ def is_converted(folder: Path, sha256: str) -> bool:
 
 
 def convert_into(folder: Path, gguf_path: Path, sha256: str) -> Path:
-    """Convert into a cache entry whose lock the caller holds, replacing what another version left there."""
+    """Convert into a cache entry whose lock the caller holds; replace another version's result."""
     staging = folder.with_name(f"{folder.name}.new")
-    left_over = folder.parent.glob(
-        f".{staging.name}-*"
-    )  # of a process that was killed: the lock is ours
+    # Left by a process that was killed: this one holds the lock.
+    left_over = folder.parent.glob(f".{staging.name}-*")
     for stale in (folder, staging, *left_over):
         if stale.exists():
             shutil.rmtree(stale)
@@ -77,7 +80,7 @@ def convert_into(folder: Path, gguf_path: Path, sha256: str) -> Path:
 
 
 def cached_gguf(gguf_path: Path) -> Path:
-    """The converted folder of a local GGUF file, keyed by its content."""
+    """Return the converted folder of a local GGUF file, keyed by its content."""
     with gguf_path.open("rb") as f:
         sha256 = hash_stream(f)
     folder = cache_dir() / "gguf" / f"{gguf_path.stem}-{sha256[:16]}"
@@ -86,7 +89,7 @@ def cached_gguf(gguf_path: Path) -> Path:
 
 
 def hash_stream(source: BinaryIO, copy_to: BinaryIO | None = None) -> str:
-    """The sha256 of a stream, copied to a second one on the way if given."""
+    """Return the sha256 of a stream, and copy it to a second one if given."""
     digest = hashlib.sha256()
     while chunk := source.read(1 << 20):
         digest.update(chunk)

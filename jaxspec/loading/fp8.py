@@ -1,7 +1,8 @@
-"""Weights stored as float8 in blocks that have a scale each, as DeepSeek-V3's own files are: whole numbers of float32 when they are read.
+"""Weights stored as float8 in blocks with a scale each, as in DeepSeek-V3's own files.
 
-A matrix NAME is float8 (e4m3), and NAME_scale_inv holds a float32 for each block of weight_block_size, rows by columns (2412.19437,
-section 3.3). The weight is their product.
+A matrix NAME is float8 (e4m3), and NAME_scale_inv holds a float32 for each block of
+weight_block_size, rows by columns (2412.19437, section 3.3). The weight is their product, in
+float32.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class ScaledTensor:
 def with_scales(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str
 ) -> Mapping[str, Tensor | ScaledTensor]:
-    """The tensors of a checkpoint whose config.json says quant_method "fp8", each matrix together with its scales; any other's as they are.
+    """Return a checkpoint's tensors with each float8 matrix joined to its scales.
 
-    Raises ConfigError for a float8 tensor without scales, for scales without a matrix and for scales of another number.
+    Tensors stay as they are unless config.json has quant_method "fp8". Raises ConfigError for a
+    float8 tensor without scales, for scales without a matrix, and for a wrong number of scales.
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
@@ -73,7 +75,8 @@ def with_scales(
         if name.endswith(SCALE):
             if name.removesuffix(SCALE) not in tensors:
                 raise ConfigError(
-                    f"{source} {name}: expected the tensor {name.removesuffix(SCALE)} that it scales, got none"
+                    f"{source} {name}: expected the tensor {name.removesuffix(SCALE)} "
+                    "that it scales, got none"
                 )
             continue
         scales = tensors.get(name + SCALE)
@@ -87,7 +90,8 @@ def with_scales(
         expected = tuple(-(-n // size) for n, size in zip(tensor.shape, block, strict=False))
         if len(tensor.shape) != 2 or scales.shape != expected:
             raise ConfigError(
-                f"{source} {name + SCALE}: expected {expected} scales of a matrix {tensor.shape}, got {scales.shape}"
+                f"{source} {name + SCALE}: expected {expected} scales of a matrix {tensor.shape}, "
+                f"got {scales.shape}"
             )
         found[name] = ScaledTensor(tensor, scales, (block[0], block[1]))
     return found

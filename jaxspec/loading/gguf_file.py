@@ -1,4 +1,7 @@
-"""llama.cpp's GGUF -> a Hugging Face folder: dequantised safetensors, config.json and the tokenizer's files."""
+"""llama.cpp's GGUF -> a Hugging Face folder.
+
+The folder has dequantised safetensors, config.json and the tokenizer's files.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,10 @@ ROPE_FREQS = "rope_freqs.weight"  # llama3's rope scaling, which a GGUF holds as
 
 
 def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
-    """Convert a llama, qwen2 or qwen3 GGUF into ``out_dir``, which must not exist: it appears whole or not at all.
+    """Convert a llama, qwen2 or qwen3 GGUF into ``out_dir``, which must not exist.
 
-    Weights are float32, the precision that dequantisation computes in; ConfigError for anything that would change the maths.
+    The folder appears whole or not at all. Weights are float32, the precision that dequantisation
+    computes in. ConfigError for anything that would change the maths.
     """
     gguf_path, out_dir = Path(gguf_path), Path(out_dir)
     if out_dir.exists():
@@ -73,7 +77,7 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
             {"bos_token_id": config["bos_token_id"], "eos_token_id": eos},
         )
         _write_weights(temp, hf_tensors(tensors, config, str(gguf_path)))
-        for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors keep theirs to the owner
+        for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read
             path.chmod(0o755 if path.is_dir() else 0o644)
         temp.rename(out_dir)
     except BaseException:
@@ -85,7 +89,7 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
 def hf_config(
     metadata: dict[str, Any], tensors: dict[str, ReaderTensor], source: str
 ) -> dict[str, Any]:
-    """config.json from the metadata, in Hugging Face's keys."""
+    """Return config.json from the metadata, in Hugging Face's keys."""
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise ConfigError(
@@ -137,7 +141,7 @@ def hf_config(
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "dtype": "float32",
     }
-    if arch != "qwen2":  # qwen2 always has biases, and its config no such key
+    if arch != "qwen2":  # qwen2 always has biases, and no such key in its config
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if ROPE_FREQS in tensors:
         factors = np.asarray(tensors[ROPE_FREQS].data, np.float32)
@@ -148,7 +152,7 @@ def hf_config(
 def hf_tensors(
     tensors: dict[str, ReaderTensor], config: dict[str, Any], source: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(Hugging Face name, float32 array) of each tensor, dequantised one at a time."""
+    """Yield (Hugging Face name, float32 array) of each tensor, dequantised one at a time."""
     for name, tensor in tensors.items():
         if name == ROPE_FREQS:
             continue
@@ -156,7 +160,8 @@ def hf_tensors(
             array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as e:
             raise ConfigError(
-                f"{source}: expected a quantisation that the gguf library can undo, got {e} in {name}"
+                f"{source}: expected a quantisation that the gguf library can undo, "
+                f"got {e} in {name}"
             ) from e
         if config["model_type"] == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
@@ -165,7 +170,7 @@ def hf_tensors(
 
 
 def hf_name(name: str, source: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
+    """Return model.layers.3.self_attn.q_proj.weight for blk.3.attn_q.weight, and so on."""
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in TOP_NAMES:
         return f"{TOP_NAMES[parts[0]]}.{parts[1]}"
@@ -177,7 +182,10 @@ def hf_name(name: str, source: str) -> str:
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of q's and k's rows, made for interleaved rotation: [heads, hd/2, 2, ...] -> [heads, 2, hd/2, ...]."""
+    """Undo llama.cpp's order of the rows of q and k, which is for interleaved rotation.
+
+    [heads, hd/2, 2, ...] -> [heads, 2, hd/2, ...].
+    """
     return (
         rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
         .swapaxes(1, 2)
@@ -188,13 +196,14 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 def _llama3_scaling(
     factors: np.ndarray, theta: float, head_dim: int, source: str
 ) -> dict[str, Any]:
-    """The rope_scaling that gives these factors; Llama 3.1 to 3.3 differ in ``factor`` only."""
+    """Return the rope_scaling of these factors; Llama 3.1 to 3.3 differ in ``factor`` only."""
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
         raise ConfigError(
-            f"{source}: expected {ROPE_FREQS} of llama3 rope scaling with factor {factor}, got other values"
+            f"{source}: expected {ROPE_FREQS} of llama3 rope scaling with factor {factor}, "
+            "got other values"
         )
     scaling = {
         "rope_type": "llama3",
@@ -206,7 +215,7 @@ def _llama3_scaling(
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Shards of at most SHARD_BYTES (one file if that is all), so that memory holds one shard and not the model."""
+    """Write shards of at most SHARD_BYTES, or one file: memory holds one shard, not the model."""
     shards: list[list[str]] = []
     pending: dict[str, np.ndarray] = {}
 
@@ -230,7 +239,7 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
 
 
 def _shortest(value: Any) -> Any:
-    """A float32 of the metadata as its shortest decimal: 1e-05, not 9.999999747378752e-06; the same float32."""
+    """Return a float32 as its shortest decimal: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 

@@ -1,6 +1,7 @@
 """A GGUF's tokenizer metadata -> tokenizer.json and tokenizer_config.json (byte-level BPE).
 
-transformers reads a GGUF's tokenizer only with torch, and 5.23 does not know the pre-tokenizer of SmolLM, so it is built here.
+transformers reads a GGUF's tokenizer only with torch, and 5.23 does not know the pre-tokenizer of
+SmolLM, so it is built here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CONTROL, USER_DEFINED = 3, 4  # llama.cpp's token types
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2, SMOLLM, QWEN2, LLAMA3 = ("gpt2", "smollm", "qwen2", "llama3")
-# tokenizer.ggml.pre (llama.cpp's src/llama-vocab.cpp) -> how text is cut before merging
+# tokenizer.ggml.pre (llama.cpp's src/llama-vocab.cpp) -> how text is split before merging
 PRE_TOKENIZERS = {
     "gpt-2": GPT2,
     "smollm": SMOLLM,
@@ -55,24 +56,24 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path, source: str) -> None
 
 
 def build_tokenizer(metadata: dict[str, Any], source: str) -> Tokenizer:
-    """The byte-level BPE that the metadata describes."""
+    """Return the byte-level BPE that the metadata describes."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ConfigError(f"{source}: expected a byte-level BPE tokenizer ('gpt2'), got {kind!r}")
     if pre not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"{source}: expected a tokenizer.ggml.pre among {', '.join(PRE_TOKENIZERS)}, got {pre!r}"
+            f"{source}: expected a tokenizer.ggml.pre among {', '.join(PRE_TOKENIZERS)}, "
+            f"got {pre!r}"
         )
     style = PRE_TOKENIZERS[pre]
-    if (
-        metadata["general.architecture"] == "qwen2" and style != QWEN2
-    ):  # AutoTokenizer cuts every qwen2 model's text as Qwen does
+    # AutoTokenizer splits the text of every qwen2 model as Qwen does.
+    if metadata["general.architecture"] == "qwen2" and style != QWEN2:
         raise ConfigError(
             f"{source}: expected tokenizer.ggml.pre 'qwen2' for a qwen2 model, got {pre!r}"
         )
     tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-    # llama-bpe takes a word that is a token whole, before any merge, as tiktoken does
+    # llama-bpe keeps a word that is a token whole, before any merge, as tiktoken does.
     bpe = models.BPE(
         vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, ignore_merges=style == LLAMA3
     )
@@ -105,9 +106,8 @@ def _pre_tokenizer(style: str) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if style == GPT2:
         return byte_level
-    if (
-        style == SMOLLM
-    ):  # every digit alone, then GPT-2's pattern: as in SmolLM's own tokenizer.json and in llama.cpp
+    # Each digit by itself, then GPT-2's pattern: as in SmolLM's tokenizer.json and in llama.cpp.
+    if style == SMOLLM:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     numbers = r"\p{N}" if style == QWEN2 else r"\p{N}{1,3}"
     split = pre_tokenizers.Split(Regex(CONTRACTION + numbers + REST), behavior="isolated")

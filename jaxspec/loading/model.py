@@ -20,7 +20,10 @@ from jaxspec.loading.weights import LazyTensor, load_params
 def load_target(
     folder: Path, dtype: Any, *, mxfp4: str = "dequantised"
 ) -> tuple[models.TargetConfig, Params]:
-    """The target in a Hugging Face folder, float tensors cast to dtype; mxfp4 "packed" keeps MXFP4 experts as they are stored."""
+    """Load the target in a Hugging Face folder, with float tensors cast to dtype.
+
+    mxfp4 "packed" keeps MXFP4 experts as they are stored.
+    """
     checkpoint = open_checkpoint(folder)
     cfg: Any = models.config_from_hf(checkpoint.config)
     if mxfp4 == "packed":
@@ -43,7 +46,7 @@ def load_draft(
     speculative: SpeculativeConfig,
     dtype: Any,
 ) -> tuple[drafts.DraftConfig, Params]:
-    """The draft head of speculative.method in a folder, made to fit a loaded target: see bind_draft for what is shared."""
+    """Load the draft head of speculative.method in a folder, and bind it to a loaded target."""
     checkpoint = open_checkpoint(folder)
     family = drafts.family_of_checkpoint(speculative.method, checkpoint.config)
     tensors: dict[str, LazyTensor] = {}
@@ -79,11 +82,14 @@ def bind_draft(
     target_params: Params,
     draft_to_target: np.ndarray | None,
 ) -> Params:
-    """A draft's own weights, plus what it shares with the target (no copies) and its vocabulary maps.
+    """Return a draft's own weights, those that it shares with the target, and vocabulary maps.
 
-    draft_to_target int [draft_vocab] holds each draft id's target id (not d2t's offset); None if they are the same.
-    Adds embed_tokens and lm_head unless the draft has its own, and with a map the int32 arrays draft_to_target
-    [draft_vocab] and target_to_draft [vocab], -1 where a target id has no draft id.
+    draft_to_target: int [draft_vocab], each draft id's target id (not d2t's offset); None if they
+        are the same.
+
+    Shares the target's embed_tokens and lm_head, without copies, unless the draft has its own. With
+    a map, adds int32 draft_to_target [draft_vocab] and target_to_draft [vocab], which is -1 where
+    a target id has no draft id.
     """
     bound: dict[str, Any] = dict(params)
     bound.setdefault("embed_tokens", target_params["embed_tokens"])
@@ -101,30 +107,37 @@ def bind_draft(
 def _draft_to_target(
     cfg: drafts.DraftConfig, tensors: Mapping[str, LazyTensor], source: str
 ) -> np.ndarray | None:
-    """Target ids from d2t, which holds offsets (target id = draft id + d2t[draft id]), checked against t2d's mask."""
+    """Return target ids from d2t, checked against t2d's mask.
+
+    d2t holds offsets: target id = draft id + d2t[draft id].
+    """
     if "d2t" not in tensors:
         return None
     size, vocab = cfg.draft_vocab_size, cfg.vocab_size
     d2t = np.asarray(tensors["d2t"].read())
     if d2t.shape != (size,) or not np.issubdtype(d2t.dtype, np.integer):
         raise ConfigError(
-            f"{source}: d2t: expected {size} integers (draft_vocab_size), got {d2t.dtype} {list(d2t.shape)}"
+            f"{source}: d2t: expected {size} integers (draft_vocab_size), "
+            f"got {d2t.dtype} {list(d2t.shape)}"
         )
     ids = d2t.astype(np.int64) + np.arange(size)
     if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) != size:
         raise ConfigError(
-            f"{source}: d2t: expected offsets to {size} different ids below {vocab}, got ids {ids.min()}..{ids.max()}"
+            f"{source}: d2t: expected offsets to {size} different ids below {vocab}, "
+            f"got ids {ids.min()}..{ids.max()}"
         )
     if "t2d" in tensors:
         t2d = np.asarray(tensors["t2d"].read())
         if t2d.shape != (vocab,) or t2d.dtype != bool or t2d.sum() != size or not t2d[ids].all():
             raise ConfigError(
-                f"{source}: t2d: expected a bool mask of {vocab} that holds just d2t's {size} ids, got one that does not"
+                f"{source}: t2d: expected a bool mask of {vocab} that holds just d2t's {size} ids, "
+                "got one that does not"
             )
     if not cfg.maps_vocabulary:
         if not np.array_equal(ids, np.arange(vocab)):
             raise ConfigError(
-                f"{source}: d2t: expected the identity in a draft with the target's whole vocabulary, got a permutation"
+                f"{source}: d2t: expected the identity in a draft with the target's whole "
+                "vocabulary, got a permutation"
             )
         return None
     return ids

@@ -1,4 +1,4 @@
-"""What LLM.from_pretrained is given -> all that an LLM is made of."""
+"""Arguments of LLM.from_pretrained -> the parts of an LLM."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.layers.params import Params
@@ -18,12 +19,18 @@ from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, l
 from jaxspec.sampling import synthetic
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-USUAL_MODEL_LEN = 2048
+DEFAULT_MODEL_LEN = 2048
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """target, draft: (config, params). tokenizer: None where the target's folder has none. config: the engine's."""
+    """The parts of an LLM.
+
+    target, draft: (config, params).
+    tokenizer: None where the target's folder has none.
+    config: the engine's.
+    dtype: of weights and caches.
+    """
 
     target: tuple[Any, Params]
     draft: tuple[Any, Params] | None
@@ -31,7 +38,7 @@ class Pretrained:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     config: EngineConfig
-    dtype: Any
+    dtype: DTypeLike
 
 
 def load_pretrained(
@@ -44,7 +51,10 @@ def load_pretrained(
     mxfp4: str,
     engine: Mapping[str, Any],
 ) -> Pretrained:
-    """See LLM.from_pretrained for the arguments. What is wrong by itself is found before the weights are read."""
+    """Load the parts of an LLM; the arguments are those of LLM.from_pretrained.
+
+    Errors that need no weights are raised before these are read.
+    """
     speculative = check_speculative(speculative)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
@@ -66,7 +76,7 @@ def load_pretrained(
     loaded = load_target(folder, resolved, mxfp4=mxfp4)
     if max_model_len is None:
         config = replace(
-            config, max_model_len=min(USUAL_MODEL_LEN, loaded[0].max_position_embeddings)
+            config, max_model_len=min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
         )
     draft = None
     if speculative is not None:
@@ -85,17 +95,22 @@ def load_pretrained(
 def check_speculative(
     speculative: SpeculativeConfig | Mapping[str, Any] | None,
 ) -> SpeculativeConfig | None:
-    """The config, from its keys if need be; ConfigError if it names no draft, or rates that do not fit."""
+    """Return the config, made from its keys if need be.
+
+    ConfigError if it names no draft, or rates that do not fit.
+    """
     if isinstance(speculative, Mapping):
         speculative = SpeculativeConfig.from_dict(speculative)
     if speculative is not None:
         if not isinstance(speculative, SpeculativeConfig):
             raise ConfigError(
-                f"speculative: expected a SpeculativeConfig, its keys or None, got {speculative!r:.200}"
+                "speculative: expected a SpeculativeConfig, its keys or None, "
+                f"got {speculative!r:.200}"
             )
         if speculative.model is None and speculative.method != "mtp":
             raise ConfigError(
-                "speculative model: expected a folder, a name under checkpoints/ or a hub id of a draft head, got none"
+                "speculative model: expected a folder, a name under checkpoints/ or a hub id "
+                "of a draft head, got none"
             )
         synthetic.acceptance_rates(speculative)
     return speculative

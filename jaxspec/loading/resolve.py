@@ -1,4 +1,4 @@
-"""What the user typed -> a local checkpoint folder."""
+"""A folder, a file, a name or a hub id -> a local checkpoint folder."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from jaxspec.loading.cache import cached_gguf
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = [
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-]  # weights, configs, the tokenizer's files
-PICKLES = ["pytorch_model.bin"]  # only drafts come as one (EAGLE-1)
+# Weights, configs, the tokenizer's files.
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+PICKLES = ["pytorch_model.bin"]  # of drafts only (EAGLE-1)
 
 
 def resolve(name_or_path: str | Path | None, *, kind: Literal["target", "draft"]) -> Path:
-    """A folder to open: a local folder, a .gguf file, the default target, a name under checkpoints/, or a hub id, in this order.
+    """Return a folder to open.
 
-    A target of None is the default one. ConfigError says what was expected where nothing is found.
+    The name is tried as a local folder, a .gguf file, the default target, a name under
+    checkpoints/ and a hub id, in this order. A target of None is the default one. ConfigError if
+    nothing is found.
     """
-    # imported here so that `python -m jaxspec.loading.default_target` does not find itself imported already
+    # Imported here: `python -m jaxspec.loading.default_target` must not import itself twice.
     from jaxspec.loading.default_target import default_target, is_default_target
 
     if kind == "target" and name_or_path is None:
@@ -57,7 +54,7 @@ def resolve(name_or_path: str | Path | None, *, kind: Literal["target", "draft"]
 
 
 def own_drafts() -> dict[str, Path]:
-    """The trained heads that come with the repository, by name."""
+    """Return the trained heads that come with the repository, by name."""
     return {p.parent.name: p.parent for p in sorted(CHECKPOINTS.glob("*/config.json"))}
 
 
@@ -75,14 +72,9 @@ def _from_hub(name: str, kind: str, known: dict[str, Path]) -> Path:
         error = e
     except HfHubHTTPError as e:
         reason, error = f"an error from the hub: {_first_line(e)}", e
-    except (
-        OSError,
-        RuntimeError,
-    ) as e:  # no network, offline mode, and nothing of it in the hub's local cache
-        reason, error = (
-            f"no local folder of that name and no hub that can be reached ({_first_line(e)})",
-            e,
-        )
+    except (OSError, RuntimeError) as e:  # no network or offline mode, and not in the local cache
+        reason = f"no local folder of that name and no hub that can be reached ({_first_line(e)})"
+        error = e
     raise ConfigError(
         f"{kind} {name}: expected a hub id, {_choices(known)}, got {reason}"
     ) from error

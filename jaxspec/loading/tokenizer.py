@@ -1,4 +1,4 @@
-"""Text to token ids and back: a thin frame around the checkpoint's own tokenizer and chat template."""
+"""Text to token ids and back, by the checkpoint's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from jaxspec.loading.checkpoint import read_json
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """hf: transformers' tokenizer; eos_token_ids: every id that ends a text, ascending; path: the folder it came from."""
+    """A checkpoint's tokenizer.
+
+    hf: transformers' tokenizer.
+    eos_token_ids: every id that ends a text, ascending.
+    path: the folder of its files.
+    """
 
     hf: Any
     eos_token_ids: tuple[int, ...]
     path: Path
 
     def encode(self, text: str) -> list[int]:
-        """A plain prompt, with the special tokens that the tokenizer adds by itself (a bos, for those that have one)."""
+        """Encode a plain prompt, with the tokenizer's own special tokens (such as a bos)."""
         return self._ids(text)
 
     def encode_word(self, text: str) -> list[int]:
-        """A piece of a text, without special tokens."""
+        """Encode a piece of a text, without special tokens."""
         return self._ids(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A chat, rendered by the chat template up to where the assistant's turn starts."""
+        """Encode a chat, rendered by the chat template up to the start of the assistant's turn."""
         if not self.hf.chat_template:
             raise ConfigError(
-                f"{self.path}: expected a chat template in the tokenizer's files, got none; give a plain prompt instead"
+                f"{self.path}: expected a chat template in the tokenizer's files, got none; "
+                "give a plain prompt instead"
             )
         if not messages or not all(
             isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages
@@ -55,9 +61,10 @@ class Tokenizer:
     def _ids(self, text: str, **options: bool) -> list[int]:
         try:
             text.encode()
-        except UnicodeEncodeError as e:  # JSON can write one
+        except UnicodeEncodeError as e:  # JSON can contain one
             raise ConfigError(
-                f"text: expected Unicode, got half a character (a lone surrogate), {text[e.start]!r}, at {e.start}"
+                "text: expected Unicode, got half a character (a lone surrogate), "
+                f"{text[e.start]!r}, at {e.start}"
             ) from None
         return list(self.hf.encode(text, **options))
 
@@ -70,23 +77,26 @@ class Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a checkpoint folder brings a tokenizer at all."""
+    """Whether a checkpoint folder has a tokenizer."""
     return any(
         (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
     )
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder; ConfigError if its files are missing or damaged. No code of the folder is run."""
+    """Load the tokenizer of a checkpoint folder; no code of the folder runs.
+
+    ConfigError if its files are missing or damaged.
+    """
     folder = Path(folder)
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # "PyTorch was not found": it is not needed
+    # No "PyTorch was not found": it is not needed.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     if not has_tokenizer(folder):
         raise ConfigError(
-            f"{folder}: expected a tokenizer (tokenizer.json, tokenizer.model or vocab.json), got none"
+            f"{folder}: expected a tokenizer (tokenizer.json, tokenizer.model or vocab.json), "
+            "got none"
         )
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -99,7 +109,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """The ids of generation_config.json, else of config.json (an id or a list), and the tokenizer's own."""
+    """Return the ids that end a text, ascending.
+
+    They are those of generation_config.json, else of config.json (an id or a list), and the
+    tokenizer's own.
+    """
     ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
@@ -108,7 +122,8 @@ def eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
             raise ConfigError(
-                f"{folder / name}: expected eos_token_id to be an id or a list of ids, got {value!r}"
+                f"{folder / name}: expected eos_token_id to be an id or a list of ids, "
+                f"got {value!r}"
             )
         ids |= set(values)
         break

@@ -1,4 +1,7 @@
-"""Checkpoint tensors -> a pytree of jax arrays, strictly: every tensor is expected, and every expected tensor is there."""
+"""Checkpoint tensors -> a pytree of jax arrays, strictly.
+
+A tensor that is missing, unexpected or misshapen is an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,12 @@ def check_shapes(
     ignore: Callable[[str], bool] = ignore_nothing,
     source: str = "checkpoint",
 ) -> None:
-    """Compare a parameter table with the names and shapes of a checkpoint, reading no weights; ConfigError names each difference.
+    """Compare a parameter table with the names and shapes of a checkpoint; read no weights.
 
-    ignore: names that may be there without being in the table (a tied lm_head, rotary tables). It never excuses a missing one.
+    ignore: names that the checkpoint may have and the table lacks (a tied lm_head, rotary tables).
+        It never excuses a missing one.
+
+    ConfigError names each difference.
     """
     wanted = {
         name: shape
@@ -50,7 +56,8 @@ def check_shapes(
     ]
     if problems:
         raise ConfigError(
-            f"{source}: expected {len(wanted)} tensors by its config, got {len(shapes)}: {'; '.join(problems)}"
+            f"{source}: expected {len(wanted)} tensors by its config, got {len(shapes)}: "
+            + "; ".join(problems)
         )
 
 
@@ -62,10 +69,11 @@ def load_params(
     ignore: Callable[[str], bool] = ignore_nothing,
     source: str = "checkpoint",
 ) -> Params:
-    """Read every tensor of the table, floats cast to ``dtype``, matrices turned to our [in, out]; checked as in check_shapes.
+    """Read every tensor of the table, checked as in check_shapes.
 
-    One weight at a time goes to the device, so that the host never holds the whole model beside it. Integers become
-    int32 (jax's default; a value that does not fit is an error), booleans and uint8 (packed weights) stay.
+    Floats are cast to ``dtype``, and matrices transposed to our [in, out]. Integers become int32,
+    jax's default; a value that does not fit is an error. Booleans and uint8 (packed weights) stay.
+    One weight at a time goes to the device, so that the host never holds the whole model beside it.
     """
     check_shapes(
         specs,
@@ -90,8 +98,9 @@ def load_params(
                 raise
             total = sum(_num_bytes(s, dtype) for s in jax.tree.leaves(specs, is_leaf=_is_spec))
             raise ConfigError(
-                f"{source}: expected {total / 1e9:.1f} GB of free device memory for its weights, got room for {loaded / 1e9:.1f} GB of "
-                "them; take a smaller target, dtype bfloat16, or mxfp4 'packed' where they are stored so"
+                f"{source}: expected {total / 1e9:.1f} GB of free device memory for its weights, "
+                f"got room for {loaded / 1e9:.1f} GB of them; take a smaller target, "
+                "dtype bfloat16, or mxfp4 'packed' where they are stored so"
             ) from e
         loaded += array.nbytes
         return on_device
@@ -112,7 +121,8 @@ def _cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
         bounds = np.iinfo(np.int32)
         if array.size and not (bounds.min <= array.min() and array.max() <= bounds.max):
             raise ConfigError(
-                f"{where}: expected integers that fit int32, got values in [{array.min()}, {array.max()}]"
+                f"{where}: expected integers that fit int32, "
+                f"got values in [{array.min()}, {array.max()}]"
             )
         return array.astype(np.int32, copy=False)
     return array

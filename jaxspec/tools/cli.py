@@ -107,5 +107,6 @@ def exact_float32() -> None:
 
     A GPU multiplies them in TF32 by default.
     """
-    if jax.config.jax_default_matmul_precision is None:  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen is None:
         jax.config.update("jax_default_matmul_precision", "highest")

@@ -1,4 +1,4 @@
-"""Where two decodings of the same prompts part, and how near to a tie the target was there."""
+"""Differences of two decodings of the same prompts, and the target's margin at each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BFLOAT16_BITS = 7  # of the mantissa, the leading one not counted
 
 
 class Decoded(Protocol):
-    """What is read of a RequestOutput."""
+    """The part of a RequestOutput that is compared."""
 
     @property
     def prompt_token_ids(self) -> list[int]: ...
@@ -35,10 +35,14 @@ class Decoded(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token in which two texts of a prompt differ; positions from 0, an id None where that text has ended already.
+    """The first token in which two texts of a prompt differ.
 
-    margin: how far the float32 logits of the two tokens are apart, after the tokens that the texts share; ulp: one unit in the last
-    place of bfloat16 at the larger of these logits. A margin below one ulp is a tie to bfloat16. None: not computed.
+    position: counts generated tokens from 0.
+    speculative_token_id, plain_token_id: None where that text has ended.
+    margin: distance of the float32 logits of the two tokens, after the tokens that the texts
+        share; None: not computed.
+    ulp: one unit in the last place of bfloat16 at the larger of these logits. A margin below it is
+        a tie to bfloat16.
     """
 
     prompt: int
@@ -53,16 +57,20 @@ class Difference:
         return self.margin is not None and self.ulp is not None and self.margin < self.ulp
 
     def __str__(self) -> str:
-        where = f"prompt {self.prompt}, token {self.position}: {self.speculative_token_id} against {self.plain_token_id}"
+        where = (
+            f"prompt {self.prompt}, token {self.position}: "
+            f"{self.speculative_token_id} against {self.plain_token_id}"
+        )
         if self.margin is None or self.ulp is None:
             return where
-        return f"{where}, {self.margin:.3g} apart in float32, {self.margin / self.ulp:.2f} bfloat16 ulp"
+        ulps = f"{self.margin / self.ulp:.2f} bfloat16 ulp"
+        return f"{where}, {self.margin:.3g} apart in float32, {ulps}"
 
     to_dict = asdict
 
 
 def find_differences(speculative: Sequence[Decoded], plain: Sequence[Decoded]) -> list[Difference]:
-    """One for each prompt whose token ids differ, in the order of the prompts."""
+    """Return one difference for each prompt whose token ids differ, in the order of the prompts."""
     return list(_differences(speculative, plain))
 
 
@@ -80,12 +88,14 @@ def with_margins(
     outputs: Sequence[Decoded],
     found: Sequence[Difference],
 ) -> list[Difference]:
-    """The differences with their margins: the target's weights, as they are, multiplied in float32 over the text that both share."""
+    """Return the differences with their margins.
+
+    The target's weights are multiplied in float32 over the text that both decodings share.
+    """
     done = []
     for d in found:
-        if (
-            d.speculative_token_id is None or d.plain_token_id is None
-        ):  # one text is the other's beginning: no two logits to compare
+        # Where one text is the other's beginning, there are no two logits to compare.
+        if d.speculative_token_id is None or d.plain_token_id is None:
             done.append(d)
             continue
         output = outputs[d.prompt]
@@ -103,7 +113,7 @@ def with_margins(
 
 
 def _last_logits(cfg: models.TargetConfig, params: Params, tokens: Sequence[int]) -> np.ndarray:
-    """float32 logits [vocab] after tokens."""
+    """Return the float32 logits [vocab] after tokens."""
     rows = -(-len(tokens) // BUCKET) * BUCKET
     padded = np.zeros((1, rows), np.int32)
     padded[0, : len(tokens)] = tokens
@@ -122,9 +132,8 @@ def _forward(cfg: Any, params: Params, tokens: jax.Array, length: jax.Array) -> 
         tokens.shape[1],
     )
     caches = init_cache(cfg.attention, cfg.num_layers, pages, BLOCK, jnp.float32)
-    params = jax.tree.map(
-        lambda w: w.astype(jnp.float32), params
-    )  # in here, so that the copies live no longer than their use
+    # Cast inside the program, so that the copies live no longer than their use.
+    params = jax.tree.map(lambda w: w.astype(jnp.float32), params)
     with jax.default_matmul_precision("highest"):
         hidden = family.forward(params, cfg, tokens, metadata, caches).hidden
         return family.logits(params, cfg, hidden[:, length[0] - 1])[0]

@@ -154,7 +154,7 @@ def _machine(record: Record) -> str:
     return ", ".join(parts) + (" (transcribed)" if "transcribed" in record else "")
 
 
-# --- tables -----------------------------------------------------------------------------------
+# --- tables ---
 
 
 def rounds_table(sources: Sequence[Source]) -> str:
@@ -272,7 +272,7 @@ def ratio(server: Timing | None, ours: Timing) -> str:
     return "-" if server is None else f"{server.seconds / ours.seconds:.2f}"
 
 
-# --- the page ---------------------------------------------------------------------------------
+# --- the page ---
 
 
 def with_tables(page: Path) -> str:

@@ -1,4 +1,4 @@
-"""Prompts for the scripts: the demo's, and data sets in MT-bench's form from a file or the hub."""
+"""Prompts for the scripts: the demo's, and data sets in MT-bench's form."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ DEMO: tuple[str, ...] = (
     "Write a Python function that checks whether a word is a palindrome, and explain how it works.",
     "Summarise the plot of Romeo and Juliet in one paragraph.",
 )
-KEYS = (
-    "turns",
-    "prompt",
-    "question",
-)  # MT-bench's and its copies', the first that a row has; of several turns the first
+# The first of these keys that a row has holds its prompt (MT-bench and its copies); of several
+# turns the first is taken.
+KEYS = ("turns", "prompt", "question")
 
 
 def read_prompts(dataset: str) -> list[str]:
-    """The prompts of a JSON Lines file, or of a data set on the hub (its id, e.g. philschmid/mt-bench)."""
+    """Return the prompts of a JSON Lines file, or of a data set on the hub.
+
+    dataset: a path, or the hub's id, e.g. philschmid/mt-bench.
+    """
     path = Path(dataset).expanduser()
     if path.is_file():
         return read_jsonl(path)
@@ -36,13 +37,14 @@ def read_prompts(dataset: str) -> list[str]:
         or not all(dataset.split("/"))
     ):
         raise ConfigError(
-            f"--dataset {dataset}: expected a .jsonl file or the id of a data set on the hub, got no such file"
+            f"--dataset {dataset}: expected a .jsonl file or the id of a data set on the hub, "
+            "got no such file"
         )
     return _read_hub(dataset)
 
 
 def read_jsonl(path: Path) -> list[str]:
-    """One prompt a line; ConfigError names the line that is malformed. Blank lines are skipped."""
+    """Read one prompt a line and skip blank lines; ConfigError names a malformed line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as e:
@@ -60,7 +62,7 @@ def read_jsonl(path: Path) -> list[str]:
 
 
 def check_prompts(prompts: Iterable[str]) -> list[str]:
-    """Prompts from the command line, none of them empty."""
+    """Return prompts from the command line; ConfigError for an empty one."""
     return [_text(prompt, f"--prompt {i}") for i, prompt in enumerate(prompts)]
 
 
@@ -89,7 +91,10 @@ def _at_least_one(prompts: list[str], where: str) -> list[str]:
 
 
 def _read_hub(name: str) -> list[str]:
-    """A repository's only .jsonl file; other layouts through the datasets package where it is installed."""
+    """Read a repository's only .jsonl file.
+
+    Other layouts are read by the datasets package, where it is installed.
+    """
     import huggingface_hub
 
     try:
@@ -109,13 +114,13 @@ def _read_hub(name: str) -> list[str]:
             )
     except ConfigError:
         raise
-    except (
-        Exception
-    ) as e:  # no network, no such repository, a gated one, a layout that datasets cannot read
+    except Exception as e:  # no network, no such repository, a gated one, an unknown layout
         reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise ConfigError(
-            f"--dataset {name}: expected a .jsonl file, or a data set on a hub that can be reached, got {reason}"
+            f"--dataset {name}: expected a .jsonl file, or a data set on a hub that can be "
+            f"reached, got {reason}"
         ) from e
     raise ConfigError(
-        f"--dataset {name}: expected one .jsonl file in it (or the datasets package installed), got {sorted(files)[:8]}"
+        f"--dataset {name}: expected one .jsonl file in it (or the datasets package installed), "
+        f"got {sorted(files)[:8]}"
     )

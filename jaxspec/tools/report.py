@@ -1,4 +1,4 @@
-"""What a run leaves behind: the acceptance figures as lines and tables, the comparison with plain decoding, and the JSON record."""
+"""Reports of a run: acceptance figures, comparison with plain decoding, and the JSON record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RULER = "-" * 50
 
 
 def metric_lines(num_output_tokens: int, metrics: SpecDecodeMetrics) -> list[str]:
-    """The lines that vLLM's spec_decode example ends with."""
+    """Return the lines that vLLM's spec_decode example ends with."""
     return [
         RULER,
         f"total_num_output_tokens: {num_output_tokens}",
@@ -44,7 +44,7 @@ def metric_lines(num_output_tokens: int, metrics: SpecDecodeMetrics) -> list[str
 
 
 def acceptance_table(metrics: SpecDecodeMetrics) -> Table:
-    """How far the drafts got, position by position."""
+    """Return a table of accepted drafts, position by position."""
     table = Table(title="Acceptance of draft tokens")
     for heading in ("position", "accepted", "of rounds", "given the one before"):
         table.add_column(heading, justify="right")
@@ -56,14 +56,17 @@ def acceptance_table(metrics: SpecDecodeMetrics) -> Table:
     return table
 
 
-# --- speculative against plain decoding ---------------------------------------------------------------------------------------------
+# --- speculative against plain decoding ---
 
 Agreement = Literal["tokens", "distribution", "nothing"]
 
 
 def expected_agreement(params: SamplingParams, speculative: SpeculativeConfig) -> Agreement:
-    """What speculative and plain decoding share: every token when greedy or strict (one random stream for both), the
-    distribution under the other rules, and nothing where a schedule decides what is accepted."""
+    """Return what speculative and plain decoding have in common.
+
+    "tokens": greedy decoding and the strict rule, which share one random stream.
+    "distribution": the other rules. "nothing": a schedule decides what is accepted.
+    """
     if speculative.rejection_sample_method == "synthetic":
         return "nothing"
     return (
@@ -74,14 +77,17 @@ def expected_agreement(params: SamplingParams, speculative: SpeculativeConfig) -
 
 
 def tokens_per_second(timings: Timings) -> float:
-    """Output tokens over prefill and decoding."""
+    """Return the output tokens per second of prefill and decoding."""
     seconds = timings.prefill_seconds + timings.decode_seconds
     return timings.num_output_tokens / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outputs and timings of the same prompts decoded with and without speculation, both warm (nothing compiled in them)."""
+    """Timings and differences of the same prompts with and without speculation.
+
+    Programs compile before either is timed.
+    """
 
     expected: Agreement
     speculative: Timings
@@ -109,15 +115,18 @@ class Comparison:
             "tokens": f"texts agree: yes ({count})"
             if agree
             else f"texts agree: NO, {count} ({where})",
-            "distribution": f"texts agree: {'yes' if agree else 'no'}; under this rejection rule only their distribution is the same",
-            "nothing": "texts agree: not compared; the synthetic schedule accepts drafts whatever the target says",
+            "distribution": f"texts agree: {'yes' if agree else 'no'}; "
+            "under this rejection rule only their distribution is the same",
+            "nothing": "texts agree: not compared; "
+            "the synthetic schedule accepts drafts whatever the target says",
         }[self.expected]
         speeds = [
             f"{name} {tokens_per_second(t):.1f} tokens/s"
             for name, t in (("speculative", self.speculative), ("plain", self.plain))
         ]
         return [
-            f"speed-up over plain decoding: {self.speed_up:.2f}x ({', '.join(speeds)}; both warm, compilation not counted)",
+            f"speed-up over plain decoding: {self.speed_up:.2f}x "
+            f"({', '.join(speeds)}; both warm, compilation not counted)",
             verdict,
         ]
 
@@ -134,18 +143,20 @@ class Comparison:
         }
 
 
-# --- the JSON record ----------------------------------------------------------------------------------------------------------------
+# --- the JSON record ---
 
 
 class JsonFile:
-    """A file that is checked before the run, written after it, and replaced in one step: a failed run leaves the old one."""
+    """A file that is checked before the run and replaced in one step after it.
+
+    A failed run leaves the old file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().resolve()
         if self.path.exists() and not self.path.is_file():
-            raise ConfigError(
-                f"--output-json {path}: expected a file, got {'a folder' if path.is_dir() else 'something else'}"
-            )
+            kind = "a folder" if path.is_dir() else "something else"
+            raise ConfigError(f"--output-json {path}: expected a file, got {kind}")
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             self._temporary.touch()
@@ -167,7 +178,10 @@ class JsonFile:
 
 
 def request_record(output: RequestOutput, text: str) -> dict[str, Any]:
-    """One request; text is the prompt as the user gave it. Of several texts, those after the first are "further_texts"."""
+    """Return the record of one request; text is the prompt as the user gave it.
+
+    The first of several texts is in the record itself, the others are its "further_texts".
+    """
     record = {
         "prompt": text,
         "prompt_token_ids": output.prompt_token_ids,
@@ -199,7 +213,7 @@ def _places(place: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and devices, for a record of a run."""
+    """Return versions and devices, for a record of a run."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "jaxspec"):
         versions[name] = None
@@ -214,8 +228,8 @@ def environment() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package lies in, "-dirty" after it when files differ; None outside one."""
-    root = Path(__file__).resolve().parent.parent
+    """Return this checkout's commit, with "-dirty" if files differ; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = [

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from jaxspec.tools.cli import command
 from scripts import compare_compilation, generate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +18,7 @@ from scripts import plan as script
 from tests.support.full_size import CONFIGS, tensors
 
 
-def plan_of(name: str, *, draft: object = None, **changes: int) -> MemoryPlan:
+def plan_of(name: str, *, draft: object = None, **changes: Any) -> MemoryPlan:
     target = models.config_from_hf(CONFIGS[name])
     config = EngineConfig(**{"max_model_len": 8192, "max_num_seqs": 16, **changes})
     return memory_plan(

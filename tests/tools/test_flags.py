@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from jaxspec import EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.tools.cli import command, option
