@@ -18,4 +18,5 @@ def load(ref: Ref, layout: Layout, *, optimized: bool = True) -> jax.Array:
 
     optimized: refuse a layout whose loads from shared memory have bank conflicts.
     """
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  # jax 0.10's has an index
+    # jax 0.10 has one more argument, an index.
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]

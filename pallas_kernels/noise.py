@@ -102,7 +102,7 @@ def unit_interval(word: jax.Array) -> jax.Array:
 def gumbel(
     key: Key, token_ids: jax.Array, log: Function = jnp.log, log1p: Function = jnp.log1p
 ) -> jax.Array:
-    """Return standard Gumbel of full tail of token_ids (int32), float32 of their shape and the key's.
+    """Return standard Gumbel of full tail, float32, of token_ids (int32).
 
     jax.random.gumbel(mode="high") hashes twice and keeps 23 bits of each hash. Here the 46 bits
     are from the two words of one hash.

@@ -10,7 +10,7 @@ from pallas_kernels.types import Index, Ref
 
 
 def unsupported(block_size: int, keys: int) -> str | None:
-    """Return why tiles of so many keys cannot be read from blocks of this size, None if they can."""
+    """Return why tiles of `keys` keys cannot be read from such blocks, None if they can."""
     if block_size < 8 or (keys % block_size and block_size % keys):
         return f"block_size: expected 8, 16, 32 or a multiple of {keys}, got {block_size}"
     return None

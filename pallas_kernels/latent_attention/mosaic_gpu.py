@@ -202,7 +202,8 @@ def _publish(plan: Plan) -> None:
     @plgpu.inline_mgpu()
     def fence(_ctx: object) -> None:
         # New in jax 0.11.
-        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]
+        inline_ptx = utils.inline_ptx  # pyright: ignore[reportAttributeAccessIssue]
+        inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
         utils.warpgroup_barrier()
 
     fence()  # pyright: ignore[reportCallIssue]

@@ -194,7 +194,7 @@ def _residual(
         )
         exceeds = log_p > log_q
         gap = jnp.where(exceeds, log_q, -jnp.inf) - jnp.where(exceeds, log_p, 0.0)
-        # log(1 - e^gap); expm1 keeps its digits where p is close to q, which log1p(-exp(gap)) does not.
+        # log(1 - e^gap): expm1 keeps its digits where p is close to q, log1p(-exp(gap)) does not.
         residual = jnp.where(exceeds, log_p + jnp.log(-jnp.expm1(gap)), -jnp.inf)
     rejected = (num_accepted < num_drafts) & _at_row(scores.valid, verified)
     has_mass = jnp.max(residual, axis=1) > -jnp.inf

@@ -18,7 +18,7 @@ class StepMetadata(NamedTuple):
     """Attention metadata of a pass.
 
     positions:    int32 [batch, rows], at most max_model_len and the block table's end
-    seq_lens:     int32 [batch], tokens in the cache once the rows are written; 0 for an idle request
+    seq_lens:     int32 [batch], tokens in the cache with these rows; 0 for an idle request
     slot_mapping: int32 [batch, rows], block * block_size + offset; PAD_SLOT for an unwritten row
     window_start: int32 [batch, rows], the first position that a row sees
     bounds:       as pallas_kernels.attention.bounds.key_bounds makes them, or None

@@ -51,7 +51,7 @@ def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array
 
     0 if none does.
 
-    One bit a pass on a CPU, where comparisons are the cost; four on a GPU, where it is reading the row.
+    One bit a pass on a CPU, where comparisons cost most; four on a GPU, where reading the row does.
     """
 
     def search(bits: int, add_up: Callable[[list[jax.Array]], list[jax.Array]]) -> jax.Array:
@@ -71,7 +71,7 @@ def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array
 
 
 def _add_in_columns(values: list[jax.Array]) -> list[jax.Array]:
-    """Return sums over the vocabulary in interleaved columns: one chain is as slow as its latency."""
+    """Return sums over the vocabulary in interleaved columns: one chain would wait at each sum."""
     padded = [jnp.pad(v, [(0, 0), (0, 0), (0, -v.shape[-1] % COLUMNS)]) for v in values]
     return [v.reshape(*v.shape[:2], -1, COLUMNS).sum(axis=2).sum(axis=2) for v in padded]
 

@@ -141,7 +141,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
 
         def step(head: Index, tile: jax.Array, carry: Carry) -> Carry:
-            """Fold a tile into (values, maximum, sum by key), and fetch the one after the ring's."""
+            """Fold a tile into (values, maximum, sum by key), and fetch the one after the ring."""
             values, top, total, count, coming_number, coming, *blocks = carry
             slot = lax.rem(count, slots)
             # Looked up here, before the tile is needed: a load from device memory must not delay

@@ -89,7 +89,7 @@ class Plan(Sizes):
 
     @property
     def _short(self) -> bool:
-        """Whether no CTA has many tiles, so that starts and ends weigh as much as the stream between them."""
+        """Whether no CTA has many tiles: starts and ends then cost as much as the stream."""
         return self._seen <= 16 * self.cluster
 
     @property

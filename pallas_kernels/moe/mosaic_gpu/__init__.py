@@ -7,9 +7,9 @@ ring runs on from one item into the next, so that neither the number of experts 
 leave it idle.
 
 With up to FEW_ROWS rows every block takes all rows: nothing is sorted, and each CTA makes the list
-from the chosen ids. If there are more, XLA gathers the rows of each expert, padded to 8, 16 or 32. An expert with
-more than 32 rows has several blocks, next to each other in time: the second one finds the weights
-in the L2 cache.
+from the chosen ids. If there are more, XLA gathers the rows of each expert, padded to 8, 16 or 32.
+An expert with more than 32 rows has several blocks, next to each other in time: the second one
+finds the weights in the L2 cache.
 
 One accumulator runs through the whole depth, and a row's experts are summed in the order of its
 ids. So a row's bits depend on the row alone.

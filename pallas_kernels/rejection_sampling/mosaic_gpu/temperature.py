@@ -11,7 +11,7 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def divisor_of(refs: Refs, request: jax.Array) -> jax.Array | None:
-    """Return the request's temperature, 1 for a greedy one; None: the logits are divided already."""
+    """Return the request's temperature, 1 if greedy; None: the logits are divided already."""
     return (
         None
         if refs.temperature is None
