@@ -29,7 +29,7 @@ from jaxspec.engine.progress import no_progress, progress_bar
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
 from jaxspec.engine.warmup import WARMUP_KINDS, compile_ahead, shapes_of, shapes_up_to
-from jaxspec.layers import kernels as kernel_choice
+from jaxspec.layers import op_choice
 from jaxspec.layers.attention import join_projections
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
@@ -93,7 +93,7 @@ class LLM:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else ()
         self.eos_token_ids = tuple(eos_token_ids)
         self.dtype = jnp.dtype(dtype)
-        self.kernels = kernel_choice.choose(
+        self.kernels = op_choice.choose(
             self.config.kernels,
             self.target_config,
             self.draft_config,
@@ -110,7 +110,7 @@ class LLM:
             self.params,
             speculative,
             self.config,
-            kernels=self.kernels,
+            ops=self.kernels,
             dtype=self.dtype,
             acceptance_rates=synthetic.acceptance_rates(speculative) if speculative else None,
             eos_token_ids=self.eos_token_ids,
@@ -202,9 +202,11 @@ class LLM:
         ]
         if self.speculative:
             s, d = self.speculative, self.draft_config
+            size = getattr(d, "draft_vocab_size", None)
+            vocabulary = "" if size is None else f", vocabulary {size}"
             rounds = self.runner.rounds_per_step
             lines.append(
-                f"draft: {d.method}, vocabulary {d.draft_vocab_size}, "
+                f"draft: {d.method}{vocabulary}, "
                 f"K = {s.num_speculative_tokens}, rejection {s.rejection_sample_method}, "
                 f"drafts {s.draft_sample_method}, compilation {self.config.compilation}"
                 + (f", {rounds} rounds a step" if rounds > 1 else "")

@@ -232,7 +232,7 @@ def measure(
         max_drafts,
         stop_token_ids=llm.eos_token_ids,
         dtype=llm.dtype,
-        kernels=llm.kernels,
+        ops=llm.kernels,
     )
     recorder = Recorder(pair, max_num_seqs=llm.config.max_num_seqs, max_tokens=longest + max_tokens)
     for case in cases:

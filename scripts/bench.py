@@ -168,7 +168,7 @@ def run_case(
             raise
         return {"skipped": str(e)}
     rates = {"bandwidth": record["bytes_per_second"], "matmul_rate": record["flops_per_second"]}
-    result: dict[str, Any] = {"implementations": asdict(workload.cfg.kernels), "parts": found}
+    result: dict[str, Any] = {"implementations": asdict(workload.cfg.ops), "parts": found}
     result["floor"] = workload.floor(plain=False, **rates)
     result["plain_floor"] = workload.floor(plain=True, **rates)
     if seconds := round_seconds(found):

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams, SpeculativeConfig
-from jaxspec.config import Kernels
+from jaxspec.config import Ops
 from jaxspec.engine.inputs import Prompt
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.tools import report
@@ -74,12 +74,12 @@ def main(
         target, speculative=speculative, dtype=dtype, batch_buckets=buckets, **engine
     )
     print(llm.describe(), flush=True)
-    if llm.kernels == Kernels():
+    if llm.kernels == Ops():
         raise ConfigError(
             "kernels: expected an op that is not the reference already, "
             "got reference for all (on this device and dtype)"
         )
-    others = [f.name for f in fields(Kernels) if getattr(llm.kernels, f.name) != "reference"]
+    others = [f.name for f in fields(Ops) if getattr(llm.kernels, f.name) != "reference"]
     ops = others if options.ops is None else split_names("--ops", options.ops, others)
     chats: list[Prompt] = [[{"role": "user", "content": text}] for text in texts]
     params = SamplingParams(0.0, max_tokens=options.max_tokens)
@@ -87,7 +87,7 @@ def main(
     print(f"{len(starts)} windows of {options.window} tokens from {len(texts)} texts", flush=True)
     runs = exchange(llm, ops, starts, options.window)
     if options.ops is None:
-        runs["all reference"] = acceptance(llm, Kernels(), starts, options.window)
+        runs["all reference"] = acceptance(llm, Ops(), starts, options.window)
     show(runs)
     moved = {name: points_moved(runs["as chosen"], metrics) for name, metrics in runs.items()}
     if json_file:
@@ -137,7 +137,7 @@ def windows(outputs: list[RequestOutput], size: int) -> list[list[int]]:
 
 
 def acceptance(
-    loaded: LLM, kernels: Kernels, starts: list[list[int]], window: int
+    loaded: LLM, kernels: Ops, starts: list[list[int]], window: int
 ) -> SpecDecodeMetrics:
     """Measure acceptance of the same weights and texts on these kernels."""
     named = ",".join(f"{op}={name}" for op, name in asdict(kernels).items())

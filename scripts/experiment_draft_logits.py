@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec import LLM, ConfigError, EngineConfig, SpeculativeConfig, drafts, models
-from jaxspec.config import AttentionConfig
+from jaxspec.config import REFERENCE_OPS, AttentionConfig
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.tools import prompts, report
@@ -246,7 +246,7 @@ def exact_probabilities(pair: Pair) -> np.ndarray:
             pair.params["target"], pair.target, jnp.asarray(tokens), lengths, ()
         )
         logits = models.family(pair.target).logits(
-            pair.params["target"], pair.target, hidden[:, -1]
+            pair.params["target"], pair.target, hidden[:, -1], REFERENCE_OPS
         )
         p = np.asarray(jax.nn.softmax(logits), np.float64).reshape(*(VOCAB,) * length_so_far, VOCAB)
         joint = joint[..., None] * p / p.sum(axis=-1, keepdims=True)

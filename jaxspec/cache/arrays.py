@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.config import AttentionConfig, CompressedAttentionConfig, MLAConfig
+from jaxspec.config import (
+    AttentionConfig,
+    CompressedAttentionConfig,
+    MLAConfig,
+    TokenHistoryConfig,
+)
 
 # A masked row's slot. It is out of range of any cache, so a scatter with mode="drop" leaves the cache alone;
 # -1 would wrap around and dynamic_update_slice would clamp, both overwriting good data.
@@ -53,29 +58,36 @@ class CompressedCache:
     indexer: CompressorCache | None
 
 
-KVCache = tuple[Any, ...]  # a FullCache, a LatentCache or a CompressedCache a layer
+@struct.dataclass
+class TokenCache:
+    """The text itself, for drafters that look tokens up. tokens: int32 [num_blocks, block_size]."""
+
+    tokens: jax.Array
+
+
+LayerCache = FullCache | LatentCache | CompressedCache | TokenCache
+KVCache = tuple[Any, ...]  # a LayerCache per layer
 
 
 def init_cache(
-    attention: AttentionConfig | MLAConfig | CompressedAttentionConfig,
-    num_layers: int,
-    num_blocks: int | Sequence[int],
+    attention: AttentionConfig | MLAConfig | CompressedAttentionConfig | TokenHistoryConfig,
+    num_blocks: Sequence[int],
     block_size: int,
     dtype: jnp.dtype,
 ) -> KVCache:
-    """Empty caches for num_layers layers: one array pair each, since a stacked pool is copied at every kernel call.
+    """Empty caches, one per layer, of num_blocks[layer] blocks each.
 
-    num_blocks: of every layer, or one for each (layers of different KV-cache groups have blocks of different pools).
+    Each layer has arrays of its own, since a stacked pool is copied at every kernel call.
     """
-    of_layer = (num_blocks,) * num_layers if isinstance(num_blocks, int) else num_blocks
-    assert len(of_layer) == num_layers
+    if isinstance(attention, TokenHistoryConfig):
+        return tuple(TokenCache(jnp.zeros((n, block_size), jnp.int32)) for n in num_blocks)
     shapes = [
-        (blocks, block_size, attention.num_kv_heads, attention.head_dim) for blocks in of_layer
+        (blocks, block_size, attention.num_kv_heads, attention.head_dim) for blocks in num_blocks
     ]
     if isinstance(attention, CompressedAttentionConfig):
         return tuple(
-            _compressed_cache(attention, kind, s, dtype)
-            for kind, s in zip(attention.layer_types, shapes, strict=True)
+            _compressed_cache(attention, kind, shape, dtype)
+            for kind, shape in zip(attention.layer_types, shapes, strict=True)
         )
     if isinstance(attention, MLAConfig):
         return tuple(LatentCache(jnp.zeros(s, dtype)) for s in shapes)
@@ -124,3 +136,9 @@ def write_rows(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax
             jnp.concatenate([slots, jnp.full(1, PAD_SLOT, slots.dtype)]),
         )
     return flat.at[slots].set(rows, mode="drop", unique_indices=False).reshape(pool.shape)
+
+
+def write_tokens(cache: TokenCache, tokens: jax.Array, slot_mapping: jax.Array) -> TokenCache:
+    """Store tokens int32 [batch, rows] at slot_mapping [batch, rows]; PAD_SLOT rows are dropped."""
+    pool = cache.tokens[..., None, None]
+    return TokenCache(write_rows(pool, tokens[..., None, None], slot_mapping)[..., 0, 0])

@@ -17,22 +17,23 @@ from jaxspec.config import ConfigError
 
 
 def hash_blocks(
-    token_ids: Sequence[int], block_size: int, hashes: list[bytes], *, has_draft: bool = False
+    token_ids: Sequence[int], block_size: int, hashes: list[bytes], *, lookahead: int = 0
 ) -> None:
     """Append to `hashes` those of the full blocks of token_ids that it lacks.
 
-    A block's hash covers every token up to its end (a chain over the block before). SHA-256, so that no two texts share a block.
+    A block's hash covers every token up to its end (a chain over the block before). SHA-256, so that
+    no two texts share a block.
 
-    With a draft it covers the token after the block as well, and a block has no hash before that is known: the draft's row at position p is
-    made of token p + 1. vLLM leaves out the last block that matches instead. That costs a block each time, and is not enough: of two texts
-    that part right after block i, one may have cached block i, the other block i + 1, and a third one that is like the other finds both.
+    It covers the `lookahead` tokens after the block as well, and a block has no hash before they are
+    known: a draft's row at position p may be made of token p + 1 (Drafter.lookahead). vLLM leaves out
+    the last block that matches instead. That costs a block each time, and is not enough: of two texts
+    that part right after block i, one may have cached block i, the other block i + 1, and a third
+    text that equals the other finds both.
     """
-    ahead = int(has_draft)
-    for i in range(len(hashes), (len(token_ids) - ahead) // block_size):
+    for i in range(len(hashes), (len(token_ids) - lookahead) // block_size):
         digest = hashlib.sha256(hashes[-1] if hashes else b"")
-        digest.update(
-            np.asarray(token_ids[i * block_size : (i + 1) * block_size + ahead], np.int64).tobytes()
-        )
+        covered = token_ids[i * block_size : (i + 1) * block_size + lookahead]
+        digest.update(np.asarray(covered, np.int64).tobytes())
         hashes.append(digest.digest())
 
 

@@ -69,9 +69,10 @@ def most_pages(group: CacheGroup, rows: int) -> int:
 def block_bytes(cfg: RoundConfig, dtype: Any) -> tuple[int, ...]:
     """Of one block of each of cfg.cache_groups, in all layers that it serves, target's and draft's."""
     sizes = [0] * len(cfg.cache_groups)
-    of_layer = [(cfg.target, cfg.group_of_layer)]
+    of_layer = [(cfg.target, cfg.target.group_of_layer)]
     if cfg.draft is not None:
-        of_layer.append((cfg.draft, (cfg.draft_pool,) * cfg.draft.num_layers))
+        pools = cfg.draft_pools
+        of_layer.append((cfg.draft, tuple(pools[group] for group in cfg.draft.group_of_layer)))
     for model, pools in of_layer:
         for pool, size in zip(pools, layer_block_bytes(model, cfg.block_size, dtype), strict=True):
             sizes[pool] += size
@@ -81,7 +82,7 @@ def block_bytes(cfg: RoundConfig, dtype: Any) -> tuple[int, ...]:
 def layer_block_bytes(model: Any, block_size: int, dtype: Any) -> list[int]:
     """Of one block in each layer of a model."""
     caches = jax.eval_shape(
-        partial(init_cache, model.attention, model.num_layers, 1, block_size, dtype)
+        partial(init_cache, model.attention, (1,) * model.num_layers, block_size, dtype)
     )
     return [
         sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))

@@ -6,7 +6,8 @@ attention    attention's dimensions, groups of layers that share a block table
 rope         rotary embedding: its settings and frequencies
 speculative  SpeculativeConfig: what drafts, and how drafts are verified
 engine       EngineConfig: how the engine runs
-round        RoundConfig, Kernels, SamplingFeatures: the static description of a compiled round
+ops          Ops: the implementation of each op, and what follows from it
+round        RoundConfig, SamplingFeatures: the static description of a compiled round
 """
 
 from jaxspec.config.attention import (
@@ -14,8 +15,10 @@ from jaxspec.config.attention import (
     CacheGroup,
     CompressedAttentionConfig,
     MLAConfig,
+    TokenHistoryConfig,
 )
 from jaxspec.config.engine import Compilation, EngineConfig
+from jaxspec.config.ops import REFERENCE_OPS, Ops
 from jaxspec.config.reading import (
     ConfigError,
     is_int,
@@ -27,12 +30,11 @@ from jaxspec.config.reading import (
     settle_integers,
 )
 from jaxspec.config.rope import RopeConfig, rope_frequencies
-from jaxspec.config.round import REFERENCE_KERNELS, Kernels, RoundConfig, SamplingFeatures
-from jaxspec.config.speculative import METHODS, DraftSampling, RejectionRule, SpeculativeConfig
+from jaxspec.config.round import RoundConfig, SamplingFeatures
+from jaxspec.config.speculative import DraftSampling, RejectionRule, SpeculativeConfig
 
 __all__ = [
-    "METHODS",
-    "REFERENCE_KERNELS",
+    "REFERENCE_OPS",
     "AttentionConfig",
     "CacheGroup",
     "Compilation",
@@ -40,13 +42,14 @@ __all__ = [
     "ConfigError",
     "DraftSampling",
     "EngineConfig",
-    "Kernels",
     "MLAConfig",
+    "Ops",
     "RejectionRule",
     "RopeConfig",
     "RoundConfig",
     "SamplingFeatures",
     "SpeculativeConfig",
+    "TokenHistoryConfig",
     "is_int",
     "is_number",
     "read_int",

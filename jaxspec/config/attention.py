@@ -138,6 +138,11 @@ class CompressedAttentionConfig:
 
 
 @dataclass(frozen=True)
+class TokenHistoryConfig:
+    """A layer that caches token ids alone, for drafters that look tokens up."""
+
+
+@dataclass(frozen=True)
 class CacheGroup:
     """The layers that share a block table, and the geometry of their metadata.
 
@@ -158,6 +163,10 @@ class CacheGroup:
         if self.window is not None:
             return f"a window of {self.window}"
         return "full attention" if self.chunk is None else f"chunks of {self.chunk}"
+
+    def sees_as_far_as(self, other: CacheGroup) -> bool:
+        """Whether rows of both groups see the same positions."""
+        return (self.window, self.chunk) == (other.window, other.chunk)
 
     @property
     def reach(self) -> int | None:

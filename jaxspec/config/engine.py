@@ -28,7 +28,7 @@ class EngineConfig:
         each; requests enter, and results are read, only between two steps. None: 4 on a GPU whose
         rounds would be shorter than the host's time (jaxspec.decode.several_rounds), else 1.
     kernels: "reference", "mosaic_gpu", or "auto" for the fastest that device and models allow;
-        "op=name,op=name" for single ops (jaxspec.layers.kernels).
+        "op=name,op=name" for single ops (jaxspec.layers.op_choice).
     gpu_memory_utilization: the share of the device's memory that weights, KV cache and everything
         else may take together.
     num_gpu_blocks_override: KV-cache blocks of each pool, on a GPU or a CPU, or a tuple with one

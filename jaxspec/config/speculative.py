@@ -13,7 +13,6 @@ from jaxspec.config.settings import setting
 
 RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
 DraftSampling = Literal["greedy", "probabilistic"]
-METHODS = ("eagle", "eagle3", "mtp")
 _RULE_ALIASES = {"standard": "probabilistic"}  # vLLM's later name
 _DRAFT_ALIASES = {"gumbel": "probabilistic"}
 
@@ -24,8 +23,8 @@ class SpeculativeConfig:
 
     model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; None with
         "mtp": the target's.
-    method: "eagle" (EAGLE-1), "eagle3", or "mtp" (the module of multi-token prediction in the
-        target's own checkpoint).
+    method: "eagle" (EAGLE-1), "eagle3", "mtp" (the module of multi-token prediction in the target's
+        own checkpoint), or "ngram" (prompt lookup, without a model); see jaxspec.drafts.METHODS.
     num_speculative_tokens: K, the draft tokens of a round.
     rejection_sample_method: "strict", "probabilistic" (vLLM's "standard"), "block" or "synthetic".
     draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's
@@ -40,6 +39,8 @@ class SpeculativeConfig:
         sampled request then depends on the number of its neighbours.
     draft_max_model_len: the longest context, in tokens, that is drafted for; longer requests
         continue without drafts.
+    prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens
+        that is looked up.
     mtp_zero_first_embedding: whether an MTP module's row of position 0 has a zero embedding (None:
         the default in drafts/mtp.py).
     """
@@ -68,6 +69,8 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     draft_max_model_len: int | None = None
     mtp_zero_first_embedding: bool | None = None
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 2
 
     def __post_init__(self) -> None:
         def set_field(name: str, value: object) -> None:
@@ -112,8 +115,6 @@ class SpeculativeConfig:
         for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
             if getattr(self, name) is not None:
                 set_field(name, tuple(getattr(self, name)))
-        if self.method not in METHODS:
-            raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if not is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
             raise ConfigError(
                 "num_speculative_tokens: expected an integer of at least 1, "
@@ -126,6 +127,12 @@ class SpeculativeConfig:
             raise ConfigError(
                 "draft_max_model_len: expected an integer of at least 1 or none, "
                 f"got {self.draft_max_model_len!r}"
+            )
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        if not (is_int(longest) and is_int(shortest) and 1 <= shortest <= longest):
+            raise ConfigError(
+                "prompt_lookup_min, prompt_lookup_max: expected integers with 1 <= min <= max, "
+                f"got {shortest!r} and {longest!r}"
             )
         settle_integers(self)
         if self.rejection_sample_method not in get_args(RejectionRule):

@@ -9,16 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
+from jaxspec import drafts
+from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round, verify_and_commit
-from jaxspec.decode.state import DecodeState, draft_inputs
+from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification
-from jaxspec.drafts.autoregressive import DraftInputs, first_step, next_step
+from jaxspec.drafts.drafter import DraftContext, DraftPart, PromptChunk
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import has_large_state
+from jaxspec.sampling.state import SamplingState
 
 
 class Program:
@@ -49,58 +53,85 @@ class Program:
         return sum(compiled._cache_size() for compiled in self._compiled.values())
 
 
-def _draft_first_step(
-    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables
-) -> tuple[Any, DraftInputs, DecodeState]:
-    inputs = draft_inputs(state, cfg.draft_table(block_tables))
-    carry = first_step(cfg, params["draft"], inputs, state.draft_caches)
-    return carry, inputs, replace(state, draft_caches=())
+def _run_part(
+    cfg: RoundConfig, part: DraftPart, params: Params, context: DraftContext, index: Any, carry: Any
+) -> Any:
+    return part(cfg, params, context, index, carry)
 
 
-# Of a state, what a round is given to write into. Donating the small arrays too would cost a launch of about 2 us each: XLA copies what is
-# still read when its memory is written, and what goes out as it came in.
-DONATED = ("target_caches", "draft_caches", "pending_hidden")
+@struct.dataclass
+class DonatedBuffers:
+    """The large arrays of a state, which a round writes in place.
+
+    Small arrays are not donated: XLA copies one that is still read when its memory is written, and
+    one that goes out as it came in, at about 2 us per launch on an H200.
+
+    draft:    fields of the drafter's state: its caches, and those that it calls LARGE
+    sampling: the whole sampling state, where a logits processor keeps [batch, vocab]; else None
+    """
+
+    target_caches: KVCache
+    draft: dict[str, Any]
+    sampling: SamplingState | None
 
 
-def take_apart(state: DecodeState) -> tuple[dict[str, Any], DecodeState]:
-    """What is donated to a round, and the state without it."""
-    names = (*DONATED, "sampling") if has_large_state(state.sampling) else DONATED
-    return {name: getattr(state, name) for name in names}, replace(state, **dict.fromkeys(names))
+def split_donated(state: DecodeState) -> tuple[DonatedBuffers, DecodeState]:
+    """The buffers that a round writes in place, and the state without them."""
+    draft, draft_buffers = state.draft, {}
+    if draft is not None:
+        names = ("caches", *draft.LARGE)
+        draft_buffers = {name: getattr(draft, name) for name in names}
+        draft = replace(draft, **dict.fromkeys(names))
+    is_large = has_large_state(state.sampling)
+    buffers = DonatedBuffers(
+        state.target_caches, draft_buffers, state.sampling if is_large else None
+    )
+    sampling = None if is_large else state.sampling
+    rest = replace(state, target_caches=None, draft=draft, sampling=sampling)  # type: ignore[arg-type]
+    return buffers, rest
 
 
-def decode_round_of_parts(
+def join_donated(buffers: DonatedBuffers, rest: DecodeState) -> DecodeState:
+    """The state that split_donated took apart."""
+    draft = None if rest.draft is None else replace(rest.draft, **buffers.draft)
+    sampling = rest.sampling if buffers.sampling is None else buffers.sampling
+    return replace(rest, target_caches=buffers.target_caches, draft=draft, sampling=sampling)
+
+
+def decode_round_in_place(
     cfg: RoundConfig,
     params: Params,
-    donated: dict[str, Any],
-    rows: DecodeState,
+    buffers: DonatedBuffers,
+    rest: DecodeState,
     block_tables: BlockTables,
-) -> tuple[Verification, dict[str, Any], DecodeState]:
-    """decode_round of a state taken apart; None stands for the rows' arrays that it leaves alone."""
-    verification, state = decode_round(cfg, params, replace(rows, **donated), block_tables)
-    donated, after = take_apart(state)
-    return (
-        verification,
-        donated,
-        jax.tree.map(lambda new, old: None if new is old else new, after, rows),
-    )
+) -> tuple[Verification, DonatedBuffers, DecodeState]:
+    """decode_round of a state in two parts, of which the buffers are donated.
+
+    The rest of the successor holds None for each array that the round does not change, so that the
+    program neither copies nor returns it.
+    """
+    state = join_donated(buffers, rest)
+    verification, state = decode_round(cfg, params, state, block_tables)
+    buffers, after = split_donated(state)
+    changed = jax.tree.map(lambda new, old: None if new is old else new, after, rest)
+    return verification, buffers, changed
 
 
 def _run_round(
     cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables
 ) -> tuple[Verification, DecodeState]:
-    donated, rows = take_apart(state)
-    verification, donated, changed = round_program(cfg, params, donated, rows, block_tables)
-    rows = jax.tree.map(
-        lambda new, old: old if new is None else new, changed, rows, is_leaf=lambda x: x is None
+    buffers, rest = split_donated(state)
+    verification, buffers, changed = round_program(cfg, params, buffers, rest, block_tables)
+    rest = jax.tree.map(
+        lambda new, old: old if new is None else new, changed, rest, is_leaf=lambda x: x is None
     )
-    return verification, replace(rows, **donated)
+    return verification, join_donated(buffers, rest)
 
 
 prefill_program = Program(prefill, donate=2)
-round_program = Program(decode_round_of_parts, donate=2)
+round_program = Program(decode_round_in_place, donate=2)
 verify_program = Program(verify_and_commit, donate=2)
-first_step_program = Program(_draft_first_step, donate=2)
-next_step_program = Program(next_step, donate=4)
+draft_part_program = Program(_run_part, donate=5, static=2)
 
 
 def _step_by_step(
@@ -108,12 +139,11 @@ def _step_by_step(
 ) -> tuple[Verification, DecodeState]:
     if cfg.num_speculative_tokens == 0:
         return _run_round(cfg, params, state, block_tables)
-    carry, inputs, state = first_step_program(cfg, params, state, block_tables)
-    for step in range(1, cfg.num_speculative_tokens):
-        carry = next_step_program(cfg, params["draft"], inputs, np.int32(step), carry)
-    return verify_program(
-        cfg, params, replace(state, draft_caches=carry.caches), block_tables, carry.proposal
-    )
+    context, carry = draft_context(cfg, state, block_tables), state.draft
+    for index, part in enumerate(drafts.drafter(cfg.draft).parts(cfg)):
+        carry = draft_part_program(cfg, part, params["draft"], context, np.int32(index), carry)
+    state = replace(state, draft=carry.state)
+    return verify_program(cfg, params, state, block_tables, carry.proposal)
 
 
 def run_round(
@@ -129,10 +159,17 @@ def run_round(
 
 
 def run_prefill(
-    cfg: RoundConfig, params: Params, state: DecodeState, *args: Any, compilation: str
+    cfg: RoundConfig,
+    params: Params,
+    state: DecodeState,
+    block_tables: BlockTables,
+    chunk: PromptChunk,
+    *,
+    compilation: str,
 ) -> tuple[Verification, DecodeState]:
-    """One prefill chunk in the given compilation mode; args as `prefill` takes them after the state."""
+    """Run one prefill chunk in the given compilation mode; see prefill."""
     if compilation == "eager":
         with jax.disable_jit():
-            return prefill(cfg, params, state, *jax.tree.map(jnp.asarray, args))
-    return prefill_program(cfg, params, state, *args)
+            tables, chunk = jax.tree.map(jnp.asarray, (block_tables, chunk))
+            return prefill(cfg, params, state, tables, chunk)
+    return prefill_program(cfg, params, state, block_tables, chunk)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxspec import drafts
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
-from jaxspec.decode.state import DecodeState, draft_inputs, pending_rows
+from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification, verify
-from jaxspec.drafts.autoregressive import Proposal, consume_pending, propose
+from jaxspec.drafts.drafter import Observation, Proposal, empty_proposal
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import observe_tokens
 
@@ -23,11 +23,10 @@ def verify_and_commit(
     block_tables: BlockTables,
     proposal: Proposal,
 ) -> tuple[Verification, DecodeState]:
-    """Judge a proposal, then advance: seq_lens by what was accepted plus one, pending rows for the draft, finished requests.
+    """Verify a proposal, show the drafter the result, and advance the state.
 
-    The state may have more pending rows than this round has drafts (K was chosen by the batch's size).
-
-    A rejection needs no rollback: seq_lens does not pass the rejected rows, so they are masked, then overwritten.
+    A rejection needs no rollback: seq_lens does not pass the rejected rows, so they are masked, then
+    overwritten.
     """
     if cfg.limits_drafts:
         proposal = limit_drafts(cfg, state, proposal)
@@ -43,25 +42,19 @@ def verify_and_commit(
         state.sampling,
         params["draft"].get("target_to_draft") if cfg.draft is not None else None,
     )
-    live = state.active
-    state = replace(
-        state, seq_lens=state.seq_lens + verification.num_sampled, target_caches=out.caches
-    )
+    draft = state.draft
     if cfg.draft is not None:
-        # Row i of this pass is position seq_lens + i, and output_tokens[i] is the token after it: just the pairs
-        # that the draft reads next, rejected rows masked by num_pending.
-        hidden = drafts.family(cfg.draft).target_hidden(cfg.draft, out.hidden, out.aux)
-        pending_tokens, pending_hidden, num_pending = pending_rows(state)
-        unused = pending_tokens.shape[1] - hidden.shape[1]
-        tokens = jnp.pad(jnp.maximum(verification.output_tokens, 0), ((0, 0), (0, unused)))
-        state = replace(
-            state,
-            pending_tokens=jnp.where(live[:, None], tokens, pending_tokens),
-            pending_hidden=jnp.where(
-                live[:, None, None], jnp.pad(hidden, ((0, 0), (0, unused), (0, 0))), pending_hidden
-            ),
-            num_pending=jnp.where(live, verification.num_sampled, num_pending),
+        seen = Observation(
+            seq_lens=state.seq_lens,
+            active=state.active,
+            output_tokens=verification.output_tokens,
+            num_sampled=verification.num_sampled,
+            block_tables=cfg.draft_tables(block_tables),
+            target=out,
         )
+        draft = drafts.drafter(cfg.draft).observe(cfg, params["draft"], draft, seen)
+    seq_lens = state.seq_lens + verification.num_sampled
+    state = replace(state, seq_lens=seq_lens, target_caches=out.caches, draft=draft)
     return verification, advance(cfg, state, verification)
 
 
@@ -99,31 +92,18 @@ def limit_drafts(cfg: RoundConfig, state: DecodeState, proposal: Proposal) -> Pr
     return replace(proposal, draft_tokens=jnp.where(allowed, proposal.draft_tokens, -1))
 
 
-def no_proposal(batch: int) -> Proposal:
-    """What plain decoding verifies: K = 0."""
-    return Proposal(jnp.zeros((batch, 0), jnp.int32), None)
-
-
 def decode_round(
     cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables
 ) -> tuple[Verification, DecodeState]:
-    """propose, verify, commit. params: {"target": ..., "draft": ...}; block_tables as prefill takes them. Without a draft this is one step
-    of plain decoding, the oracle that greedy speculative decoding has to equal."""
-    if cfg.num_speculative_tokens == 0:
-        if (
-            cfg.draft is not None
-        ):  # it reads its pending rows, to be up to date when it drafts again
-            inputs = draft_inputs(state, cfg.draft_table(block_tables))
-            state = replace(
-                state,
-                draft_caches=consume_pending(cfg, params["draft"], inputs, state.draft_caches),
-            )
-        return verify_and_commit(
-            cfg, params, state, block_tables, no_proposal(state.active.shape[0])
-        )
-    carry = propose(
-        cfg, params["draft"], draft_inputs(state, cfg.draft_table(block_tables)), state.draft_caches
-    )
-    return verify_and_commit(
-        cfg, params, replace(state, draft_caches=carry.caches), block_tables, carry.proposal
-    )
+    """Run one round: propose, verify, commit.
+
+    params: {"target": ..., "draft": ...}; block_tables as prefill takes them. Without a draft this is
+    one step of plain decoding, the oracle that greedy speculative decoding has to equal.
+    """
+    proposal = empty_proposal(state.active.shape[0])
+    if cfg.draft is not None:
+        context = draft_context(cfg, state, block_tables)
+        drafter = drafts.drafter(cfg.draft)
+        proposal, draft = drafter.propose(cfg, params["draft"], state.draft, context)
+        state = replace(state, draft=draft)
+    return verify_and_commit(cfg, params, state, block_tables, proposal)

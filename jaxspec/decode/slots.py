@@ -43,12 +43,14 @@ class Admission:
 
 def without_caches(state: DecodeState) -> DecodeState:
     """Return the state without caches, which the small programs below need not pass through."""
-    return replace(state, target_caches=(), draft_caches=())
+    draft = None if state.draft is None else replace(state.draft, caches=())
+    return replace(state, target_caches=(), draft=draft)
 
 
 def with_caches(rows: DecodeState, state: DecodeState) -> DecodeState:
     """Return `rows` with the caches of `state`."""
-    return replace(rows, target_caches=state.target_caches, draft_caches=state.draft_caches)
+    draft = None if rows.draft is None else replace(rows.draft, caches=state.draft.caches)
+    return replace(rows, target_caches=state.target_caches, draft=draft)
 
 
 def _admit(rows: DecodeState, slots: jax.Array, new: Admission) -> DecodeState:

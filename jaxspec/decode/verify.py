@@ -15,9 +15,10 @@ from jax import lax
 
 from jaxspec import models
 from jaxspec.cache.arrays import KVCache
-from jaxspec.cache.metadata import build_metadata
+from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import RoundConfig
-from jaxspec.drafts.autoregressive import Proposal
+from jaxspec.drafts.drafter import Proposal
+from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import adjust_logits, truncate_logits, truncates
 from jaxspec.sampling.logprobs import Scores, score_tokens
@@ -65,7 +66,7 @@ def sample_rows(
         stream,
         position.reshape(-1),
         0,
-        implementation=cfg.kernels.gumbel_sample,
+        implementation=cfg.ops.gumbel_sample,
     )
     return tokens.reshape(batch, rows)
 
@@ -163,9 +164,7 @@ def judge_by_rule(
         rule="probabilistic" if cfg.rule == "strict" else cfg.rule,
         sampled=cfg.sampled,
     )
-    output_tokens, num_sampled = rejection_sample(
-        inputs, implementation=cfg.kernels.rejection_sampling
-    )
+    output_tokens, num_sampled = rejection_sample(inputs, implementation=cfg.ops.rejection_sampling)
     return Verification(output_tokens, num_sampled)
 
 
@@ -247,7 +246,7 @@ def verify(
     proposal: Proposal,
     seq_lens: jax.Array,
     active: jax.Array,
-    block_table: jax.Array,
+    block_tables: BlockTables,
     caches: KVCache,
     sampling: SamplingState,
     target_to_draft: jax.Array | None = None,
@@ -260,23 +259,22 @@ def verify(
     # -1 placeholders are rejected whatever the target says, so any id in range will do to embed them.
     tokens = jnp.concatenate([next_token[:, None], jnp.maximum(proposal.draft_tokens, 0)], axis=1)
     metadata = build_metadata(
-        cfg.target_group,
-        block_table,
+        cfg.target_groups,
+        block_tables,
         seq_lens,
         jnp.where(active, rows, 0),
         rows,
         attention=cfg.target.attention,
-        kernels=cfg.kernels,
+        ops=cfg.ops,
     )
     family = models.family(cfg.target)
     out = family.forward(
         params,
         cfg.target,
         tokens,
-        metadata,
+        Pass(metadata, cfg.ops),
         caches,
         aux_layers=cfg.draft.aux_layers if cfg.draft else (),
-        kernels=cfg.kernels,
     )
 
     def judged(
@@ -286,7 +284,7 @@ def verify(
         seq_lens: jax.Array,
         active: jax.Array,
     ) -> Verification:
-        logits = family.logits(params, cfg.target, hidden, cfg.kernels)
+        logits = family.logits(params, cfg.target, hidden, cfg.ops)
         return verify_rows(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active)
 
     return in_pieces(

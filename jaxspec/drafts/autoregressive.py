@@ -1,60 +1,96 @@
-"""Propose: the draft step, and the compiled loop that drives it K times.
+"""Autoregressive drafting: the draft step, and the compiled loop that runs it K times.
 
-Step 0 runs over the K+1 target rows that the draft may not have seen; steps 1 .. K-1 run one row a request inside
-lax.fori_loop, whose trip count is known, so that a GPU runs ahead of the host. The carried step index says where each
-step's token and logits are written, and from it each of these steps rebuilds the attention metadata before it runs.
+Step 0 reads the target rows that the draft has not consumed, at most K+1: the pending rows. Steps
+1 .. K-1 run one row per request inside lax.fori_loop, whose trip count is static, so that a GPU runs
+ahead of the host. The loop carries the step index: each step rebuilds its attention metadata from
+it, and writes its token and its logits into column `step` of preallocated arrays.
+
+Row p pairs the target's hidden state of position p with token p+1 (EAGLE, 2401.15077), so a draft
+lags one row behind the target: a round's rows are read in the next round, once the token after the
+last of them is sampled.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec import drafts
-from jaxspec.cache.arrays import KVCache
-from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
-from jaxspec.config import REFERENCE_KERNELS, Kernels, RoundConfig
+from jaxspec.cache.arrays import KVCache, init_cache
+from jaxspec.cache.metadata import BlockTables, build_metadata, rebuild_draft_metadata
+from jaxspec.config import REFERENCE_OPS, RoundConfig
+from jaxspec.drafts import families
+from jaxspec.drafts.drafter import (
+    DraftContext,
+    DraftPart,
+    Observation,
+    PromptChunk,
+    Proposal,
+)
+from jaxspec.drafts.drafter import empty_proposal as no_drafts
+from jaxspec.drafts.family import LayeredConfig, hidden_width
+from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import pick_row
+from jaxspec.models import TargetOutput
 from jaxspec.sampling.state import SamplingState, draw, sample, scale_by_temperature
+
+# The metadata kernel is made for the few rows of a round.
+PREFILL_METADATA_OPS = REFERENCE_OPS
+
+
+@struct.dataclass
+class AutoregressiveState:
+    """The target rows that the draft has not consumed, and the draft's caches.
+
+    pending_tokens: int32 [batch, K+1], the token after each pending row
+    pending_hidden: [batch, K+1, width], the target features of these rows
+    num_pending:    int32 [batch], how many of them are real
+    caches:         one cache per layer of the draft
+    """
+
+    LARGE: ClassVar[tuple[str, ...]] = ("pending_hidden",)
+
+    pending_tokens: jax.Array
+    pending_hidden: jax.Array
+    num_pending: jax.Array
+    caches: KVCache
 
 
 @struct.dataclass
 class DraftInputs:
-    """What a proposal starts from.
+    """The start of a proposal.
 
     seq_lens:       int32 [batch], tokens in the target's cache; the streams of the round are keyed by it
     pending_tokens: int32 [batch, K+1], the token after each row that the draft has not consumed
-    pending_hidden: [batch, K+1, hidden], the target's hidden states of these rows (fused in step 0)
+    pending_hidden: [batch, K+1, width], the target features of these rows (fused in step 0)
     num_pending:    int32 [batch], how many of them are real; 0 for an idle request
-    block_table:    int32 [batch, pages]
+    block_tables:   int32 [batch, pages] of each of the draft's KV-cache groups
+    sampling:       the requests' sampling parameters
     """
 
     seq_lens: jax.Array
     pending_tokens: jax.Array
     pending_hidden: jax.Array
     num_pending: jax.Array
-    block_table: jax.Array
+    block_tables: BlockTables
     sampling: SamplingState
 
 
 @struct.dataclass
-class Proposal:
-    """draft_tokens: int32 [batch, K], ids of the target's vocabulary. draft_logits: float32 [batch, K, draft_vocab],
-    before temperature; None where drafts are one-hot or the rule does not read q."""
-
-    draft_tokens: jax.Array
-    draft_logits: jax.Array | None
-
-
-@struct.dataclass
 class DraftCarry:
-    """The draft loop's state after a step. The next one reads the step's token int32 [batch] and hidden [batch, 1, hidden]; the last
-    step's are read by none."""
+    """The carry of the draft loop after a step.
+
+    proposal: the preallocated arrays, written up to this step's column
+    token:    int32 [batch], the step's draft, an input of the next step
+    hidden:   [batch, 1, D], the draft's feedback, an input of the next step
+    caches:   the draft's caches with the step's rows written
+    """
 
     proposal: Proposal
     token: jax.Array
@@ -62,28 +98,38 @@ class DraftCarry:
     caches: KVCache
 
 
-@partial(jax.jit, static_argnames=("cfg", "kernels"))
+def draft_inputs(state: AutoregressiveState, context: DraftContext) -> DraftInputs:
+    """The inputs of a proposal. An idle request has nothing pending."""
+    return DraftInputs(
+        seq_lens=context.seq_lens,
+        pending_tokens=state.pending_tokens,
+        pending_hidden=state.pending_hidden,
+        num_pending=jnp.where(context.active, state.num_pending, 0),
+        block_tables=context.block_tables,
+        sampling=context.sampling,
+    )
+
+
+@partial(jax.jit, static_argnames="cfg")
 def draft_step(
     params: Params,
     tokens: jax.Array,
     hidden: jax.Array,
-    last_row: jax.Array,
-    metadata: AttentionMetadata,
+    pass_: Pass,
     caches: KVCache,
     *,
-    cfg: drafts.DraftConfig,
-    kernels: Kernels = REFERENCE_KERNELS,
+    cfg: LayeredConfig,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """One pass of the draft: tokens int32 [batch, rows] and hidden [batch, rows, D] at the metadata's positions.
+    """Run the draft once over tokens int32 [batch, rows] and hidden [batch, rows, D].
 
-    Returns the float32 logits [batch, draft_vocab] and the feedback [batch, 1, D] of row last_row [batch], and the caches.
+    Returns the float32 logits [batch, draft_vocab] and the feedback [batch, 1, D] of the pass's
+    last_row, and the caches.
     """
-    family = drafts.family(cfg)
-    out = family.forward(
-        params, cfg, tokens, hidden, metadata, caches, kernels=kernels, last_row=last_row
-    )
-    head_input, feedback = pick_row(out.head_input, last_row), pick_row(out.feedback, last_row)
-    return family.logits(params, cfg, head_input[:, 0], kernels), feedback, out.caches
+    family = families.family(cfg)
+    out = family.forward(params, cfg, tokens, hidden, pass_, caches)
+    head_input = pick_row(out.head_input, pass_.last_row)
+    feedback = pick_row(out.feedback, pass_.last_row)
+    return family.logits(params, cfg, head_input[:, 0], pass_.ops), feedback, out.caches
 
 
 def noise_key(
@@ -114,7 +160,7 @@ def draw_draft(
         sampling.keys,
         *key,
         token_ids,
-        implementation=cfg.kernels.gumbel_sample,
+        implementation=cfg.ops.gumbel_sample,
     )
 
 
@@ -150,33 +196,29 @@ def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
 
 
 def read_pending(
-    cfg: RoundConfig, params: Params, inputs: DraftInputs
-) -> tuple[jax.Array, AttentionMetadata]:
-    """What step 0 reads of the pending rows: their hidden states, fused, [batch, K+1, D], and their metadata."""
-    assert cfg.draft_group is not None
+    cfg: RoundConfig, params: Params, inputs: DraftInputs, last_row: jax.Array | None
+) -> tuple[jax.Array, Pass]:
+    """The pending rows as step 0 reads them: their fused hidden states [batch, K+1, D], and their pass."""
     metadata = build_metadata(
-        cfg.draft_group,
-        inputs.block_table,
+        cfg.draft_groups,
+        inputs.block_tables,
         inputs.seq_lens - inputs.num_pending,
         inputs.num_pending,
         inputs.pending_tokens.shape[1],
         attention=cfg.draft.attention,
-        kernels=cfg.kernels,
+        ops=cfg.ops,
     )
-    return drafts.family(cfg.draft).fuse(
-        params, cfg.draft, inputs.pending_hidden, cfg.kernels
-    ), metadata
+    hidden = families.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden, cfg.ops)
+    return hidden, Pass(metadata, cfg.ops, last_row=last_row)
 
 
 def consume_pending(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache
 ) -> KVCache:
-    """Step 0's pass over the pending rows without its draft: the caches of a round with K = 0."""
-    hidden, metadata = read_pending(cfg, params, inputs)
-    forward = drafts.family(cfg.draft).forward
-    return forward(
-        params, cfg.draft, inputs.pending_tokens, hidden, metadata, caches, kernels=cfg.kernels
-    ).caches
+    """Run step 0 over the pending rows without drafting: the caches of a round with K = 0."""
+    hidden, pass_ = read_pending(cfg, params, inputs, None)
+    forward = families.family(cfg.draft).forward
+    return forward(params, cfg.draft, inputs.pending_tokens, hidden, pass_, caches).caches
 
 
 def first_step(
@@ -187,17 +229,9 @@ def first_step(
     buffers: Proposal | None = None,
 ) -> DraftCarry:
     """Step 0: consume the pending rows (rejected ones are masked), draft the first token from the last real row."""
-    hidden, metadata = read_pending(cfg, params, inputs)
-    last_row = jnp.maximum(inputs.num_pending - 1, 0)
+    hidden, pass_ = read_pending(cfg, params, inputs, jnp.maximum(inputs.num_pending - 1, 0))
     logits, feedback, caches = draft_step(
-        params,
-        inputs.pending_tokens,
-        hidden,
-        last_row,
-        metadata,
-        caches,
-        cfg=cfg.draft,
-        kernels=cfg.kernels,
+        params, inputs.pending_tokens, hidden, pass_, caches, cfg=cfg.draft
     )
     proposal, token = write_step(
         cfg,
@@ -214,25 +248,18 @@ def next_step(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry
 ) -> DraftCarry:
     """Step 1 .. K-1: rebuild the metadata, feed the last drafted token back, write column `step`."""
-    assert cfg.draft_group is not None
     metadata = rebuild_draft_metadata(
-        cfg.draft_group,
-        inputs.block_table,
+        cfg.draft_groups,
+        inputs.block_tables,
         inputs.seq_lens,
         inputs.num_pending,
         step,
         attention=cfg.draft.attention,
-        kernels=cfg.kernels,
+        ops=cfg.ops,
     )
+    pass_ = Pass(metadata, cfg.ops, last_row=jnp.zeros_like(carry.token))
     logits, feedback, caches = draft_step(
-        params,
-        carry.token[:, None],
-        carry.hidden,
-        jnp.zeros_like(carry.token),
-        metadata,
-        carry.caches,
-        cfg=cfg.draft,
-        kernels=cfg.kernels,
+        params, carry.token[:, None], carry.hidden, pass_, carry.caches, cfg=cfg.draft
     )
     proposal, token = write_step(cfg, params, inputs, step, logits, carry.proposal)
     return DraftCarry(proposal, token, feedback, caches)
@@ -245,10 +272,10 @@ def propose(
     caches: KVCache,
     buffers: Proposal | None = None,
 ) -> DraftCarry:
-    """K draft tokens a request, and their logits where the rejection rule reads them; see DraftInputs for what goes in.
+    """Draft K tokens per request, with their logits where the rejection rule reads them.
 
-    params are the draft's, with the arrays that it shares with the target (loading.bind_draft). buffers may replace the
-    preallocated arrays (tests poison them). K = 1 traces no loop.
+    params are the draft's, with the arrays that it shares with the target (loading.bind_draft).
+    buffers replaces the preallocated arrays (tests poison them). K = 1 traces no loop.
     """
     carry = first_step(cfg, params, inputs, caches, buffers)
     if cfg.num_speculative_tokens == 1:
@@ -256,3 +283,138 @@ def propose(
     return lax.fori_loop(
         1, cfg.num_speculative_tokens, partial(next_step, cfg, params, inputs), carry
     )
+
+
+@struct.dataclass
+class _Drafting:
+    """The carry between parts of a proposal that are compiled one by one."""
+
+    carry: DraftCarry
+    rest: AutoregressiveState  # without the caches, which the carry holds
+
+    @property
+    def proposal(self) -> Proposal:
+        return self.carry.proposal
+
+    @property
+    def state(self) -> AutoregressiveState:
+        return replace(self.rest, caches=self.carry.caches)
+
+
+def _first_part(
+    cfg: RoundConfig, params: Params, context: DraftContext, _: Any, state: AutoregressiveState
+) -> _Drafting:
+    carry = first_step(cfg, params, draft_inputs(state, context), state.caches)
+    return _Drafting(carry, replace(state, caches=()))
+
+
+def _next_part(
+    cfg: RoundConfig, params: Params, context: DraftContext, step: Any, drafting: _Drafting
+) -> _Drafting:
+    inputs = draft_inputs(drafting.rest, context)
+    carry = next_step(cfg, params, inputs, step, drafting.carry)
+    return _Drafting(carry, drafting.rest)
+
+
+@dataclass(frozen=True)
+class Autoregressive:
+    """The drafter of every family with layers: EAGLE-1, EAGLE-3, EAGLE for Llama 4, MTP."""
+
+    lookahead: int = 1  # row p reads token p+1
+    one_hot: bool = False
+
+    def init(
+        self, cfg: RoundConfig, batch: int, num_blocks: tuple[int, ...], dtype: Any
+    ) -> AutoregressiveState:
+        """See Drafter."""
+        rows, width = cfg.num_speculative_tokens + 1, hidden_width(cfg.draft, cfg.target)
+        return AutoregressiveState(
+            pending_tokens=jnp.zeros((batch, rows), jnp.int32),
+            pending_hidden=jnp.zeros((batch, rows, width), dtype),
+            num_pending=jnp.zeros(batch, jnp.int32),
+            caches=init_cache(
+                cfg.draft.attention,
+                [num_blocks[cfg.draft_pools[group]] for group in cfg.draft.group_of_layer],
+                cfg.block_size,
+                dtype,
+            ),
+        )
+
+    def prefill(
+        self,
+        cfg: RoundConfig,
+        params: Params,
+        state: AutoregressiveState,
+        block_tables: BlockTables,
+        chunk: PromptChunk,
+        first_token: jax.Array,
+        target: TargetOutput,
+    ) -> AutoregressiveState:
+        """Run the draft over the chunk's rows; see Drafter.
+
+        The row of a prompt's last token stays pending, until the token after it is sampled.
+        """
+        family, ends = families.family(cfg.draft), chunk.ends
+        hidden = family.target_hidden(cfg.draft, target.hidden, target.aux)
+        metadata = build_metadata(
+            cfg.draft_groups,
+            block_tables,
+            chunk.start,
+            chunk.num_tokens - ends.astype(jnp.int32),
+            chunk.tokens.shape[1],
+            attention=cfg.draft.attention,
+            ops=PREFILL_METADATA_OPS,
+        )
+        fused = family.fuse(params, cfg.draft, hidden, cfg.ops)
+        pass_ = Pass(metadata, cfg.ops)
+        out = family.forward(params, cfg.draft, chunk.following, fused, pass_, state.caches)
+        first_only = jnp.arange(state.pending_tokens.shape[1]) == 0
+        return AutoregressiveState(
+            pending_tokens=jnp.where(
+                ends[:, None] & first_only, first_token[:, None], state.pending_tokens
+            ),
+            pending_hidden=jnp.where(
+                ends[:, None, None] & first_only[:, None],
+                pick_row(hidden, chunk.last_row),
+                state.pending_hidden,
+            ),
+            num_pending=jnp.where(ends, 1, state.num_pending),
+            caches=out.caches,
+        )
+
+    def propose(
+        self, cfg: RoundConfig, params: Params, state: AutoregressiveState, context: DraftContext
+    ) -> tuple[Proposal, AutoregressiveState]:
+        """See Drafter."""
+        inputs = draft_inputs(state, context)
+        if cfg.num_speculative_tokens == 0:
+            caches = consume_pending(cfg, params, inputs, state.caches)
+            return no_drafts(context.seq_lens.shape[0]), replace(state, caches=caches)
+        carry = propose(cfg, params, inputs, state.caches)
+        return carry.proposal, replace(state, caches=carry.caches)
+
+    def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
+        """Step 0, then steps 1 .. K-1; see Drafter."""
+        return (_first_part, *(_next_part,) * (cfg.num_speculative_tokens - 1))
+
+    def observe(
+        self, cfg: RoundConfig, params: Params, state: AutoregressiveState, seen: Observation
+    ) -> AutoregressiveState:
+        """Make the rows of the target's pass the pending rows; see Drafter.
+
+        Row i of the pass is position seq_lens + i, and output_tokens[i] is the token after it: these
+        are the pairs that the draft reads. num_pending masks the rejected rows. The state may have
+        more pending rows than the round has drafts (K was chosen by the batch's size).
+        """
+        family, live = families.family(cfg.draft), seen.active
+        hidden = family.target_hidden(cfg.draft, seen.target.hidden, seen.target.aux)
+        unused = ((0, 0), (0, state.pending_tokens.shape[1] - hidden.shape[1]))
+        tokens = jnp.pad(jnp.maximum(seen.output_tokens, 0), unused)
+        return replace(
+            state,
+            pending_tokens=jnp.where(live[:, None], tokens, state.pending_tokens),
+            pending_hidden=jnp.where(
+                live[:, None, None], jnp.pad(hidden, (*unused, (0, 0))), state.pending_hidden
+            ),
+            num_pending=jnp.where(live, seen.num_sampled, state.num_pending),
+        )

@@ -14,29 +14,33 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
     AttentionConfig,
     CacheGroup,
     ConfigError,
-    Kernels,
     SpeculativeConfig,
     read_int,
     read_number,
 )
-from jaxspec.drafts.layer import (
+from jaxspec.drafts.family import (
     DraftOutput,
     Shapes,
     draft_attention,
     draft_window,
+    head_logits,
+    is_vocabulary_map,
+    keep_features,
+    keep_hidden,
     refuse_eagle3_switches,
+    same_name,
 )
-from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
-from jaxspec.layers.attention import attention_specs, rope_of
+from jaxspec.layers.attention import attention_specs
+from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
+from jaxspec.layers.mlp import mlp_specs
+from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import linear, mlp_specs, product, vocab_logits
+from jaxspec.layers.products import linear, project
 from jaxspec.models import TargetConfig
 
 
@@ -58,9 +62,14 @@ class EagleConfig:
     maps_vocabulary: bool = False
     method: str = "eagle"
 
-    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
-        """The draft's own group."""
-        return CacheGroup(block_size, max_model_len, self.sliding_window)
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Index into cache_groups."""
+        return (0,) * self.num_layers
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """One group for all layers of the draft."""
+        return (CacheGroup(block_size, max_model_len, self.sliding_window),)
 
     @property
     def draft_vocab_size(self) -> int:
@@ -94,61 +103,47 @@ def param_specs(cfg: EagleConfig) -> Params:
     return specs
 
 
-def target_hidden(cfg: EagleConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
-    """What the draft keeps of the target's pass: its hidden state after the final norm [batch, rows, D]."""
-    return hidden
-
-
-def fuse(
-    params: Params, cfg: EagleConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
-) -> jax.Array:
-    """The target's hidden state is used as it is; fc follows in `forward`, together with the embedding."""
-    return hidden
-
-
 def forward(
     params: Params,
     cfg: EagleConfig,
     tokens: jax.Array,
     hidden: jax.Array,
-    metadata: AttentionMetadata,
+    pass_: Pass,
     caches: KVCache,
-    *,
-    kernels: Kernels = REFERENCE_KERNELS,
-    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]. last_row: see DraftOutput."""
-    rope = rope_of(cfg.attention, metadata)
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    pass_ = pass_.with_rope(cfg.attention)
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     joined = jnp.concatenate([embedded, hidden], axis=-1)
-    x = (
-        linear(joined, params["fc"], params["fc_bias"])
-        if cfg.fc_bias
-        else product(joined, (params["fc"],), kernels)
-    )
+    if cfg.fc_bias:
+        x = linear(joined, params["fc"], params["fc_bias"])
+    else:
+        x = project(joined, (params["fc"],), pass_.ops)
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        norm = None if i == 0 else layer["input_layernorm"]
-        options = {"norm": norm, "residual": x, "window": cfg.sliding_window}
-        options["last_row"] = last_row if i == cfg.num_layers - 1 else None
+        norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps) if i > 0 else None
         stream, cache = dense_layer(
-            layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options
+            layer,
+            cfg.attention,
+            cfg.rms_norm_eps,
+            x,
+            cache,
+            pass_.for_layer(i, cfg.num_layers),
+            norm=norm,
+            residual=x,
+            window=cfg.sliding_window,
         )
         x = stream.x
         new_caches.append(cache)
     return DraftOutput(x, x, tuple(new_caches))
 
 
-def logits(
-    params: Params, cfg: EagleConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS
-) -> jax.Array:
-    """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
-    return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
-
-
-def canonical_name(name: str) -> str:
-    """EAGLE-1 files have one layout."""
-    return name
+# Defaults of DraftFamily.
+canonical_name = same_name
+fuse = keep_features
+ignored_tensor = is_vocabulary_map
+logits = head_logits
+target_hidden = keep_hidden
 
 
 def config_from_checkpoint(

@@ -15,25 +15,33 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
     AttentionConfig,
     CacheGroup,
     ConfigError,
-    Kernels,
+    Ops,
     SpeculativeConfig,
     read_int,
     read_number,
     read_object,
     refuse_unless,
 )
-from jaxspec.drafts.layer import DraftOutput, Shapes, draft_attention, draft_window
-from jaxspec.drafts.layer import ignored_tensor as ignored_tensor
-from jaxspec.layers.attention import attention_specs, rope_of
+from jaxspec.drafts.family import (
+    DraftOutput,
+    Shapes,
+    draft_attention,
+    draft_window,
+    head_logits,
+    is_vocabulary_map,
+    keep_aux,
+)
+from jaxspec.layers.attention import attention_specs
+from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
+from jaxspec.layers.mlp import mlp_specs
+from jaxspec.layers.norms import Norm, embed_norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import embed_norm, linear, mlp_specs, product, rms_norm, vocab_logits
+from jaxspec.layers.products import linear, project
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
 
@@ -69,9 +77,14 @@ class Eagle3Config:
     tied_lm_head: bool = False  # only with the target's head: it is the target's embedding
     method: str = "eagle3"
 
-    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
-        """The draft's own group."""
-        return CacheGroup(block_size, max_model_len, self.sliding_window)
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Index into cache_groups."""
+        return (0,) * self.num_layers
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """One group for all layers of the draft."""
+        return (CacheGroup(block_size, max_model_len, self.sliding_window),)
 
     @property
     def maps_vocabulary(self) -> bool:
@@ -122,65 +135,43 @@ def _layer_specs(prefix: str, cfg: Eagle3Config, *, first: bool) -> Params:
     return specs
 
 
-def target_hidden(cfg: Eagle3Config, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
-    """What the draft keeps of the target's pass: the aux hidden states [batch, rows, len(aux_layers) * target_hidden]."""
-    assert aux is not None
-    return aux
-
-
-def fuse(
-    params: Params, cfg: Eagle3Config, aux: jax.Array, kernels: Kernels = REFERENCE_KERNELS
-) -> jax.Array:
-    """g = fc(aux): [batch, rows, len(aux_layers) * target_hidden] -> [batch, rows, hidden]."""
+def fuse(params: Params, cfg: Eagle3Config, hidden: jax.Array, ops: Ops) -> jax.Array:
+    """g = fc(hidden): [batch, rows, len(aux_layers) * target_hidden] -> [batch, rows, hidden]."""
     if cfg.norm_before_fc:
-        aux = rms_norm(aux, params["input_norm"], cfg.rms_norm_eps, kernels)
+        hidden = rms_norm(hidden, params["input_norm"], cfg.rms_norm_eps, ops)
     if cfg.fc_norm:
-        parts = jnp.split(aux, len(cfg.aux_layers), axis=-1)
+        parts = jnp.split(hidden, len(cfg.aux_layers), axis=-1)
         normed = [
-            rms_norm(part, weight, cfg.rms_norm_eps, kernels)
-            for part, weight in zip(parts, params["fc_norm"], strict=True)
+            rms_norm(part, gain, cfg.rms_norm_eps, ops)
+            for part, gain in zip(parts, params["fc_norm"], strict=True)
         ]
-        aux = jnp.concatenate(normed, axis=-1)
-    return (
-        linear(aux, params["fc"], params["fc_bias"])
-        if cfg.fc_bias
-        else product(aux, (params["fc"],), kernels)
-    )
+        hidden = jnp.concatenate(normed, axis=-1)
+    if cfg.fc_bias:
+        return linear(hidden, params["fc"], params["fc_bias"])
+    return project(hidden, (params["fc"],), ops)
 
 
 def first_layer_input(
-    params: Params,
-    cfg: Eagle3Config,
-    tokens: jax.Array,
-    hidden: jax.Array,
-    kernels: Kernels = REFERENCE_KERNELS,
+    params: Params, cfg: Eagle3Config, tokens: jax.Array, hidden: jax.Array, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
     """(residual [batch, rows, D], attention input [batch, rows, 2D]): the embedding comes first in the concatenation."""
     layer = params["layers"][0]
-    options = {
-        "hidden": hidden,
-        "hidden_weight": layer["hidden_norm"],
-        "norm_residual": cfg.norm_before_residual,
-    }
     return embed_norm(
         tokens,
         params["embed_tokens"],
-        layer["input_layernorm"],
-        cfg.rms_norm_eps,
-        kernels,
-        **options,
+        Norm(layer["input_layernorm"], cfg.rms_norm_eps),
+        ops,
+        hidden=hidden,
+        hidden_gain=layer["hidden_norm"],
+        norm_residual=cfg.norm_before_residual,
     )
 
 
 def output(
-    params: Params,
-    cfg: Eagle3Config,
-    x: jax.Array,
-    caches: KVCache,
-    kernels: Kernels = REFERENCE_KERNELS,
+    params: Params, cfg: Eagle3Config, x: jax.Array, caches: KVCache, ops: Ops
 ) -> DraftOutput:
     """The two outputs of the last layer's x: logits read the normed one, the next step reads it only with norm_output."""
-    normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
+    normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, ops)
     return DraftOutput(normed, normed if cfg.norm_output else x, caches)
 
 
@@ -189,43 +180,35 @@ def forward(
     cfg: Eagle3Config,
     tokens: jax.Array,
     hidden: jax.Array,
-    metadata: AttentionMetadata,
+    pass_: Pass,
     caches: KVCache,
-    *,
-    kernels: Kernels = REFERENCE_KERNELS,
-    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]. last_row: see DraftOutput."""
-    rope = rope_of(cfg.attention, metadata)
-    x, attention_input = first_layer_input(params, cfg, tokens, hidden, kernels)
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D].
+
+    hidden is what `fuse` makes of the target's hidden states, or the feedback of the pass before.
+    """
+    pass_ = pass_.with_rope(cfg.attention)
+    x, attention_input = first_layer_input(params, cfg, tokens, hidden, pass_.ops)
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         norm = None
         if i > 0:
-            attention_input, norm = x, layer["input_layernorm"]
-        options = {"norm": norm, "residual": x, "window": cfg.sliding_window}
-        options["last_row"] = last_row if i == cfg.num_layers - 1 else None
+            attention_input = x
+            norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
         stream, cache = dense_layer(
             layer,
             cfg.attention,
             cfg.rms_norm_eps,
             attention_input,
-            rope,
-            metadata,
             cache,
-            kernels,
-            **options,
+            pass_.for_layer(i, cfg.num_layers),
+            norm=norm,
+            residual=x,
+            window=cfg.sliding_window,
         )
         x = stream.x
         new_caches.append(cache)
-    return output(params, cfg, x, tuple(new_caches), kernels)
-
-
-def logits(
-    params: Params, cfg: Eagle3Config, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS
-) -> jax.Array:
-    """Float32 logits [..., draft_vocab] of head_input [..., D]."""
-    return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
+    return output(params, cfg, x, tuple(new_caches), pass_.ops)
 
 
 def canonical_name(name: str) -> str:
@@ -239,6 +222,12 @@ def canonical_name(name: str) -> str:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
+
+
+# Defaults of DraftFamily.
+ignored_tensor = is_vocabulary_map
+logits = head_logits
+target_hidden = keep_aux
 
 
 def config_from_checkpoint(

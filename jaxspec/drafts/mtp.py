@@ -16,19 +16,25 @@ import jax.numpy as jnp
 
 from jaxspec import models
 from jaxspec.cache.arrays import KVCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
-    AttentionConfig,
     CacheGroup,
     ConfigError,
-    Kernels,
-    MLAConfig,
     SpeculativeConfig,
 )
-from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
+from jaxspec.drafts.family import (
+    DraftOutput,
+    ShapedLikeTarget,
+    Shapes,
+    head_logits,
+    keep_features,
+    keep_hidden,
+    refuse_eagle3_switches,
+    same_name,
+)
+from jaxspec.layers.context import Pass
+from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params, matrix, vector
-from jaxspec.layers.products import product, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers.products import project
 from jaxspec.models import TargetConfig
 
 
@@ -77,7 +83,7 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class MtpConfig:
+class MtpConfig(ShapedLikeTarget):
     """Static shape of the module: everything but its own switch is the target's."""
 
     target: TargetConfig
@@ -86,10 +92,9 @@ class MtpConfig:
     num_layers: int = 1
     aux_layers: tuple[int, ...] = ()  # it reads the target's last hidden state
     sliding_window: int | None = None
-    maps_vocabulary: bool = False
 
-    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
-        """The draft's own group."""
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """The target's one group."""
         return self.target.cache_groups(block_size, max_model_len)
 
     @property
@@ -100,30 +105,6 @@ class MtpConfig:
     def prefix(self) -> str:
         """Of the module's tensors in the checkpoint."""
         return self.layout.prefix.format(n=self.target.num_layers)
-
-    @property
-    def attention(self) -> AttentionConfig | MLAConfig:
-        return self.target.attention
-
-    @property
-    def hidden_size(self) -> int:
-        return self.target.hidden_size
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.target.intermediate_size
-
-    @property
-    def rms_norm_eps(self) -> float:
-        return self.target.rms_norm_eps
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.target.vocab_size
 
     @property
     def tied_lm_head(self) -> bool:
@@ -156,60 +137,35 @@ def ignored_tensor(cfg: MtpConfig, name: str) -> bool:
     )  # read with what they scale
 
 
-def target_hidden(cfg: MtpConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
-    """What the draft keeps of the target's pass: its hidden state after the final norm [batch, rows, D]."""
-    return hidden
-
-
-def fuse(
-    params: Params, cfg: MtpConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
-) -> jax.Array:
-    """The target's hidden state is used as it is; the projection follows in `forward`, together with the embedding."""
-    return hidden
-
-
 def forward(
     params: Params,
     cfg: MtpConfig,
     tokens: jax.Array,
     hidden: jax.Array,
-    metadata: AttentionMetadata,
+    pass_: Pass,
     caches: KVCache,
-    *,
-    kernels: Kernels = REFERENCE_KERNELS,
-    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]. last_row: see DraftOutput."""
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    pass_, ops = pass_.with_rope(cfg.attention), pass_.ops
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     if cfg.zero_first_embedding:
-        embedded = jnp.where(
-            metadata.positions[..., None] == 0, jnp.zeros((), embedded.dtype), embedded
-        )
-    embedded = rms_norm(embedded, params["embedding_norm"], cfg.rms_norm_eps, kernels)
-    hidden = rms_norm(hidden, params["hidden_norm"], cfg.rms_norm_eps, kernels)
-    joined = jnp.concatenate(
-        [hidden, embedded] if cfg.layout.hidden_first else [embedded, hidden], axis=-1
-    )
-    x = product(joined, (params["projection"],), kernels)
-    rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
+        zero = jnp.zeros((), embedded.dtype)
+        embedded = jnp.where(pass_.positions[..., None] == 0, zero, embedded)
+    embedded = rms_norm(embedded, params["embedding_norm"], cfg.rms_norm_eps, ops)
+    hidden = rms_norm(hidden, params["hidden_norm"], cfg.rms_norm_eps, ops)
+    pair = [hidden, embedded] if cfg.layout.hidden_first else [embedded, hidden]
+    x = project(jnp.concatenate(pair, axis=-1), (params["projection"],), ops)
     decoder_layer = models.family(cfg.target).decoder_layer
-    x, cache = decoder_layer(
-        params["layers"][0], cfg.target, x, rope, metadata, caches[0], kernels, last_row=last_row
-    )
-    normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
+    x, cache = decoder_layer(params["layers"][0], cfg.target, x, caches[0], pass_)
+    normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, ops)
     return DraftOutput(normed, normed, (cache,))
 
 
-def logits(
-    params: Params, cfg: MtpConfig, head_input: jax.Array, kernels: Kernels = REFERENCE_KERNELS
-) -> jax.Array:
-    """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
-    return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
-
-
-def canonical_name(name: str) -> str:
-    """The names are the target's checkpoint's."""
-    return name
+# Defaults of DraftFamily.
+canonical_name = same_name
+fuse = keep_features
+logits = head_logits
+target_hidden = keep_hidden
 
 
 def config_from_checkpoint(

@@ -15,19 +15,28 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
     CacheGroup,
     CompressedAttentionConfig,
     ConfigError,
-    Kernels,
     SpeculativeConfig,
 )
-from jaxspec.drafts.layer import DraftOutput, Shapes, refuse_eagle3_switches
+from jaxspec.drafts.family import (
+    DraftOutput,
+    ShapedLikeTarget,
+    Shapes,
+    head_logits,
+    keep_aux,
+    keep_features,
+    refuse_eagle3_switches,
+    same_name,
+)
+from jaxspec.layers.context import Pass
 from jaxspec.layers.hyper_connections import collapse, head_specs
+from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, matrix, vector
-from jaxspec.layers.products import product, rms_norm, rope_tables, vocab_logits
+from jaxspec.layers.products import project
+from jaxspec.layers.rope import rope_tables
 from jaxspec.models import TargetConfig, deepseek_v4
 from jaxspec.models.deepseek_v4 import SLIDING, DeepseekV4Config
 
@@ -36,14 +45,13 @@ PREFIX = "mtp.0"
 
 
 @dataclass(frozen=True)
-class DeepseekV4MtpConfig:
+class DeepseekV4MtpConfig(ShapedLikeTarget):
     """Static shape of the module: everything but its own switch is the target's. zero_first_embedding: see mtp.MtpLayout."""
 
     target: DeepseekV4Config
     zero_first_embedding: bool = False
     method: str = "mtp_deepseek_v4"
     num_layers: int = 1
-    maps_vocabulary: bool = False
     tied_lm_head: bool = False
 
     @property
@@ -51,9 +59,9 @@ class DeepseekV4MtpConfig:
         """It reads the target's residual streams before they are collapsed."""
         return (self.target.num_layers,)
 
-    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
-        """The draft's own group: its layer's window."""
-        return self.target.cache_groups(block_size, max_model_len)[1]
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """The target's group of layers with a window alone."""
+        return self.target.cache_groups(block_size, max_model_len)[1:]
 
     @property
     def attention(self) -> CompressedAttentionConfig:
@@ -62,22 +70,6 @@ class DeepseekV4MtpConfig:
     @property
     def sliding_window(self) -> int:
         return self.target.attention.sliding_window
-
-    @property
-    def hidden_size(self) -> int:
-        return self.target.hidden_size
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.target.intermediate_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.target.vocab_size
 
 
 def param_specs(cfg: DeepseekV4MtpConfig) -> Params:
@@ -99,83 +91,48 @@ def ignored_tensor(cfg: DeepseekV4MtpConfig, name: str) -> bool:
     return not name.startswith(f"{PREFIX}.")
 
 
-def target_hidden(cfg: DeepseekV4MtpConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
-    """What the draft keeps of the target's pass: its residual streams side by side [batch, rows, streams * D]."""
-    assert aux is not None
-    return aux
-
-
-def fuse(
-    params: Params,
-    cfg: DeepseekV4MtpConfig,
-    hidden: jax.Array,
-    kernels: Kernels = REFERENCE_KERNELS,
-) -> jax.Array:
-    """The target's streams are used as they are; the projections follow in `forward`."""
-    return hidden
-
-
 def forward(
     params: Params,
     cfg: DeepseekV4MtpConfig,
     tokens: jax.Array,
     hidden: jax.Array,
-    metadata: AttentionMetadata,
+    pass_: Pass,
     caches: KVCache,
-    *,
-    kernels: Kernels = REFERENCE_KERNELS,
-    last_row: jax.Array | None = None,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, streams * D].
-
-    last_row: see DraftOutput.
-    """
-    target, eps = cfg.target, cfg.target.rms_norm_eps
+    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, streams * D]."""
+    target, eps, ops = cfg.target, cfg.target.rms_norm_eps, pass_.ops
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     if cfg.zero_first_embedding:
-        embedded = jnp.where(
-            metadata.positions[..., None] == 0, jnp.zeros((), embedded.dtype), embedded
-        )
-    embedded = product(
-        embedded, (params["embedding_projection"],), kernels, norm=params["embedding_norm"], eps=eps
-    )
+        zero = jnp.zeros((), embedded.dtype)
+        embedded = jnp.where(pass_.positions[..., None] == 0, zero, embedded)
+    norm = Norm(params["embedding_norm"], eps)
+    embedded = project(embedded, (params["embedding_projection"],), ops, norm=norm)
     streams = hidden.reshape(*tokens.shape, target.residual.streams, -1)
-    streams = product(
-        streams, (params["hidden_projection"],), kernels, norm=params["hidden_norm"], eps=eps
-    )
+    norm = Norm(params["hidden_norm"], eps)
+    streams = project(streams, (params["hidden_projection"],), ops, norm=norm)
     x = streams + embedded[:, :, None]
-    rope = rope_tables(target.attention.rope, target.attention.rope_head_dim, metadata.positions)
+    attention = target.attention
+    rope = rope_tables(attention.rope, attention.rope_head_dim, pass_.positions)
     x, cache = deepseek_v4.decoder_layer(
         params["layers"][0],
         target,
         SLIDING,
         x,
         tokens,
-        rope,
-        metadata,
         caches[0],
-        kernels,
-        last_row=last_row,
+        replace(pass_, rope=rope),
+        group=0,
     )
-    head_input = rms_norm(
-        collapse(params["head"], target.residual, x), params["norm"], eps, kernels
-    )
+    collapsed = collapse(params["head"], target.residual, x)
+    head_input = rms_norm(collapsed, params["norm"], eps, ops)
     return DraftOutput(head_input, x.reshape(*x.shape[:2], -1), (cache,))
 
 
-def logits(
-    params: Params,
-    cfg: DeepseekV4MtpConfig,
-    head_input: jax.Array,
-    kernels: Kernels = REFERENCE_KERNELS,
-) -> jax.Array:
-    """Float32 logits [..., vocab] of head_input [..., D], by the target's head."""
-    return vocab_logits(head_input, params["lm_head"], kernels, tied=cfg.tied_lm_head)
-
-
-def canonical_name(name: str) -> str:
-    """The names are the target's checkpoint's."""
-    return name
+# Defaults of DraftFamily.
+canonical_name = same_name
+fuse = keep_features
+logits = head_logits
+target_hidden = keep_aux
 
 
 def config_from_checkpoint(

@@ -13,10 +13,7 @@ from jaxspec.engine.request import Request
 
 
 class BlockTables:
-    """A block table per KV-cache group, with a row per slot.
-
-    A program takes the table of the only group, or a tuple of tables.
-    """
+    """A block table per KV-cache group, with a row per slot. Programs take them as a tuple."""
 
     def __init__(self, num_groups: int, max_pages: int) -> None:
         self.num_groups, self.max_pages = num_groups, max_pages
@@ -54,7 +51,7 @@ class BlockTables:
             copied = self._on_device[group]
             if copied is None or copied.shape != (table.shape[0], pages):
                 self._on_device[group] = jax.device_put(table[:, :pages].copy())
-        return one_or_all(self._on_device)
+        return tuple(self._on_device)
 
     def for_prefill(self, owners: Sequence[Request], num_rows: int, pages: int) -> Any:
         """Return a row for each tile of a prefill call, whose requests are `owners`.
@@ -65,18 +62,14 @@ class BlockTables:
         for row, request in enumerate(owners):
             for table, held in zip(tables, request.blocks, strict=True):
                 write_row(table[row], held)
-        return one_or_all(tables)
+        return tuple(tables)
 
     def idle(self, num_rows: int, pages: int) -> Any:
         """Return blank rows."""
-        return one_or_all([self._blank(num_rows, pages) for _ in range(self.num_groups)])
+        return tuple(self._blank(num_rows, pages) for _ in range(self.num_groups))
 
 
 def write_row(row: np.ndarray, held: RequestBlocks) -> None:
     """Write a request's blocks into its row of a block table."""
     row[: held.first] = NULL_BLOCK
     row[held.first : held.num_pages] = held.blocks
-
-
-def one_or_all(tables: Sequence[Any]) -> Any:
-    return tables[0] if len(tables) == 1 else tuple(tables)

@@ -127,7 +127,7 @@ class Engine:
             block_size=config.block_size,
             head_room=runner.num_speculative_tokens + 1,
             rounds_per_step=runner.rounds_per_step,
-            has_draft=runner.speculative is not None,
+            lookahead=runner.configs.lookahead,
         )
         groups = [
             GroupBlocks(group, BlockPool(n, enable_prefix_caching=config.enable_prefix_caching))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from jaxspec import drafts
 from jaxspec.config import (
     CacheGroup,
+    DraftSampling,
     EngineConfig,
-    Kernels,
+    Ops,
     RoundConfig,
     SamplingFeatures,
     SpeculativeConfig,
 )
+from jaxspec.drafts import DraftConfig
 
 # A CUDA graph saves the host its launches, and the device a part of the gaps between them. But it
 # drops the kernels' early launches of their successors (programmatic dependent launch). So a target
@@ -21,6 +24,13 @@ from jaxspec.config import (
 # (docs/performance.md has figures).
 GRAPHS_BELOW_BYTES, GRAPHS_ABOVE_ROWS = 4 << 30, 64
 GREEDY = SamplingFeatures(sampled=False)
+
+
+def _draft_sampling(draft: DraftConfig, speculative: SpeculativeConfig) -> DraftSampling:
+    """How drafts are sampled. A one-hot drafter's drafts are certain, as greedy ones are."""
+    if drafts.drafter(draft).one_hot:
+        return "greedy"
+    return speculative.draft_sample_method  # type: ignore[return-value]
 
 
 class RoundConfigs:
@@ -33,27 +43,27 @@ class RoundConfigs:
         speculative: SpeculativeConfig | None,
         config: EngineConfig,
         *,
-        kernels: Kernels,
+        ops: Ops,
         weight_bytes: int,
         acceptance_rates: tuple[float, ...] | None = None,
     ) -> None:
         self._weight_bytes = weight_bytes
         self._speculative = speculative
         longest = speculative.draft_max_model_len if speculative else None
-        self._plain = RoundConfig.of_pair(
+        self._plain = RoundConfig.for_models(
             target,
             draft,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             draft_context=longest,
-            kernels=kernels,
+            ops=ops,
         )
         if speculative is not None:
             self._plain = replace(
                 self._plain,
                 num_speculative_tokens=speculative.num_speculative_tokens,
                 rule=speculative.rejection_sample_method,
-                draft_sampling=speculative.draft_sample_method,
+                draft_sampling=_draft_sampling(draft, speculative),
                 acceptance_rates=acceptance_rates,
             )
         self._overrides: dict[str, Any] = {}
@@ -62,13 +72,13 @@ class RoundConfigs:
     def override(
         self,
         *,
-        kernels: Kernels | None = None,
+        ops: Ops | None = None,
         acceptance_rates: tuple[float, ...] | None = None,
         cuda_graphs: bool | None = None,
     ) -> None:
         """Set fields of every RoundConfig from now on, for benchmarks; None leaves a field as it is."""
         given = {
-            "kernels": kernels,
+            "ops": ops,
             "acceptance_rates": acceptance_rates,
             "cuda_graphs": cuda_graphs,
         }
@@ -120,6 +130,12 @@ class RoundConfigs:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The KV-cache groups, each with a pool of blocks and a block table of its own."""
         return self.greedy.cache_groups
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens after its own that a cached position depends on (see Drafter); 0 without a draft."""
+        draft = self._plain.draft
+        return 0 if draft is None else drafts.drafter(draft).lookahead
 
     def num_drafts(self, batch_size: int) -> int:
         """Return the K of rounds with so many running requests."""

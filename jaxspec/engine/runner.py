@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config import EngineConfig, Kernels, RoundConfig, SamplingFeatures, SpeculativeConfig
+from jaxspec.config import EngineConfig, Ops, RoundConfig, SamplingFeatures, SpeculativeConfig
 from jaxspec.decode import programs, slots
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
@@ -24,6 +24,7 @@ from jaxspec.decode.several_rounds import RoundProgram
 from jaxspec.decode.slots import Admission
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
+from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.engine.block_tables import BlockTables
 from jaxspec.engine.buckets import Buckets, Shapes, power_of_two
 from jaxspec.engine.memory import CacheMemory
@@ -59,6 +60,12 @@ class PrefillTiles:
     num_tokens: np.ndarray
     next_prompt_token: np.ndarray
 
+    @property
+    def chunk(self) -> PromptChunk:
+        """The tiles as prefill takes them; it reads NumPy arrays as it reads JAX's."""
+        arrays: Any = (self.tokens, self.start, self.num_tokens, self.next_prompt_token)
+        return PromptChunk(*arrays)
+
     @classmethod
     def idle(
         cls, num_tiles: int, prefill_tile: int, num_slots: int, block_tables: Any
@@ -91,7 +98,7 @@ class ModelRunner:
         speculative: SpeculativeConfig | None,
         config: EngineConfig,
         *,
-        kernels: Kernels,
+        ops: Ops,
         dtype: Any,
         acceptance_rates: tuple[float, ...] | None = None,
         eos_token_ids: tuple[int, ...] = (),
@@ -100,9 +107,7 @@ class ModelRunner:
         self.dtype, self.eos_token_ids = jnp.dtype(dtype), eos_token_ids
         self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
         self.on_gpu = jax.default_backend() == "gpu"
-        # A tile holds whole row tiles of the attention kernel (48 rows). jnp gathers a request's
-        # keys for each tile, so it has fewer.
-        self.prefill_tile = 48 if kernels.attention == "mosaic_gpu" else 32
+        self.prefill_tile = ops.prefill_tile
         self.round_program: RoundProgram = rounds.run_rounds
         self.buckets = Buckets(config, self.prefill_tile, self.on_gpu)
         self.weight_bytes = sum(a.nbytes for a in jax.tree.leaves(params["target"]))
@@ -114,7 +119,7 @@ class ModelRunner:
             draft_config,
             speculative,
             config,
-            kernels=kernels,
+            ops=ops,
             weight_bytes=self.weight_bytes,
             acceptance_rates=acceptance_rates,
         )
@@ -288,10 +293,7 @@ class ModelRunner:
             self.params,
             slots.with_caches(rows, self.state),
             tiles.block_tables,
-            tiles.tokens,
-            tiles.start,
-            tiles.num_tokens,
-            tiles.next_prompt_token,
+            tiles.chunk,
             compilation=self.config.compilation,
         )
         rows = slots.put_back(

@@ -36,7 +36,7 @@ class SchedulerConfig:
     block_size: tokens of a block
     head_room: positions past a request's cached ones that a round may write, K + 1
     rounds_per_step: rounds that are launched together
-    has_draft: whether prefix blocks hold a draft's keys and values as well
+    lookahead: tokens after its own that a cached position depends on (see Drafter)
     """
 
     max_num_seqs: int
@@ -47,7 +47,7 @@ class SchedulerConfig:
     block_size: int
     head_room: int = 1
     rounds_per_step: int = 1
-    has_draft: bool = False
+    lookahead: int = 0
 
     @property
     def max_chunk(self) -> int:
@@ -215,7 +215,7 @@ class Scheduler:
             g.pool.enable_prefix_caching for g in self.groups
         ):
             return 0  # a prompt's log-probabilities need all of its rows
-        hash_blocks(known, size, request.hashes, has_draft=self.config.has_draft)
+        hash_blocks(known, size, request.hashes, lookahead=self.config.lookahead)
         return longest_prefix(self.groups, request.hashes[: (len(known) - 1) // size])
 
     def _num_pages(self, request: Request, group: CacheGroup) -> int:
@@ -287,7 +287,7 @@ class Scheduler:
             )
             request.num_prefilled = end
             # With a draft, the prompt's last row waits for the token after it.
-            request.num_consumed = end - (ends and self.config.has_draft)
+            request.num_consumed = end - (self.config.lookahead if ends else 0)
             if ends:
                 request.num_cached = end
                 # A preempted request has its next token already and samples nothing here.
@@ -355,7 +355,7 @@ class Scheduler:
             before = request.num_cached
             request.num_cached += len(tokens)
             # A draft reads a round's rows in the next round.
-            request.num_consumed = before if self.config.has_draft else request.num_cached
+            request.num_consumed = before if self.config.lookahead else request.num_cached
         kept = request.extend(tokens)
         if request.finish_reason is not None:
             slot = self._leave(request)
@@ -396,7 +396,7 @@ class Scheduler:
             request.all_token_ids[: request.num_consumed + 1],
             size,
             request.hashes,
-            has_draft=self.config.has_draft,
+            lookahead=self.config.lookahead,
         )
         for page in range(request.num_registered, count):
             for group, held in zip(self.groups, request.blocks, strict=True):

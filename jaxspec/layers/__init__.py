@@ -1,13 +1,17 @@
 """Parts that models and drafts are made of.
 
+context               Pass: what all layers of one pass over tokens share
+decoder_layer         a dense decoder layer: attention, then the MLP
 attention             one attention layer: project, rotate, write keys and values, attend
 mla                   multi-head latent attention with absorbed projections
 compressed_attention  DeepSeek-V4's attention over a window and compressed entries
-hyper_connections     DeepSeek-V4's residual of several streams
+mlp                   the gated MLP
 moe                   routers and experts
 mxfp4                 4-bit weights
-decoder_layer         a dense decoder layer: attention, then the MLP
-products              projections, norms, rotary embedding, MLP
+hyper_connections     DeepSeek-V4's residual of several streams
+products              products with weights, and the residual stream that they add to
+norms                 RMS norms
+rope                  rotary position embedding
 params                parameter tables: checkpoint name, shape, logical axes
-kernels               which implementation of each op runs
+op_choice             which implementation of each op runs
 """

@@ -11,28 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.arrays import FullCache
-from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels, MLAConfig
+from jaxspec.config import AttentionConfig, MLAConfig, Ops
+from jaxspec.layers.context import Pass
+from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import (
-    ResidualStream,
-    product,
-    rope_tables,
-    values_of,
-)
+from jaxspec.layers.products import Stream, project, values_of
 from pallas_kernels import attention as attention_op
 from pallas_kernels import rope_cache as rope_op
-
-RopeTables = tuple[jax.Array, jax.Array]
-
-
-def rope_of(cfg: AttentionConfig, metadata: AttentionMetadata) -> RopeTables:
-    """cos and sin of a pass, as rope_tables makes them: the metadata's, if its kernel has made them."""
-    return (
-        rope_tables(cfg.rope, cfg.rope_dim, metadata.positions)
-        if metadata.rope is None
-        else metadata.rope
-    )
 
 
 def attention_specs(
@@ -85,33 +70,15 @@ def join_projections(params: Any) -> Any:
     return [join_projections(value) for value in params] if isinstance(params, list) else params
 
 
-def _qkv(
-    params: Params,
-    cfg: AttentionConfig,
-    x: jax.Array | ResidualStream,
-    kernels: Kernels,
-    norm: jax.Array | None,
-) -> jax.Array:
-    """x [batch, rows, in] -> queries, keys and values side by side [batch, rows, (num_heads + 2 num_kv_heads) head_dim]."""
+def _qkv(params: Params, cfg: AttentionConfig, x: Stream, ops: Ops, norm: Norm | None) -> jax.Array:
+    """Queries, keys and values of (the norm of) x [batch, rows, in], side by side.
+
+    Returns [batch, rows, (num_heads + 2 num_kv_heads) head_dim].
+    """
     names = ("qkv",) if "qkv_proj" in params else ("q", "k", "v")
     weights = tuple(params[f"{n}_proj"] for n in names)
     bias = jnp.concatenate([params[f"{n}_bias"] for n in names]) if cfg.qkv_bias else None
-    return biased_product(x, weights, bias, kernels, norm=norm, eps=cfg.rms_norm_eps)
-
-
-def biased_product(
-    x: jax.Array | ResidualStream,
-    weights: tuple[jax.Array, ...],
-    bias: jax.Array | None,
-    kernels: Kernels,
-    **options: Any,
-) -> jax.Array:
-    """product, plus bias if there is one; rounded to x's dtype once, after the sum."""
-    if bias is None:
-        return product(x, weights, kernels, **options)
-    return (
-        product(x, weights, kernels, out_dtype=jnp.float32, **options) + bias.astype(jnp.float32)
-    ).astype(values_of(x).dtype)
+    return project(x, weights, ops, norm=norm, bias=bias)
 
 
 def rotated_matrix(
@@ -140,49 +107,34 @@ def halves_of_pairs(arrays: Sequence[np.ndarray], *, num_heads: int, before: int
     return ordered.reshape(array.shape).T
 
 
-def self_attention(
-    params: Params,
-    cfg: AttentionConfig,
-    x: jax.Array,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
-    cache: FullCache,
-    kernels: Kernels = REFERENCE_KERNELS,
-    *,
-    residual: jax.Array | None = None,
-    **options: Any,
-) -> tuple[jax.Array, FullCache]:
-    """(residual +) o_proj(attend(x, **options)): x [batch, rows, in] -> [batch, rows, out], and the cache with these rows written."""
-    attended, cache = attend(params, cfg, x, rope, metadata, cache, kernels, **options)
-    if cfg.o_bias:
-        out = biased_product(attended, (params["o_proj"],), params["o_bias"], kernels)
-        return (out if residual is None else residual + out), cache
-    return product(attended, (params["o_proj"],), kernels, residual=residual), cache
-
-
 def attend(
     params: Params,
     cfg: AttentionConfig,
-    x: jax.Array | ResidualStream,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
+    x: Stream,
     cache: FullCache,
-    kernels: Kernels = REFERENCE_KERNELS,
+    pass_: Pass,
     *,
-    norm: jax.Array | None = None,
+    norm: Norm | None,
+    group: int = 0,
     window: int | None = None,
     query_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, FullCache]:
-    """Attention of (the norm of) x [batch, rows, in] -> [batch, rows, num_heads * head_dim], and the cache with these rows written.
+    """Attention of (the norm of) x [batch, rows, in], and the cache with these rows written.
 
-    norm: the gain [in] of the RMS norm before the projections, with cfg.rms_norm_eps.
-    window: the most keys that a row of this metadata sees, by its window_start; None for all. query_scale: [batch, rows], on the queries.
+    norm:        before the projections; None where x is normed
+    group:       index of the layer's KV-cache group in the pass's metadata
+    window:      the most keys that a row of this group sees; None for all
+    query_scale: [batch, rows], on the queries
+
+    Returns [batch, rows, num_heads * head_dim].
     """
+    assert pass_.rope is not None
+    ops, metadata = pass_.ops, pass_.metadata[group]
     batch, rows = values_of(x).shape[:2]
-    qkv = _qkv(params, cfg, x, kernels, norm)
-    cos, sin = (table.reshape(batch * rows, -1) for table in rope)
+    qkv = _qkv(params, cfg, x, ops, norm)
+    cos, sin = (table.reshape(batch * rows, -1) for table in pass_.rope)
     packed = query_scale is None and attention_op.packs(
-        kernels.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
+        ops.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
     )
     projected = rope_op.Inputs(
         qkv=qkv.reshape(batch * rows, -1),
@@ -197,7 +149,7 @@ def attend(
         eps=cfg.rms_norm_eps,
         pack=rows if packed else None,
     )
-    q, k_cache, v_cache = rope_op.rope_and_write(projected, implementation=kernels.rope_cache)
+    q, k_cache, v_cache = rope_op.rope_and_write(projected, implementation=ops.rope_cache)
     q = q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim)
     if query_scale is not None:
         q = (q * query_scale[..., None, None]).astype(q.dtype)
@@ -215,5 +167,5 @@ def attend(
         window=window,
         packed_heads=cfg.num_heads if packed else None,
     )
-    attended = attention_op.paged_attention(queries, implementation=kernels.attention)
+    attended = attention_op.paged_attention(queries, implementation=ops.attention)
     return attended.reshape(batch, rows, -1), FullCache(k_cache, v_cache)

@@ -10,7 +10,7 @@ slot, and the row that closes a window computes its entry from the slots of its 
 the last one. So a rejection needs no rollback: rows past seq_lens are overwritten before a window is closed over them again, and an entry
 made of them is overwritten by the row that closes its window, before any row sees it. (vLLM's buffers are state of their own, #41162.)
 
-Everything here is plain jnp; kernels for it are not written yet.
+The compressors and attention itself are plain jnp: no kernels exist for them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from jaxspec.cache.arrays import (
     write_rows,
 )
 from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import REFERENCE_KERNELS, CompressedAttentionConfig, Kernels, RopeConfig
-from jaxspec.layers.attention import RopeTables
+from jaxspec.config import REFERENCE_OPS, CompressedAttentionConfig, RopeConfig
+from jaxspec.layers.context import Pass
+from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import linear, product, rms_norm, rope_tables
+from jaxspec.layers.products import linear, project
+from jaxspec.layers.rope import RopeTables, rope_tables
 
 _MASKED = -1e30  # finite: a row that sees nothing (an idle request) stays free of NaN
 
@@ -114,24 +116,27 @@ def compressed_attention(
     cfg: CompressedAttentionConfig,
     kind: str,
     x: jax.Array,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
     cache: CompressedCache,
-    kernels: Kernels = REFERENCE_KERNELS,
+    pass_: Pass,
+    *,
+    group: int,
 ) -> tuple[jax.Array, CompressedCache]:
     """x [batch, rows, D], normed already -> attention's output [batch, rows, D], and the cache with these rows written.
 
-    rope: tables of rope_head_dim at the rows' positions, of the layer's kind. metadata: of rows that follow one another.
+    The pass's rope tables are those of rope_head_dim and of the layer's kind; its rows follow one
+    another. group: index of the layer's KV-cache group in the pass's metadata.
     """
+    assert pass_.rope is not None
+    ops, rope, metadata = pass_.ops, pass_.rope, pass_.metadata[group]
     batch, rows, _ = x.shape
     q_latent = rms_norm(
-        product(x, (params["q_a_proj"],), kernels), params["q_a_norm"], cfg.rms_norm_eps, kernels
+        project(x, (params["q_a_proj"],), ops), params["q_a_norm"], cfg.rms_norm_eps, ops
     )
-    q = product(q_latent, (params["q_b_proj"],), kernels).reshape(
+    q = project(q_latent, (params["q_b_proj"],), ops).reshape(
         batch, rows, cfg.num_heads, cfg.head_dim
     )
     q = rotate_pairs(_unit_rms(q, cfg.rms_norm_eps), rope)
-    kv = rms_norm(linear(x, params["kv_proj"]), params["kv_norm"], cfg.rms_norm_eps)
+    kv = rms_norm(linear(x, params["kv_proj"]), params["kv_norm"], cfg.rms_norm_eps, REFERENCE_OPS)
     pool = write_rows(cache.kv, rotate_pairs(kv[:, :, None], rope), metadata.slot_mapping)
     parts = [window_keys(pool, metadata, cfg.sliding_window)]
 
@@ -166,7 +171,7 @@ def compressed_attention(
     low = jnp.einsum(
         "brgi,gio->brgo", grouped, params["o_a_proj"], preferred_element_type=jnp.float32
     ).astype(x.dtype)
-    out = product(low.reshape(batch, rows, -1), (params["o_b_proj"],), kernels)
+    out = project(low.reshape(batch, rows, -1), (params["o_b_proj"],), ops)
     return out, CompressedCache(pool, compressor, indexer)
 
 
@@ -254,7 +259,9 @@ def compress(
     before = (token < 0)[..., None]  # the first window has none before it
     weights = jax.nn.softmax(jnp.where(before, -jnp.inf, gates), axis=2)
     entry = jnp.sum(jnp.where(before, 0.0, weights * values), axis=2, keepdims=True)
-    entry = rms_norm(entry.astype(cache.entries.dtype), params["norm"], cfg.rms_norm_eps)
+    entry = rms_norm(
+        entry.astype(cache.entries.dtype), params["norm"], cfg.rms_norm_eps, REFERENCE_OPS
+    )
     entry = rotate_pairs(entry, rope_tables(rope, cfg.rope_head_dim, window * rate))
     return CompressorCache(
         inputs, write_rows(cache.entries, entry, _closing_slots(metadata, window, rate, block_size))

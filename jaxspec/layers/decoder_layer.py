@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from jaxspec.cache.arrays import FullCache
-from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import REFERENCE_KERNELS, AttentionConfig, Kernels
-from jaxspec.layers.attention import RopeTables, attend, biased_product
+from jaxspec.config import AttentionConfig
+from jaxspec.layers.attention import attend
+from jaxspec.layers.context import Pass
+from jaxspec.layers.mlp import add_mlp
+from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params
-from jaxspec.layers.products import ResidualStream, add_mlp, add_product, pick_row, values_of
+from jaxspec.layers.products import ResidualStream, Stream, add_projection, pick_row, values_of
 
 
 def dense_layer(
     layer: Params,
     cfg: AttentionConfig,
     eps: float,
-    x: jax.Array | ResidualStream,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
+    x: Stream,
     cache: FullCache,
-    kernels: Kernels = REFERENCE_KERNELS,
+    pass_: Pass,
     *,
-    residual: jax.Array | ResidualStream,
-    next_norm: jax.Array | None = None,
-    last_row: jax.Array | None = None,
-    **options: Any,
+    norm: Norm | None,
+    residual: Stream,
+    window: int | None = None,
+    next_gain: jax.Array | None = None,
 ) -> tuple[ResidualStream, FullCache]:
     """residual + attention of x [batch, rows, in], then the MLP; and the cache with these rows written.
 
-    last_row: int32 [batch], the only row whose result is made, [batch, 1, D]; keys and values are written for all.
-
-    eps: of the MLP's norm. options: attend's (norm, window). The result is prepared for the norm of gain next_norm, the next layer's, if
-    that is given and the kernels of product and norm are chosen (see add_product).
+    eps:       of the MLP's norm
+    norm:      of x, before the projections of attention; None where x is normed
+    window:    see attend
+    next_gain: the gain of the norm that follows the layer (see add_projection)
     """
     attention = layer["self_attn"]
-    attended, cache = attend(attention, cfg, x, rope, metadata, cache, kernels, **options)
-    residual, attended = pick_row(values_of(residual), last_row), pick_row(attended, last_row)
-    if cfg.o_bias:
-        added = biased_product(attended, (attention["o_proj"],), attention["o_bias"], kernels)
-        stream = ResidualStream(residual + added)
-    else:
-        stream = add_product(
-            residual,
-            attended,
-            attention["o_proj"],
-            kernels,
-            next_norm=layer["post_attention_layernorm"],
-        )
-    return add_mlp(layer, eps, stream, kernels, next_norm=next_norm), cache
+    attended, cache = attend(attention, cfg, x, cache, pass_, norm=norm, window=window)
+    stream = add_projection(
+        pick_row(values_of(residual), pass_.last_row),
+        pick_row(attended, pass_.last_row),
+        attention["o_proj"],
+        pass_.ops,
+        bias=attention["o_bias"] if cfg.o_bias else None,
+        next_gain=layer["post_attention_layernorm"],
+    )
+    return add_mlp(layer, eps, stream, pass_.ops, next_gain=next_gain), cache

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.arrays import LatentCache
-from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import REFERENCE_KERNELS, Kernels, MLAConfig
-from jaxspec.layers.attention import RopeTables, biased_product, halves_of_pairs, rotated_matrix
+from jaxspec.config import MLAConfig, Ops
+from jaxspec.layers.attention import halves_of_pairs, rotated_matrix
+from jaxspec.layers.context import Pass
+from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import log_once, product, rms_norm
+from jaxspec.layers.products import ResidualStream, add_projection, log_once, project
 from pallas_kernels import head_matmul as head_matmul_op
 from pallas_kernels import latent_attention as attention_op
 from pallas_kernels import latent_cache as cache_op
@@ -98,27 +98,26 @@ def _head_part(arrays: Sequence[np.ndarray], *, heads: int, nope: int, part: str
     return per_head[:, :nope] if part == "k" else per_head[:, nope:].swapaxes(1, 2)
 
 
-def latent_attention(
+def add_latent_attention(
     params: Params,
     cfg: MLAConfig,
     x: jax.Array,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
     cache: LatentCache,
-    kernels: Kernels = REFERENCE_KERNELS,
+    pass_: Pass,
     *,
-    norm: jax.Array,
-    residual: jax.Array,
-) -> tuple[jax.Array, LatentCache]:
-    """residual + o_proj(attention(norm of x)): x [batch, rows, D] -> the same, and the cache with these rows written.
+    norm: Norm,
+) -> tuple[ResidualStream, LatentCache]:
+    """Add attention of the norm of x [batch, rows, D] to the stream x, and write these rows' latents.
 
-    norm: the gain [D] of the RMS norm before the projections. rope: tables of rope_head_dim.
+    The pass's rope tables are those of rope_head_dim.
     """
+    assert pass_.rope is not None
+    ops, (metadata,) = pass_.ops, pass_.metadata
     batch, rows = x.shape[:2]
-    cos, sin = (table.reshape(batch * rows, -1) for table in rope)
-    normed = rms_norm(x, norm, cfg.rms_norm_eps, kernels)
+    cos, sin = (table.reshape(batch * rows, -1) for table in pass_.rope)
+    normed = rms_norm(x, norm.gain, norm.eps, ops)
     projected = cache_op.Inputs(
-        latents=_latents(params, cfg, normed, kernels),
+        latents=_latents(params, cfg, normed, ops),
         cos=cos,
         sin=sin,
         slot_mapping=metadata.slot_mapping.reshape(-1),
@@ -127,17 +126,17 @@ def latent_attention(
         q_norm=params.get("q_a_norm"),
         eps=LATENT_NORM_EPS,
     )
-    q_latent, pool = cache_op.norm_and_write(projected, implementation=kernels.rope_cache)
+    q_latent, pool = cache_op.norm_and_write(projected, implementation=ops.rope_cache)
     if q_latent is None:
-        q = product(normed, (params["q_proj"],), kernels)
+        q = project(normed, (params["q_proj"],), ops)
     else:
-        q = product(q_latent, (params["q_b_proj"],), kernels)
-    # The kernel's rows x heads are a multiple of 8; what the heads beyond the last one hold is of no account.
-    heads = cfg.num_heads if kernels.attention == "reference" else padded_heads(rows, cfg.num_heads)
+        q = project(q_latent, (params["q_b_proj"],), ops)
+    # Whatever the heads beyond the last one hold is discarded.
+    heads = padded_heads(rows, cfg.num_heads) if ops.pads_latent_heads else cfg.num_heads
     absorbed = _by_head(
         q.reshape(batch * rows, cfg.num_heads, -1),
         params["k_b_proj"],
-        kernels,
+        ops,
         cos=cos,
         sin=sin,
         out_heads=heads,
@@ -151,18 +150,14 @@ def latent_attention(
         kv_lora_rank=cfg.kv_lora_rank,
         scale=cfg.scale,
     )
-    attended = attention_op.latent_attention(queries, implementation=kernels.attention)
-    values = _by_head(
-        attended.reshape(batch * rows, heads, -1), params["v_b_proj"], kernels
-    ).reshape(batch, rows, -1)
-    if cfg.bias:
-        return residual + biased_product(
-            values, (params["o_proj"],), params["o_bias"], kernels
-        ), LatentCache(pool)
-    return product(values, (params["o_proj"],), kernels, residual=residual), LatentCache(pool)
+    attended = attention_op.latent_attention(queries, implementation=ops.attention)
+    values = _by_head(attended.reshape(batch * rows, heads, -1), params["v_b_proj"], ops)
+    bias = params["o_bias"] if cfg.bias else None
+    stream = add_projection(x, values.reshape(batch, rows, -1), params["o_proj"], ops, bias=bias)
+    return stream, LatentCache(pool)
 
 
-def _latents(params: Params, cfg: MLAConfig, x: jax.Array, kernels: Kernels) -> jax.Array:
+def _latents(params: Params, cfg: MLAConfig, x: jax.Array, ops: Ops) -> jax.Array:
     """x [batch, rows, D] -> the query's latent (if there is one), the key's, and the key to rotate, side by side [batch * rows, ...]."""
     names = (
         ("qkv_a",)
@@ -173,14 +168,22 @@ def _latents(params: Params, cfg: MLAConfig, x: jax.Array, kernels: Kernels) -> 
     )
     weights = tuple(params[f"{n}_proj"] for n in names)
     bias = jnp.concatenate([params[f"{n}_bias"] for n in names]) if cfg.bias else None
-    return biased_product(x, weights, bias, kernels).reshape(-1, sum(w.shape[1] for w in weights))
+    return project(x, weights, ops, bias=bias).reshape(-1, sum(w.shape[1] for w in weights))
 
 
-def _by_head(x: jax.Array, weights: jax.Array, kernels: Kernels, **options: Any) -> jax.Array:
-    """The head_matmul op. The kernel is made for the few rows of a decode step; what it does not take is XLA's: logged once, with why."""
-    implementation = kernels.matmul
+def _by_head(
+    x: jax.Array,
+    weights: jax.Array,
+    ops: Ops,
+    *,
+    cos: jax.Array | None = None,
+    sin: jax.Array | None = None,
+    out_heads: int | None = None,
+) -> jax.Array:
+    """The head_matmul op. XLA multiplies what its kernel, made for few rows, does not take."""
+    implementation = ops.matmul
     if implementation != "reference" and (reason := head_matmul_op.unsupported(x, weights)):
         log_once(f"XLA multiplies heads by {weights.shape}: the kernel {reason}")
         implementation = "reference"
-    inputs = head_matmul_op.Inputs(x=x, weights=weights, **options)
+    inputs = head_matmul_op.Inputs(x=x, weights=weights, cos=cos, sin=sin, out_heads=out_heads)
     return head_matmul_op.head_matmul(inputs, implementation=implementation)

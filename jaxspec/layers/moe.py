@@ -15,10 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.config import REFERENCE_KERNELS, Kernels
+from jaxspec.config import Ops
+from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.mxfp4 import dequantise
+from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix
-from jaxspec.layers.products import log_once, mlp_specs, product, rms_norm
+from jaxspec.layers.products import (
+    ResidualStream,
+    Stream,
+    add_projection,
+    add_to_stream,
+    log_once,
+    project_swiglu,
+    values_of,
+)
 from pallas_kernels import moe as moe_op
 from pallas_kernels import router as router_op
 
@@ -58,7 +68,7 @@ def route(
     bias: jax.Array,
     cfg: MoEConfig,
     kind: Literal["softmax", "sigmoid"],
-    kernels: Kernels = REFERENCE_KERNELS,
+    ops: Ops,
 ) -> tuple[jax.Array, jax.Array]:
     """Experts int32 [rows, at least top_k] and weights float32 [rows, top_k] of x [rows, D], by the router op or, with groups, in jnp.
 
@@ -66,7 +76,7 @@ def route(
     """
     if kind == "sigmoid" and cfg.num_groups > 1:
         return route_sigmoid(router_logits(x, router), bias, cfg)
-    implementation = kernels.moe
+    implementation = ops.moe
     if implementation != "reference":
         reason = router_op.unsupported(x.shape[0], router.shape, cfg.top_k, x.dtype)
         if reason is not None:
@@ -160,7 +170,7 @@ def expert_specs(
 
 
 def sigmoid_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, Any]:
-    """The weights of `sigmoid_moe_block` under `prefix` ("...mlp"), named as DeepSeek-V3 and GLM name them."""
+    """The weights of `add_sigmoid_moe` under `prefix` ("...mlp"), named as DeepSeek-V3 and GLM name them."""
     return {
         "router": matrix(
             f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", "experts")
@@ -182,17 +192,21 @@ def router_logits(normed: jax.Array, router: jax.Array) -> jax.Array:
     return jnp.matmul(normed, router, preferred_element_type=jnp.float32)
 
 
-def sigmoid_moe_block(
-    layer: Params, cfg: MoEConfig, eps: float, x: jax.Array, kernels: Kernels = REFERENCE_KERNELS
-) -> jax.Array:
-    """x + experts(norm(x)) + shared(norm(x)), x [batch, rows, D]: what stands for mlp_block in a layer of DeepSeek-V3 or GLM."""
-    normed = rms_norm(x, layer["post_attention_layernorm"], eps, kernels)
+def add_sigmoid_moe(
+    layer: Params, cfg: MoEConfig, eps: float, x: Stream, ops: Ops
+) -> ResidualStream:
+    """Add shared(norm(x)) and experts(norm(x)) to the stream x [batch, rows, D].
+
+    It takes add_mlp's place in a layer of DeepSeek-V3 or GLM.
+    """
+    normed = rms_norm(values_of(x), layer["post_attention_layernorm"], eps, ops)
     shared = layer["shared"]
-    inner = product(normed, (shared["gate_proj"], shared["up_proj"]), kernels, swiglu=True)
-    x = product(inner, (shared["down_proj"],), kernels, residual=x)
+    inner = project_swiglu(normed, shared["gate_proj"], shared["up_proj"], ops)
+    stream = add_projection(x, inner, shared["down_proj"], ops)
     flat = normed.reshape(-1, normed.shape[-1])
-    ids, weights = route(flat, layer["router"], layer["router_bias"], cfg, "sigmoid", kernels)
-    return x + experts(layer["experts"], cfg, flat, ids, weights, kernels).reshape(x.shape)
+    ids, weights = route(flat, layer["router"], layer["router_bias"], cfg, "sigmoid", ops)
+    routed = experts(layer["experts"], cfg, flat, ids, weights, ops)
+    return add_to_stream(stream, routed.reshape(normed.shape))
 
 
 def experts(
@@ -201,7 +215,7 @@ def experts(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    kernels: Kernels = REFERENCE_KERNELS,
+    ops: Ops,
 ) -> jax.Array:
     """The sum over each row's experts, weighted: x [rows, D], ids and weights as `route` gives them -> [rows, D].
 
@@ -213,8 +227,8 @@ def experts(
     rows <= FEW_ROWS: about all experts are hit; each is read once and given every row.
     more rows (prefill): rows sorted by expert, each multiplied by what it chose.
     """
-    if kernels.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS:
-        return _by_the_op(params, cfg, x, ids, weights, kernels.moe)
+    if ops.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS:
+        return _by_the_op(params, cfg, x, ids, weights, ops.moe)
     if weights.size < cfg.num_experts:
         return _gathered(params, cfg, x, ids, weights)
     if x.shape[0] <= FEW_ROWS:

@@ -45,7 +45,7 @@ def load_draft(
     target_params: Params,
     speculative: SpeculativeConfig,
     dtype: Any,
-) -> tuple[drafts.DraftConfig, Params]:
+) -> tuple[drafts.LayeredConfig, Params]:
     """Load the draft head of speculative.method in a folder, and bind it to a loaded target."""
     checkpoint = open_checkpoint(folder)
     family = drafts.family_of_checkpoint(speculative.method, checkpoint.config)
@@ -77,7 +77,7 @@ def load_draft(
 
 
 def bind_draft(
-    cfg: drafts.DraftConfig,
+    cfg: drafts.LayeredConfig,
     params: Params,
     target_params: Params,
     draft_to_target: np.ndarray | None,
@@ -105,7 +105,7 @@ def bind_draft(
 
 
 def _draft_to_target(
-    cfg: drafts.DraftConfig, tensors: Mapping[str, LazyTensor], source: str
+    cfg: drafts.LayeredConfig, tensors: Mapping[str, LazyTensor], source: str
 ) -> np.ndarray | None:
     """Return target ids from d2t, checked against t2d's mask.
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxspec import drafts
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
@@ -79,7 +80,9 @@ def load_pretrained(
             config, max_model_len=min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
         )
     draft = None
-    if speculative is not None:
+    if speculative is not None and speculative.method in drafts.MODEL_FREE:
+        draft = drafts.MODEL_FREE[speculative.method].config(loaded[0], speculative), {}
+    elif speculative is not None:
         own = speculative.model is None  # an MTP module is in the target's own checkpoint
         draft = load_draft(
             folder if own else resolve(speculative.model, kind="draft"),
@@ -107,7 +110,11 @@ def check_speculative(
                 "speculative: expected a SpeculativeConfig, its keys or None, "
                 f"got {speculative!r:.200}"
             )
-        if speculative.model is None and speculative.method != "mtp":
+        if speculative.method not in drafts.METHODS:
+            methods = ", ".join(drafts.METHODS)
+            raise ConfigError(f"method: expected one of {methods}, got {speculative.method!r}")
+        has_own_model = speculative.method not in ("mtp", *drafts.MODEL_FREE)
+        if speculative.model is None and has_own_model:
             raise ConfigError(
                 "speculative model: expected a folder, a name under checkpoints/ or a hub id "
                 "of a draft head, got none"

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
-from jaxspec.config import REFERENCE_KERNELS, Kernels
+from jaxspec.config import Ops
+from jaxspec.layers.norms import Norm, embed_norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import ResidualStream, embed_norm, rms_norm, values_of, vocab_logits
+from jaxspec.layers.products import ResidualStream, Stream, values_of, vocab_logits
 
 
 class DecoderConfig(Protocol):
@@ -67,24 +68,25 @@ def run_layers(
     cfg: DecoderConfig,
     tokens: jax.Array,
     caches: KVCache,
-    run_layer: Callable[[int, Params, Any, Any], tuple[jax.Array | ResidualStream, Any]],
+    run_layer: Callable[[int, Params, Any, Any], tuple[Stream, Any]],
     *,
     aux_layers: tuple[int, ...],
-    kernels: Kernels,
-    first_norm: jax.Array | None = None,
+    ops: Ops,
+    first_gain: jax.Array | None = None,
 ) -> TargetOutput:
-    """Embed tokens [batch, rows], then run_layer(i, layer's weights, x, layer's cache) -> (x, cache) for each layer, unrolled.
+    """Embed tokens [batch, rows], then run the layers, unrolled.
 
-    aux_layers are boundary ids: n is the residual stream that enters layer n (vLLM's and speculators' convention; n = num_layers is the
-    stream before the final norm). first_norm: the gain of layer 0's first norm, for layers that take a ResidualStream prepared for it.
+    run_layer(i, layer's weights, x, layer's cache) returns x and the cache.
+    aux_layers: boundary ids; n is the residual stream that enters layer n, and n = num_layers the
+    stream before the final norm (vLLM's and speculators' convention).
+    first_gain: the gain of layer 0's first norm, for layers that take a ResidualStream prepared for it.
     """
-    x: jax.Array | ResidualStream
-    if first_norm is None:
+    x: Stream
+    if first_gain is None:
         x = params["embed_tokens"][tokens]
     else:
-        embedded, normed = embed_norm(
-            tokens, params["embed_tokens"], first_norm, cfg.rms_norm_eps, kernels
-        )
+        norm = Norm(first_gain, cfg.rms_norm_eps)
+        embedded, normed = embed_norm(tokens, params["embed_tokens"], norm, ops)
         x = ResidualStream(embedded, normed=normed)
     aux: dict[int, jax.Array] = {}
     new_caches = []
@@ -95,14 +97,12 @@ def run_layers(
             x, cache = run_layer(i, layer, x, cache)
         new_caches.append(cache)
     aux[cfg.num_layers] = x = values_of(x)
-    hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps, kernels)
+    hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps, ops)
     picked = jnp.concatenate([aux[i] for i in aux_layers], axis=-1) if aux_layers else None
     return TargetOutput(hidden, picked, tuple(new_caches))
 
 
-def logits(
-    params: Params, cfg: DecoderConfig, hidden: jax.Array, kernels: Kernels = REFERENCE_KERNELS
-) -> jax.Array:
+def logits(params: Params, cfg: DecoderConfig, hidden: jax.Array, ops: Ops) -> jax.Array:
     """Float32 logits [..., vocab] of hidden [..., embed]."""
     tied = cfg.tie_word_embeddings
-    return vocab_logits(hidden, params["embed_tokens" if tied else "lm_head"], kernels, tied=tied)
+    return vocab_logits(hidden, params["embed_tokens" if tied else "lm_head"], ops, tied=tied)

@@ -9,12 +9,9 @@ from typing import Any
 import jax
 
 from jaxspec.cache.arrays import KVCache, LatentCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
     CacheGroup,
     ConfigError,
-    Kernels,
     MLAConfig,
     RopeConfig,
     read_int,
@@ -22,11 +19,13 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.layers.attention import RopeTables
-from jaxspec.layers.mla import latent_attention, mla_specs
-from jaxspec.layers.moe import MoEConfig, sigmoid_moe_block, sigmoid_moe_specs
+from jaxspec.layers.context import Pass
+from jaxspec.layers.mla import add_latent_attention, mla_specs
+from jaxspec.layers.mlp import add_mlp, mlp_specs
+from jaxspec.layers.moe import MoEConfig, add_sigmoid_moe, sigmoid_moe_specs
+from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, vector
-from jaxspec.layers.products import mlp_block, mlp_specs, pick_row, rope_tables
+from jaxspec.layers.products import pick_row
 from jaxspec.models import decoder
 from jaxspec.models.decoder import TargetOutput, decoder_specs, logits, run_layers
 
@@ -64,9 +63,14 @@ class DeepseekV3Config:
     num_mtp_layers: int = 0
     float8: bool = False
 
-    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
-        """All layers alike."""
-        return CacheGroup(block_size, max_model_len)
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Index into cache_groups."""
+        return (0,) * self.num_layers
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """One group: all layers have full attention."""
+        return (CacheGroup(block_size, max_model_len),)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
@@ -184,45 +188,34 @@ def ignored_tensor(cfg: DeepseekV3Config, name: str) -> bool:
 
 
 def decoder_layer(
-    layer: Params,
-    cfg: DeepseekV3Config,
-    x: jax.Array,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
-    cache: LatentCache,
-    kernels: Kernels = REFERENCE_KERNELS,
-    *,
-    last_row: jax.Array | None = None,
+    layer: Params, cfg: DeepseekV3Config, x: jax.Array, cache: LatentCache, pass_: Pass
 ) -> tuple[jax.Array, LatentCache]:
-    """One layer on x [batch, rows, D], dense or with experts as its weights say; also that of an MTP module. last_row: see dense_layer."""
-    norm = layer["input_layernorm"]
-    x, cache = latent_attention(
-        layer["self_attn"], cfg.attention, x, rope, metadata, cache, kernels, norm=norm, residual=x
+    """One layer on x [batch, rows, D], dense or with experts as its weights say; also an MTP module's."""
+    norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
+    stream, cache = add_latent_attention(
+        layer["self_attn"], cfg.attention, x, cache, pass_, norm=norm
     )
-    x = pick_row(x, last_row)
+    x = pick_row(stream.x, pass_.last_row)
     if "experts" in layer:
-        return sigmoid_moe_block(layer, cfg.moe, cfg.rms_norm_eps, x, kernels), cache
-    return mlp_block(layer, cfg.rms_norm_eps, x, kernels), cache
+        return add_sigmoid_moe(layer, cfg.moe, cfg.rms_norm_eps, x, pass_.ops).x, cache
+    return add_mlp(layer, cfg.rms_norm_eps, x, pass_.ops).x, cache
 
 
 def forward(
     params: Params,
     cfg: DeepseekV3Config,
     tokens: jax.Array,
-    metadata: AttentionMetadata,
+    pass_: Pass,
     caches: KVCache,
     *,
     aux_layers: tuple[int, ...] = (),
-    kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
-    """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
-    rope = rope_tables(cfg.attention.rope, cfg.attention.rope_dim, metadata.positions)
+    """Run the model over tokens [batch, rows]; aux_layers: see run_layers."""
+    pass_ = pass_.with_rope(cfg.attention)
 
     def run_layer(
         i: int, layer: Params, x: jax.Array, cache: LatentCache
     ) -> tuple[jax.Array, LatentCache]:
-        return decoder_layer(layer, cfg, x, rope, metadata, cache, kernels)
+        return decoder_layer(layer, cfg, x, cache, pass_)
 
-    return run_layers(
-        params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels
-    )
+    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, ops=pass_.ops)

@@ -6,28 +6,26 @@ Weights have the names of the original checkpoints (transformers writes others).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.arrays import CompressedCache, KVCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
     CacheGroup,
     CompressedAttentionConfig,
     ConfigError,
-    Kernels,
+    Ops,
     RopeConfig,
     read_int,
     read_number,
     read_object,
     refuse_unless,
 )
-from jaxspec.layers.attention import RopeTables
 from jaxspec.layers.compressed_attention import compressed_attention, compressed_attention_specs
+from jaxspec.layers.context import Pass
 from jaxspec.layers.hyper_connections import (
     HyperConnectionConfig,
     collapse,
@@ -44,8 +42,10 @@ from jaxspec.layers.moe import (
     route_sqrt_softplus,
     router_logits,
 )
+from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import IndexSpec, Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import pick_row, product, rms_norm, rope_tables
+from jaxspec.layers.products import pick_row, project
+from jaxspec.layers.rope import RopeTables, rope_tables
 from jaxspec.models.decoder import TargetOutput, logits
 
 __all__ = [
@@ -306,7 +306,7 @@ def ignored_tensor(cfg: DeepseekV4Config, name: str) -> bool:
 
 
 def layer_ropes(cfg: DeepseekV4Config, positions: jax.Array) -> tuple[RopeTables, RopeTables]:
-    """The tables of layers with a compressor and of those without one: as cache_groups."""
+    """The tables of layers with a compressor and of those without one, in the order of cache_groups."""
     attention = cfg.attention
     compressed, main = (
         rope_tables(rope, attention.rope_head_dim, positions)
@@ -321,55 +321,55 @@ def decoder_layer(
     kind: str,
     x: jax.Array,
     tokens: jax.Array,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
     cache: CompressedCache,
-    kernels: Kernels = REFERENCE_KERNELS,
+    pass_: Pass,
     *,
-    last_row: jax.Array | None = None,
+    group: int,
 ) -> tuple[jax.Array, CompressedCache]:
-    """One layer of this kind on the streams x [batch, rows, streams, D] of tokens [batch, rows]; last_row: see dense_layer."""
+    """One layer of this kind on the streams x [batch, rows, streams, D] of tokens [batch, rows].
+
+    group: index of its KV-cache group in the pass's metadata.
+    """
+    ops, last_row = pass_.ops, pass_.last_row
     read, post, comb = connect(layer["attention_connection"], cfg.residual, x)
-    normed = rms_norm(read, layer["input_layernorm"], cfg.rms_norm_eps, kernels)
+    normed = rms_norm(read, layer["input_layernorm"], cfg.rms_norm_eps, ops)
     attended, cache = compressed_attention(
-        layer["self_attn"], cfg.attention, kind, normed, rope, metadata, cache, kernels
+        layer["self_attn"], cfg.attention, kind, normed, cache, pass_, group=group
     )
     x, tokens = pick_row(merge(x, attended, post, comb), last_row), pick_row(tokens, last_row)
     read, post, comb = connect(layer["mlp_connection"], cfg.residual, x)
-    normed = rms_norm(read, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
-    return merge(x, _moe(layer, cfg.moe, normed, tokens, kernels), post, comb), cache
+    normed = rms_norm(read, layer["post_attention_layernorm"], cfg.rms_norm_eps, ops)
+    return merge(x, _moe(layer, cfg.moe, normed, tokens, ops), post, comb), cache
 
 
 def _moe(
-    layer: Params, cfg: MoEConfig, normed: jax.Array, tokens: jax.Array, kernels: Kernels
+    layer: Params, cfg: MoEConfig, normed: jax.Array, tokens: jax.Array, ops: Ops
 ) -> jax.Array:
     """experts(normed) + shared(normed), normed [batch, rows, D]."""
     shared = layer["shared"]
-    inner = gated(cfg, product(normed, (shared["gate_proj"], shared["up_proj"]), kernels))
+    inner = gated(cfg, project(normed, (shared["gate_proj"], shared["up_proj"]), ops))
     flat = normed.reshape(-1, normed.shape[-1])
     scores = router_logits(flat, layer["router"])
     looked_up = layer["expert_of_token"][tokens.reshape(-1)] if "expert_of_token" in layer else None
     chosen = route_sqrt_softplus(scores, layer.get("router_bias"), cfg, looked_up)
-    return product(inner, (shared["down_proj"],), kernels) + experts(
-        layer["experts"], cfg, flat, *chosen, kernels
-    ).reshape(normed.shape)
+    routed = experts(layer["experts"], cfg, flat, *chosen, ops)
+    return project(inner, (shared["down_proj"],), ops) + routed.reshape(normed.shape)
 
 
 def forward(
     params: Params,
     cfg: DeepseekV4Config,
     tokens: jax.Array,
-    metadata: tuple[AttentionMetadata, ...],
+    pass_: Pass,
     caches: KVCache,
     *,
     aux_layers: tuple[int, ...] = (),
-    kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
-    """One pass over tokens [batch, rows], with the metadata of each of cfg's cache groups.
+    """Run the model over tokens [batch, rows].
 
-    aux_layers: boundary ids as in run_layers; what is given of a boundary are its streams side by side, streams * D wide.
+    aux_layers: boundary ids as in run_layers; a boundary is its streams side by side, streams * D wide.
     """
-    ropes = layer_ropes(cfg, metadata[0].positions)
+    ops, ropes = pass_.ops, layer_ropes(cfg, pass_.positions)
     embedded = params["embed_tokens"][tokens]
     x = jnp.broadcast_to(
         embedded[:, :, None], (*tokens.shape, cfg.residual.streams, cfg.hidden_size)
@@ -377,18 +377,15 @@ def forward(
     boundary, new_caches = [x], []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         group, kind = cfg.group_of_layer[i], cfg.attention.layer_types[i]
+        of_layer = replace(pass_, rope=ropes[group])
         with jax.named_scope(f"layer_{i}"):
-            x, cache = decoder_layer(
-                layer, cfg, kind, x, tokens, ropes[group], metadata[group], cache, kernels
-            )
+            x, cache = decoder_layer(layer, cfg, kind, x, tokens, cache, of_layer, group=group)
         boundary.append(x)
         new_caches.append(cache)
-    hidden = rms_norm(
-        collapse(params["head"], cfg.residual, x), params["norm"], cfg.rms_norm_eps, kernels
-    )
-    aux = (
-        jnp.concatenate([boundary[i].reshape(*tokens.shape, -1) for i in aux_layers], axis=-1)
-        if aux_layers
-        else None
-    )
+    collapsed = collapse(params["head"], cfg.residual, x)
+    hidden = rms_norm(collapsed, params["norm"], cfg.rms_norm_eps, ops)
+    aux = None
+    if aux_layers:
+        picked = [boundary[i].reshape(*tokens.shape, -1) for i in aux_layers]
+        aux = jnp.concatenate(picked, axis=-1)
     return TargetOutput(hidden, aux, tuple(new_caches))

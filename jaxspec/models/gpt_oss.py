@@ -11,24 +11,23 @@ import jax
 import numpy as np
 
 from jaxspec.cache.arrays import FullCache, KVCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
     AttentionConfig,
     CacheGroup,
     ConfigError,
-    Kernels,
     RopeConfig,
     read_int,
     read_number,
     read_object,
     refuse_unless,
 )
-from jaxspec.layers.attention import attention_specs, self_attention
+from jaxspec.layers.attention import attend, attention_specs
+from jaxspec.layers.context import Pass
 from jaxspec.layers.moe import MoEConfig, experts, route
 from jaxspec.layers.mxfp4 import BLOCK, dequantise_on_host
+from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import rms_norm, rope_tables
+from jaxspec.layers.products import add_projection, add_to_stream
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 
 __all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
@@ -244,39 +243,47 @@ def forward(
     params: Params,
     cfg: GptOssConfig,
     tokens: jax.Array,
-    metadata: tuple[AttentionMetadata, ...],
+    pass_: Pass,
     caches: KVCache,
     *,
     aux_layers: tuple[int, ...] = (),
-    kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
-    """One pass over tokens [batch, rows], with the metadata of each of cfg's cache groups; aux_layers: see run_layers."""
-    windows = (None, cfg.sliding_window)
-    rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, metadata[0].positions)
+    """Run the model over tokens [batch, rows]; aux_layers: see run_layers."""
+    pass_ = pass_.with_rope(cfg.attention)
 
     def run_layer(
         i: int, layer: Params, x: jax.Array, cache: FullCache
     ) -> tuple[jax.Array, FullCache]:
-        group, norm = cfg.group_of_layer[i], layer["input_layernorm"]
-        x, cache = self_attention(
-            layer["self_attn"],
-            cfg.attention,
-            x,
-            rope,
-            metadata[group],
-            cache,
-            kernels,
-            norm=norm,
-            residual=x,
-            window=windows[group],
-        )
-        normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
-        flat = normed.reshape(-1, cfg.hidden_size)
-        chosen = route(flat, layer["router"], layer["router_bias"], cfg.moe, "softmax", kernels)
-        return x + experts(layer["experts"], cfg.moe, flat, *chosen, kernels).reshape(
-            x.shape
-        ), cache
+        return _layer(layer, cfg, x, cache, pass_, group=cfg.group_of_layer[i])
 
-    return run_layers(
-        params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels
+    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, ops=pass_.ops)
+
+
+def _layer(
+    layer: Params,
+    cfg: GptOssConfig,
+    x: jax.Array,
+    cache: FullCache,
+    pass_: Pass,
+    *,
+    group: int,
+) -> tuple[jax.Array, FullCache]:
+    """A layer of this KV-cache group: attention, then the experts."""
+    attention, ops = layer["self_attn"], pass_.ops
+    attended, cache = attend(
+        attention,
+        cfg.attention,
+        x,
+        cache,
+        pass_,
+        norm=Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps),
+        group=group,
+        window=(None, cfg.sliding_window)[group],
     )
+    bias = attention["o_bias"] if cfg.attention.o_bias else None
+    x = add_projection(x, attended, attention["o_proj"], ops, bias=bias).x
+    normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, ops)
+    flat = normed.reshape(-1, cfg.hidden_size)
+    chosen = route(flat, layer["router"], layer["router_bias"], cfg.moe, "softmax", ops)
+    routed = experts(layer["experts"], cfg.moe, flat, *chosen, ops)
+    return add_to_stream(x, routed.reshape(x.shape)).x, cache

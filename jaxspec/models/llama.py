@@ -12,22 +12,22 @@ from typing import Any
 import jax
 
 from jaxspec.cache.arrays import FullCache, KVCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
     AttentionConfig,
     CacheGroup,
     ConfigError,
-    Kernels,
     RopeConfig,
     read_int,
     read_number,
     refuse_unless,
 )
-from jaxspec.layers.attention import RopeTables, attention_specs, rope_of
+from jaxspec.layers.attention import attention_specs
+from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
+from jaxspec.layers.mlp import mlp_specs
+from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, vector
-from jaxspec.layers.products import ResidualStream, mlp_specs
+from jaxspec.layers.products import ResidualStream, Stream
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 
 __all__ = [
@@ -58,9 +58,14 @@ class LlamaConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
 
-    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
-        """All layers alike."""
-        return CacheGroup(block_size, max_model_len)
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Index into cache_groups."""
+        return (0,) * self.num_layers
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """One group: all layers have full attention."""
+        return (CacheGroup(block_size, max_model_len),)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
@@ -128,44 +133,33 @@ def layer_specs(cfg: LlamaConfig, prefix: str) -> Params:
 
 
 def decoder_layer(
-    layer: Params,
-    cfg: LlamaConfig,
-    x: jax.Array,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
-    cache: FullCache,
-    kernels: Kernels = REFERENCE_KERNELS,
-    *,
-    last_row: jax.Array | None = None,
+    layer: Params, cfg: LlamaConfig, x: jax.Array, cache: FullCache, pass_: Pass
 ) -> tuple[jax.Array, FullCache]:
-    """One layer on x [batch, rows, D]; last_row: see dense_layer."""
-    stream, cache = _layer(
-        layer, cfg, x, rope, metadata, cache, kernels, next_norm=None, last_row=last_row
-    )
+    """One layer on x [batch, rows, D], by itself: the decoder layer of a draft."""
+    stream, cache = _layer(layer, cfg, x, cache, pass_, next_gain=None)
     return stream.x, cache
 
 
 def _layer(
     layer: Params,
     cfg: LlamaConfig,
-    x: jax.Array | ResidualStream,
-    rope: RopeTables,
-    metadata: AttentionMetadata,
+    x: Stream,
     cache: FullCache,
-    kernels: Kernels,
+    pass_: Pass,
     *,
-    next_norm: jax.Array | None,
-    last_row: jax.Array | None = None,
+    next_gain: jax.Array | None,
 ) -> tuple[ResidualStream, FullCache]:
-    """decoder_layer, whose result is prepared for the norm of gain next_norm."""
-    options = {
-        "norm": layer["input_layernorm"],
-        "residual": x,
-        "next_norm": next_norm,
-        "last_row": last_row,
-    }
+    norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
     return dense_layer(
-        layer, cfg.attention, cfg.rms_norm_eps, x, rope, metadata, cache, kernels, **options
+        layer,
+        cfg.attention,
+        cfg.rms_norm_eps,
+        x,
+        cache,
+        pass_,
+        norm=norm,
+        residual=x,
+        next_gain=next_gain,
     )
 
 
@@ -173,22 +167,20 @@ def forward(
     params: Params,
     cfg: LlamaConfig,
     tokens: jax.Array,
-    metadata: AttentionMetadata,
+    pass_: Pass,
     caches: KVCache,
     *,
     aux_layers: tuple[int, ...] = (),
-    kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
-    """One pass over tokens [batch, rows]; aux_layers: see run_layers."""
-    rope = rope_of(cfg.attention, metadata)
+    """Run the model over tokens [batch, rows]; aux_layers: see run_layers."""
+    pass_ = pass_.with_rope(cfg.attention)
 
     def run_layer(
-        i: int, layer: Params, x: jax.Array | ResidualStream, cache: FullCache
+        i: int, layer: Params, x: Stream, cache: FullCache
     ) -> tuple[ResidualStream, FullCache]:
-        next_norm = params["layers"][i + 1]["input_layernorm"] if i + 1 < cfg.num_layers else None
-        return _layer(layer, cfg, x, rope, metadata, cache, kernels, next_norm=next_norm)
+        next_gain = params["layers"][i + 1]["input_layernorm"] if i + 1 < cfg.num_layers else None
+        return _layer(layer, cfg, x, cache, pass_, next_gain=next_gain)
 
-    first_norm = params["layers"][0]["input_layernorm"]
     return run_layers(
         params,
         cfg,
@@ -196,6 +188,6 @@ def forward(
         caches,
         run_layer,
         aux_layers=aux_layers,
-        kernels=kernels,
-        first_norm=first_norm,
+        ops=pass_.ops,
+        first_gain=params["layers"][0]["input_layernorm"],
     )

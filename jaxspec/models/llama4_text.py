@@ -7,28 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.arrays import FullCache, KVCache
-from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
     AttentionConfig,
     CacheGroup,
     ConfigError,
-    Kernels,
+    Ops,
     RopeConfig,
     read_int,
     read_number,
     refuse_unless,
 )
-from jaxspec.layers.attention import RopeTables, attention_specs, self_attention
+from jaxspec.layers.attention import attend, attention_specs
+from jaxspec.layers.context import Pass
+from jaxspec.layers.mlp import add_mlp, mlp_specs
 from jaxspec.layers.moe import MoEConfig, experts, router_logits
+from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, matrix, vector
-from jaxspec.layers.products import mlp_block, mlp_specs, pick_row, product, rms_norm, rope_tables
+from jaxspec.layers.products import (
+    add_projection,
+    add_to_stream,
+    pick_row,
+    project_swiglu,
+)
+from jaxspec.layers.rope import RopeTables, rope_tables
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 
 __all__ = ["Llama4Config", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
@@ -181,35 +188,36 @@ def forward(
     params: Params,
     cfg: Llama4Config,
     tokens: jax.Array,
-    metadata: tuple[AttentionMetadata, ...],
+    pass_: Pass,
     caches: KVCache,
     *,
     aux_layers: tuple[int, ...] = (),
-    kernels: Kernels = REFERENCE_KERNELS,
 ) -> TargetOutput:
-    """One pass over tokens [batch, rows], with the metadata of each of cfg's cache groups; aux_layers: see run_layers."""
-    rope = layer_rope(cfg, metadata[0].positions)
+    """Run the model over tokens [batch, rows]; aux_layers: see run_layers."""
+    rotations = layer_rotations(cfg, pass_.positions)
 
     def run_layer(
         i: int, layer: Params, x: jax.Array, cache: FullCache
     ) -> tuple[jax.Array, FullCache]:
-        return decoder_layer(
-            layer, cfg, i, x, rope, metadata[cfg.group_of_layer[i]], cache, kernels
-        )
+        group, rotation = cfg.group_of_layer[i], rotations[cfg.rope_layers[i]]
+        return decoder_layer(layer, cfg, i, x, cache, pass_, rotation, group=group)
 
-    return run_layers(
-        params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, kernels=kernels
-    )
+    return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, ops=pass_.ops)
 
 
-def layer_rope(
-    cfg: Llama4Config, positions: jax.Array
-) -> tuple[tuple[RopeTables, jax.Array | None], tuple[RopeTables, None]]:
-    """Rope tables and scale of the queries (None: 1) of layers without and with rope, for positions [batch, rows]."""
+class Rotation(NamedTuple):
+    """Position in a layer: its rope tables, and the scale of its queries [batch, rows] (None: 1)."""
+
+    rope: RopeTables
+    query_scale: jax.Array | None
+
+
+def layer_rotations(cfg: Llama4Config, positions: jax.Array) -> tuple[Rotation, Rotation]:
+    """The rotations of layers without and with rope, for positions int32 [batch, rows]."""
     cos, sin = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions)
     grown = jnp.floor((positions.astype(jnp.float32) + 1) / cfg.floor_scale)
     scale = 1 + cfg.attn_scale * jnp.log1p(grown) if cfg.attn_scale else None
-    return ((jnp.ones_like(cos), jnp.zeros_like(sin)), scale), ((cos, sin), None)
+    return Rotation((jnp.ones_like(cos), jnp.zeros_like(sin)), scale), Rotation((cos, sin), None)
 
 
 def decoder_layer(
@@ -217,57 +225,53 @@ def decoder_layer(
     cfg: Llama4Config,
     i: int,
     x: jax.Array,
-    rope: tuple[tuple[RopeTables, jax.Array | None], ...],
-    metadata: AttentionMetadata,
     cache: FullCache,
-    kernels: Kernels = REFERENCE_KERNELS,
+    pass_: Pass,
+    rotation: Rotation,
     *,
-    last_row: jax.Array | None = None,
+    group: int,
 ) -> tuple[jax.Array, FullCache]:
-    """Layer i on x [batch, rows, D], with layer_rope's tables and the metadata of its own group; also that of an EAGLE draft. last_row: see
-    dense_layer."""
-    normed = cfg.attention.qk_norm and cfg.rope_layers[i]
-    tables, query_scale = rope[cfg.rope_layers[i]]
-    weights = layer["self_attn"]
-    if normed:  # by their mean square alone: the norm has no gain
+    """Layer i on x [batch, rows, D], in a target or as the layer of an EAGLE draft.
+
+    group: index of its KV-cache group in the pass's metadata.
+    """
+    ops, weights = pass_.ops, layer["self_attn"]
+    has_norm = cfg.attention.qk_norm and cfg.rope_layers[i]
+    if has_norm:  # by the mean square alone, without a gain
         gain = jnp.ones(cfg.attention.head_dim, x.dtype)
         weights = {**weights, "q_norm": gain, "k_norm": gain}
-    x, cache = self_attention(
+    attended, cache = attend(
         weights,
-        replace(cfg.attention, qk_norm=normed),
+        replace(cfg.attention, qk_norm=has_norm),
         x,
-        tables,
-        metadata,
         cache,
-        kernels,
-        norm=layer["input_layernorm"],
-        residual=x,
+        replace(pass_, rope=rotation.rope),
+        norm=Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps),
+        group=group,
         window=(None, cfg.chunk_size)[cfg.group_of_layer[i]],
-        query_scale=query_scale,
+        query_scale=rotation.query_scale,
     )
-    return (_moe_block if cfg.moe_layers[i] else _dense_block)(
-        layer, cfg, pick_row(x, last_row), kernels
-    ), cache
+    x = add_projection(x, attended, weights["o_proj"], ops).x
+    x = pick_row(x, pass_.last_row)
+    if cfg.moe_layers[i]:
+        return _add_moe(layer, cfg, x, ops), cache
+    return add_mlp(layer, cfg.rms_norm_eps, x, ops).x, cache
 
 
-def _dense_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels) -> jax.Array:
-    return mlp_block(layer, cfg.rms_norm_eps, x, kernels)
-
-
-def _moe_block(layer: Params, cfg: Llama4Config, x: jax.Array, kernels: Kernels) -> jax.Array:
-    """x + shared(norm(x)) + experts(sigmoid(score) * norm(x)): the score weighs what goes into an expert, not what comes out."""
-    normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, kernels)
+def _add_moe(layer: Params, cfg: Llama4Config, x: jax.Array, ops: Ops) -> jax.Array:
+    """Add shared(norm(x)) and experts(sigmoid(score) * norm(x)): the score weighs an expert's input."""
+    normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, ops)
     shared = layer["shared"]
-    inner = product(normed, (shared["gate_proj"], shared["up_proj"]), kernels, swiglu=True)
-    x = product(inner, (shared["down_proj"],), kernels, residual=x)
+    inner = project_swiglu(normed, shared["gate_proj"], shared["up_proj"], ops)
+    stream = add_projection(x, inner, shared["down_proj"], ops)
     flat = normed.reshape(-1, cfg.hidden_size)
     scores, ids = jax.lax.top_k(router_logits(flat, layer["router"]), cfg.moe.top_k)
-    # Each (row, expert) pair has an input of its own: rows of their own with one expert each.
+    # Each (row, expert) pair has an input of its own, so it becomes a row with one expert.
     weighed = (flat[:, None] * jax.nn.sigmoid(scores)[..., None].astype(flat.dtype)).reshape(
         -1, cfg.hidden_size
     )
     ids = ids.reshape(-1, 1)
-    routed = experts(
-        layer["experts"], cfg.moe, weighed, ids, jnp.ones(ids.shape, jnp.float32), kernels
-    )
-    return x + routed.reshape(*flat.shape[:1], cfg.moe.top_k, -1).sum(axis=1).reshape(x.shape)
+    weights = jnp.ones(ids.shape, jnp.float32)
+    routed = experts(layer["experts"], cfg.moe, weighed, ids, weights, ops)
+    routed = routed.reshape(*flat.shape[:1], cfg.moe.top_k, -1).sum(axis=1)
+    return add_to_stream(stream, routed.reshape(x.shape)).x

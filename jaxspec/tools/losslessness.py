@@ -16,6 +16,8 @@ import numpy as np
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
+from jaxspec.config import REFERENCE_OPS
+from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 
 BLOCK = 64
@@ -123,17 +125,21 @@ def _last_logits(cfg: models.TargetConfig, params: Params, tokens: Sequence[int]
 @partial(jax.jit, static_argnums=0)
 def _forward(cfg: Any, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
     family, pages = models.family(cfg), tokens.shape[1] // BLOCK
+    groups = cfg.cache_groups(BLOCK, tokens.shape[1])
     table = jnp.arange(pages, dtype=jnp.int32)[None]
     metadata = build_metadata(
-        cfg.cache_groups(BLOCK, tokens.shape[1]),
-        table,
+        groups,
+        (table,) * len(groups),
         jnp.zeros_like(length),
         length,
         tokens.shape[1],
+        attention=cfg.attention,
+        ops=REFERENCE_OPS,
     )
-    caches = init_cache(cfg.attention, cfg.num_layers, pages, BLOCK, jnp.float32)
+    caches = init_cache(cfg.attention, (pages,) * cfg.num_layers, BLOCK, jnp.float32)
     # Cast inside the program, so that the copies live no longer than their use.
     params = jax.tree.map(lambda w: w.astype(jnp.float32), params)
     with jax.default_matmul_precision("highest"):
-        hidden = family.forward(params, cfg, tokens, metadata, caches).hidden
-        return family.logits(params, cfg, hidden[:, length[0] - 1])[0]
+        pass_ = Pass(metadata, REFERENCE_OPS)
+        hidden = family.forward(params, cfg, tokens, pass_, caches).hidden
+        return family.logits(params, cfg, hidden[:, length[0] - 1], REFERENCE_OPS)[0]

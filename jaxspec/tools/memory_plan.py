@@ -154,7 +154,7 @@ def weight_bytes(specs: Params, dtype: str) -> int:
 def group_plans(
     owner: str,
     cfg: Any,
-    groups: CacheGroup | tuple[CacheGroup, ...],
+    groups: tuple[CacheGroup, ...],
     *,
     dtype: str,
     max_num_seqs: int,
@@ -164,13 +164,11 @@ def group_plans(
 
     rows: keywords of pool_sizes.demand.
     """
-    listed = groups if isinstance(groups, tuple) else (groups,)
-    block_size = listed[0].block_size
-    of_layer = cfg.group_of_layer if isinstance(groups, tuple) else (0,) * cfg.num_layers
+    block_size = groups[0].block_size
     layers = layer_block_bytes(cfg, block_size, dtype)
     plans = []
-    for i, group in enumerate(listed):
-        own = [size for size, of in zip(layers, of_layer, strict=True) if of == i]
+    for i, group in enumerate(groups):
+        own = [size for size, of in zip(layers, cfg.group_of_layer, strict=True) if of == i]
         needed = demand(group, **rows)
         pool = (
             needed.of_requests(max_num_seqs, caching=True) * block_size

@@ -19,8 +19,9 @@ from safetensors.numpy import save_file
 
 from jaxspec import drafts
 from jaxspec.config import ConfigError
-from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig
+from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.params import Params, ParamSpec
+from jaxspec.training.config import TrainableDraft
 from jaxspec.training.vocabulary import vocabulary_maps
 
 WEIGHTS = "model.safetensors"
@@ -132,7 +133,7 @@ def safeai_config(cfg: EagleConfig, max_position_embeddings: int) -> dict[str, A
 
 def save_draft(
     folder: Path,
-    cfg: DraftConfig,
+    cfg: TrainableDraft,
     params: Params,
     draft_ids: np.ndarray,
     *,
@@ -166,12 +167,10 @@ def save_draft(
     fresh.mkdir()
     save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
     (fresh / WEIGHTS).chmod(0o644)  # safetensors' temporary file is the owner's only
-    eagle1 = cfg.method == "eagle"
-    config = (
-        safeai_config(cfg, max_position_embeddings)
-        if eagle1
-        else speculators_config(cfg, target, max_position_embeddings)
-    )
+    if isinstance(cfg, EagleConfig):
+        config = safeai_config(cfg, max_position_embeddings)
+    else:
+        config = speculators_config(cfg, target, max_position_embeddings)
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         os.replace(folder, old)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxspec.config import ConfigError
+from jaxspec.drafts.eagle import EagleConfig
+from jaxspec.drafts.eagle3 import Eagle3Config
+
+TrainableDraft = EagleConfig | Eagle3Config  # the drafts that can be trained
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxspec.config import REFERENCE_OPS
 from jaxspec.drafts.eagle import EagleConfig
+from jaxspec.layers.mlp import add_mlp
+from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params
-from jaxspec.layers.products import linear, mlp_block, rms_norm, rope_tables
+from jaxspec.layers.products import linear
+from jaxspec.layers.rope import rope_tables
 from jaxspec.training.step_attention import (
     StepKeys,
     require_full_attention,
@@ -43,12 +47,14 @@ def forward_steps(
             )
             for i, layer in enumerate(params["layers"]):
                 attention_input = (
-                    x if i == 0 else rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
+                    x
+                    if i == 0
+                    else rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps, REFERENCE_OPS)
                 )
                 attended, own = step_attention(
                     layer["self_attn"], cfg.attention, attention_input, rope, keys[i]
                 )
-                x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
+                x = add_mlp(layer, cfg.rms_norm_eps, x + attended, REFERENCE_OPS).x
                 keys[i].append(own)
         features.append(x)
         hidden = x

@@ -12,10 +12,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxspec.config import REFERENCE_OPS
 from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
+from jaxspec.layers.mlp import add_mlp
+from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params
-from jaxspec.layers.products import mlp_block, rms_norm, rope_tables
+from jaxspec.layers.rope import rope_tables
 from jaxspec.training.step_attention import (
     StepKeys,
     require_full_attention,
@@ -35,24 +38,26 @@ def forward_steps(
     """
     require_full_attention(cfg)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden = eagle3.fuse(params, cfg, aux)
+    hidden = eagle3.fuse(params, cfg, aux, REFERENCE_OPS)
     keys: list[list[StepKeys]] = [[] for _ in params["layers"]]
     head_inputs = []
     for step in range(num_steps):
         with jax.named_scope(f"draft_step_{step}"):
             rope = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions + step)
             x, attention_input = eagle3.first_layer_input(
-                params, cfg, shift_left(tokens, 1 + step), hidden
+                params, cfg, shift_left(tokens, 1 + step), hidden, REFERENCE_OPS
             )
             for i, layer in enumerate(params["layers"]):
                 if i > 0:
-                    attention_input = rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps)
+                    attention_input = rms_norm(
+                        x, layer["input_layernorm"], cfg.rms_norm_eps, REFERENCE_OPS
+                    )
                 attended, own = step_attention(
                     layer["self_attn"], cfg.attention, attention_input, rope, keys[i]
                 )
-                x = mlp_block(layer, cfg.rms_norm_eps, x + attended)
+                x = add_mlp(layer, cfg.rms_norm_eps, x + attended, REFERENCE_OPS).x
                 keys[i].append(own)
-            out = eagle3.output(params, cfg, x, ())
+            out = eagle3.output(params, cfg, x, (), REFERENCE_OPS)
         head_inputs.append(out.head_input)
         hidden = out.feedback
     return head_inputs

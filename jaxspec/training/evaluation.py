@@ -13,12 +13,12 @@ from numpy.typing import DTypeLike
 
 from jaxspec import models
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.drafts import DraftConfig
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.layers.params import Params
 from jaxspec.llm import LLM
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.training.chat_target import ChatTarget
+from jaxspec.training.config import TrainableDraft
 from jaxspec.training.heads import load_head
 from jaxspec.training.run_record import RunRecord
 
@@ -85,7 +85,7 @@ def evaluate_head(
 def evaluate_acceptance(
     target: models.TargetConfig,
     target_params: Params,
-    draft: DraftConfig,
+    draft: TrainableDraft,
     draft_params: Params,
     prompts: Sequence[np.ndarray],
     *,

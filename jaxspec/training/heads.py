@@ -13,10 +13,11 @@ import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig
-from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig
+from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.loading.model import load_draft
 from jaxspec.training.chat_target import ChatTarget
+from jaxspec.training.config import TrainableDraft
 from jaxspec.training.target import head_columns
 from jaxspec.training.vocabulary import choose_vocabulary
 
@@ -44,7 +45,7 @@ class HeadConfig:
 
 def new_head(
     cfg: HeadConfig, target: ChatTarget, counts: np.ndarray
-) -> tuple[DraftConfig, Params, np.ndarray]:
+) -> tuple[TrainableDraft, Params, np.ndarray]:
     """Return (config, first weights, target ids of its vocabulary) of a head to train.
 
     counts [vocab]: how often each token occurs in the answers.
@@ -81,15 +82,13 @@ def new_head(
 
 def load_head(
     folder: Path, method: str, target: ChatTarget, dtype: Any
-) -> tuple[DraftConfig, Params]:
+) -> tuple[TrainableDraft, Params]:
     """A saved head of this target."""
-    return load_draft(
-        folder,
-        target.cfg,
-        target.params,
-        SpeculativeConfig(model=str(folder), method=method),
-        dtype,
-    )
+    speculative = SpeculativeConfig(model=str(folder), method=method)
+    cfg, params = load_draft(folder, target.cfg, target.params, speculative, dtype)
+    if not isinstance(cfg, EagleConfig | Eagle3Config):
+        raise ConfigError(f"{folder}: expected an EAGLE-1 or EAGLE-3 head, got {cfg.method!r}")
+    return cfg, params
 
 
 def eagle3_config(
@@ -142,7 +141,7 @@ def eagle_config(
 
 
 def initial_params(
-    cfg: DraftConfig,
+    cfg: TrainableDraft,
     target_cfg: models.TargetConfig,
     target: Params,
     draft_ids: np.ndarray,
@@ -179,7 +178,7 @@ def initial_params(
 
 
 def continued_params(
-    cfg: DraftConfig, fresh: Params, draft_ids: np.ndarray, old: Params, old_ids: np.ndarray
+    cfg: TrainableDraft, fresh: Params, draft_ids: np.ndarray, old: Params, old_ids: np.ndarray
 ) -> Params:
     """Return fresh weights (initial_params) overwritten by those of a trained head.
 

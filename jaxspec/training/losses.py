@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxspec.config import REFERENCE_OPS
 from jaxspec.layers.products import vocab_logits
 
 
@@ -18,13 +19,13 @@ def head_logits(x: jax.Array, lm_head: jax.Array, tied: bool) -> jax.Array:
     The same as layers.vocab_logits, but the backward pass takes the logits' gradient in x's dtype.
     In float32 its two products, the largest of a step, would run in float32 too.
     """
-    return vocab_logits(x, lm_head, tied=tied)
+    return vocab_logits(x, lm_head, REFERENCE_OPS, tied=tied)
 
 
 def _head_logits(
     x: jax.Array, lm_head: jax.Array, tied: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return vocab_logits(x, lm_head, tied=tied), (x, lm_head)
+    return vocab_logits(x, lm_head, REFERENCE_OPS, tied=tied), (x, lm_head)
 
 
 def _head_logits_backward(

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec import drafts, models
-from jaxspec.drafts import DraftConfig
+from jaxspec.config import REFERENCE_OPS
 from jaxspec.layers.params import Params
 from jaxspec.training import eagle, eagle3
-from jaxspec.training.config import TrainConfig
+from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Batch
 from jaxspec.training.losses import (
     accepted_prefix,
@@ -41,7 +41,7 @@ class TrainingPair:
     draft_ids:  int32 [draft_vocab], the target id of each draft id
     """
 
-    draft: DraftConfig = struct.field(pytree_node=False)
+    draft: TrainableDraft = struct.field(pytree_node=False)
     target_cfg: models.TargetConfig = struct.field(pytree_node=False)
     target: Params
     draft_ids: jax.Array
@@ -105,7 +105,7 @@ def step_counts(
     return jnp.sum(count, axis=1).astype(jnp.float32)
 
 
-def shared_weights(draft: DraftConfig, target: Params) -> Params:
+def shared_weights(draft: TrainableDraft, target: Params) -> Params:
     """Return the frozen weights that a draft without its own takes from the target."""
     own = drafts.family(draft).param_specs(draft)
     shared = {"embed_tokens": target["embed_tokens"]}
@@ -129,7 +129,7 @@ def observe_target(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]
         greedy = greedy_tokens(target, target_cfg, hidden)
         known = jnp.zeros(draft.vocab_size, bool).at[draft_ids].set(True)[greedy]
     else:
-        logits = models.family(target_cfg).logits(target, target_cfg, hidden)
+        logits = models.family(target_cfg).logits(target, target_cfg, hidden, REFERENCE_OPS)
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         known = jnp.ones_like(greedy, bool)
     probs = jax.nn.softmax(logits, axis=-1)

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
-from jaxspec.drafts import DraftConfig
 from jaxspec.layers.params import Params
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, save_draft, split_file
-from jaxspec.training.config import TrainConfig
+from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Chats
 from jaxspec.training.evaluation import EvaluationConfig, evaluate_head
 from jaxspec.training.heads import HeadConfig, new_head
@@ -129,7 +128,7 @@ def train_head(
 
 
 def describe_head(
-    cfg: RunConfig, target: ChatTarget, draft: DraftConfig, params: Params
+    cfg: RunConfig, target: ChatTarget, draft: TrainableDraft, params: Params
 ) -> dict[str, Any]:
     """Describe a head before its first step, for the record."""
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
@@ -146,7 +145,7 @@ def describe_head(
 
 
 def save_head(
-    folder: Path, draft: DraftConfig, params: Params, ids: np.ndarray, target: ChatTarget
+    folder: Path, draft: TrainableDraft, params: Params, ids: np.ndarray, target: ChatTarget
 ) -> None:
     """The head under folder/head, and cut for transport under folder/pieces."""
     head, pieces = folder / "head", folder / "pieces"

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import AttentionConfig, ConfigError
-from jaxspec.drafts import DraftConfig
-from jaxspec.layers.attention import RopeTables
+from jaxspec.config import REFERENCE_OPS, AttentionConfig, ConfigError
+from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params
-from jaxspec.layers.products import apply_rope, linear, rms_norm
+from jaxspec.layers.products import linear
+from jaxspec.layers.rope import RopeTables, apply_rope
+from jaxspec.training.config import TrainableDraft
 
 _MASKED = -1e30
 
@@ -28,7 +29,7 @@ def shift_left(x: jax.Array, n: int) -> jax.Array:
     return jnp.pad(x[:, n:], ((0, 0), (0, n)))
 
 
-def require_full_attention(cfg: DraftConfig) -> None:
+def require_full_attention(cfg: TrainableDraft) -> None:
     """Refuse a window, which the dense attention below does not know."""
     if cfg.sliding_window is not None:
         raise ConfigError(
@@ -53,8 +54,8 @@ def project_qkv(
 
     q, k, v = heads("q", cfg.num_heads), heads("k", cfg.num_kv_heads), heads("v", cfg.num_kv_heads)
     if cfg.qk_norm:
-        q = rms_norm(q, params["q_norm"], cfg.rms_norm_eps)
-        k = rms_norm(k, params["k_norm"], cfg.rms_norm_eps)
+        q = rms_norm(q, params["q_norm"], cfg.rms_norm_eps, REFERENCE_OPS)
+        k = rms_norm(k, params["k_norm"], cfg.rms_norm_eps, REFERENCE_OPS)
     return apply_rope(q, rope), apply_rope(k, rope), v
 
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
+from jaxspec.config import REFERENCE_OPS
+from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 
 
@@ -24,12 +26,20 @@ def target_states(
     forward, which decoding runs too, over a fresh cache of one block a sequence.
     """
     batch, rows = tokens.shape
+    groups = cfg.cache_groups(rows, rows)
     block_table = jnp.arange(batch, dtype=jnp.int32)[:, None]
     metadata = build_metadata(
-        cfg.cache_groups(rows, rows), block_table, jnp.zeros(batch, jnp.int32), lengths, rows
+        groups,
+        (block_table,) * len(groups),
+        jnp.zeros(batch, jnp.int32),
+        lengths,
+        rows,
+        attention=cfg.attention,
+        ops=REFERENCE_OPS,
     )
-    caches = init_cache(cfg.attention, cfg.num_layers, batch, rows, params["norm"].dtype)
-    out = models.family(cfg).forward(params, cfg, tokens, metadata, caches, aux_layers=aux_layers)
+    caches = init_cache(cfg.attention, (batch,) * cfg.num_layers, rows, params["norm"].dtype)
+    pass_ = Pass(metadata, REFERENCE_OPS)
+    out = models.family(cfg).forward(params, cfg, tokens, pass_, caches, aux_layers=aux_layers)
     return out.hidden, out.aux
 
 
@@ -54,7 +64,9 @@ def greedy_tokens(
     chunk = min(chunk, count)
     padded = jnp.pad(rows, ((0, -count % chunk), (0, 0))).reshape(-1, chunk, rows.shape[1])
     best = jax.lax.map(
-        lambda x: jnp.argmax(models.family(cfg).logits(params, cfg, x), axis=-1).astype(jnp.int32),
+        lambda x: jnp.argmax(
+            models.family(cfg).logits(params, cfg, x, REFERENCE_OPS), axis=-1
+        ).astype(jnp.int32),
         padded,
     )
     return best.reshape(-1)[:count].reshape(hidden.shape[:-1])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config import Kernels, RoundConfig
+from jaxspec.config import Ops, RoundConfig
 from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.state import SamplingState
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 BATCH, K = 16, 3
-REFERENCE = asdict(Kernels())
+REFERENCE = asdict(Ops())
 
 
 def configured(rule: str, temperature: float) -> RoundConfig:

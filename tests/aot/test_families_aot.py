@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import drafts, models
-from jaxspec.config import Kernels, RoundConfig
+from jaxspec.config import Ops, RoundConfig
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
-from jaxspec.layers import kernels
+from jaxspec.layers import op_choice
 from jaxspec.sampling.state import SamplingState
 from jaxspec.tools.benchmark.dimensions import HYBRID, draft_config
 from pallas_kernels import hopper
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
 ]
 BATCH, PAGES, K = 16, 16, 3
-EVERY = Kernels(**{op.name: "mosaic_gpu" for op in fields(Kernels)})
+EVERY = Ops(**{op.name: "mosaic_gpu" for op in fields(Ops)})
 CASES = {
     "gpt-oss-20b": ("eagle3", EVERY),
     "glm-4.7-flash": ("mtp", EVERY),
@@ -38,13 +38,20 @@ def configured(model: str, method: str) -> RoundConfig:
     if model == "gpt-oss-20b":
         target = replace(target, layer_types=target.layer_types[:2])
     draft = draft_config(replace(HYBRID[model], target=target, aux_layers=(0, 1, 2)), method)
-    chosen = kernels.choose("auto", target, draft, block_size=64, dtype=jnp.bfloat16)
-    groups, own = (cfg.cache_groups(64, 64 * PAGES) for cfg in (target, draft))
-    return RoundConfig(target, groups, draft, own, K, rule="probabilistic", kernels=chosen)
+    chosen = op_choice.choose("auto", target, draft, block_size=64, dtype=jnp.bfloat16)
+    return RoundConfig.for_models(
+        target,
+        draft,
+        ops=chosen,
+        block_size=64,
+        max_model_len=64 * PAGES,
+        num_speculative_tokens=K,
+        rule="probabilistic",
+    )
 
 
 def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
-    """params, state and block table of decode_round, by their shapes alone."""
+    """params, state and block tables of decode_round, by their shapes alone."""
     struct = jax.ShapeDtypeStruct
 
     def weights(specs):
@@ -60,9 +67,13 @@ def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats)  # type: ignore[arg-type]
     zeros = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32)
     state = jax.eval_shape(
-        lambda s: decode_state.init_state(cfg, s, *zeros, BATCH * PAGES, jnp.bfloat16), sampling
+        lambda s: decode_state.init_state(
+            cfg, s, *zeros, (BATCH * PAGES,) * len(cfg.cache_groups), jnp.bfloat16
+        ),
+        sampling,
     )
-    return {"target": target, "draft": draft}, state, struct((BATCH, PAGES), jnp.int32)
+    tables = (struct((BATCH, PAGES), jnp.int32),) * len(cfg.cache_groups)
+    return {"target": target, "draft": draft}, state, tables
 
 
 @pytest.mark.parametrize("model", CASES)
@@ -73,15 +84,15 @@ def test_a_round_compiles_without_copies_of_weights_or_caches(
     monkeypatch.setattr(hopper, "too_old", lambda: None)
     method, expected = CASES[model]
     cfg = configured(model, method)
-    assert cfg.kernels == expected
-    params, state, table = arguments(cfg)
+    assert cfg.ops == expected
+    params, state, tables = arguments(cfg)
     options = dict(cfg.compiler_options)
     compiled = h200.compile_for_h200(
         decode.decode_round,
         cfg,
         params,
         state,
-        table,
+        tables,
         static_argnums=0,
         donate_argnums=2,
         options=options,
@@ -89,7 +100,7 @@ def test_a_round_compiles_without_copies_of_weights_or_caches(
     memory = compiled.memory_analysis()
     caches = sum(
         a.size * a.dtype.itemsize
-        for a in jax.tree.leaves((state.target_caches, state.draft_caches))
+        for a in jax.tree.leaves((state.target_caches, state.draft.caches))
     )
     assert memory.alias_size_in_bytes >= caches
     assert (

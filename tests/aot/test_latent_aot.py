@@ -13,9 +13,11 @@ import pytest
 
 from jaxspec.cache.arrays import LatentCache
 from jaxspec.cache.metadata import AttentionMetadata
-from jaxspec.config import Kernels
+from jaxspec.config import Ops
 from jaxspec.layers import mla
 from jaxspec.layers.attention import join_projections
+from jaxspec.layers.context import Pass
+from jaxspec.layers.norms import Norm
 from jaxspec.tools.benchmark.dimensions import HYBRID
 from pallas_kernels.head_matmul import head_matmul
 from pallas_kernels.head_matmul import shapes as head_shapes
@@ -135,16 +137,18 @@ def test_a_layer_is_eight_launches_and_what_layers_share(batch: int, rows: int) 
         "block_table": integers(batch, 8),
     }
     metadata = AttentionMetadata(**fields)
-    kernels = Kernels(
+    ops = Ops(
         attention="mosaic_gpu", matmul="mosaic_gpu", rms_norm="mosaic_gpu", rope_cache="mosaic_gpu"
     )
 
     def layer(
         params: Any, x: jax.Array, rope: Any, metadata: Any, norm: jax.Array, cache: LatentCache
     ) -> Any:
-        return mla.latent_attention(
-            params, cfg, x, rope, metadata, cache, kernels, norm=norm, residual=x
+        pass_ = Pass((metadata,), ops, rope=rope)
+        stream, cache = mla.add_latent_attention(
+            params, cfg, x, cache, pass_, norm=Norm(norm, cfg.rms_norm_eps)
         )
+        return stream.x, cache
 
     cache = LatentCache(array(batch * 8, 64, 1, cfg.head_dim))  # type: ignore[arg-type]
     hlo = compile_without_spills(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config import REFERENCE_KERNELS, Kernels
+from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers.moe import MoEConfig, experts, route
 from pallas_kernels.moe.shapes import SHAPES as EXPERTS
 from pallas_kernels.router.shapes import SHAPES as ROUTERS
@@ -47,7 +47,7 @@ def test_experts_are_read_where_they_lie(model: str, rows: int) -> None:
     """Temporary memory: activations only, in a prefill chunk also the weights of a few blocks."""
     hidden, cfg, _, _ = MODELS[model]
     chosen = array(rows, cfg.top_k, dtype=jnp.int32), array(rows, cfg.top_k, dtype=jnp.float32)
-    multiply = lambda p, x, ids, w: experts(p, cfg, x, ids, w)  # noqa: E731
+    multiply = lambda p, x, ids, w: experts(p, cfg, x, ids, w, REFERENCE_OPS)  # noqa: E731
     compiled = compile_for_h200(
         multiply, weights_of(model), array(rows, hidden), *chosen, options=OPTIONS
     )
@@ -67,7 +67,7 @@ LAUNCHES = {1: 4, 4: 4, 6: 4, 16: 10, 64: 10, 96: 10}
 def test_kernels_leave_the_weights_alone_and_launch_little(model: str, rows: int) -> None:
     """No copy, gather or transpose of anything expert-shaped, no sort, no XLA product, no spills."""
     hidden, cfg, kind, _ = MODELS[model]
-    kernels = Kernels(moe="mosaic_gpu")
+    kernels = Ops(moe="mosaic_gpu")
 
     def block(p: Any, router: Any, bias: Any, x: Any) -> jax.Array:
         return x + experts(p, cfg, x, *route(x, router, bias, cfg, kind, kernels), kernels)
@@ -121,7 +121,7 @@ def test_dimensions_are_those_that_are_benchmarked() -> None:
 def test_without_the_kernels_nothing_of_them_is_compiled() -> None:
     hidden, cfg, _, _ = MODELS["glm-4.7-flash"]
     chosen = array(4, cfg.top_k, dtype=jnp.int32), array(4, cfg.top_k, dtype=jnp.float32)
-    multiply = lambda p, x, ids, w: experts(p, cfg, x, ids, w, REFERENCE_KERNELS)  # noqa: E731
+    multiply = lambda p, x, ids, w: experts(p, cfg, x, ids, w, REFERENCE_OPS)  # noqa: E731
     assert (
         "mosaic_gpu"
         not in compile_for_h200(

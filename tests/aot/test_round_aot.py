@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import drafts, models
-from jaxspec.config import CacheGroup, Kernels, RoundConfig
+from jaxspec.config import CacheGroup, Ops, RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
@@ -137,20 +137,20 @@ def configured(case: Round) -> RoundConfig:
     dimensions = replace(
         dimensions, target=replace(dimensions.target, num_layers=case.layers), aux_layers=(0, 1, 2)
     )
-    every = Kernels(**{op.name: "mosaic_gpu" for op in fields(Kernels)})
+    every = Ops(**{op.name: "mosaic_gpu" for op in fields(Ops)})
     narrow = (
         rms_norm.unsupported(dimensions.target.hidden_size, jnp.bfloat16) is not None
     )  # then an engine's norms are XLA's
     return RoundConfig(
         target=dimensions.target,
-        target_group=GROUP,
+        target_groups=(GROUP,),
         draft=draft_config(dimensions, "eagle3"),
-        draft_group=GROUP,
+        draft_groups=(GROUP,),
         num_speculative_tokens=case.num_speculative_tokens,
         rule="probabilistic",
         sampled=case.sampled,
         processors=frozenset({"truncation"} if case.truncated else ()),
-        kernels=replace(every, rms_norm="reference") if narrow else every,
+        ops=replace(every, rms_norm="reference") if narrow else every,
     )
 
 
@@ -172,13 +172,13 @@ def abstract_arguments(cfg: RoundConfig, batch: int) -> tuple[Any, Any, Any]:
         sampling,
         jnp.zeros(batch, jnp.int32),
         jnp.zeros((batch, 4), jnp.int32),
-        batch * PAGES,
+        (batch * PAGES,),
         jnp.bfloat16,
     )
     return (
         {"target": target, "draft": draft},
         jax.eval_shape(new, sampling),
-        struct((batch, PAGES), jnp.int32),
+        (struct((batch, PAGES), jnp.int32),),
     )
 
 
@@ -191,10 +191,10 @@ def compiled(case: Round) -> Compiled:
         static = (cfg, case.num_rounds) if several else (cfg,)
         params, state, table = abstract_arguments(cfg, case.batch)
         executable = h200.compile_for_h200(
-            rounds.decode_rounds if several else programs.decode_round_of_parts,
+            rounds.decode_rounds if several else programs.decode_round_in_place,
             *static,
             params,
-            *((state,) if several else programs.take_apart(state)),
+            *((state,) if several else programs.split_donated(state)),
             table,
             static_argnums=tuple(range(len(static))),
             donate_argnums=len(static) + 1,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.cache.arrays import PAD_SLOT, FullCache, write
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import CacheGroup
+from jaxspec.config import REFERENCE_OPS, AttentionConfig, CacheGroup
 
 SENTINEL = 1234.5
 BLOCKS, HEADS, DIM = 9, 2, 4
@@ -73,8 +73,14 @@ def test_rows_past_max_model_len_and_guard_blocks_are_left_alone(
     table = jnp.arange(1, pages + 1, dtype=jnp.int32)[
         None
     ]  # block 0 and those past the last are guards
-    metadata = build_metadata(
-        group, table, jnp.asarray([start], jnp.int32), jnp.asarray([count - 1], jnp.int32), count
+    (metadata,) = build_metadata(
+        (group,),
+        (table,),
+        jnp.asarray([start], jnp.int32),
+        jnp.asarray([count - 1], jnp.int32),
+        count,
+        attention=AttentionConfig(HEADS, HEADS, DIM),
+        ops=REFERENCE_OPS,
     )
     cache = write(cache, *rows(1, count), metadata.slot_mapping)
     assert written_slots(cache) == {

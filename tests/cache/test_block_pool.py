@@ -73,9 +73,9 @@ TestPoolModel = PoolModel.TestCase
 TestPoolModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def digests(token_ids: list[int], size: int = 2, *, has_draft: bool = False) -> list[bytes]:
+def digests(token_ids: list[int], size: int = 2, *, lookahead: int = 0) -> list[bytes]:
     found: list[bytes] = []
-    hash_blocks(token_ids, size, found, has_draft=has_draft)
+    hash_blocks(token_ids, size, found, lookahead=lookahead)
     return found
 
 
@@ -88,19 +88,19 @@ def test_a_hash_covers_all_tokens_up_to_its_blocks_end() -> None:
 
 
 def test_with_a_draft_a_hash_covers_the_token_after_the_block() -> None:
-    one, other = digests([1, 2, 3, 4, 5], has_draft=True), digests([1, 2, 3, 4, 6], has_draft=True)
+    one, other = digests([1, 2, 3, 4, 5], lookahead=1), digests([1, 2, 3, 4, 6], lookahead=1)
     assert len(one) == 2 and one[0] == other[0] and one[1] != other[1]
-    assert len(digests([1, 2, 3, 4], has_draft=True)) == 1, (
+    assert len(digests([1, 2, 3, 4], lookahead=1)) == 1, (
         "the token after the second block is not known"
     )
 
 
-@pytest.mark.parametrize("has_draft", [False, True])
-def test_hashes_grow_with_the_text(has_draft: bool) -> None:
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_hashes_grow_with_the_text(lookahead: int) -> None:
     grown: list[bytes] = []
     for end in range(8):
-        hash_blocks(list(range(end)), 2, grown, has_draft=has_draft)
-    assert grown == digests(list(range(7)), has_draft=has_draft)
+        hash_blocks(list(range(end)), 2, grown, lookahead=lookahead)
+    assert grown == digests(list(range(7)), lookahead=lookahead)
 
 
 def test_the_least_recently_used_text_goes_first_and_of_one_text_its_end() -> None:

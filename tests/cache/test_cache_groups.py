@@ -16,13 +16,14 @@ from jaxspec import models
 from jaxspec.cache import metadata
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata, rebuild_draft_metadata
-from jaxspec.config import CacheGroup, RoundConfig
+from jaxspec.config import REFERENCE_OPS, CacheGroup, RoundConfig
 from jaxspec.decode import prefill, programs
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
-from jaxspec.engine.block_tables import one_or_all
+from jaxspec.drafts.drafter import PromptChunk
+from jaxspec.layers.context import Pass
 from tests.support.families import family_model
-from tests.support.tiny import random_prompts, sampling_state, start
+from tests.support.tiny import ATTENTION, random_prompts, sampling_state, start
 
 K = 4
 FULL, WINDOW, CHUNK = CacheGroup(4, 40), CacheGroup(4, 40, window=6), CacheGroup(4, 40, chunk=8)
@@ -35,13 +36,13 @@ Built = list[tuple[CacheGroup, int]]
 def built(monkeypatch: pytest.MonkeyPatch) -> Built:
     """The group of each metadata that is built from here on, and how many pages the table has that it is built from."""
     groups: Built = []
-    build = metadata._build
+    build = metadata._build_group
 
     def counted(group: CacheGroup, block_table: jax.Array, *args: Any, **kwargs: Any) -> Any:
         groups.append((group, block_table.shape[1]))
         return build(group, block_table, *args, **kwargs)
 
-    monkeypatch.setattr(metadata, "_build", counted)
+    monkeypatch.setattr(metadata, "_build_group", counted)
     return groups
 
 
@@ -66,27 +67,26 @@ def test_a_round_builds_the_metadata_of_each_group_from_its_own_table_and_no_oth
     """Draft step 0's, and one in the body of the loop, of the draft's group; then that of the target's groups, once each."""
     cfg, params, state, tables = hybrid
     jax.eval_shape(lambda s: decode.decode_round(cfg, params, s, tables), state)
-    full, window = cfg.target_group
-    assert cfg.cache_groups == (full, window, cfg.draft_group)
-    assert built == [(cfg.draft_group, 12)] * 2 + [(full, 10), (window, 11)]
+    (full, window), (own,) = cfg.target_groups, cfg.draft_groups
+    assert cfg.cache_groups == (full, window, own)
+    assert built == [(own, 12)] * 2 + [(full, 10), (window, 11)]
 
 
 def test_prefill_and_a_round_without_drafts_build_each_groups_metadata_once(
     built: Built, hybrid: Any
 ) -> None:
     cfg, params, state, tables = hybrid
-    full, window = cfg.target_group
+    (full, window), (own,) = cfg.target_groups, cfg.draft_groups
     ints, tokens = jnp.ones(3, jnp.int32), jnp.ones((3, 8), jnp.int32)
-    jax.eval_shape(
-        lambda s: prefill.prefill(cfg, params, s, tables, tokens, ints, ints, ints), state
-    )
-    assert built == [(full, 10), (window, 11), (cfg.draft_group, 12)]
+    chunk = PromptChunk(tokens, start=ints, num_tokens=ints, next_token=ints)
+    jax.eval_shape(lambda s: prefill.prefill(cfg, params, s, tables, chunk), state)
+    assert built == [(full, 10), (window, 11), (own, 12)]
     built.clear()
     jax.eval_shape(
         lambda s: decode.decode_round(replace(cfg, num_speculative_tokens=0), params, s, tables),
         state,
     )
-    assert built == [(cfg.draft_group, 12), (full, 10), (window, 11)]
+    assert built == [(own, 12), (full, 10), (window, 11)]
 
 
 def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blocks(
@@ -98,7 +98,7 @@ def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blo
     state = decode_state.init_state(
         cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33), jnp.float32
     )
-    assert [cache.k.shape[0] for cache in (*state.target_caches, *state.draft_caches)] == [
+    assert [cache.k.shape[0] for cache in (*state.target_caches, *state.draft.caches)] == [
         33,
         30,
         33,
@@ -112,10 +112,12 @@ def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blo
 def test_every_group_sees_what_its_attention_says() -> None:
     """Window starts by definition, at each step of a draft that had such groups, through blocks, windows, chunks and the length limit."""
     groups = (FULL, WINDOW, CHUNK)
+    layers: Any = {"attention": ATTENTION, "ops": REFERENCE_OPS}
     table = jnp.asarray(np.random.default_rng(0).permutation(40 * 10).reshape(40, 10), jnp.int32)
+    tables = (table,) * 3
     lens = jnp.arange(1, 41, dtype=jnp.int32)
     rows = jnp.minimum(lens, 3)
-    built = build_metadata(groups, table, lens - rows, rows, 3)
+    built = build_metadata(groups, tables, lens - rows, rows, 3, **layers)
     for step in range(1, 7):
         position = np.asarray(built[0].positions)
         full, window, chunk = (np.asarray(m.window_start) for m in built)
@@ -125,7 +127,7 @@ def test_every_group_sees_what_its_attention_says() -> None:
         for other in built[1:]:
             np.testing.assert_array_equal(other.positions, position)
             np.testing.assert_array_equal(other.slot_mapping, built[0].slot_mapping)
-        built = rebuild_draft_metadata(groups, table, lens, rows, step)
+        built = rebuild_draft_metadata(groups, tables, lens, rows, step, **layers)
 
 
 def test_groups_can_have_block_tables_of_their_own() -> None:
@@ -133,9 +135,10 @@ def test_groups_can_have_block_tables_of_their_own() -> None:
         jnp.asarray(np.random.default_rng(i).permutation(10)[None], jnp.int32) for i in range(2)
     )
     start_, rows = jnp.asarray([5], jnp.int32), jnp.asarray([3], jnp.int32)
-    both = build_metadata((FULL, WINDOW), tables, start_, rows, 3)
+    layers: Any = {"attention": ATTENTION, "ops": REFERENCE_OPS}
+    both = build_metadata((FULL, WINDOW), tables, start_, rows, 3, **layers)
     for group, table, together in zip((FULL, WINDOW), tables, both, strict=True):
-        alone = build_metadata(group, table, start_, rows, 3)
+        (alone,) = build_metadata((group,), (table,), start_, rows, 3, **layers)
         jax.tree.map(np.testing.assert_array_equal, together, alone)
 
 
@@ -151,11 +154,20 @@ def test_blocks_that_left_the_window_are_never_read() -> None:
     @jax.jit
     def run(tokens: jax.Array, begin: jax.Array, tables: Any, caches: Any) -> tuple[jax.Array, Any]:
         rows = tokens.shape[1]
-        built = build_metadata(groups, tables, begin, jnp.full(1, rows), rows)
-        out = models.family(cfg).forward(params, cfg, tokens, built, caches)
+        built = build_metadata(
+            groups,
+            tables,
+            begin,
+            jnp.full(1, rows),
+            rows,
+            attention=cfg.attention,
+            ops=REFERENCE_OPS,
+        )
+        pass_ = Pass(built, REFERENCE_OPS)
+        out = models.family(cfg).forward(params, cfg, tokens, pass_, caches)
         return out.hidden, out.caches
 
-    empty = init_cache(cfg.attention, cfg.num_layers, 11, size, jnp.float32)
+    empty = init_cache(cfg.attention, (11,) * cfg.num_layers, size, jnp.float32)
     caches = run(tokens[:, :20], jnp.asarray([0]), (table, table), empty)[1]
     right = run(tokens[:, 20:], jnp.asarray([20]), (table, table), caches)[0]
     first_page = (20 - cfg.sliding_window + 1) // size
@@ -186,8 +198,13 @@ USUAL = {
 PROMPTS, LIMIT, GUARDS = random_prompts([9, 3]), 27, 3
 
 
-def own_tables(cfg: RoundConfig) -> tuple[Any, list[np.ndarray], int]:
-    """A block table for each group, in other blocks than the others' (one table for a single group); each group's blocks of nobody."""
+def own_tables(
+    cfg: RoundConfig,
+) -> tuple[tuple[np.ndarray, ...], list[np.ndarray], tuple[int, ...]]:
+    """Return a block table for each group, its blocks of no request, and its number of blocks.
+
+    No two groups have the same blocks in their tables.
+    """
     pages = -(-LIMIT // cfg.block_size)
     num_blocks, tables, guards = 2 * pages + GUARDS, [], []
     for group in range(len(cfg.cache_groups)):
@@ -195,7 +212,7 @@ def own_tables(cfg: RoundConfig) -> tuple[Any, list[np.ndarray], int]:
         tables.append(blocks[GUARDS:].reshape(2, pages))
         guards.append(np.sort(blocks[:GUARDS]))
     assert len({tuple(g) for g in guards}) == len(guards)
-    return one_or_all(tables), guards, num_blocks
+    return tuple(tables), guards, (num_blocks,) * len(tables)
 
 
 @cache
@@ -217,17 +234,18 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
         max_tokens=ends,
         chunk=4,
     )
-    pools = [*cfg.group_of_layer, *[cfg.draft_pool if num_drafts else 0] * len(state.draft_caches)]
+    pools = [*cfg.target.group_of_layer]
+    if num_drafts:
+        pools += [cfg.draft_pools[group] for group in cfg.draft.group_of_layer]
     mark = lambda caches, pools: tuple(  # noqa: E731
         jax.tree.map(lambda pool, at=guards[i]: pool.at[at].set(7.0), cache)
         for cache, i in zip(caches, pools, strict=True)
     )
     layers = len(state.target_caches)
-    state = replace(
-        state,
-        target_caches=mark(state.target_caches, pools[:layers]),
-        draft_caches=mark(state.draft_caches, pools[layers:]),
-    )
+    state = replace(state, target_caches=mark(state.target_caches, pools[:layers]))
+    if num_drafts:
+        caches = mark(state.draft.caches, pools[layers:])
+        state = replace(state, draft=replace(state.draft, caches=caches))
     text = [[int(t)] for t in first]
     while np.asarray(state.active).any():
         verification, state = programs.run_round(cfg, model.params, state, tables, "round")
@@ -235,7 +253,8 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
             zip(verification.output_tokens, verification.num_sampled.tolist(), strict=True)
         ):
             text[row] += tokens[:kept].tolist()
-    for layer, i in zip((*state.target_caches, *state.draft_caches), pools, strict=True):
+    draft_caches = state.draft.caches if num_drafts else ()
+    for layer, i in zip((*state.target_caches, *draft_caches), pools, strict=True):
         for pool in jax.tree.leaves(layer):
             np.testing.assert_array_equal(pool[guards[i]], 7.0)
     return [t[:end] for t, end in zip(text, ends, strict=True)]

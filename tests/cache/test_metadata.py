@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,16 +15,25 @@ from hypothesis import strategies as st
 
 from jaxspec.cache.arrays import PAD_SLOT
 from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
-from jaxspec.config import AttentionConfig, CacheGroup, Kernels, MLAConfig, RopeConfig
+from jaxspec.config import (
+    REFERENCE_OPS,
+    AttentionConfig,
+    CacheGroup,
+    MLAConfig,
+    Ops,
+    RopeConfig,
+)
 from jaxspec.drafts import autoregressive as propose_module
-from jaxspec.layers.products import rope_tables
+from jaxspec.layers.rope import rope_tables
 from pallas_kernels.attention.bounds import key_bounds
 from tests.kernels.interpreter import interpreted
+from tests.support.tiny import ATTENTION
 
 FIELDS = tuple(
     f.name for f in fields(AttentionMetadata) if f.name not in ("bounds", "rope")
 )  # those are a kernel's, or None
 BLOCK_SIZES = (1, 2, 16)
+IN_JNP: Any = {"attention": ATTENTION, "ops": REFERENCE_OPS}
 LIMIT = 40  # max_model_len: a multiple of no block size but 1 and 2
 
 
@@ -99,12 +109,13 @@ def rebuilt_steps(
 ) -> list[AttentionMetadata]:
     """The metadata that propose's steps see, through the functions that propose calls."""
     lens, rows = jnp.asarray(seq_lens, jnp.int32), jnp.asarray(pending, jnp.int32)
-    steps = [propose_module.build_metadata(group, jnp.asarray(table), lens - rows, rows, K + 1)]
+    groups, tables = (group,), (jnp.asarray(table),)
+    steps = [propose_module.build_metadata(groups, tables, lens - rows, rows, K + 1, **IN_JNP)]
     for step in range(1, K):
         steps.append(
-            propose_module.rebuild_draft_metadata(group, jnp.asarray(table), lens, rows, step)
+            propose_module.rebuild_draft_metadata(groups, tables, lens, rows, step, **IN_JNP)
         )
-    return steps
+    return [metadata for (metadata,) in steps]
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -166,13 +177,13 @@ def test_without_rebuilding_the_derived_fields_are_stale_too(
 
 
 def step_1_always(
-    group: CacheGroup, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any
-) -> AttentionMetadata:
+    groups: Any, block_tables: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any
+) -> tuple[AttentionMetadata, ...]:
     """Step 1's metadata, at every step."""
-    return rebuild_draft_metadata(group, block_table, seq_lens, num_pending, 1, **options)
+    return rebuild_draft_metadata(groups, block_tables, seq_lens, num_pending, 1, **options)
 
 
-KERNELS = Kernels(step_metadata="mosaic_gpu")
+KERNEL_OPS = Ops(step_metadata="mosaic_gpu")
 
 
 @pytest.mark.skipif(
@@ -188,15 +199,14 @@ def test_the_kernel_makes_every_field_and_what_its_readers_read_besides() -> Non
         jnp.asarray([5, 0, LIMIT - 1], jnp.int32),
         jnp.asarray([2, 0, 3], jnp.int32),
     )
-    steps = [
-        (build_metadata, (group, table, start, rows, 3)),
-        (rebuild_draft_metadata, (group, table, start, rows, 2)),
-    ]
-    for build, args in steps:
-        plain: Any = jax.jit(build, static_argnums=(0, 4) if build is build_metadata else 0)(*args)
+    for build, last in ((build_metadata, 3), (rebuild_draft_metadata, 2)):
+        args, options = ((group,), (table,), start, rows, last), {"attention": attention}
+        static = (0, 4) if build is build_metadata else 0
+        in_jnp = jax.jit(partial(build, **options, ops=REFERENCE_OPS), static_argnums=static)
+        (plain,) = in_jnp(*args)
         assert plain.bounds is None and plain.rope is None
         with interpreted():
-            made: Any = build(*args, attention=attention, kernels=KERNELS)
+            (made,) = build(*args, **options, ops=KERNEL_OPS)
         assert not differing(made, {name: np.asarray(getattr(plain, name)) for name in FIELDS})
         jax.tree.map(
             np.testing.assert_array_equal,
@@ -214,25 +224,38 @@ def test_the_kernel_makes_every_field_and_what_its_readers_read_besides() -> Non
 
 
 @pytest.mark.parametrize(
-    ("group", "attention", "rows"),
+    ("groups", "attention", "rows"),
     [
-        (CacheGroup(2, LIMIT), AttentionConfig(4, 2, 8), 17),  # a prefill chunk
-        (CacheGroup(2, LIMIT, chunk=4), AttentionConfig(4, 2, 8), 1),
-        (CacheGroup(2, LIMIT), MLAConfig(4, 16, None, 8, 8, 8), 1),
+        ((CacheGroup(2, LIMIT),), AttentionConfig(4, 2, 8), 17),  # a prefill chunk
+        ((CacheGroup(2, LIMIT, chunk=4),), AttentionConfig(4, 2, 8), 1),
+        ((CacheGroup(2, LIMIT),), MLAConfig(4, 16, None, 8, 8, 8), 1),
         ((CacheGroup(2, LIMIT), CacheGroup(2, LIMIT, window=3)), AttentionConfig(4, 2, 8), 1),
     ],
 )
-def test_the_rest_is_made_in_jnp_whatever_the_kernels(
-    group: Any, attention: Any, rows: int
+def test_the_rest_is_made_in_jnp_whatever_the_ops(
+    groups: tuple[CacheGroup, ...], attention: Any, rows: int
 ) -> None:
     """Off a GPU the kernel would be an error."""
-    table, ones = jnp.zeros((1, 20), jnp.int32), jnp.ones(1, jnp.int32)
-    made: Any = build_metadata(group, table, ones, ones, rows, attention=attention, kernels=KERNELS)
-    for metadata in made if isinstance(made, tuple) else (made,):
-        assert metadata.bounds is None and metadata.rope is None
-    jax.tree.map(
-        np.testing.assert_array_equal, made, build_metadata(group, table, ones, ones, rows)
+    tables, ones = (jnp.zeros((1, 20), jnp.int32),) * len(groups), jnp.ones(1, jnp.int32)
+    made, in_jnp = (
+        build_metadata(groups, tables, ones, ones, rows, attention=attention, ops=ops)
+        for ops in (KERNEL_OPS, REFERENCE_OPS)
     )
+    assert len(made) == len(groups)
+    for metadata in made:
+        assert metadata.bounds is None and metadata.rope is None
+    jax.tree.map(np.testing.assert_array_equal, made, in_jnp)
+
+
+@pytest.mark.parametrize("build", [build_metadata, rebuild_draft_metadata])
+@pytest.mark.parametrize("missing", ["attention", "ops"])
+def test_metadata_without_its_readers_attention_or_ops_is_an_error(
+    build: Any, missing: str
+) -> None:
+    tables, ones = (jnp.zeros((1, 20), jnp.int32),), jnp.ones(1, jnp.int32)
+    options = {name: value for name, value in IN_JNP.items() if name != missing}
+    with pytest.raises(TypeError, match=missing):
+        build((CacheGroup(2, LIMIT),), tables, ones, ones, 1, **options)
 
 
 # ---- cases that vLLM's suite states
@@ -241,15 +264,15 @@ def test_the_rest_is_made_in_jnp_whatever_the_kernels(
 def rebuilt(
     start: list[int], steps: int, limit: int, rows: list[int] | None = None
 ) -> AttentionMetadata:
-    group = CacheGroup(16, limit)
-    table = jnp.asarray(shuffled_table(group, len(start)))
+    group, lens = CacheGroup(16, limit), jnp.asarray(start, jnp.int32)
+    groups, tables = (group,), (jnp.asarray(shuffled_table(group, len(start))),)
     num_rows = jnp.asarray([1] * len(start) if rows is None else rows, jnp.int32)
-    metadata = build_metadata(group, table, jnp.asarray(start, jnp.int32) - num_rows, num_rows, 3)
-    return (
-        rebuild_draft_metadata(group, table, jnp.asarray(start, jnp.int32), num_rows, steps)
+    (metadata,) = (
+        rebuild_draft_metadata(groups, tables, lens, num_rows, steps, **IN_JNP)
         if steps
-        else metadata
+        else build_metadata(groups, tables, lens - num_rows, num_rows, 3, **IN_JNP)
     )
+    return metadata
 
 
 def test_lengths_grow_by_one_a_step() -> None:
@@ -271,12 +294,13 @@ def test_positions_advance_and_are_clamped_at_the_limit(position: int, following
     """vLLM's first runner moves positions of 100 and beyond to 0 (PAD); ours, like its second, clamps and drops the write."""
     before = rebuilt([position + 1], steps=0, limit=100)
     assert before.positions[0, 0] == position
-    after = rebuild_draft_metadata(
-        CacheGroup(16, 100),
-        before.block_table,
+    (after,) = rebuild_draft_metadata(
+        (CacheGroup(16, 100),),
+        (before.block_table,),
         jnp.asarray([position + 1], jnp.int32),
         jnp.ones(1, jnp.int32),
         1,
+        **IN_JNP,
     )
     assert after.positions.tolist() == [[following]]
     assert (after.slot_mapping[0, 0] == PAD_SLOT) == (following >= 100)
@@ -287,7 +311,8 @@ def test_rejected_rows_are_masked_and_the_last_real_row_is_sampled() -> None:
     group = CacheGroup(4, 64)
     table = jnp.asarray(shuffled_table(group, 3))
     kept = jnp.asarray([2, 3, 1], jnp.int32)
-    metadata = build_metadata(group, table, jnp.asarray([10, 20, 30], jnp.int32), kept, 3)
+    start = jnp.asarray([10, 20, 30], jnp.int32)
+    (metadata,) = build_metadata((group,), (table,), start, kept, 3, **IN_JNP)
     assert metadata.positions.tolist() == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
     assert (metadata.slot_mapping != PAD_SLOT).tolist() == [
         [True, True, False],

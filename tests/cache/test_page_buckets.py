@@ -11,9 +11,9 @@ import pytest
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.cache.arrays import PAD_SLOT
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import CacheGroup
+from jaxspec.config import REFERENCE_OPS, CacheGroup
 from jaxspec.engine.buckets import Buckets
-from tests.support.tiny import random_prompts, tiny_model
+from tests.support.tiny import ATTENTION, random_prompts, tiny_model
 
 K, BUCKET = 5, 128
 
@@ -53,12 +53,14 @@ def test_a_sampled_request_at_the_end_of_its_bucket_does_not_see_a_longer_neighb
 
 def test_rows_past_the_block_table_write_nothing() -> None:
     group = CacheGroup(block_size=64, max_model_len=2048)
-    metadata = build_metadata(
-        group,
-        jnp.asarray([[3, 7]], jnp.int32),
+    (metadata,) = build_metadata(
+        (group,),
+        (jnp.asarray([[3, 7]], jnp.int32),),
         jnp.asarray([126], jnp.int32),
         jnp.asarray([4], jnp.int32),
         4,
+        attention=ATTENTION,
+        ops=REFERENCE_OPS,
     )
     assert np.asarray(metadata.slot_mapping).tolist() == [
         [7 * 64 + 62, 7 * 64 + 63, PAD_SLOT, PAD_SLOT]

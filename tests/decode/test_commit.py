@@ -27,7 +27,7 @@ def four_requests(max_tokens: list[int], stops: list[list[int]]) -> DecodeState:
         sampling,
         jnp.asarray(max_tokens, jnp.int32),
         jnp.asarray(stops, jnp.int32),
-        1,
+        (1,),
         jnp.float32,
     )
     return state.replace(

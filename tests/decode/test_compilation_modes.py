@@ -12,7 +12,7 @@ from jaxspec.decode import programs
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import (
     agreeing_model,
-    block_table,
+    block_tables,
     generate,
     random_prompts,
     sampling_state,
@@ -41,11 +41,11 @@ def test_eager_gives_the_same_tokens_and_counts() -> None:
     model, prompts = agreeing_model("eagle"), random_prompts(LENGTHS)
     cfg = model.round_config(K, rule="probabilistic")
     sampling = sampling_state([1, 2, 3], (0.0, 0.8, 1.0))
-    table, num_blocks = block_table(3, cfg)
+    tables, num_blocks = block_tables(3, cfg)
     rounds = []
     for mode in ("round", "eager"):
-        _, state = start(cfg, model.params, prompts, sampling, table, num_blocks)
-        verification, state = programs.run_round(cfg, model.params, state, table, mode)
+        _, state = start(cfg, model.params, prompts, sampling, tables, num_blocks)
+        verification, state = programs.run_round(cfg, model.params, state, tables, mode)
         rounds.append(jax.tree.map(np.asarray, verification))
     compiled, eager = rounds
     np.testing.assert_array_equal(compiled.output_tokens, eager.output_tokens)
@@ -54,20 +54,23 @@ def test_eager_gives_the_same_tokens_and_counts() -> None:
 
 
 def test_step_mode_compiles_one_program_for_all_later_steps() -> None:
-    """First step, next step (for steps 1 .. 4), verify and commit: three programs, and none in the round after."""
+    """First step, next step (for steps 1 .. 4), verify and commit: three programs, and none in the round after.
+
+    The steps' programs are those of the draft's two parts.
+    """
     model = agreeing_model("eagle")
     cfg = model.round_config(K, max_model_len=68)  # a shape that no other test uses
-    table, num_blocks = block_table(3, cfg)
+    tables, num_blocks = block_tables(3, cfg)
     _, state = start(
-        cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks
+        cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), tables, num_blocks
     )
-    before = programs.next_step_program.cache_size()
+    before = programs.draft_part_program.cache_size()
     with counting_compilations() as compiled:
-        _, state = programs.run_round(cfg, model.params, state, table, "step")
-    assert programs.next_step_program.cache_size() == before + 1
-    assert len([name for name in compiled if "next_step" in name]) == 1, compiled
+        _, state = programs.run_round(cfg, model.params, state, tables, "step")
+    assert programs.draft_part_program.cache_size() == before + 2
+    assert len([name for name in compiled if "_run_part" in name]) == 2, compiled
     with counting_compilations() as compiled:
-        programs.run_round(cfg, model.params, state, table, "step")
+        programs.run_round(cfg, model.params, state, tables, "step")
     assert not compiled
 
 
@@ -87,17 +90,22 @@ def test_a_decode_only_round_launches_one_program(tmp_path: Path) -> None:
     """Counted in a profile, the host's block table being NumPy; step mode's count shows that the profile sees them."""
     model = agreeing_model("eagle")
     cfg = model.round_config(K, rule="probabilistic")
-    table, num_blocks = block_table(3, cfg)
-    assert isinstance(table, np.ndarray)
+    tables, num_blocks = block_tables(3, cfg)
+    assert all(isinstance(table, np.ndarray) for table in tables)
     seen = {}
     for mode in ("round", "step"):
         _, state = start(
-            cfg, model.params, random_prompts(LENGTHS), sampling_state([1, 2, 3]), table, num_blocks
+            cfg,
+            model.params,
+            random_prompts(LENGTHS),
+            sampling_state([1, 2, 3]),
+            tables,
+            num_blocks,
         )
-        _, state = programs.run_round(cfg, model.params, state, table, mode)
+        _, state = programs.run_round(cfg, model.params, state, tables, mode)
         jax.block_until_ready(state)
         with jax.profiler.trace(str(tmp_path / mode)):
-            verification, state = programs.run_round(cfg, model.params, state, table, mode)
+            verification, state = programs.run_round(cfg, model.params, state, tables, mode)
             jax.block_until_ready((verification, state))
         seen[mode] = launches(str(tmp_path / mode))
     assert seen["round"] == 1

@@ -22,7 +22,7 @@ from jaxspec.config import RoundConfig
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
 from jaxspec.drafts import autoregressive as propose_module
-from jaxspec.drafts.autoregressive import Proposal
+from jaxspec.drafts.drafter import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import SamplingState
 from pallas_kernels import noise
@@ -144,19 +144,21 @@ def play(
             SamplingState(jnp.asarray(keys), full(temperature, jnp.float32)),
             full(1000, jnp.int32),
             jnp.full((size, 1), -1, jnp.int32),
-            1,
+            (1,),
             jnp.float32,
         )
         state = state.replace(
             seq_lens=full(5, jnp.int32),
             next_token=full(START, jnp.int32),
             active=full(True, bool),
-            pending_tokens=state.pending_tokens.at[:, 0].set(START),
-            num_pending=full(1, jnp.int32),
+            draft=state.draft.replace(
+                pending_tokens=state.draft.pending_tokens.at[:, 0].set(START),
+                num_pending=full(1, jnp.int32),
+            ),
         )
         found = []
         for _ in range(rounds):
-            verification, state = program(params, state, jnp.zeros((size, 1), jnp.int32))
+            verification, state = program(params, state, (jnp.zeros((size, 1), jnp.int32),))
             found.append(
                 jax.tree.map(np.asarray, (verification.output_tokens, verification.num_sampled))
             )

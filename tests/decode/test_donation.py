@@ -20,7 +20,7 @@ from tests.support.tiny import (
     METHODS,
     Model,
     agreeing_model,
-    block_table,
+    block_tables,
     random_prompts,
     sampling_state,
     start,
@@ -33,8 +33,8 @@ HOST = re.compile(
 )
 
 
-def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, np.ndarray]:
-    table, num_blocks = block_table(
+def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, tuple[np.ndarray, ...]]:
+    tables, num_blocks = block_tables(
         3, cfg, shuffle_seed=0, guard=5
     )  # a pool larger than what attention gathers of it
     _, state = start(
@@ -42,15 +42,15 @@ def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, np.ndarray]:
         model.params,
         random_prompts(LENGTHS),
         sampling_state([1, 2, 3], 1.0),
-        table,
+        tables,
         num_blocks,
     )
     return (
         programs.round_program.jitted(cfg).lower(
-            cfg, model.params, *programs.take_apart(state), table
+            cfg, model.params, *programs.split_donated(state), tables
         ),
         state,
-        table,
+        tables,
     )
 
 
@@ -58,16 +58,16 @@ def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, np.ndarray]:
 def test_the_round_is_one_program_with_donated_caches_and_no_host_callback(method: str) -> None:
     model = agreeing_model(method)
     cfg = model.round_config(K)
-    program, state, table = lowered(cfg, model)
+    program, state, tables = lowered(cfg, model)
     assert not HOST.search(program.as_text())
     compiled = program.compile()
     text = compiled.as_text()
     assert text.count("ENTRY ") == 1 and not HOST.search(text)
 
-    caches = jax.tree.leaves((state.target_caches, state.draft_caches))
+    caches = jax.tree.leaves((state.target_caches, state.draft.caches))
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in caches)
-    verification, after = programs.run_round(cfg, model.params, state, table, "round")
-    donated, rows = programs.take_apart(state)
+    verification, after = programs.run_round(cfg, model.params, state, tables, "round")
+    donated, rows = programs.split_donated(state)
     assert all(x.is_deleted() for x in jax.tree.leaves(donated)), "what is large is donated"
     assert not any(
         x.is_deleted() for x in jax.tree.leaves((verification, after, rows, model.params))
@@ -80,7 +80,7 @@ def test_the_round_is_one_program_with_donated_caches_and_no_host_callback(metho
 def test_counts_of_the_whole_vocabulary_are_donated_as_well() -> None:
     model = agreeing_model("eagle")
     _, state, _ = lowered(model.round_config(K), model)
-    assert "sampling" not in programs.take_apart(state)[0]
+    assert programs.split_donated(state)[0].sampling is None
     ones, counts = jnp.ones(3), jnp.zeros((3, 7), jnp.int32)
     counting = replace(
         state,
@@ -89,8 +89,8 @@ def test_counts_of_the_whole_vocabulary_are_donated_as_well() -> None:
             processors={"penalties": PenaltiesState(ones, ones, ones, counts, counts > 0)},
         ),
     )
-    donated, rows = programs.take_apart(counting)
-    assert donated["sampling"] is counting.sampling and rows.sampling is None
+    donated, rows = programs.split_donated(counting)
+    assert donated.sampling is counting.sampling and rows.sampling is None
 
 
 def test_the_search_finds_a_host_callback() -> None:
@@ -114,10 +114,10 @@ def test_no_cache_is_copied(method: str) -> None:
     """In the optimised program; without donation there is a copy of every cache, so the search can find them."""
     model = agreeing_model(method)
     cfg = model.round_config(K)
-    program, state, table = lowered(cfg, model)
-    caches = jax.tree.leaves((state.target_caches, state.draft_caches))
+    program, state, tables = lowered(cfg, model)
+    caches = jax.tree.leaves((state.target_caches, state.draft.caches))
     assert not cache_copies(program.compile().as_text(), caches)
-    kept = jax.jit(partial(decode.decode_round, cfg)).lower(model.params, state, table).compile()
+    kept = jax.jit(partial(decode.decode_round, cfg)).lower(model.params, state, tables).compile()
     assert len(cache_copies(kept.as_text(), caches)) >= len(caches)
     assert kept.memory_analysis().alias_size_in_bytes == 0
 
@@ -126,13 +126,13 @@ def test_no_cache_is_copied_by_a_plain_step_of_one_request() -> None:
     """One row to write: XLA likes to make that a choice between the old cache and the new one."""
     model = agreeing_model("eagle")
     cfg = model.round_config(0)
-    table, num_blocks = block_table(1, cfg, guard=5)
+    tables, num_blocks = block_tables(1, cfg, guard=5)
     _, state = start(
-        cfg, model.params, random_prompts((5,)), sampling_state([1], 1.0), table, num_blocks
+        cfg, model.params, random_prompts((5,)), sampling_state([1], 1.0), tables, num_blocks
     )
     text = (
         programs.round_program.jitted(cfg)
-        .lower(cfg, model.params, *programs.take_apart(state), table)
+        .lower(cfg, model.params, *programs.split_donated(state), tables)
         .compile()
         .as_text()
     )

@@ -16,10 +16,12 @@ import pytest
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
+from jaxspec.config import REFERENCE_OPS
 from jaxspec.decode import programs
+from jaxspec.layers.context import Pass
 from tests.support.families import family_model
 from tests.support.statistics import chi_square, within_limit
-from tests.support.tiny import Model, block_table, sampling_state, start
+from tests.support.tiny import Model, block_tables, sampling_state, start
 
 VOCAB, LENGTH, K, BATCH, BATCHES = 5, 4, 2, 2_000, 12
 pytestmark = pytest.mark.once
@@ -35,22 +37,24 @@ def probabilities(model: Model) -> np.ndarray:
         :, :-1
     ]
     batch, rows = tokens.shape
+    groups = cfg.cache_groups(rows, rows)
     table = jnp.arange(batch, dtype=jnp.int32)[:, None]  # a block holds a text
 
     @jax.jit
     def logits() -> jax.Array:
         metadata = build_metadata(
-            cfg.cache_groups(rows, rows),
-            table,
+            groups,
+            (table,) * len(groups),
             jnp.zeros(batch, jnp.int32),
             jnp.full(batch, rows),
             rows,
+            attention=cfg.attention,
+            ops=REFERENCE_OPS,
         )
-        caches = init_cache(cfg.attention, cfg.num_layers, batch, rows, jnp.float32)
-        family = models.family(cfg)
-        return family.logits(
-            params, cfg, family.forward(params, cfg, jnp.asarray(tokens), metadata, caches).hidden
-        )
+        caches = init_cache(cfg.attention, (batch,) * cfg.num_layers, rows, jnp.float32)
+        family, pass_ = models.family(cfg), Pass(metadata, REFERENCE_OPS)
+        out = family.forward(params, cfg, jnp.asarray(tokens), pass_, caches)
+        return family.logits(params, cfg, out.hidden, REFERENCE_OPS)
 
     log_p = np.asarray(jax.nn.log_softmax(logits()), np.float64)[:, len(PROMPT) - 1 :]
     return np.exp(np.take_along_axis(log_p, texts[..., None], axis=2).sum((1, 2))).reshape(
@@ -61,7 +65,7 @@ def probabilities(model: Model) -> np.ndarray:
 def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
     """How often each text came out of prefill and rounds, and the numbers of accepted drafts that were seen."""
     cfg = model.round_config(K, max_model_len=24, rule=rule)
-    table, num_blocks = block_table(BATCH, cfg)
+    tables, num_blocks = block_tables(BATCH, cfg)
     counts, accepted = np.zeros((VOCAB,) * LENGTH), set()
     for batch in range(BATCHES):
         seeds = range(batch * BATCH, (batch + 1) * BATCH)
@@ -70,13 +74,13 @@ def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
             model.params,
             [PROMPT] * BATCH,
             sampling_state(seeds, 1.0),
-            table,
+            tables,
             num_blocks,
             max_tokens=99,
         )
         emitted = [np.asarray(first)[:, None]]
         for _ in range(LENGTH - 1):  # each round emits a token at least
-            verification, state = programs.run_round(cfg, model.params, state, table, "round")
+            verification, state = programs.run_round(cfg, model.params, state, tables, "round")
             emitted.append(np.asarray(verification.output_tokens))
             accepted |= set((np.asarray(verification.num_sampled) - 1).tolist())
         flat = np.concatenate(emitted, axis=1)

@@ -14,7 +14,7 @@ from jaxspec.sampling.processors.truncation import TruncationState
 from jaxspec.sampling.state import SamplingState
 from tests.support.tiny import (
     agreeing_model,
-    block_table,
+    block_tables,
     generate,
     random_prompts,
     sampling_state,
@@ -74,25 +74,28 @@ def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
     model = agreeing_model("eagle3")
     processors = frozenset({"truncation"} if rule == "block" else ())
     cfg = model.round_config(K, rule=rule, processors=processors)
-    table, num_blocks = block_table(4, cfg, guard=2, shuffle_seed=1)
+    tables, num_blocks = block_tables(4, cfg, guard=2, shuffle_seed=1)
     prompts = [random_prompts(LENGTHS)[0], [], random_prompts(LENGTHS)[1], []]
     all_kept = ([0] * 3, [1.0] * 3) if processors else ()
     sampling = padded(sampling_state([1, 2, 3], TEMPERATURES, *all_kept), [0, None, 1, None])
     results = []
     for poison in (False, True):
-        _, state = start(cfg, model.params, prompts, sampling, table, num_blocks)
-        used = table.copy()
+        _, state = start(cfg, model.params, prompts, sampling, tables, num_blocks)
+        used = tuple(t.copy() for t in tables)
         if poison:
-            used[[1, 3]] = table[[0, 2]]
+            for own, live in zip(used, tables, strict=True):
+                own[[1, 3]] = live[[0, 2]]
             state = state.replace(
                 seq_lens=state.seq_lens.at[jnp.array([1, 3])].set(jnp.array([7, 2**30], jnp.int32)),
                 next_token=state.next_token.at[jnp.array([1, 3])].set(
                     jnp.array([-5, 2**30], jnp.int32)
                 ),
-                pending_tokens=state.pending_tokens.at[jnp.array([1, 3])].set(2**30),
-                pending_hidden=state.pending_hidden.at[jnp.array([1, 3])].set(jnp.nan),
-                num_pending=state.num_pending.at[jnp.array([1, 3])].set(
-                    jnp.array([4, 2], jnp.int32)
+                draft=state.draft.replace(
+                    pending_tokens=state.draft.pending_tokens.at[jnp.array([1, 3])].set(2**30),
+                    pending_hidden=state.draft.pending_hidden.at[jnp.array([1, 3])].set(jnp.nan),
+                    num_pending=state.draft.num_pending.at[jnp.array([1, 3])].set(
+                        jnp.array([4, 2], jnp.int32)
+                    ),
                 ),
                 sampling=SamplingState(
                     state.sampling.keys.at[jnp.array([1, 3])].set(jnp.uint32(2**32 - 1)),
@@ -115,12 +118,11 @@ def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
         np.testing.assert_array_equal(a.output_tokens, b.output_tokens)
         np.testing.assert_array_equal(a.num_sampled, b.num_sampled)
         assert b.num_sampled[[1, 3]].tolist() == [0, 0]
-    for caches in ("target_caches", "draft_caches"):
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            getattr(clean_state, caches),
-            getattr(dirty_state, caches),
-        )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (clean_state.target_caches, clean_state.draft.caches),
+        (dirty_state.target_caches, dirty_state.draft.caches),
+    )
     live: dict[str, Any] = {
         name: (getattr(clean_state, name)[[0, 2]], getattr(dirty_state, name)[[0, 2]])
         for name in ("seq_lens", "next_token")

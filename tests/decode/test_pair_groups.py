@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams
-from jaxspec.config import CacheGroup, RoundConfig
+from jaxspec.config import REFERENCE_OPS, CacheGroup, RoundConfig
 from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.tools.losslessness import _last_logits
 from jaxspec.training.generation import GenerationConfig, Generator, Turn
@@ -92,19 +92,56 @@ def test_a_draft_has_a_group_of_its_own_unless_it_sees_just_as_far(
     family: str, method: str, window: int | None, groups: list[dict[str, Any]], pool: int
 ) -> None:
     model = family_model(family, method, window=window)
-    cfg = RoundConfig.of_pair(
-        model.target, model.draft, block_size=4, max_model_len=64, draft_context=24
+    cfg = RoundConfig.for_models(
+        model.target,
+        model.draft,
+        ops=REFERENCE_OPS,
+        block_size=4,
+        max_model_len=64,
+        draft_context=24,
     )
     sights = [CacheGroup(4, 64, **sight) for sight in groups]
     assert [(g.window, g.chunk) for g in cfg.cache_groups] == [
         (g.window, g.chunk) for g in sights
-    ] and cfg.draft_pool == pool
-    assert (
-        cfg.draft_group is not None
-        and cfg.draft_group.max_model_len == 24
-        and cfg.max_model_len == 64
-    )
+    ] and cfg.draft_pools == (pool,)
+    assert [g.max_model_len for g in cfg.draft_groups] == [24] and cfg.max_model_len == 64
     tables = tuple(range(len(groups)))
-    assert cfg.draft_table(tables) == pool
-    assert cfg.target_tables(tables) == (tables[:2] if isinstance(cfg.target_group, tuple) else 0)
-    assert cfg.draft_table("one") == cfg.target_tables("one") == "one"
+    assert cfg.draft_tables(tables) == (pool,)
+    assert cfg.target_tables(tables) == tables[: 2 if len(groups) > 1 else 1]
+
+
+@pytest.mark.parametrize(
+    ("draft_sights", "pools", "own"),
+    [
+        ([{"window": 5}, {}], (1, 0), []),
+        ([{"window": 7}, {}], (2, 0), [0]),
+        ([{}, {"window": 7}, {"chunk": 5}], (0, 2, 3), [1, 2]),
+    ],
+)
+def test_each_of_several_draft_groups_shares_a_pool_or_has_its_own(
+    draft_sights: list[dict[str, Any]], pools: tuple[int, ...], own: list[int]
+) -> None:
+    """Beside a target with full attention and a window of 5; own: the draft groups that share no pool."""
+    model = family_model("gpt_oss", "eagle")
+    cfg = RoundConfig(
+        target=model.target,
+        target_groups=model.target.cache_groups(4, 64),
+        ops=REFERENCE_OPS,
+        draft=model.draft,
+        draft_groups=tuple(CacheGroup(4, 24, **sight) for sight in draft_sights),
+        num_speculative_tokens=3,
+    )
+    assert cfg.draft_pools == pools
+    assert cfg.cache_groups == (*cfg.target_groups, *(cfg.draft_groups[i] for i in own))
+    tables = tuple(f"table {i}" for i in range(len(cfg.cache_groups)))
+    assert cfg.target_tables(tables) == ("table 0", "table 1")
+    assert cfg.draft_tables(tables) == tuple(f"table {pool}" for pool in pools)
+
+
+def test_a_round_without_ops_is_an_error() -> None:
+    model = family_model("gpt_oss", "eagle")
+    groups: Any = {"target": model.target, "target_groups": model.target.cache_groups(4, 64)}
+    with pytest.raises(TypeError, match="ops"):
+        RoundConfig(**groups)
+    with pytest.raises(TypeError, match="ops"):
+        RoundConfig.for_models(model.target, block_size=4, max_model_len=64)  # type: ignore[call-arg]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,17 @@ import numpy as np
 import pytest
 
 from jaxspec import drafts
+from jaxspec.cache.arrays import KVCache
 from jaxspec.config import RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
-from jaxspec.decode.state import DecodeState, draft_inputs
-from jaxspec.drafts.autoregressive import propose
+from jaxspec.decode.state import DecodeState, draft_context
+from jaxspec.drafts.autoregressive import draft_inputs, propose
+from jaxspec.layers.context import Pass
 from tests.support import toys
 from tests.support.tiny import (
     METHODS,
-    block_table,
+    block_tables,
     pad_chunk,
     random_prompts,
     sampling_state,
@@ -32,12 +35,16 @@ TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
 
 def gathered(
-    state: DecodeState, cfg: RoundConfig, table: np.ndarray, caches: str, row: int, length: int
+    caches: KVCache,
+    cfg: RoundConfig,
+    tables: tuple[np.ndarray, ...],
+    row: int,
+    length: int,
 ) -> np.ndarray:
     """The keys and values of positions 0 .. length-1 of a request, all layers."""
-    size = cfg.target_group.block_size
+    table, size = tables[0], cfg.block_size  # every group has the same table
     slots = [table[row, p // size] * size + p % size for p in range(length)]
-    pools = [x for cache in getattr(state, caches) for x in (cache.k, cache.v)]
+    pools = [x for cache in caches for x in (cache.k, cache.v)]  # type: ignore[union-attr]
     return np.stack([np.asarray(x).reshape(-1, *x.shape[2:])[slots] for x in pools])
 
 
@@ -47,15 +54,18 @@ def test_chunked_prefill_equals_one_chunk(method: str) -> None:
     model = tiny_model(method)
     cfg = model.round_config(K, block_size=BLOCK, max_model_len=32, rule="probabilistic")
     prompts, sampling = random_prompts(LENGTHS), sampling_state([1, 2, 3, 4], (0.0, 1.0, 0.7, 1.0))
-    table, num_blocks = block_table(len(prompts), cfg, shuffle_seed=0)
+    tables, num_blocks = block_tables(len(prompts), cfg, shuffle_seed=0)
     first_proposal = jax.jit(
         lambda state: propose(
-            cfg, model.params["draft"], draft_inputs(state, jnp.asarray(table)), state.draft_caches
+            cfg,
+            model.params["draft"],
+            draft_inputs(state.draft, draft_context(cfg, state, jax.tree.map(jnp.asarray, tables))),
+            state.draft.caches,
         )
     )
 
     def prefilled(chunk: int | None) -> tuple[np.ndarray, DecodeState, Any]:
-        first, state = start(cfg, model.params, prompts, sampling, table, num_blocks, chunk=chunk)
+        first, state = start(cfg, model.params, prompts, sampling, tables, num_blocks, chunk=chunk)
         return first, state, first_proposal(state).proposal
 
     first, whole, proposal = prefilled(None)
@@ -67,21 +77,26 @@ def test_chunked_prefill_equals_one_chunk(method: str) -> None:
             chunked_proposal.draft_logits, proposal.draft_logits, **TOLERANCE
         )
         for row, length in enumerate(LENGTHS):
-            for caches, cached in (("target_caches", length), ("draft_caches", length - 1)):
-                expected = gathered(whole, cfg, table, caches, row, cached)
+            for caches, expected, cached in (
+                (chunked.target_caches, whole.target_caches, length),
+                (chunked.draft.caches, whole.draft.caches, length - 1),
+            ):
                 np.testing.assert_allclose(
-                    gathered(chunked, cfg, table, caches, row, cached),
-                    expected,
+                    gathered(caches, cfg, tables, row, cached),
+                    gathered(expected, cfg, tables, row, cached),
                     **TOLERANCE,
                     err_msg=f"{chunk}",
                 )
-        for name in ("seq_lens", "next_token", "active", "num_generated", "num_pending"):
+        for name in ("seq_lens", "next_token", "active", "num_generated"):
             np.testing.assert_array_equal(
                 getattr(chunked, name), getattr(whole, name), err_msg=name
             )
-        np.testing.assert_array_equal(chunked.pending_tokens[:, 0], whole.pending_tokens[:, 0])
+        np.testing.assert_array_equal(chunked.draft.num_pending, whole.draft.num_pending)
+        np.testing.assert_array_equal(
+            chunked.draft.pending_tokens[:, 0], whole.draft.pending_tokens[:, 0]
+        )
         np.testing.assert_allclose(
-            chunked.pending_hidden[:, 0], whole.pending_hidden[:, 0], **TOLERANCE
+            chunked.draft.pending_hidden[:, 0], whole.draft.pending_hidden[:, 0], **TOLERANCE
         )
 
 
@@ -90,31 +105,28 @@ def test_a_chunks_last_row_pairs_with_the_next_prompt_token() -> None:
     model = tiny_model("eagle")
     cfg = model.round_config(K, block_size=BLOCK, max_model_len=32)
     prompts, sampling = random_prompts((9,)), sampling_state([1])
-    table, num_blocks = block_table(1, cfg)
-    _, whole = start(cfg, model.params, prompts, sampling, table, num_blocks)
+    tables, num_blocks = block_tables(1, cfg)
+    _, whole = start(cfg, model.params, prompts, sampling, tables, num_blocks)
     off = []
     for wrong in (False, True):
         state = decode_state.init_state(
             cfg, jax.tree.map(jnp.asarray, sampling), *stop_arrays(1), num_blocks, jnp.float32
         )
         for begin in range(0, 9, 3):
-            tokens, first, count, following = pad_chunk(prompts, begin, 3)
-            following = np.where(wrong & (following >= 0), (following + 1) % 48, following).astype(
-                np.int32
-            )
+            chunk = pad_chunk(prompts, begin, 3)
+            following: Any = np.asarray(chunk.next_token)
+            if wrong:
+                following = np.where(following >= 0, (following + 1) % 48, following)
             _, state = programs.run_prefill(
                 cfg,
                 model.params,
                 state,
-                table,
-                tokens,
-                first,
-                count,
-                following,
+                tables,
+                replace(chunk, next_token=following.astype(np.int32)),
                 compilation="round",
             )
-        difference = gathered(state, cfg, table, "draft_caches", 0, 8) - gathered(
-            whole, cfg, table, "draft_caches", 0, 8
+        difference = gathered(state.draft.caches, cfg, tables, 0, 8) - gathered(
+            whole.draft.caches, cfg, tables, 0, 8
         )
         off.append(np.abs(difference).max((0, 2, 3)))
     assert off[0].max() < 1e-4
@@ -135,21 +147,18 @@ def test_the_drafts_ids_are_the_prompts_shifted_by_one(monkeypatch: pytest.Monke
         cfg: Any,
         tokens: jax.Array,
         hidden: jax.Array,
-        metadata: Any,
+        pass_: Pass,
         caches: Any,
-        **options: Any,
     ) -> Any:
         seen.append(
             (
                 np.asarray(tokens),
                 np.asarray(hidden[..., 0]),
-                np.asarray(metadata.positions),
-                np.asarray(metadata.seq_lens),
+                np.asarray(pass_.positions),
+                np.asarray(pass_.metadata[0].seq_lens),
             )
         )
-        return toys.DRAFT_FAMILIES["toy"].forward(
-            params, cfg, tokens, hidden, metadata, caches, **options
-        )
+        return toys.DRAFT_FAMILIES["toy"].forward(params, cfg, tokens, hidden, pass_, caches)
 
     recorder = SimpleNamespace(**(vars(toys.DRAFT_FAMILIES["toy"]) | {"forward": forward}))
     monkeypatch.setitem(drafts.FAMILIES, "toy", recorder)
@@ -163,8 +172,8 @@ def test_the_drafts_ids_are_the_prompts_shifted_by_one(monkeypatch: pytest.Monke
         params,
         prompts,
         sampling_state([0] * 3),
-        np.zeros((3, 1), np.int32),
-        1,
+        (np.zeros((3, 1), np.int32),),
+        (1,),
         compilation="eager",
     )
     (tokens, hidden, positions, seq_lens) = seen[0]
@@ -177,6 +186,6 @@ def test_the_drafts_ids_are_the_prompts_shifted_by_one(monkeypatch: pytest.Monke
         [30, 31, 32],
     ]
     assert positions.tolist() == [[0, 1, 2, 3]] * 3
-    assert state.pending_tokens[:, 0].tolist() == [100, 200, 300]
-    assert state.pending_hidden[:, 0, 0].tolist() == [12, 21, 33]
-    assert state.num_pending.tolist() == [1, 1, 1] and state.seq_lens.tolist() == [3, 2, 4]
+    assert state.draft.pending_tokens[:, 0].tolist() == [100, 200, 300]
+    assert state.draft.pending_hidden[:, 0, 0].tolist() == [12, 21, 33]
+    assert state.draft.num_pending.tolist() == [1, 1, 1] and state.seq_lens.tolist() == [3, 2, 4]

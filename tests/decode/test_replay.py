@@ -60,7 +60,7 @@ def test_replay_is_accepted_whole_and_a_hostile_draft_never(
             draft_sampling="greedy",
             num_speculative_tokens=K,
         )
-        cfg = replace(cfg, draft_group=cfg.target_group)
+        cfg = replace(cfg, draft_groups=cfg.target_groups)
         run = generate(cfg, params, prompts, sampling, max_tokens=MAX_TOKENS)
         assert run.token_ids == [text[:MAX_TOKENS] for text in plain.token_ids]
         for row in range(len(prompts)):

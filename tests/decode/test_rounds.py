@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from jaxspec.decode import programs
-from jaxspec.decode.state import DecodeState, draft_inputs
-from jaxspec.drafts.autoregressive import Proposal, propose
+from jaxspec.decode.state import DecodeState, draft_context
+from jaxspec.drafts.autoregressive import draft_inputs, propose
+from jaxspec.drafts.drafter import Proposal
 from tests.support.tiny import (
     METHODS,
     agreeing_model,
-    block_table,
+    block_tables,
     random_prompts,
     sampling_state,
     start,
@@ -31,10 +32,14 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
     model, texts = agreeing_model(method), [list(p) for p in random_prompts(LENGTHS)]
     cfg = model.round_config(K, rule="probabilistic")
     sampling = sampling_state([1, 2, 3])
-    table, num_blocks = block_table(3, cfg, shuffle_seed=0)
+    tables, num_blocks = block_tables(3, cfg, shuffle_seed=0)
+    table = tables[0]  # of every group
     proposed = jax.jit(
         lambda state: propose(
-            cfg, model.params["draft"], draft_inputs(state, jnp.asarray(table)), state.draft_caches
+            cfg,
+            model.params["draft"],
+            draft_inputs(state.draft, draft_context(cfg, state, jax.tree.map(jnp.asarray, tables))),
+            state.draft.caches,
         )
     )
 
@@ -45,7 +50,7 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
 
     def cached(caches: object) -> list[np.ndarray]:
         """Of the positions of each text that are cached, next_token's own not among them."""
-        size, found = cfg.target_group.block_size, []
+        size, found = cfg.block_size, []
         for row, text in enumerate(texts):
             slots = [table[row, p // size] * size + p % size for p in range(len(text) - 1)]
             found += [
@@ -53,12 +58,12 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
             ]
         return found
 
-    first, state = start(cfg, model.params, texts, sampling, table, num_blocks, chunk=LONGEST)
+    first, state = start(cfg, model.params, texts, sampling, tables, num_blocks, chunk=LONGEST)
     for text, token in zip(texts, first.tolist(), strict=True):
         text.append(token)
     pending = set()
     for _ in range(5):
-        verification, state = programs.run_round(cfg, model.params, state, table, "round")
+        verification, state = programs.run_round(cfg, model.params, state, tables, "round")
         for text, tokens, count in zip(
             texts,
             verification.output_tokens.tolist(),
@@ -71,7 +76,7 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
             model.params,
             [text[:-1] for text in texts],
             sampling,
-            table,
+            tables,
             num_blocks,
             chunk=LONGEST,
         )
@@ -89,7 +94,7 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
             strict=True,
         ):
             np.testing.assert_allclose(x, y, **TOLERANCE)
-        pending |= set(state.num_pending.tolist())
+        pending |= set(state.draft.num_pending.tolist())
     assert 1 in pending and len(pending) >= 3, (
         "expected rounds that accept nothing, and rounds that accept more and less"
     )

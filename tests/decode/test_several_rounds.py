@@ -24,32 +24,32 @@ from jaxspec.decode.several_rounds import (
     run_rounds,
 )
 from tests.decode.test_donation import HOST, cache_copies
-from tests.support.tiny import agreeing_model, block_table, random_prompts, sampling_state, start
+from tests.support.tiny import agreeing_model, block_tables, random_prompts, sampling_state, start
 from tests.support.toys import ToyDraft, ToyTarget
 
 LENGTHS, K, R = (5, 9, 1), 3, 4
 V, LIMIT = 32, 48
 
 
-def state_of(cfg: Any, params: Any) -> tuple[Any, np.ndarray]:
+def state_of(cfg: Any, params: Any) -> tuple[Any, tuple[np.ndarray, ...]]:
     """Requests of which the second ends within the first rounds; in a pool larger than what attention gathers of it."""
-    table, num_blocks = block_table(3, cfg, shuffle_seed=0, guard=5)
+    tables, num_blocks = block_tables(3, cfg, shuffle_seed=0, guard=5)
     sampling = sampling_state([1, 2, 3], 1.0)
     return start(
-        cfg, params, random_prompts(LENGTHS), sampling, table, num_blocks, max_tokens=[64, 5, 64]
-    )[1], table
+        cfg, params, random_prompts(LENGTHS), sampling, tables, num_blocks, max_tokens=[64, 5, 64]
+    )[1], tables
 
 
 def test_a_step_of_rounds_is_as_many_single_rounds() -> None:
     """Tokens, counts and every integer of the state exactly; in the request that ends, the rounds after are idle."""
     model = agreeing_model("eagle3")
     cfg = model.round_config(K)
-    state, table = state_of(cfg, model.params)
+    state, tables = state_of(cfg, model.params)
     kept = jax.tree.map(jnp.copy, state)
-    together, after = run_rounds(cfg, R, model.params, kept, table, "round")
+    together, after = run_rounds(cfg, R, model.params, kept, tables, "round")
     assert together.output_tokens.shape == (R, 3, K + 1)
     for found in each_round(together):
-        expected, state = run_rounds(cfg, 1, model.params, state, table, "round")
+        expected, state = run_rounds(cfg, 1, model.params, state, tables, "round")
         np.testing.assert_array_equal(found.output_tokens, expected.output_tokens)
         np.testing.assert_array_equal(found.num_sampled, expected.num_sampled)
     num_sampled = np.asarray(together.num_sampled)
@@ -65,9 +65,9 @@ def test_a_step_of_rounds_is_as_many_single_rounds() -> None:
 def test_a_step_of_rounds_is_one_program_with_donated_caches_that_nothing_copies() -> None:
     model = agreeing_model("eagle3")
     cfg = model.round_config(K)
-    state, table = state_of(cfg, model.params)
-    compiled = rounds._rounds.jitted(cfg).lower(cfg, R, model.params, state, table).compile()
-    text, caches = compiled.as_text(), jax.tree.leaves((state.target_caches, state.draft_caches))
+    state, tables = state_of(cfg, model.params)
+    compiled = rounds._rounds.jitted(cfg).lower(cfg, R, model.params, state, tables).compile()
+    text, caches = compiled.as_text(), jax.tree.leaves((state.target_caches, state.draft.caches))
     assert text.count("ENTRY ") == 1 and not HOST.search(text) and not cache_copies(text, caches)
     trips = re.findall(r'"known_trip_count":{"n":"(\d+)"}', text)
     assert {str(R), str(K - 1)} <= set(trips)

@@ -12,7 +12,7 @@ from jaxspec.decode import programs, slots
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.round import limit_drafts
 from jaxspec.drafts.autoregressive import Proposal
-from tests.support.tiny import agreeing_model, block_table, random_prompts, sampling_state, start
+from tests.support.tiny import agreeing_model, block_tables, random_prompts, sampling_state, start
 
 K = 3
 
@@ -20,13 +20,13 @@ K = 3
 def test_moved_rows_bring_everything_and_the_others_are_idle() -> None:
     model = agreeing_model("eagle")
     cfg = model.round_config(K)
-    table, num_blocks = block_table(3, cfg)
+    tables, num_blocks = block_tables(3, cfg)
     _, state = start(
         cfg,
         model.params,
         random_prompts((5, 9, 1)),
         sampling_state([1, 2, 3], 0.7),
-        table,
+        tables,
         num_blocks,
     )
     rows = slots.without_caches(state)
@@ -45,9 +45,9 @@ def test_moved_rows_bring_everything_and_the_others_are_idle() -> None:
 def test_only_tiles_that_end_a_prompt_come_back() -> None:
     model = agreeing_model("eagle")
     cfg = model.round_config(K)
-    table, num_blocks = block_table(3, cfg)
+    tables, num_blocks = block_tables(3, cfg)
     _, state = start(
-        cfg, model.params, random_prompts((5, 9, 1)), sampling_state([1, 2, 3]), table, num_blocks
+        cfg, model.params, random_prompts((5, 9, 1)), sampling_state([1, 2, 3]), tables, num_blocks
     )
     rows = slots.without_caches(state)
     at = np.asarray([3, 1], np.int32)  # 3 rows: the first tile ends nothing
@@ -64,7 +64,12 @@ def test_drafts_past_a_requests_own_number_and_past_the_drafts_context_are_place
     model = agreeing_model("eagle")
     cfg = model.round_config(K, limits_drafts=True, draft_max_model_len=10)
     state = decode_state.init_state(
-        cfg, sampling_state([0] * 7), jnp.zeros(7, jnp.int32), jnp.full((7, 1), -1), 1, jnp.float32
+        cfg,
+        sampling_state([0] * 7),
+        jnp.zeros(7, jnp.int32),
+        jnp.full((7, 1), -1),
+        (1,),
+        jnp.float32,
     )
     state = replace(state, seq_lens=jnp.asarray([5, 8, 9, 10, 11, 12, 5], jnp.int32))
     state = replace(state, max_drafts=state.max_drafts.at[6].set(1))
@@ -80,20 +85,20 @@ def test_a_round_without_drafts_leaves_the_drafts_cache_as_a_round_with_them() -
     """Up to the pending rows: what a later round drafts from."""
     model = agreeing_model("eagle")
     cfg = model.round_config(K)
-    table, num_blocks = block_table(1, cfg)
+    tables, num_blocks = block_tables(1, cfg)
     caches = {}
     for drafts in (0, K):
         _, state = start(
-            cfg, model.params, random_prompts((9,)), sampling_state([1]), table, num_blocks
+            cfg, model.params, random_prompts((9,)), sampling_state([1]), tables, num_blocks
         )
-        untouched = np.asarray(state.draft_caches[0].k)
+        untouched = np.asarray(state.draft.caches[0].k)
         round_cfg = replace(cfg, num_speculative_tokens=drafts)
-        verification, state = programs.run_round(round_cfg, model.params, state, table, "round")
-        caches[drafts] = np.asarray(state.draft_caches[0].k).reshape(-1, *untouched.shape[2:])[:9]
+        verification, state = programs.run_round(round_cfg, model.params, state, tables, "round")
+        caches[drafts] = np.asarray(state.draft.caches[0].k).reshape(-1, *untouched.shape[2:])[:9]
         assert verification.output_tokens.shape == (
             1,
             drafts + 1,
-        ) and state.pending_tokens.shape == (1, K + 1)  # type: ignore[union-attr]
+        ) and state.draft.pending_tokens.shape == (1, K + 1)  # type: ignore[union-attr]
     np.testing.assert_allclose(caches[0], caches[K], rtol=1e-5, atol=1e-6)
     assert not np.allclose(caches[0][8], untouched.reshape(-1, *untouched.shape[2:])[8]), (
         "the prompt's last row was pending"

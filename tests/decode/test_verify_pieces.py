@@ -12,7 +12,7 @@ import pytest
 from jaxspec.cache.arrays import init_cache
 from jaxspec.decode import verify
 from jaxspec.drafts.autoregressive import Proposal
-from tests.support.tiny import LAYERS, VOCAB, agreeing_model, block_table, sampling_state
+from tests.support.tiny import LAYERS, VOCAB, agreeing_model, block_tables, sampling_state
 
 K, BATCH = 3, 7
 
@@ -27,9 +27,9 @@ def test_pieces_give_the_bits_of_the_whole(
     """7 requests, of which 3 and 4 at a time leave a rest; log-probabilities are among the results."""
     model = agreeing_model("eagle")
     cfg = model.round_config(K, rule=rule, sampled=temperature > 0, logprobs=True)
-    table, num_blocks = block_table(BATCH, cfg)
+    tables, num_blocks = block_tables(BATCH, cfg)
     rng = np.random.default_rng(0)
-    caches = init_cache(cfg.target.attention, LAYERS, num_blocks, cfg.block_size, jnp.float32)
+    caches = init_cache(cfg.target.attention, num_blocks * LAYERS, cfg.block_size, jnp.float32)
     caches = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), caches)
     drafts = jnp.asarray(rng.integers(0, VOCAB, (BATCH, K)), jnp.int32)
     proposal = Proposal(
@@ -53,7 +53,7 @@ def test_pieces_give_the_bits_of_the_whole(
                 proposal,
                 seq_lens,
                 active,
-                jnp.asarray(table),
+                jax.tree.map(jnp.asarray, cfg.target_tables(tables)),
                 caches,
                 *args,
             )[0]

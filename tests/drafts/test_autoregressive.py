@@ -15,7 +15,7 @@ import pytest
 from jaxspec import drafts
 from jaxspec.cache.arrays import PAD_SLOT, FullCache
 from jaxspec.cache.metadata import AttentionMetadata, rebuild_draft_metadata
-from jaxspec.config import Kernels, RoundConfig
+from jaxspec.config import REFERENCE_OPS, Ops, RoundConfig
 from jaxspec.drafts import autoregressive as propose_module
 from jaxspec.drafts.autoregressive import (
     DraftInputs,
@@ -25,6 +25,7 @@ from jaxspec.drafts.autoregressive import (
     next_step,
     propose,
 )
+from jaxspec.layers.context import Pass
 from jaxspec.sampling.state import gumbel_noise
 from tests.kernels.interpreter import interpreted
 from tests.support.tiny import (
@@ -33,7 +34,7 @@ from tests.support.tiny import (
     METHODS,
     VOCAB,
     Model,
-    block_table,
+    block_tables,
     sampling_state,
     tiny_model,
 )
@@ -53,8 +54,9 @@ def inputs_for(cfg: RoundConfig, seed: int = 0) -> tuple[DraftInputs, Any]:
     K, rng = cfg.num_speculative_tokens, np.random.default_rng(seed)
     seq_lens = np.array([K + 1, 9, 16, 7, LIMIT - 1], np.int32)
     pending = np.array([K + 1, 1, min(2, K + 1), 0, K], np.int32)
-    table, num_blocks = block_table(BATCH, cfg, shuffle_seed=seed, guard=2)
-    shape = (num_blocks, cfg.target_group.block_size, ATTENTION.num_kv_heads, ATTENTION.head_dim)
+    tables, num_blocks = block_tables(BATCH, cfg, shuffle_seed=seed, guard=2)
+    (table,) = cfg.draft_tables(tables)
+    shape = (num_blocks[0], cfg.block_size, ATTENTION.num_kv_heads, ATTENTION.head_dim)
     caches = []
     for _ in range(cfg.draft.num_layers):
         k, v = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
@@ -69,7 +71,7 @@ def inputs_for(cfg: RoundConfig, seed: int = 0) -> tuple[DraftInputs, Any]:
         pending_tokens=jnp.asarray(rng.integers(0, VOCAB, (BATCH, K + 1)), jnp.int32),
         pending_hidden=jnp.asarray(rng.normal(size=(BATCH, K + 1, width)), jnp.float32),
         num_pending=jnp.asarray(pending),
-        block_table=jnp.asarray(table),
+        block_tables=(jnp.asarray(table),),
         sampling=jax.tree.map(jnp.asarray, sampling_state(range(10, 10 + BATCH), TEMPERATURES)),
     )
     return arrays, tuple(caches)
@@ -80,13 +82,13 @@ def dense(cache: FullCache, table: np.ndarray) -> FullCache:
     return FullCache(*(x[table].reshape(1, -1, *x.shape[2:]) for x in (cache.k, cache.v)))
 
 
-def dense_metadata(first: int, rows: int, window: int | None) -> AttentionMetadata:
-    """Rows at positions first, first + 1, ... of one request whose slots are its positions."""
+def dense_pass(first: int, rows: int, window: int | None) -> Pass:
+    """A pass over rows at positions first, first + 1, ... of one request whose slots are its positions."""
     positions = np.minimum(first + np.arange(rows), LIMIT)
     length = min(first + rows, LIMIT)
     seen_from = np.zeros(rows) if window is None else np.maximum(positions - window + 1, 0)
     as_int = lambda x: jnp.asarray(np.atleast_1d(x), jnp.int32)  # noqa: E731
-    return AttentionMetadata(
+    metadata = AttentionMetadata(
         positions=as_int(positions)[None],
         seq_lens=as_int(length),
         slot_mapping=as_int(np.where(positions < LIMIT, positions, PAD_SLOT))[None],
@@ -94,6 +96,7 @@ def dense_metadata(first: int, rows: int, window: int | None) -> AttentionMetada
         window_start=as_int(seen_from)[None],
         num_pages=as_int(1),
     )
+    return Pass((metadata,), REFERENCE_OPS)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -102,13 +105,13 @@ def one_pass(
     params: Any,
     tokens: jax.Array,
     hidden: jax.Array,
-    metadata: AttentionMetadata,
+    pass_: Pass,
     caches: Any,
 ) -> tuple[Any, Any, Any]:
     """The family's own forward and head on all rows: logits [batch, rows, Vd], feedback and caches."""
     family = drafts.family(cfg)
-    out = family.forward(params, cfg, tokens, hidden, metadata, caches)
-    return family.logits(params, cfg, out.head_input), out.feedback, out.caches
+    out = family.forward(params, cfg, tokens, hidden, pass_, caches)
+    return family.logits(params, cfg, out.head_input, pass_.ops), out.feedback, out.caches
 
 
 noise_of = jax.jit(gumbel_noise, static_argnums=(1, 4))
@@ -121,13 +124,13 @@ def eager_draft(
     family, K = drafts.family(cfg.draft), cfg.num_speculative_tokens
     length, n = int(inputs.seq_lens[b]), int(inputs.num_pending[b])
     temperature, keys = float(inputs.sampling.temperature[b]), inputs.sampling.keys[b : b + 1]
-    caches = tuple(dense(cache, np.asarray(inputs.block_table[b])) for cache in caches)
+    caches = tuple(dense(cache, np.asarray(inputs.block_tables[0][b])) for cache in caches)
     tokens = inputs.pending_tokens[b : b + 1, :n]
-    hidden = family.fuse(params, cfg.draft, inputs.pending_hidden[b : b + 1, :n])
-    metadata = dense_metadata(length - n, n, cfg.draft.sliding_window)
+    hidden = family.fuse(params, cfg.draft, inputs.pending_hidden[b : b + 1, :n], REFERENCE_OPS)
+    pass_ = dense_pass(length - n, n, cfg.draft.sliding_window)
     drawn, all_logits, fed_back = [], [], []
     for step in range(K):
-        logits, feedback, caches = one_pass(cfg.draft, params, tokens, hidden, metadata, caches)
+        logits, feedback, caches = one_pass(cfg.draft, params, tokens, hidden, pass_, caches)
         logits = np.asarray(logits)[0, -1]
         scores = logits
         if temperature and cfg.draft_sampling == "probabilistic" and cfg.sampled:
@@ -145,7 +148,7 @@ def eager_draft(
         all_logits.append(logits)
         tokens, hidden = jnp.asarray([[token]], jnp.int32), feedback[:, -1:]
         fed_back.append(np.asarray(hidden[0, 0]))
-        metadata = dense_metadata(min(length + step, LIMIT), 1, cfg.draft.sliding_window)
+        pass_ = dense_pass(min(length + step, LIMIT), 1, cfg.draft.sliding_window)
     return drawn, np.stack(all_logits), caches, fed_back
 
 
@@ -165,7 +168,7 @@ def assert_equals_eager_draft(
         if carry.proposal.draft_logits is not None:
             np.testing.assert_allclose(carry.proposal.draft_logits[b], logits, **TOLERANCE)
         for got, expected in zip(carry.caches, dense_caches, strict=True):
-            got = dense(got, np.asarray(inputs.block_table[b]))
+            got = dense(got, np.asarray(inputs.block_tables[0][b]))
             for x, y in ((got.k, expected.k), (got.v, expected.v)):
                 np.testing.assert_allclose(x, y, **TOLERANCE)  # NaN at the same, unwritten slots
         assert int(carry.token[b]) == tokens[-1]
@@ -176,11 +179,11 @@ def assert_only_this_proposals_slots_changed(
     cfg: RoundConfig, carry: Any, inputs: DraftInputs, caches: Any
 ) -> None:
     """Step 0's pending rows and one row of each later step; nothing past step K-1's slot, no idle or guard block."""
-    size, expected = cfg.target_group.block_size, set()
+    size, expected = cfg.block_size, set()
     for length, n, table in zip(
         inputs.seq_lens.tolist(),
         inputs.num_pending.tolist(),
-        inputs.block_table.tolist(),
+        inputs.block_tables[0].tolist(),
         strict=True,
     ):
         last = min(length + cfg.num_speculative_tokens - 1, LIMIT) if n else 0
@@ -262,9 +265,9 @@ def test_stale_metadata_changes_the_compiled_loops_logits(
     """With step 1's metadata in every later step, columns 0 and 1 still agree with the eager draft and later ones do not."""
 
     def step_1_always(
-        group: Any, block_table: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any
-    ) -> AttentionMetadata:
-        return rebuild_draft_metadata(group, block_table, seq_lens, num_pending, 1, **options)
+        groups: Any, block_tables: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any
+    ) -> tuple[AttentionMetadata, ...]:
+        return rebuild_draft_metadata(groups, block_tables, seq_lens, num_pending, 1, **options)
 
     monkeypatch.setattr(propose_module, "rebuild_draft_metadata", step_1_always)
     model = tiny_model(method)
@@ -292,7 +295,7 @@ def test_the_kernels_metadata_changes_nothing(method: str, window: int | None) -
     inputs, caches = inputs_for(cfg)
     plain = compiled(cfg)(model.params["draft"], inputs, caches)
     with interpreted():
-        ours = compiled(replace(cfg, kernels=Kernels(step_metadata="mosaic_gpu")))(
+        ours = compiled(replace(cfg, ops=Ops(step_metadata="mosaic_gpu")))(
             model.params["draft"], inputs, caches
         )
     jax.tree.map(np.testing.assert_array_equal, plain, ours)
@@ -304,16 +307,16 @@ def test_draft_step_can_be_called_alone(method: str) -> None:
     cfg = config(model, 2)
     inputs, caches = inputs_for(cfg)
     params, family = model.params["draft"], drafts.family(cfg.draft)
-    caches = tuple(dense(cache, np.asarray(inputs.block_table[1])) for cache in caches)
-    hidden = family.fuse(params, cfg.draft, inputs.pending_hidden[1:2, :2])
-    metadata = dense_metadata(7, 2, None)
+    caches = tuple(dense(cache, np.asarray(inputs.block_tables[0][1])) for cache in caches)
+    hidden = family.fuse(params, cfg.draft, inputs.pending_hidden[1:2, :2], REFERENCE_OPS)
+    pass_ = dense_pass(7, 2, None)
     all_logits, all_feedback, _ = one_pass(
-        cfg.draft, params, inputs.pending_tokens[1:2, :2], hidden, metadata, caches
+        cfg.draft, params, inputs.pending_tokens[1:2, :2], hidden, pass_, caches
     )
     for row in (0, 1):
-        last = jnp.asarray([row], jnp.int32)
+        one_row = replace(pass_, last_row=jnp.asarray([row], jnp.int32))
         logits, feedback, _ = draft_step(
-            params, inputs.pending_tokens[1:2, :2], hidden, last, metadata, caches, cfg=cfg.draft
+            params, inputs.pending_tokens[1:2, :2], hidden, one_row, caches, cfg=cfg.draft
         )
         np.testing.assert_allclose(logits, all_logits[:, row], **TOLERANCE)
         np.testing.assert_allclose(feedback, all_feedback[:, row : row + 1], **TOLERANCE)
@@ -404,7 +407,7 @@ def test_peaked_logits_give_the_peaks(K: int, expected: list[list[int]]) -> None
         pending_tokens=jnp.full((2, K + 1), 9, jnp.int32),
         pending_hidden=jnp.zeros((2, K + 1, 1), jnp.float32),
         num_pending=jnp.ones(2, jnp.int32),
-        block_table=jnp.zeros((2, 1), jnp.int32),
+        block_tables=(jnp.zeros((2, 1), jnp.int32),),
         sampling=jax.tree.map(jnp.asarray, sampling_state([0, 0])),
     )
     carry = propose(cfg, {"text": jnp.asarray(text)}, inputs, ())

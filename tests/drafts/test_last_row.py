@@ -13,10 +13,12 @@ import pytest
 from jaxspec import drafts
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
+from jaxspec.config import REFERENCE_OPS
+from jaxspec.layers.context import Pass
 from jaxspec.layers.products import pick_row
 from tests.drafts.test_autoregressive import equations
 from tests.support.families import PAIRS, family_model
-from tests.support.tiny import METHODS, block_table, tiny_model
+from tests.support.tiny import METHODS, block_tables, tiny_model
 
 BATCH, ROWS = 3, 4
 LAST = np.array([3, 0, 2], np.int32)
@@ -39,36 +41,33 @@ def products(program: Any, *args: Any) -> int:
 def test_what_nobody_reads_of_a_pass_is_not_made(name: str) -> None:
     model = MODELS[name]()
     cfg = model.round_config(ROWS - 1, sampled=False)
-    draft, group, family, rng = (
-        cfg.draft,
-        cfg.draft_group,
-        drafts.family(cfg.draft),
-        np.random.default_rng(0),
-    )
-    tables, num_blocks = block_table(BATCH, cfg, shuffle_seed=1)
-    table = cfg.draft_table(tables)
+    draft, family, rng = cfg.draft, drafts.family(cfg.draft), np.random.default_rng(0)
+    tables, num_blocks = block_tables(BATCH, cfg, shuffle_seed=1)
     caches = init_cache(
-        draft.attention, draft.num_layers, num_blocks, group.block_size, jnp.float32
+        draft.attention,
+        [num_blocks[cfg.draft_pools[group]] for group in draft.group_of_layer],
+        cfg.block_size,
+        jnp.float32,
     )
     tokens = jnp.asarray(rng.integers(0, draft.vocab_size, (BATCH, ROWS)), jnp.int32)
     hidden = jnp.asarray(
         rng.normal(size=(BATCH, ROWS, drafts.hidden_width(draft, cfg.target))), jnp.float32
     )
     metadata = build_metadata(
-        group, jnp.asarray(table), jnp.zeros(BATCH, jnp.int32), jnp.asarray(LAST) + 1, ROWS
+        cfg.draft_groups,
+        jax.tree.map(jnp.asarray, cfg.draft_tables(tables)),
+        jnp.zeros(BATCH, jnp.int32),
+        jnp.asarray(LAST) + 1,
+        ROWS,
+        attention=draft.attention,
+        ops=REFERENCE_OPS,
     )
 
     def outputs(last_row: jax.Array | None) -> tuple[Any, Any, Any]:
         params = model.params["draft"]
-        out = family.forward(
-            params,
-            draft,
-            tokens,
-            family.fuse(params, draft, hidden),
-            metadata,
-            caches,
-            last_row=last_row,
-        )
+        fused = family.fuse(params, draft, hidden, REFERENCE_OPS)
+        pass_ = Pass(metadata, REFERENCE_OPS, last_row=last_row)
+        out = family.forward(params, draft, tokens, fused, pass_, caches)
         return out.head_input, out.feedback, out.caches
 
     whole, row = jax.jit(outputs)(None), jax.jit(outputs)(jnp.asarray(LAST))

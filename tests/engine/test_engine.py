@@ -281,7 +281,9 @@ SETTINGS: dict[str, Any] = {
     "num_speculative_tokens: expected an integer of at least 1, got -3": lambda: SpeculativeConfig(
         num_speculative_tokens=-3
     ),
-    "method: expected one of eagle, eagle3": lambda: SpeculativeConfig(method="medusa"),
+    "method: expected one of eagle, eagle3": lambda: LLM.from_pretrained(
+        speculative=SpeculativeConfig(method="medusa")
+    ),
     "rejection_sample_method: expected one of": lambda: SpeculativeConfig(
         rejection_sample_method="lenient"
     ),

@@ -78,7 +78,7 @@ class FakeDevice:
                     f"the target's row {p} is another request's"
                 )
             for p in range(
-                blocks.group.first_seen(drafted), drafted if self.config.has_draft else 0
+                blocks.group.first_seen(drafted), drafted if self.config.lookahead else 0
             ):
                 assert self.draft[self.place(request, i, p)] == (text[p], text[p + 1]), (
                     f"the draft's row {p} is another request's"
@@ -88,7 +88,7 @@ class FakeDevice:
         self.target |= dict.fromkeys(self.places(request, position), token)
 
     def write_draft(self, request: Request, position: int, tokens: tuple[int, int]) -> None:
-        if self.config.has_draft:
+        if self.config.lookahead:
             self.draft |= dict.fromkeys(self.places(request, position), tokens)
 
     def apply(self, step: Step) -> list[tuple[Request, list[int]]]:
@@ -291,9 +291,7 @@ def settings_of(**changes: Any) -> SchedulerConfig:
         "max_num_batched_tokens": 16,
         "prefill_tile": 4,
     }
-    return SchedulerConfig(
-        **(values | {"block_size": 4, "head_room": 4, "has_draft": True} | changes)
-    )
+    return SchedulerConfig(**(values | {"block_size": 4, "head_room": 4, "lookahead": 1} | changes))
 
 
 PREFIX = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
@@ -314,12 +312,12 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
 ) -> None:
     """Shared prefixes, pools that are far too small, arrivals and cancellations at any time, results read late, several KV-cache groups,
     several rounds a step."""
-    K, has_draft = data.draw(st.sampled_from([(3, True), (1, True), (0, False)]))
+    K, lookahead = data.draw(st.sampled_from([(3, 1), (1, 1), (3, 0), (0, 0)]))
     size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
     rounds, tokens = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([4, 16]))
     config = settings_of(
         head_room=K + 1,
-        has_draft=has_draft,
+        lookahead=lookahead,
         block_size=size,
         max_num_batched_tokens=tokens,
         rounds_per_step=rounds,
@@ -391,7 +389,7 @@ def test_a_window_needs_the_end_of_a_prefix_only_and_ends_it_where_that_is_gone(
 
 def request_hashes(text: list[int]) -> list[bytes]:
     hashes: list[bytes] = []
-    hash_blocks(text, 4, hashes, has_draft=True)
+    hash_blocks(text, 4, hashes, lookahead=1)
     return hashes
 
 
@@ -452,23 +450,23 @@ def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk() -> None:
 
 def test_a_prefix_is_shared_up_to_the_token_before_the_last() -> None:
     """With a draft and without: blocks of a text that goes on alike, and one token at least is left to compute."""
-    for has_draft in (True, False):
+    for lookahead in (1, 0):
         for length, shared in ((9, 8), (8, 4), (12, 8), (13, 12)):
-            scheduler, device = started(has_draft=has_draft)
+            scheduler, device = started(lookahead=lookahead)
             first = request([*PREFIX, 3, 3], 1)
             prefill(scheduler, device, first)
             second = request([*PREFIX, 3][:length])
             assert (
                 prefill(scheduler, device, second) == shared == scheduler.counts.num_prefix_hits
-            ), (has_draft, length)
+            ), (lookahead, length)
 
 
-@pytest.mark.parametrize(("has_draft", "shared"), [(True, 4), (False, 8)])
+@pytest.mark.parametrize(("lookahead", "shared"), [(1, 4), (0, 8)])
 def test_with_a_draft_a_block_is_shared_only_where_the_next_token_is_the_same(
-    has_draft: bool, shared: int
+    lookahead: int, shared: int
 ) -> None:
     """The draft's row p depends on token p + 1, so the last row of a block belongs to one continuation."""
-    scheduler, device = started(has_draft=has_draft)
+    scheduler, device = started(lookahead=lookahead)
     prefill(scheduler, device, request([*PREFIX[:8], 1, 1], 1))
     assert prefill(scheduler, device, request([*PREFIX[:8], 2, 2])) == shared
 

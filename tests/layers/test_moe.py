@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import Kernels
+from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import moe
 from jaxspec.layers.moe import MoEConfig
 from jaxspec.layers.products import log_once
@@ -97,7 +97,12 @@ def test_the_way_follows_from_the_shapes(
     ):
         monkeypatch.setattr(moe, function, lambda *args, name=name: taken.append(name))
     moe.experts(
-        {}, CFG, jnp.zeros((rows, DIM)), jnp.zeros((rows, 2), jnp.int32), jnp.zeros((rows, 2))
+        {},
+        CFG,
+        jnp.zeros((rows, DIM)),
+        jnp.zeros((rows, 2), jnp.int32),
+        jnp.zeros((rows, 2)),
+        REFERENCE_OPS,
     )
     assert taken == [way]
 
@@ -106,7 +111,7 @@ def test_few_rows_gather_no_more_than_the_experts_they_chose() -> None:
     """No array of the size of all experts but the weights themselves is made."""
     params = weights(np.random.default_rng(0), bias=False)
     args = (jnp.zeros((2, DIM)), jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2)))
-    jaxpr = jax.make_jaxpr(lambda p, *a: moe.experts(p, CFG, *a))(params, *args)
+    jaxpr = jax.make_jaxpr(lambda p, *a: moe.experts(p, CFG, *a, REFERENCE_OPS))(params, *args)
     made = max(v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars)
     assert made <= 4 * DIM * 20 < 6 * DIM * 20
 
@@ -150,7 +155,7 @@ def test_with_the_kernel_its_rows_are_its_own_and_more_are_grouped(
             jnp.zeros((rows, DIM)),
             ids,
             jnp.zeros((rows, 2)),
-            Kernels(moe="mosaic_gpu"),
+            Ops(moe="mosaic_gpu"),
         )
     assert taken == ["mosaic_gpu"] * 5 + ["grouped"]
 
@@ -170,10 +175,10 @@ def test_what_the_routers_kernel_does_not_take_is_xlas_and_says_so(
     log_once.cache_clear()
     with caplog.at_level(logging.INFO, "jaxspec.layers"):
         for rows, kernels, change in (
-            (4, Kernels(moe="mosaic_gpu"), {}),
-            (4, Kernels(), {}),
-            (300, Kernels(moe="mosaic_gpu"), {}),
-            (4, Kernels(moe="mosaic_gpu"), {"num_groups": 4, "top_groups": 2}),
+            (4, Ops(moe="mosaic_gpu"), {}),
+            (4, Ops(), {}),
+            (300, Ops(moe="mosaic_gpu"), {}),
+            (4, Ops(moe="mosaic_gpu"), {"num_groups": 4, "top_groups": 2}),
         ):
             x, router = jnp.zeros((rows, 64), jnp.bfloat16), jnp.zeros((64, 32), jnp.bfloat16)
             moe.route(x, router, jnp.zeros(32), replace(cfg, **change), "sigmoid", kernels)
@@ -190,5 +195,7 @@ def test_a_sigmoid_router_without_groups_is_the_op() -> None:
     )
     cfg = replace(CFG, routed_scaling=1.8)
     expected = moe.route_sigmoid(moe.router_logits(x, router), bias, cfg)
-    for got, wanted in zip(moe.route(x, router, bias, cfg, "sigmoid"), expected, strict=True):
+    for got, wanted in zip(
+        moe.route(x, router, bias, cfg, "sigmoid", REFERENCE_OPS), expected, strict=True
+    ):
         np.testing.assert_array_equal(got, wanted)

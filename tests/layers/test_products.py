@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import Kernels
+from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import products as layers
+from jaxspec.layers.mlp import add_mlp
 from tests.kernels.interpreter import interpreted
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}"
 )
-KERNEL = Kernels(matmul="mosaic_gpu")
+KERNEL = Ops(matmul="mosaic_gpu")
 OTHERS = "XLA multiplies by [(128, 64), (128, 64)]: the kernel expected at most 64 rows, or a multiple of 128 up to 256, of gate and up, got"
 
 
@@ -45,12 +46,9 @@ def test_gate_and_up_are_the_kernels_wherever_it_takes_their_rows(
     batches = {(16, 4): 64, (32, 4): 128, (50, 5): 256, (64, 4): 256, (48, 4): None, (96, 4): None}
     with caplog.at_level(logging.INFO, "jaxspec.layers"):
         for batch, rows in batches:
-            assert layers.product(
-                jnp.zeros((batch, rows, 128), jnp.bfloat16), (weight, weight), KERNEL, swiglu=True
-            ).shape[:2] == (
-                batch,
-                rows,
-            )
+            x = jnp.zeros((batch, rows, 128), jnp.bfloat16)
+            inner = layers.project_swiglu(x, weight, weight, KERNEL)
+            assert inner.shape[:2] == (batch, rows)
     expected = [
         (rows, "mosaic_gpu") if rows else (batch * k, "reference")
         for (batch, k), rows in batches.items()
@@ -61,9 +59,9 @@ def test_gate_and_up_are_the_kernels_wherever_it_takes_their_rows(
 
 def test_other_products_of_many_rows_are_xlas(taken: list[tuple[int, str]]) -> None:
     x, weight = jnp.zeros((64, 4, 128), jnp.bfloat16), jnp.zeros((128, 128), jnp.bfloat16)
-    layers.product(x, (weight,), KERNEL)
-    layers.product(x, (weight, weight), KERNEL)
-    layers.add_product(x, x, weight, KERNEL, next_norm=weight[0])
+    layers.project(x, (weight,), KERNEL)
+    layers.project(x, (weight, weight), KERNEL)
+    layers.add_projection(x, x, weight, KERNEL, next_gain=weight[0])
     assert taken == [(256, "reference")] * 3
 
 
@@ -83,9 +81,9 @@ def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
         "down_proj": weight(keys[3], 64, 128),
     }
     layer |= {"post_attention_layernorm": jnp.ones(128, jnp.bfloat16)}
-    expected = layers.mlp_block(layer, 1e-5, x)
+    expected = add_mlp(layer, 1e-5, x, REFERENCE_OPS).x
     with interpreted():
-        got = layers.mlp_block(layer, 1e-5, x, KERNEL)
+        got = add_mlp(layer, 1e-5, x, KERNEL).x
     # Values up to 5, two of whose ulps are 2^-4: the activation is rounded otherwise, and so may the sum be.
     np.testing.assert_allclose(
         np.asarray(got).astype(np.float32), np.asarray(expected).astype(np.float32), atol=2.0**-4

@@ -13,8 +13,9 @@ import pytest
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import AttentionConfig, CacheGroup
+from jaxspec.config import REFERENCE_OPS, AttentionConfig, CacheGroup
 from jaxspec.layers.attention import join_projections
+from jaxspec.layers.context import Pass
 from jaxspec.layers.params import init_random
 from tests.support.families import family_model
 from tests.support.tiny import generate, random_prompts, sampling_state, tiny_model
@@ -40,11 +41,21 @@ def test_a_layer_computes_the_same(bias: bool) -> None:
 def hidden(target: Any, params: Any) -> np.ndarray:
     rows = 6
     zero = jnp.zeros(1, jnp.int32)
-    metadata = build_metadata(CacheGroup(8, 8), zero[None], zero, zero + rows, rows)
-    caches = init_cache(target.attention, target.num_layers, 1, 8, jnp.dtype(jnp.float32))
+    metadata = build_metadata(
+        (CacheGroup(8, 8),),
+        (zero[None],),
+        zero,
+        zero + rows,
+        rows,
+        attention=target.attention,
+        ops=REFERENCE_OPS,
+    )
+    caches = init_cache(target.attention, (1,) * target.num_layers, 8, jnp.dtype(jnp.float32))
     tokens = jnp.arange(rows, dtype=jnp.int32)[None]
     return np.asarray(
-        models.family(target).forward(params, target, tokens, metadata, caches).hidden
+        models.family(target)
+        .forward(params, target, tokens, Pass(metadata, REFERENCE_OPS), caches)
+        .hidden
     )
 
 

@@ -14,9 +14,10 @@ import numpy as np
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import CacheGroup, RoundConfig, SpeculativeConfig
+from jaxspec.config import REFERENCE_OPS, CacheGroup, RoundConfig, SpeculativeConfig
 from jaxspec.drafts import DraftConfig
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, draft_step, propose
+from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.loading.model import load_draft
 from jaxspec.sampling.state import SamplingState
@@ -38,11 +39,11 @@ def shuffled_block_table(batch: int, block_size: int, seed: int = 0) -> np.ndarr
 # --- target ---------------------------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("cfg", "group", "aux_layers"))
+@partial(jax.jit, static_argnames=("cfg", "groups", "aux_layers"))
 def _target_pass(
     params: Params,
     cfg: Any,
-    group: Any,
+    groups: Any,
     aux_layers: tuple[int, ...],
     table: Any,
     tokens: Any,
@@ -50,10 +51,19 @@ def _target_pass(
     num: Any,
     caches: Any,
 ) -> Any:
-    metadata = build_metadata(group, table, start, num, tokens.shape[1])
+    metadata = _metadata(cfg, groups, table, start, num, tokens.shape[1])
     family = models.family(cfg)
-    out = family.forward(params, cfg, tokens, metadata, caches, aux_layers=aux_layers)
-    return family.logits(params, cfg, out.hidden), out.hidden, out.aux, out.caches
+    pass_ = Pass(metadata, REFERENCE_OPS)
+    out = family.forward(params, cfg, tokens, pass_, caches, aux_layers=aux_layers)
+    return family.logits(params, cfg, out.hidden, REFERENCE_OPS), out.hidden, out.aux, out.caches
+
+
+def _metadata(cfg: Any, groups: Any, table: Any, start: Any, num: Any, rows: int) -> Any:
+    """Metadata over one block table that serves every group."""
+    tables = (table,) * len(groups)
+    return build_metadata(
+        groups, tables, start, num, rows, attention=cfg.attention, ops=REFERENCE_OPS
+    )
 
 
 class PagedTarget:
@@ -68,10 +78,13 @@ class PagedTarget:
         aux_layers: tuple[int, ...] = (),
     ) -> None:
         self.cfg, self.params, self.aux_layers = cfg, params, aux_layers
-        self.group = cfg.cache_groups(block_size, MAX_MODEL_LEN)
+        self.groups = cfg.cache_groups(block_size, MAX_MODEL_LEN)
         self.table = shuffled_block_table(batch, block_size)
         self.caches = init_cache(
-            cfg.attention, cfg.num_layers, self.table.size, block_size, params["embed_tokens"].dtype
+            cfg.attention,
+            (self.table.size,) * cfg.num_layers,
+            block_size,
+            params["embed_tokens"].dtype,
         )
         self.logits, self.hidden, self.aux = ([{} for _ in range(batch)] for _ in range(3))
 
@@ -81,7 +94,7 @@ class PagedTarget:
         padded = np.array([[*t, *[1] * (rows - len(t))] for t in tokens], np.int32)
         args = (self.table, padded, np.asarray(start, np.int32), num, self.caches)
         logits, hidden, aux, self.caches = _target_pass(
-            self.params, self.cfg, self.group, self.aux_layers, *args
+            self.params, self.cfg, self.groups, self.aux_layers, *args
         )
         for i, first in enumerate(start):
             for row in range(num[i]):
@@ -169,20 +182,21 @@ class PagedDraft:
     ) -> None:
         batch = len(hidden)
         self.params = params
-        group = cfg.cache_groups(block_size, MAX_MODEL_LEN)
-        self.cfg = RoundConfig(
+        self.cfg = RoundConfig.for_models(
             target,
-            target.cache_groups(block_size, MAX_MODEL_LEN),
             cfg,
-            group,
-            K,
+            ops=REFERENCE_OPS,
+            block_size=block_size,
+            max_model_len=MAX_MODEL_LEN,
+            num_speculative_tokens=K,
             draft_sampling="greedy",
         )
+        groups = self.cfg.draft_groups
         lens = np.array([len(t) for t in tokens], np.int32)
         pending = np.asarray(num_pending, np.int32)
         width = int(max(lens - pending))
         table = shuffled_block_table(batch, block_size, seed=1)
-        caches = init_cache(cfg.attention, cfg.num_layers, table.size, block_size, dtype)
+        caches = init_cache(cfg.attention, (table.size,) * cfg.num_layers, block_size, dtype)
         if width:
             rows = [
                 (h[: n - p], t[: n - p])
@@ -191,7 +205,7 @@ class PagedDraft:
             caches = _consume(
                 params,
                 cfg,
-                group,
+                groups,
                 table,
                 _pad([t for _, t in rows], width),
                 _pad([h for h, _ in rows], width),
@@ -208,7 +222,7 @@ class PagedDraft:
             pending_tokens=jnp.asarray(_pad([t for _, t in tails], K + 1)),
             pending_hidden=jnp.asarray(_pad([h for h, _ in tails], K + 1)).astype(dtype),
             num_pending=jnp.asarray(pending),
-            block_table=jnp.asarray(table),
+            block_tables=(jnp.asarray(table),) * len(groups),
             sampling=greedy_sampling(batch),
         )
 
@@ -230,7 +244,9 @@ class PagedDraft:
         rows = cfg.num_speculative_tokens + 1
         start, num = inputs.seq_lens - inputs.num_pending, inputs.num_pending
         tokens, last_row = inputs.pending_tokens, inputs.num_pending - 1
-        hidden = drafts.family(cfg.draft).fuse(self.params, cfg.draft, inputs.pending_hidden)
+        hidden = drafts.family(cfg.draft).fuse(
+            self.params, cfg.draft, inputs.pending_hidden, REFERENCE_OPS
+        )
         to_target = (
             np.asarray(self.params["draft_to_target"])
             if cfg.draft.maps_vocabulary
@@ -238,9 +254,11 @@ class PagedDraft:
         )
         drafted, all_logits = [], []
         for step in range(cfg.num_speculative_tokens):
-            metadata = build_metadata(cfg.draft_group, inputs.block_table, start, num, rows)
+            table = inputs.block_tables[0]
+            metadata = _metadata(cfg.draft, cfg.draft_groups, table, start, num, rows)
+            pass_ = Pass(metadata, REFERENCE_OPS, last_row=last_row)
             logits, hidden, caches = draft_step(
-                self.params, tokens, hidden, last_row, metadata, caches, cfg=cfg.draft
+                self.params, tokens, hidden, pass_, caches, cfg=cfg.draft
             )
             all_logits.append(np.asarray(logits))
             drafted.append(
@@ -261,11 +279,11 @@ def greedy_sampling(batch: int) -> SamplingState:
 _propose = jax.jit(propose, static_argnums=0)
 
 
-@partial(jax.jit, static_argnames=("cfg", "group"))
+@partial(jax.jit, static_argnames=("cfg", "groups"))
 def _consume(
     params: Params,
     cfg: Any,
-    group: CacheGroup,
+    groups: tuple[CacheGroup, ...],
     table: Any,
     tokens: Any,
     hidden: Any,
@@ -273,9 +291,11 @@ def _consume(
     caches: KVCache,
 ) -> KVCache:
     family = drafts.family(cfg)
-    hidden = family.fuse(params, cfg, hidden.astype(jax.tree.leaves(caches)[0].dtype))
-    metadata = build_metadata(group, table, jnp.zeros_like(num), num, tokens.shape[1])
-    return family.forward(params, cfg, tokens, hidden, metadata, caches).caches
+    dtype = jax.tree.leaves(caches)[0].dtype
+    hidden = family.fuse(params, cfg, hidden.astype(dtype), REFERENCE_OPS)
+    metadata = _metadata(cfg, groups, table, jnp.zeros_like(num), num, tokens.shape[1])
+    pass_ = Pass(metadata, REFERENCE_OPS)
+    return family.forward(params, cfg, tokens, hidden, pass_, caches).caches
 
 
 def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import RoundConfig
+from jaxspec.config import REFERENCE_OPS, RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
-from jaxspec.drafts.autoregressive import propose
+from jaxspec.drafts.autoregressive import draft_inputs, propose
+from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.loading.model import load_target
 from jaxspec.sampling.state import SamplingState
 from tests.parity.oracles import (
@@ -130,18 +131,24 @@ def assert_proposals_equal(
 ) -> None:
     """Prefill in chunks, then rounds at temperature 1; before each verification the proposal is compared."""
     (target_cfg, target), (draft_cfg, draft) = target_pair, draft_pair
-    groups = target_cfg.cache_groups(BLOCK_SIZE, MAX_MODEL_LEN)
-    own = draft_cfg.cache_groups(BLOCK_SIZE, MAX_MODEL_LEN)
-    cfg = RoundConfig(target_cfg, groups, draft_cfg, own, K, "probabilistic", "probabilistic")
+    cfg = RoundConfig.for_models(
+        target_cfg,
+        draft_cfg,
+        ops=REFERENCE_OPS,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        num_speculative_tokens=K,
+        rule="probabilistic",
+        draft_sampling="probabilistic",
+    )
     params = {"target": target, "draft": draft}
-    texts, state, table = prefill(cfg, params)
+    texts, state, tables = prefill(cfg, params)
     compiled_propose = jax.jit(propose, static_argnums=0)
     verify_and_commit = jax.jit(decode.verify_and_commit, static_argnums=0)
     accepted = []
     for _ in range(ROUNDS):
-        carry = compiled_propose(
-            cfg, draft, decode_state.draft_inputs(state, table), state.draft_caches
-        )
+        inputs = draft_inputs(state.draft, decode_state.draft_context(cfg, state, tables))
+        carry = compiled_propose(cfg, draft, inputs, state.draft.caches)
         drafts, logits = (
             np.asarray(carry.proposal.draft_tokens),
             np.asarray(carry.proposal.draft_logits),
@@ -153,9 +160,8 @@ def assert_proposals_equal(
             np.testing.assert_allclose(
                 logits[i], expected, **TOLERANCE, err_msg=f"request {i}, text of {len(text)}"
             )
-        verification, state = verify_and_commit(
-            cfg, params, state.replace(draft_caches=carry.caches), table, carry.proposal
-        )
+        state = state.replace(draft=state.draft.replace(caches=carry.caches))
+        verification, state = verify_and_commit(cfg, params, state, tables, carry.proposal)
         output, num = np.asarray(verification.output_tokens), np.asarray(verification.num_sampled)
         for i, text in enumerate(texts):
             text += output[i, : num[i]].tolist()
@@ -175,9 +181,11 @@ def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_stat
         temperature=jnp.ones(batch, jnp.float32),
     )
     table = shuffled_block_table(batch, BLOCK_SIZE)
+    tables = (jnp.asarray(table),) * len(cfg.cache_groups)
+    num_blocks = (table.size,) * len(cfg.cache_groups)
     no_stop = jnp.full((batch, 1), -1, jnp.int32)
     state = decode_state.init_state(
-        cfg, sampling, jnp.full(batch, 999, jnp.int32), no_stop, table.size, jnp.float32
+        cfg, sampling, jnp.full(batch, 999, jnp.int32), no_stop, num_blocks, jnp.float32
     )
     first = [0] * batch
     for start in range(0, max(PROMPTS), CHUNK):
@@ -187,20 +195,14 @@ def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_stat
             [t[start + CHUNK] if start + CHUNK < len(t) else -1 for t in texts], np.int32
         )
         num = np.array([len(r) for r in rows], np.int32)
+        arrays = (tokens, np.full(batch, start, np.int32), num, following)
+        chunk = PromptChunk(*map(jnp.asarray, arrays))
         verification, state = programs.run_prefill(
-            cfg,
-            params,
-            state,
-            table,
-            tokens,
-            np.full(batch, start, np.int32),
-            num,
-            following,
-            compilation="round",
+            cfg, params, state, tables, chunk, compilation="round"
         )
         for i in np.flatnonzero(np.asarray(verification.num_sampled)):
             first[i] = int(verification.output_tokens[i, 0])
-    return [[*t, f] for t, f in zip(texts, first, strict=True)], state, jnp.asarray(table)
+    return [[*t, f] for t, f in zip(texts, first, strict=True)], state, tables
 
 
 @pytest.mark.oracle("speculators", "transformers")

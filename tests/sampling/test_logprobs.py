@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import CacheGroup, RoundConfig
+from jaxspec.config import REFERENCE_OPS, CacheGroup, RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
 from jaxspec.loading.model import load_target
@@ -27,7 +28,7 @@ from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
 from tests.parity.oracles import TARGETS, hf_outputs, hf_target
-from tests.support.tiny import block_table, pad_chunk
+from tests.support.tiny import block_tables, pad_chunk
 from tests.support.toys import ToyDraft
 
 PROMPTS = [[5, 9, 80, 5, 33, 2, 7], [11, 140, 3]]
@@ -87,21 +88,21 @@ def collect(
         layout,
         [SampledRequest(p, s, x) for p, s, x in zip(params, [1, 2], PROMPTS, strict=True)],
     )
-    table, num_blocks = block_table(2, cfg)
+    tables, num_blocks = block_tables(2, cfg)
     limits, stops = jnp.full(2, MAX_TOKENS, jnp.int32), jnp.full((2, 1), -1, jnp.int32)
     state = decode_state.init_state(
         cfg, jax.tree.map(jnp.asarray, rows), limits, stops, num_blocks, jnp.float32
     )
     for begin in range(0, max(map(len, PROMPTS)), CHUNK):
         verification, state = programs.run_prefill(
-            cfg, weights, state, table, *pad_chunk(PROMPTS, begin, CHUNK), compilation=compilation
+            cfg, weights, state, tables, pad_chunk(PROMPTS, begin, CHUNK), compilation=compilation
         )
         verification = jax.tree.map(np.asarray, verification)
         for row, request in enumerate(requests):
             request.add_prompt(verification.prompt_logprobs, row, begin)
             request.add(verification, row)
     while np.asarray(state.active).any():
-        verification, state = programs.run_round(cfg, weights, state, table, compilation)
+        verification, state = programs.run_round(cfg, weights, state, tables, compilation)
         assert verification.prompt_logprobs is None
         verification = jax.tree.map(np.asarray, verification)
         for row, request in enumerate(requests):
@@ -124,8 +125,8 @@ def test_logprobs_are_transformers_log_softmax_with_and_without_speculation(
         ),
         SamplingParams(0.9, seed=2, presence_penalty=1.0, logprobs=num_logprobs, prompt_logprobs=0),
     ]
-    group = CacheGroup(4, 64)
-    plain = RoundConfig(target, group, rule="strict")
+    groups = (CacheGroup(4, 64),)
+    plain = RoundConfig(target=target, target_groups=groups, ops=REFERENCE_OPS, rule="strict")
     texts = collect(plain, {"target": weights, "draft": {}}, params)
     drafts = np.zeros((2, 64), np.int32)
     for row, request in enumerate(texts):
@@ -133,7 +134,13 @@ def test_logprobs_are_transformers_log_softmax_with_and_without_speculation(
         drafts[row, : len(whole)] = whole
     drafts[:, ::5] = 0  # and some are wrong
     draft = ToyDraft(target.vocab_size, method="replay")
-    cfg = RoundConfig(target, group, draft, group, K, rule="strict", draft_sampling="greedy")
+    cfg = replace(
+        plain,
+        draft=draft,
+        draft_groups=groups,
+        num_speculative_tokens=K,
+        draft_sampling="greedy",
+    )
     speculated = collect(cfg, {"target": weights, "draft": {"text": jnp.asarray(drafts)}}, params)
     for requests in (texts, speculated):
         for request, again in zip(requests, texts, strict=True):

@@ -68,20 +68,22 @@ def first_tokens(
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (TRIALS, *x.shape[1:])), row)
     keys = jnp.stack([full(3, jnp.uint32), jnp.arange(TRIALS, dtype=jnp.uint32)], axis=1)
     state = decode_state.init_state(
-        cfg, replace(sampling, keys=keys), full(1000), full(-1)[:, None], 1, jnp.float32
+        cfg, replace(sampling, keys=keys), full(1000), full(-1)[:, None], (1,), jnp.float32
     )
-    assert state.pending_tokens is not None
     state = replace(
         state,
         seq_lens=full(len(PROMPT)),
         next_token=full(FIRST),
         active=full(True, jnp.bool_),
-        pending_tokens=state.pending_tokens.at[:, 0].set(FIRST),
-        num_pending=full(1),
+        draft=replace(
+            state.draft,
+            pending_tokens=state.draft.pending_tokens.at[:, 0].set(FIRST),
+            num_pending=full(1),
+        ),
     )
     tokens, accepted = [], []
     for _ in range(LENGTH):
-        verification, state = program(weights, state, full(0)[:, None])
+        verification, state = program(weights, state, (full(0)[:, None],))
         tokens.append(np.asarray(verification.output_tokens))
         accepted.append(np.mean(verification.num_sampled) - 1)
     flat = np.concatenate(tokens, axis=1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config import CacheGroup, ConfigError, RoundConfig, SamplingFeatures
+from jaxspec.config import REFERENCE_OPS, CacheGroup, ConfigError, RoundConfig, SamplingFeatures
 from jaxspec.sampling.params import SamplingParams, end_token_ids
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
@@ -235,7 +235,9 @@ def test_a_batch_needs_what_any_of_its_requests_uses(values: dict[str, Any], fea
     flags = {feature: True} if is_flag else {}
     assert features == SamplingFeatures(processors=processors, **flags)
     assert features_of([SamplingParams(0)]) | features == features
-    cfg = RoundConfig(None, CacheGroup(4, 64)).with_features(features)
+    cfg = RoundConfig(
+        target=None, target_groups=(CacheGroup(4, 64),), ops=REFERENCE_OPS
+    ).with_features(features)
     used = ("sampled", feature if is_flag else "processors")
     assert [f.name for f in fields(SamplingFeatures) if getattr(cfg, f.name)] == [
         f.name for f in fields(SamplingFeatures) if f.name in used

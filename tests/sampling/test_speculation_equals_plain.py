@@ -121,7 +121,7 @@ def plain_runs() -> dict[float, Run]:
 def plain_run(cache: dict[float, Run], temperature: float) -> Run:
     if temperature not in cache:
         cache[temperature] = run(
-            toy_config(V, 0, "strict", draft=None, draft_group=None), {}, requests(temperature)
+            toy_config(V, 0, "strict", draft=None, draft_groups=()), {}, requests(temperature)
         )
     return cache[temperature]
 
@@ -165,7 +165,7 @@ def test_every_parameter_changes_the_text_as_it_should(
     texts = texts_of(plain_run(plain_runs, temperature), params)
     neutral = SamplingParams(temperature, max_tokens=MAX_TOKENS, seed=5, ignore_eos=True)
     plain = run(
-        toy_config(V, 0, "strict", draft=None, draft_group=None), {}, [neutral] * len(params)
+        toy_config(V, 0, "strict", draft=None, draft_groups=()), {}, [neutral] * len(params)
     ).token_ids
     unchanged = (
         {0} if temperature else {0, 4}

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxspec import models
-from jaxspec.config import ConfigError, Kernels
+from jaxspec.config import ConfigError, Ops
 from jaxspec.decode import programs
 from jaxspec.decode.verify import verify_rows
 from jaxspec.tools.benchmark import timing, workload
@@ -112,7 +112,7 @@ def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperatur
 def test_the_round_is_timed_on_donated_state(weights, compilation):
     """The caches of the state that a run starts from are gone, and those of the state that comes back are not zeros."""
     load = workload.Workload(replace(TINY, compilation=compilation), weights, {}, EFFORT)
-    before = jax.tree.leaves((load.state.target_caches, load.state.draft_caches))
+    before = jax.tree.leaves((load.state.target_caches, load.state.draft.caches))
     load.time_round()
     assert all(x.is_deleted() for x in before)
     assert all(
@@ -320,7 +320,7 @@ def test_a_tied_head_is_read_and_eagle_reads_the_targets_head_every_step():
 
 
 def test_memory_is_weights_caches_and_logits():
-    cfg, _ = configured(Case("llama-3-8b"), kernels=Kernels(attention="mosaic_gpu"))
+    cfg, _ = configured(Case("llama-3-8b"), ops=Ops(attention="mosaic_gpu"))
     base, longer = (memory_needed(cfg, 64, slots, 2) for slots in (512, 33280))
     assert 16e9 < base < 25e9 and longer - base == 64 * (33280 - 512) * 2 * 8 * 128 * 2 * 33
 
@@ -413,7 +413,7 @@ def test_a_whole_round_accepts_what_is_forced(weights, length, expected):
         replace(TINY, temperature=1.0, acceptance_length=length), weights, {}, EFFORT
     )
     verification, _ = programs.run_round(
-        load.cfg, load.params, load.state, load.block_table, "round"
+        load.cfg, load.params, load.state, load.block_tables, "round"
     )
     assert verification.num_sampled.tolist() == [expected] * TINY.batch
 
@@ -571,16 +571,13 @@ def test_an_implementation_names_every_op_or_one():
         "rejection_sampling": "fast"
     }
     assert workload.implementations("fast,matmul=auto") == {
-        f.name: "fast" for f in fields(Kernels) if f.name != "matmul"
+        f.name: "fast" for f in fields(Ops) if f.name != "matmul"
     }
     for text in ("attention=", "attentions=fast"):
         with pytest.raises(ConfigError, match="op=name"):
             workload.implementations(text)
     cfg, plain, _ = workload.configure(TINY, "float32", {"attention": "fast"}, EFFORT)
-    assert (
-        cfg.kernels.attention == plain.kernels.attention == "fast"
-        and cfg.kernels.matmul == "reference"
-    )
+    assert cfg.ops.attention == plain.ops.attention == "fast" and cfg.ops.matmul == "reference"
 
 
 def test_cuda_graphs_are_the_engines_choice_unless_one_is_given():

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig, llm
-from jaxspec.config import Kernels
-from jaxspec.layers import kernels
+from jaxspec.config import Ops
+from jaxspec.layers import op_choice
 from scripts import compare_kernels
 from tests.scripts.conftest import runner
 
@@ -30,21 +30,21 @@ def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
 ) -> None:
     """A CPU has one implementation: the engine is told of two others and runs the reference, and one of them draws other drafts."""
     asked: list[str] = []
-    chosen = Kernels(attention="mosaic_gpu", rms_norm="mosaic_gpu")
+    chosen = Ops(attention="mosaic_gpu", rms_norm="mosaic_gpu")
 
     class Named(llm.LLM):
         @property
-        def kernels(self) -> Kernels:
+        def kernels(self) -> Ops:
             return chosen
 
         @kernels.setter
-        def kernels(self, _: Kernels) -> None: ...
+        def kernels(self, _: Ops) -> None: ...
 
-    def choose(requested: str, *_: object, **__: object) -> Kernels:
+    def choose(requested: str, *_: object, **__: object) -> Ops:
         asked.append(requested)
-        return Kernels()
+        return Ops()
 
-    monkeypatch.setattr(kernels, "choose", choose)
+    monkeypatch.setattr(op_choice, "choose", choose)
     monkeypatch.setattr(compare_kernels, "LLM", Named)
     monkeypatch.setattr(llm.ModelRunner, "__init__", reference_runner(llm.ModelRunner.__init__))
     args = (
@@ -60,7 +60,7 @@ def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
         "float32",
     )
     assert run(*args).exit_code == 0
-    wanted = [kernels.parse(text) for text in asked]
+    wanted = [op_choice.parse(text) for text in asked]
     differing = [[op for op, name in w.items() if name == "mosaic_gpu"] for w in wanted[1:]]
     assert differing == [["attention", "rms_norm"], ["rms_norm"], ["attention"], []]
     assert all(
@@ -71,7 +71,7 @@ def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
     assert run(*args).exit_code == 1
     asked.clear()
     run(*args, "--ops", "rms_norm")
-    assert [kernels.parse(text)["rms_norm"] for text in asked[1:]] == ["mosaic_gpu", "reference"]
+    assert [op_choice.parse(text)["rms_norm"] for text in asked[1:]] == ["mosaic_gpu", "reference"]
     unknown = run(*args, "--ops", "rms_norm,matmul")
     assert (
         unknown.exit_code == 2
@@ -110,7 +110,7 @@ def test_every_run_goes_along_the_text_of_the_kernels_as_chosen(
 
 
 def reference_runner(init):
-    return lambda self, *args, **kwargs: init(self, *args, **(kwargs | {"kernels": Kernels()}))
+    return lambda self, *args, **kwargs: init(self, *args, **(kwargs | {"kernels": Ops()}))
 
 
 def test_the_largest_change_is_the_one_that_counts() -> None:

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import drafts, models
-from jaxspec.config import AttentionConfig, RoundConfig
+from jaxspec.cache.metadata import BlockTables
+from jaxspec.config import REFERENCE_OPS, AttentionConfig, RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafts import Eagle3Config, EagleConfig
+from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.models import TargetConfig
@@ -40,11 +42,15 @@ class Model:
         self, K: int, *, block_size: int = 4, max_model_len: int = 64, **changes: Any
     ) -> RoundConfig:
         """Rounds with this draft; K = 0 is plain decoding."""
-        plain = RoundConfig(self.target, self.target.cache_groups(block_size, max_model_len))
-        if K:
-            window = self.draft.cache_groups(block_size, max_model_len)
-            plain = replace(plain, draft=self.draft, draft_group=window, num_speculative_tokens=K)
-        return replace(plain, **changes)
+        cfg = RoundConfig.for_models(
+            self.target,
+            self.draft if K else None,
+            ops=REFERENCE_OPS,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            num_speculative_tokens=K,
+        )
+        return replace(cfg, **changes)
 
 
 @cache
@@ -147,10 +153,14 @@ def sampling_state(
     return SamplingState(keys, temperatures, processors)  # type: ignore[arg-type]
 
 
-def block_table(
+def block_tables(
     batch: int, cfg: RoundConfig, *, shuffle_seed: int | None = None, guard: int = 0
-) -> tuple[np.ndarray, int]:
-    """(block table [batch, pages], number of blocks). Blocks are shuffled with a seed; `guard` blocks belong to nobody."""
+) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
+    """Return a block table int32 [batch, pages] and a number of blocks for each of cfg.cache_groups.
+
+    All groups have the same table, each in a pool of its own. A seed shuffles the blocks. `guard`
+    blocks of each pool belong to no request.
+    """
     pages = -(-cfg.max_model_len // cfg.block_size)
     blocks = np.arange(batch * pages, dtype=np.int32)
     if shuffle_seed is not None:
@@ -159,7 +169,8 @@ def block_table(
             .permutation(batch * pages + guard)
             .astype(np.int32)[: batch * pages]
         )
-    return blocks.reshape(batch, pages), batch * pages + guard
+    groups = len(cfg.cache_groups)
+    return (blocks.reshape(batch, pages),) * groups, (batch * pages + guard,) * groups
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
@@ -167,21 +178,17 @@ def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) ->
     return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
 
-def pad_chunk(
-    prompts: Sequence[Sequence[int]], begin: int, chunk: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """tokens, start, num_tokens and next_prompt_token of one prefill call."""
+def pad_chunk(prompts: Sequence[Sequence[int]], begin: int, chunk: int) -> PromptChunk:
+    """The chunk of one prefill call, from position `begin` of each prompt."""
     tokens = np.zeros((len(prompts), chunk), np.int32)
     parts = [list(p[begin : begin + chunk]) for p in prompts]
     for row, part in enumerate(parts):
         tokens[row, : len(part)] = part
     following = [p[begin + chunk] if begin + chunk < len(p) else -1 for p in prompts]
-    return (
-        tokens,
-        np.full(len(prompts), begin, np.int32),
-        np.array([len(p) for p in parts], np.int32),
-        np.array(following, np.int32),
-    )
+    start = np.full(len(prompts), begin, np.int32)
+    num_tokens = np.array([len(p) for p in parts], np.int32)
+    arrays: Any = (tokens, start, num_tokens, np.array(following, np.int32))
+    return PromptChunk(*arrays)
 
 
 @dataclass
@@ -203,8 +210,8 @@ def start(
     params: Any,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingState,
-    table: np.ndarray,
-    num_blocks: int,
+    tables: BlockTables | tuple[np.ndarray, ...],
+    num_blocks: tuple[int, ...],
     *,
     max_tokens: int | Sequence[int] = 64,
     stop_token_ids: np.ndarray | None = None,
@@ -227,7 +234,7 @@ def start(
     for begin in range(0, longest, chunk or longest):
         part = pad_chunk(prompts, begin, chunk or longest)
         verification, state = programs.run_prefill(
-            cfg, params, state, table, *part, compilation=compilation
+            cfg, params, state, tables, part, compilation=compilation
         )
         ended = np.asarray(verification.num_sampled) > 0
         first = np.where(ended, np.asarray(verification.output_tokens)[:, 0], first)
@@ -247,13 +254,13 @@ def generate(
     shuffle_seed: int | None = None,
 ) -> Run:
     """Prompts to token ids, by prefill and rounds. An empty prompt is a padding row. A text goes on to the end of its last round."""
-    table, num_blocks = block_table(len(prompts), cfg, shuffle_seed=shuffle_seed)
+    tables, num_blocks = block_tables(len(prompts), cfg, shuffle_seed=shuffle_seed)
     first, state = start(
         cfg,
         params,
         prompts,
         sampling,
-        table,
+        tables,
         num_blocks,
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
@@ -263,7 +270,7 @@ def generate(
     texts = [[int(t)] if t >= 0 else [] for t in first]
     accepted = []
     while np.asarray(state.active).any():
-        verification, state = programs.run_round(cfg, params, state, table, compilation)
+        verification, state = programs.run_round(cfg, params, state, tables, compilation)
         tokens, num_sampled = (
             np.asarray(verification.output_tokens),
             np.asarray(verification.num_sampled),

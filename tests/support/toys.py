@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import AttentionConfig, CacheGroup, RoundConfig
+from jaxspec.config import REFERENCE_OPS, AttentionConfig, CacheGroup, Ops, RoundConfig
 from jaxspec.drafts import DraftOutput
+from jaxspec.layers.context import Pass
 from jaxspec.models import TargetOutput
 
 ATTENTION = AttentionConfig(1, 1, 2)  # of no layer
@@ -29,9 +30,10 @@ class ToyTarget:
     num_layers: int = 0
     max_position_embeddings: int = 1 << 20
     attention: AttentionConfig = ATTENTION
+    group_of_layer: tuple[int, ...] = ()
 
-    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
-        return CacheGroup(block_size, max_model_len)
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        return (CacheGroup(block_size, max_model_len),)
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ class ToyDraft:
     method: str = "toy"
     num_layers: int = 0
     attention: AttentionConfig = ATTENTION
+    group_of_layer: tuple[int, ...] = ()
     aux_layers: tuple[int, ...] = ()
     sliding_window: int | None = None
     own_vocab_size: int | None = None  # a vocabulary of the draft's own, smaller than the target's
 
-    def cache_groups(self, block_size: int, max_model_len: int) -> CacheGroup:
-        return CacheGroup(block_size, max_model_len)
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        return (CacheGroup(block_size, max_model_len),)
 
     @property
     def maps_vocabulary(self) -> bool:
@@ -60,12 +63,12 @@ def _tokens_as_hidden(tokens: jax.Array) -> jax.Array:
     return tokens[..., None].astype(jnp.float32)  # exact below 2 ** 24
 
 
-def _row_of_table(params: Any, _cfg: Any, hidden: jax.Array, _kernels: Any = None) -> jax.Array:
+def _row_of_table(params: Any, _cfg: Any, hidden: jax.Array, _ops: Ops) -> jax.Array:
     return params["table"][hidden[..., 0].astype(jnp.int32)]
 
 
 def _target_forward(
-    _params: Any, _cfg: ToyTarget, tokens: jax.Array, _metadata: Any, caches: Any, **_: Any
+    _params: Any, _cfg: ToyTarget, tokens: jax.Array, _pass: Pass, caches: Any, **_: Any
 ) -> TargetOutput:
     return TargetOutput(_tokens_as_hidden(tokens), None, caches)
 
@@ -75,9 +78,8 @@ def _draft_forward(
     _cfg: ToyDraft,
     tokens: jax.Array,
     hidden: jax.Array,
-    _metadata: Any,
+    _pass: Pass,
     caches: Any,
-    **_: Any,
 ) -> DraftOutput:
     return DraftOutput(_tokens_as_hidden(tokens), hidden, caches)
 
@@ -87,19 +89,18 @@ def _replay_forward(
     _cfg: ToyDraft,
     tokens: jax.Array,
     hidden: jax.Array,
-    metadata: Any,
+    pass_: Pass,
     caches: Any,
-    **_: Any,
 ) -> DraftOutput:
     # The row at position p reads token p+1 and predicts the token at p+2.
     text = params["text"]
-    position = jnp.minimum(metadata.positions + 2, text.shape[1] - 1)
+    position = jnp.minimum(pass_.positions + 2, text.shape[1] - 1)
     return DraftOutput(
         _tokens_as_hidden(jnp.take_along_axis(text, position, axis=1)), hidden, caches
     )
 
 
-def _one_hot(_params: Any, cfg: ToyDraft, head_input: jax.Array, _kernels: Any = None) -> jax.Array:
+def _one_hot(_params: Any, cfg: ToyDraft, head_input: jax.Array, _ops: Ops) -> jax.Array:
     return PEAK * jax.nn.one_hot(
         head_input[..., 0].astype(jnp.int32), cfg.vocab_size, dtype=jnp.float32
     )
@@ -109,7 +110,7 @@ def _keep_hidden(_cfg: Any, hidden: jax.Array, _aux: Any) -> jax.Array:
     return hidden
 
 
-def _fuse(_params: Any, _cfg: Any, hidden: jax.Array, _kernels: Any = None) -> jax.Array:
+def _fuse(_params: Any, _cfg: Any, hidden: jax.Array, _ops: Ops) -> jax.Array:
     return hidden[..., :1]
 
 
@@ -135,9 +136,10 @@ def toy_config(
     group = CacheGroup(block_size=1 << 20, max_model_len=1 << 20)
     values: dict[str, Any] = {
         "target": ToyTarget(vocab_size),
-        "target_group": group,
+        "target_groups": (group,),
+        "ops": REFERENCE_OPS,
         "draft": ToyDraft(vocab_size),
-        "draft_group": group,
+        "draft_groups": (group,),
         "num_speculative_tokens": K,
         "rule": rule,
         "draft_sampling": draft_sampling,

@@ -14,7 +14,8 @@ import pytest
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import CacheGroup
+from jaxspec.config import REFERENCE_OPS, CacheGroup
+from jaxspec.layers.context import Pass
 from jaxspec.tools.losslessness import Difference, find_differences, with_margins
 from tests.support.tiny import VOCAB, Model, tiny_model
 
@@ -62,13 +63,23 @@ def test_the_margin_is_that_of_the_targets_logits_after_the_shared_text() -> Non
 def reference_logits(model: Model, tokens: Any) -> np.ndarray:
     cfg, rows = model.target, tokens.shape[1]
     family, zero = models.family(cfg), jnp.zeros(1, jnp.int32)
-    metadata = build_metadata(CacheGroup(rows, rows), zero[None], zero, zero + rows, rows)
+    metadata = build_metadata(
+        (CacheGroup(rows, rows),),
+        (zero[None],),
+        zero,
+        zero + rows,
+        rows,
+        attention=cfg.attention,
+        ops=REFERENCE_OPS,
+    )
     with jax.default_matmul_precision("highest"):
         out = family.forward(
             model.params["target"],
             cfg,
             tokens,
-            metadata,
-            init_cache(cfg.attention, cfg.num_layers, 1, rows, jnp.dtype(jnp.float32)),
+            Pass(metadata, REFERENCE_OPS),
+            init_cache(cfg.attention, (1,) * cfg.num_layers, rows, jnp.dtype(jnp.float32)),
         )
-        return np.asarray(family.logits(model.params["target"], cfg, out.hidden[:, -1]))[0]
+        return np.asarray(
+            family.logits(model.params["target"], cfg, out.hidden[:, -1], REFERENCE_OPS)
+        )[0]

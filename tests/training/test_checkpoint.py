@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import models
-from jaxspec.config import ConfigError, RopeConfig, SpeculativeConfig
+from jaxspec.config import REFERENCE_OPS, ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
 from jaxspec.loading.model import load_draft
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
@@ -116,7 +116,11 @@ def test_a_head_that_continues_another_computes_what_it_did() -> None:
     logits = []
     for cfg, weights in ((old.draft_cfg, old.draft), (wider, params)):
         weights = {**weights, "embed_tokens": old.target["embed_tokens"]}
-        logits.append(eagle3.logits(weights, cfg, forward_steps(weights, cfg, tokens, aux, 2)[1]))
+        logits.append(
+            eagle3.logits(
+                weights, cfg, forward_steps(weights, cfg, tokens, aux, 2)[1], REFERENCE_OPS
+            )
+        )
     kept = np.isin(ids, old.draft_ids)
     np.testing.assert_allclose(logits[1][..., kept], logits[0][..., 2:], atol=1e-5)
     np.testing.assert_array_equal(
@@ -204,7 +208,7 @@ def test_speculators_reads_the_config_and_computes_the_same_logits(tmp_path: Pat
     )
     for step, out in enumerate(outputs):
         np.testing.assert_allclose(
-            eagle3.logits(params, cfg, out)[:, : 7 - step],
+            eagle3.logits(params, cfg, out, REFERENCE_OPS)[:, : 7 - step],
             found[step][:, : 7 - step],
             atol=1e-4,
             rtol=1e-4,
@@ -264,7 +268,10 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
             pair.target, pair.target_cfg, padded, jnp.asarray([len(sequence)], jnp.int32), ()
         )
         greedy = np.argmax(
-            models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden), axis=-1
+            models.family(pair.target_cfg).logits(
+                pair.target, pair.target_cfg, hidden, REFERENCE_OPS
+            ),
+            axis=-1,
         )[0]
         assert answer.tolist() == greedy[len(prompt) - 1 : len(sequence) - 1].tolist()
         assert len(answer) == 12 or answer[-1] == 2

@@ -11,9 +11,10 @@ import pytest
 
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import CacheGroup, RopeConfig, RoundConfig
+from jaxspec.config import REFERENCE_OPS, CacheGroup, RopeConfig, RoundConfig
 from jaxspec.drafts import eagle
 from jaxspec.drafts.autoregressive import DraftInputs, propose
+from jaxspec.layers.context import Pass
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.sampling.state import SamplingState
@@ -43,15 +44,22 @@ def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object],
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, VOCAB, (1, ROWS)), jnp.int32)
     hidden = jnp.asarray(rng.normal(size=(1, ROWS, 32)), jnp.float32)
-    group = CacheGroup(block_size=4, max_model_len=32)
-    block_table = jnp.asarray([[3, 1, 5, 0, 2, 4]], jnp.int32)
-    caches = init_cache(cfg.attention, cfg.num_layers, 6, 4, jnp.dtype(jnp.float32))
+    groups = (CacheGroup(block_size=4, max_model_len=32),)
+    block_tables = (jnp.asarray([[3, 1, 5, 0, 2, 4]], jnp.int32),)
+    caches = init_cache(cfg.attention, (6,) * cfg.num_layers, 4, jnp.dtype(jnp.float32))
     if row:  # the target has seen positions 0 .. row; all but the last are in the draft's cache
         metadata = build_metadata(
-            group, block_table, jnp.zeros(1, jnp.int32), jnp.asarray([row], jnp.int32), row
+            groups,
+            block_tables,
+            jnp.zeros(1, jnp.int32),
+            jnp.asarray([row], jnp.int32),
+            row,
+            attention=cfg.attention,
+            ops=REFERENCE_OPS,
         )
+        pass_ = Pass(metadata, REFERENCE_OPS)
         caches = eagle.forward(
-            bound, cfg, tokens[:, 1 : row + 1], hidden[:, :row], metadata, caches
+            bound, cfg, tokens[:, 1 : row + 1], hidden[:, :row], pass_, caches
         ).caches
     pending = jnp.zeros((1, STEPS + 1), jnp.int32).at[0, 0].set(tokens[0, row + 1])
     pending_hidden = jnp.zeros((1, STEPS + 1, 32), jnp.float32).at[0, 0].set(hidden[0, row])
@@ -61,14 +69,15 @@ def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object],
         pending,
         pending_hidden,
         jnp.ones(1, jnp.int32),
-        block_table,
+        block_tables,
         sampling,
     )
     round_cfg = RoundConfig(
         target=pair.target_cfg,
-        target_group=group,
+        target_groups=groups,
+        ops=REFERENCE_OPS,
         draft=cfg,
-        draft_group=group,
+        draft_groups=groups,
         num_speculative_tokens=STEPS,
         rule="probabilistic",
     )
@@ -77,7 +86,7 @@ def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object],
     forced = tokens.at[0, row + 2 : row + 2 + STEPS].set(proposal.draft_tokens[0])
     outputs = jax.jit(forward_steps, static_argnums=(1, 4))(bound, cfg, forced, hidden, STEPS)
     for step, feature in enumerate(outputs):
-        ours = eagle.logits(bound, cfg, feature)[0, row]
+        ours = eagle.logits(bound, cfg, feature, REFERENCE_OPS)[0, row]
         np.testing.assert_allclose(
             ours,
             proposal.draft_logits[0, step],

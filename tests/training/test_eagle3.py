@@ -12,9 +12,10 @@ import pytest
 
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import CacheGroup, ConfigError, RoundConfig
+from jaxspec.config import REFERENCE_OPS, CacheGroup, ConfigError, RoundConfig
 from jaxspec.drafts import eagle3
 from jaxspec.drafts.autoregressive import DraftInputs, propose
+from jaxspec.layers.context import Pass
 from jaxspec.sampling.state import SamplingState
 from jaxspec.training.eagle3 import forward_steps as forward_steps_eager
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, make_pair
@@ -44,16 +45,23 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     pair = make_pair(1, **switches)
     cfg = pair.draft_cfg
     tokens, aux = inputs()
-    group = CacheGroup(block_size=4, max_model_len=32)
-    block_table = jnp.asarray([[3, 1, 5, 0, 2, 4]], jnp.int32)
-    caches = init_cache(cfg.attention, cfg.num_layers, 6, 4, jnp.dtype(jnp.float32))
-    fused = eagle3.fuse(pair.bound, cfg, aux)
+    groups = (CacheGroup(block_size=4, max_model_len=32),)
+    block_tables = (jnp.asarray([[3, 1, 5, 0, 2, 4]], jnp.int32),)
+    caches = init_cache(cfg.attention, (6,) * cfg.num_layers, 4, jnp.dtype(jnp.float32))
+    fused = eagle3.fuse(pair.bound, cfg, aux, REFERENCE_OPS)
     if row:  # the target has seen positions 0 .. row; all but the last are in the draft's cache
         metadata = build_metadata(
-            group, block_table, jnp.zeros(1, jnp.int32), jnp.asarray([row], jnp.int32), row
+            groups,
+            block_tables,
+            jnp.zeros(1, jnp.int32),
+            jnp.asarray([row], jnp.int32),
+            row,
+            attention=cfg.attention,
+            ops=REFERENCE_OPS,
         )
+        pass_ = Pass(metadata, REFERENCE_OPS)
         caches = eagle3.forward(
-            pair.bound, cfg, tokens[:, 1 : row + 1], fused[:, :row], metadata, caches
+            pair.bound, cfg, tokens[:, 1 : row + 1], fused[:, :row], pass_, caches
         ).caches
     pending = jnp.zeros((1, STEPS + 1), jnp.int32).at[0, 0].set(tokens[0, row + 1])
     hidden = jnp.zeros((1, STEPS + 1, 96), jnp.float32).at[0, 0].set(aux[0, row])
@@ -61,13 +69,14 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     # Sampled drafts keep their logits, and differ from step to step, which greedy ones of a random head do not.
     sampling = SamplingState(jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1))
     state = DraftInputs(
-        jnp.asarray([row + 1], jnp.int32), pending, hidden, one(jnp.int32), block_table, sampling
+        jnp.asarray([row + 1], jnp.int32), pending, hidden, one(jnp.int32), block_tables, sampling
     )
     round_cfg = RoundConfig(
         target=pair.target_cfg,
-        target_group=group,
+        target_groups=groups,
+        ops=REFERENCE_OPS,
         draft=cfg,
-        draft_group=group,
+        draft_groups=groups,
         num_speculative_tokens=STEPS,
         rule="probabilistic",
     )
@@ -78,7 +87,7 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     forced = tokens.at[0, row + 2 : row + 2 + STEPS].set(proposal.draft_tokens[0])
     outputs = forward_steps(pair.bound, cfg, forced, aux, STEPS)
     for step, head_input in enumerate(outputs):
-        ours = eagle3.logits(pair.bound, cfg, head_input)[0, row]
+        ours = eagle3.logits(pair.bound, cfg, head_input, REFERENCE_OPS)[0, row]
         np.testing.assert_allclose(
             ours,
             proposal.draft_logits[0, step],
@@ -157,7 +166,7 @@ def test_step_logits_equal_speculators_training_forward(
     assert len(found) == STEPS
     for step, (head_input, expected) in enumerate(zip(outputs, found, strict=True)):
         rows = ROWS - 1 - step
-        ours = eagle3.logits(pair.bound, pair.draft_cfg, head_input)[:, :rows]
+        ours = eagle3.logits(pair.bound, pair.draft_cfg, head_input, REFERENCE_OPS)[:, :rows]
         np.testing.assert_allclose(
             ours, expected[:, :rows].numpy(), atol=1e-4, rtol=1e-4, err_msg=f"step {step}"
         )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import models
-from jaxspec.config import ConfigError
+from jaxspec.config import REFERENCE_OPS, ConfigError
 from jaxspec.training.chat_target import ChatFormat, ChatTarget
 from jaxspec.training.data import Chats, OverlapFilter
 from jaxspec.training.dry_run import HashedWords
@@ -65,8 +65,9 @@ def test_greedy_answers_equal_the_argmax_of_the_whole_sequence(pair: Pair) -> No
         prompt, n = request.prompt, len(request.prompt)
         assert sequence[:n].tolist() == prompt.tolist()
         padded = jnp.zeros((1, CFG.max_len), jnp.int32).at[0, : len(sequence)].set(sequence)
+        hidden = forward(padded, jnp.asarray([len(sequence)], jnp.int32))
         logits = models.family(pair.target_cfg).logits(
-            pair.target, pair.target_cfg, forward(padded, jnp.asarray([len(sequence)], jnp.int32))
+            pair.target, pair.target_cfg, hidden, REFERENCE_OPS
         )
         assert (
             sequence[n:].tolist()

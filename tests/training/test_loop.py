@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec import models
+from jaxspec.config import REFERENCE_OPS
 from jaxspec.drafts import eagle3
 from jaxspec.training import losses
 from jaxspec.training.config import TrainConfig
@@ -73,10 +74,10 @@ def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float)
     )
     assert aux is not None
     target_logits = np.asarray(
-        models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden)
+        models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden, REFERENCE_OPS)
     )
     outputs = [
-        eagle3.logits(pair.bound, pair.draft_cfg, x)
+        eagle3.logits(pair.bound, pair.draft_cfg, x, REFERENCE_OPS)
         for x in forward_steps(pair.bound, pair.draft_cfg, tokens, aux, 3)
     ]
     expected = 0.0
@@ -144,7 +145,8 @@ def test_remat_changes_no_gradient(pair: Pair) -> None:
 def test_greedy_tokens_in_chunks_equal_those_of_all_logits(pair: Pair) -> None:
     hidden = jax.random.normal(jax.random.key(0), (3, 7, 32))
     expected = jnp.argmax(
-        models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden), axis=-1
+        models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden, REFERENCE_OPS),
+        axis=-1,
     )
     for chunk in (1, 4, 21, 100):
         assert (greedy_tokens(pair.target, pair.target_cfg, hidden, chunk) == expected).all()

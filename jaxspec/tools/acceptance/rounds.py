@@ -25,9 +25,9 @@ from jaxspec import models
 from jaxspec.cache.group_blocks import NULL_BLOCK
 from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import (
-    REFERENCE_KERNELS,
+    REFERENCE_OPS,
     EngineConfig,
-    Kernels,
+    Ops,
     RoundConfig,
     SamplingFeatures,
     SpeculativeConfig,
@@ -37,11 +37,13 @@ from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts import DraftConfig
-from jaxspec.drafts.autoregressive import Proposal, propose
+from jaxspec.drafts.autoregressive import draft_inputs, propose
+from jaxspec.drafts.drafter import Proposal
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
+from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.tools.acceptance.expected import Expected, expected_acceptance
@@ -82,19 +84,20 @@ def recorded_round(
         were written
     """
     K = cfg.num_speculative_tokens
-    inputs = decode_state.draft_inputs(state, cfg.draft_table(block_tables))
+    context = decode_state.draft_context(cfg, state, block_tables)
+    inputs = draft_inputs(state.draft, context)
     before, live = draft_logits, state.active
     buffers = Proposal(
         jnp.zeros((live.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None
     )
-    carry = propose(cfg, params["draft"], inputs, state.draft_caches, buffers)
+    carry = propose(cfg, params["draft"], inputs, state.draft.caches, buffers)
     proposal = decode.limit_drafts(cfg, state, carry.proposal)
     tokens, written = proposal.draft_tokens, proposal.draft_logits
     seen = None
     if cfg.keeps_draft_logits:
         assert written is not None
         seen = written if corrupt is None else corrupt(written, before)
-    state = replace(state, draft_caches=carry.caches)
+    state = replace(state, draft=replace(state.draft, caches=carry.caches))
     logits = (
         _target_logits(cfg, params["target"], state, tokens, block_tables) if cfg.sampled else None
     )
@@ -139,23 +142,24 @@ def _target_logits(
     rows = draft_tokens.shape[1] + 1
     tokens = jnp.concatenate([state.next_token[:, None], jnp.maximum(draft_tokens, 0)], axis=1)
     metadata = build_metadata(
-        cfg.target_group,
+        cfg.target_groups,
         cfg.target_tables(block_tables),
         state.seq_lens,
         jnp.where(state.active, rows, 0),
         rows,
+        attention=cfg.target.attention,
+        ops=REFERENCE_OPS,
     )
     family = models.family(cfg.target)
     out = family.forward(
         params,
         cfg.target,
         tokens,
-        metadata,
+        Pass(metadata, cfg.ops),
         state.target_caches,
         aux_layers=cfg.draft.aux_layers,
-        kernels=cfg.kernels,
     )
-    return family.logits(params, cfg.target, out.hidden, cfg.kernels)
+    return family.logits(params, cfg.target, out.hidden, cfg.ops)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class Pair:
     max_drafts: int
     stop_token_ids: tuple[int, ...]
     dtype: jax.typing.DTypeLike = jnp.float32
-    kernels: Kernels = REFERENCE_KERNELS
+    ops: Ops = REFERENCE_OPS
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ class Recorder:
             pair.params,
             SpeculativeConfig(num_speculative_tokens=pair.max_drafts),
             config,
-            kernels=pair.kernels,
+            ops=pair.ops,
             dtype=jnp.dtype(pair.dtype),
             eos_token_ids=pair.stop_token_ids,
         )

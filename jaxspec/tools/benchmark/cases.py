@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from jaxspec.config import METHODS, Compilation, ConfigError, is_number
+from jaxspec.config import Compilation, ConfigError, is_number
 from jaxspec.tools.benchmark.dimensions import MODELS
 
 RULES = ("strict", "probabilistic", "block")
@@ -33,7 +33,7 @@ class Case:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("model", MODELS),
-            ("method", METHODS),
+            ("method", ("eagle", "eagle3", "mtp")),
             ("rule", RULES),
             ("compilation", get_args(Compilation)),
         ):

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, MLAConfig, RopeConfig
-from jaxspec.drafts import DraftConfig, Eagle3Config, EagleConfig, MtpConfig
+from jaxspec.drafts import Eagle3Config, EagleConfig, LayeredConfig, MtpConfig
 from jaxspec.drafts.mtp import LAYOUTS
 from jaxspec.models.llama import LlamaConfig
 
@@ -105,7 +105,7 @@ MODELS: dict[str, Dimensions] = {
 }
 
 
-def draft_config(dimensions: Dimensions, method: str) -> DraftConfig:
+def draft_config(dimensions: Dimensions, method: str) -> LayeredConfig:
     """Return a draft of one Llama layer with the target's width and head counts.
 
     EAGLE-3's attention reads 2D and its head has its own vocabulary. MTP is one of the target's own

@@ -107,7 +107,8 @@ def seen_tokens(cfg: RoundConfig, context: int) -> list[int]:
     """Return, for each layer of the target, the tokens of a request that its last row sees."""
     groups = cfg.target_groups
     return [
-        min(groups[i].window or groups[i].chunk or context, context) for i in cfg.group_of_layer
+        min(groups[i].window or groups[i].chunk or context, context)
+        for i in cfg.target.group_of_layer
     ]
 
 
@@ -131,7 +132,7 @@ def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> in
     logits = FLOAT32 * batch * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size
     gathered = 0
     if (
-        cfg.kernels.attention == "reference"
+        cfg.ops.attention == "reference"
     ):  # one layer's keys and values at a time, and again in float32
         gathered = batch * slots * kv_token_bytes(cfg.target.attention, itemsize + FLOAT32)
     return itemsize * weights + batch * slots * kv + 4 * logits + gathered + RESERVE

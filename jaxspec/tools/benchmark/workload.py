@@ -17,18 +17,28 @@ from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import KVCache, init_cache
-from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
-from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
+from jaxspec.cache.metadata import (
+    AttentionMetadata,
+    BlockTables,
+    build_metadata,
+    rebuild_draft_metadata,
+)
+from jaxspec.config import REFERENCE_OPS, ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import verify_rows
-from jaxspec.drafts import DraftConfig
-from jaxspec.drafts.autoregressive import DraftInputs, Proposal, propose
-from jaxspec.engine.block_tables import one_or_all
+from jaxspec.drafts import LayeredConfig
+from jaxspec.drafts.autoregressive import (
+    AutoregressiveState,
+    DraftInputs,
+    draft_inputs,
+    propose,
+)
+from jaxspec.drafts.drafter import Proposal
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
-from jaxspec.layers import kernels
+from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
@@ -133,7 +143,7 @@ def implementations(text: str) -> dict[str, str]:
     """
     return {
         op: name
-        for op, name in kernels.parse(text, flag="--implementation").items()
+        for op, name in op_choice.parse(text, flag="--implementation").items()
         if name != "auto"
     }
 
@@ -160,11 +170,12 @@ def _engines(
     pages = -(-(case.context + (effort.rounds + DISCARDED + 2) * (K + 1)) // BLOCK_SIZE)
 
     def engine(
-        draft: tuple[DraftConfig, Params] | None, speculative: SpeculativeConfig | None
+        draft: tuple[LayeredConfig, Params] | None, speculative: SpeculativeConfig | None
     ) -> LLM:
-        groups = RoundConfig.of_pair(
+        groups = RoundConfig.for_models(
             dimensions.target,
             draft and draft[0],
+            ops=REFERENCE_OPS,
             block_size=BLOCK_SIZE,
             max_model_len=pages * BLOCK_SIZE,
         ).cache_groups
@@ -198,7 +209,7 @@ def _round_configs(
     )
     for engine in (llm, plain):
         engine.runner.configs.override(
-            kernels=replace(engine.kernels, **chosen), cuda_graphs=effort.cuda_graphs
+            ops=replace(engine.kernels, **chosen), cuda_graphs=effort.cuda_graphs
         )
     llm.runner.configs.override(acceptance_rates=rates)
 
@@ -235,7 +246,7 @@ class Workload:
         self.engine = self.llm.engine
         blocks = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
         self.host_table = blocks.reshape(case.batch, pages)
-        self.block_table = one_or_all([jnp.asarray(self.host_table)] * len(self.cfg.cache_groups))
+        self.block_tables = (jnp.asarray(self.host_table),) * len(self.cfg.cache_groups)
         self.state = random_state(case, self.cfg, blocks.size, weights.dtype)
         self.proposal = self._random_proposal()
 
@@ -277,7 +288,7 @@ class Workload:
 
     def _round(self, state: DecodeState) -> DecodeState:
         return programs.run_round(
-            self.cfg, self.params, state, self.block_table, self.case.compilation
+            self.cfg, self.params, state, self.block_tables, self.case.compilation
         )[1]
 
     def run_rounds(self) -> DecodeState:
@@ -304,38 +315,31 @@ class Workload:
 
     def time_plain(self) -> Figures:
         """Time a step of plain decoding on the same weights and the target's caches."""
-        state = self.state
-        bare = replace(
-            state, pending_tokens=None, pending_hidden=None, num_pending=None, draft_caches=()
-        )
+        draft, bare = self.state.draft, replace(self.state, draft=None)
 
         def step(s: DecodeState) -> DecodeState:
             return programs.run_round(
-                self.plain_cfg, self.plain_llm.params, s, self.block_table, self.case.compilation
+                self.plain_cfg, self.plain_llm.params, s, self.block_tables, self.case.compilation
             )[1]
 
         timing, bare = self._timed(step, bare)
-        kept = {
-            name: getattr(state, name)
-            for name in ("pending_tokens", "pending_hidden", "num_pending", "draft_caches")
-        }
-        self.state = replace(bare, **kept)
+        self.state = replace(bare, draft=draft)
         return timing.to_dict()
 
     def time_draft(self) -> Figures:
         """Time the K draft steps as one program."""
-        inputs = decode_state.draft_inputs(
-            self.rewind(self.state), self.cfg.draft_table(self.block_table)
-        )
+        state = self.rewind(self.state)
+        context = decode_state.draft_context(self.cfg, state, self.block_tables)
+        inputs = draft_inputs(state.draft, context)
 
         def step(carry: tuple[Proposal, KVCache]) -> tuple[Proposal, KVCache]:
             return _propose(self.cfg, self.params["draft"], inputs, carry[1])
 
         count, repeats = self.effort.rounds, self.effort.repeats
         timing, (_, caches) = back_to_back(
-            step, (self.proposal, self.state.draft_caches), count=count, repeats=repeats
+            step, (self.proposal, self.state.draft.caches), count=count, repeats=repeats
         )
-        self.state = replace(self.state, draft_caches=caches)
+        self.state = replace(self.state, draft=replace(self.state.draft, caches=caches))
         return timing.to_dict()
 
     def time_verify(self) -> Figures:
@@ -343,7 +347,7 @@ class Workload:
 
         def step(s: DecodeState) -> DecodeState:
             return programs.verify_program(
-                self.cfg, self.params, s, self.block_table, self.proposal
+                self.cfg, self.params, s, self.block_tables, self.proposal
             )[1]
 
         timing, self.state = self._timed(step, self.state)
@@ -388,12 +392,11 @@ class Workload:
 
     def time_rebuild(self) -> Figures:
         """Time one rebuild of the draft's attention metadata; a round holds K of them."""
-        group = self.cfg.draft_group
-        assert group is not None
+        cfg = self.cfg
         ones = jnp.ones(self.case.batch, jnp.int32)
-        table = self.cfg.draft_table(self.block_table)
-        start = lambda _: _metadata(group, table, ones)  # noqa: E731
-        step = lambda metadata: _rebuilds(group, metadata)  # noqa: E731
+        tables = cfg.draft_tables(self.block_tables)
+        start = lambda _: _metadata(cfg, tables, ones)  # noqa: E731
+        step = lambda metadata: _rebuilds(cfg, metadata)  # noqa: E731
         repeats = self.effort.repeats
         timing, _ = back_to_back(
             step, start(None), count=max(2, self.effort.rounds // 4), repeats=repeats, rewind=start
@@ -513,21 +516,23 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: DTypeLike
         stop_token_ids=jnp.full((batch, 4), -1, jnp.int32),
         max_drafts=jnp.full(batch, K, jnp.int32),
         sampling=sampling,
-        pending_tokens=tokens(batch, K + 1),
-        pending_hidden=normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
-        num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
+        draft=AutoregressiveState(
+            pending_tokens=tokens(batch, K + 1),
+            pending_hidden=normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
+            num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
+            caches=_random_caches(cfg.draft, num_blocks, dtype, jax.random.key(6)),
+        ),
         target_caches=_random_caches(cfg.target, num_blocks, dtype, jax.random.key(5)),
-        draft_caches=_random_caches(cfg.draft, num_blocks, dtype, jax.random.key(6)),
     )
 
 
 def _random_caches(
-    cfg: models.TargetConfig | DraftConfig, num_blocks: int, dtype: DTypeLike, key: jax.Array
+    cfg: models.TargetConfig | LayeredConfig, num_blocks: int, dtype: DTypeLike, key: jax.Array
 ) -> KVCache:
     pools, treedef = jax.tree.flatten(
         jax.eval_shape(
             lambda: init_cache(
-                cfg.attention, cfg.num_layers, num_blocks, BLOCK_SIZE, jnp.dtype(dtype)
+                cfg.attention, (num_blocks,) * cfg.num_layers, BLOCK_SIZE, jnp.dtype(dtype)
             )
         )
     )
@@ -552,15 +557,33 @@ def _propose(
 
 
 @partial(jax.jit, static_argnums=0)
-def _metadata(group: CacheGroup, block_table: jax.Array, lengths: jax.Array) -> AttentionMetadata:
-    return build_metadata(group, block_table, lengths, lengths, rows=1)
+def _metadata(
+    cfg: RoundConfig, block_tables: BlockTables, lengths: jax.Array
+) -> tuple[AttentionMetadata, ...]:
+    return build_metadata(
+        cfg.draft_groups,
+        block_tables,
+        lengths,
+        lengths,
+        rows=1,
+        attention=cfg.draft.attention,
+        ops=REFERENCE_OPS,
+    )
 
 
 @partial(jax.jit, static_argnums=0)
-def _rebuilds(group: CacheGroup, metadata: AttentionMetadata) -> AttentionMetadata:
+def _rebuilds(
+    cfg: RoundConfig, metadata: tuple[AttentionMetadata, ...]
+) -> tuple[AttentionMetadata, ...]:
     for _ in range(REBUILDS):  # a barrier each, or they would be fused into one
         rebuilt = rebuild_draft_metadata(
-            group, metadata.block_table, metadata.seq_lens, metadata.seq_lens, 1
+            cfg.draft_groups,
+            tuple(group.block_table for group in metadata),
+            metadata[0].seq_lens,
+            metadata[0].seq_lens,
+            1,
+            attention=cfg.draft.attention,
+            ops=REFERENCE_OPS,
         )
         metadata = lax.optimization_barrier(rebuilt)
     return metadata

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
-from jaxspec.config import ConfigError, EngineConfig, Kernels, RoundConfig
+from jaxspec.config import ConfigError, EngineConfig, Ops, RoundConfig
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.programs import Program
 from jaxspec.engine import round_configs
-from jaxspec.layers import kernels
+from jaxspec.layers import op_choice
 from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS, draft_config
 from pallas_kernels import hopper
 from tests.support.tiny import tiny_model
 
-OPS = tuple(asdict(Kernels()))
-EVERY = Kernels(**dict.fromkeys(OPS, "mosaic_gpu"))
+OPS = tuple(asdict(Ops()))
+EVERY = Ops(**dict.fromkeys(OPS, "mosaic_gpu"))
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}"
 )
@@ -29,9 +29,9 @@ needs_mosaic = pytest.mark.skipif(
 
 def choose(
     requested: str, model: str = "llama-3-8b", dtype: Any = jnp.bfloat16, block_size: int = 64
-) -> Kernels:
+) -> Ops:
     dimensions = MODELS[model]
-    return kernels.choose(
+    return op_choice.choose(
         requested,
         dimensions.target,
         draft_config(dimensions, "eagle3"),
@@ -47,16 +47,16 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reference_is_asked_for_and_explained_by_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
-        assert choose("reference") == Kernels() == Kernels(**dict.fromkeys(OPS, "reference"))
+    with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):
+        assert choose("reference") == Ops() == Ops(**dict.fromkeys(OPS, "reference"))
     assert not caplog.records
 
 
 def test_auto_on_a_cpu_is_the_reference_and_the_log_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
-        assert choose("auto") == Kernels()
+    with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):
+        assert choose("auto") == Ops()
     assert sorted(r.getMessage() for r in caplog.records) == sorted(
         f"{op}: reference (the kernel expected an NVIDIA GPU, got cpu)" for op in OPS
     )
@@ -85,14 +85,14 @@ def test_every_real_model_runs_on_every_kernel(model: str, requested: str) -> No
 @pytest.mark.usefixtures("on_a_hopper")
 def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     """A block size that only attention minds, a width that products and heads mind, and a dtype that only float32 logits do not."""
-    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
+    with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):
         assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
         assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
         assert choose("auto", "tiny").gumbel_sample == "reference"
         left = dict.fromkeys(
             ("rejection_sampling", "gumbel_sample", "step_metadata", "moe"), "mosaic_gpu"
         )  # no experts
-        assert choose("auto", dtype=jnp.float32) == replace(Kernels(), **left)
+        assert choose("auto", dtype=jnp.float32) == replace(Ops(), **left)
     messages = "\n".join(r.getMessage() for r in caplog.records)
     assert (
         "attention: reference (the kernel block_size: expected" in messages
@@ -119,8 +119,8 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
 def test_compiler_options_go_with_the_matmul_kernel() -> None:
     cfg = tiny_model("eagle").round_config(2)
     assert cfg.compiler_options == () == replace(cfg, cuda_graphs=False).compiler_options
-    assert replace(cfg, kernels=Kernels(attention="mosaic_gpu")).compiler_options == ()
-    ours = replace(cfg, kernels=Kernels(matmul="mosaic_gpu"))
+    assert replace(cfg, ops=Ops(attention="mosaic_gpu")).compiler_options == ()
+    ours = replace(cfg, ops=Ops(matmul="mosaic_gpu"))
     flags = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False}
     assert dict(ours.compiler_options) == flags
     assert dict(replace(ours, cuda_graphs=False).compiler_options) == flags | {
@@ -141,7 +141,7 @@ def test_a_program_is_compiled_once_for_each_config_and_shape_with_the_configs_o
     program = Program(lambda cfg, x, y: (x + cfg.num_speculative_tokens, y), donate=2)
     assert program.cache_size() == 0
     cfg = tiny_model("eagle").round_config(2)
-    ours = replace(cfg, kernels=Kernels(matmul="mosaic_gpu"))
+    ours = replace(cfg, ops=Ops(matmul="mosaic_gpu"))
 
     def call(cfg: RoundConfig, size: int) -> jax.Array:
         y = jnp.zeros(size)
@@ -175,16 +175,16 @@ def test_the_engine_names_its_kernels_and_its_rounds_run_them(
 ) -> None:
     llm = engine(kernels=requested)
     assert llm.describe().splitlines()[0].endswith("kernels: reference")
-    chosen = Kernels(attention="mosaic_gpu", rejection_sampling="mosaic_gpu")
+    chosen = Ops(attention="mosaic_gpu", rejection_sampling="mosaic_gpu")
     asked: list[Any] = []
     monkeypatch.setattr(
-        kernels,
+        op_choice,
         "choose",
         lambda *args, **options: asked.append((args[0], options["block_size"])) or chosen,
     )
     llm = engine(kernels=requested)
     assert asked == [(requested, 16)]
-    assert llm.round_config(sampled=True, truncated=False).kernels == chosen
+    assert llm.round_config(sampled=True, truncated=False).ops == chosen
     assert llm.describe().splitlines()[0].endswith(f"kernels: {chosen}")
 
 
@@ -216,7 +216,7 @@ def test_a_large_targets_rounds_are_cuda_graphs_where_their_rows_are_many(
 
 
 def test_kernels_name_the_commonest_and_what_differs() -> None:
-    assert str(Kernels()) == "reference"
+    assert str(Ops()) == "reference"
     assert str(replace(EVERY, rms_norm="reference")) == "mosaic_gpu (rms_norm reference)"
 
 
@@ -225,8 +225,8 @@ def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
         ConfigError, match="^kernels 'mosaic_gpu': matmul: expected an NVIDIA GPU, got cpu$"
     ):
         choose("matmul=mosaic_gpu")
-    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
-        assert choose("attention=reference,rms_norm=auto") == Kernels()
+    with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):
+        assert choose("attention=reference,rms_norm=auto") == Ops()
     assert not any(r.getMessage().startswith("attention") for r in caplog.records), (
         "asked for, not fallen back to"
     )
@@ -241,7 +241,7 @@ def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.usefixtures("on_a_hopper")
 def test_experts_run_on_the_kernel_unless_they_are_packed() -> None:
     def chosen(requested: str, target: Any) -> str:
-        return kernels.choose(requested, target, None, block_size=64, dtype=jnp.bfloat16).moe
+        return op_choice.choose(requested, target, None, block_size=64, dtype=jnp.bfloat16).moe
 
     packed = replace(HYBRID["gpt-oss-20b"].target, mxfp4="packed")
     assert [chosen("auto", model.target) for model in HYBRID.values()] == ["mosaic_gpu"] * 2
@@ -274,10 +274,10 @@ def test_latent_attention_has_kernels_of_its_own_under_the_names_of_the_ops(
 ) -> None:
     glm = HYBRID["glm-4.7-flash"]
     options: dict[str, Any] = {"block_size": 64, "dtype": jnp.bfloat16}
-    assert kernels.choose("mosaic_gpu", glm.target, draft_config(glm, "mtp"), **options) == EVERY
+    assert op_choice.choose("mosaic_gpu", glm.target, draft_config(glm, "mtp"), **options) == EVERY
     odd = replace(glm.target, attention=replace(glm.target.attention, rope_head_dim=32))
-    with caplog.at_level(logging.INFO, "jaxspec.layers.kernels"):
-        assert kernels.choose("auto", odd, None, **options) == replace(
+    with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):
+        assert op_choice.choose("auto", odd, None, **options) == replace(
             EVERY, attention="reference", rope_cache="reference"
         )
     assert (

@@ -13,8 +13,8 @@ from jaxspec.config import (
     AttentionConfig,
     CompressedAttentionConfig,
     ConfigError,
-    Kernels,
     MLAConfig,
+    Ops,
 )
 from pallas_kernels import (
     attention,
@@ -38,7 +38,7 @@ FEW_ROWS = 8
 
 def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
     """Op -> name, for every op: from one name for all, or "attention=reference,matmul=mosaic_gpu" (the others: auto). Later parts win."""
-    ops = [f.name for f in fields(Kernels)]
+    ops = [f.name for f in fields(Ops)]
     named = dict.fromkeys(ops, "auto")
     for part in text.split(","):
         op, equals, name = part.strip().rpartition("=")
@@ -50,8 +50,8 @@ def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
     return named
 
 
-def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: Any) -> Kernels:
-    """The Kernels of an engine.
+def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: Any) -> Ops:
+    """The Ops of an engine.
 
     requested: "reference" (plain jnp everywhere), "mosaic_gpu" (ConfigError with the reason if an op cannot), or "auto": mosaic_gpu for
     each op that supports this device, dtype and these models, and reference, with the reason logged, for each that does not. Or one of
@@ -61,7 +61,7 @@ def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: A
     if unknown := [name for name in wanted.values() if name not in CHOICES]:
         raise ConfigError(f"kernels: expected one of {', '.join(CHOICES)}, got {unknown[0]!r}")
     if set(wanted.values()) == {"reference"}:
-        return Kernels()
+        return Ops()
     chosen = {}
     for op, reason in _reasons(target, draft, block_size, jnp.dtype(dtype)).items():
         if reason is not None and wanted[op] == "mosaic_gpu":
@@ -69,12 +69,14 @@ def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: A
         if reason is not None and wanted[op] == "auto":
             logger.info("%s: reference (the kernel %s)", op, reason)
         chosen[op] = "mosaic_gpu" if reason is None and wanted[op] != "reference" else "reference"
-    return Kernels(**chosen)
+    return Ops(**chosen)
 
 
 def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, str | None]:
     """Why an op's kernel cannot serve these models, None if it can."""
     device = hopper.missing()
+    # A draft without layers of its own runs no op but rejection sampling.
+    draft = draft if hasattr(draft, "hidden_size") else None
     models = [target] if draft is None else [target, draft]
     attentions: list[AttentionConfig | MLAConfig] = [m.attention for m in models]
 

@@ -1,0 +1,71 @@
+"""Ops: which implementation of each op in pallas_kernels runs, and what follows from that choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+XlaFlags = tuple[tuple[str, str | bool], ...]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The implementation of each op, by name; chosen once, when the engine is built (jaxspec.layers.op_choice).
+
+    Other code asks this object what follows from a choice, and compares no names.
+    """
+
+    attention: str = "reference"
+    matmul: str = "reference"
+    rms_norm: str = "reference"
+    rope_cache: str = "reference"
+    step_metadata: str = "reference"
+    rejection_sampling: str = "reference"
+    gumbel_sample: str = "reference"
+    moe: str = "reference"
+
+    @property
+    def prefill_tile(self) -> int:
+        """Tokens of a prefill tile: whole row tiles of the attention kernel (48 rows).
+
+        The reference gathers a request's keys for each tile, so its tiles are smaller.
+        """
+        return 32 if self.attention == "reference" else 48
+
+    @property
+    def pads_latent_heads(self) -> bool:
+        """Whether latent attention takes queries padded to whole row tiles of its kernel."""
+        return self.attention != "reference"
+
+    @property
+    def shares_norms(self) -> bool:
+        """Whether a product may prepare the norm of the product that follows it."""
+        return "reference" not in (self.matmul, self.rms_norm)
+
+    def compiler_options(self, *, cuda_graphs: bool) -> XlaFlags:
+        """XLA's flags for programs with these ops, as measured on an H200 (docs/performance.md).
+
+        cuda_graphs: False launches kernel by kernel.
+
+        For the products that the matmul kernel leaves to XLA (prefill, large batches) cuBLAS is
+        faster than the Triton products that XLA's autotuner picks. XLA would launch a kernel whose
+        result goes into one column a second time, as a "dynamic slice fusion".
+        """
+        if self.matmul == "reference":
+            return ()
+        graphs = () if cuda_graphs else (("xla_gpu_enable_command_buffer", ""),)
+        return (
+            ("xla_gpu_enable_triton_gemm", False),
+            ("xla_gpu_enable_dynamic_slice_fusion", False),
+            *graphs,
+        )
+
+    def __str__(self) -> str:
+        """The commonest name, then the ops that differ: "mosaic_gpu (rms_norm reference)"."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self)}
+        names = list(chosen.values())
+        most = max(dict.fromkeys(names), key=names.count)
+        others = ", ".join(f"{op} {name}" for op, name in chosen.items() if name != most)
+        return f"{most} ({others})" if others else most
+
+
+REFERENCE_OPS = Ops()

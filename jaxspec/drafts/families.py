@@ -1,0 +1,32 @@
+"""The drafts that have layers of their own, by method. A family is a module with DraftFamily's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.drafts import eagle, eagle3, eagle_llama4, mtp, mtp_deepseek_v4
+from jaxspec.drafts.family import DraftFamily, LayeredConfig
+
+FAMILIES: dict[str, DraftFamily] = {
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "eagle_llama4": eagle_llama4,
+    "mtp": mtp,
+    "mtp_deepseek_v4": mtp_deepseek_v4,
+}
+
+
+def family(cfg: LayeredConfig) -> DraftFamily:
+    """The functions of a config's method."""
+    return FAMILIES[cfg.method]
+
+
+def family_of_checkpoint(method: str, config: Mapping[str, Any]) -> DraftFamily:
+    """The functions for a checkpoint with this config.json: some targets have draft layers of their own kind."""
+    model_type = config.get("model_type")
+    if method == "eagle" and model_type in eagle_llama4.MODEL_TYPES:
+        return eagle_llama4
+    if method == "mtp" and model_type == mtp_deepseek_v4.MODEL_TYPE:
+        return mtp_deepseek_v4
+    return FAMILIES[method]

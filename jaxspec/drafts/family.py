@@ -1,0 +1,281 @@
+"""DraftFamily: the functions of a draft with layers, and the parts that families share.
+
+A family is a module. It names the defaults that it does not override, as in
+`target_hidden = keep_hidden`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from jaxspec.cache.arrays import KVCache
+from jaxspec.config import (
+    AttentionConfig,
+    CacheGroup,
+    ConfigError,
+    Ops,
+    RopeConfig,
+    SpeculativeConfig,
+    read_int,
+    read_number,
+    refuse_unless,
+)
+from jaxspec.layers.context import Pass
+from jaxspec.layers.params import Params
+from jaxspec.layers.products import vocab_logits
+from jaxspec.models import TargetConfig
+
+Shapes = Mapping[str, tuple[int, ...]]  # of a checkpoint's tensors, by canonical name
+
+
+class LayeredConfig(Protocol):
+    """The static shape of a draft with layers."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def attention(self) -> Any: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int: ...
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether draft ids differ from target ids."""
+        ...
+
+    @property
+    def tied_lm_head(self) -> bool:
+        """Whether the head is the target's embedding."""
+        ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Boundary ids of the target's layers whose hidden states it reads; () for the last one."""
+        ...
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """For each layer, the index of its group in cache_groups."""
+        ...
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]: ...
+
+
+class DraftFamily(Protocol):
+    """The functions of a family; cfg is the family's own config, a LayeredConfig."""
+
+    def config_from_checkpoint(
+        self,
+        config: Mapping[str, Any],
+        shapes: Shapes,
+        target: TargetConfig,
+        overrides: SpeculativeConfig,
+    ) -> Any:
+        """The config of a checkpoint, from its config.json and its tensors' shapes."""
+        ...
+
+    def canonical_name(self, name: str) -> str:
+        """The name that param_specs gives a tensor of a checkpoint."""
+        ...
+
+    def ignored_tensor(self, cfg: Any, name: str) -> bool:
+        """Whether a tensor of a checkpoint is not a weight of the draft."""
+        ...
+
+    def param_specs(self, cfg: Any) -> Params:
+        """The weights: a ParamSpec per array, in the structure of the params."""
+        ...
+
+    def target_hidden(self, cfg: Any, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
+        """The features of the target's pass that the draft keeps, [batch, rows, width].
+
+        hidden is the target's hidden state after its final norm, aux its aux_layers side by side.
+        """
+        ...
+
+    def fuse(self, params: Params, cfg: Any, hidden: jax.Array, ops: Ops) -> jax.Array:
+        """The draft's hidden state [batch, rows, D] from target features [batch, rows, width]."""
+        ...
+
+    def forward(
+        self,
+        params: Params,
+        cfg: Any,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        pass_: Pass,
+        caches: KVCache,
+    ) -> DraftOutput:
+        """One pass over tokens [batch, rows], each the one after its row's position, and hidden
+        [batch, rows, D]."""
+        ...
+
+    def logits(self, params: Params, cfg: Any, head_input: jax.Array, ops: Ops) -> jax.Array:
+        """Float32 logits [..., draft_vocab] of head_input [..., D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """The outputs of one pass of a draft.
+
+    head_input: [batch, rows, D], the input of `logits`
+    feedback:   [batch, rows, D], the hidden state of the next step
+    caches:     the draft's caches with these rows written
+
+    Where the pass names a last_row, the first two may hold that row alone, [batch, 1, D].
+    """
+
+    head_input: jax.Array
+    feedback: jax.Array
+    caches: KVCache
+
+
+def keep_hidden(cfg: LayeredConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
+    """The target's hidden state after its final norm, as it is."""
+    return hidden
+
+
+def keep_aux(cfg: LayeredConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
+    """The target's hidden states at aux_layers, side by side."""
+    assert aux is not None
+    return aux
+
+
+def keep_features(params: Params, cfg: LayeredConfig, hidden: jax.Array, ops: Ops) -> jax.Array:
+    """The target's features, as they are; `forward` joins them with the embedding."""
+    return hidden
+
+
+def head_logits(params: Params, cfg: LayeredConfig, head_input: jax.Array, ops: Ops) -> jax.Array:
+    """Float32 logits [..., draft_vocab] of head_input [..., D], by the draft's head or the target's."""
+    return vocab_logits(head_input, params["lm_head"], ops, tied=cfg.tied_lm_head)
+
+
+def same_name(name: str) -> str:
+    """Checkpoints have one layout."""
+    return name
+
+
+def hidden_width(cfg: LayeredConfig, target: TargetConfig) -> int:
+    """Width of the target features that the draft reads for each token."""
+    if not cfg.aux_layers:
+        return target.hidden_size
+    return getattr(target, "streams_size", target.hidden_size) * len(cfg.aux_layers)
+
+
+class ShapedLikeTarget:
+    """A config whose layers are a target's: its dimensions are those of `target`."""
+
+    target: Any
+
+    @property
+    def attention(self) -> Any:
+        return self.target.attention
+
+    @property
+    def hidden_size(self) -> int:
+        return self.target.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.target.intermediate_size
+
+    @property
+    def rms_norm_eps(self) -> float:
+        return self.target.rms_norm_eps
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        return False
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Index into cache_groups."""
+        return (0,)
+
+
+def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig:
+    """The draft layer's attention. A head_dim that the config lacks comes from q_proj's rows, since hidden / heads
+    does not hold everywhere; a key/value head count that the tensors contradict is an error."""
+    refuse_unless(layer, "hidden_act", "silu")
+    refuse_unless(layer, "mlp_bias", False)
+    num_heads = read_int(layer, "num_attention_heads")
+    num_kv_heads = read_int(layer, "num_key_value_heads", num_heads)
+    q, k = (shapes.get(f"layers.0.self_attn.{x}_proj.weight") for x in "qk")
+    head_dim = read_int(
+        layer, "head_dim", q[0] // num_heads if q else read_int(layer, "hidden_size") // num_heads
+    )
+    for name, shape, heads in (("q", q, num_heads), ("k", k, num_kv_heads)):
+        if shape is not None and shape[0] != heads * head_dim:
+            raise ConfigError(
+                f"layers.0.self_attn.{name}_proj.weight: expected {heads} heads of {head_dim} rows by the draft's config, "
+                f"got {shape[0]} rows"
+            )
+    bias = bool(layer.get("attention_bias", False))
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=RopeConfig.from_hf(layer),
+        qk_norm=layer.get("model_type") == "qwen3",
+        qkv_bias=bias,
+        o_bias=bias,
+        rms_norm_eps=read_number(layer, "rms_norm_eps", 1e-6),
+    )
+
+
+def refuse_eagle3_switches(overrides: SpeculativeConfig, method: str) -> None:
+    """ConfigError for a switch of the speculative config that this method does not have."""
+    for name in (
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "eagle_aux_hidden_state_layer_ids",
+    ):
+        if getattr(overrides, name) is not None:
+            raise ConfigError(
+                f"{name}: expected it only with method 'eagle3', got it with {method!r}"
+            )
+
+
+def draft_window(layer: Mapping[str, Any]) -> int | None:
+    """The sliding window of the draft's layers in tokens (speculators 0.9 gives new drafts one), None for full attention."""
+    kinds = set(layer.get("layer_types") or ["full_attention"])
+    if kinds == {"full_attention"}:
+        refuse_unless(layer, "use_sliding_window", False)
+        return None
+    if kinds != {"sliding_attention"} or not layer.get("sliding_window"):
+        raise ConfigError(
+            "layer_types: expected all full_attention, or all sliding_attention with a sliding_window, in the draft's config, "
+            f"got {sorted(kinds)}"
+        )
+    return read_int(layer, "sliding_window")
+
+
+def is_vocabulary_map(cfg: Any, name: str) -> bool:
+    """Tensors of a draft's checkpoint that are no weights of the draft's layers: the vocabulary maps, which loading reads by itself."""
+    return name in ("d2t", "t2d")

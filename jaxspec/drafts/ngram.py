@@ -1,0 +1,190 @@
+"""Prompt lookup: drafts copied from the request's own text, without a model.
+
+The last n tokens of a request's text are looked up in the text before them. The tokens that
+followed their latest occurrence are the drafts. The longest n from prompt_lookup_max down to
+prompt_lookup_min that occurs wins; without one there are no drafts. (vLLM's "ngram" method;
+2304.04487 copies text in the same way.)
+
+The text lies in a paged cache of token ids, addressed by position like keys and values. So a shared
+prefix, a preemption and a rejected draft need no special case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.cache.arrays import TokenCache, init_cache, write_tokens
+from jaxspec.cache.metadata import BlockTables, cache_slots
+from jaxspec.config import (
+    CacheGroup,
+    ConfigError,
+    RoundConfig,
+    SpeculativeConfig,
+    TokenHistoryConfig,
+)
+from jaxspec.drafts.drafter import (
+    DraftContext,
+    DraftPart,
+    Observation,
+    PromptChunk,
+    Proposal,
+    empty_proposal,
+)
+from jaxspec.layers.params import Params
+from jaxspec.models import TargetConfig, TargetOutput
+
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """Lengths of the token runs that are looked up, longest and shortest."""
+
+    vocab_size: int
+    lookup_max: int
+    lookup_min: int
+    method: str = "ngram"
+    num_layers: int = 1  # the text's cache
+    group_of_layer: tuple[int, ...] = (0,)
+    aux_layers: tuple[int, ...] = ()
+    attention: TokenHistoryConfig = field(default_factory=TokenHistoryConfig)
+
+    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
+        """One group, which keeps the whole text."""
+        return (CacheGroup(block_size, max_model_len),)
+
+
+@struct.dataclass
+class NgramState:
+    """The text of every request: caches is one TokenCache."""
+
+    LARGE: ClassVar[tuple[str, ...]] = ()
+
+    caches: tuple[TokenCache, ...]
+
+
+@struct.dataclass
+class _Drafted:
+    proposal: Proposal
+    state: NgramState
+
+
+def _write(
+    cfg: RoundConfig,
+    state: NgramState,
+    block_tables: BlockTables,
+    tokens: jax.Array,
+    start: jax.Array,
+    num_tokens: jax.Array,
+) -> NgramState:
+    """Write the first num_tokens [batch] of tokens [batch, n] at positions start [batch] and on."""
+    (group,), (table,) = cfg.draft_groups, block_tables
+    slots = cache_slots(group, table, start, num_tokens, tokens.shape[1])
+    return NgramState((write_tokens(state.caches[0], tokens, slots),))
+
+
+def look_up(text: jax.Array, length: jax.Array, num_drafts: int, sizes: range) -> jax.Array:
+    """Drafts int32 [batch, num_drafts] for the texts int32 [batch, positions] of length [batch].
+
+    The first of sizes whose run of last tokens occurs before decides. A draft that the text does
+    not hold is -1.
+    """
+    batch, positions = text.shape
+    index = jnp.arange(positions, dtype=jnp.int32)
+    found = jnp.zeros(batch, jnp.int32)  # the position after the occurrence; 0 for none
+    for size in sizes:
+        run = _at(text, length[:, None] - size + jnp.arange(size, dtype=jnp.int32))
+        matches = jnp.ones((batch, positions), bool)
+        for i in range(size):
+            shifted = jnp.pad(text[:, i:], ((0, 0), (0, i)), constant_values=-1)
+            matches &= shifted == run[:, i, None]
+        end = index + size  # of an occurrence that starts at index
+        matches &= (end < length[:, None]) & (length[:, None] >= size)
+        latest = jnp.max(jnp.where(matches, end, 0), axis=1)
+        found = jnp.where(found > 0, found, latest)
+    position = found[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
+    exists = (found[:, None] > 0) & (position < length[:, None])
+    return jnp.where(exists, _at(text, position), -1)
+
+
+def _at(text: jax.Array, position: jax.Array) -> jax.Array:
+    """text [batch, positions] at position [batch, n], the nearest one where it is out of range."""
+    return jnp.take_along_axis(text, jnp.clip(position, 0, text.shape[1] - 1), axis=1)
+
+
+def _look_up_part(
+    cfg: RoundConfig, params: Params, context: DraftContext, _: Any, state: NgramState
+) -> _Drafted:
+    return _Drafted(*NgramDrafter().propose(cfg, params, state, context))
+
+
+@dataclass(frozen=True)
+class NgramDrafter:
+    """The drafter of method "ngram"."""
+
+    lookahead: int = 0  # a position's entry is its own token
+    one_hot: bool = True
+
+    def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> NgramConfig:
+        """The lengths that the speculative config names; ConfigError if it names a draft model."""
+        if speculative.model is not None:
+            raise ConfigError(
+                f"model: expected none with method 'ngram', got {speculative.model!r}"
+            )
+        longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+        return NgramConfig(target.vocab_size, longest, shortest)
+
+    def init(
+        self, cfg: RoundConfig, batch: int, num_blocks: tuple[int, ...], dtype: Any
+    ) -> NgramState:
+        """See Drafter."""
+        blocks = [num_blocks[pool] for pool in cfg.draft_pools]
+        return NgramState(init_cache(cfg.draft.attention, blocks, cfg.block_size, dtype))
+
+    def prefill(
+        self,
+        cfg: RoundConfig,
+        params: Params,
+        state: NgramState,
+        block_tables: BlockTables,
+        chunk: PromptChunk,
+        first_token: jax.Array,
+        target: TargetOutput,
+    ) -> NgramState:
+        """Write the chunk into the text; see Drafter. propose writes the first token."""
+        return _write(cfg, state, block_tables, chunk.tokens, chunk.start, chunk.num_tokens)
+
+    def propose(
+        self, cfg: RoundConfig, params: Params, state: NgramState, context: DraftContext
+    ) -> tuple[Proposal, NgramState]:
+        """See Drafter."""
+        batch, K = context.seq_lens.shape[0], cfg.num_speculative_tokens
+        is_live = context.active.astype(jnp.int32)
+        state = _write(
+            cfg, state, context.block_tables, context.next_token[:, None], context.seq_lens, is_live
+        )
+        if K == 0:
+            return empty_proposal(batch), state
+        text = state.caches[0].tokens[context.block_tables[0]].reshape(batch, -1)
+        longest = min(cfg.draft.lookup_max, text.shape[1])
+        sizes = range(longest, cfg.draft.lookup_min - 1, -1)
+        return Proposal(look_up(text, context.seq_lens + is_live, K, sizes), None), state
+
+    def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
+        """One part; see Drafter."""
+        return (_look_up_part,)
+
+    def observe(
+        self, cfg: RoundConfig, params: Params, state: NgramState, seen: Observation
+    ) -> NgramState:
+        """Write the round's tokens into the text, after the token that began it; see Drafter.
+
+        The last of them is the next round's first token. propose writes that one, because its
+        position may have no block yet.
+        """
+        tokens = jnp.maximum(seen.output_tokens, 0)
+        count = jnp.maximum(seen.num_sampled - 1, 0)
+        return _write(cfg, state, seen.block_tables, tokens, seen.seq_lens + 1, count)

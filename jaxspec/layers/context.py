@@ -1,0 +1,47 @@
+"""Pass: what all layers of one pass over tokens share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+from flax import struct
+
+from jaxspec.cache.metadata import AttentionMetadata
+from jaxspec.config import AttentionConfig, MLAConfig, Ops
+from jaxspec.layers.rope import RopeTables, rope_tables
+
+
+@struct.dataclass
+class Pass:
+    """One pass of a model over rows of tokens. It is passed to every layer, and never global.
+
+    metadata: one AttentionMetadata per KV-cache group of the model
+    ops:      the implementation of each op (static)
+    rope:     cos and sin float32 [batch, rows, 1, rotated / 2] of the layers' rotary embedding; the
+              model's forward sets them
+    last_row: int32 [batch], the only row of each request whose output is read, or None for all.
+              Layers write keys and values of all rows; the last layer may return that row alone,
+              [batch, 1, D].
+    """
+
+    metadata: tuple[AttentionMetadata, ...]
+    ops: Ops = struct.field(pytree_node=False)
+    rope: RopeTables | None = None
+    last_row: jax.Array | None = None
+
+    @property
+    def positions(self) -> jax.Array:
+        """int32 [batch, rows]; all groups have the same."""
+        return self.metadata[0].positions
+
+    def with_rope(self, attention: AttentionConfig | MLAConfig) -> Pass:
+        """This pass with the rotation tables of these layers: the metadata's, where its kernel made them."""
+        tables = self.metadata[0].rope
+        if tables is None:
+            tables = rope_tables(attention.rope, attention.rope_dim, self.positions)
+        return replace(self, rope=tables)
+
+    def for_layer(self, index: int, num_layers: int) -> Pass:
+        """This pass for one of num_layers layers: all but the last return every row."""
+        return self if index == num_layers - 1 else replace(self, last_row=None)

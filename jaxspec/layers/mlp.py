@@ -1,0 +1,37 @@
+"""The gated MLP (SwiGLU) of a dense decoder layer."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxspec.config import Ops
+from jaxspec.layers.norms import Norm
+from jaxspec.layers.params import Params, ParamSpec, matrix
+from jaxspec.layers.products import ResidualStream, Stream, add_projection, project_swiglu
+
+
+def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, ParamSpec]:
+    """The weights of the MLP under `prefix` ("...mlp")."""
+    return {
+        "gate_proj": matrix(
+            f"{prefix}.gate_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")
+        ),
+        "up_proj": matrix(
+            f"{prefix}.up_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")
+        ),
+        "down_proj": matrix(
+            f"{prefix}.down_proj.weight", intermediate_size, hidden_size, ("mlp", "embed")
+        ),
+    }
+
+
+def add_mlp(
+    layer: Params, eps: float, x: Stream, ops: Ops, *, next_gain: jax.Array | None = None
+) -> ResidualStream:
+    """Add down(silu(gate(norm(x))) * up(norm(x))) to the stream x [batch, rows, D].
+
+    eps: of the MLP's norm, whose gain the layer holds. next_gain: see add_projection.
+    """
+    norm = Norm(layer["post_attention_layernorm"], eps)
+    inner = project_swiglu(x, layer["gate_proj"], layer["up_proj"], ops, norm=norm)
+    return add_projection(x, inner, layer["down_proj"], ops, next_gain=next_gain)
