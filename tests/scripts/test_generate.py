@@ -92,6 +92,10 @@ def test_json_holds_the_run(run_tiny, tmp_path):
     assert run["texts_agree"] is None and run["comparison"] is None
 
 
+def test_a_record_names_the_commit_of_its_checkout():
+    assert (report.git_commit() is not None) == (ROOT / ".git").exists()
+
+
 def test_flags_go_before_the_json_config(run_tiny, tmp_path):
     path = tmp_path / "run.json"
     config = '{"method": "eagle3", "num_speculative_tokens": 5, "rejection_sample_method": "block", "draft_sample_method": "greedy"}'
