@@ -1,4 +1,7 @@
-"""Prefill: chunks of prompts through target and draft together, and the first token where a prompt ends."""
+"""Prefill: chunks of prompts through target and draft together.
+
+It also samples the first token of a request whose prompt ends in the chunk.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ def prefill(
     chunk does not change.
 
     Returns the first token of each request whose prompt ends in the chunk (num_sampled 1), and the
-    state. A request that has generated before (num_generated above 0: it was preempted) has all its
-    tokens but the last for a prompt; the last is its next_token, and nothing is sampled (num_sampled 0).
+    state. A preempted request (num_generated above 0) has all its tokens but the last for a prompt.
+    The last is its next_token, and nothing is sampled (num_sampled 0).
     """
     family, ends = models.family(cfg.target), chunk.ends
     is_in_chunk = chunk.num_tokens > 0

@@ -1,4 +1,7 @@
-"""The compilation modes run the same functions: a whole round as one program, a program a draft step, or none at all."""
+"""The compilation modes: one program per round, one per draft step, or none at all.
+
+All of them run the same functions.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ from jaxspec.sampling.state import SamplingState
 
 
 class Program:
-    """function(cfg, *args) compiled with the first `static` arguments static, argument `donate` donated, and the compiler options that cfg
-    asks for."""
+    """A function(cfg, *args) that jax.jit compiles once for each set of compiler options of cfg.
+
+    The first `static` arguments are static, and argument `donate` is donated.
+    """
 
     def __init__(self, function: Callable[..., Any], donate: int, static: int = 1) -> None:
         self._function, self._donate, self._static = function, donate, tuple(range(static))
@@ -37,7 +42,7 @@ class Program:
         return self.jitted(cfg)(cfg, *args)
 
     def jitted(self, cfg: RoundConfig) -> Any:
-        """jax.jit's function, with the options of cfg, which it takes first."""
+        """Return the jitted function with the compiler options of cfg, its first argument."""
         options = cfg.compiler_options
         if options not in self._compiled:
             self._compiled[options] = jax.jit(
@@ -49,7 +54,7 @@ class Program:
         return self._compiled[options]
 
     def cache_size(self) -> int:
-        """How many programs were compiled."""
+        """Return the number of compiled programs."""
         return sum(compiled._cache_size() for compiled in self._compiled.values())
 
 
@@ -63,8 +68,9 @@ def _run_part(
 class DonatedBuffers:
     """The large arrays of a state, which a round writes in place.
 
-    Small arrays are not donated: XLA copies one that is still read when its memory is written, and
-    one that goes out as it came in, at about 2 us per launch on an H200.
+    Small arrays are not donated. XLA copies a donated array that is still read when its memory is
+    written, and one that the program returns unchanged. A copy costs about 2 us per launch on an
+    H200.
 
     draft:    fields of the drafter's state: its caches, and those that it calls LARGE
     sampling: the whole sampling state, where a logits processor keeps [batch, vocab]; else None
@@ -76,7 +82,7 @@ class DonatedBuffers:
 
 
 def split_donated(state: DecodeState) -> tuple[DonatedBuffers, DecodeState]:
-    """The buffers that a round writes in place, and the state without them."""
+    """Return the buffers that a round writes in place, and the state without them."""
     draft, draft_buffers = state.draft, {}
     if draft is not None:
         names = ("caches", *draft.LARGE)
@@ -92,7 +98,7 @@ def split_donated(state: DecodeState) -> tuple[DonatedBuffers, DecodeState]:
 
 
 def join_donated(buffers: DonatedBuffers, rest: DecodeState) -> DecodeState:
-    """The state that split_donated took apart."""
+    """Put the two parts of split_donated together again."""
     draft = None if rest.draft is None else replace(rest.draft, **buffers.draft)
     sampling = rest.sampling if buffers.sampling is None else buffers.sampling
     return replace(rest, target_caches=buffers.target_caches, draft=draft, sampling=sampling)
@@ -105,7 +111,7 @@ def decode_round_in_place(
     rest: DecodeState,
     block_tables: BlockTables,
 ) -> tuple[Verification, DonatedBuffers, DecodeState]:
-    """decode_round of a state in two parts, of which the buffers are donated.
+    """Run decode_round on a state in two parts; the buffers are donated.
 
     The rest of the successor holds None for each array that the round does not change, so that the
     program neither copies nor returns it.
@@ -149,7 +155,10 @@ def _step_by_step(
 def run_round(
     cfg: RoundConfig, params: Params, state: DecodeState, block_tables: Any, compilation: str
 ) -> tuple[Verification, DecodeState]:
-    """One round in the given compilation mode: "round" (one executable), "step" (one a draft step) or "eager"."""
+    """Run one round in a compilation mode.
+
+    compilation: "round" (one executable), "step" (one for each draft step) or "eager"
+    """
     if compilation == "eager":
         with jax.disable_jit():
             return decode_round(cfg, params, state, jax.tree.map(jnp.asarray, block_tables))

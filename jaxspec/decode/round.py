@@ -25,7 +25,7 @@ def verify_and_commit(
 ) -> tuple[Verification, DecodeState]:
     """Verify a proposal, show the drafter the result, and advance the state.
 
-    A rejection needs no rollback: seq_lens does not pass the rejected rows, so they are masked, then
+    A rejection needs no rollback: seq_lens does not pass the rejected rows. They are masked, then
     overwritten.
     """
     if cfg.limits_drafts:
@@ -61,7 +61,7 @@ def verify_and_commit(
 def advance(cfg: RoundConfig, state: DecodeState, verification: Verification) -> DecodeState:
     """Take over the last sampled token, count, and end requests at a stop token or max_tokens.
 
-    What a round sampled past a request's end is counted too; nothing reads it.
+    Tokens that a round samples past a request's end are counted too; nothing reads them.
     """
     tokens, num_sampled = verification.output_tokens, verification.num_sampled
     sampled = num_sampled > 0
@@ -81,9 +81,10 @@ def advance(cfg: RoundConfig, state: DecodeState, verification: Verification) ->
 
 
 def limit_drafts(cfg: RoundConfig, state: DecodeState, proposal: Proposal) -> Proposal:
-    """Placeholders (-1), which verification rejects without bias, for the drafts past max_drafts and past the draft's own context.
+    """Replace drafts past max_drafts, and past the draft's own context, by placeholders (-1).
 
-    Draft i of a round comes from a context of seq_lens + i tokens.
+    Verification rejects placeholders without bias. Draft i of a round comes from a context of
+    seq_lens + i tokens.
     """
     most = state.max_drafts
     if cfg.draft_max_model_len is not None:
@@ -97,8 +98,11 @@ def decode_round(
 ) -> tuple[Verification, DecodeState]:
     """Run one round: propose, verify, commit.
 
-    params: {"target": ..., "draft": ...}; block_tables as prefill takes them. Without a draft this is
-    one step of plain decoding, the oracle that greedy speculative decoding has to equal.
+    Without a draft this is one step of plain decoding, the oracle that greedy speculative decoding
+    has to equal.
+
+    params:       {"target": ..., "draft": ...}
+    block_tables: as prefill takes them
     """
     proposal = empty_proposal(state.active.shape[0])
     if cfg.draft is not None:

@@ -1,7 +1,8 @@
-"""Several rounds as one program: what the host pays to dispatch one, it pays once for all of them.
+"""Several rounds as one program: the host pays the cost of a dispatch once for all of them.
 
-vLLM calls a relative of this multi-step scheduling. Nothing of a round waits for the host: the state is the loop's carry, metadata is
-rebuilt on the device, and a request that ends in one of the rounds is idle in the rest.
+vLLM calls a relative of this multi-step scheduling. No part of a round waits for the host. The
+state is the loop's carry, and metadata is rebuilt on the device. A request that ends in one of the
+rounds is idle in the rest.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.layers.params import Params
 
-# A round of so small a target takes an H200 about a millisecond, JAX and Python one to two to schedule and dispatch it (hundreds of
-# arguments). Four rounds outlast that; more would only make new requests wait.
+# A round of so small a target takes an H200 about a millisecond. JAX and Python take one to two to
+# schedule and dispatch it (hundreds of arguments). Four rounds outlast that; more would only make
+# new requests wait.
 SEVERAL, BELOW_BYTES = 4, 1 << 30
 
 
 def rounds_per_step(config: EngineConfig, *, on_gpu: bool, weight_bytes: int) -> int:
-    """Rounds that one program runs: what config says, or as many as a target of weight_bytes needs to outlast the host."""
+    """Return the number of rounds that one program runs.
+
+    It is config.rounds_per_step if that is set, else as many as a target of weight_bytes needs to
+    outlast the host.
+    """
     if config.rounds_per_step is not None:
         return config.rounds_per_step
     return SEVERAL if on_gpu and config.compilation == "round" and weight_bytes < BELOW_BYTES else 1
@@ -37,8 +43,11 @@ def rounds_per_step(config: EngineConfig, *, on_gpu: bool, weight_bytes: int) ->
 def decode_rounds(
     cfg: RoundConfig, num_rounds: int, params: Params, state: DecodeState, block_tables: BlockTables
 ) -> tuple[Verification, DecodeState]:
-    """decode_round, num_rounds times. The block tables hold room for all of them; every array of the Verification has an axis of rounds
-    before its own."""
+    """Run decode_round num_rounds times.
+
+    The block tables hold room for all rounds. Every array of the Verification has an axis of rounds
+    before its own axes.
+    """
 
     def step(
         i: jax.Array, carry: tuple[Verification, DecodeState]
@@ -53,13 +62,17 @@ def decode_rounds(
 
 
 def _write(i: jax.Array, results: jax.Array, new: jax.Array) -> jax.Array:
-    """results [rounds, ...] with row i replaced. By a choice: XLA makes dynamic_update_slice a copy to an address that i decides, for which
-    the host updates the whole CUDA graph in every round."""
+    """Return results [rounds, ...] with row i replaced.
+
+    jnp.where does it, because XLA turns dynamic_update_slice into a copy to an address that depends
+    on i. For such a copy the host updates the whole CUDA graph in every round.
+    """
     is_own = jnp.arange(results.shape[0], dtype=jnp.int32) == i
     return jnp.where(is_own.reshape(-1, *(1,) * new.ndim), new, results)
 
 
-# The state whole: it is a loop's carry, whose small arrays are copied once a program whatever is donated.
+# The whole state is donated: it is a loop's carry, whose small arrays are copied once per program
+# in any case.
 _rounds = Program(decode_rounds, donate=3, static=2)
 
 
@@ -71,14 +84,14 @@ def run_rounds(
     block_tables: Any,
     compilation: str,
 ) -> tuple[Verification, DecodeState]:
-    """What a step dispatches: one round in the given compilation mode, or several in one program."""
+    """Run the rounds of a step: one in the given compilation mode, or several in one program."""
     if num_rounds == 1:
         return run_round(cfg, params, state, block_tables, compilation)
     return _rounds(cfg, num_rounds, params, state, block_tables)
 
 
 class RoundProgram(Protocol):
-    """How a step's rounds are dispatched: run_rounds, or a program that records them as well."""
+    """The signature of run_rounds, for programs that also record the rounds."""
 
     def __call__(
         self,
@@ -93,7 +106,7 @@ class RoundProgram(Protocol):
 
 
 def each_round(verification: Verification) -> list[Verification]:
-    """The results of a step in their order: of several rounds, of a single one, or of a prefill."""
+    """Return the results of a step in order: several rounds, a single one, or a prefill."""
     if verification.num_sampled.ndim == 1:
         return [verification]
     return [jax.tree.map(itemgetter(i), verification) for i in range(len(verification.num_sampled))]

@@ -53,7 +53,10 @@ def init_state(
     num_blocks: tuple[int, ...],
     dtype: Any,
 ) -> DecodeState:
-    """An idle state for sampling's batch, with caches of num_blocks blocks for each of cfg.cache_groups."""
+    """Return an idle state for sampling's batch.
+
+    num_blocks: blocks of the caches, for each of cfg.cache_groups
+    """
     batch = max_tokens.shape[0]
 
     def zeros() -> jax.Array:  # a fresh buffer each, since the state is donated
@@ -82,7 +85,7 @@ def init_state(
 
 
 def draft_context(cfg: RoundConfig, state: DecodeState, block_tables: BlockTables) -> DraftContext:
-    """The state as a drafter reads it when a round begins."""
+    """Return the state as a drafter reads it when a round begins."""
     return DraftContext(
         seq_lens=state.seq_lens,
         next_token=state.next_token,

@@ -32,10 +32,14 @@ MAX_LOGITS_BYTES = 1 << 30  # float32 logits of a batch that are in memory at a 
 
 @struct.dataclass
 class Verification:
-    """What a round produced. output_tokens: int32 [batch, K+1], padded with -1; num_sampled: int32 [batch], accepted
-    drafts plus the recovered or bonus token, 0 for an idle request.
+    """The result of a round.
 
-    logprobs: of output_tokens; prompt_logprobs: of the token after each row of a prefill's chunk. None where no request asks for them.
+    output_tokens:   int32 [batch, K+1], padded with -1
+    num_sampled:     int32 [batch], accepted drafts plus the recovered or bonus token; 0 for an idle
+                     request
+    logprobs:        of output_tokens; None where no request reads them
+    prompt_logprobs: of the token after each row of a prefill's chunk; None where no request reads
+                     them
     """
 
     output_tokens: jax.Array
@@ -51,8 +55,12 @@ def sample_rows(
     keys: jax.Array,
     seq_lens: jax.Array,
 ) -> jax.Array:
-    """The target's own token of every row of target_logits [batch, K+1, vocab], int32 [batch, K+1]: all that plain decoding and the strict
-    rule need. Theirs is keyed by the token's position; plain decoding under another rule draws what that rule draws after its drafts."""
+    """Sample the target's own token of every row: logits [batch, K+1, vocab] -> int32 [batch, K+1].
+
+    Plain decoding and the strict rule need no more. The strict rule's noise is keyed by the token's
+    position. Plain decoding under another rule draws the noise that this rule draws after its
+    drafts.
+    """
     batch, rows, vocab = target_logits.shape
     if cfg.rule == "strict":
         stream, position = "sample", seq_lens[:, None] + jnp.arange(1, rows + 1, dtype=jnp.int32)
@@ -74,7 +82,10 @@ def sample_rows(
 def match_drafts(
     target_tokens: jax.Array, draft_tokens: jax.Array, active: jax.Array
 ) -> Verification:
-    """Keep the drafts [batch, K] that equal the target's own tokens [batch, K+1], then emit the target's next one."""
+    """Keep the drafts [batch, K] that equal the target's own tokens [batch, K+1].
+
+    The target's next token follows them.
+    """
     num_sampled = jnp.where(active, count_leading(target_tokens[:, :-1] == draft_tokens) + 1, 0)
     index = jnp.arange(target_tokens.shape[1], dtype=jnp.int32)
     return Verification(jnp.where(index < num_sampled[:, None], target_tokens, -1), num_sampled)
@@ -86,8 +97,8 @@ class WindowLogits:
 
     target: float32 [batch, K+1, vocab]
     draft: float32 [batch, K, draft vocabulary], None where the rule reads no q
-    is_divided: whether temperature has divided both already, as truncation needs. Where it has not,
-        the op that reads the logits divides them.
+    is_divided: whether temperature has divided both already, as truncation needs; if not, the op
+        that reads the logits divides them
     """
 
     target: jax.Array
@@ -104,7 +115,7 @@ def process_window(
 ) -> WindowLogits:
     """Apply all processors to the model's own float32 logits [batch, K+1, vocab].
 
-    Where truncation needs divided logits, both models' logits are divided here, and nowhere else.
+    If truncation needs divided logits, both models' logits are divided here, and nowhere else.
     """
     window = Window(seq_lens + 1, proposal.draft_tokens)
     logits = adjust_logits(cfg, raw_logits, sampling, window)
@@ -211,11 +222,12 @@ def force_acceptance(
     sampling: SamplingState,
     seq_lens: jax.Array,
 ) -> Verification:
-    """Another count of accepted drafts, at the conditional rates [K], in place of the one that a real rule reached; for benchmarks only.
+    """Replace the count of accepted drafts by one at the conditional rates [K], for benchmarks.
 
-    The rule has done all its work, and its last token (recovered, bonus or argmax) stays the last one here: that token depends on
-    everything the rule reads and draws, so the compiler cannot drop any of it. The count comes from one hashed number a request, not
-    from a random stream, whose kernels would be timed as well.
+    The rule has done all its work, and its last token (recovered, bonus or argmax) stays the last
+    one here. That token depends on everything the rule reads and draws, so the compiler cannot drop
+    any of it. The count comes from one hashed number per request. A random stream would add its
+    kernels to the timing.
     """
     bits = (seq_lens.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)) ^ sampling.keys[:, 1]
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # murmur3's finalizer
@@ -251,12 +263,16 @@ def verify(
     sampling: SamplingState,
     target_to_draft: jax.Array | None = None,
 ) -> tuple[Verification, models.TargetOutput]:
-    """One target pass over [next_token, draft_tokens] at positions seq_lens .. seq_lens + K, and what comes of it.
+    """Run the target once over [next_token, draft_tokens] and judge the drafts.
 
-    next_token, seq_lens: int32 [batch]; active: bool [batch]. With K = 0 this is a step of plain decoding.
+    The rows are at positions seq_lens .. seq_lens + K. With K = 0 this is a step of plain decoding.
+
+    next_token: int32 [batch]
+    seq_lens:   int32 [batch]
+    active:     bool [batch]
     """
     rows = cfg.num_speculative_tokens + 1
-    # -1 placeholders are rejected whatever the target says, so any id in range will do to embed them.
+    # -1 placeholders are always rejected, so any id in range will do to embed them.
     tokens = jnp.concatenate([next_token[:, None], jnp.maximum(proposal.draft_tokens, 0)], axis=1)
     metadata = build_metadata(
         cfg.target_groups,
@@ -293,7 +309,10 @@ def verify(
 
 
 def piece_size(cfg: RoundConfig, batch: int) -> int:
-    """Requests that are judged at a time: the fewest pieces of one size with at most MAX_LOGITS_BYTES of logits each."""
+    """Return the number of requests that are judged at a time.
+
+    It gives the fewest pieces of one size with at most MAX_LOGITS_BYTES of logits each.
+    """
     most = max(
         1, MAX_LOGITS_BYTES // (4 * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size)
     )
@@ -301,9 +320,11 @@ def piece_size(cfg: RoundConfig, batch: int) -> int:
 
 
 def in_pieces(judged: Callable[..., Verification], size: int, *rows: Any) -> Verification:
-    """judged(*rows) of `size` requests at a time; rows are pytrees of arrays [batch, ...], each request's for itself.
+    """Run judged(*rows) for `size` requests at a time.
 
-    Where size does not divide the batch, the last piece starts earlier and judges some requests a second time, with the same result.
+    rows are pytrees of arrays [batch, ...]; the results of a request depend on its own rows alone.
+    If size does not divide the batch, the last piece starts earlier. It judges some requests a
+    second time, with the same result.
     """
     batch = jax.tree.leaves(rows)[0].shape[0]
     if size == batch:

@@ -1,7 +1,7 @@
-"""What drafts: one file per method.
+"""Draft methods, one file each.
 
 drafter          Drafter: how a method drafts, and the state that it keeps
-autoregressive   the drafter of methods with layers: the draft step, and the loop that runs it K times
+autoregressive   the drafter of methods with layers: the draft step, and a loop that runs it K times
 families         the methods with layers, by name
 family           DraftFamily: the functions of such a method; parts that families share
 eagle            EAGLE-1
@@ -48,5 +48,5 @@ __all__ = [
 
 
 def drafter(cfg: DraftConfig) -> Drafter:
-    """The drafter of a config's method."""
+    """Return the drafter of a config's method."""
     return MODEL_FREE.get(cfg.method, AUTOREGRESSIVE)

@@ -1,7 +1,7 @@
 """Autoregressive drafting: the draft step, and the compiled loop that runs it K times.
 
 Step 0 reads the target rows that the draft has not consumed, at most K+1: the pending rows. Steps
-1 .. K-1 run one row per request inside lax.fori_loop, whose trip count is static, so that a GPU runs
+1 .. K-1 run one row per request inside lax.fori_loop. Its trip count is static, so that a GPU runs
 ahead of the host. The loop carries the step index: each step rebuilds its attention metadata from
 it, and writes its token and its logits into column `step` of preallocated arrays.
 
@@ -66,7 +66,7 @@ class AutoregressiveState:
 class DraftInputs:
     """The start of a proposal.
 
-    seq_lens:       int32 [batch], tokens in the target's cache; the streams of the round are keyed by it
+    seq_lens:       int32 [batch], tokens in the target's cache; it keys the round's random streams
     pending_tokens: int32 [batch, K+1], the token after each row that the draft has not consumed
     pending_hidden: [batch, K+1, width], the target features of these rows (fused in step 0)
     num_pending:    int32 [batch], how many of them are real; 0 for an idle request
@@ -99,7 +99,7 @@ class DraftCarry:
 
 
 def draft_inputs(state: AutoregressiveState, context: DraftContext) -> DraftInputs:
-    """The inputs of a proposal. An idle request has nothing pending."""
+    """Return the inputs of a proposal. An idle request has no pending rows."""
     return DraftInputs(
         seq_lens=context.seq_lens,
         pending_tokens=state.pending_tokens,
@@ -135,10 +135,11 @@ def draft_step(
 def noise_key(
     cfg: RoundConfig, seq_lens: jax.Array, step: jax.Array | int
 ) -> tuple[str, jax.Array, jax.Array | int]:
-    """Stream, position int32 [batch] and offset of a step's noise.
+    """Return stream, position int32 [batch] and offset of a step's noise.
 
-    The strict rule shares the target's own "sample" noise, keyed by the drafted token's position and its id in the
-    target's vocabulary; that is what makes a sampled draft match there. The others draw from the "draft" stream.
+    The strict rule shares the target's own "sample" noise, keyed by the drafted token's position
+    and its id in the target's vocabulary. This makes a sampled draft match the target's token. The
+    other rules draw from the "draft" stream.
     """
     return ("sample", seq_lens + 1 + step, 0) if cfg.rule == "strict" else ("draft", seq_lens, step)
 
@@ -146,7 +147,7 @@ def noise_key(
 def draw_draft(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array
 ) -> jax.Array:
-    """A step's token [batch], an id of the draft's vocabulary, from logits [batch, draft_vocab]."""
+    """Draw a step's token [batch] in the draft's vocabulary from logits [batch, draft_vocab]."""
     sampling = inputs.sampling
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
         return sample(scale_by_temperature(logits, sampling.temperature), None, sampling.greedy)
@@ -172,10 +173,14 @@ def write_step(
     logits: jax.Array,
     proposal: Proposal,
 ) -> tuple[Proposal, jax.Array]:
-    """Draw step's draft token from logits [batch, draft_vocab] and write both into column step. Returns the token [batch] too."""
+    """Draw the step's draft token from logits [batch, draft_vocab] and write both into its column.
+
+    Returns the proposal and the token [batch], an id of the target's vocabulary.
+    """
     drafted = draw_draft(cfg, params, inputs, step, logits)
     token = params["draft_to_target"][drafted] if cfg.draft.maps_vocabulary else drafted
-    # A step that might count from the end would be read twice, before and after the loop counts on, and that takes a copy of it.
+    # A step that might be a negative index would be read both before and after the loop increments
+    # it, which takes a copy of it.
     into_column = partial(lax.dynamic_update_slice, allow_negative_indices=False)
     tokens = into_column(proposal.draft_tokens, token[:, None], (0, step))
     draft_logits = proposal.draft_logits
@@ -185,7 +190,7 @@ def write_step(
 
 
 def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
-    """The preallocated buffers; every column is written by its own step."""
+    """Return the preallocated buffers; every column is written by its own step."""
     K = cfg.num_speculative_tokens
     logits = (
         jnp.zeros((batch, K, cfg.draft.draft_vocab_size), jnp.float32)
@@ -198,7 +203,7 @@ def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
 def read_pending(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, last_row: jax.Array | None
 ) -> tuple[jax.Array, Pass]:
-    """The pending rows as step 0 reads them: their fused hidden states [batch, K+1, D], and their pass."""
+    """Return the fused hidden states [batch, K+1, D] of the pending rows, and step 0's pass."""
     metadata = build_metadata(
         cfg.draft_groups,
         inputs.block_tables,
@@ -228,7 +233,10 @@ def first_step(
     caches: KVCache,
     buffers: Proposal | None = None,
 ) -> DraftCarry:
-    """Step 0: consume the pending rows (rejected ones are masked), draft the first token from the last real row."""
+    """Run step 0: consume the pending rows and draft the first token from the last real row.
+
+    Rejected rows are masked.
+    """
     hidden, pass_ = read_pending(cfg, params, inputs, jnp.maximum(inputs.num_pending - 1, 0))
     logits, feedback, caches = draft_step(
         params, inputs.pending_tokens, hidden, pass_, caches, cfg=cfg.draft
@@ -247,7 +255,7 @@ def first_step(
 def next_step(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry
 ) -> DraftCarry:
-    """Step 1 .. K-1: rebuild the metadata, feed the last drafted token back, write column `step`."""
+    """Run step 1 .. K-1: rebuild the metadata, feed back the last draft, write column `step`."""
     metadata = rebuild_draft_metadata(
         cfg.draft_groups,
         inputs.block_tables,
@@ -394,7 +402,7 @@ class Autoregressive:
         return carry.proposal, replace(state, caches=carry.caches)
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
-        """Step 0, then steps 1 .. K-1; see Drafter."""
+        """Return step 0, then steps 1 .. K-1; see Drafter."""
         return (_first_part, *(_next_part,) * (cfg.num_speculative_tokens - 1))
 
     def observe(
@@ -402,8 +410,8 @@ class Autoregressive:
     ) -> AutoregressiveState:
         """Make the rows of the target's pass the pending rows; see Drafter.
 
-        Row i of the pass is position seq_lens + i, and output_tokens[i] is the token after it: these
-        are the pairs that the draft reads. num_pending masks the rejected rows. The state may have
+        Row i of the pass is position seq_lens + i, and output_tokens[i] is the token after it. The
+        draft reads these pairs. num_pending masks the rejected rows. The state may have
         more pending rows than the round has drafts (K was chosen by the batch's size).
         """
         family, live = families.family(cfg.draft), seen.active

@@ -1,7 +1,8 @@
 """Drafter: how a method drafts, and what it keeps of each request between rounds.
 
-The round calls `propose`, verifies the proposal, then calls `observe` with the result. Prefill calls
-`prefill`. A drafter owns its state; the rest of the engine moves it between slots and hands it back.
+The round calls `propose`, verifies the proposal, then calls `observe` with the result. Prefill
+calls `prefill`. A drafter owns its state; the rest of the engine moves it between slots and hands
+it back.
 
 To add a method: one file with a config, a state and a Drafter, and a line in drafts/__init__.py.
 """
@@ -142,7 +143,7 @@ class DraftConfig(Protocol):
 
     @property
     def attention(self) -> Any:
-        """What the layers' caches are made for (jaxspec.cache.arrays.init_cache)."""
+        """Attention config of the layers' caches; see jaxspec.cache.arrays.init_cache."""
         ...
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]: ...
@@ -178,7 +179,7 @@ class Drafter(Protocol):
     def init(
         self, cfg: RoundConfig, batch: int, num_blocks: tuple[int, ...], dtype: Any
     ) -> DraftState:
-        """An empty state, with caches of num_blocks blocks for each of cfg.cache_groups."""
+        """Return an empty state; num_blocks: its caches' blocks for each of cfg.cache_groups."""
         ...
 
     def prefill(
@@ -191,20 +192,24 @@ class Drafter(Protocol):
         first_token: jax.Array,
         target: TargetOutput,
     ) -> Any:
-        """Take in a chunk of prompts, and first_token int32 [batch] of the requests whose prompt ends.
+        """Take in a chunk of prompts.
 
-        target is the target's pass over the chunk.
+        first_token: int32 [batch], for the requests whose prompt ends in the chunk
+        target:      the target's pass over the chunk
         """
         ...
 
     def propose(
         self, cfg: RoundConfig, params: Params, state: Any, context: DraftContext
     ) -> tuple[Proposal, Any]:
-        """Draft cfg.num_speculative_tokens tokens per request; with 0, only bring the state up to date."""
+        """Draft cfg.num_speculative_tokens tokens per request.
+
+        With 0, only bring the state up to date.
+        """
         ...
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
-        """`propose` in parts, which compilation mode "step" compiles one by one."""
+        """Return `propose` in parts, which compilation mode "step" compiles one by one."""
         ...
 
     def observe(self, cfg: RoundConfig, params: Params, state: Any, seen: Observation) -> Any:
@@ -216,10 +221,10 @@ class ModelFreeDrafter(Drafter, Protocol):
     """A drafter without weights, which needs no checkpoint."""
 
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> DraftConfig:
-        """The config that drafts for this target."""
+        """Return the config that drafts for this target."""
         ...
 
 
 def empty_proposal(batch: int) -> Proposal:
-    """A proposal of no drafts: K = 0."""
+    """Return a proposal without drafts: K = 0."""
     return Proposal(jnp.zeros((batch, 0), jnp.int32), None)

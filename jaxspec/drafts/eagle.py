@@ -1,7 +1,8 @@
-"""EAGLE-1 (2401.15077): a Llama layer over fc([embedding of the next token, the target's last hidden state]).
+"""EAGLE-1 (2401.15077): a Llama layer over fc([next token's embedding, target's hidden state]).
 
-Row p pairs the target's post-final-norm hidden state of position p with token p+1. Layer 0 has no input norm and the
-output no final norm: the target's own head is applied to it directly, and it is the next step's hidden state.
+Row p pairs the target's post-final-norm hidden state of position p with token p+1. Layer 0 has no
+input norm, and the output has no final norm. The target's own head reads the output directly. The
+output is also the next step's hidden state.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class EagleConfig:
         return (0,) * self.num_layers
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
-        """One group for all layers of the draft."""
+        """Return one group for all layers of the draft."""
         return (CacheGroup(block_size, max_model_len, self.sliding_window),)
 
     @property
@@ -111,7 +112,10 @@ def forward(
     pass_: Pass,
     caches: KVCache,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    """Run the draft once over tokens [batch, rows] and hidden [batch, rows, D].
+
+    A row's token is the one after the row's position.
+    """
     pass_ = pass_.with_rope(cfg.attention)
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     joined = jnp.concatenate([embedded, hidden], axis=-1)
@@ -149,18 +153,23 @@ target_hidden = keep_hidden
 def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> EagleConfig:
-    """From config.json and the tensors' shapes. fc's bias is what the file holds; a config that says otherwise is an error."""
+    """Read the config from config.json and the tensors' shapes.
+
+    fc has a bias if the file holds one. ConfigError if the config contradicts the file.
+    """
     fc_bias = "fc.bias" in shapes
     if "bias" in config and bool(config["bias"]) != fc_bias:
         got = "one" if fc_bias else "none"
         raise ConfigError(
-            f"fc.bias: expected what the draft's config says (bias {config['bias']}), got {got} in the file"
+            f"fc.bias: expected what the draft's config says (bias {config['bias']}), got {got} "
+            "in the file"
         )
     refuse_eagle3_switches(overrides, "eagle")
     for key, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(key) != ours:
             raise ConfigError(
-                f"draft and target do not fit: expected {key} {ours} as the target has, got {config.get(key)}"
+                f"draft and target do not fit: expected {key} {ours} as the target has, got "
+                f"{config.get(key)}"
             )
     return EagleConfig(
         hidden_size=target.hidden_size,

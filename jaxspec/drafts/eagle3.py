@@ -1,7 +1,8 @@
-"""EAGLE-3 (2503.01840): one decoder layer over [embedding of the next token, fused hidden states of three target layers].
+"""EAGLE-3 (2503.01840): a decoder layer over [next token's embedding, fused target features].
 
-Row p pairs the target's hidden states of position p with token p+1 and predicts token p+2. The first pass of a round
-reads the target's hidden states through `fuse`; later passes read the draft's own output.
+The features are hidden states of three target layers. Row p pairs the target's hidden states of
+position p with token p+1 and predicts token p+2. The first pass of a round reads the target's
+hidden states through `fuse`; later passes read the draft's own output.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ logger = logging.getLogger(__name__)
 class Eagle3Config:
     """Static shape of an EAGLE-3 head.
 
-    aux_layers are boundary ids (the residual stream that enters that layer). norm_before_residual: the residual of
-    layer 0 is hidden_norm(g) instead of g. norm_before_fc / fc_norm: an RMS norm over the concatenated / each hidden
-    state before fc. norm_output: the recycled hidden state is the normed one.
+    aux_layers:           boundary ids: the residual stream that enters each of these layers
+    norm_before_residual: the residual of layer 0 is hidden_norm(g) instead of g
+    norm_before_fc:       an RMS norm over the concatenated hidden states before fc
+    fc_norm:              an RMS norm over each hidden state before fc
+    norm_output:          the recycled hidden state is the normed one
     """
 
     target_hidden_size: int
@@ -83,7 +86,7 @@ class Eagle3Config:
         return (0,) * self.num_layers
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
-        """One group for all layers of the draft."""
+        """Return one group for all layers of the draft."""
         return (CacheGroup(block_size, max_model_len, self.sliding_window),)
 
     @property
@@ -93,7 +96,10 @@ class Eagle3Config:
 
 
 def param_specs(cfg: Eagle3Config) -> Params:
-    """The weights, named as speculators names them (`layers.0`; SafeAI's `midlayer` is renamed on loading)."""
+    """Return the weights by speculators' names (`layers.0`).
+
+    SafeAI's `midlayer` is renamed on loading.
+    """
     hidden, fused = cfg.hidden_size, len(cfg.aux_layers) * cfg.target_hidden_size
     specs: dict[str, Any] = {
         "fc": matrix("fc.weight", fused, hidden, (None, "embed")),
@@ -136,7 +142,7 @@ def _layer_specs(prefix: str, cfg: Eagle3Config, *, first: bool) -> Params:
 
 
 def fuse(params: Params, cfg: Eagle3Config, hidden: jax.Array, ops: Ops) -> jax.Array:
-    """g = fc(hidden): [batch, rows, len(aux_layers) * target_hidden] -> [batch, rows, hidden]."""
+    """Return g = fc(hidden): [batch, rows, aux_layers * target_hidden] -> [batch, rows, hidden]."""
     if cfg.norm_before_fc:
         hidden = rms_norm(hidden, params["input_norm"], cfg.rms_norm_eps, ops)
     if cfg.fc_norm:
@@ -154,7 +160,10 @@ def fuse(params: Params, cfg: Eagle3Config, hidden: jax.Array, ops: Ops) -> jax.
 def first_layer_input(
     params: Params, cfg: Eagle3Config, tokens: jax.Array, hidden: jax.Array, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
-    """(residual [batch, rows, D], attention input [batch, rows, 2D]): the embedding comes first in the concatenation."""
+    """Return residual [batch, rows, D] and attention input [batch, rows, 2D].
+
+    The embedding comes first in the concatenation.
+    """
     layer = params["layers"][0]
     return embed_norm(
         tokens,
@@ -170,7 +179,10 @@ def first_layer_input(
 def output(
     params: Params, cfg: Eagle3Config, x: jax.Array, caches: KVCache, ops: Ops
 ) -> DraftOutput:
-    """The two outputs of the last layer's x: logits read the normed one, the next step reads it only with norm_output."""
+    """Return the outputs for the last layer's x.
+
+    Logits read the normed x. The next step reads it only with norm_output.
+    """
     normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, ops)
     return DraftOutput(normed, normed if cfg.norm_output else x, caches)
 
@@ -183,9 +195,10 @@ def forward(
     pass_: Pass,
     caches: KVCache,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D].
+    """Run the draft once over tokens [batch, rows] and hidden [batch, rows, D].
 
-    hidden is what `fuse` makes of the target's hidden states, or the feedback of the pass before.
+    A row's token is the one after the row's position. hidden is the output of `fuse`, or the
+    feedback of the previous pass.
     """
     pass_ = pass_.with_rope(cfg.attention)
     x, attention_input = first_layer_input(params, cfg, tokens, hidden, pass_.ops)
@@ -212,7 +225,11 @@ def forward(
 
 
 def canonical_name(name: str) -> str:
-    """SafeAI's and SpecForge's `midlayer.*` is speculators' `layers.0.*`; SGLang's older aux norms are fc_norm.0/1/2."""
+    """Return speculators' name of a tensor.
+
+    SafeAI and SpecForge write `midlayer.*` for `layers.0.*`; SGLang's older aux norms are
+    fc_norm.0/1/2.
+    """
     for old, new in (
         ("midlayer.", "layers.0."),
         ("aux_norm_low.", "fc_norm.0."),
@@ -233,14 +250,16 @@ target_hidden = keep_aux
 def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> Eagle3Config:
-    """From config.json and the tensors' shapes (canonical names) of either layout.
+    """Read the config from config.json and the tensors' shapes (canonical names) of either layout.
 
-    SafeAI / SpecForge: a flat config whose rope_theta defaults to 10000, never the target's. speculators: the layer is
-    under transformer_layer_config. Tensors that contradict the result are refused by the strict loading that follows.
+    SafeAI / SpecForge: a flat config whose rope_theta defaults to 10000, never to the target's.
+    speculators: the layer is under transformer_layer_config. The strict loading that follows
+    refuses tensors that contradict the result.
     """
     if isinstance(target, DeepseekV4Config):
         raise ConfigError(
-            f"method 'eagle3': expected a target with one residual stream, got model_type {target.model_type!r}, "
+            "method 'eagle3': expected a target with one residual stream, got model_type "
+            f"{target.model_type!r}, "
             f"which has {target.residual.streams}"
         )
     speculators = "transformer_layer_config" in config
@@ -251,7 +270,8 @@ def config_from_checkpoint(
     fc = shapes.get("fc.weight")
     if fc is not None and fc[1] != len(aux_layers) * target.hidden_size:
         raise ConfigError(
-            f"draft fc.weight: expected [{hidden}, {len(aux_layers)} x {target.hidden_size}] for aux layers {aux_layers} of this target "
+            f"draft fc.weight: expected [{hidden}, {len(aux_layers)} x {target.hidden_size}] for "
+            f"aux layers {aux_layers} of this target "
             f"(hidden size {target.hidden_size}), got {list(fc)}"
         )
     for key, ours in (
@@ -268,16 +288,19 @@ def config_from_checkpoint(
     )
     if draft_vocab != target.vocab_size and "d2t" not in shapes:
         raise ConfigError(
-            f"d2t: expected it in the draft, whose vocabulary of {draft_vocab} is not the target's {target.vocab_size}, got none"
+            f"d2t: expected it in the draft, whose vocabulary of {draft_vocab} is not the "
+            f"target's {target.vocab_size}, got none"
         )
     own_embedding, own_lm_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     if not own_embedding and hidden != target.hidden_size:
         raise ConfigError(
-            f"embed_tokens.weight: expected it in a draft of hidden size {hidden} (the target's is {target.hidden_size}), got none"
+            f"embed_tokens.weight: expected it in a draft of hidden size {hidden} (the target's "
+            f"is {target.hidden_size}), got none"
         )
     if not own_lm_head and (draft_vocab != target.vocab_size or hidden != target.hidden_size):
         raise ConfigError(
-            "lm_head.weight: expected it in a draft whose vocabulary or hidden size is not the target's, got none"
+            "lm_head.weight: expected it in a draft whose vocabulary or hidden size is not the "
+            "target's, got none"
         )
     switches: dict[str, Any] = {
         name: _switch(name, config, overrides, speculators)
@@ -305,8 +328,11 @@ def config_from_checkpoint(
 def _aux_layers(
     config: Mapping[str, Any], overrides: SpeculativeConfig, num_layers: int
 ) -> tuple[int, ...]:
-    """Boundary ids. The top-level field holds boundary ids (vLLM, speculators); SpecForge's nested eagle_config field
-    holds the ids of the layers whose *output* is read, one lower. Default (2, n // 2, n - 3)."""
+    """Return boundary ids; the default is (2, n // 2, n - 3).
+
+    The top-level field holds boundary ids (vLLM, speculators). SpecForge's nested eagle_config
+    field holds the ids of the layers whose *output* is read, one lower.
+    """
     eagle_config = read_object(config, "eagle_config")
     refuse_unless(eagle_config, "use_aux_hidden_state", True)
     nested = eagle_config.get("eagle_aux_hidden_state_layer_ids")
@@ -324,7 +350,8 @@ def _aux_layers(
         ids = [i + 1 for i in nested] if nested else [2, num_layers // 2, num_layers - 3]
     if any(not 0 <= i <= num_layers for i in ids) or sorted(set(ids)) != list(ids):
         raise ConfigError(
-            f"aux layer ids: expected increasing boundary ids within 0..{num_layers} of the target's layers, got {list(ids)}"
+            f"aux layer ids: expected increasing boundary ids within 0..{num_layers} of the "
+            f"target's layers, got {list(ids)}"
         )
     return tuple(ids)
 
@@ -337,12 +364,15 @@ def _switch(
         value = config.get(name)
     if value is None and name == "norm_before_residual" and speculators:
         raise ConfigError(
-            "norm_before_residual: expected it in a speculators config (vLLM and speculators disagree on its default), got none; "
+            "norm_before_residual: expected it in a speculators config (vLLM and speculators "
+            "disagree on its default), got none; "
             "set it in the speculative config"
         )
     if value and name == "norm_output" and not speculators and getattr(overrides, name) is None:
         logger.warning(
-            "norm_output in a flat config: taken as vLLM takes it, the recycled hidden state is the normed one; if SpecForge wrote this "
-            "draft, where it means the norm before lm_head only, set norm_output to false in the speculative config"
+            "norm_output in a flat config: taken as vLLM takes it, the recycled hidden state is "
+            "the normed one; if SpecForge wrote this "
+            "draft, where it means the norm before lm_head only, set norm_output to false in the "
+            "speculative config"
         )
     return bool(value)

@@ -1,6 +1,7 @@
-"""EAGLE-1 for Llama 4: one of the target's own layers over fc([embedding, hidden state]), and unlike EAGLE-1 for Llama with both norms.
+"""EAGLE-1 for Llama 4: one of the target's own layers over fc([embedding, hidden state]).
 
-As vLLM's llama4_eagle.py: the layer has its input norm, and the normed output is what the target's head reads and the next hidden state.
+Unlike EAGLE-1 for Llama it has both norms, as vLLM's llama4_eagle.py. The layer has its input norm.
+The target's head reads the normed output, which is also the next hidden state.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class EagleLlama4Config(ShapedLikeTarget):
 
     @property
     def sliding_window(self) -> None:
-        """Its layer may be chunked, never a window."""
+        """Always None: the layer may have chunked attention, never a window."""
         return None
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
@@ -61,7 +62,7 @@ class EagleLlama4Config(ShapedLikeTarget):
 
 
 def param_specs(cfg: EagleLlama4Config) -> Params:
-    """The weights."""
+    """Return the weights."""
     hidden = cfg.hidden_size
     specs: dict[str, Any] = {
         "fc": matrix("fc.weight", 2 * hidden, hidden, (None, "embed")),
@@ -83,7 +84,10 @@ def forward(
     pass_: Pass,
     caches: KVCache,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    """Run the draft once over tokens [batch, rows] and hidden [batch, rows, D].
+
+    A row's token is the one after the row's position.
+    """
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     x = project(jnp.concatenate([embedded, hidden], axis=-1), (params["fc"],), pass_.ops)
     rotation = llama4_text.layer_rotations(cfg.target, pass_.positions)[cfg.target.rope_layers[0]]
@@ -105,7 +109,7 @@ target_hidden = keep_hidden
 def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> EagleLlama4Config:
-    """From config.json, a Llama 4 text config of one layer."""
+    """Read the config from config.json, a Llama 4 text config of one layer."""
     refuse_eagle3_switches(overrides, "eagle")
     layer = llama4_text.config_from_hf(config)
     if layer.num_layers != 1:

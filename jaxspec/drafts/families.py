@@ -1,4 +1,7 @@
-"""The drafts that have layers of their own, by method. A family is a module with DraftFamily's functions."""
+"""The drafts that have layers of their own, by method.
+
+A family is a module with DraftFamily's functions.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ FAMILIES: dict[str, DraftFamily] = {
 
 
 def family(cfg: LayeredConfig) -> DraftFamily:
-    """The functions of a config's method."""
+    """Return the functions of a config's method."""
     return FAMILIES[cfg.method]
 
 
 def family_of_checkpoint(method: str, config: Mapping[str, Any]) -> DraftFamily:
-    """The functions for a checkpoint with this config.json: some targets have draft layers of their own kind."""
+    """Return the functions for a checkpoint with this config.json.
+
+    Some targets have draft layers of their own kind.
+    """
     model_type = config.get("model_type")
     if method == "eagle" and model_type in eagle_llama4.MODEL_TYPES:
         return eagle_llama4

@@ -47,7 +47,7 @@ class LayeredConfig(Protocol):
     def sliding_window(self) -> int | None: ...
     @property
     def vocab_size(self) -> int:
-        """Of the target."""
+        """Size of the target's vocabulary."""
         ...
 
     @property
@@ -85,30 +85,30 @@ class DraftFamily(Protocol):
         target: TargetConfig,
         overrides: SpeculativeConfig,
     ) -> Any:
-        """The config of a checkpoint, from its config.json and its tensors' shapes."""
+        """Read the config of a checkpoint from its config.json and its tensors' shapes."""
         ...
 
     def canonical_name(self, name: str) -> str:
-        """The name that param_specs gives a tensor of a checkpoint."""
+        """Return the name that param_specs gives a tensor of a checkpoint."""
         ...
 
     def ignored_tensor(self, cfg: Any, name: str) -> bool:
-        """Whether a tensor of a checkpoint is not a weight of the draft."""
+        """Return whether a tensor of a checkpoint is not a weight of the draft."""
         ...
 
     def param_specs(self, cfg: Any) -> Params:
-        """The weights: a ParamSpec per array, in the structure of the params."""
+        """Return the weights: a ParamSpec per array, in the structure of the params."""
         ...
 
     def target_hidden(self, cfg: Any, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
-        """The features of the target's pass that the draft keeps, [batch, rows, width].
+        """Return the features of the target's pass that the draft keeps, [batch, rows, width].
 
         hidden is the target's hidden state after its final norm, aux its aux_layers side by side.
         """
         ...
 
     def fuse(self, params: Params, cfg: Any, hidden: jax.Array, ops: Ops) -> jax.Array:
-        """The draft's hidden state [batch, rows, D] from target features [batch, rows, width]."""
+        """Map target features [batch, rows, width] to the draft's hidden state [batch, rows, D]."""
         ...
 
     def forward(
@@ -120,12 +120,14 @@ class DraftFamily(Protocol):
         pass_: Pass,
         caches: KVCache,
     ) -> DraftOutput:
-        """One pass over tokens [batch, rows], each the one after its row's position, and hidden
-        [batch, rows, D]."""
+        """Run the draft once over tokens [batch, rows] and hidden [batch, rows, D].
+
+        A row's token is the one after the row's position.
+        """
         ...
 
     def logits(self, params: Params, cfg: Any, head_input: jax.Array, ops: Ops) -> jax.Array:
-        """Float32 logits [..., draft_vocab] of head_input [..., D]."""
+        """Return float32 logits [..., draft_vocab] of head_input [..., D]."""
         ...
 
 
@@ -137,7 +139,7 @@ class DraftOutput:
     feedback:   [batch, rows, D], the hidden state of the next step
     caches:     the draft's caches with these rows written
 
-    Where the pass names a last_row, the first two may hold that row alone, [batch, 1, D].
+    If the pass names a last_row, the first two may hold that row alone, [batch, 1, D].
     """
 
     head_input: jax.Array
@@ -146,28 +148,31 @@ class DraftOutput:
 
 
 def keep_hidden(cfg: LayeredConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
-    """The target's hidden state after its final norm, as it is."""
+    """Return the target's hidden state after its final norm, unchanged."""
     return hidden
 
 
 def keep_aux(cfg: LayeredConfig, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
-    """The target's hidden states at aux_layers, side by side."""
+    """Return the target's hidden states at aux_layers, side by side."""
     assert aux is not None
     return aux
 
 
 def keep_features(params: Params, cfg: LayeredConfig, hidden: jax.Array, ops: Ops) -> jax.Array:
-    """The target's features, as they are; `forward` joins them with the embedding."""
+    """Return the target's features unchanged; `forward` joins them with the embedding."""
     return hidden
 
 
 def head_logits(params: Params, cfg: LayeredConfig, head_input: jax.Array, ops: Ops) -> jax.Array:
-    """Float32 logits [..., draft_vocab] of head_input [..., D], by the draft's head or the target's."""
+    """Return float32 logits [..., draft_vocab] of head_input [..., D].
+
+    The head is the draft's or the target's.
+    """
     return vocab_logits(head_input, params["lm_head"], ops, tied=cfg.tied_lm_head)
 
 
 def same_name(name: str) -> str:
-    """Checkpoints have one layout."""
+    """Return the name unchanged: checkpoints have one layout."""
     return name
 
 
@@ -179,7 +184,7 @@ def hidden_width(cfg: LayeredConfig, target: TargetConfig) -> int:
 
 
 class ShapedLikeTarget:
-    """A config whose layers are a target's: its dimensions are those of `target`."""
+    """Base of a config whose layers are the target's: its dimensions are those of `target`."""
 
     target: Any
 
@@ -218,8 +223,11 @@ class ShapedLikeTarget:
 
 
 def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig:
-    """The draft layer's attention. A head_dim that the config lacks comes from q_proj's rows, since hidden / heads
-    does not hold everywhere; a key/value head count that the tensors contradict is an error."""
+    """Return the attention config of the draft's layer.
+
+    A head_dim that the config lacks comes from q_proj's rows, since hidden / heads does not hold
+    everywhere. ConfigError if the tensors contradict the number of heads or key/value heads.
+    """
     refuse_unless(layer, "hidden_act", "silu")
     refuse_unless(layer, "mlp_bias", False)
     num_heads = read_int(layer, "num_attention_heads")
@@ -231,7 +239,8 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
     for name, shape, heads in (("q", q, num_heads), ("k", k, num_kv_heads)):
         if shape is not None and shape[0] != heads * head_dim:
             raise ConfigError(
-                f"layers.0.self_attn.{name}_proj.weight: expected {heads} heads of {head_dim} rows by the draft's config, "
+                f"layers.0.self_attn.{name}_proj.weight: expected {heads} heads of {head_dim} "
+                "rows by the draft's config, "
                 f"got {shape[0]} rows"
             )
     bias = bool(layer.get("attention_bias", False))
@@ -248,7 +257,7 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
 
 
 def refuse_eagle3_switches(overrides: SpeculativeConfig, method: str) -> None:
-    """ConfigError for a switch of the speculative config that this method does not have."""
+    """Raise ConfigError for a switch of the speculative config that this method lacks."""
     for name in (
         "norm_before_residual",
         "norm_before_fc",
@@ -263,19 +272,26 @@ def refuse_eagle3_switches(overrides: SpeculativeConfig, method: str) -> None:
 
 
 def draft_window(layer: Mapping[str, Any]) -> int | None:
-    """The sliding window of the draft's layers in tokens (speculators 0.9 gives new drafts one), None for full attention."""
+    """Return the sliding window of the draft's layers in tokens, None for full attention.
+
+    speculators 0.9 gives new drafts a window.
+    """
     kinds = set(layer.get("layer_types") or ["full_attention"])
     if kinds == {"full_attention"}:
         refuse_unless(layer, "use_sliding_window", False)
         return None
     if kinds != {"sliding_attention"} or not layer.get("sliding_window"):
         raise ConfigError(
-            "layer_types: expected all full_attention, or all sliding_attention with a sliding_window, in the draft's config, "
+            "layer_types: expected all full_attention, or all sliding_attention with a "
+            "sliding_window, in the draft's config, "
             f"got {sorted(kinds)}"
         )
     return read_int(layer, "sliding_window")
 
 
 def is_vocabulary_map(cfg: Any, name: str) -> bool:
-    """Tensors of a draft's checkpoint that are no weights of the draft's layers: the vocabulary maps, which loading reads by itself."""
+    """Return whether a tensor is a vocabulary map.
+
+    The maps are not weights of the draft's layers; loading reads them separately.
+    """
     return name in ("d2t", "t2d")

@@ -1,8 +1,10 @@
-"""Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): the module that a checkpoint brings for its own target.
+"""Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2), from the target's checkpoint.
 
-Row p pairs the target's hidden state of position p, after the final norm, with token p+1. Both are normed, joined and projected, and go
-through one decoder layer of the target's kind. Its output, normed, is what the target's head reads and the next step's hidden state: one
-module drafts every token of a round. (Fed back before that norm, drafts beyond the first are hardly ever accepted: vLLM PR #45895.)
+Row p pairs the target's hidden state of position p, after the final norm, with token p+1. Both are
+normed, joined and projected, and go through one decoder layer of the target's kind. The target's
+head reads the normed output, which is also the next step's hidden state. So one module drafts every
+token of a round. (If the output is fed back before that norm, drafts beyond the first are hardly
+ever accepted: vLLM PR #45895.)
 """
 
 from __future__ import annotations
@@ -40,13 +42,21 @@ from jaxspec.models import TargetConfig
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """How a family's checkpoint holds the module.
+    """Names and conventions of the module in a family's checkpoint.
 
-    prefix: of its tensors, with {n} for the target's number of layers. The names of its own four tensors follow; the layer's are the
-    target's. shared: copies of the target's embedding and head that may be there and are not read.
-    hidden_first: the projection reads [hidden, embedding] instead of [embedding, hidden].
-    zero_first_embedding: the row of position 0 has no embedding. vLLM does so for all three families, SGLang for MiMo only, transformers
-    for none. One cache entry a request depends on it.
+    The layer's own tensors have the target's names.
+
+    prefix:               prefix of its tensors, with {n} for the target's number of layers
+    embedding_norm:       name of the embedding's norm, after the prefix
+    hidden_norm:          name of the hidden state's norm
+    projection:           name of the projection of both
+    output_norm:          name of the output's norm
+    shared:               copies of the target's embedding and head, which are not read; they may be
+                          absent
+    hidden_first:         the projection reads [hidden, embedding] instead of [embedding, hidden]
+    zero_first_embedding: the row of position 0 has no embedding; one cache entry per request
+                          depends on it. vLLM does so for all three families, SGLang for MiMo only,
+                          transformers for none.
     """
 
     prefix: str
@@ -84,7 +94,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class MtpConfig(ShapedLikeTarget):
-    """Static shape of the module: everything but its own switch is the target's."""
+    """Static shape of the module: the target's, and one switch of its own."""
 
     target: TargetConfig
     zero_first_embedding: bool
@@ -103,7 +113,7 @@ class MtpConfig(ShapedLikeTarget):
 
     @property
     def prefix(self) -> str:
-        """Of the module's tensors in the checkpoint."""
+        """Prefix of the module's tensors in the checkpoint."""
         return self.layout.prefix.format(n=self.target.num_layers)
 
     @property
@@ -112,7 +122,7 @@ class MtpConfig(ShapedLikeTarget):
 
 
 def param_specs(cfg: MtpConfig) -> Params:
-    """The weights, by the names of the target's checkpoint."""
+    """Return the weights by the names of the target's checkpoint."""
     prefix, names, hidden = cfg.prefix, cfg.layout, cfg.hidden_size
     return {
         "embedding_norm": vector(f"{prefix}.{names.embedding_norm}.weight", hidden),
@@ -126,7 +136,7 @@ def param_specs(cfg: MtpConfig) -> Params:
 
 
 def ignored_tensor(cfg: MtpConfig, name: str) -> bool:
-    """The target's own tensors, other modules, and copies of what target and draft share."""
+    """Ignore the target's own tensors, other modules, and copies of shared arrays."""
     prefix = f"{cfg.prefix}."
     if not name.startswith(prefix) or name in [
         f"{prefix}{shared}.weight" for shared in cfg.layout.shared
@@ -145,7 +155,10 @@ def forward(
     pass_: Pass,
     caches: KVCache,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, D]."""
+    """Run the draft once over tokens [batch, rows] and hidden [batch, rows, D].
+
+    A row's token is the one after the row's position.
+    """
     pass_, ops = pass_.with_rope(cfg.attention), pass_.ops
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     if cfg.zero_first_embedding:
@@ -171,15 +184,17 @@ target_hidden = keep_hidden
 def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> MtpConfig:
-    """From the target's own config.json."""
+    """Read the config from the target's own config.json."""
     refuse_eagle3_switches(overrides, "mtp")
     if target.model_type not in LAYOUTS:
         raise ConfigError(
-            f"method 'mtp': expected a target of model_type {', '.join(LAYOUTS)}, got {target.model_type!r}"
+            f"method 'mtp': expected a target of model_type {', '.join(LAYOUTS)}, got "
+            f"{target.model_type!r}"
         )
     if config.get("model_type") != target.model_type:
         raise ConfigError(
-            f"method 'mtp': expected the target's own checkpoint (model_type {target.model_type!r}), got {config.get('model_type')!r}"
+            "method 'mtp': expected the target's own checkpoint (model_type "
+            f"{target.model_type!r}), got {config.get('model_type')!r}"
         )
     zeroed = overrides.mtp_zero_first_embedding
     cfg = MtpConfig(
@@ -187,6 +202,7 @@ def config_from_checkpoint(
     )
     if not any(name.startswith(f"{cfg.prefix}.") for name in shapes):
         raise ConfigError(
-            f"method 'mtp': expected tensors {cfg.prefix}.* in the checkpoint, got none (some are published without)"
+            f"method 'mtp': expected tensors {cfg.prefix}.* in the checkpoint, got none (some "
+            "are published without)"
         )
     return cfg

@@ -1,8 +1,10 @@
-"""DeepSeek-V4's module of multi-token prediction: a layer of the target's that compresses nothing, over the target's residual streams.
+"""DeepSeek-V4's module of multi-token prediction, over the target's residual streams.
 
-As DeepSeek's own inference code: each stream, normed and projected, plus the embedding of the next token, normed and projected. The
-layer's streams are the next step's hidden state as they are; collapsed to one by weights of the module's own, then normed, they are what
-the target's head reads. (Unlike DeepSeek-V3's, drafts/mtp.py, which feeds back what its final norm gives.)
+It is a layer of the target's kind without compression. The layer reads the sum of two terms, as in
+DeepSeek's own inference code: each stream, normed and projected, and the next token's embedding,
+normed and projected. The layer's streams, unchanged, are the next step's hidden state. For the
+target's head they are collapsed to one by the module's own weights, then normed. (DeepSeek-V3's
+module, drafts/mtp.py, feeds back the output of its final norm instead.)
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ PREFIX = "mtp.0"
 
 @dataclass(frozen=True)
 class DeepseekV4MtpConfig(ShapedLikeTarget):
-    """Static shape of the module: everything but its own switch is the target's. zero_first_embedding: see mtp.MtpLayout."""
+    """Static shape of the module: the target's, and one switch of its own.
+
+    zero_first_embedding: see mtp.MtpLayout
+    """
 
     target: DeepseekV4Config
     zero_first_embedding: bool = False
@@ -56,7 +61,7 @@ class DeepseekV4MtpConfig(ShapedLikeTarget):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """It reads the target's residual streams before they are collapsed."""
+        """Boundary id of the target's residual streams before they are collapsed."""
         return (self.target.num_layers,)
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
@@ -73,7 +78,7 @@ class DeepseekV4MtpConfig(ShapedLikeTarget):
 
 
 def param_specs(cfg: DeepseekV4MtpConfig) -> Params:
-    """The weights, by the names of the target's checkpoint."""
+    """Return the weights by the names of the target's checkpoint."""
     hidden = cfg.hidden_size
     return {
         "embedding_norm": vector(f"{PREFIX}.enorm.weight", hidden),
@@ -87,7 +92,7 @@ def param_specs(cfg: DeepseekV4MtpConfig) -> Params:
 
 
 def ignored_tensor(cfg: DeepseekV4MtpConfig, name: str) -> bool:
-    """The target's own tensors, and other modules."""
+    """Ignore the target's own tensors, and other modules."""
     return not name.startswith(f"{PREFIX}.")
 
 
@@ -99,7 +104,10 @@ def forward(
     pass_: Pass,
     caches: KVCache,
 ) -> DraftOutput:
-    """One pass over tokens [batch, rows] (each the one after its row's position) and hidden [batch, rows, streams * D]."""
+    """Run the draft once over tokens [batch, rows] and hidden [batch, rows, streams * D].
+
+    A row's token is the one after the row's position.
+    """
     target, eps, ops = cfg.target, cfg.target.rms_norm_eps, pass_.ops
     embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
     if cfg.zero_first_embedding:
@@ -138,14 +146,16 @@ target_hidden = keep_aux
 def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> DeepseekV4MtpConfig:
-    """From the target's own config.json."""
+    """Read the config from the target's own config.json."""
     refuse_eagle3_switches(overrides, "mtp")
     if not isinstance(target, DeepseekV4Config):
         raise ConfigError(
-            f"method 'mtp': expected the target's own checkpoint (model_type {target.model_type!r}), got {MODEL_TYPE!r}"
+            "method 'mtp': expected the target's own checkpoint (model_type "
+            f"{target.model_type!r}), got {MODEL_TYPE!r}"
         )
     if not any(name.startswith(f"{PREFIX}.") for name in shapes):
         raise ConfigError(
-            f"method 'mtp': expected tensors {PREFIX}.* in the checkpoint, got none (some are published without)"
+            f"method 'mtp': expected tensors {PREFIX}.* in the checkpoint, got none (some are "
+            "published without)"
         )
     return DeepseekV4MtpConfig(target, bool(overrides.mtp_zero_first_embedding))

@@ -53,7 +53,7 @@ class NgramConfig:
     attention: TokenHistoryConfig = field(default_factory=TokenHistoryConfig)
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
-        """One group, which keeps the whole text."""
+        """Return one group, which keeps the whole text."""
         return (CacheGroup(block_size, max_model_len),)
 
 
@@ -87,7 +87,7 @@ def _write(
 
 
 def look_up(text: jax.Array, length: jax.Array, num_drafts: int, sizes: range) -> jax.Array:
-    """Drafts int32 [batch, num_drafts] for the texts int32 [batch, positions] of length [batch].
+    """Return drafts int32 [batch, num_drafts] for texts int32 [batch, positions] of length [batch].
 
     The first of sizes whose run of last tokens occurs before decides. A draft that the text does
     not hold is -1.
@@ -129,7 +129,7 @@ class NgramDrafter:
     one_hot: bool = True
 
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> NgramConfig:
-        """The lengths that the speculative config names; ConfigError if it names a draft model."""
+        """Read the lengths from the speculative config; ConfigError if it names a draft model."""
         if speculative.model is not None:
             raise ConfigError(
                 f"model: expected none with method 'ngram', got {speculative.model!r}"
@@ -174,7 +174,7 @@ class NgramDrafter:
         return Proposal(look_up(text, context.seq_lens + is_live, K, sizes), None), state
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
-        """One part; see Drafter."""
+        """Return the only part; see Drafter."""
         return (_look_up_part,)
 
     def observe(

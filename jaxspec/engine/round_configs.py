@@ -76,7 +76,7 @@ class RoundConfigs:
         acceptance_rates: tuple[float, ...] | None = None,
         cuda_graphs: bool | None = None,
     ) -> None:
-        """Set fields of every RoundConfig from now on, for benchmarks; None leaves a field as it is."""
+        """Set fields of every later RoundConfig, for benchmarks; None keeps a field."""
         given = {
             "ops": ops,
             "acceptance_rates": acceptance_rates,
@@ -133,7 +133,10 @@ class RoundConfigs:
 
     @property
     def lookahead(self) -> int:
-        """Tokens after its own that a cached position depends on (see Drafter); 0 without a draft."""
+        """Tokens after its own that a cached position depends on; 0 without a draft.
+
+        See Drafter.
+        """
         draft = self._plain.draft
         return 0 if draft is None else drafts.drafter(draft).lookahead
 

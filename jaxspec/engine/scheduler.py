@@ -2,10 +2,10 @@
 
 A request waits until a slot and blocks for its known tokens are free. It is prefilled in chunks
 between the others' steps, and then generates in every round until it ends. The device runs ahead of
-what the host has read, so a request holds blocks for every token that its unread rounds may bring,
-and for those of the next step. Where blocks run out, the request admitted last gives up its own and
-waits again at the head of the queue. It is prefilled anew over its prompt and all tokens that it
-generated; none of these is sampled again.
+what the host has read. So a request holds blocks for every token of its unread rounds and of the
+next step. If blocks run out, the request admitted last gives up its own and waits again at the head
+of the queue. It is prefilled anew over its prompt and all tokens that it generated; none of these
+is sampled again.
 
 Each KV-cache group has blocks of its own. In a group with a window, a request holds only the blocks
 that its next program reads and writes: during prefill, those of the next chunk.
