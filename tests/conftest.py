@@ -1,4 +1,5 @@
-"""What every test runs under: CPU unless asked otherwise, strict dtypes, full matmul precision, and a compilation cache."""
+"""What every test runs under: CPU unless asked otherwise, strict dtypes, full matmul precision, and
+a compilation cache."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def _wants_gpu(config: pytest.Config) -> bool:
 
 
 def _share_cores() -> None:
-    """Give each xdist worker its share of the cores: two workers with a thread pool as wide as the machine slow each other down."""
+    """Give each xdist worker its share of the cores: two workers with a thread pool as wide as the
+    machine slow each other down."""
     cores, workers = (
         len(os.sched_getaffinity(0)),
         int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
@@ -33,16 +35,18 @@ def _share_cores() -> None:
     threads = max(1, cores // workers)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # torch, numpy
         os.environ.setdefault(name, str(threads))
-    # XLA's CPU client. Mosaic's interpreter (jax 0.11) holds a thread for each warpgroup that waits: with too few they wait for ever, and
-    # the eight blocks of a cluster may all wait for each other.
+    # XLA's CPU client. Mosaic's interpreter (jax 0.11) holds a thread for each warpgroup that
+    # waits: with too few they wait for ever, and the eight blocks of a cluster may all wait for
+    # each other.
     os.environ.setdefault(
         "PJRT_NPROC", str(threads if jax.__version_info__ < (0, 11) else max(12, threads))
     )
 
 
 def _compile_quickly() -> None:
-    """Tests of tiny models spend their time in XLA's compiler. Without LLVM's optimisations (and, before jax 0.11, without the fusion
-    emitters, a pass through MLIR for each fusion) a round is compiled in 1.3 s, with them in 4.7 s."""
+    """Tests of tiny models spend their time in XLA's compiler. Without LLVM's optimisations (and,
+    before jax 0.11, without the fusion emitters, a pass through MLIR for each fusion) a round is
+    compiled in 1.3 s, with them in 4.7 s."""
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the processes that tests start
     if jax.__version_info__ < (
@@ -55,7 +59,8 @@ def _compile_quickly() -> None:
 
 
 def _compilation_cache() -> Path:
-    """One folder per kind of processor: a program compiled for one may hold instructions that another does not have."""
+    """One folder per kind of processor: a program compiled for one may hold instructions that
+    another does not have."""
     try:
         features = re.search(
             r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -94,7 +99,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
-    """For tests that run optax: its Adam raises a Python float to an int32 power, which strict promotion refuses."""
+    """For tests that run optax: its Adam raises a Python float to an int32 power, which strict
+    promotion refuses."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -113,7 +119,8 @@ def toy_families(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimised(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Undo _compile_quickly's setting for a module that is marked so (compiling for an H200 too)."""
+    """Undo _compile_quickly's setting for a module that is marked so (compiling for an H200
+    too)."""
     quick = jax.config.values["jax_disable_most_optimizations"]
     marked = any(request.node.get_closest_marker(name) for name in ("optimised", "aot"))
     jax.config.update("jax_disable_most_optimizations", quick and not marked)
@@ -123,8 +130,9 @@ def _optimised(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_memory_maps() -> Iterator[None]:
-    """Every program that XLA compiles for a CPU holds some 30 memory maps, of 65,530 that Linux allows a process; past that, compiling
-    or reading the cache ends in a segmentation fault. What a worker has compiled is dropped before (and read again from the cache)."""
+    """Every program that XLA compiles for a CPU holds some 30 memory maps, of 65,530 that Linux
+    allows a process; past that, compiling or reading the cache ends in a segmentation fault. What a
+    worker has compiled is dropped before (and read again from the cache)."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:

@@ -1,4 +1,5 @@
-"""Imports go one way, down the rooms of docs/architecture.md; kernels are a leaf that few rooms call."""
+"""Imports go one way, down the rooms of docs/architecture.md; kernels are a leaf that few rooms
+call."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxspec", "pallas_kernels", "scripts", "tests")
 
-# The rooms of jaxspec, from the top down. A room imports from itself and from the rooms below it. jaxspec/__init__.py only gathers names.
+# The rooms of jaxspec, from the top down. A room imports from itself and from the rooms below it.
+# jaxspec/__init__.py only gathers names.
 ROOMS = (
     "training",
     "tools",
@@ -44,7 +46,8 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of everything ``name`` imports, inside functions and type-checking blocks too."""
+    """(dotted name, line) of everything ``name`` imports, inside functions and type-checking blocks
+    too."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
@@ -59,7 +62,8 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str
 
 
 def room(name: str) -> str:
-    """The room of a module of jaxspec: a folder, or a file beside the folders. "jaxspec" for the package itself."""
+    """The room of a module of jaxspec: a folder, or a file beside the folders. "jaxspec" for the
+    package itself."""
     _, _, inner = name.partition(".")
     return inner.split(".")[0] or name
 
@@ -76,7 +80,8 @@ def violations(root: Path) -> list[str]:
         top = name.split(".")[0]
         if top == "jaxspec" and name != "jaxspec" and room(name) not in ROOMS:
             found.append(
-                f"{name}: expected a module inside one of the rooms {', '.join(ROOMS)}, got {room(name)}"
+                f"{name}: expected a module inside one of the rooms {', '.join(ROOMS)}, got "
+                f"{room(name)}"
             )
             continue
         for target, line in imports(name, path, known):
@@ -135,7 +140,8 @@ def test_few_files_stand_beside_the_rooms() -> None:
 
 
 def listed_modules(init: Path) -> set[str]:
-    """The names that start a line of a room's docstring, separated from their meaning by two blanks."""
+    """The names that start a line of a room's docstring, separated from their meaning by two
+    blanks."""
     text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
     rows = re.findall(r"^((?:[\w/]+, )*[\w/]+) {2,}\S", text, re.MULTILINE)
     return {name.strip() for row in rows for name in row.split(",")}

@@ -1,4 +1,5 @@
-"""The attention kernels compile for an H200 at real shapes, without spills, and leave the caches where they are."""
+"""The attention kernels compile for an H200 at real shapes, without spills, and leave the caches
+where they are."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_compiles_without_spills_or_copies_of_the_cache(
 def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     rows: int, batch: int, context: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every size of a cluster, 8 to 32 columns, one and two tiles in flight, one and two KV heads a CTA."""
+    """Every size of a cluster, 8 to 32 columns, one and two tiles in flight, one and two KV heads a
+    CTA."""
     shape = dataclasses.replace(
         SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, context), rows=rows
     )

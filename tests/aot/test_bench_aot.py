@@ -1,4 +1,5 @@
-"""What scripts/bench.py times, compiled for an H200: forcing acceptance takes no kernel away, chained calls are all there."""
+"""What scripts/bench.py times, compiled for an H200: forcing acceptance takes no kernel away,
+chained calls are all there."""
 
 from __future__ import annotations
 

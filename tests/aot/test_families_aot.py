@@ -1,4 +1,5 @@
-"""Whole rounds of the hybrid and the latent-attention model compiled for an H200: caches in place, weights not copied, kernels chosen."""
+"""Whole rounds of the hybrid and the latent-attention model compiled for an H200: caches in place,
+weights not copied, kernels chosen."""
 
 from __future__ import annotations
 
@@ -111,5 +112,8 @@ def test_a_round_compiles_without_copies_of_weights_or_caches(
         cfg.target.hidden_size,
         cfg.target.moe.intermediate_size,
     )
-    experts = rf"= \S*\[{count},(?:{hidden},{2 * size}|{size},{hidden})\]\S* (?!parameter|get-tuple-element|bitcast)\w"
+    experts = (
+        rf"= \S*\[{count},(?:{hidden},{2 * size}|{size},{hidden})\]\S* "
+        r"(?!parameter|get-tuple-element|bitcast)\w"
+    )
     assert not re.findall(experts, compiled.as_text())

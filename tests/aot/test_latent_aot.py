@@ -1,4 +1,5 @@
-"""The kernels of latent attention compile for an H200 without spills; a layer is eight launches that leave cache and weights in place."""
+"""The kernels of latent attention compile for an H200 without spills; a layer is eight launches
+that leave cache and weights in place."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ pytestmark = [
     pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
 ]
 
-LAUNCHES = 8  # norm, projections to latents, norms and write, q_b, keys absorbed and rotation, attention, values, o + residual
+# norm, projections to latents, norms and write, q_b, keys absorbed and rotation, attention, values,
+# o + residual
+LAUNCHES = 8
 # Clusters of 8, 4, 2 and 1, one row tile to three, a prefill chunk, and many heads.
 ATTENTION = [
     "glm, batch 1, context 400, Q 4",

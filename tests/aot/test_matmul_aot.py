@@ -1,4 +1,5 @@
-"""The matmul kernels compile for an H200 at real shapes, without spills, and leave the weights where they are."""
+"""The matmul kernels compile for an H200 at real shapes, without spills, and leave the weights
+where they are."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_compiles_to_one_kernel_without_spills(name: str) -> None:
 
 
 def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:
-    """A layer's product, and what was compiled. norm: a residual sum has one after it, any other product one before it."""
+    """A layer's product, and what was compiled. norm: a residual sum has one after it, any other
+    product one before it."""
     shape = dataclasses.replace(SHAPES[f"llama-3-8b {name} rows 1"], rows=rows)
     arrays = abstract(shape)
     if norm and shape.residual:
@@ -78,7 +80,8 @@ def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:
     [("o", 1, True), ("down", 4, True), ("o", 16, False), ("down", 64, False)],
 )
 def test_two_ctas_sum_through_the_cluster(name: str, rows: int, norm: bool) -> None:
-    """What the second one has goes into the first one's shared memory, and not through device memory."""
+    """What the second one has goes into the first one's shared memory, and not through device
+    memory."""
     ptx, compiled = ptx_of(name, rows, norm)
     assert ".reqnctapercluster 2, 1, 1" in ptx and "st.async" in ptx
     assert compiled.memory_analysis().temp_size_in_bytes == 0

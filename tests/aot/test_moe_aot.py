@@ -1,4 +1,5 @@
-"""Experts compiled for an H200: their weights are read where they lie; with the kernels few launches, and no copy of any kind."""
+"""Experts compiled for an H200: their weights are read where they lie; with the kernels few
+launches, and no copy of any kind."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ LAUNCHES = {1: 4, 4: 4, 6: 4, 16: 10, 64: 10, 96: 10}
 @pytest.mark.parametrize("rows", LAUNCHES)
 @pytest.mark.parametrize("model", MODELS)
 def test_kernels_leave_the_weights_alone_and_launch_little(model: str, rows: int) -> None:
-    """No copy, gather or transpose of anything expert-shaped, no sort, no XLA product, no spills."""
+    """No copy, gather or transpose of anything expert-shaped, no sort, no XLA product, no
+    spills."""
     hidden, cfg, kind, _ = MODELS[model]
     kernels = Ops(moe="mosaic_gpu")
 

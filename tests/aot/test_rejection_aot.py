@@ -1,4 +1,5 @@
-"""Rejection sampling compiled for an H200: the launches that its module promises, nothing spilled, nothing large kept."""
+"""Rejection sampling compiled for an H200: the launches that its module promises, nothing spilled,
+nothing large kept."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ LARGEST_TEMPORARY = (
 
 
 def structs(shape: Shape) -> dict[str, Any]:
-    """The op's arrays for a shape, without their values; those that it does not take are left out."""
+    """The op's arrays for a shape, without their values; those that it does not take are left
+    out."""
     B, K, V, width = shape.batch, shape.num_drafts, shape.vocab, shape.draft_vocab
     uniform = shape.sampled or shape.rule == "synthetic"
     dims = {
@@ -89,7 +91,8 @@ def test_kernels_of_a_named_shape_on_an_h200(name: str) -> None:
 
 
 def test_noise_takes_no_approximate_logarithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bits are XLA's, also in the draw, whose kernel approximates what it can. By rate alone (synthetic) it has no other logarithm."""
+    """Its bits are XLA's, also in the draw, whose kernel approximates what it can. By rate alone
+    (synthetic) it has no other logarithm."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")  # beside ptxas's report
     _, ptx = compile_op(Shape(4, 3, 49_152, 12_000, "synthetic", drawn=True))
     assert ".entry draw_mosaic_gpu_kernel" in ptx

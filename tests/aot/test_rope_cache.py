@@ -1,4 +1,5 @@
-"""The rope kernel compiles for an H200 at real shapes without spills, and writes into the caches where they are."""
+"""The rope kernel compiles for an H200 at real shapes without spills, and writes into the caches
+where they are."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 def test_compiles_without_spills_or_copies_of_the_cache(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Followed by attention where the queries are packed: nothing stands between the two kernels."""
+    """Followed by attention where the queries are packed: nothing stands between the two
+    kernels."""
     shape = SHAPES[name]
 
     def rope(

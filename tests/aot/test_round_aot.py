@@ -1,4 +1,5 @@
-"""A whole round compiled for an H200: caches updated in place, a draft loop that is one CUDA graph, no spills, no launch too many."""
+"""A whole round compiled for an H200: caches updated in place, a draft loop that is one CUDA graph,
+no spills, no launch too many."""
 
 from __future__ import annotations
 
@@ -61,15 +62,18 @@ ROUNDS = {
 TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for top-p
 LARGE_BATCH = Round("llama-3-8b", 3, sampled=True, batch=64)
 STEP_METADATA = (32, 0, 0)  # its stack is libdevice's, for the cosine of an angle above 105,615
-# Of 16 rows: norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual. (Up to 8 rows products do the norms.)
+# Of 16 rows: norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual.
+# (Up to 8 rows products do the norms.)
 LAUNCHES_PER_LAYER = 8
-# Counter, metadata, embedding and norms, six of the layer, norm, head, argmax's two, the token's id for the target, its column.
+# Counter, metadata, embedding and norms, six of the layer, norm, head, argmax's two, the token's id
+# for the target, its column.
 LAUNCHES_OF_A_DRAFT_STEP = {"8b, K 5, greedy": 15}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """hlo: optimised. thunks: what the host or a CUDA graph launches, in order. ptxas: its report on every Mosaic kernel."""
+    """hlo: optimised. thunks: what the host or a CUDA graph launches, in order. ptxas: its report
+    on every Mosaic kernel."""
 
     cfg: RoundConfig
     num_rounds: int
@@ -91,7 +95,8 @@ class Compiled:
 
 @dataclass
 class Thunk:
-    """A step of the executable: kind as XLA names it (kCustomKernel, kWhile, ...), and the steps inside."""
+    """A step of the executable: kind as XLA names it (kCustomKernel, kWhile, ...), and the steps
+    inside."""
 
     kind: str
     inside: list[Thunk]
@@ -229,7 +234,8 @@ def cache_shape(cfg: RoundConfig) -> tuple[int, ...]:
 def test_donated_caches_are_updated_in_place(case: Compiled) -> None:
     shape = re.escape(f"bf16[{','.join(map(str, cache_shape(case.cfg)))}]")
     made = re.findall(
-        rf"= \(?[^=(]*{shape}[^=]*? (?:copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)\(.*",
+        rf"= \(?[^=(]*{shape}[^=]*? "
+        r"(?:copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)\(.*",
         case.hlo,
     )
     assert not made
@@ -238,7 +244,8 @@ def test_donated_caches_are_updated_in_place(case: Compiled) -> None:
 
 
 def test_the_draft_loop_is_one_while_of_k_minus_1_trips(case: Compiled) -> None:
-    """A known count, as that of the rounds: the host does not read the loop's condition back, so it runs ahead of the device."""
+    """A known count, as that of the rounds: the host does not read the loop's condition back, so it
+    runs ahead of the device."""
     loops = [line for line in case.hlo.splitlines() if re.search(r" while\(", line)]
     trips = [
         int(n) for line in loops for n in re.findall(r'"known_trip_count":{"n":"(\d+)"}', line)
@@ -253,7 +260,8 @@ def test_the_draft_loop_is_one_while_of_k_minus_1_trips(case: Compiled) -> None:
 
 
 def test_a_round_is_three_cuda_graphs_and_one_of_them_is_the_loops_body(case: Compiled) -> None:
-    """What lies before, in and after the draft loop; the host launches nothing else. Truncation adds its own loops after that."""
+    """What lies before, in and after the draft loop; the host launches nothing else. Truncation
+    adds its own loops after that."""
     kinds = [thunk.kind for thunk in case.round.inside]
     assert kinds[:3] == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
     assert len(kinds) == 3 or case.cfg.processors
@@ -266,7 +274,8 @@ def test_no_graph_holds_a_copy_to_an_address_that_the_host_computes(case: Compil
 
 
 def test_no_small_array_is_copied(case: Compiled) -> None:
-    """A copy is a launch. The indices of loops are, and what a loop of several rounds starts from."""
+    """A copy is a launch. The indices of loops are, and what a loop of several rounds starts
+    from."""
     entry = case.hlo[case.hlo.index("ENTRY ") :]
     copies = re.findall(r"= \w+\[\d[\d,]*\]\S* copy(?:-start)?\(.*", entry)
     assert not copies or case.num_rounds > 1, copies
@@ -278,7 +287,8 @@ def test_nothing_calls_the_host_and_nothing_sorts(case: Compiled) -> None:
 
 
 def test_no_kernel_is_launched_a_second_time_inside_a_fusion(case: Compiled) -> None:
-    """XLA copies a call into the "dynamic slice fusion" that writes its result into one step's columns, and keeps the call as well."""
+    """XLA copies a call into the "dynamic slice fusion" that writes its result into one step's
+    columns, and keeps the call as well."""
     computations = re.findall(
         r"^(?:ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}", case.hlo, re.M | re.S
     )
@@ -286,7 +296,8 @@ def test_no_kernel_is_launched_a_second_time_inside_a_fusion(case: Compiled) -> 
 
 
 def test_no_noise_is_written(case: Compiled) -> None:
-    """Kernels make it in registers, and keys and uniforms with it: what is left to XLA hashes nothing, so it shifts no word."""
+    """Kernels make it in registers, and keys and uniforms with it: what is left to XLA hashes
+    nothing, so it shifts no word."""
     if case.cfg.processors:
         pytest.skip("what cuts logits is XLA's, and shifts their bits")
     assert "shift-right-logical(" not in case.hlo
@@ -299,7 +310,8 @@ def test_no_kernel_spills(case: Compiled) -> None:
 
 
 def test_each_pass_has_one_launch_for_its_metadata(case: Compiled) -> None:
-    """Draft step 0's and the target's, and one in the draft loop's body; nothing else makes tables of the rotation or bounds of keys."""
+    """Draft step 0's and the target's, and one in the draft loop's body; nothing else makes tables
+    of the rotation or bounds of keys."""
     rows, around = case.cfg.num_speculative_tokens + 1, case.num_loops - 1
     launched = re.findall(r'mosaic_gpu_v2", .*op_name="([^"]*/step_metadata_\d+)/', case.hlo)
     assert Counter((name.count("/while/body"), name.rpartition("_")[2]) for name in launched) == {
@@ -319,9 +331,10 @@ def test_launches_of_a_draft_step(name: str, launches: int) -> None:
 
 
 def test_a_pass_over_tokens_begins_with_one_launch(case: Compiled) -> None:
-    """In the loop's body a draft step, around it the round's first one and the target's pass. The target's rows are so many that a product
-    and the next do not share the norm between them: each layer has its second norm, later layers their first, and an end. The first draft
-    step has an end: its second norm is of one row a request."""
+    """In the loop's body a draft step, around it the round's first one and the target's pass. The
+    target's rows are so many that a product and the next do not share the norm between them: each
+    layer has its second norm, later layers their first, and an end. The first draft step has an
+    end: its second norm is of one row a request."""
     kernel = r'mosaic_gpu_v2", .*op_name="jit\(decode_round\w+\)/(.*)/(embed_norm|rms_norm)_\d+/'
     found = Counter(
         (where.count("while/body") == case.num_loops, name)
@@ -359,7 +372,8 @@ def test_launches_of_a_target_layer(model: str) -> None:
 def test_a_sampled_draft_step_launches_what_a_greedy_one_does_and_keeps_its_logits(
     model: str,
 ) -> None:
-    """Temperature, noise and argmax are two launches, as the argmax alone; XLA takes three more. The one that is more copies the logits."""
+    """Temperature, noise and argmax are two launches, as the argmax alone; XLA takes three more.
+    The one that is more copies the logits."""
     cases = [
         next(
             r
@@ -374,7 +388,8 @@ def test_a_sampled_draft_step_launches_what_a_greedy_one_does_and_keeps_its_logi
 
 
 def test_gate_and_up_of_256_rows_are_the_kernels_and_no_product_copies_its_weights() -> None:
-    """Of the target's layers: 64 requests with four rows each (a draft step has one). The other products of so many rows are cuBLAS's."""
+    """Of the target's layers: 64 requests with four rows each (a draft step has one). The other
+    products of so many rows are cuBLAS's."""
     case = compiled(LARGE_BATCH)
     launched = re.findall(r'mosaic_gpu_v2", .*op_name="[^"]*/(swiglu_\w+)/', case.hlo)
     assert launched == ["swiglu_4096x14336_rows256"] * LARGE_BATCH.layers

@@ -58,7 +58,8 @@ def test_a_masked_row_writes_nothing(block_size: int) -> None:
 def test_rows_past_max_model_len_and_guard_blocks_are_left_alone(
     block_size: int, start: int
 ) -> None:
-    """max_model_len 16; the block after a request's last belongs to nobody, and is where a clamp or a wrap would write."""
+    """max_model_len 16; the block after a request's last belongs to nobody, and is where a clamp or
+    a wrap would write."""
     group, count = CacheGroup(block_size, 16), 4
     pages = 16 // block_size
     if pages + 2 > BLOCKS:

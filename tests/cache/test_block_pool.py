@@ -14,7 +14,8 @@ BLOCKS = 6
 
 
 class PoolModel(RuleBasedStateMachine):
-    """The same calls on a pool and on plain sets: who holds what, and which digests may still be found."""
+    """The same calls on a pool and on plain sets: who holds what, and which digests may still be
+    found."""
 
     def __init__(self) -> None:
         super().__init__()

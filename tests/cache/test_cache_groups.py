@@ -1,5 +1,6 @@
-"""KV-cache groups: each type of attention has its own metadata, a draft's steps build that of the draft's group alone, and rounds cross
-window, block and length boundaries without touching a block that is not theirs."""
+"""KV-cache groups: each type of attention has its own metadata, a draft's steps build that of the
+draft's group alone, and rounds cross window, block and length boundaries without touching a block
+that is not theirs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Built = list[tuple[CacheGroup, int]]
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Built:
-    """The group of each metadata that is built from here on, and how many pages the table has that it is built from."""
+    """The group of each metadata that is built from here on, and how many pages the table has that
+    it is built from."""
     groups: Built = []
     build = metadata._build_group
 
@@ -48,7 +50,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Built:
 
 @pytest.fixture
 def hybrid() -> tuple[RoundConfig, Any, Any, Any]:
-    """gpt-oss with an EAGLE draft that has a window of its own; each group's block table has another width, 10, 11 and 12 pages."""
+    """gpt-oss with an EAGLE draft that has a window of its own; each group's block table has
+    another width, 10, 11 and 12 pages."""
     model = family_model("gpt_oss", "eagle", window=7)
     cfg = model.round_config(K, max_model_len=40, sampled=False)
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
@@ -64,7 +67,8 @@ def hybrid() -> tuple[RoundConfig, Any, Any, Any]:
 def test_a_round_builds_the_metadata_of_each_group_from_its_own_table_and_no_other(
     built: Built, hybrid: Any
 ) -> None:
-    """Draft step 0's, and one in the body of the loop, of the draft's group; then that of the target's groups, once each."""
+    """Draft step 0's, and one in the body of the loop, of the draft's group; then that of the
+    target's groups, once each."""
     cfg, params, state, tables = hybrid
     jax.eval_shape(lambda s: decode.decode_round(cfg, params, s, tables), state)
     (full, window), (own,) = cfg.target_groups, cfg.draft_groups
@@ -110,7 +114,8 @@ def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blo
 
 
 def test_every_group_sees_what_its_attention_says() -> None:
-    """Window starts by definition, at each step of a draft that had such groups, through blocks, windows, chunks and the length limit."""
+    """Window starts by definition, at each step of a draft that had such groups, through blocks,
+    windows, chunks and the length limit."""
     groups = (FULL, WINDOW, CHUNK)
     layers: Any = {"attention": ATTENTION, "ops": REFERENCE_OPS}
     table = jnp.asarray(np.random.default_rng(0).permutation(40 * 10).reshape(40, 10), jnp.int32)
@@ -143,7 +148,8 @@ def test_groups_can_have_block_tables_of_their_own() -> None:
 
 
 def test_blocks_that_left_the_window_are_never_read() -> None:
-    """The window's group has a block table of its own, where the pages before the window are a block full of NaN."""
+    """The window's group has a block table of its own, where the pages before the window are a
+    block full of NaN."""
     model, size = family_model("gpt_oss", "eagle"), 4
     cfg: Any = model.target
     params = model.params["target"]
@@ -179,7 +185,8 @@ def test_blocks_that_left_the_window_are_never_read() -> None:
     )
 
 
-# Every kind of attention: full; full and window, with a draft of another window; full and chunks; latent; compressed entries and window.
+# Every kind of attention: full; full and window, with a draft of another window; full and chunks;
+# latent; compressed entries and window.
 KINDS = {
     "mimo": ("mtp", None),
     "gpt_oss": ("eagle", 6),
@@ -217,8 +224,8 @@ def own_tables(
 
 @cache
 def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
-    """Greedy, from prompts in chunks to max_model_len, where the last rounds verify rows that no longer fit. The blocks of nobody are
-    full of sevens, and have to stay it."""
+    """Greedy, from prompts in chunks to max_model_len, where the last rounds verify rows that no
+    longer fit. The blocks of nobody are full of sevens, and have to stay it."""
     method, window = KINDS[family]
     model = family_model(family, method, window=window)
     cfg = model.round_config(num_drafts, max_model_len=LIMIT, sampled=False)
@@ -269,7 +276,8 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
     ],
 )
 def test_rounds_to_the_length_limit_leave_other_blocks_alone(family: str, num_drafts: int) -> None:
-    """Past every window, chunk, block and max_model_len, of every kind of attention; the text is plain decoding's."""
+    """Past every window, chunk, block and max_model_len, of every kind of attention; the text is
+    plain decoding's."""
     texts = texts_to_the_limit(family, num_drafts)
     assert texts == texts_to_the_limit(family, 0) and [len(t) for t in texts] == [
         LIMIT - len(p) for p in PROMPTS

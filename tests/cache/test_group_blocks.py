@@ -1,4 +1,5 @@
-"""What a request holds of a group with a window, against a small model of it: just the pages that its rows to come see."""
+"""What a request holds of a group with a window, against a small model of it: just the pages that
+its rows to come see."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def seen_from(group: CacheGroup, position: int) -> set[int]:
 
 
 class GroupModel(RuleBasedStateMachine):
-    """Requests write one text, from some cached prefix on, a few tokens at a time, and end; each checks what it holds."""
+    """Requests write one text, from some cached prefix on, a few tokens at a time, and end; each
+    checks what it holds."""
 
     group = CacheGroup(SIZE, LENGTH, window=5)
 
@@ -64,7 +66,8 @@ class GroupModel(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), kept=st.integers(0, 4), more=st.integers(1, 9))
     def advance(self, data: st.DataObject, kept: int, more: int) -> None:
-        """Write up to the end; go on from `kept` tokens before it (the others were rejected), with blocks for `more`."""
+        """Write up to the end; go on from `kept` tokens before it (the others were rejected), with
+        blocks for `more`."""
         held, text = data.draw(st.sampled_from(self.running))
         position, end = text
         for page in range(position // SIZE, -(-end // SIZE)):

@@ -1,4 +1,5 @@
-"""Attention metadata of every draft step equals a from-scratch build in plain Python, and nothing in it may be stale."""
+"""Attention metadata of every draft step equals a from-scratch build in plain Python, and nothing
+in it may be stale."""
 
 from __future__ import annotations
 
@@ -291,7 +292,8 @@ def test_padding_rows_keep_length_0() -> None:
 
 @pytest.mark.parametrize(("position", "following"), [(50, 51), (98, 99), (99, 100), (100, 100)])
 def test_positions_advance_and_are_clamped_at_the_limit(position: int, following: int) -> None:
-    """vLLM's first runner moves positions of 100 and beyond to 0 (PAD); ours, like its second, clamps and drops the write."""
+    """vLLM's first runner moves positions of 100 and beyond to 0 (PAD); ours, like its second,
+    clamps and drops the write."""
     before = rebuilt([position + 1], steps=0, limit=100)
     assert before.positions[0, 0] == position
     (after,) = rebuild_draft_metadata(

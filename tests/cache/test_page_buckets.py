@@ -1,4 +1,5 @@
-"""Requests that end where a bucket of pages ends: the rows that a round verifies past the end never touch what they attend to."""
+"""Requests that end where a bucket of pages ends: the rows that a round verifies past the end never
+touch what they attend to."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_greedy_text_is_plain_where_a_page_bucket_ends(prompt_len: int, max_toke
 
 
 def test_a_sampled_request_at_the_end_of_its_bucket_does_not_see_a_longer_neighbour() -> None:
-    """The neighbour needs a larger bucket of pages, in which the first request's last rounds have room past its end."""
+    """The neighbour needs a larger bucket of pages, in which the first request's last rounds have
+    room past its end."""
     model = tiny_model("eagle")
     llm = engine(model, True)
     short, long = random_prompts([100, 200], seed=4)

@@ -1,4 +1,5 @@
-"""Values of the wrong kind, in a raw config.json, a setting or a prompt: one ConfigError sentence, never a traceback."""
+"""Values of the wrong kind, in a raw config.json, a setting or a prompt: one ConfigError sentence,
+never a traceback."""
 
 from __future__ import annotations
 
@@ -184,7 +185,8 @@ def test_settings_may_be_numpys_integers() -> None:
         ),  # type: ignore[arg-type]
         (
             lambda: LLM("a-folder"),
-            "target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got 'a-folder'",
+            "target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got "
+            "'a-folder'",
         ),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(model=["x"]), "model"),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(norm_output="yes"), "norm_output"),  # type: ignore[arg-type]

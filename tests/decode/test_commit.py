@@ -45,7 +45,8 @@ def committed(state: DecodeState) -> DecodeState:
 
 
 def test_the_next_token_is_the_last_sampled_one_and_an_idle_row_keeps_its_own() -> None:
-    """cases.md 3.5: backups 10..40, the third request padding, the fourth discarded -> [1, 4, 30, 40], counts [2, 5, 0, 0]."""
+    """cases.md 3.5: backups 10..40, the third request padding, the fourth discarded
+    -> [1, 4, 30, 40], counts [2, 5, 0, 0]."""
     after = committed(four_requests([64] * 4, [[-1]] * 4))
     assert after.next_token.tolist() == [1, 4, 30, 40]
     assert after.num_generated.tolist() == [2, 5, 0, 0]

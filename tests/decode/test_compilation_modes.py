@@ -54,7 +54,8 @@ def test_eager_gives_the_same_tokens_and_counts() -> None:
 
 
 def test_step_mode_compiles_one_program_for_all_later_steps() -> None:
-    """First step, next step (for steps 1 .. 4), verify and commit: three programs, and none in the round after.
+    """First step, next step (for steps 1 .. 4), verify and commit: three programs, and none in the
+    round after.
 
     The steps' programs are those of the draft's two parts.
     """
@@ -87,7 +88,8 @@ def launches(trace_folder: str) -> int:
 
 
 def test_a_decode_only_round_launches_one_program(tmp_path: Path) -> None:
-    """Counted in a profile, the host's block table being NumPy; step mode's count shows that the profile sees them."""
+    """Counted in a profile, the host's block table being NumPy; step mode's count shows that the
+    profile sees them."""
     model = agreeing_model("eagle")
     cfg = model.round_config(K, rule="probabilistic")
     tables, num_blocks = block_tables(3, cfg)

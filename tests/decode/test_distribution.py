@@ -1,8 +1,10 @@
-"""Sampled output follows the target's distribution, through the real propose and verify and their own random streams.
+"""Sampled output follows the target's distribution, through the real propose and verify and their
+own random streams.
 
-The toy families' text is a Markov chain (row t of a table follows token t), so every probability is exact. One batch row is one trial: a
-request with a seed of its own. Conditional on the token before it, each token of a round follows the target's row, whatever was accepted;
-and a request's first tokens, over as many rounds as they took, follow the chain.
+The toy families' text is a Markov chain (row t of a table follows token t), so every probability is
+exact. One batch row is one trial: a request with a seed of its own. Conditional on the token before
+it, each token of a round follows the target's row, whatever was accepted; and a request's first
+tokens, over as many rounds as they took, follow the chain.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Chain:
 
     @property
     def classes(self) -> np.ndarray:
-        """[V] tokens in GROUPS classes of one size, by how much more the target likes them than the draft does."""
+        """[V] tokens in GROUPS classes of one size, by how much more the target likes them than the
+        draft does."""
         excess = (self.target - self.draft).mean(axis=0)
         return np.argsort(np.argsort(excess)) * GROUPS // V
 
@@ -77,12 +80,14 @@ class Trials:
 
     @property
     def acceptance(self) -> list[float]:
-        """Of the first round: the share of trials that accept the draft at each position, among those that got there."""
+        """Of the first round: the share of trials that accept the draft at each position, among
+        those that got there."""
         reached = [np.mean(self.counts[0] > i) for i in range(self.tokens.shape[2])]
         return [later / earlier for earlier, later in itertools.pairwise(reached)]
 
     def steps(self) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-        """(round, position, the token before, the token) of every position, over the trials that sampled it."""
+        """(round, position, the token before, the token) of every position, over the trials that
+        sampled it."""
         before = np.full(self.counts.shape[1], START)
         for r, (tokens, counts) in enumerate(zip(self.tokens, self.counts, strict=True)):
             for p in range(tokens.shape[1]):
@@ -106,7 +111,8 @@ cached_round = cache(one_round)
 
 
 def draft_params(cfg: RoundConfig, draft: np.ndarray) -> dict[str, jax.Array]:
-    """The draft's table; with a vocabulary of its own, of some of the tokens in an order of its own, with the maps."""
+    """The draft's table; with a vocabulary of its own, of some of the tokens in an order of its
+    own, with the maps."""
     if not cfg.draft.maps_vocabulary:
         return {"table": jnp.asarray(draft)}
     ids = np.random.default_rng(8).permutation(V)[: cfg.draft.draft_vocab_size]
@@ -168,7 +174,8 @@ def play(
 
 
 def biased_steps(trials: Trials, chain: str, temperature: float) -> list[tuple[int, int, float]]:
-    """(round, position, statistic) wherever the tokens do not follow the target's row of the token before."""
+    """(round, position, statistic) wherever the tokens do not follow the target's row of the token
+    before."""
     found, P = [], CHAINS[chain].transition(temperature)
     for r, p, before, token in trials.steps():
         if (
@@ -247,7 +254,8 @@ def test_every_position_follows_the_target_when_drafts_are_greedy(
 def test_every_position_follows_the_target_when_the_draft_has_a_vocabulary_of_its_own(
     rule: str, temperature: float
 ) -> None:
-    """d2t: q lives on some of the tokens; the others are only ever recovered, or the strict rule's own."""
+    """d2t: q lives on some of the tokens; the others are only ever recovered, or the strict rule's
+    own."""
     cfg = toy_config(V, K, rule, draft=ToyDraft(V, own_vocab_size=V * 3 // 4))
     trials = play(cfg, "independent", temperature, rounds=1)
     assert trials.acceptance[1] > 0.05
@@ -266,7 +274,8 @@ def test_every_position_follows_the_target_when_the_draft_has_a_vocabulary_of_it
 def test_the_first_tokens_together_follow_the_target_over_several_rounds(
     rule: str, draft_sampling: str, rounds: int, temperature: float
 ) -> None:
-    """On a chain whose rows are alike, where noise met again in the next round would show (see the next test)."""
+    """On a chain whose rows are alike, where noise met again in the next round would show (see the
+    next test)."""
     trials = play(toy_config(V, K, rule, draft_sampling), "alike", temperature, rounds)
     assert within_limit(*joint_statistic(trials, "alike", temperature))
     assert not biased_steps(trials, "alike", temperature)
@@ -325,7 +334,8 @@ def test_noise_shared_between_draft_and_recovered_token_biases_the_output(
 
 
 def forget_later_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft logits of steps 1 and on are never written: the buffer stays zero, or holds what an earlier round left."""
+    """Draft logits of steps 1 and on are never written: the buffer stays zero, or holds what an
+    earlier round left."""
     write_step, empty = propose_module.write_step, propose_module.empty_proposal
 
     def write_first_only(
@@ -356,7 +366,8 @@ def right_trials(rule: str) -> Trials:
 def test_draft_logits_that_are_not_written_bias_the_output_and_flatter_acceptance(
     rule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM issue #37639: from position 1 on. (Block judges position 0 by the logits of step 1, so there it is wrong too.)"""
+    """vLLM issue #37639: from position 1 on. (Block judges position 0 by the logits of step 1, so
+    there it is wrong too.)"""
     cfg = toy_config(V, K, rule)
     right = right_trials(rule)
     forget_later_logits(kind, monkeypatch)

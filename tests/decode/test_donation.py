@@ -27,9 +27,11 @@ from tests.support.tiny import (
 )
 
 LENGTHS, K = (5, 9, 1), 3
-# Operations that reach the host, in StableHLO and in optimised HLO (whose tables of file and function names may hold any word).
+# Operations that reach the host, in StableHLO and in optimised HLO (whose tables of file and
+# function names may hold any word).
 HOST = re.compile(
-    r'custom_call @\w*callback|custom_call_target="\w*callback|\b(?:infeed|outfeed|send|recv)\(|stablehlo\.(?:infeed|outfeed|send|recv)'
+    r'custom_call @\w*callback|custom_call_target="\w*callback|'
+    r"\b(?:infeed|outfeed|send|recv)\(|stablehlo\.(?:infeed|outfeed|send|recv)"
 )
 
 
@@ -99,7 +101,8 @@ def test_the_search_finds_a_host_callback() -> None:
 
 
 def cache_copies(text: str, caches: list[jax.Array]) -> list[str]:
-    """Lines of optimised HLO that copy a buffer as large as a cache, in whatever shape it is seen there."""
+    """Lines of optimised HLO that copy a buffer as large as a cache, in whatever shape it is seen
+    there."""
     sizes = {x.size for x in caches}
     found = []
     for line in text.splitlines():
@@ -111,7 +114,8 @@ def cache_copies(text: str, caches: list[jax.Array]) -> list[str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_cache_is_copied(method: str) -> None:
-    """In the optimised program; without donation there is a copy of every cache, so the search can find them."""
+    """In the optimised program; without donation there is a copy of every cache, so the search can
+    find them."""
     model = agreeing_model(method)
     cfg = model.round_config(K)
     program, state, tables = lowered(cfg, model)

@@ -1,6 +1,8 @@
-"""Sampled text of a hybrid and of a latent-attention model follows the target's distribution, jointly over several rounds.
+"""Sampled text of a hybrid and of a latent-attention model follows the target's distribution,
+jointly over several rounds.
 
-The vocabulary is small enough for every text to be enumerated: its probability comes from passes of the target alone over the whole text.
+The vocabulary is small enough for every text to be enumerated: its probability comes from passes of
+the target alone over the whole text.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def probabilities(model: Model) -> np.ndarray:
 
 
 def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
-    """How often each text came out of prefill and rounds, and the numbers of accepted drafts that were seen."""
+    """How often each text came out of prefill and rounds, and the numbers of accepted drafts that
+    were seen."""
     cfg = model.round_config(K, max_model_len=24, rule=rule)
     tables, num_blocks = block_tables(BATCH, cfg)
     counts, accepted = np.zeros((VOCAB,) * LENGTH), set()

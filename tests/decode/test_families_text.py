@@ -1,4 +1,5 @@
-"""Greedy speculative text equals plain greedy text in float32 for targets with windows, experts and latent caches, and for MTP drafts."""
+"""Greedy speculative text equals plain greedy text in float32 for targets with windows, experts and
+latent caches, and for MTP drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Greedy speculative text equals plain greedy text in float32, whether the draft agrees with the target or not."""
+"""Greedy speculative text equals plain greedy text in float32, whether the draft agrees with the
+target or not."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_greedy_text_equals_plain_text_when_they_are_not(
 def run_equals_plain(kind: str, method: str, K: int, block_size: int, rule: str) -> float:
     """Unequal prompts and ends. Returns the mean acceptance length."""
     model, plain = model_and_plain_text(kind, method)
-    # With sampled=True the program is the one for batches in which other requests sample: there the rule matters.
+    # With sampled=True the program is the one for batches in which other requests sample: there the
+    # rule matters.
     cfg = model.round_config(K, block_size=block_size, rule=rule, sampled=K == 3 or rule == "block")
     run = generate(
         cfg,

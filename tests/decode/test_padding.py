@@ -1,4 +1,5 @@
-"""Padding rows, whatever they hold, change no live row, cache block or metric; nor do slots and neighbours."""
+"""Padding rows, whatever they hold, change no live row, cache block or metric; nor do slots and
+neighbours."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ OTHER_NEIGHBOURS: list[int | None] = [2, 2, 0, 1]
 def test_text_does_not_depend_on_padding_slot_or_neighbours(
     method: str, rule: str, draft_sampling: str, orders: list[list[int | None]]
 ) -> None:
-    """Greedy and sampled requests: in buckets of 3, 4 and 8, in other slots, beside other requests."""
+    """Greedy and sampled requests: in buckets of 3, 4 and 8, in other slots, beside other
+    requests."""
     model, prompts = agreeing_model(method), random_prompts(LENGTHS)
     cfg = model.round_config(K, rule=rule, draft_sampling=draft_sampling)
     sampling = sampling_state([1, 2, 3], TEMPERATURES)
@@ -70,7 +72,8 @@ def test_text_does_not_depend_on_padding_slot_or_neighbours(
 
 @pytest.mark.parametrize("rule", ["strict", "block"])
 def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
-    """Rows 1 and 3 are idle and hold NaN hidden states, wild tokens and lengths, and a block table that names live blocks."""
+    """Rows 1 and 3 are idle and hold NaN hidden states, wild tokens and lengths, and a block table
+    that names live blocks."""
     model = agreeing_model("eagle3")
     processors = frozenset({"truncation"} if rule == "block" else ())
     cfg = model.round_config(K, rule=rule, processors=processors)

@@ -1,4 +1,5 @@
-"""Whoever runs a target and a draft without the engine gives each its KV-cache groups: its tokens are those of plain decoding."""
+"""Whoever runs a target and a draft without the engine gives each its KV-cache groups: its tokens
+are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def test_a_draft_has_a_group_of_its_own_unless_it_sees_just_as_far(
 def test_each_of_several_draft_groups_shares_a_pool_or_has_its_own(
     draft_sights: list[dict[str, Any]], pools: tuple[int, ...], own: list[int]
 ) -> None:
-    """Beside a target with full attention and a window of 5; own: the draft groups that share no pool."""
+    """Beside a target with full attention and a window of 5; own: the draft groups that share no
+    pool."""
     model = family_model("gpt_oss", "eagle")
     cfg = RoundConfig(
         target=model.target,

@@ -1,4 +1,5 @@
-"""Prefill in chunks of any size leaves the same caches, pending row and first proposal as in one chunk."""
+"""Prefill in chunks of any size leaves the same caches, pending row and first proposal as in one
+chunk."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def gathered(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_chunked_prefill_equals_one_chunk(method: str) -> None:
-    """Chunks of 1, K, block size - 1 and block size; prompts that end in different chunks, and at a chunk's end."""
+    """Chunks of 1, K, block size - 1 and block size; prompts that end in different chunks, and at a
+    chunk's end."""
     model = tiny_model(method)
     cfg = model.round_config(K, block_size=BLOCK, max_model_len=32, rule="probabilistic")
     prompts, sampling = random_prompts(LENGTHS), sampling_state([1, 2, 3, 4], (0.0, 1.0, 0.7, 1.0))
@@ -139,7 +141,8 @@ def stop_arrays(batch: int) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.usefixtures("toy_families")
 def test_the_drafts_ids_are_the_prompts_shifted_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[10,11,12 | 20,21 | 30,31,32,33] with sampled next tokens 100, 200, 300 (cases.md 3.5): the last pair of each waits as pending."""
+    """[10,11,12 | 20,21 | 30,31,32,33] with sampled next tokens 100, 200, 300 (cases.md 3.5): the
+    last pair of each waits as pending."""
     seen = []
 
     def forward(

@@ -1,4 +1,5 @@
-"""A draft that knows the text is accepted whole in every round, one that is always wrong never; the text is the same."""
+"""A draft that knows the text is accepted whole in every round, one that is always wrong never; the
+text is the same."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def expected_counts(K: int, accepted: int) -> list[int]:
 def test_replay_is_accepted_whole_and_a_hostile_draft_never(
     K: int, rule: str, temperature: float
 ) -> None:
-    """Sampled under the strict rule, greedy under the others: elsewhere a sampled text is not the plain one."""
+    """Sampled under the strict rule, greedy under the others: elsewhere a sampled text is not the
+    plain one."""
     model = tiny_model("eagle")
     prompts, sampling = random_prompts(LENGTHS), sampling_state([1, 2, 3], temperature)
     sampled = bool(temperature)

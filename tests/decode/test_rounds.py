@@ -1,6 +1,8 @@
-"""A state reached by rounds is the state that prefilling the same text gives: for what the draft proposes next, and for the caches.
+"""A state reached by rounds is the state that prefilling the same text gives: for what the draft
+proposes next, and for the caches.
 
-Text alone cannot show this: a draft that reads the wrong hidden states or rows is only accepted less often.
+Text alone cannot show this: a draft that reads the wrong hidden states or rows is only accepted
+less often.
 """
 
 from __future__ import annotations

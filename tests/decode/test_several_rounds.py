@@ -1,6 +1,8 @@
-"""Several rounds as one program: what comes of it is what single rounds give, the caches stay in place, and the host dispatches less often.
+"""Several rounds as one program: what comes of it is what single rounds give, the caches stay in
+place, and the host dispatches less often.
 
-The engine's property tests (test_engine_requests.py, test_engine_groups.py, test_scheduler.py) run with several rounds a step too.
+The engine's property tests (test_engine_requests.py, test_engine_groups.py, test_scheduler.py) run
+with several rounds a step too.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ V, LIMIT = 32, 48
 
 
 def state_of(cfg: Any, params: Any) -> tuple[Any, tuple[np.ndarray, ...]]:
-    """Requests of which the second ends within the first rounds; in a pool larger than what attention gathers of it."""
+    """Requests of which the second ends within the first rounds; in a pool larger than what
+    attention gathers of it."""
     tables, num_blocks = block_tables(3, cfg, shuffle_seed=0, guard=5)
     sampling = sampling_state([1, 2, 3], 1.0)
     return start(
@@ -41,7 +44,8 @@ def state_of(cfg: Any, params: Any) -> tuple[Any, tuple[np.ndarray, ...]]:
 
 
 def test_a_step_of_rounds_is_as_many_single_rounds() -> None:
-    """Tokens, counts and every integer of the state exactly; in the request that ends, the rounds after are idle."""
+    """Tokens, counts and every integer of the state exactly; in the request that ends, the rounds
+    after are idle."""
     model = agreeing_model("eagle3")
     cfg = model.round_config(K)
     state, tables = state_of(cfg, model.params)
@@ -119,7 +123,8 @@ KINDS = {
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_of_every_kind_have_what_single_rounds_give_them(kind: str) -> None:
-    """Tokens, texts, log-probabilities, counts and increments, sampled and greedy; more requests than run together, blocks for few."""
+    """Tokens, texts, log-probabilities, counts and increments, sampled and greedy; more requests
+    than run together, blocks for few."""
     prompts = random_prompts([1 + i % 7 for i in range(8)], seed=1, vocab=V)
     params = [SamplingParams(i % 2, seed=i, max_tokens=3 + 4 * i, **KINDS[kind]) for i in range(8)]
     found = {}
@@ -170,7 +175,8 @@ def test_greedy_text_is_plain_decodings_with_rounds_of_either_kind() -> None:
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_round_of_a_step_drafts_past_the_drafts_context(depth: int) -> None:
-    """The draft is always right: every round until then gives K + 1 tokens, and every one after it a single one."""
+    """The draft is always right: every round until then gives K + 1 tokens, and every one after it
+    a single one."""
     for longest in range(12, 16):
         llm, increments = engine(rounds_per_step=R, spec={"draft_max_model_len": longest}), []
         llm.engine.depth = depth

@@ -1,4 +1,5 @@
-"""Rows of the resident state: moved, filled and cleared; drafts limited row by row; rounds without drafts."""
+"""Rows of the resident state: moved, filled and cleared; drafts limited row by row; rounds without
+drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Under the strict rule a seed gives the same sampled text with and without speculation: the noise belongs to the position."""
+"""Under the strict rule a seed gives the same sampled text with and without speculation: the noise
+belongs to the position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Judging a batch whose logits would be too large in pieces gives the same bits as judging it whole."""
+"""Judging a batch whose logits would be too large in pieces gives the same bits as judging it
+whole."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ K, BATCH = 3, 7
 def test_pieces_give_the_bits_of_the_whole(
     rule: str, temperature: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """7 requests, of which 3 and 4 at a time leave a rest; log-probabilities are among the results."""
+    """7 requests, of which 3 and 4 at a time leave a rest; log-probabilities are among the
+    results."""
     model = agreeing_model("eagle")
     cfg = model.round_config(K, rule=rule, sampled=temperature > 0, logprobs=True)
     tables, num_blocks = block_tables(BATCH, cfg)

@@ -1,4 +1,5 @@
-"""Propose: the compiled loop equals an eager, step-by-step draft written here with dense bookkeeping, in every column."""
+"""Propose: the compiled loop equals an eager, step-by-step draft written here with dense
+bookkeeping, in every column."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def config(model: Model, K: int, rule: str = "probabilistic", **changes: Any) ->
 
 
 def inputs_for(cfg: RoundConfig, seed: int = 0) -> tuple[DraftInputs, Any]:
-    """Pending windows of every size from 1 to K+1, an idle row, a row whose steps run into max_model_len; NaN where nothing was cached."""
+    """Pending windows of every size from 1 to K+1, an idle row, a row whose steps run into
+    max_model_len; NaN where nothing was cached."""
     K, rng = cfg.num_speculative_tokens, np.random.default_rng(seed)
     seq_lens = np.array([K + 1, 9, 16, 7, LIMIT - 1], np.int32)
     pending = np.array([K + 1, 1, min(2, K + 1), 0, K], np.int32)
@@ -83,7 +85,8 @@ def dense(cache: FullCache, table: np.ndarray) -> FullCache:
 
 
 def dense_pass(first: int, rows: int, window: int | None) -> Pass:
-    """A pass over rows at positions first, first + 1, ... of one request whose slots are its positions."""
+    """A pass over rows at positions first, first + 1, ... of one request whose slots are its
+    positions."""
     positions = np.minimum(first + np.arange(rows), LIMIT)
     length = min(first + rows, LIMIT)
     seen_from = np.zeros(rows) if window is None else np.maximum(positions - window + 1, 0)
@@ -108,7 +111,8 @@ def one_pass(
     pass_: Pass,
     caches: Any,
 ) -> tuple[Any, Any, Any]:
-    """The family's own forward and head on all rows: logits [batch, rows, Vd], feedback and caches."""
+    """The family's own forward and head on all rows: logits [batch, rows, Vd], feedback and
+    caches."""
     family = drafts.family(cfg)
     out = family.forward(params, cfg, tokens, hidden, pass_, caches)
     return family.logits(params, cfg, out.head_input, pass_.ops), out.feedback, out.caches
@@ -120,7 +124,8 @@ noise_of = jax.jit(gumbel_noise, static_argnums=(1, 4))
 def eager_draft(
     cfg: RoundConfig, params: Any, inputs: DraftInputs, caches: Any, b: int
 ) -> tuple[list[int], np.ndarray, Any, list[Any]]:
-    """Request b alone, one draft pass after another: tokens [K], logits [K, Vd], the caches, and what hidden state each step feeds back."""
+    """Request b alone, one draft pass after another: tokens [K], logits [K, Vd], the caches, and
+    what hidden state each step feeds back."""
     family, K = drafts.family(cfg.draft), cfg.num_speculative_tokens
     length, n = int(inputs.seq_lens[b]), int(inputs.num_pending[b])
     temperature, keys = float(inputs.sampling.temperature[b]), inputs.sampling.keys[b : b + 1]
@@ -178,7 +183,8 @@ def assert_equals_eager_draft(
 def assert_only_this_proposals_slots_changed(
     cfg: RoundConfig, carry: Any, inputs: DraftInputs, caches: Any
 ) -> None:
-    """Step 0's pending rows and one row of each later step; nothing past step K-1's slot, no idle or guard block."""
+    """Step 0's pending rows and one row of each later step; nothing past step K-1's slot, no idle
+    or guard block."""
     size, expected = cfg.block_size, set()
     for length, n, table in zip(
         inputs.seq_lens.tolist(),
@@ -203,8 +209,8 @@ WINDOWS = {1: None, 2: 3, 3: None, 4: 3, 5: None}
 @pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_an_eager_draft_in_every_column(method: str, K: int) -> None:
-    """Tokens, logits, caches and feedback; greedy and sampled rows, sliding windows, max_model_len; into poisoned buffers.
-    And no slot of the cache changes but those of the proposal's own rows."""
+    """Tokens, logits, caches and feedback; greedy and sampled rows, sliding windows, max_model_len;
+    into poisoned buffers. And no slot of the cache changes but those of the proposal's own rows."""
     model = tiny_model(method, window=WINDOWS[K])
     cfg = config(model, K)
     inputs, caches = inputs_for(cfg)
@@ -243,7 +249,8 @@ def test_other_ways_to_draw_equal_the_eager_draft_too(
 
 
 def test_the_carry_is_that_of_the_last_step() -> None:
-    """Driven by hand, the carry after steps 0 .. K-1 and the one that propose returns hold the same token and hidden state."""
+    """Driven by hand, the carry after steps 0 .. K-1 and the one that propose returns hold the same
+    token and hidden state."""
     K, model = 4, tiny_model("eagle3")
     cfg = config(model, K)
     inputs, caches = inputs_for(cfg)
@@ -262,7 +269,8 @@ def test_the_carry_is_that_of_the_last_step() -> None:
 def test_stale_metadata_changes_the_compiled_loops_logits(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With step 1's metadata in every later step, columns 0 and 1 still agree with the eager draft and later ones do not."""
+    """With step 1's metadata in every later step, columns 0 and 1 still agree with the eager draft
+    and later ones do not."""
 
     def step_1_always(
         groups: Any, block_tables: Any, seq_lens: Any, num_pending: Any, step: Any, **options: Any

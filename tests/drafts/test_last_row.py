@@ -1,4 +1,5 @@
-"""A draft that is asked for one row: that row as before, the caches of all rows, and less arithmetic than for all."""
+"""A draft that is asked for one row: that row as before, the caches of all rows, and less
+arithmetic than for all."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ def sampling(lengths: tuple[int, ...]) -> list[SamplingParams]:
 
 @cache
 def plain_texts() -> tuple[list[int], ...]:
-    """Plain decoding's texts, each K + 1 tokens longer than LENGTHS, for what the last rounds accept."""
+    """Plain decoding's texts, each K + 1 tokens longer than LENGTHS, for what the last rounds
+    accept."""
     lengths = tuple(n + K + 1 for n in LENGTHS)
     outputs = ngram_llm(plain=True).generate(PROMPTS, sampling(lengths))
     return tuple(o.token_ids for o in outputs)

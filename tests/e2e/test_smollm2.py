@@ -1,4 +1,5 @@
-"""The real target and the trained head, end to end: greedy speculative text is the target's own, in every mode and for every K."""
+"""The real target and the trained head, end to end: greedy speculative text is the target's own, in
+every mode and for every K."""
 
 from __future__ import annotations
 
@@ -121,8 +122,8 @@ def test_trained_heads_reach_the_acceptance_that_was_recorded(
 ) -> None:
     """The demo's prompts at K = 3; MT-bench's figures are in the cards.
 
-    A wrong norm or aux layer leaves the text right: of EAGLE-3, norm_output off gives 2.38 here, aux layers one up 2.13,
-    norm_before_residual off 1.54.
+    A wrong norm or aux layer leaves the text right: of EAGLE-3, norm_output off gives 2.38 here,
+    aux layers one up 2.13, norm_before_residual off 1.54.
     """
     speculative = SpeculativeConfig(model=head, method=method, num_speculative_tokens=3)
     draft = load_draft(resolve(head, kind="draft"), *models.target, speculative, jnp.float32)
@@ -180,7 +181,8 @@ def test_bfloat16_text_of_a_gpu_is_the_plain_one_at_batch_1() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bfloat16_text_of_a_gpu_does_not_depend_on_neighbours(temperature: float) -> None:
-    """With batch_invariant, alone and among others; scripts/compare_batching.py does it for 64 of MT-bench's prompts."""
+    """With batch_invariant, alone and among others; scripts/compare_batching.py does it for 64 of
+    MT-bench's prompts."""
     chats = [[{"role": "user", "content": text}] for text in DEMO]
     speculative = {"model": HEAD, "num_speculative_tokens": 3}
     llm = LLM.from_pretrained(

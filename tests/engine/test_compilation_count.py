@@ -44,8 +44,8 @@ def engine(model: Model, rule: str = "probabilistic", **changes: Any) -> LLM:
 def test_nothing_compiles_after_warm_up(
     speculative: bool, per_step: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated requests. is_large: the rows decide
-    whether a round is CUDA graphs."""
+    """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated
+    requests. is_large: the rows decide whether a round is CUDA graphs."""
     if is_large:
         monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES", 0)
         monkeypatch.setattr(
@@ -139,7 +139,8 @@ def test_nothing_compiles_after_warmup_for_where_the_prefix_cache_shortens_promp
 def test_nothing_compiles_after_warmup_for_where_prefill_calls_are_larger_or_smaller_than_prompts(
     lengths: tuple[int, ...], max_tokens: int, limit: int, per_step: int
 ) -> None:
-    """A preempted request is prefilled with all that it has generated; of a prompt of five tiles and calls of four one is left."""
+    """A preempted request is prefilled with all that it has generated; of a prompt of five tiles
+    and calls of four one is left."""
     table = {
         "table": jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)), jnp.float32)
     }
@@ -163,7 +164,8 @@ def test_nothing_compiles_after_warmup_for_where_prefill_calls_are_larger_or_sma
 
 @pytest.mark.parametrize("compilation", ["round", "step"])
 def test_one_compilation_for_each_bucket(compilation: str) -> None:
-    """A first batch compiles its programs once however many rounds it runs; another batch of the same bucket compiles nothing."""
+    """A first batch compiles its programs once however many rounds it runs; another batch of the
+    same bucket compiles nothing."""
     llm = engine(
         agreeing_model("eagle"),
         compilation=compilation,
@@ -191,7 +193,8 @@ def test_one_compilation_for_each_bucket(compilation: str) -> None:
 
 
 def test_batch_invariant_programs_have_one_shape_whatever_runs() -> None:
-    """Then a product's rows, and with them its bits, are the same for a request alone and among others."""
+    """Then a product's rows, and with them its bits, are the same for a request alone and among
+    others."""
     llm = engine(
         agreeing_model("eagle"), batch_invariant=True, max_num_batched_tokens=128, max_model_len=40
     )

@@ -1,4 +1,5 @@
-"""Text as it comes: pieces put together are the text, stop strings are found wherever tokens cut them."""
+"""Text as it comes: pieces put together are the text, stop strings are found wherever tokens cut
+them."""
 
 from __future__ import annotations
 

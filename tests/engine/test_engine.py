@@ -191,7 +191,8 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(rule: str) ->
 
 
 def test_metrics_of_an_example_worked_out_by_hand() -> None:
-    """The draft is wrong after 5 and 8. From 0, prefill gives 1, and rounds give 2 3 4 5 | 6 | 7 8 9 | 10 11 12 13."""
+    """The draft is wrong after 5 and 8. From 0, prefill gives 1, and rounds give 2 3 4 5 | 6 | 7 8
+    9 | 10 11 12 13."""
     llm = engine(wrong_after=(5, 8))
     (output,) = llm.generate([[0]], GREEDY)
     m = output.metrics

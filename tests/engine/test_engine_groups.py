@@ -1,5 +1,5 @@
-"""The engine over several KV-cache groups, each with a pool far too small: every request has the text that it has alone, nothing compiles
-while decoding, and all blocks of all groups come back."""
+"""The engine over several KV-cache groups, each with a pool far too small: every request has the
+text that it has alone, nothing compiles while decoding, and all blocks of all groups come back."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def make(
 
 @dataclass
 class Engines:
-    """small: pools in which one request of the largest size just fits. roomy: nobody is preempted, nothing is shared, and blocks are not
-    given out again soon. Both have caches of the same shapes, and so the same programs: those that were compiled."""
+    """small: pools in which one request of the largest size just fits. roomy: nobody is preempted,
+    nothing is shared, and blocks are not given out again soon. Both have caches of the same shapes,
+    and so the same programs: those that were compiled."""
 
     model: Model
     small: LLM
@@ -99,7 +100,8 @@ def all_free(llm: LLM) -> bool:
 
 
 def random_requests(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Lengths and parameters at random; half of the prompts start alike, longer than every window."""
+    """Lengths and parameters at random; half of the prompts start alike, longer than every
+    window."""
     rng = np.random.default_rng(seed)
     begin = rng.integers(0, VOCAB, 50).tolist()
     prompts, params = [], []
@@ -193,7 +195,10 @@ def test_a_pool_too_small_for_one_window_is_named_with_the_numbers(engines: Engi
     blocks = (*engines.least[:-1], engines.least[-1] - 1)
     with pytest.raises(
         ConfigError,
-        match=rf"KV cache: expected {engines.least[-1]} blocks of 4 tokens for (a window of|chunks of) \d",
+        match=(
+            rf"KV cache: expected {engines.least[-1]} blocks of 4 tokens "
+            r"for (a window of|chunks of) \d"
+        ),
     ):
         make(engines.model, blocks, rounds_per_step=engines.small.runner.rounds_per_step)
     assert (

@@ -1,4 +1,5 @@
-"""The engine with many requests: each has the text that it has alone, whatever the others do, and nothing is left behind."""
+"""The engine with many requests: each has the text that it has alone, whatever the others do, and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ def ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 def test_requests_have_their_own_text_and_counts_with_steps_in_flight(
     ahead: LLM, cold: LLM
 ) -> None:
-    """Stop strings end a request that the device goes on with; its blocks and its slot are another's by then."""
+    """Stop strings end a request that the device goes on with; its blocks and its slot are
+    another's by then."""
     prompts, params = random_requests(60, seed=11)
     rng = np.random.default_rng(12)
     params = [
@@ -364,7 +366,10 @@ def test_out_of_device_memory_is_one_sentence_with_numbers(
 def test_a_pool_too_small_for_one_request_is_named_with_the_numbers() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"KV cache: expected 24 blocks of 4 tokens .* got 23 from num_gpu_blocks_override 23; lower",
+        match=(
+            r"KV cache: expected 24 blocks of 4 tokens .* got 23 from "
+            r"num_gpu_blocks_override 23; lower"
+        ),
     ):
         make(num_gpu_blocks_override=23)
 
@@ -373,7 +378,8 @@ def test_a_pool_too_small_for_one_request_is_named_with_the_numbers() -> None:
 
 
 def test_nothing_after_a_stop_string_leaks_wherever_it_lies_in_a_window(llm: LLM) -> None:
-    """Every pair of letters of a text that the draft gets mostly right: cut there, and so are tokens and counts."""
+    """Every pair of letters of a text that the draft gets mostly right: cut there, and so are
+    tokens and counts."""
     greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
     (whole,) = llm.generate([[20, 21]], SamplingParams(**greedy))
     assert whole.metrics.mean_acceptance_length > 1.5

@@ -1,4 +1,5 @@
-"""The engine with targets of several KV-cache groups and with latent caches: text equals plain decoding's."""
+"""The engine with targets of several KV-cache groups and with latent caches: text equals plain
+decoding's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The scheduler against a fake device that remembers what every cache slot holds and checks all that a program reads."""
+"""The scheduler against a fake device that remembers what every cache slot holds and checks all
+that a program reads."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def alone(request: Request) -> list[int]:
 
 @dataclass
 class Row:
-    """What the device knows of a slot: the text with its last token, which is not cached, and from where on the draft is behind."""
+    """What the device knows of a slot: the text with its last token, which is not cached, and from
+    where on the draft is behind."""
 
     request: Request
     text: list[int]
@@ -49,8 +51,8 @@ class Row:
 
 @dataclass
 class FakeDevice:
-    """Runs programs at once, and hands out their results later. target[group, block, offset] is the token whose key lies there, draft[...]
-    that token and the one after it."""
+    """Runs programs at once, and hands out their results later. target[group, block, offset] is the
+    token whose key lies there, draft[...] that token and the one after it."""
 
     config: SchedulerConfig
     rng: random.Random
@@ -71,7 +73,8 @@ class FakeDevice:
     def check_context(
         self, request: Request, text: list[int], num_cached: int, drafted: int
     ) -> None:
-        """Everything that attention would read of rows from num_cached on, the draft's from drafted on, holds what it should."""
+        """Everything that attention would read of rows from num_cached on, the draft's from drafted
+        on, holds what it should."""
         for i, blocks in enumerate(self.scheduler.groups):
             for p in range(blocks.group.first_seen(num_cached), num_cached):
                 assert self.target[self.place(request, i, p)] == text[p], (
@@ -201,7 +204,8 @@ def demand_of(config: SchedulerConfig, sight: dict[str, int]) -> PoolDemand:
 
 
 def check_holdings(scheduler: Scheduler, found: Rounds) -> None:
-    """Nobody holds more than his group's demand says; who generates, nothing that the next round does not see."""
+    """Nobody holds more than his group's demand says; who generates, nothing that the next round
+    does not see."""
     for request in scheduler.running:
         for blocks, held in zip(scheduler.groups, request.blocks, strict=True):
             sight = {
@@ -230,7 +234,8 @@ def run(
     cancelled: dict[int, int] | None = None,
     caching: bool = True,
 ) -> Scheduler:
-    """Until nothing is left, as the engine does it. arrivals[i]: the step before which request i comes; cancelled: step -> request."""
+    """Until nothing is left, as the engine does it. arrivals[i]: the step before which request i
+    comes; cancelled: step -> request."""
     scheduler = Scheduler(config, groups_of(config, num_blocks, sights, caching=caching))
     device = FakeDevice(config, random.Random(seed), scheduler)
     in_flight: deque[tuple[bool, list[list[tuple[Request, list[int]]]]]] = (
@@ -310,8 +315,8 @@ SIGHTS: list[tuple[dict[str, int], ...]] = [
 def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
     data: st.DataObject,
 ) -> None:
-    """Shared prefixes, pools that are far too small, arrivals and cancellations at any time, results read late, several KV-cache groups,
-    several rounds a step."""
+    """Shared prefixes, pools that are far too small, arrivals and cancellations at any time,
+    results read late, several KV-cache groups, several rounds a step."""
     K, lookahead = data.draw(st.sampled_from([(3, 1), (1, 1), (3, 0), (0, 0)]))
     size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
     rounds, tokens = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([4, 16]))
@@ -358,8 +363,8 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
 def test_a_long_text_needs_a_windows_worth_of_blocks_only(
     sight: dict[str, int], reach: int, rounds: int
 ) -> None:
-    """Prompt and text of 200 tokens, in pools that hold a window, and the chunk of prefill or the rounds: three in flight or launched and
-    the pending rows of one, or two steps of four."""
+    """Prompt and text of 200 tokens, in pools that hold a window, and the chunk of prefill or the
+    rounds: three in flight or launched and the pending rows of one, or two steps of four."""
     config = settings_of(max_model_len=200, rounds_per_step=rounds)
     few = demand_of(config, sight).least
     assert few == -(-(reach + {1: 16, 4: 36}[rounds] - 1) // 4) + 1
@@ -370,7 +375,8 @@ def test_a_long_text_needs_a_windows_worth_of_blocks_only(
 
 
 def test_a_window_needs_the_end_of_a_prefix_only_and_ends_it_where_that_is_gone() -> None:
-    """Window 6 in blocks of 4: after a prefix of 12 tokens the row at 12 sees from 7 on, blocks 1 and 2."""
+    """Window 6 in blocks of 4: after a prefix of 12 tokens the row at 12 sees from 7 on, blocks 1
+    and 2."""
     for gone, shared in (((), 12), ((0,), 12), ((2,), 8), ((1,), 4), ((0, 1), 0), ((0, 2), 0)):
         scheduler, device = started(sights=({}, {"window": 6}))
         prefill(scheduler, device, request([*PREFIX, 3, 3], 1))
@@ -449,7 +455,8 @@ def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk() -> None:
 
 
 def test_a_prefix_is_shared_up_to_the_token_before_the_last() -> None:
-    """With a draft and without: blocks of a text that goes on alike, and one token at least is left to compute."""
+    """With a draft and without: blocks of a text that goes on alike, and one token at least is left
+    to compute."""
     for lookahead in (1, 0):
         for length, shared in ((9, 8), (8, 4), (12, 8), (13, 12)):
             scheduler, device = started(lookahead=lookahead)
@@ -465,14 +472,16 @@ def test_a_prefix_is_shared_up_to_the_token_before_the_last() -> None:
 def test_with_a_draft_a_block_is_shared_only_where_the_next_token_is_the_same(
     lookahead: int, shared: int
 ) -> None:
-    """The draft's row p depends on token p + 1, so the last row of a block belongs to one continuation."""
+    """The draft's row p depends on token p + 1, so the last row of a block belongs to one
+    continuation."""
     scheduler, device = started(lookahead=lookahead)
     prefill(scheduler, device, request([*PREFIX[:8], 1, 1], 1))
     assert prefill(scheduler, device, request([*PREFIX[:8], 2, 2])) == shared
 
 
 def test_blocks_of_two_continuations_are_not_put_together() -> None:
-    """The first text's block 0 and the second text's block 1 both match the third text; the draft's last row of that block 0 does not."""
+    """The first text's block 0 and the second text's block 1 both match the third text; the draft's
+    last row of that block 0 does not."""
     scheduler, device = started()
     prefill(scheduler, device, request([1, 2, 3, 4, 1, 1, 1, 1, 1], 1))
     prefill(scheduler, device, request([1, 2, 3, 4, 2, 2, 2, 2, 2], 1))
@@ -488,7 +497,8 @@ def started(
 
 
 def prefill(scheduler: Scheduler, device: FakeDevice, request: Request) -> int:
-    """Admit and prefill a request whose prompt is one chunk, and read its first token; how much of it was there already."""
+    """Admit and prefill a request whose prompt is one chunk, and read its first token; how much of
+    it was there already."""
     scheduler.add(request)
     step = scheduler.schedule()
     device.apply(step)
@@ -526,7 +536,8 @@ def test_rows_are_kept_compact_when_requests_leave() -> None:
 
 
 def test_a_request_placed_in_blocks_of_the_callers_choice_goes_on_from_there() -> None:
-    """In every group the same blocks, as a benchmark gives them; those before the window go back at once."""
+    """In every group the same blocks, as a benchmark gives them; those before the window go back at
+    once."""
     scheduler, _ = started(sights=({}, {"window": 6}))
     one = request([1] * 20, 8)
     scheduler.place(one, 0, [[3, 4, 5, 6, 7, 8]] * 2)

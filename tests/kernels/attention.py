@@ -7,9 +7,10 @@ import numpy as np
 from pallas_kernels.attention import Inputs
 from pallas_kernels.attention.shapes import Shape
 
-# Share of all output values -> largest error, in units of the root mean square of the value's row. The output and the softmax weights are
-# rounded to bfloat16, by at most 2^-9 = 0.002 of each; a value of four times the rms is off by 0.008. Few values are as large, so a wrong
-# key, which moves every value of a row, shows in the median.
+# Share of all output values -> largest error, in units of the root mean square of the value's row.
+# The output and the softmax weights are rounded to bfloat16, by at most 2^-9 = 0.002 of each; a
+# value of four times the rms is off by 0.008. Few values are as large, so a wrong key, which moves
+# every value of a row, shows in the median.
 TOLERANCE = {0.5: 2e-3, 0.99: 1e-2, 1.0: 3e-2}
 
 
@@ -19,7 +20,8 @@ def live(shape: Shape) -> np.ndarray:
 
 
 def ground_truth(shape: Shape, inputs: Inputs) -> np.ndarray:
-    """float64 [batch, rows, num_heads, head_dim], one request and row at a time from the op's docstring; NaN for rows that are not live."""
+    """float64 [batch, rows, num_heads, head_dim], one request and row at a time from the op's
+    docstring; NaN for rows that are not live."""
     q, k, v = (np.asarray(a).astype(np.float64) for a in (inputs.q, inputs.k_cache, inputs.v_cache))
     table, starts, positions = (
         np.asarray(inputs.block_table),

@@ -19,7 +19,8 @@ def call(op: Callable[..., Any], inputs: Any, changes: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Mosaic's GPU interpreter on the CPU, where memory that nobody wrote holds NaN; its state is reset after an error."""
+    """Mosaic's GPU interpreter on the CPU, where memory that nobody wrote holds NaN; its state is
+    reset after an error."""
     if jax.default_backend() == "gpu":
         yield
         return

@@ -23,7 +23,8 @@ def halves(key: np.ndarray, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def gumbel(key: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Standard Gumbel, float64 [tokens]: of the middle of one of 2^46 intervals below 1/2, of the lower end of one of 2^23 above it."""
+    """Standard Gumbel, float64 [tokens]: of the middle of one of 2^46 intervals below 1/2, of the
+    lower end of one of 2^23 above it."""
     high, low = halves(key, token_ids)
     x = np.where(high < 2**22, (high * 2**23 + low + 0.5) * 2.0**-46, high * 2.0**-23)
     return -np.log(-np.log1p(-x))

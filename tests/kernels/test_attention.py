@@ -1,4 +1,5 @@
-"""Paged attention: every implementation equals float64 NumPy, and the kernel's rows do not depend on what surrounds them."""
+"""Paged attention: every implementation equals float64 NumPy, and the kernel's rows do not depend
+on what surrounds them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ implementations = pytest.mark.parametrize(
     ],
 )
 
-# Small enough for the interpreter. A tile holds 64 keys and there are 8 classes of tiles, so 64, 65, 512, 513 are the edges.
+# Small enough for the interpreter. A tile holds 64 keys and there are 8 classes of tiles, so 64,
+# 65, 512, 513 are the edges.
 SMALL = {
     "draft step, one head a group": Shape(
         (64, 1, 65), rows=1, num_heads=2, num_kv_heads=2, head_dim=128
@@ -70,7 +72,8 @@ SMALL = {
     "blocks of 128": Shape(
         (200, 100), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, block_size=128
     ),
-    # These have more than 128 query rows a KV head, which is the prefill kernel's; 64 of them are a warpgroup's.
+    # These have more than 128 query rows a KV head, which is the prefill kernel's; 64 of them are a
+    # warpgroup's.
     "prefill, the first chunk": Shape((48, 40), rows=48, num_heads=8, num_kv_heads=2, head_dim=128),
     "prefill, a later chunk": Shape((300,), rows=48, num_heads=4, num_kv_heads=1, head_dim=64),
     "prefill, ragged and idle tiles": Shape(
@@ -99,7 +102,8 @@ PREFILL = [
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Mosaic's GPU interpreter on the CPU; its global state is reset after an error, or the next kernel would fail too."""
+    """Mosaic's GPU interpreter on the CPU; its global state is reset after an error, or the next
+    kernel would fail too."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
         reset_gpu_interpret_mode_state,
     )
@@ -151,7 +155,8 @@ def test_equals_float64(name: str, implementation: str) -> None:
 
 
 def near_ties(shape: Shape, seed: int) -> Inputs:
-    """Inputs whose every output is a tie between two bfloat16 neighbours but for float32 rounding, so that another order of sums shows.
+    """Inputs whose every output is a tie between two bfloat16 neighbours but for float32 rounding,
+    so that another order of sums shows.
 
     Weights are powers of two, equal for two keys side by side, whose values are neighbours.
     """
@@ -228,7 +233,8 @@ def rows_of(inputs: Inputs, first: int, past: int) -> Inputs:
 def test_a_prefill_rows_bits_do_not_depend_on_its_chunk_batch_or_table(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows 252 .. 299 see four or five tiles of 64 keys; in other chunks their tile begins and ends elsewhere, and is masked elsewhere."""
+    """Rows 252 .. 299 see four or five tiles of 64 keys; in other chunks their tile begins and ends
+    elsewhere, and is masked elsewhere."""
     # BLAS rounds a row as its place in the matrix says; wgmma does not.
     monkeypatch.setattr(
         np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype))
@@ -263,7 +269,8 @@ def test_a_prefill_rows_bits_do_not_depend_on_its_chunk_batch_or_table(
 @needs_mosaic
 @pytest.mark.parametrize("cluster", [None, 1])
 def test_the_promise_of_a_window_changes_nothing(cluster: int | None) -> None:
-    """A window of three tiles or four: fewer CTAs share a row's keys, and some classes have no tile between others that have one."""
+    """A window of three tiles or four: fewer CTAs share a row's keys, and some classes have no tile
+    between others that have one."""
     inputs = make_inputs(
         Shape((300, 0, 200), rows=3, num_heads=4, num_kv_heads=2, head_dim=64, window=150), seed=2
     )
@@ -351,7 +358,8 @@ def plan_of(batch: int, num_kv_heads: int, pages: int) -> Any:
 def test_a_short_cta_does_so_many_heads_that_no_second_wave_is_needed(
     batch: int, num_kv_heads: int, pages: int, expected: int
 ) -> None:
-    """Of 264 places; where the heads of 72 requests would need four times one head's time, three waves are better."""
+    """Of 264 places; where the heads of 72 requests would need four times one head's time, three
+    waves are better."""
     assert plan_of(batch, num_kv_heads, pages).heads == expected
 
 

@@ -1,4 +1,5 @@
-"""Embedding and norm in one launch: to the bit what gather, the rms_norm op and concatenation give."""
+"""Embedding and norm in one launch: to the bit what gather, the rms_norm op and concatenation
+give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Gumbel-max: reference and kernel take the tokens of its definition, drawn from the softmax, whatever rows are beside."""
+"""Gumbel-max: reference and kernel take the tokens of its definition, drawn from the softmax,
+whatever rows are beside."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_tokens_are_those_of_the_definition(name: str, implementation: str) -> N
 
 @implementations
 def test_the_second_word_decides_where_the_first_is_zero(implementation: str) -> None:
-    """Between four ids whose first words are 0 in 23 bits, under a key of zeros and stream 1: tokens show little else of the second."""
+    """Between four ids whose first words are 0 in 23 bits, under a key of zeros and stream 1:
+    tokens show little else of the second."""
     inputs = make_inputs(Shape(1, 128), seed=0)
     columns, ids = (
         np.asarray([5, 40, 77, 127]),
@@ -133,7 +135,8 @@ def test_a_rows_token_does_not_depend_on_its_cut(blocks: int, cut: tuple[int, in
 @needs_mosaic
 @pytest.mark.parametrize("at", [0, 255, 256, 39_935, 39_936, 39_999])
 def test_the_highest_is_found_wherever_it_stands_and_of_equals_the_first(at: int) -> None:
-    """One, then a second one at the row's end: 79 blocks of two pieces, the last piece moved back, and read twice."""
+    """One, then a second one at the row's end: 79 blocks of two pieces, the last piece moved back,
+    and read twice."""
     inputs = make_inputs(Shape(2, 40_000), seed=3)
     logits = inputs.logits.at[:, at].set(1e6).at[0, -1].set(1e6)
     inputs = replace(inputs, logits=logits, temperature=jnp.asarray([0.0, 1.0], jnp.float32))
@@ -198,7 +201,8 @@ def test_bytes_are_the_logits_the_ids_and_five_words_a_row() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
 def test_tokens_of_real_sizes_are_the_references(name: str) -> None:
-    """Exactly: the same bits, logarithms and quotient (tests/aot/test_gumbel_aot.py); 20 draws a row."""
+    """Exactly: the same bits, logarithms and quotient (tests/aot/test_gumbel_aot.py); 20 draws a
+    row."""
     inputs = make_inputs(SHAPES[name], seed=4)
     draw = lambda implementation: jax.jit(  # noqa: E731
         lambda offset: gumbel_sample(replace(inputs, offset=offset), implementation=implementation)

@@ -1,4 +1,5 @@
-"""Per-head products: every implementation equals float64 NumPy, and a row's bits do not depend on how many rows there are."""
+"""Per-head products: every implementation equals float64 NumPy, and a row's bits do not depend on
+how many rows there are."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SMALL = {
     "rows that are no multiple of 8": Shape(12, 2, 64, 128, rotates=True),
     "two row tiles": Shape(72, 2, 64, 64, rotates=True),
 }
-# Of a value or of the rms of its head, whichever is larger: half an ulp of bfloat16, and float32 sums. A rotation rounds once too.
+# Of a value or of the rms of its head, whichever is larger: half an ulp of bfloat16, and float32
+# sums. A rotation rounds once too.
 ROUNDING = 1.1 * 2.0**-8
 
 
@@ -115,7 +117,8 @@ def test_bits_on_the_gpu_do_not_depend_on_the_number_of_rows(name: str) -> None:
         (
             (4, 3, 96),
             (3, 96, 64),
-            "expected a depth of a multiple of 64 up to 512 and a width of a multiple of 64, got 96 and 64",
+            "expected a depth of a multiple of 64 up to 512 and a width of a multiple of 64, got "
+            "96 and 64",
         ),
         ((4, 3, 224), (3, 192, 64), "expected 64 numbers a head to rotate, or none, got 32"),
     ],
@@ -132,7 +135,8 @@ def test_what_the_kernel_does_not_support_has_a_reason(
     [
         (
             {"sin": None},
-            "cos and sin: expected both for 64 numbers a head beyond the depth 192, or neither for none",
+            "cos and sin: expected both for 64 numbers a head beyond the depth 192, or neither "
+            "for none",
         ),
         ({"cos": jnp.zeros((4, 16))}, "cos: expected float32 (4, 32), got float32 (4, 16)"),
         ({"out_heads": 2}, "out_heads: expected at least 3, got 2"),

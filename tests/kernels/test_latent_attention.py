@@ -1,4 +1,5 @@
-"""Attention over latents: every implementation equals float64 NumPy, and the kernel's rows do not depend on what surrounds them."""
+"""Attention over latents: every implementation equals float64 NumPy, and the kernel's rows do not
+depend on what surrounds them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ implementations = pytest.mark.parametrize(
     ],
 )
 
-# Small enough for the interpreter. A tile holds 64 latents, there are 8 classes of tiles and up to 40 query rows a row tile.
+# Small enough for the interpreter. A tile holds 64 latents, there are 8 classes of tiles and up to
+# 40 query rows a row tile.
 SMALL = {
     "draft step of glm": Shape((64, 1, 65), rows=1, num_heads=20),
     "verify of glm, idle request": Shape((130, 0, 63), rows=4, num_heads=20, kv_lora_rank=128),
@@ -85,7 +87,8 @@ def live(shape: Shape) -> np.ndarray:
 
 
 def ground_truth(shape: Shape, inputs: Inputs) -> np.ndarray:
-    """float64 [batch, rows, num_heads, kv_lora_rank], one row at a time from the op's docstring; NaN for rows that are not live."""
+    """float64 [batch, rows, num_heads, kv_lora_rank], one row at a time from the op's docstring;
+    NaN for rows that are not live."""
     q, cache = (np.asarray(a).astype(np.float64) for a in (inputs.q, inputs.cache))
     q = q[:, :, : shape.num_heads]
     table, positions = np.asarray(inputs.block_table), shape.positions()
@@ -125,9 +128,11 @@ def test_what_pads_the_queries_changes_nothing(implementation: str) -> None:
 
 
 def near_ties(shape: Shape, seed: int) -> Inputs:
-    """Inputs whose every output is a tie between two bfloat16 neighbours but for float32 rounding, so that another order of sums shows.
+    """Inputs whose every output is a tie between two bfloat16 neighbours but for float32 rounding,
+    so that another order of sums shows.
 
-    Weights are powers of two by the last number of the keys, equal for two keys side by side, whose values are neighbours.
+    Weights are powers of two by the last number of the keys, equal for two keys side by side, whose
+    values are neighbours.
     """
     inputs = make_inputs(shape, seed)
     rng = np.random.default_rng(seed)
@@ -195,11 +200,13 @@ FITS = {
     [
         (
             {"kv_lora_rank": 576},
-            "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got 576 and 64",
+            "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, "
+            "got 576 and 64",
         ),
         (
             {"rope_head_dim": 32},
-            "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got 512 and 32",
+            "expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, "
+            "got 512 and 32",
         ),
         ({"block_size": 48}, "block_size: expected 8, 16, 32 or a multiple of 64, got 48"),
         ({"query_rows": 20}, "rows x heads: expected a multiple of 8, got 20"),
@@ -239,7 +246,8 @@ def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
         ),
         (
             {"kv_lora_rank": 129},
-            "cache: expected [blocks, block_size, 1, 128] with kv_lora_rank 129 of it, got (5, 64, 1, 128)",
+            "cache: expected [blocks, block_size, 1, 128] with kv_lora_rank 129 of it, got (5, "
+            "64, 1, 128)",
         ),
         ({"seq_lens": jnp.zeros(3, jnp.int32)}, "seq_lens: expected int32 (2,), got int32 (3,)"),
         (

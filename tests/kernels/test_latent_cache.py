@@ -1,4 +1,5 @@
-"""Norms, rotation and write of latents: the reference equals float64 NumPy, the kernel equals the reference to a rounding of bfloat16."""
+"""Norms, rotation and write of latents: the reference equals float64 NumPy, the kernel equals the
+reference to a rounding of bfloat16."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ SMALL = {
     "no query latent": Shape(2, q_lora_rank=0, kv_lora_rank=128, block_size=8),
     "one row, two tiles of chunks": Shape(1, q_lora_rank=1536, kv_lora_rank=64, block_size=8),
 }
-# Three roundings to bfloat16 of half an ulp each: the value, the normed one, its product with the gain. A whole ulp more where two float32
-# sums in another order fall on either side of a boundary. Of the larger of the two values that a rotation mixes.
+# Three roundings to bfloat16 of half an ulp each: the value, the normed one, its product with the
+# gain. A whole ulp more where two float32 sums in another order fall on either side of a boundary.
+# Of the larger of the two values that a rotation mixes.
 ROUNDING = 5 * 2.0**-8
 
 

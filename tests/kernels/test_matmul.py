@@ -1,4 +1,5 @@
-"""Products of few rows: the reference and the kernel equal float64, and a row's bits do not depend on its neighbours."""
+"""Products of few rows: the reference and the kernel equal float64, and a row's bits do not depend
+on its neighbours."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ implementations = pytest.mark.parametrize(
     ],
 )
 
-# Largest error, in units of the value's size plus the root mean square of the result. bfloat16 rounds a value to within 2^-8 of itself
-# (half an ulp is 2^-9 at best, 2^-8 at worst); a residual sum rounds twice. SwiGLU rounds gate, up, silu and product. float32 keeps the sum
-# itself, whose last bit Hopper's tensor cores cut off after every 16 terms: depth / 16 times 2^-24, 14336 deep at most.
+# Largest error, in units of the value's size plus the root mean square of the result. bfloat16
+# rounds a value to within 2^-8 of itself (half an ulp is 2^-9 at best, 2^-8 at worst); a residual
+# sum rounds twice. SwiGLU rounds gate, up, silu and product. float32 keeps the sum itself, whose
+# last bit Hopper's tensor cores cut off after every 16 terms: depth / 16 times 2^-24, 14336 deep at
+# most.
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "swiglu": 5 * 2.0**-8, "float32": 6e-5}
 # The same for the median, which a wrong tile or a lost partial sum moves.
 MEDIAN = {"bfloat16": 2.0**-9, "swiglu": 2.0**-8, "float32": 2e-5}
@@ -120,7 +123,8 @@ def test_equals_float64(name: str, implementation: str) -> None:
 def test_tiles_in_turn_rings_and_warpgroups(
     name: str, warpgroups: int, blocks: int, stages: int
 ) -> None:
-    """Fewer blocks than tiles, fewer slots than steps, every sharing of the depth; an input that stays and one that streams."""
+    """Fewer blocks than tiles, fewer slots than steps, every sharing of the depth; an input that
+    stays and one that streams."""
     shape = dataclasses.replace(
         SMALL[name], depth=384, widths=tuple(3 * 64 if w == 64 else w for w in SMALL[name].widths)
     )
@@ -163,10 +167,12 @@ def test_an_input_that_streams_gives_the_same_bits(
 
 
 def near_ties(shape: Shape, seed: int, step: int = 1) -> Inputs:
-    """Inputs whose sums cancel to nearly nothing, so that another order of summation gives other bits.
+    """Inputs whose sums cancel to nearly nothing, so that another order of summation gives other
+    bits.
 
-    step: all but every step-th place of the depth is zero. With the kernel's step no wgmma has more than one term to add up, whose
-    order the CPU's products, unlike wgmma, choose by the number of rows.
+    step: all but every step-th place of the depth is zero. With the kernel's step no wgmma has more
+    than one term to add up, whose order the CPU's products, unlike wgmma, choose by the number of
+    rows.
     """
     inputs = make_inputs(shape, seed)
     rng = np.random.default_rng(seed)

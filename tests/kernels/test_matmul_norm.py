@@ -1,4 +1,5 @@
-"""The RMS norm between two products, shared by both: the result is the norm's, and a row's bits do not depend on its neighbours."""
+"""The RMS norm between two products, shared by both: the result is the norm's, and a row's bits do
+not depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def ground_truth(pair: Pair, inputs: dict[str, Any], stream: np.ndarray) -> np.n
 def assert_right(pair: Pair, inputs: dict[str, Any], implementation: str) -> None:
     stream, result = run(pair, inputs, implementation)
     alone = matmul(replace(first_product(inputs), gain=None))
-    # Its sums may be taken in another order: one bfloat16 ulp of the product and one of the sum with the residual.
+    # Its sums may be taken in another order: one bfloat16 ulp of the product and one of the sum
+    # with the residual.
     np.testing.assert_allclose(
         stream,
         np.asarray(alone).astype(np.float32),
@@ -115,7 +117,8 @@ def assert_right(pair: Pair, inputs: dict[str, Any], implementation: str) -> Non
     error = np.abs(result - expected) / (
         np.abs(expected) + np.sqrt(np.square(expected).mean(axis=1, keepdims=True))
     )
-    # x times the gain is rounded to 2^-9, the result likewise; SwiGLU rounds three values more (test_matmul's tolerances).
+    # x times the gain is rounded to 2^-9, the result likewise; SwiGLU rounds three values more
+    # (test_matmul's tolerances).
     assert error.max() <= (6 if pair.swiglu else 3) * 2.0**-8 and np.median(error) <= 2.0**-8, (
         error.max(),
         np.median(error),

@@ -1,4 +1,5 @@
-"""How products of few rows are divided: within an SM's shared memory, by the class of rows only, deep ones over a cluster."""
+"""How products of few rows are divided: within an SM's shared memory, by the class of rows only,
+deep ones over a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pallas_kernels.matmul.shapes import SHAPES, Shape
 
 NAMES = [name for name, shape in SHAPES.items() if shape.rows <= plan.MAX_ROWS]
 SPLIT = {"llama-3-8b o", "llama-3-8b down", "llama-3-8b eagle3 fc"}
-# Whether it launches the next kernel early, and whether its weights load before it waits for the kernel before.
+# Whether it launches the next kernel early, and whether its weights load before it waits for the
+# kernel before.
 ORDER = {
     "qkv": (False, False),  # after a norm or a residual sum, which launch nothing early
     "o": (False, True),  # attention launches it early
@@ -27,7 +29,8 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def chosen(shape: Shape, rows: int, norm: bool = False) -> tuple[plan.Tuning, int]:
-    """The tuning and its bytes of shared memory. norm: a residual sum has one after it, any other bfloat16 product one before it."""
+    """The tuning and its bytes of shared memory. norm: a residual sum has one after it, any other
+    bfloat16 product one before it."""
     product = plan.Product(
         struct(rows, shape.depth),
         tuple(struct(shape.depth, width) for width in shape.widths),

@@ -1,4 +1,5 @@
-"""Products whose depth a cluster of CTAs shares: the same sums, of which a row's bits do not depend on its neighbours."""
+"""Products whose depth a cluster of CTAs shares: the same sums, of which a row's bits do not depend
+on its neighbours."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.parametrize(("rows", "step"), [(4, 128), (16, 64)])
 def test_the_near_ties_tell_a_split_depth_apart(rows: int, step: int) -> None:
-    """So the test before can fail; and one that is not split has other bits than the kernel's own choice."""
+    """So the test before can fail; and one that is not split has other bits than the kernel's own
+    choice."""
     inputs = near_ties(Shape(rows, DEEP, (64,)), seed=3, step=step)
     assert (run(inputs) != kernel(inputs, split=1)).any()
     np.testing.assert_array_equal(run(inputs), kernel(inputs, split=2))

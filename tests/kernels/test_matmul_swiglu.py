@@ -1,4 +1,5 @@
-"""Gate and up of many rows, a kernel of its own: it equals float64, and a row's bits do not depend on tile, ring or neighbours.
+"""Gate and up of many rows, a kernel of its own: it equals float64, and a row's bits do not depend
+on tile, ring or neighbours.
 
 The interpreter has no multicast: two blocks that share weights run in the tests marked `gpu` alone.
 """
@@ -107,8 +108,14 @@ def test_llamas_gate_and_up_fill_the_gpu(rows: int, tuning: tuple[int, int, int]
 
 
 ROWS = "expected at most 64 rows, or a multiple of 128 up to 256, of gate and up, got"
-ALONE = "expected gate and up as they are and nothing beside them for 128 rows, got a residual, a norm or transposed weights"
-DIVISIBLE = "expected a depth that is a multiple of 64 and a width that one of (224, 192, 160, 128, 96, 64) divides, got"
+ALONE = (
+    "expected gate and up as they are and nothing beside them for 128 rows, got "
+    "a residual, a norm or transposed weights"
+)
+DIVISIBLE = (
+    "expected a depth that is a multiple of 64 and a width that one of "
+    "(224, 192, 160, 128, 96, 64) divides, got"
+)
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "between the two kernels": (f"{ROWS} 72", {"rows": 72}),
     "between two row tiles": (f"{ROWS} 192", {"rows": 192}),

@@ -1,4 +1,5 @@
-"""The experts' op: the reference and the kernel equal float64 however rows are routed; a row's bits do not depend on its neighbours."""
+"""The experts' op: the reference and the kernel equal float64 however rows are routed; a row's bits
+do not depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ implementations = pytest.mark.parametrize(
     ],
 )
 
-# Largest error, in units of the value's size plus the root mean square of the result. bfloat16 rounds to within 2^-8: gate, up and the
-# activation of every term of down's sum (they average out), down's product, the sum. The clamped gate multiplies by up to 8.
+# Largest error, in units of the value's size plus the root mean square of the result. bfloat16
+# rounds to within 2^-8: gate, up and the activation of every term of down's sum (they average out),
+# down's product, the sum. The clamped gate multiplies by up to 8.
 TOLERANCE = {"silu": 4 * 2.0**-8, "clamped": 8 * 2.0**-8, "clamped_silu": 4 * 2.0**-8}
 # The same for the median, which a wrong expert, weight or tile moves.
 MEDIAN = {"silu": 2.0**-8, "clamped": 2.0**-8, "clamped_silu": 2.0**-8}
@@ -102,7 +104,8 @@ def test_equals_float64(name: str, implementation: str) -> None:
 @needs_mosaic
 @pytest.mark.parametrize("name", ["every expert hit, few rows", "every expert hit, many rows"])
 def test_rings_run_on_from_item_to_item(name: str) -> None:
-    """Fewer CTAs than items, fewer stages than steps; the bits are those of the tuning that is chosen."""
+    """Fewer CTAs than items, fewer stages than steps; the bits are those of the tuning that is
+    chosen."""
     from pallas_kernels.moe import mosaic_gpu
 
     shape = dataclasses.replace(
@@ -126,7 +129,8 @@ def test_ids_may_have_more_columns_than_weights() -> None:
 
 
 def one_term_a_step(inputs: Inputs, step: int = 64) -> dict[str, Any]:
-    """One place in `step` of the depth is not zero: no wgmma adds more than one term, whose order the CPU's products choose by the rows."""
+    """One place in `step` of the depth is not zero: no wgmma adds more than one term, whose order
+    the CPU's products choose by the rows."""
 
     x, down = inputs.x, inputs.down
     thin = (

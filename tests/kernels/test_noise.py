@@ -1,4 +1,5 @@
-"""Gumbel noise of single tokens: jax's hash and float64's formula to the bit or its rounding, and a sample of the standard Gumbel."""
+"""Gumbel noise of single tokens: jax's hash and float64's formula to the bit or its rounding, and a
+sample of the standard Gumbel."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_noise_has_the_tail_of_46_bits_and_no_infinity() -> None:
 
 
 def test_tokens_reach_beyond_what_one_word_can_tell() -> None:
-    """Where the first word is 0 in 23 bits, the noise is the second's alone: above 23 log 2, no two the same."""
+    """Where the first word is 0 in 23 bits, the noise is the second's alone: above 23 log 2, no two
+    the same."""
     drawn = noise_of(KEYS[0], HIGH_IS_ZERO)
     assert (noise_oracle.halves(KEYS[0], HIGH_IS_ZERO)[0] == 0).all()
     assert drawn.min() > 23 * np.log(2) and drawn.max() > 18 and len(np.unique(drawn)) == len(drawn)
@@ -100,7 +102,8 @@ def test_uniforms_and_folded_keys_are_bit_for_bit_jax_randoms(size: int) -> None
 
 
 def test_noise_is_standard_gumbel() -> None:
-    """By Kolmogorov and Smirnov over all keys, and by what is above 6 nats (a 400th), whose excess is all but exponential."""
+    """By Kolmogorov and Smirnov over all keys, and by what is above 6 nats (a 400th), whose excess
+    is all but exponential."""
     drawn = noise_of(KEYS, np.arange(MANY)).ravel().astype(np.float64)
     assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-6
     tail = drawn[drawn > 6]
@@ -121,7 +124,8 @@ def test_the_halves_are_uniform_and_independent(halves: tuple[np.ndarray, np.nda
 
 
 def test_tokens_do_not_correlate(halves: tuple[np.ndarray, np.ndarray]) -> None:
-    """Nor one token's half with another's other half: the words of neighbouring ids, and of ids a power of two apart."""
+    """Nor one token's half with another's other half: the words of neighbouring ids, and of ids a
+    power of two apart."""
     for x, y, key, lag in itertools.product(
         halves, halves, range(len(KEYS)), (1, 2, 3, 256, 1 << 15)
     ):

@@ -1,4 +1,5 @@
-"""The paged attention op equals a dense attention in float64 NumPy, written from the op's docstring."""
+"""The paged attention op equals a dense attention in float64 NumPy, written from the op's
+docstring."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TOLERANCE = 2e-6  # float32 sums of at most 64 terms of order 1
 
 
 class Case:
-    """Ragged requests with keys and values in shuffled blocks; every slot that nobody wrote holds NaN."""
+    """Ragged requests with keys and values in shuffled blocks; every slot that nobody wrote holds
+    NaN."""
 
     def __init__(
         self,
@@ -50,7 +52,8 @@ class Case:
                 self.k_cache[table[p // block_size], p % block_size] = k
                 self.v_cache[table[p // block_size], p % block_size] = v
         self.table = blocks.astype(np.int32)
-        # The last `rows` positions of each request; those of a shorter one start at 0 and end past its last token.
+        # The last `rows` positions of each request; those of a shorter one start at 0 and end past
+        # its last token.
         self.positions = np.array(
             [[max(n - rows, 0) + i for i in range(rows)] for n in lengths], np.int32
         )
@@ -97,7 +100,8 @@ class Case:
 def test_equals_dense_attention(
     implementation: str, window: int | None, block_size: int, heads: int, kv_heads: int, rows: int
 ) -> None:
-    """Ragged lengths around block boundaries, grouped heads, a sliding window; NaN in unwritten slots must not leak."""
+    """Ragged lengths around block boundaries, grouped heads, a sliding window; NaN in unwritten
+    slots must not leak."""
     case = Case([1, 4, 5, 17, 33], rows, heads, kv_heads, block_size, window)
     expected, got = case.dense(), case.paged(implementation)
     meant = ~np.isnan(expected)

@@ -1,7 +1,9 @@
-"""Mosaic kernels of rejection sampling against the reference and the float64 oracle: interpreted at small shapes, on a GPU at real ones.
+"""Mosaic kernels of rejection sampling against the reference and the float64 oracle: interpreted at
+small shapes, on a GPU at real ones.
 
-Tokens are compared exactly. Where the oracle says that a comparison is too close for float32 (two scores or a probability and its threshold
-within 1e-5 of each other, or within the rounding of the residual), either outcome passes; such requests are counted, and may be few.
+Tokens are compared exactly. Where the oracle says that a comparison is too close for float32 (two
+scores or a probability and its threshold within 1e-5 of each other, or within the rounding of the
+residual), either outcome passes; such requests are counted, and may be few.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ needs_jax_11 = pytest.mark.skipif(
 def program(
     implementation: str, memory: str | None
 ) -> Callable[[OpInputs], tuple[jax.Array, jax.Array]]:
-    """The compiled op. memory: what the interpreter fills memory with before it is written; None compiles for the device."""
+    """The compiled op. memory: what the interpreter fills memory with before it is written; None
+    compiles for the device."""
     return jax.jit(functools.partial(rejection_sample, implementation=implementation))
 
 
@@ -188,11 +191,13 @@ def test_streams_give_the_tokens_of_their_numbers(name: str, implementation: str
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(("rule", "name"), RULES.items())
 def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy: bool) -> None:
-    """NaN counts as -inf and +inf as the largest float: single entries as in the reference, whole rows stay in range."""
+    """NaN counts as -inf and +inf as the largest float: single entries as in the reference, whole
+    rows stay in range."""
     arguments = arguments_of(replace(SHAPES[name], batch=8))
     arguments |= {"greedy": np.full(8, greedy), "active": np.ones(8, bool)}
     arguments["temperature"] = (
-        None  # +inf over a temperature below 1 overflows: the reference's tokens are arbitrary there too
+        # +inf over a temperature below 1 overflows: the reference's tokens are arbitrary there too
+        None
     )
     target, draft = arguments["target_logits"], arguments["draft_logits"]
     rng = np.random.default_rng(1)
@@ -267,7 +272,8 @@ def test_the_first_of_equal_maxima_wins_across_pieces() -> None:
 
 @needs_jax_11
 def test_lanes_that_no_piece_wrote_have_no_say() -> None:
-    """Memory full of zeros looks like a piece whose best logit is 0, at id 0: the winner here, a tie with it, is 600."""
+    """Memory full of zeros looks like a piece whose best logit is 0, at id 0: the winner here, a
+    tie with it, is 600."""
     arguments = arguments_of(SHAPES["tiny-greedy"])
     arguments["target_logits"] = -np.abs(arguments["target_logits"]) - 1
     arguments["target_logits"][:, :, 600] = 0.0
@@ -325,7 +331,8 @@ def test_every_named_shape_is_supported_and_cut_without_a_gap(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*TINY, *REAL])
 def test_on_the_gpu(name: str) -> None:
-    """Memory that held NaN before: a lane or an output that no block writes shows up. A request alone gives the same, and so do numbers."""
+    """Memory that held NaN before: a lane or an output that no block writes shows up. A request
+    alone gives the same, and so do numbers."""
     shape = SHAPES[name]
     arguments = arguments_of(shape)
     run(arguments)

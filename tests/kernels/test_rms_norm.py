@@ -12,7 +12,8 @@ import pytest
 from pallas_kernels.rms_norm import IMPLEMENTATIONS, rms_norm
 from pallas_kernels.rms_norm.shapes import SHAPES, Shape, make_inputs
 
-# Two roundings to bfloat16: of the normed value and of its product with the weight, half a unit in the last place (2^-8) each.
+# Two roundings to bfloat16: of the normed value and of its product with the weight, half a unit in
+# the last place (2^-8) each.
 TOLERANCE = 2 * 2.0**-8 * 1.01
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
@@ -56,7 +57,8 @@ def test_equals_float64(shape: Shape, implementation: str) -> None:
 
 
 def check_casts(width: int, implementation: str) -> None:
-    """Rounded to bfloat16 before the gain, and after it. A sum in another order moves few values across a rounding."""
+    """Rounded to bfloat16 before the gain, and after it. A sum in another order moves few values
+    across a rounding."""
     inputs = make_inputs(Shape(8, width), seed=2)
     x, weight = (
         np.asarray(inputs[name].astype(jnp.float32)).astype(np.float64) for name in ("x", "weight")

@@ -1,4 +1,5 @@
-"""Rotation and cache write: the reference equals float64 NumPy, the kernel equals the reference to a rounding of bfloat16."""
+"""Rotation and cache write: the reference equals float64 NumPy, the kernel equals the reference to
+a rounding of bfloat16."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ SMALL = {
     "more than 64 heads": Shape(1, 2, num_heads=64, num_kv_heads=8, head_dim=64, block_size=8),
 }
 
-# Half an ulp of bfloat16, relative to the larger of the two values that a rotation mixes; with qk norm there are three roundings.
+# Half an ulp of bfloat16, relative to the larger of the two values that a rotation mixes; with qk
+# norm there are three roundings.
 ROUNDING = {False: 2.0**-8, True: 3 * 2.0**-8}
 FLIPPED = (
     2.0**-7
@@ -73,7 +75,8 @@ def unpacked(shape: Shape, q: np.ndarray) -> np.ndarray:
 
 
 def ground_truth(shape: Shape, inputs: Inputs) -> tuple[np.ndarray, ...]:
-    """float64 queries [rows, num_heads, head_dim], keys' and values' cache, one row at a time from the op's docstring."""
+    """float64 queries [rows, num_heads, head_dim], keys' and values' cache, one row at a time from
+    the op's docstring."""
     qkv, cos, sin, k_cache, v_cache = (
         np.asarray(getattr(inputs, n)).astype(np.float64)
         for n in ("qkv", "cos", "sin", "k_cache", "v_cache")
@@ -108,7 +111,8 @@ def assert_close(got: np.ndarray, expected: np.ndarray, rounding: float) -> None
     scale = np.where(mixed > 0, mixed, 1.0)
     error = np.abs(got - expected) / scale
     assert error.max() <= rounding, (
-        f"expected at most {rounding}, got {error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
+        f"expected at most {rounding}, got {error.max()} at "
+        f"{np.unravel_index(error.argmax(), error.shape)}"
     )
 
 

@@ -1,4 +1,5 @@
-"""The router's op: the reference and the kernel take the experts that float64 takes, with its weights, whatever rows are beside."""
+"""The router's op: the reference and the kernel take the experts that float64 takes, with its
+weights, whatever rows are beside."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ implementations = pytest.mark.parametrize(
         for name in IMPLEMENTATIONS
     ],
 )
-# Logits are sums of bfloat16 products in float32, and Hopper's tensor cores cut off their last bits: relative to the largest weight.
+# Logits are sums of bfloat16 products in float32, and Hopper's tensor cores cut off their last
+# bits: relative to the largest weight.
 TOLERANCE = 2e-4
 # Two experts whose scores are nearer than this may change places.
 TIE = 1e-4

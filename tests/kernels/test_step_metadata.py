@@ -1,4 +1,5 @@
-"""A pass's metadata: the kernel makes the reference's, to the bit; the reference is what plain Python says, a row at a time."""
+"""A pass's metadata: the kernel makes the reference's, to the bit; the reference is what plain
+Python says, a row at a time."""
 
 from __future__ import annotations
 
@@ -224,7 +225,8 @@ def test_equals_the_reference_to_the_bit_on_the_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_every_position_is_rotated_by_the_bits_of_a_prefill_chunk(theta: float) -> None:
-    """131,072 positions: 4 rows of each of 32,768 requests against XLA's cos and sin of one long chunk."""
+    """131,072 positions: 4 rows of each of 32,768 requests against XLA's cos and sin of one long
+    chunk."""
     frequencies, rows, batch = (
         tuple((theta ** (-np.arange(0, 128, 2) / 128)).astype(np.float32).tolist()),
         4,

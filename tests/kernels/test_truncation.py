@@ -1,4 +1,5 @@
-"""Truncation without sorting against truncation by sorting, and against the definition in float64 at real vocabularies."""
+"""Truncation without sorting against truncation by sorting, and against the definition in float64
+at real vocabularies."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 from pallas_kernels.truncation import truncate
 
 compiled = jax.jit(truncate, static_argnames="implementation")
-# The mass is a float32 sum of up to 151,936 terms: relative to top_p, a boundary within this of it may fall on either side.
+# The mass is a float32 sum of up to 151,936 terms: relative to top_p, a boundary within this of it
+# may fall on either side.
 MASS_TOLERANCE = 1e-5
 CASES = [(k, p) for k in (0, 1, 5, 40, 10**6) for p in (0.1, 0.5, 0.9, 0.99, 1.0)]
 VOCABS = [7, 100, 999, 12_000, 49_152, 128_256, 151_936]
@@ -47,7 +49,8 @@ def batch(vocab: int, rows: int = 2, seed: int = 0) -> tuple[np.ndarray, np.ndar
 def assert_kept_by_definition(
     got: np.ndarray, logits: np.ndarray, top_k: int, top_p: float
 ) -> None:
-    """One row [vocab] in float64: the kept set is an upper set of at least top_k tokens, with ties, cut where its mass reaches top_p."""
+    """One row [vocab] in float64: the kept set is an upper set of at least top_k tokens, with ties,
+    cut where its mass reaches top_p."""
     kept = got > -np.inf
     np.testing.assert_array_equal(got[kept], logits[kept])
     threshold = logits[kept].min()
@@ -124,7 +127,8 @@ def test_neighbouring_floats_do_not_tie() -> None:
 
 @pytest.mark.parametrize("fill", [np.nan, -np.inf, np.inf])
 def test_rows_without_finite_logits_and_rows_with_a_few_bad_ones(fill: float) -> None:
-    """Nothing but fill: nothing finite appears. Some fill: NaN and -inf are dropped and change nothing else; +inf takes all."""
+    """Nothing but fill: nothing finite appears. Some fill: NaN and -inf are dropped and change
+    nothing else; +inf takes all."""
     logits, top_k, top_p = batch(100)
     logits[:, 0] = fill
     logits[:, 1, ::7] = fill

@@ -1,4 +1,5 @@
-"""The three ways through the experts give the same sum, each expert's rows in plain numpy; routers by their definition."""
+"""The three ways through the experts give the same sum, each expert's rows in plain numpy; routers
+by their definition."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_every_way_is_the_sum_over_the_chosen_experts(way: str, bias: bool) -> N
 def test_grouped_rows_fill_whole_blocks_and_parts_of_them(
     favourite: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row chooses the same expert first, three blocks of it and a part; of the others some are chosen by none."""
+    """Every row chooses the same expert first, three blocks of it and a part; of the others some
+    are chosen by none."""
     monkeypatch.setattr(moe, "BLOCK_ROWS", 4)
     monkeypatch.setattr(moe, "BLOCKS_AT_ONCE", 3)
     rng = np.random.default_rng(favourite)

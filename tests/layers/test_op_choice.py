@@ -1,4 +1,5 @@
-"""Which implementation of each op an engine runs is chosen once, from the device, the dtype and the models' shapes, and it says so."""
+"""Which implementation of each op an engine runs is chosen once, from the device, the dtype and the
+models' shapes, and it says so."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_every_real_model_runs_on_every_kernel(model: str, requested: str) -> No
 @needs_mosaic
 @pytest.mark.usefixtures("on_a_hopper")
 def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
-    """A block size that only attention minds, a width that products and heads mind, and a dtype that only float32 logits do not."""
+    """A block size that only attention minds, a width that products and heads mind, and a dtype
+    that only float32 logits do not."""
     with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):
         assert choose("auto", block_size=24) == replace(EVERY, attention="reference")
         assert choose("auto", "tiny").matmul == choose("auto", "tiny").rope_cache == "reference"
@@ -99,8 +101,8 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
         and ", got 24)" in messages
     )
     assert (
-        "matmul: reference (the kernel expected a depth and widths that are multiples of 64, got 32 and (48,))"
-        in messages
+        "matmul: reference (the kernel expected a depth and widths that are multiples of 64, got "
+        "32 and (48,))" in messages
     )
     assert (
         "gumbel_sample: reference (the kernel expected at least 128 logits a row, got 96)"
@@ -232,7 +234,10 @@ def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match="^kernels: expected auto, a name, or op=name with op among attention, .*, got 'norm=auto'$",
+        match=(
+            "^kernels: expected auto, a name, or op=name with op among "
+            "attention, .*, got 'norm=auto'$"
+        ),
     ):
         choose("norm=auto")
 
@@ -281,8 +286,8 @@ def test_latent_attention_has_kernels_of_its_own_under_the_names_of_the_ops(
             EVERY, attention="reference", rope_cache="reference"
         )
     assert (
-        "attention: reference (the kernel expected a kv_lora_rank of a multiple of 64 up to 512 and a rope_head_dim of 64, got"
-        in caplog.text
+        "attention: reference (the kernel expected a kv_lora_rank of a multiple of 64 up to 512 "
+        "and a rope_head_dim of 64, got" in caplog.text
     )
     assert (
         "rope_cache: reference (the kernel expected a rope_head_dim of 64, got 32)" in caplog.text

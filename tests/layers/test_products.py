@@ -1,4 +1,5 @@
-"""Which products of a layer are a kernel's: gate and up of few rows and of whole row tiles; XLA's are logged with why."""
+"""Which products of a layer are a kernel's: gate and up of few rows and of whole row tiles; XLA's
+are logged with why."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}"
 )
 KERNEL = Ops(matmul="mosaic_gpu")
-OTHERS = "XLA multiplies by [(128, 64), (128, 64)]: the kernel expected at most 64 rows, or a multiple of 128 up to 256, of gate and up, got"
+OTHERS = (
+    "XLA multiplies by [(128, 64), (128, 64)]: the kernel expected at most 64 rows, or a "
+    "multiple of 128 up to 256, of gate and up, got"
+)
 
 
 @pytest.fixture
@@ -41,7 +45,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 def test_gate_and_up_are_the_kernels_wherever_it_takes_their_rows(
     taken: list[tuple[int, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows of 8 by 8 are made whole first: 50 requests with five rows each are 256 with the padding."""
+    """Rows of 8 by 8 are made whole first: 50 requests with five rows each are 256 with the
+    padding."""
     weight = jnp.zeros((128, 64), jnp.bfloat16)
     batches = {(16, 4): 64, (32, 4): 128, (50, 5): 256, (64, 4): 256, (48, 4): None, (96, 4): None}
     with caplog.at_level(logging.INFO, "jaxspec.layers"):
@@ -84,7 +89,8 @@ def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
     expected = add_mlp(layer, 1e-5, x, REFERENCE_OPS).x
     with interpreted():
         got = add_mlp(layer, 1e-5, x, KERNEL).x
-    # Values up to 5, two of whose ulps are 2^-4: the activation is rounded otherwise, and so may the sum be.
+    # Values up to 5, two of whose ulps are 2^-4: the activation is rounded otherwise, and so may
+    # the sum be.
     np.testing.assert_allclose(
         np.asarray(got).astype(np.float32), np.asarray(expected).astype(np.float32), atol=2.0**-4
     )

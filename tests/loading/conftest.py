@@ -1,4 +1,5 @@
-"""The real default target (through the cache), and tiny GGUF files written with the gguf library."""
+"""The real default target (through the cache), and tiny GGUF files written with the gguf
+library."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def smollm2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_fresh(smollm2_gguf: Path) -> Iterator[Path]:
-    """The default target converted by the code under test: what the cache holds may be older than a mistake in it."""
+    """The default target converted by the code under test: what the cache holds may be older than a
+    mistake in it."""
     yield convert_gguf(smollm2_gguf, smollm2_gguf.parent / "converted")
     shutil.rmtree(smollm2_gguf.parent / "converted")
 
@@ -54,7 +56,8 @@ def byte_alphabet() -> list[str]:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """write_gguf(arch, pre=..., tied=..., kv={...}, extra={...}) -> path of a tiny GGUF with random weights."""
+    """write_gguf(arch, pre=..., tied=..., kv={...}, extra={...}) -> path of a tiny GGUF with random
+    weights."""
 
     def write(
         arch: str = "llama",

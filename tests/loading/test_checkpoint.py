@@ -104,7 +104,10 @@ def test_truncated_safetensors_says_how_many_bytes_it_has(tmp_path, cut):
     path.write_bytes(data)
     with pytest.raises(
         ConfigError,
-        match=rf"model\.safetensors: expected .*, got {len(data)} bytes|expected {len(data) + 1} bytes .*, got {len(data)} ",
+        match=(
+            rf"model\.safetensors: expected .*, got {len(data)} bytes|expected "
+            rf"{len(data) + 1} bytes .*, got {len(data)} "
+        ),
     ):
         open_checkpoint(tmp_path)
 

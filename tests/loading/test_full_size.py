@@ -1,4 +1,5 @@
-"""The real models' configs pass a load by shape against the tensor names of their original files, without any weights."""
+"""The real models' configs pass a load by shape against the tensor names of their original files,
+without any weights."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ def test_smollm2_is_bit_equal_to_transformers_loader(smollm2_fresh, smollm2_gguf
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_each_architecture_is_bit_equal_to_transformers_loader(write_gguf, tmp_path, arch, tied):
-    # transformers reads no key_length for qwen2 (its config has no head_dim): there the head is hidden / heads wide
+    # transformers reads no key_length for qwen2 (its config has no head_dim): there the head is
+    # hidden / heads wide
     path = write_gguf(
         arch, tied=tied, head_dim=16 if arch == "qwen2" else 128 if arch == "qwen3" else 32
     )

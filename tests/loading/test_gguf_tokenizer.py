@@ -1,4 +1,5 @@
-"""The tokenizer built from a GGUF's metadata: the same ids as transformers' own conversion where that one is right."""
+"""The tokenizer built from a GGUF's metadata: the same ids as transformers' own conversion where
+that one is right."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from jaxspec.config import ConfigError
 from jaxspec.loading import convert_gguf, load_tokenizer
 from jaxspec.loading.tokenizer import Tokenizer
 
-# no run of two blanks, and no other numeral than 0-9, before a numeral: there transformers 5.23, which knows no "smollm", differs
+# no run of two blanks, and no other numeral than 0-9, before a numeral: there transformers 5.23,
+# which knows no "smollm", differs
 TEXTS = [
     "",
     "Hello world",
@@ -66,7 +68,8 @@ def test_smollm2_ids_equal_transformers_from_the_same_gguf(ours, theirs, text):
 @pytest.mark.oracle
 @pytest.mark.parametrize("text", NUMERAL_TEXTS)
 def test_smollm2_cuts_every_numeral_alone_as_llama_cpp_does(ours, theirs, text):
-    """llama.cpp's "smollm": \\p{N} is cut out first, then GPT-2's pattern on each piece; transformers does the second part."""
+    """llama.cpp's "smollm": \\p{N} is cut out first, then GPT-2's pattern on each piece;
+    transformers does the second part."""
     pieces: list[str] = []
     for numeral, run in groupby(text, key=lambda c: unicodedata.category(c).startswith("N")):
         piece = "".join(run)
@@ -121,7 +124,8 @@ def test_smollm2_special_tokens_equal_transformers(ours, theirs):
 def test_other_pre_tokenizers_give_transformers_ids(write_gguf, tmp_path, pre, text):
     from transformers import AutoTokenizer
 
-    # not arch qwen2: AutoTokenizer would bring Qwen's own cutting, whatever the file that we wrote says
+    # not arch qwen2: AutoTokenizer would bring Qwen's own cutting, whatever the file that we wrote
+    # says
     path = write_gguf("qwen3" if pre == "qwen2" else "llama", pre=pre)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # Qwen's own tokenizer composes characters first; a GGUF does not say so
@@ -131,7 +135,8 @@ def test_other_pre_tokenizers_give_transformers_ids(write_gguf, tmp_path, pre, t
 
 
 def test_llama_bpe_takes_a_word_that_is_a_token_whole(write_gguf, tmp_path):
-    """ "int" is in the vocabulary and its merge (in + t) is there, but "12" + "3" is reached by merges only for others."""
+    """ "int" is in the vocabulary and its merge (in + t) is there, but "12" + "3" is reached by
+    merges only for others."""
     path = write_gguf("llama", pre="llama-bpe", tokens=["wx"])
     ours = load_tokenizer(convert_gguf(path, tmp_path / "out"))
     assert ours.hf.convert_ids_to_tokens(ours.encode("wx")) == ["wx"]

@@ -1,4 +1,5 @@
-"""The frame around a checkpoint's tokenizer: end ids from every file that names them, and its sentences."""
+"""The frame around a checkpoint's tokenizer: end ids from every file that names them, and its
+sentences."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ def test_a_missing_chat_template_is_said_and_prompts_still_work(folder):
     assert tokenizer.encode("in")
     with pytest.raises(
         ConfigError,
-        match="expected a chat template in the tokenizer's files, got none; give a plain prompt instead",
+        match=(
+            "expected a chat template in the tokenizer's files, got "
+            "none; give a plain prompt instead"
+        ),
     ):
         tokenizer.encode_chat([{"role": "user", "content": "hi"}])
 
@@ -85,7 +89,8 @@ def test_what_the_template_itself_refuses_is_one_sentence(folder):
 
 
 def test_half_a_character_is_refused_wherever_it_stands(folder):
-    """JSON can write the half of a UTF-16 pair, which tokenizers answer with a TypeError; and the prompt that it stands in is named."""
+    """JSON can write the half of a UTF-16 pair, which tokenizers answer with a TypeError; and the
+    prompt that it stands in is named."""
     tokenizer, sentence = (
         load_tokenizer(folder),
         r"text: expected Unicode, got half a character \(a lone surrogate\), '\\ud800', at 3",
@@ -169,8 +174,10 @@ def test_tokenizing_needs_no_torch_and_prints_no_advice(folder):
     """In a fresh interpreter where torch cannot be imported, as on a plain installation."""
     code = (
         "import sys\nfrom importlib.machinery import PathFinder\nfind = PathFinder.find_spec\n"
-        "PathFinder.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
-        f"from jaxspec.loading import load_tokenizer\nprint(load_tokenizer({str(folder)!r}).encode('in'))\n"
+        "PathFinder.find_spec = lambda name, *rest: None if name == 'torch' else find(name, "
+        "*rest)\n"
+        "from jaxspec.loading import "
+        f"load_tokenizer\nprint(load_tokenizer({str(folder)!r}).encode('in'))\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

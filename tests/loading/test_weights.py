@@ -156,6 +156,9 @@ def test_weights_larger_than_the_device_are_one_sentence_with_the_numbers(tmp_pa
     monkeypatch.setattr(jax, "device_put", full)
     with pytest.raises(
         ConfigError,
-        match=r"target: expected 0.0 GB of free device memory for its weights, got room for 0.0 GB of them",
+        match=(
+            r"target: expected 0.0 GB of free device memory for its "
+            r"weights, got room for 0.0 GB of them"
+        ),
     ):
         load_params(SPECS, tensors, jnp.float32, source="target")

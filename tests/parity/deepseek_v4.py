@@ -1,4 +1,5 @@
-"""A tiny random DeepSeek-V4 of transformers, saved by the names of the original checkpoints, with a module of multi-token prediction."""
+"""A tiny random DeepSeek-V4 of transformers, saved by the names of the original checkpoints, with a
+module of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ CONFIG: dict[str, Any] = dict(
         "heavily_compressed_attention",
     ],
     compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 7},
-    index_n_heads=8,  # with few, all scores of an entry are often 0, and which of equals is chosen is not defined
+    # with few, all scores of an entry are often 0, and which of equals is chosen is not defined
+    index_n_heads=8,
     index_head_dim=12,
     index_topk=3,
     n_routed_experts=8,
@@ -46,7 +48,8 @@ YARN = dict(
 
 
 def original_name(name: str) -> str:
-    """The name in DeepSeek's own files of a tensor that transformers wrote: its renaming back does not undo the one on loading."""
+    """The name in DeepSeek's own files of a tensor that transformers wrote: its renaming back does
+    not undo the one on loading."""
     name = name.removeprefix("model.")
     name = {"embed_tokens.weight": "embed.weight", "lm_head.weight": "head.weight"}.get(name, name)
     return re.sub(r"\.attn\.norm\.", ".attn.kv_norm.", name).replace("hc_head.hc_", "hc_head_")
@@ -78,7 +81,8 @@ def save_target(folder: Path, seed: int = 0, **config: Any) -> Any:
 
 
 def streams(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """The residual streams [T, streams * D] that transformers collapses after the last layer of a pass over tokens [T]."""
+    """The residual streams [T, streams * D] that transformers collapses after the last layer of a
+    pass over tokens [T]."""
     import torch
 
     seen: list[Any] = []
@@ -92,8 +96,9 @@ def streams(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def save_module(folder: Path, model: Any, seed: int = 3, **config: Any) -> DraftOracle:
-    """A random module of multi-token prediction, added to a folder of save_target. transformers has none: its layer, final norm and
-    head are those of a model of one layer, and the rest is written down here from DeepSeek's inference/model.py (class MTPBlock)."""
+    """A random module of multi-token prediction, added to a folder of save_target. transformers has
+    none: its layer, final norm and head are those of a model of one layer, and the rest is written
+        down here from DeepSeek's inference/model.py (class MTPBlock)."""
     import torch
 
     one_layer = dict(num_hidden_layers=1, layer_types=["sliding_attention"], num_hash_layers=0)

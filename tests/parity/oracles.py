@@ -1,6 +1,8 @@
-"""The other implementations, behind one small interface: targets from transformers, draft heads from speculators, SpecForge and eagle-llm.
+"""The other implementations, behind one small interface: targets from transformers, draft heads
+from speculators, SpecForge and eagle-llm.
 
-torch and the oracles are imported inside the functions, so that the test modules can be collected where they are not installed.
+torch and the oracles are imported inside the functions, so that the test modules can be collected
+where they are not installed.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,  # small, so that a short prompt sees every branch of the scaling
+    # small, so that a short prompt sees every branch of the scaling
+    "original_max_position_embeddings": 32,
 }
 
 
 def randomise(module: Any, seed: int) -> Any:
-    """Fill every parameter of a torch module: matrices N(0, 1/fan_in), embeddings N(0, 1), norms about 1, biases about 0.
+    """Fill every parameter of a torch module: matrices N(0, 1/fan_in), embeddings N(0, 1), norms
+    about 1, biases about 0.
 
-    Libraries start from weights of 0.02, zero biases and norms of one, which hide a wrong switch. Returns it in float32, for inference.
+    Libraries start from weights of 0.02, zero biases and norms of one, which hide a wrong switch.
+    Returns it in float32, for inference.
     """
     import torch
 
@@ -53,7 +58,8 @@ def randomise(module: Any, seed: int) -> Any:
     return module
 
 
-# --- targets --------------------------------------------------------------------------------------------------------------------------
+# --- targets
+# --------------------------------------------------------------------------------------------------
 
 _SMALL = dict(
     vocab_size=160,
@@ -93,7 +99,8 @@ def hf_target(folder: Path, seed: int = 0, **config: Any) -> Any:
 
 
 def hf_outputs(model: Any, tokens: np.ndarray) -> SimpleNamespace:
-    """tokens [T] -> logits [T, V], hidden [T, D] after the final norm, boundary: id -> [T, D] for 0 .. num_layers (residual streams)."""
+    """tokens [T] -> logits [T, V], hidden [T, D] after the final norm, boundary: id -> [T, D] for 0
+    .. num_layers (residual streams)."""
     import torch
 
     before_norm: list[Any] = []
@@ -117,15 +124,18 @@ def hf_outputs(model: Any, tokens: np.ndarray) -> SimpleNamespace:
     )
 
 
-# --- drafts ---------------------------------------------------------------------------------------------------------------------------
+# --- drafts
+# --------------------------------------------------------------------------------------------------
 
 
 class DraftOracle:
     """One draft head of another implementation.
 
-    module: the torch module. to_target [draft_vocab]: target id of each draft id. run(hidden, tokens, feedback) -> logits and feedback of
-    every row: hidden float32 [T, W] are the target's hidden states of positions 0 .. T-1, tokens int [T + s] the ones after each row, and
-    feedback [s, D] the head's own outputs that stand in for the hidden states of the last s rows. All rows are computed anew each time.
+    module: the torch module. to_target [draft_vocab]: target id of each draft id. run(hidden,
+    tokens, feedback) -> logits and feedback of every row: hidden float32 [T, W] are the target's
+    hidden states of positions 0 .. T-1, tokens int [T + s] the ones after each row, and feedback
+    [s, D] the head's own outputs that stand in for the hidden states of the last s rows. All rows
+    are computed anew each time.
     """
 
     def __init__(
@@ -153,7 +163,8 @@ class DraftOracle:
     def chain(
         self, hidden: np.ndarray, tokens: np.ndarray, num_steps: int, forced: Sequence[int] = ()
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draft num_steps tokens after tokens [T], greedily or as forced: (drafts [num_steps], logits [num_steps, draft_vocab])."""
+        """Draft num_steps tokens after tokens [T], greedily or as forced: (drafts [num_steps],
+        logits [num_steps, draft_vocab])."""
         feedback: list[np.ndarray] = []
         drafts: list[int] = []
         steps = []
@@ -170,7 +181,8 @@ class DraftOracle:
 
 
 def _captured(module: Any, pre: bool = False) -> tuple[list[Any], Any]:
-    """A list that fills with what goes into (pre) or comes out of a submodule, and the hook's handle."""
+    """A list that fills with what goes into (pre) or comes out of a submodule, and the hook's
+    handle."""
     seen: list[Any] = []
     if pre:
         return seen, module.register_forward_pre_hook(lambda mod, args: seen.append(args[0]))
@@ -178,7 +190,8 @@ def _captured(module: Any, pre: bool = False) -> tuple[list[Any], Any]:
 
 
 def _fed_back(module: Any, feedback: Any) -> Any:
-    """Let fc's last rows be the feedback instead of what fc computes: how a recycled hidden state enters a full pass."""
+    """Let fc's last rows be the feedback instead of what fc computes: how a recycled hidden state
+    enters a full pass."""
     import torch
 
     rows = feedback.shape[0]
@@ -201,7 +214,8 @@ def speculators_head(
     seed: int = 0,
     **switches: bool,
 ) -> DraftOracle:
-    """speculators' Eagle3DraftModel with random weights. layer: keys of the transformer layer's config, model_type among them."""
+    """speculators' Eagle3DraftModel with random weights. layer: keys of the transformer layer's
+    config, model_type among them."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -264,7 +278,8 @@ def _speculators_oracle(module: Any, to_target: np.ndarray) -> DraftOracle:
         finally:
             for hook in hooks:
                 hook.remove()
-        # What a step recycles is read off the second step's input, [embedding, hidden]: the oracle itself chooses.
+        # What a step recycles is read off the second step's input, [embedding, hidden]: the oracle
+        # itself chooses.
         return logits[0][0], inputs[1][0].chunk(2, dim=-1)[1]
 
     return DraftOracle(module, to_target, run)
@@ -273,8 +288,9 @@ def _speculators_oracle(module: Any, to_target: np.ndarray) -> DraftOracle:
 def speculators_training_logits(
     oracle: DraftOracle, hidden: np.ndarray, tokens: np.ndarray, steps: int, first: int = 1
 ) -> np.ndarray:
-    """Logits [steps, T, draft_vocab] of the training-time test: row i of step s is the (s+1)-th draft after tokens[i], with tokens[i+1],
-    ... as the drafts before it (past the end: 0). first: the position of row 0 (speculators says 1)."""
+    """Logits [steps, T, draft_vocab] of the training-time test: row i of step s is the (s+1)-th
+    draft after tokens[i], with tokens[i+1], ... as the drafts before it (past the end: 0). first:
+    the position of row 0 (speculators says 1)."""
     import torch
 
     logits, hook = _captured(oracle.module.lm_head)
@@ -293,7 +309,8 @@ def speculators_training_logits(
 
 
 def save_speculators(oracle: DraftOracle, folder: Path, *, own_embedding: bool) -> Path:
-    """speculators' own save_pretrained; it always writes the embedding, which most published heads leave out."""
+    """speculators' own save_pretrained; it always writes the embedding, which most published heads
+    leave out."""
     oracle.module.save_pretrained(folder)
     if not own_embedding:
         edit_tensors(folder, lambda tensors: tensors.pop("embed_tokens.weight"))
@@ -332,7 +349,8 @@ SAFEAI_CONFIG = dict(
 
 
 def specforge_head(config: dict[str, Any], seed: int = 0) -> DraftOracle:
-    """SpecForge's LlamaForCausalLMEagle3 (SafeAI's layout, `midlayer.*`) for a flat config.json, with random weights."""
+    """SpecForge's LlamaForCausalLMEagle3 (SafeAI's layout, `midlayer.*`) for a flat config.json,
+    with random weights."""
     import torch
     from transformers import LlamaConfig
 
@@ -428,7 +446,8 @@ def save_flat(
     return folder
 
 
-# --- editing a saved checkpoint -------------------------------------------------------------------------------------------------------
+# --- editing a saved checkpoint
+# --------------------------------------------------------------------------------------------------
 
 
 def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:

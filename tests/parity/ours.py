@@ -1,4 +1,5 @@
-"""jaxspec driven from numpy: a paged target, and a draft step by step or through propose, over shuffled block tables."""
+"""jaxspec driven from numpy: a paged target, and a draft step by step or through propose, over
+shuffled block tables."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def shuffled_block_table(batch: int, block_size: int, seed: int = 0) -> np.ndarr
     )
 
 
-# --- target ---------------------------------------------------------------------------------------------------------------------------
+# --- target
+# --------------------------------------------------------------------------------------------------
 
 
 @partial(jax.jit, static_argnames=("cfg", "groups", "aux_layers"))
@@ -67,7 +69,8 @@ def _metadata(cfg: Any, groups: Any, table: Any, start: Any, num: Any, rows: int
 
 
 class PagedTarget:
-    """A target and its cache; `feed` runs some rows of each request and keeps what comes out, by position."""
+    """A target and its cache; `feed` runs some rows of each request and keeps what comes out, by
+    position."""
 
     def __init__(
         self,
@@ -89,7 +92,8 @@ class PagedTarget:
         self.logits, self.hidden, self.aux = ([{} for _ in range(batch)] for _ in range(3))
 
     def feed(self, rows: int, start: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        """tokens: those of each request from position start on, at most `rows` of them; none for an idle request."""
+        """tokens: those of each request from position start on, at most `rows` of them; none for an
+        idle request."""
         num = np.array([len(t) for t in tokens], np.int32)
         padded = np.array([[*t, *[1] * (rows - len(t))] for t in tokens], np.int32)
         args = (self.table, padded, np.asarray(start, np.int32), num, self.caches)
@@ -104,7 +108,8 @@ class PagedTarget:
                     self.aux[i][first + row] = np.asarray(aux[i, row])
 
     def prefill(self, prompts: Sequence[Sequence[int]], chunk: int) -> None:
-        """A request whose prompt has ended idles from position 0 on: were its masked rows written, they would fall on its prompt."""
+        """A request whose prompt has ended idles from position 0 on: were its masked rows written,
+        they would fall on its prompt."""
         for first in range(0, max(map(len, prompts)), chunk):
             self.feed(
                 chunk,
@@ -118,7 +123,8 @@ def by_position(rows: dict[int, np.ndarray]) -> np.ndarray:
     return np.stack([rows[p] for p in sorted(rows)])
 
 
-# --- draft ----------------------------------------------------------------------------------------------------------------------------
+# --- draft
+# --------------------------------------------------------------------------------------------------
 
 TARGET = models.config_from_hf(
     dict(
@@ -135,7 +141,8 @@ TARGET = models.config_from_hf(
 
 
 def shared_weights(seed: int = 7) -> Params:
-    """The two arrays that a draft takes from TARGET; heads that bring their own must not read them."""
+    """The two arrays that a draft takes from TARGET; heads that bring their own must not read
+    them."""
     rng = np.random.default_rng(seed)
     embed = rng.normal(size=(TARGET.vocab_size, TARGET.hidden_size)).astype(np.float32)
     head = (rng.normal(size=(TARGET.hidden_size, TARGET.vocab_size)) / 8).astype(np.float32)
@@ -162,9 +169,11 @@ def load(
 
 
 class PagedDraft:
-    """A draft whose cache holds the first rows of each request, the rest pending: what a round starts from.
+    """A draft whose cache holds the first rows of each request, the rest pending: what a round
+    starts from.
 
-    hidden: float32 [T, W] of each request, the target's hidden states of positions 0 .. T-1; tokens: [T], the one after each position;
+    hidden: float32 [T, W] of each request, the target's hidden states of positions 0 .. T-1;
+        tokens: [T], the one after each position;
     num_pending: how many of the last rows the draft has not consumed, at most K + 1.
     """
 
@@ -227,7 +236,8 @@ class PagedDraft:
         )
 
     def propose(self) -> Proposal:
-        """The compiled propose, over poisoned buffers: what no step writes stays NaN or -7. (Greedy: noise is slow to compile.)"""
+        """The compiled propose, over poisoned buffers: what no step writes stays NaN or -7.
+        (Greedy: noise is slow to compile.)"""
         batch, K = self.inputs.num_pending.shape[0], self.cfg.num_speculative_tokens
         logits = jnp.full((batch, K, self.cfg.draft.draft_vocab_size), jnp.nan, jnp.float32)
         return _propose(
@@ -239,7 +249,8 @@ class PagedDraft:
         ).proposal
 
     def steps(self, forced: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """draft_step by itself K times, metadata built from scratch: drafts [batch, K] (forced ones if given) and logits [batch, K, Vd]."""
+        """draft_step by itself K times, metadata built from scratch: drafts [batch, K] (forced ones
+        if given) and logits [batch, K, Vd]."""
         cfg, inputs, caches = self.cfg, self.inputs, self.caches
         rows = cfg.num_speculative_tokens + 1
         start, num = inputs.seq_lens - inputs.num_pending, inputs.num_pending

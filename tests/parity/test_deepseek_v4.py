@@ -1,5 +1,6 @@
-"""DeepSeek-V4 against transformers: however rows arrive and are rejected, its windows, compressors and indexer hold what one pass over the
-whole text gives; and its module of multi-token prediction against DeepSeek's own formula."""
+"""DeepSeek-V4 against transformers: however rows arrive and are rejected, its windows, compressors
+and indexer hold what one pass over the whole text gives; and its module of multi-token prediction
+against DeepSeek's own formula."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_logits_and_hidden_states_equal_transformers(
 
 
 def rounds_with_rejections(tokens: list[int], K: int, seed: int) -> Rows:
-    """A prompt of 5 tokens in chunks of 3, then rounds of K+1 rows of which the last are wrong tokens, as many as chance has it."""
+    """A prompt of 5 tokens in chunks of 3, then rounds of K+1 rows of which the last are wrong
+    tokens, as many as chance has it."""
     rng = np.random.default_rng(seed)
     rows: Rows = [(0, tokens[:3]), (3, tokens[3:5])]
     start = 5
@@ -106,7 +108,8 @@ def long_text(
     "K", [pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5]
 )
 def test_rejected_rows_leave_nothing_in_a_compressor(K: int, long_text: Any) -> None:
-    """Rejections at every place of a window: rows that close one are rejected, and rows of one that was closed already."""
+    """Rejections at every place of a window: rows that close one are rejected, and rows of one that
+    was closed already."""
     cfg, params, texts, expected = long_text
     target = PagedTarget(cfg, params, len(texts), block_size=4)
     rows = [rounds_with_rejections(text, K, seed) for seed, text in enumerate(texts)]
@@ -243,7 +246,8 @@ def test_the_original_config_is_read() -> None:
         ({"o_groups": 3}, "o_groups: expected a divisor of num_attention_heads 4, got 3"),
         (
             {"qk_rope_head_dim": 14},
-            "qk_rope_head_dim: expected an even number of at most head_dim 16 and index_head_dim 12, got 14",
+            "qk_rope_head_dim: expected an even number of at most head_dim 16 and index_head_dim "
+            "12, got 14",
         ),
     ],
 )
@@ -252,7 +256,8 @@ def test_a_config_that_is_not_implemented_is_refused(changes: dict[str, Any], me
         config_from_hf({**ORIGINAL, **changes})
 
 
-# --- multi-token prediction -------------------------------------------------------------------------------------------------------------
+# --- multi-token prediction
+# --------------------------------------------------------------------------------------------------
 
 K = 5
 
@@ -266,7 +271,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_every_draft_equals_the_oracle(checkpoint: Any) -> None:
-    """One module, K times, across blocks and its window, with one to K+1 pending rows; the compiled loop and eager steps."""
+    """One module, K times, across blocks and its window, with one to K+1 pending rows; the compiled
+    loop and eager steps."""
     folder, model, oracle = checkpoint
     target, params = load_target(folder, jnp.float32)
     cfg, draft_params = load(folder, "mtp", shared=params, target=target)
@@ -288,7 +294,8 @@ def test_every_draft_equals_the_oracle(checkpoint: Any) -> None:
 def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through prefill in chunks, accepted and rejected drafts: target and draft both are what they are for the text alone."""
+    """Through prefill in chunks, accepted and rejected drafts: target and draft both are what they
+    are for the text alone."""
     folder, model, oracle = checkpoint
     target, params = load_target(folder, jnp.float32)
     params = {
@@ -311,7 +318,8 @@ def _scaled(output: tuple[Any, Any]) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_the_targets_folder_alone_is_enough(checkpoint: Any) -> None:
-    """The engine: chunks of prefill, blocks shared by prompts that start alike, three drafts a round."""
+    """The engine: chunks of prefill, blocks shared by prompts that start alike, three drafts a
+    round."""
     prompt = np.random.default_rng(2).integers(0, 160, 40).tolist()
     prompts, sampling = [prompt, [*prompt[:35], 1, 2]], SamplingParams(temperature=0, max_tokens=20)
     texts = []
@@ -330,7 +338,8 @@ def test_the_targets_folder_alone_is_enough(checkpoint: Any) -> None:
 
 
 def test_the_modules_tensors_are_those_of_the_original_files() -> None:
-    """DeepSeek-V4-Flash's files hold 1,575 tensors of mtp.0, of which 778 are the scales of matrices in float8 and float4."""
+    """DeepSeek-V4-Flash's files hold 1,575 tensors of mtp.0, of which 778 are the scales of
+    matrices in float8 and float4."""
     flash = {**ORIGINAL, "n_routed_experts": 256, "num_experts_per_tok": 6}
     target: Any = config_from_hf(flash)
     specs = mtp_deepseek_v4.param_specs(mtp_deepseek_v4.DeepseekV4MtpConfig(target))
@@ -371,6 +380,8 @@ def test_a_head_of_eagle3_is_refused(checkpoint: Any) -> None:
     target, params = load_target(checkpoint[0], jnp.float32)
     with pytest.raises(
         ConfigError,
-        match="expected a target with one residual stream, got model_type 'deepseek_v4', which has 3",
+        match=(
+            "expected a target with one residual stream, got model_type 'deepseek_v4', which has 3"
+        ),
     ):
         load(checkpoint[0], "eagle3", shared=params, target=target)

@@ -1,4 +1,5 @@
-"""EAGLE-1 heads against eagle-llm 1.2.1: features and logits of every draft step, from safetensors and from a pickle."""
+"""EAGLE-1 heads against eagle-llm 1.2.1: features and logits of every draft step, from safetensors
+and from a pickle."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def assert_its_own_generate_agrees(
     tokens: np.ndarray,
     drafts: np.ndarray,
 ) -> None:
-    """eagle-llm's own loop over its own cache, which ends at token 2 (Llama-2's end of sequence)."""
+    """eagle-llm's own loop over its own cache, which ends at token 2 (Llama-2's end of
+    sequence)."""
     import torch
 
     head = lambda x: x @ torch.from_numpy(lm_head).T  # noqa: E731

@@ -1,4 +1,5 @@
-"""EAGLE-3 heads against speculators 0.9.0 and SpecForge 0.2.0: the logits of every draft step, for each layout and switch."""
+"""EAGLE-3 heads against speculators 0.9.0 and SpecForge 0.2.0: the logits of every draft step, for
+each layout and switch."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def share_embedding(oracle: DraftOracle) -> None:
 
 
 def requests(width: int, seed: int = 3) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The target's hidden states [T, width] of LENGTHS positions, of unequal size from one to the next, and the tokens after each."""
+    """The target's hidden states [T, width] of LENGTHS positions, of unequal size from one to the
+    next, and the tokens after each."""
     rng = np.random.default_rng(seed)
     scales = np.repeat([0.5, 2.0, 1.0], 64)[:width]
     hidden = [
@@ -103,7 +105,8 @@ def requests(width: int, seed: int = 3) -> tuple[list[np.ndarray], list[np.ndarr
 def assert_every_step_equals(
     oracle: DraftOracle, cfg: Any, params: Any, block_size: int = 4, alone: bool = False
 ) -> None:
-    """Greedy drafts and the logits of steps 0 .. K-1: the oracle's, the compiled propose's, and draft_step's alone if asked for."""
+    """Greedy drafts and the logits of steps 0 .. K-1: the oracle's, the compiled propose's, and
+    draft_step's alone if asked for."""
     hidden, tokens = requests(oracle.module.fc.weight.shape[1])
     draft = PagedDraft(cfg, params, hidden, tokens, PENDING, K, block_size)
     proposal = draft.propose()
@@ -142,7 +145,8 @@ def test_every_step_equals_speculators(case: str, tmp_path: Path) -> None:
     "case", ["llama", "norm_before_residual", "norm_output", "newest_defaults", "two_layers"]
 )
 def test_steps_equal_speculators_own_training_forward(case: str, tmp_path: Path) -> None:
-    """Its training-time test runs three steps with the real tokens as drafts: another path to the same logits, and its own recycling."""
+    """Its training-time test runs three steps with the real tokens as drafts: another path to the
+    same logits, and its own recycling."""
     oracle = make(**SPECULATORS[case])
     cfg, params = load(save_speculators(oracle, tmp_path, own_embedding=False))
     steps, length = 3, WINDOW  # its mask keeps the window of step 0, so the window must not bind
@@ -167,7 +171,8 @@ def test_steps_equal_speculators_own_training_forward(case: str, tmp_path: Path)
 
 @pytest.mark.oracle("speculators")
 def test_the_origin_of_positions_is_immaterial() -> None:
-    """speculators counts from 1, SafeAI and we from 0 (the position of the hidden state): rotary attention sees differences only."""
+    """speculators counts from 1, SafeAI and we from 0 (the position of the hidden state): rotary
+    attention sees differences only."""
     oracle = make(layer=dict(rope_parameters=LLAMA3_ROPE))
     hidden, tokens = (x[2] for x in requests(oracle.module.fc.weight.shape[1]))
     from_one, from_zero = (
@@ -191,7 +196,8 @@ def test_a_head_without_embedding_reads_in_speculators_once_it_is_injected(tmp_p
     assert_every_step_equals(reload_speculators(tmp_path, oracle.to_target), cfg, params)
 
 
-# --- SafeAI / SpecForge -----------------------------------------------------------------------------------------------------------------
+# --- SafeAI / SpecForge
+# --------------------------------------------------------------------------------------------------
 
 SPECFORGE: dict[str, dict[str, Any]] = {
     "no_rope_theta": {},
@@ -220,7 +226,8 @@ def test_every_step_equals_specforge(case: str, own_embedding: bool, tmp_path: P
 
 @pytest.mark.oracle("speculators")
 def test_the_layouts_name_the_same_head(tmp_path: Path) -> None:
-    """speculators' layers.0.* is SafeAI's midlayer.*; SGLang's older aux norms are fc_norm.*: renamed, they give the same parameters."""
+    """speculators' layers.0.* is SafeAI's midlayer.*; SGLang's older aux norms are fc_norm.*:
+    renamed, they give the same parameters."""
     oracle = make(fc_norm=True)
     save_speculators(oracle, tmp_path, own_embedding=False)
     cfg, _ = load(tmp_path)
@@ -243,7 +250,8 @@ def test_the_layouts_name_the_same_head(tmp_path: Path) -> None:
     assert_every_step_equals(oracle, renamed_cfg, renamed)
 
 
-# --- which target layers ----------------------------------------------------------------------------------------------------------------
+# --- which target layers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle("specforge")
@@ -272,12 +280,14 @@ def test_aux_layer_ids_become_boundary_ids(
     assert load(folder, eagle_aux_hidden_state_layer_ids=(0, 3, 6))[0].aux_layers == (0, 3, 6)
 
 
-# --- precision --------------------------------------------------------------------------------------------------------------------------
+# --- precision
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle("speculators")
 def test_bfloat16_heads_keep_float32_logits(tmp_path: Path) -> None:
-    """A cast of the logits to bfloat16 anywhere on their way makes ties, and all of them representable."""
+    """A cast of the logits to bfloat16 anywhere on their way makes ties, and all of them
+    representable."""
     oracle = make(norm_before_residual=True)
     save_speculators(oracle, tmp_path, own_embedding=False)
     shared = {k: v.astype(jnp.bfloat16) for k, v in shared_weights().items()}

@@ -1,4 +1,5 @@
-"""EAGLE-1 for Llama 4, step by step against transformers' Llama 4 layer between fc and a norm, as vLLM's llama4_eagle.py joins them."""
+"""EAGLE-1 for Llama 4, step by step against transformers' Llama 4 layer between fc and a norm, as
+vLLM's llama4_eagle.py joins them."""
 
 from __future__ import annotations
 

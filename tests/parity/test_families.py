@@ -1,5 +1,6 @@
-"""Families with experts, windows or latent caches against transformers, as test_targets does for the Llama-like ones: logits and hidden
-states of every position, in chunks, row by row, and with rejected rows, across window and block boundaries."""
+"""Families with experts, windows or latent caches against transformers, as test_targets does for
+the Llama-like ones: logits and hidden states of every position, in chunks, row by row, and with
+rejected rows, across window and block boundaries."""
 
 from __future__ import annotations
 
@@ -144,7 +145,8 @@ def error_of(case: str, change: Change, folder: Path) -> float:
 
 
 def _layers(**changes: Callable[[Any], Any]) -> Change:
-    """Another value for some weights of every layer that has them, by their path ("experts.down")."""
+    """Another value for some weights of every layer that has them, by their path
+    ("experts.down")."""
 
     def edit(layer: Params, path: list[str], change: Callable[[Any], Any]) -> Params:
         if path[0] not in layer:

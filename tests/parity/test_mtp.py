@@ -1,5 +1,6 @@
-"""MTP modules against transformers' own MtpModel, step by step: its layer run again over the whole text for every draft, with what it
-gave before as the hidden states of the drafted rows. MiMo is no class there: it is Qwen2 with the hidden state first, names mapped."""
+"""MTP modules against transformers' own MtpModel, step by step: its layer run again over the whole
+text for every draft, with what it gave before as the hidden states of the drafted rows. MiMo is no
+class there: it is Qwen2 with the hidden state first, names mapped."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def save_with_module(family: str, folder: Path) -> Checkpoint:
         else f"model.layers.{model.config.num_hidden_layers}"
     )
     own = MIMO_NAMES if family == "mimo" else NAMES
-    # transformers writes a layer of the target in the checkpoint's names; so the module's block goes through a model of one layer
+    # transformers writes a layer of the target in the checkpoint's names; so the module's block
+    # goes through a model of one layer
     block = type(model)._from_config(module.config, attn_implementation="eager").float()
     block.model.layers[0].load_state_dict(module.layers[0].mtp_block.state_dict())
     block.save_pretrained(folder / "block")
@@ -148,7 +150,8 @@ def expected(oracle: DraftOracle, hidden: Any, tokens: Any, forced: np.ndarray) 
 
 @pytest.mark.oracle("transformers")
 def test_every_step_equals_transformers(checkpoint: Checkpoint) -> None:
-    """One module, K times, across blocks, with one to K+1 pending rows; the compiled loop and eager steps."""
+    """One module, K times, across blocks, with one to K+1 pending rows; the compiled loop and eager
+    steps."""
     target, cfg, params = loaded(checkpoint, mtp_zero_first_embedding=False)
     hidden, tokens = texts(checkpoint)
     draft = PagedDraft(cfg, params, hidden, tokens, num_pending=(1, 3, 6), K=K, target=target)
@@ -178,7 +181,8 @@ def test_the_row_of_position_0_can_go_without_its_embedding(checkpoint: Checkpoi
 def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(
     checkpoint: Checkpoint,
 ) -> None:
-    """Through prefill in chunks, accepted and rejected drafts: each row pairs the hidden state of a position with the token after it."""
+    """Through prefill in chunks, accepted and rejected drafts: each row pairs the hidden state of a
+    position with the token after it."""
     target, params = load_target(checkpoint.folder, jnp.float32)
     params = {
         **params,
@@ -255,7 +259,8 @@ def test_the_comparison_sees_a_mistake(mistake: str, checkpoint: Checkpoint) -> 
 def test_recycling_before_the_norm_is_seen_from_the_second_draft_on(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What vLLM's glm4_moe_lite_mtp did: step 0 is right, and greedy text too, so that only an oracle sees it."""
+    """What vLLM's glm4_moe_lite_mtp did: step 0 is right, and greedy text too, so that only an
+    oracle sees it."""
     target, cfg, params = loaded(checkpoint, mtp_zero_first_embedding=False)
 
     def recycled(params: Params, *args: Any, **kwargs: Any) -> Any:

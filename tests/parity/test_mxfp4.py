@@ -1,4 +1,5 @@
-"""gpt-oss checkpoints in MXFP4: read from the original names, dequantised to the bits that transformers gives, or kept packed."""
+"""gpt-oss checkpoints in MXFP4: read from the original names, dequantised to the bits that
+transformers gives, or kept packed."""
 
 from __future__ import annotations
 

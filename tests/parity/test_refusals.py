@@ -1,4 +1,5 @@
-"""Draft checkpoints that do not fit the target, or whose tensors contradict their config: one sentence that names what is wrong."""
+"""Draft checkpoints that do not fit the target, or whose tensors contradict their config: one
+sentence that names what is wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A whole decode against the oracles: after several rounds of accepted and rejected drafts, what the draft proposes from its incremental
-cache and its pending rows is what the oracle proposes from the whole text and transformers' hidden states of it."""
+"""A whole decode against the oracles: after several rounds of accepted and rejected drafts, what
+the draft proposes from its incremental cache and its pending rows is what the oracle proposes from
+the whole text and transformers' hidden states of it."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(
 def assert_proposals_equal(
     target_pair: tuple[Any, Any], draft_pair: tuple[Any, Any], model: Any, oracle: DraftOracle
 ) -> None:
-    """Prefill in chunks, then rounds at temperature 1; before each verification the proposal is compared."""
+    """Prefill in chunks, then rounds at temperature 1; before each verification the proposal is
+    compared."""
     (target_cfg, target), (draft_cfg, draft) = target_pair, draft_pair
     cfg = RoundConfig.for_models(
         target_cfg,
@@ -207,7 +209,8 @@ def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_stat
 
 @pytest.mark.oracle("speculators", "transformers")
 def test_other_aux_layers_are_seen(tmp_path: Path) -> None:
-    """The comparison above would fail for ids that are one off: the residual stream changes from layer to layer."""
+    """The comparison above would fail for ids that are one off: the residual stream changes from
+    layer to layer."""
     model = hf_target(
         tmp_path / "target", vocab_size=128, hidden_size=64, num_hidden_layers=7, model_type="llama"
     )

@@ -16,8 +16,10 @@ from tests.parity.oracles import hf_outputs
 from tests.parity.ours import PagedTarget, by_position
 
 PROMPTS = [
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of",
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+    "Face<|im_end|>\n"
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe "
+    "capital of",
     "<|im_start|>user\nWrite a haiku about the sea.<|im_end|>\n<|im_start|>assistant\n",
     "def fibonacci(n):\n    ",
 ]
@@ -25,7 +27,8 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def gguf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's GGUF file, kept in the cache folder: the default target keeps only what it made of it."""
+    """The wheel's GGUF file, kept in the cache folder: the default target keeps only what it made
+    of it."""
     folder = cache_dir() / "SmolLM2-135M-Instruct-gguf"
     with locked(folder):
         path = folder / "SmolLM2-135M-Instruct.gguf"
@@ -66,7 +69,8 @@ def test_default_target_equals_transformers_reading_the_same_gguf(gguf_folder: P
     for i, prompt in enumerate(prompts):
         expected = hf_outputs(model, np.array(prompt))
         logits = by_position(target.logits[i])
-        # Logits reach 30 here, after 30 layers in float32: 1e-4 of the largest, and the same token everywhere.
+        # Logits reach 30 here, after 30 layers in float32: 1e-4 of the largest, and the same token
+        # everywhere.
         np.testing.assert_allclose(
             logits, expected.logits, rtol=0, atol=1e-4 * np.abs(expected.logits).max()
         )

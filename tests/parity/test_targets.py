@@ -1,4 +1,5 @@
-"""Targets against transformers: logits and hidden states of every position, through the paged cache, in every way rows arrive."""
+"""Targets against transformers: logits and hidden states of every position, through the paged
+cache, in every way rows arrive."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def sequences(vocab: int, seed: int = 0) -> list[list[int]]:
 def run_all(
     cfg: TargetConfig, params: Params, tokens: list[list[int]], block_size: int
 ) -> PagedTarget:
-    """Prompts in chunks, three steps of one row, then K+1 rows whose last two are rejected and overwritten by the next K+1."""
+    """Prompts in chunks, three steps of one row, then K+1 rows whose last two are rejected and
+    overwritten by the next K+1."""
     target = PagedTarget(cfg, params, len(tokens), block_size, AUX)
     target.prefill([t[:n] for t, n in zip(tokens, PROMPTS, strict=True)], chunk=K + 1)
     for step in range(3):
@@ -92,7 +94,8 @@ def _without(*names: str) -> Callable[[TargetConfig, Params], tuple[TargetConfig
 
 
 def _interleaved(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
-    """q and k with rotated pairs side by side instead of half a head apart: a GGUF file's rows, read as they are."""
+    """q and k with rotated pairs side by side instead of half a head apart: a GGUF file's rows,
+    read as they are."""
     order = np.arange(cfg.attention.head_dim).reshape(2, -1).T.reshape(-1)
 
     def permute(weight: Any) -> Any:
@@ -142,7 +145,8 @@ def test_the_comparison_sees_a_mistake(mistake: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "llama_llama3_rope", "qwen3"])
 def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
-    """rope_theta and rope_scaling at the top level (transformers 4), or rope_parameters (transformers 5)."""
+    """rope_theta and rope_scaling at the top level (transformers 4), or rope_parameters
+    (transformers 5)."""
     hf_target(tmp_path, **TARGETS[case])
     new, _ = load_target(tmp_path, jnp.float32)
     assert (

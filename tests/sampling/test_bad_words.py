@@ -1,4 +1,5 @@
-"""bad_words through the engine: as the tokenizer writes them, as vLLM counts them, and at no cost to who has none."""
+"""bad_words through the engine: as the tokenizer writes them, as vLLM counts them, and at no cost
+to who has none."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ pytestmark = pytest.mark.usefixtures("toy_families")
 
 
 class Letters:
-    """A tokenizer whose tokens are letters (0 to 11) and letters with a blank before (12 to 23); blanks of their own are lost."""
+    """A tokenizer whose tokens are letters (0 to 11) and letters with a blank before (12 to 23);
+    blanks of their own are lost."""
 
     eos_token_ids = ()
 
@@ -71,7 +73,8 @@ def llm() -> LLM:
 
 
 def test_a_word_has_the_tokens_that_vllm_gives_it() -> None:
-    """After a blank only where that begins with another token and has as many; blanks before it are not looked at."""
+    """After a blank only where that begins with another token and has as many; blanks before it are
+    not looked at."""
     table = {
         "cat": [3],
         " cat": [8],
@@ -102,7 +105,10 @@ def test_a_target_without_a_tokenizer_takes_words_as_token_ids() -> None:
     llm = engine()
     with pytest.raises(
         ConfigError,
-        match=r"prompt 0: bad_words: expected a target with a tokenizer \(or bad_words_token_ids\), got none",
+        match=(
+            r"prompt 0: bad_words: expected a target with a tokenizer \(or "
+            r"bad_words_token_ids\), got none"
+        ),
     ):
         llm.generate(PROMPTS, SamplingParams(0.0, bad_words=["a"]))
     with pytest.raises(ConfigError, match="bad_words: expected a target with a tokenizer"):
@@ -137,7 +143,8 @@ def test_words_do_not_appear_in_a_text_that_had_them_and_a_prompt_begins_none(ll
 
 
 def test_longer_words_of_a_newcomer_leave_the_texts_of_who_runs_as_they_are() -> None:
-    """The state's words grow while a request that has words is between its first token and its last."""
+    """The state's words grow while a request that has words is between its first token and its
+    last."""
     words = [PAIRS[:100], [(a, a + 1, a + 2, a + 3, a + 4) for a in range(15)] + PAIRS, PAIRS[5:9]]
     params = [
         SamplingParams(0.0, max_tokens=n, bad_words_token_ids=w)

@@ -1,4 +1,5 @@
-"""Cases of vLLM's suite for sampling parameters, through verify_rows with every parameter in use."""
+"""Cases of vLLM's suite for sampling parameters, through verify_rows with every parameter in
+use."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def verified(
     rule: str = "probabilistic",
     seed: int = 0,
 ) -> Any:
-    """num_sampled and output_tokens of random logits, each row's a function of its place, over drafts that are often right."""
+    """num_sampled and output_tokens of random logits, each row's a function of its place, over
+    drafts that are often right."""
     rows = [np.random.default_rng((seed, row)) for row in range(len(params))]
     logits = np.stack([2 * rng.normal(size=(K + 1, vocab)).astype(np.float32) for rng in rows])
     drafts = np.argmax(logits[:, :K], axis=-1).astype(np.int32)

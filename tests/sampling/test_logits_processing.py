@@ -1,5 +1,6 @@
-"""Each parameter against transformers' own processor, the whole order against a float64 specification, and rows of a window against
-plain decoding of the same text; and what nobody asks for costs nothing and changes nothing."""
+"""Each parameter against transformers' own processor, the whole order against a float64
+specification, and rows of a window against plain decoding of the same text; and what nobody asks
+for costs nothing and changes nothing."""
 
 from __future__ import annotations
 
@@ -181,7 +182,8 @@ REQUESTS = [
 
 
 def test_every_row_of_a_window_follows_the_specification_of_plain_decoding() -> None:
-    """Requests of all kinds in one batch; rows 1 and on after drafts that repeat each other, the text, the prompt and a stop token."""
+    """Requests of all kinds in one batch; rows 1 and on after drafts that repeat each other, the
+    text, the prompt and a stop token."""
     K, features = 4, features_of(REQUESTS)
     texts = [TEXT[: i % 6] for i in range(len(REQUESTS))]
     drafts = (
@@ -214,7 +216,8 @@ def test_every_row_of_a_window_follows_the_specification_of_plain_decoding() -> 
 
 
 def test_a_row_of_a_window_has_the_bits_of_plain_decoding_after_the_same_drafts() -> None:
-    """Counts grow on the device as tokens are committed, and are rebuilt from the tokens when a request is admitted again."""
+    """Counts grow on the device as tokens are committed, and are rebuilt from the tokens when a
+    request is admitted again."""
     K, features = 3, features_of(REQUESTS)
     texts = [TEXT[: i % 6] for i in range(len(REQUESTS))]
     drafts = np.random.default_rng(3).choice([5, 30, 7, 12], (len(REQUESTS), K)).astype(np.int32)
@@ -275,7 +278,8 @@ EVERY_FEATURE = SamplingFeatures(processors=frozenset(p.name for p in PROCESSORS
 
 @dataclass(frozen=True)
 class NeutralBatch:
-    """64 requests that use no feature, half of them greedy; zeros of both signs, -inf and NaN among their logits."""
+    """64 requests that use no feature, half of them greedy; zeros of both signs, -inf and NaN among
+    their logits."""
 
     K: int = 3
     count: int = 64

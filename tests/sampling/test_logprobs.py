@@ -1,4 +1,5 @@
-"""Log-probabilities of prompts and texts are those of the model's own logits, as transformers has them, with and without speculation."""
+"""Log-probabilities of prompts and texts are those of the model's own logits, as transformers has
+them, with and without speculation."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def collect(
 def test_logprobs_are_transformers_log_softmax_with_and_without_speculation(
     num_logprobs: int, tmp_path: Path
 ) -> None:
-    """Requests whose texts are far from the likeliest: penalties, a bias, temperature. A prompt in chunks; a draft that is often right."""
+    """Requests whose texts are far from the likeliest: penalties, a bias, temperature. A prompt in
+    chunks; a draft that is often right."""
     oracle = hf_target(tmp_path, **TARGETS["llama"])
     target, weights = load_target(tmp_path, jnp.float32)
     params = [

@@ -1,4 +1,5 @@
-"""Truncation against two oracles, the full tail of the Gumbel noise, and random streams that do not touch each other."""
+"""Truncation against two oracles, the full tail of the Gumbel noise, and random streams that do not
+touch each other."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def keys_of(count: int, seed: int = 0) -> jax.Array:
 
 
 def kept_by_definition(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """bool [vocab], float64: the top_k largest, then the fewest of these, largest first, whose mass reaches top_p."""
+    """bool [vocab], float64: the top_k largest, then the fewest of these, largest first, whose mass
+    reaches top_p."""
     order = np.argsort(-logits.astype(np.float64), kind="stable")
     order = order[: top_k or len(order)]
     weights = np.exp(logits[order].astype(np.float64) - logits.max())
@@ -99,7 +101,8 @@ def test_truncation_equals_transformers(top_k: int, top_p: float) -> None:
     ("top_k", "top_p"), [(1, 1.0), (5, 1.0), (99, 1.0), (0, 0.5), (0, 0.9), (0, 0.99)]
 )
 def test_judged_tokens_stay_inside_the_kept_set(rule: str, top_k: int, top_p: float) -> None:
-    """cases.md 3.1: 100 requests of 3 drafts over 100 tokens, 0.1 more on top_k of them; drafts from all over the vocabulary."""
+    """cases.md 3.1: 100 requests of 3 drafts over 100 tokens, 0.1 more on top_k of them; drafts
+    from all over the vocabulary."""
     vocab, requests, K = 100, 100, 3
     rng = np.random.default_rng(top_k + int(100 * top_p))
     if top_k:
@@ -139,7 +142,8 @@ def test_judged_tokens_stay_inside_the_kept_set(rule: str, top_k: int, top_p: fl
 
 
 def test_the_noise_has_its_full_tail() -> None:
-    """JAX's default form takes 2 ** 23 values: above 10 nats it repeats itself, and it never exceeds about 16."""
+    """JAX's default form takes 2 ** 23 values: above 10 nats it repeats itself, and it never
+    exceeds about 16."""
     draws = np.asarray(
         noise_of(keys_of(1000), "draft", jnp.zeros(1000, jnp.int32), 0, 4096)
     ).ravel()
@@ -203,7 +207,8 @@ def test_excluded_tokens_are_never_sampled_and_nan_stays_in_range() -> None:
 
 
 def test_streams_positions_offsets_and_keys_are_independent() -> None:
-    """No two of them share a number, and no two correlate: offset 1 of a position is not offset 0 of the next."""
+    """No two of them share a number, and no two correlate: offset 1 of a position is not offset 0
+    of the next."""
     size = 4096
     drawn: dict[Any, np.ndarray] = {}
     for stream, position, offset in itertools.product(sampling.STREAMS, (5, 6), (0, 1)):

@@ -1,5 +1,5 @@
-"""Through the engine: a request's text and log-probabilities do not depend on its neighbours' parameters, nor on being preempted, nor,
-where it is greedy, on speculation."""
+"""Through the engine: a request's text and log-probabilities do not depend on its neighbours'
+parameters, nor on being preempted, nor, where it is greedy, on speculation."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_greedy_requests_are_those_of_plain_decoding(alone: dict[int, RequestOut
 
 
 def test_outputs_hold_the_logprobs_that_were_asked_for(alone: dict[int, RequestOutput]) -> None:
-    """Of the toy target's own table, before any processing, for every generated token and every prompt token but the first."""
+    """Of the toy target's own table, before any processing, for every generated token and every
+    prompt token but the first."""
     x = np.asarray(TARGET["table"], np.float64)
     expected = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
     for i, params in enumerate(REQUESTS):

@@ -1,7 +1,9 @@
-"""Sampled text follows the target's processed distribution, through the real propose and verify, with truncation, penalties and masks on.
+"""Sampled text follows the target's processed distribution, through the real propose and verify,
+with truncation, penalties and masks on.
 
-The toy target's logits depend on the token before alone, but penalties make every token depend on all before it: the joint distribution of
-the first three tokens, over as many rounds as they took, is enumerated exactly. One batch row is one trial.
+The toy target's logits depend on the token before alone, but penalties make every token depend on
+all before it: the joint distribution of the first three tokens, over as many rounds as they took,
+is enumerated exactly. One batch row is one trial.
 """
 
 from __future__ import annotations

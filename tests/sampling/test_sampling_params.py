@@ -1,4 +1,5 @@
-"""Every parameter is checked when it is given, in one sentence; what a batch needs of its rounds follows from its requests."""
+"""Every parameter is checked when it is given, in one sentence; what a batch needs of its rounds
+follows from its requests."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def test_lists_and_single_strings_are_settled_and_the_whole_can_be_hashed() -> N
 
 
 def test_numpys_integers_are_as_good_as_pythons() -> None:
-    """They would overflow: a seed is taken modulo 2**64, max_tokens is added to the prompt's length."""
+    """They would overflow: a seed is taken modulo 2**64, max_tokens is added to the prompt's
+    length."""
     params = SamplingParams(
         seed=np.int64(5), max_tokens=np.uint8(200), n=np.int32(2), top_k=np.int8(3)
     )  # type: ignore[arg-type]
@@ -187,7 +189,8 @@ def test_numpys_integers_are_as_good_as_pythons() -> None:
         ),
         (
             {"allowed_token_ids": [1, 2], "bad_words_token_ids": [[1, 2, 1], [2, 2]]},
-            "bad_words: expected some token to be left after any text, got none after token ids [1, 2]",
+            "bad_words: expected some token to be left after any text, got none after token ids "
+            "[1, 2]",
         ),
         (
             {"allowed_token_ids": [1, 7], "bad_words_token_ids": [[1, 1]], "min_tokens": 3},

@@ -1,5 +1,6 @@
-"""With every parameter in use, speculation gives the text of plain decoding, token for token: at temperature 0, and under the strict rule
-for sampled requests too. Drafts come from the text itself: whole windows are accepted, with what penalties and stops act on inside."""
+"""With every parameter in use, speculation gives the text of plain decoding, token for token: at
+temperature 0, and under the strict rule for sampled requests too. Drafts come from the text itself:
+whole windows are accepted, with what penalties and stops act on inside."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def run(cfg: Any, draft: Any, params: Sequence[SamplingParams]) -> Run:
 
 
 def whole_texts(plain: Run, params: Sequence[SamplingParams]) -> np.ndarray:
-    """prompt + text of each request, as the replaying draft reads them; past a request's end the tokens that its last round drew."""
+    """prompt + text of each request, as the replaying draft reads them; past a request's end the
+    tokens that its last round drew."""
     whole = np.zeros((len(params), 64), np.int32)
     for row, text in enumerate(plain.token_ids):
         prompt = [(3 * row + j) % V for j in range(1 + row % 4)]

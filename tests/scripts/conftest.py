@@ -1,4 +1,5 @@
-"""A tiny llama folder and an EAGLE-3 head that is right most of the time, and the scripts run in this process."""
+"""A tiny llama folder and an EAGLE-3 head that is right most of the time, and the scripts run in
+this process."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Run = Callable[..., Result]
 
 
 def text_weights() -> tuple[np.ndarray, np.ndarray]:
-    """An embedding and an output head under which a token's successor is mostly a fixed other byte."""
+    """An embedding and an output head under which a token's successor is mostly a fixed other
+    byte."""
     rng = np.random.default_rng(0)
     embedding = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
     head = np.zeros_like(embedding)
@@ -38,7 +40,8 @@ def text_weights() -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_target(folder: Path) -> Path:
-    """A llama whose layers disturb that successor a little, with a byte tokenizer and a chat template."""
+    """A llama whose layers disturb that successor a little, with a byte tokenizer and a chat
+    template."""
     rng = np.random.default_rng(1)
     embedding, head = text_weights()
     ones = np.ones(HIDDEN, np.float32)
@@ -101,7 +104,8 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_draft(folder: Path) -> Path:
-    """A head in speculators' layout that attends to its own row and knows the successor of three bytes in four."""
+    """A head in speculators' layout that attends to its own row and knows the successor of three
+    bytes in four."""
     embedding, head = text_weights()
     del embedding
     kept = np.array([t for t in range(256) if t % 4 != 3])
@@ -171,7 +175,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def edited(tmp_path: Path) -> Callable[..., Path]:
-    """edited(folder, config.json's changes, drop=file) -> a copy; a change to None removes the key."""
+    """edited(folder, config.json's changes, drop=file) -> a copy; a change to None removes the
+    key."""
 
     def edit(folder: Path, changes: dict[str, Any] | None = None, drop: str | None = None) -> Path:
         copy = tmp_path / f"{folder.name}-copy"

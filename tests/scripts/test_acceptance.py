@@ -1,4 +1,5 @@
-"""scripts/acceptance.py on the tiny models: the engine's own tokens and counts, theory within its error, and what is written."""
+"""scripts/acceptance.py on the tiny models: the engine's own tokens and counts, theory within its
+error, and what is written."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def encoded(llm: LLM) -> list[list[int]]:
 def test_masked_drafts_are_the_engine_with_fewer(
     target, draft, recorder, encoded, rule, drafts, temperature
 ):
-    """Tokens and counts: a program for K = 4 with 3 drafts wanted, against LLM.generate with K = 3 and the same seeds."""
+    """Tokens and counts: a program for K = 4 with 3 drafts wanted, against LLM.generate with K = 3
+    and the same seeds."""
     engine = load(target, draft, rule, drafts, 3)
     params = [
         SamplingParams(temperature, seed=7 + i, max_tokens=MAX_TOKENS) for i in range(len(encoded))
@@ -100,7 +102,8 @@ def test_masked_drafts_are_the_engine_with_fewer(
     ],
 )
 def test_measured_acceptance_is_what_theory_expects(recorder, encoded, rule):
-    """96 requests from three prompts: in mean length and in each position, within 4.5 standard errors; and the text is the target's."""
+    """96 requests from three prompts: in mean length and in each position, within 4.5 standard
+    errors; and the text is the target's."""
     counts, _ = recorder.run(
         Requests(encoded * 32, 1.0, MAX_TOKENS, seed=100), rule, "probabilistic", 4
     )
@@ -126,7 +129,8 @@ def test_a_seed_gives_the_same_counts_again(recorder, encoded):
 
 
 def test_standard_errors_are_those_of_repeated_samples(recorder, encoded):
-    """Of independent prompts: the bootstrap against the spread over many draws; a paired difference of equal samples has none."""
+    """Of independent prompts: the bootstrap against the spread over many draws; a paired difference
+    of equal samples has none."""
     rng = np.random.default_rng(0)
 
     def draw():

@@ -1,4 +1,5 @@
-"""Bad input to scripts/generate.py: exit code 2 and one sentence that says what was expected and what was got."""
+"""Bad input to scripts/generate.py: exit code 2 and one sentence that says what was expected and
+what was got."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def check(result, sentence: str) -> None:
         (["--num-prompts", "0"], "--num-prompts: expected at least 1, got 0"),
         (
             ["--dataset", "nowhere.jsonl"],
-            "--dataset nowhere.jsonl: expected a .jsonl file or the id of a data set on the hub, got no such file",
+            "--dataset nowhere.jsonl: expected a .jsonl file or the id of a data set on the hub, "
+            "got no such file",
         ),
         (["--dataset", "some/where.jsonl"], "got no such file"),
         (["--dataset", "/"], "expected a .jsonl file or the id of a data set on the hub"),

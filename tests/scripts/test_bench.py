@@ -1,4 +1,5 @@
-"""scripts/bench.py and bench_kernels.py on a CPU with tiny dimensions: every part runs, the floor counts bytes, the record holds all of it.
+"""scripts/bench.py and bench_kernels.py on a CPU with tiny dimensions: every part runs, the floor
+counts bytes, the record holds all of it.
 
 No time is asserted: these run on shared cores.
 """
@@ -40,7 +41,8 @@ def weights() -> workload.Weights:
     return workload.Weights(jnp.float32)
 
 
-# --- scripts/bench.py -----------------------------------------------------------------------------------------------------------------
+# --- scripts/bench.py
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,8 @@ def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperatur
 
 @pytest.mark.parametrize("compilation", ["round", "step"])
 def test_the_round_is_timed_on_donated_state(weights, compilation):
-    """The caches of the state that a run starts from are gone, and those of the state that comes back are not zeros."""
+    """The caches of the state that a run starts from are gone, and those of the state that comes
+    back are not zeros."""
     load = workload.Workload(replace(TINY, compilation=compilation), weights, {}, EFFORT)
     before = jax.tree.leaves((load.state.target_caches, load.state.draft.caches))
     load.time_round()
@@ -214,7 +217,8 @@ def test_bad_input_is_one_sentence(arguments, sentence):
     assert result.exit_code == 2 and result.stderr.startswith(f"error: {sentence}"), result.output
 
 
-# --- cases ----------------------------------------------------------------------------------------------------------------------------
+# --- cases
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_targets_preset_holds_every_case_that_has_a_target():
@@ -256,7 +260,8 @@ def test_flags_pick_from_a_preset_and_greedy_rules_are_one():
     assert set(PRESETS) == {"targets", "axes", "full", "hybrid"}
 
 
-# --- the floor ------------------------------------------------------------------------------------------------------------------------
+# --- the floor
+# --------------------------------------------------------------------------------------------------
 
 
 def configured(case: Case, **changes: Any) -> tuple[Any, Any]:
@@ -353,7 +358,8 @@ def test_the_floor_of_an_mtp_module_is_that_of_a_layer_of_the_target():
         configured(Case("llama-3-8b", method="mtp"))
 
 
-# --- forced acceptance ----------------------------------------------------------------------------------------------------------------
+# --- forced acceptance
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "strict", "block"])
@@ -418,7 +424,8 @@ def test_a_whole_round_accepts_what_is_forced(weights, length, expected):
     assert verification.num_sampled.tolist() == [expected] * TINY.batch
 
 
-# --- timing ---------------------------------------------------------------------------------------------------------------------------
+# --- timing
+# --------------------------------------------------------------------------------------------------
 
 
 def test_back_to_back_waits_once_a_repeat_and_rewinds_between():
@@ -474,7 +481,8 @@ def test_a_chain_keeps_every_call_and_its_zero_stays_zero():
     assert int(compiled(copies, jnp.zeros((), jnp.int32))) == 0
 
 
-# --- scripts/bench_kernels.py ---------------------------------------------------------------------------------------------------------
+# --- scripts/bench_kernels.py
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ from tests.scripts.conftest import runner
 run = runner(bench_power.main)
 
 
-READINGS = r"$t, 700.00, 1500, 0x0000000000000004\n$t, [N/A], 1980, 0x0\n$t, 500.00, 1900, 0x0000000000000000\n"
+READINGS = (
+    r"$t, 700.00, 1500, 0x0000000000000004\n$t, [N/A], 1980, 0x0\n$t, "
+    r"500.00, 1900, 0x0000000000000000\n"
+)
 
 
 def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:

@@ -1,4 +1,5 @@
-"""scripts/bench_throughput.py on a CPU with tiny dimensions: every row of vLLM's table, for every rule. No time is asserted."""
+"""scripts/bench_throughput.py on a CPU with tiny dimensions: every row of vLLM's table, for every
+rule. No time is asserted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""scripts/compare_compilation.py: the three modes agree on the tiny models, and a difference is found."""
+"""scripts/compare_compilation.py: the three modes agree on the tiny models, and a difference is
+found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""scripts/compare_kernels.py: one op after the other is exchanged; a change of acceptance is an error."""
+"""scripts/compare_kernels.py: one op after the other is exchanged; a change of acceptance is an
+error."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def test_without_kernels_there_is_nothing_to_exchange(target: Path, draft: Path)
 def test_each_op_is_exchanged_and_a_moved_acceptance_fails(
     target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU has one implementation: the engine is told of two others and runs the reference, and one of them draws other drafts."""
+    """A CPU has one implementation: the engine is told of two others and runs the reference, and
+    one of them draws other drafts."""
     asked: list[str] = []
     chosen = Ops(attention="mosaic_gpu", rms_norm="mosaic_gpu")
 

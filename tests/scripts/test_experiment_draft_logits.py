@@ -1,4 +1,5 @@
-"""scripts/experiment_draft_logits.py: right logits give the target's text, corrupted ones do not, and position 0 tells nothing."""
+"""scripts/experiment_draft_logits.py: right logits give the target's text, corrupted ones do not,
+and position 0 tells nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def tiny():
 
 
 def test_right_logits_give_the_targets_text(tiny):
-    """Each token's distribution and the texts' within 4.5 standard deviations of what sampling alone gives."""
+    """Each token's distribution and the texts' within 4.5 standard deviations of what sampling
+    alone gives."""
     off = {key: d["standard_deviations_off"] for key, d in tiny["right"]["distances"].items()}
     assert (
         set(off) == {"token 0", "token 1", "token 2", "token 3", "text"} and max(off.values()) < 4.5
@@ -31,7 +33,8 @@ def test_right_logits_give_the_targets_text(tiny):
 
 @pytest.mark.parametrize("name", ["zero", "stale"])
 def test_corrupted_logits_are_seen(tiny, name):
-    """The text is far off, from the first token that a later position may have drafted; acceptance rises there, and not at position 0."""
+    """The text is far off, from the first token that a later position may have drafted; acceptance
+    rises there, and not at position 0."""
     distances, acceptance, right = (
         tiny[name]["distances"],
         tiny[name]["acceptance"],

@@ -98,7 +98,10 @@ def test_a_record_names_the_commit_of_its_checkout():
 
 def test_flags_go_before_the_json_config(run_tiny, tmp_path):
     path = tmp_path / "run.json"
-    config = '{"method": "eagle3", "num_speculative_tokens": 5, "rejection_sample_method": "block", "draft_sample_method": "greedy"}'
+    config = (
+        '{"method": "eagle3", "num_speculative_tokens": 5, "rejection_sample_method": '
+        '"block", "draft_sample_method": "greedy"}'
+    )
     result = run_tiny(
         "--speculative-config",
         config,
@@ -260,7 +263,8 @@ def test_each_prompt_has_its_own_seed_and_a_run_repeats(run_tiny, tmp_path):
     assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
 
 
-# --- --compare ----------------------------------------------------------------------------------------------------------------------
+# --- --compare
+# --------------------------------------------------------------------------------------------------
 
 
 def test_greedy_and_strict_texts_agree_with_plain_decoding(run_tiny, tmp_path):
@@ -299,7 +303,8 @@ def test_sampled_texts_need_not_agree(run_tiny, tmp_path):
 
 
 def test_wrong_text_fails_and_its_place_is_named(run_tiny, tmp_path, monkeypatch):
-    """The synthetic rule accepts what the target would not: a wrong rejection rule, if it were said to keep the text."""
+    """The synthetic rule accepts what the target would not: a wrong rejection rule, if it were said
+    to keep the text."""
     monkeypatch.setattr(report, "expected_agreement", lambda *_: "tokens")
     wrong = ("--rejection-sample-method", "synthetic", "--synthetic-acceptance-rates", "1,1,1")
     result = run_tiny("--compare", "--output-json", tmp_path / "wrong.json", *wrong)
@@ -325,7 +330,10 @@ def test_wrong_text_fails_and_its_place_is_named(run_tiny, tmp_path, monkeypatch
         d["plain_token_id"],
     )
     assert d["speculative_token_id"] != d["plain_token_id"]
-    place = f"prompt {d['prompt']}, token {d['position']}: {d['speculative_token_id']} against {d['plain_token_id']}"
+    place = (
+        f"prompt {d['prompt']}, token {d['position']}: "
+        f"{d['speculative_token_id']} against {d['plain_token_id']}"
+    )
     assert re.search(
         rf"texts agree: NO, \d of 2 \({place}, \S+ apart in float32, \S+ bfloat16 ulp",
         result.stdout,
@@ -409,7 +417,8 @@ def test_the_trained_head_speeds_the_demo_up(run_generate, tmp_path):
     assert run["texts_agree"] is True and run["metrics"]["mean_acceptance_length"] > 1.3
 
 
-# --- files and processes ------------------------------------------------------------------------------------------------------------
+# --- files and processes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -464,9 +473,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert json.loads(path.read_text()) == {"x": 1} and list(tmp_path.iterdir()) == [path]
 
 
-# A background job of a shell starts with SIGINT ignored, and so do its children: give the script the handler it has at a terminal.
+# A background job of a shell starts with SIGINT ignored, and so do its children: give the script
+# the handler it has at a terminal.
 WITH_CTRL_C = (
-    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); del sys.argv[0]; "
+    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); del "
+    "sys.argv[0]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 

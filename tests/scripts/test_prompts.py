@@ -78,7 +78,10 @@ def test_without_datasets_the_sentence_says_what_is_there(hub, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError,
-        match="expected one .jsonl file in it .or the datasets package installed., got .'README.md', 'data/train",
+        match=(
+            "expected one .jsonl file in it .or the datasets package "
+            "installed., got .'README.md', 'data/train"
+        ),
     ):
         prompts.read_prompts("philschmid/mt-bench")
 
@@ -91,6 +94,6 @@ def test_no_hub_is_one_sentence(monkeypatch, run_tiny):
     result = run_tiny("--dataset", "philschmid/mt-bench")
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
     assert (
-        "error: --dataset philschmid/mt-bench: expected a .jsonl file, or a data set on a hub that can be reached"
-        in result.stderr
+        "error: --dataset philschmid/mt-bench: expected a .jsonl file, or a data set on a hub "
+        "that can be reached" in result.stderr
     )

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 import jax
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # recorded for a program from the persistent cache too
+# recorded for a program from the persistent cache too
+COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @contextmanager
 def counting_compilations() -> Iterator[list[str]]:
-    """Collects the names of the programs that are compiled, or taken from the persistent cache, meanwhile."""
+    """Collects the names of the programs that are compiled, or taken from the persistent cache,
+    meanwhile."""
     found: list[str] = []
 
     def listen(event: str, _seconds: float, **details: object) -> None:

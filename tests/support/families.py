@@ -1,4 +1,5 @@
-"""Tiny models of every family with a draft that mostly agrees with them, made without any other library."""
+"""Tiny models of every family with a draft that mostly agrees with them, made without any other
+library."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def family_model(
     disturbance: float = 0.15,
     vocab: int = VOCAB,
 ) -> Model:
-    """Target and draft are nearly functions of the last token alone: their layers add little (`disturbance`) to the embedding.
+    """Target and draft are nearly functions of the last token alone: their layers add little
+    (`disturbance`) to the embedding.
 
     window: of an EAGLE draft's own layers.
     """

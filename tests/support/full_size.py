@@ -1,6 +1,8 @@
-"""The real models' config.json and the names and shapes of their files' tensors, written out from the families' published layouts.
+"""The real models' config.json and the names and shapes of their files' tensors, written out from
+the families' published layouts.
 
-Nothing here comes from jaxspec's own parameter tables: they are checked against it. MiMo's dimensions are from secondary sources.
+Nothing here comes from jaxspec's own parameter tables: they are checked against it. MiMo's
+dimensions are from secondary sources.
 """
 
 from __future__ import annotations
@@ -199,7 +201,8 @@ BILLIONS = {
 
 
 def tensors(name: str, *, mtp: bool = True) -> dict[str, Shape]:
-    """Name -> shape of every tensor of a model's files: bfloat16, but for the MXFP4 experts of gpt-oss and DeepSeek-V3's float8."""
+    """Name -> shape of every tensor of a model's files: bfloat16, but for the MXFP4 experts of
+    gpt-oss and DeepSeek-V3's float8."""
     c = CONFIGS[name]
     D, V, n = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
     found: dict[str, Shape] = {

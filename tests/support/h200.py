@@ -1,7 +1,8 @@
 """Compile for an H200 on a machine that has none: jax 0.11's CUDA plugin, no driver, no GPU.
 
-What comes back is the real thing but for autotuning: optimised HLO, the kernels' machine code, ptxas's report of registers and spills.
-Needs the `aot` extra (jax-cuda13-plugin and jax-cuda13-pjrt, no nvidia-* packages).
+What comes back is the real thing but for autotuning: optimised HLO, the kernels' machine code,
+ptxas's report of registers and spills. Needs the `aot` extra (jax-cuda13-plugin and
+jax-cuda13-pjrt, no nvidia-* packages).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# What the compiler asks about the device (a GpuTargetConfigProto in text form), from the vendor's data sheet and XLA's own list of devices.
+# What the compiler asks about the device (a GpuTargetConfigProto in text form), from the vendor's
+# data sheet and XLA's own list of devices.
 TARGET_CONFIG = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -77,9 +79,11 @@ def mesh() -> Mesh:
 
 @contextlib.contextmanager
 def ptxas_report() -> Iterator[Callable[[], str]]:
-    """What ptxas says (-v) about the Mosaic kernels that are compiled while this is open: the function that comes back reads it.
+    """What ptxas says (-v) about the Mosaic kernels that are compiled while this is open: the
+    function that comes back reads it.
 
-    The compiler prints it to the process's standard output, past sys.stdout. Nothing may come from the compilation cache meanwhile.
+    The compiler prints it to the process's standard output, past sys.stdout. Nothing may come from
+    the compilation cache meanwhile.
     """
     cached = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     sys.stdout.flush()
@@ -117,7 +121,8 @@ def compile_for_h200(
     donate_argnums: Any = (),
     options: dict | None = None,
 ) -> Any:
-    """The compiled executable (`.as_text()` is its HLO) of function(*args); arrays in args may be ShapeDtypeStructs."""
+    """The compiled executable (`.as_text()` is its HLO) of function(*args); arrays in args may be
+    ShapeDtypeStructs."""
     here = mesh()
     sharding = NamedSharding(here, PartitionSpec())
     static = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)

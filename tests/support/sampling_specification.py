@@ -16,7 +16,8 @@ def specification(
     text: Sequence[int],
     eos_token_ids: Sequence[int] = (),
 ) -> np.ndarray:
-    """The logits that the token after prompt + text is sampled from, float64 [vocab]; dropped tokens are -inf."""
+    """The logits that the token after prompt + text is sampled from, float64 [vocab]; dropped
+    tokens are -inf."""
     x = logits.astype(np.float64)
     vocab = len(x)
     if params.allowed_token_ids is not None:

@@ -62,7 +62,8 @@ def tiny_model(
     mapped: bool | None = None,
     dtype: Any = jnp.float32,
 ) -> Model:
-    """Random weights that agree about nothing. EAGLE-3 has a draft vocabulary of its own unless mapped is False."""
+    """Random weights that agree about nothing. EAGLE-3 has a draft vocabulary of its own unless
+    mapped is False."""
     target = TargetConfig("llama", VOCAB, HIDDEN, 48, LAYERS, ATTENTION, 1e-5, 4096, False)
     mapped = method == "eagle3" if mapped is None else mapped
     keys = jax.random.split(jax.random.key(seed), 2)
@@ -93,11 +94,13 @@ def _draft_config(method: str, window: int | None, draft_vocab: int) -> Any:
 
 @cache
 def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> Model:
-    """A draft that mostly agrees with its target by construction: both are nearly a function of the last token alone.
+    """A draft that mostly agrees with its target by construction: both are nearly a function of the
+    last token alone.
 
-    The target's layers add little to the embedding (`disturbance`), so its argmax is mostly that of lm_head(embedding). EAGLE-1's fc
-    passes the embedding through, with a little of the hidden state; EAGLE-3's attention, with a window of one token, copies it into a
-    residual stream that starts near 0.
+    The target's layers add little to the embedding (`disturbance`), so its argmax is mostly that of
+    lm_head(embedding). EAGLE-1's fc passes the embedding through, with a little of the hidden
+    state; EAGLE-3's attention, with a window of one token, copies it into a residual stream that
+    starts near 0.
     """
     model = tiny_model(method, seed=seed, mapped=False, window=1 if method == "eagle3" else None)
     target, draft = dict(model.params["target"]), dict(model.params["draft"])
@@ -156,7 +159,8 @@ def sampling_state(
 def block_tables(
     batch: int, cfg: RoundConfig, *, shuffle_seed: int | None = None, guard: int = 0
 ) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
-    """Return a block table int32 [batch, pages] and a number of blocks for each of cfg.cache_groups.
+    """Return a block table int32 [batch, pages] and a number of blocks for each of
+    cfg.cache_groups.
 
     All groups have the same table, each in a pool of its own. A seed shuffles the blocks. `guard`
     blocks of each pool belong to no request.
@@ -193,7 +197,8 @@ def pad_chunk(prompts: Sequence[Sequence[int]], begin: int, chunk: int) -> Promp
 
 @dataclass
 class Run:
-    """token_ids: what each request generated, at most max_tokens; accepted: per round, the accepted drafts of each live request."""
+    """token_ids: what each request generated, at most max_tokens; accepted: per round, the accepted
+    drafts of each live request."""
 
     token_ids: list[list[int]]
     accepted: list[list[int]]
@@ -218,7 +223,8 @@ def start(
     chunk: int | None = None,
     compilation: str = "round",
 ) -> tuple[np.ndarray, DecodeState]:
-    """Prefill; returns the first token of each request (-1: an empty prompt, a padding row) and the state.
+    """Prefill; returns the first token of each request (-1: an empty prompt, a padding row) and the
+    state.
 
     stop_token_ids: int32 [batch, stops], padded with -1; None: no request stops before max_tokens.
     """
@@ -253,7 +259,8 @@ def generate(
     compilation: str = "round",
     shuffle_seed: int | None = None,
 ) -> Run:
-    """Prompts to token ids, by prefill and rounds. An empty prompt is a padding row. A text goes on to the end of its last round."""
+    """Prompts to token ids, by prefill and rounds. An empty prompt is a padding row. A text goes on
+    to the end of its last round."""
     tables, num_blocks = block_tables(len(prompts), cfg, shuffle_seed=shuffle_seed)
     first, state = start(
         cfg,

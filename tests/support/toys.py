@@ -1,7 +1,9 @@
-"""Toy families whose logits are known in closed form; registered for a test by the `toy_families` fixture (tests/conftest.py).
+"""Toy families whose logits are known in closed form; registered for a test by the `toy_families`
+fixture (tests/conftest.py).
 
-`toy` (target): the logits that follow token t are row t of a table, so text is a Markov chain and every probability is exact.
-`toy` (draft): the same with the draft's own table. `replay` (draft): one-hot on a given text, by position. Neither has a cache.
+`toy` (target): the logits that follow token t are row t of a table, so text is a Markov chain and
+every probability is exact. `toy` (draft): the same with the draft's own table. `replay` (draft):
+one-hot on a given text, by position. Neither has a cache.
 """
 
 from __future__ import annotations
@@ -132,7 +134,8 @@ def toy_config(
     draft_sampling: str = "probabilistic",
     **changes: Any,
 ) -> RoundConfig:
-    """Rounds of the toy target and the toy draft; caches do not exist, so one huge block is all of a block table."""
+    """Rounds of the toy target and the toy draft; caches do not exist, so one huge block is all of
+    a block table."""
     group = CacheGroup(block_size=1 << 20, max_model_len=1 << 20)
     values: dict[str, Any] = {
         "target": ToyTarget(vocab_size),

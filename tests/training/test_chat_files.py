@@ -1,4 +1,5 @@
-"""Prompts of files are cut into shards that lose none; what a folder of chats says of itself is read with them."""
+"""Prompts of files are cut into shards that lose none; what a folder of chats says of itself is
+read with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A saved head is what the loader, speculators and a rerun read; its acceptance is measured by the real propose and verify."""
+"""A saved head is what the loader, speculators and a rerun read; its acceptance is measured by the
+real propose and verify."""
 
 from __future__ import annotations
 
@@ -275,7 +276,8 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
         )[0]
         assert answer.tolist() == greedy[len(prompt) - 1 : len(sequence) - 1].tolist()
         assert len(answer) == 12 or answer[-1] == 2
-    # A round yields its accepted drafts and one token; the first token is prefill's. What ran past the end is not in the answers.
+    # A round yields its accepted drafts and one token; the first token is prefill's. What ran past
+    # the end is not in the answers.
     written = sum(map(len, answers)) - len(prompts)
     assert (
         metrics.num_accepted_tokens + metrics.num_drafts

@@ -66,7 +66,8 @@ def test_step_logits_equal_those_that_propose_writes(switches: dict[str, Any], r
     pending = jnp.zeros((1, STEPS + 1), jnp.int32).at[0, 0].set(tokens[0, row + 1])
     hidden = jnp.zeros((1, STEPS + 1, 96), jnp.float32).at[0, 0].set(aux[0, row])
     one = lambda dtype: jnp.ones(1, dtype)  # noqa: E731
-    # Sampled drafts keep their logits, and differ from step to step, which greedy ones of a random head do not.
+    # Sampled drafts keep their logits, and differ from step to step, which greedy ones of a random
+    # head do not.
     sampling = SamplingState(jnp.full((1, 2), 7, jnp.uint32), jnp.ones(1))
     state = DraftInputs(
         jnp.asarray([row + 1], jnp.int32), pending, hidden, one(jnp.int32), block_tables, sampling
@@ -154,7 +155,8 @@ def test_step_logits_equal_speculators_training_forward(
         lambda module, args, out: found.append(out.detach())
     )
     with torch.no_grad():
-        # speculators reads x_{i+1} beside h_i: its dataset shifts the ids by one before the model sees them.
+        # speculators reads x_{i+1} beside h_i: its dataset shifts the ids by one before the model
+        # sees them.
         oracle(
             hidden_states=torch.tensor(np.asarray(aux)),
             input_ids=torch.tensor(np.asarray(jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))))).long(),

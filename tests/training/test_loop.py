@@ -175,7 +175,8 @@ def test_schedule_warms_up_then_falls_along_a_cosine() -> None:
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_head_learns_and_is_saved_on_the_way(pair: Pair) -> None:
-    """The loss falls towards the target's entropy (about 7.5 here), the agreement rises, and the target stays as it was."""
+    """The loss falls towards the target's entropy (about 7.5 here), the agreement rises, and the
+    target stays as it was."""
     rng = np.random.default_rng(0)
     chats = pack(
         [rng.integers(0, VOCAB, n) for n in rng.integers(16, 25, 24)],

@@ -1,4 +1,5 @@
-"""Devices, micro-batches and a restart change nothing but the order of sums; a restart not even that."""
+"""Devices, micro-batches and a restart change nothing but the order of sums; a restart not even
+that."""
 
 from __future__ import annotations
 

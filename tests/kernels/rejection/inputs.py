@@ -1,6 +1,7 @@
 """Inputs of all rejection rules as NumPy arrays, and the rules that tests call.
 
-The strict rule is the engine's own: the target's tokens, then `match_drafts`. The others are the op's.
+The strict rule is the engine's own: the target's tokens, then `match_drafts`. The others are the
+op's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def strict(
     active: jax.Array,
     temperature: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The strict rule with given noise [B, K+1, V]: what the engine does with tokens that it draws itself."""
+    """The strict rule with given noise [B, K+1, V]: what the engine does with tokens that it draws
+    itself."""
     if temperature is not None:
         target_logits = scale_by_temperature(target_logits, jnp.where(greedy, 0.0, temperature))
     scores = jnp.where(greedy[:, None, None], target_logits, target_logits + sample_noise)
@@ -41,7 +43,8 @@ def strict(
 
 @dataclass(frozen=True)
 class Inputs:
-    """The op's arrays and the strict rule's noise; every noise is present and `judge` passes on what a rule takes."""
+    """The op's arrays and the strict rule's noise; every noise is present and `judge` passes on
+    what a rule takes."""
 
     target_logits: np.ndarray
     draft_tokens: np.ndarray

@@ -1,6 +1,8 @@
-"""Rejection sampling in float64, one request and one token at a time, in probability space: written from the papers, not from the op.
+"""Rejection sampling in float64, one request and one token at a time, in probability space: written
+from the papers, not from the op.
 
-`verify` also says whether the outcome is certain: false where some comparison is so close that float32 may decide otherwise.
+`verify` also says whether the outcome is certain: false where some comparison is so close that
+float32 may decide otherwise.
 """
 
 from __future__ import annotations
@@ -149,7 +151,8 @@ def _draw(logits: np.ndarray, noise: list[float]) -> tuple[int, bool]:
 def _draw_residual(
     joint: float, logits: np.ndarray, p: list[float], q: list[float] | int, noise: list[float]
 ) -> tuple[int, bool]:
-    """Gumbel-max over max(joint p - q, 0); certain if the winner survives the rounding of every difference."""
+    """Gumbel-max over max(joint p - q, 0); certain if the winner survives the rounding of every
+    difference."""
     if sum(p) == 0:  # nothing but -inf (NaN): no distribution, but some id in range
         return _draw(logits, noise)
     lows, highs, scores = [], [], []
@@ -181,7 +184,8 @@ def _highest(scores: list[float]) -> tuple[int, bool]:
 
 
 def _draft_probabilities(inputs: Inputs, b: int, i: int, vocab: int) -> list[float] | int:
-    """q of draft i over the target's ids; for a draft without logits the one token that q puts everything on."""
+    """q of draft i over the target's ids; for a draft without logits the one token that q puts
+    everything on."""
     if inputs.draft_logits is None:
         d = int(inputs.draft_tokens[b, i])
         return d if 0 <= d < vocab else -1

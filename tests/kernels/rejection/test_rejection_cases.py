@@ -1,4 +1,5 @@
-"""Known inputs with known outputs, as vLLM's suite has them, and what must hold beside the distribution."""
+"""Known inputs with known outputs, as vLLM's suite has them, and what must hold beside the
+distribution."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_greedy_table(
 def test_greedy_rows_emit_argmaxes_beside_sampled_rows(
     rule: str, num_drafts: int, implementation: str
 ) -> None:
-    """The draft's logits, the noise and the neighbours have no say; sampled rows of the same batch do not turn greedy."""
+    """The draft's logits, the noise and the neighbours have no say; sampled rows of the same batch
+    do not turn greedy."""
     logits = random_logits(1, 64, num_drafts + 1, 50)
     drafts = np.where(
         np.random.default_rng(2).random((64, num_drafts)) < 0.7, logits.argmax(-1)[:, :-1], 3
@@ -128,7 +130,8 @@ def test_all_greedy_needs_no_noise_and_no_softmax(rule: str, implementation: str
 @pytest.mark.parametrize("one_hot", [True, False])
 @pytest.mark.parametrize("rule", ALL_RULES)
 def test_placeholder_ends_verification(rule: str, one_hot: bool, implementation: str) -> None:
-    """d = [x, -1, y] with the draft's distribution equal to the target's: at most two tokens, and nearly always two."""
+    """d = [x, -1, y] with the draft's distribution equal to the target's: at most two tokens, and
+    nearly always two."""
     logits = random_logits(1, 2000, 4, 16)
     noisy = logits + np.random.default_rng(2).gumbel(size=logits.shape)
     drafts = noisy.argmax(-1)[:, :3].astype(np.int32)
@@ -169,7 +172,8 @@ def test_single_placeholder_gives_one_target_token(
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_placeholder_is_filled_from_the_plain_target(rule: str, implementation: str) -> None:
-    """Noise that all but one token lose: the residual would exclude it where q exceeds p, the plain target does not."""
+    """Noise that all but one token lose: the residual would exclude it where q exceeds p, the plain
+    target does not."""
     target = np.zeros((1, 2, 8), np.float32)
     draft = np.zeros((1, 1, 8), np.float32)
     draft[..., 5] = 3.0  # q(5) > p(5)
@@ -190,7 +194,8 @@ def test_placeholder_is_filled_from_the_plain_target(rule: str, implementation: 
 def test_draft_that_q_cannot_have_drawn_is_a_placeholder(
     rule: str, one_hot: bool, implementation: str
 ) -> None:
-    """A token that the draft's vocabulary lacks: never accepted though p(d) > u q(d) holds; one-hot drafts need no map."""
+    """A token that the draft's vocabulary lacks: never accepted though p(d) > u q(d) holds; one-hot
+    drafts need no map."""
     logits = peaked([[4, 4, 4]], 6)
     absent = np.array([0, 1, 2, 3, -1, 4], np.int32)
     inputs = make(logits, np.array([[4, 4]]), uniforms=np.zeros((1, 2), np.float32))
@@ -251,7 +256,8 @@ def test_truncated_tokens_are_never_emitted(rule: str, implementation: str) -> N
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_a_residual_without_mass_is_the_plain_target(rule: str, implementation: str) -> None:
-    """p = q leaves nothing to draw from. u = 1 forces here what rounding does once in ten million tokens."""
+    """p = q leaves nothing to draw from. u = 1 forces here what rounding does once in ten million
+    tokens."""
     target = random_logits(1, 20, 2, 8)
     target[..., 3] = -np.inf
     inputs = make(
@@ -268,7 +274,8 @@ def test_a_residual_without_mass_is_the_plain_target(rule: str, implementation: 
 @pytest.mark.parametrize("vocab", [100, 8193, 10_000, 151_936])
 @pytest.mark.parametrize("rule", ALL_RULES)
 def test_both_ends_of_real_vocabularies(rule: str, vocab: int, implementation: str) -> None:
-    """The last id is accepted, recovered and drawn as a bonus like any other; random rows stay in range."""
+    """The last id is accepted, recovered and drawn as a bonus like any other; random rows stay in
+    range."""
     target = np.zeros((4, 3, vocab), np.float32)
     target[0, :, vocab - 1] = target[1, :, vocab - 1] = target[2, :, 0] = 60.0
     target[3] = random_logits(1, 3, vocab)
@@ -290,7 +297,8 @@ def test_both_ends_of_real_vocabularies(rule: str, vocab: int, implementation: s
 
 @pytest.mark.parametrize("placeholders", [1, 2])
 def test_block_counts_only_valid_drafts(placeholders: int, implementation: str) -> None:
-    """The draft before the placeholder is the last of its block: it is judged by P alone, so p = q keeps it always."""
+    """The draft before the placeholder is the last of its block: it is judged by P alone, so p = q
+    keeps it always."""
     logits = random_logits(1, 500, 4, 30)
     drafts = (logits + np.random.default_rng(2).gumbel(size=logits.shape)).argmax(-1)[:, :3]
     drafts[:, 3 - placeholders :] = -1
@@ -301,7 +309,8 @@ def test_block_counts_only_valid_drafts(placeholders: int, implementation: str) 
 
 
 def test_block_keeps_a_prefix_that_token_by_token_rejects(implementation: str) -> None:
-    """2403.10444's example: d = (A, B) with p = (1/3, 2/3), q = (2/3, 1/3): ratios 1/2 then 2, so P = 1/2, 1: always kept whole."""
+    """2403.10444's example: d = (A, B) with p = (1/3, 2/3), q = (2/3, 1/3): ratios 1/2 then 2, so P
+    = 1/2, 1: always kept whole."""
     p, q = np.log(np.array([1, 2], np.float32) / 3), np.log(np.array([2, 1], np.float32) / 3)
     inputs = make(
         np.stack([[p, p, p]]),
@@ -318,7 +327,8 @@ def test_block_keeps_a_prefix_that_token_by_token_rejects(implementation: str) -
 def test_synthetic_rates_are_met_and_rejections_sample_the_target(
     rates: list[float], temperature: int, implementation: str
 ) -> None:
-    """Unconditional per-position rates within 1e-2; the token after the accepted drafts is the target's, bonus included."""
+    """Unconditional per-position rates within 1e-2; the token after the accepted drafts is the
+    target's, bonus included."""
     trials, num_drafts, vocab = 40_000, len(rates), 16
     rng = np.random.default_rng(0)
     row = rng.normal(size=(num_drafts + 1, vocab)).astype(np.float32)

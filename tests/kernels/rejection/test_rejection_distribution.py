@@ -1,6 +1,8 @@
-"""The output is distributed as the target's: chi-square over 200,000 rounds of the op, drafts drawn from q with noise of their own.
+"""The output is distributed as the target's: chi-square over 200,000 rounds of the op, drafts drawn
+from q with noise of their own.
 
-Here the drafts come from tables; the same through the real drafter and its random streams is tested elsewhere.
+Here the drafts come from tables; the same through the real drafter and its random streams is tested
+elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ LOSSLESS = ["strict", "probabilistic", "block"]
 
 
 def gumbel(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """By log1p, as mode="high" but at half its cost: the tail past 17 is clamped, which 64 tokens cannot show."""
+    """By log1p, as mode="high" but at half its cost: the tail past 17 is clamped, which 64 tokens
+    cannot show."""
     return -jnp.log(jnp.maximum(jax.random.exponential(key, shape), 2.0**-25))
 
 
@@ -34,7 +37,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 class Draft(NamedTuple):
-    """logits: [K, Vd] that draft tokens are drawn from; told: [K, Vd] that the op is told (the same, unless the test breaks it)."""
+    """logits: [K, Vd] that draft tokens are drawn from; told: [K, Vd] that the op is told (the
+    same, unless the test breaks it)."""
 
     logits: np.ndarray
     told: np.ndarray | None
@@ -71,7 +75,8 @@ def independent_rounds(
 ) -> tuple[jax.Array, jax.Array]:
     """CHUNK rounds with the target rows [K+1, V] and `num_valid` drafts, the others placeholders.
 
-    share_noise: the recovered token reuses the noise that drew the rejected draft. The strict rule shares noise by design, row by row.
+    share_noise: the recovered token reuses the noise that drew the rejected draft. The strict rule
+        shares noise by design, row by row.
     """
     rows, vocab = target.shape
     draft_key, accept_key, recover_key = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
@@ -113,7 +118,8 @@ def independent_rounds(
         return judge(None)
     noise = gumbel(recover_key, (CHUNK, vocab))
     output, num_sampled = judge(noise)
-    if share_noise:  # what was accepted does not depend on the noise, so the second call meets the same rejections
+    # what was accepted does not depend on the noise, so the second call meets the same rejections
+    if share_noise:
         assert draft_noise is not None
         rejected = jnp.minimum(num_sampled - 1, rows - 2)[:, None, None]
         shared = jnp.take_along_axis(draft_noise, rejected, axis=1).squeeze(1)
@@ -244,7 +250,8 @@ def test_noise_shared_by_draft_and_recovered_token_is_caught(
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_zeroed_draft_logits_of_later_steps_are_caught(rule: str, implementation: str) -> None:
-    """vLLM's PR #37639: drafts of steps 1+ came from q, the rejection sampler was told zeros. K = 1 cannot show it."""
+    """vLLM's PR #37639: drafts of steps 1+ came from q, the rejection sampler was told zeros. K = 1
+    cannot show it."""
     target, draft = logits_of(64, 1.0, "independent")
     told = np.concatenate([draft[:1], np.zeros_like(draft[1:])])
     tokens, num_sampled = play(rule, target, honest(draft)._replace(told=told), implementation)
@@ -276,7 +283,8 @@ def test_acceptance_is_the_overlap_of_p_and_q_and_block_accepts_no_less(
 
 @pytest.mark.parametrize(("rule", "accepted"), [("probabilistic", 10 / 9), ("block", 11 / 9)])
 def test_block_papers_example(rule: str, accepted: float, implementation: str) -> None:
-    """2403.10444, section 2: p = (1/3, 2/3), q = (2/3, 1/3), K = 2: 10/9 drafts accepted one by one, 11/9 as a block."""
+    """2403.10444, section 2: p = (1/3, 2/3), q = (2/3, 1/3), K = 2: 10/9 drafts accepted one by
+    one, 11/9 as a block."""
     p, q = np.log(np.array([1, 2], np.float32) / 3), np.log(np.array([2, 1], np.float32) / 3)
     num_sampled = play(
         rule, np.stack([p, p, p]), honest(np.stack([q, q])), implementation, num_valid=2
@@ -300,7 +308,8 @@ def dependent_rounds(
     one_hot: bool,
     implementation: str,
 ) -> jax.Array:
-    """TRIALS rounds; three tokens of each [TRIALS, 3], those past num_sampled continued by plain sampling from the target.
+    """TRIALS rounds; three tokens of each [TRIALS, 3], those past num_sampled continued by plain
+    sampling from the target.
 
     target: logits [V], [V, V], [V, V, V] of a token given those before it; draft: [Vd], [V, Vd].
     """

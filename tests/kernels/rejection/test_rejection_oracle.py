@@ -1,4 +1,5 @@
-"""The op against the float64 oracle: the same noise gives the same tokens, over thousands of random requests."""
+"""The op against the float64 oracle: the same noise gives the same tokens, over thousands of random
+requests."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ DRAFTS = ["same_vocabulary", "small_vocabulary", "one_hot"]
 
 
 def random_inputs(seed: int, num_drafts: int, vocab: int, drafts: str) -> Inputs:
-    """Close, far, equal and truncated distributions; drafts mostly drawn from q, some placeholders, absent or out of range; a few NaN."""
+    """Close, far, equal and truncated distributions; drafts mostly drawn from q, some placeholders,
+    absent or out of range; a few NaN."""
     rng = np.random.default_rng(seed)
     shape = (BATCH, num_drafts + 1, vocab)
     target = rng.normal(size=shape) * rng.choice([0.3, 1.0, 4.0, 30.0], size=(BATCH, 1, 1))

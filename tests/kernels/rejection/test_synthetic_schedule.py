@@ -45,7 +45,10 @@ def test_conditional_rates(rates: list[float], conditional: list[float]) -> None
 def test_impossible_rates_are_an_error(rates: list) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"synthetic_acceptance_rates: expected numbers in \[0, 1\] that do not increase, got \[",
+        match=(
+            r"synthetic_acceptance_rates: expected numbers in \[0, "
+            r"1\] that do not increase, got \["
+        ),
     ):
         conditional_rates(rates)
 
@@ -120,7 +123,10 @@ def test_resolve_reads_each_form_of_the_config() -> None:
 def test_resolve_rejects_a_wrong_count_and_another_rule() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"synthetic_acceptance_rates: expected 3 numbers \(num_speculative_tokens\), got 2: \[0.9, 0.5\]",
+        match=(
+            r"synthetic_acceptance_rates: expected 3 numbers "
+            r"\(num_speculative_tokens\), got 2: \[0.9, 0.5\]"
+        ),
     ):
         resolve(config(synthetic_acceptance_rates=(0.9, 0.5)))
     with pytest.raises(

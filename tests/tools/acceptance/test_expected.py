@@ -1,4 +1,5 @@
-"""The closed forms of expected acceptance against simulation: drafts, noise and rejection sampling drawn many times over."""
+"""The closed forms of expected acceptance against simulation: drafts, noise and rejection sampling
+drawn many times over."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_agreement_with_ties_and_zeros():
 
 
 def chain_logits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of logits by the token before: [VOCAB, VOCAB] and, over KNOWN, [VOCAB, 8]; the draft resembles the target."""
+    """Rows of logits by the token before: [VOCAB, VOCAB] and, over KNOWN, [VOCAB, 8]; the draft
+    resembles the target."""
     target = 1.5 * rng.normal(size=(VOCAB, VOCAB))
     return target, target[:, KNOWN] + 0.7 * rng.normal(size=(VOCAB, len(KNOWN)))
 
@@ -54,7 +56,8 @@ def chain_logits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("drafts", ["sampled", "greedy"])
 @pytest.mark.parametrize("last", [3, 2], ids=["K drafts", "one masked"])
 def test_expectation_is_what_rejection_sampling_accepts(rule, drafts, last):
-    """TRIALS rounds from one context at temperature 0.8, each with its own drafts and noise; the strict rule's draft shares the noise."""
+    """TRIALS rounds from one context at temperature 0.8, each with its own drafts and noise; the
+    strict rule's draft shares the noise."""
     rng, temperature = np.random.default_rng(3), 0.8
     target, draft = chain_logits(rng)
     sample_noise = rng.gumbel(size=(TRIALS, K + 1, VOCAB))
