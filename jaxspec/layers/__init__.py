@@ -1,6 +1,6 @@
 """Parts that models and drafts are made of.
 
-context               Pass: what all layers of one pass over tokens share
+context               Pass: the state that all layers of one pass over tokens share
 decoder_layer         a dense decoder layer: attention, then the MLP
 attention             one attention layer: project, rotate, write keys and values, attend
 mla                   multi-head latent attention with absorbed projections
@@ -13,5 +13,5 @@ products              products with weights, and the residual stream that they a
 norms                 RMS norms
 rope                  rotary position embedding
 params                parameter tables: checkpoint name, shape, logical axes
-op_choice             which implementation of each op runs
+op_choice             the choice of each op's implementation
 """

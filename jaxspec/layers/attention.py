@@ -23,7 +23,10 @@ from pallas_kernels import rope_cache as rope_op
 def attention_specs(
     prefix: str, cfg: AttentionConfig, input_size: int, output_size: int
 ) -> dict[str, ParamSpec]:
-    """The layer's weights under `prefix` ("...self_attn"); an EAGLE-3 layer reads 2D wide and writes D wide."""
+    """Return the layer's weights under `prefix` ("...self_attn").
+
+    An EAGLE-3 layer has inputs of width 2D and outputs of width D.
+    """
     q_size, kv_size = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     specs = {
         "q_proj": rotated_matrix(
@@ -51,11 +54,15 @@ def attention_specs(
 
 
 def join_projections(params: Any) -> Any:
-    """The weights of any model with projections of one input in one array: query, key and value as qkv_proj (and qkv_bias), or the two
-    projections to latents, if there are two, as qkv_a_proj (and qkv_a_bias).
+    """Join the projections of one input into one array, in the weights of any model.
 
-    XLA joins products of one input by itself, and then copies their weights together in every pass: 25 us a layer of Llama-3-8B's on an
-    H200. Weights in the structure of param_specs, or already joined; other weights stay as they are.
+    Query, key and value become qkv_proj (and qkv_bias). The projections to latents, if there are
+    two, become qkv_a_proj (and qkv_a_bias).
+
+    XLA joins products of one input itself, and then copies their weights together in every pass:
+    25 us for a layer of Llama-3-8B on an H200.
+
+    params: weights in the structure of param_specs, or already joined; other weights stay unchanged
     """
     if isinstance(params, Mapping):
         joined = {name: join_projections(value) for name, value in params.items()}
@@ -71,7 +78,7 @@ def join_projections(params: Any) -> Any:
 
 
 def _qkv(params: Params, cfg: AttentionConfig, x: Stream, ops: Ops, norm: Norm | None) -> jax.Array:
-    """Queries, keys and values of (the norm of) x [batch, rows, in], side by side.
+    """Project (the norm of) x [batch, rows, in] to queries, keys and values, side by side.
 
     Returns [batch, rows, (num_heads + 2 num_kv_heads) head_dim].
     """
@@ -89,7 +96,10 @@ def rotated_matrix(
     cfg: AttentionConfig | MLAConfig,
     axes: tuple[str | None, str | None],
 ) -> ParamSpec:
-    """A projection whose output is, for each head, `before` plain dimensions and then the rotated ones, as halves."""
+    """Return a projection whose output has rotated dimensions.
+
+    Each head of the output has `before` plain dimensions, and then the rotated ones as halves.
+    """
     width = num_heads * (before + cfg.rope_dim)
     if not cfg.rope_interleave:
         return matrix(name, depth, width, axes)
@@ -98,7 +108,10 @@ def rotated_matrix(
 
 
 def halves_of_pairs(arrays: Sequence[np.ndarray], *, num_heads: int, before: int) -> np.ndarray:
-    """Rows of each head after `before`, rotated as pairs (0, 1), (2, 3), ... -> rotated as halves; then [out, in] -> [in, out]."""
+    """Reorder each head's rows after `before`, and transpose [out, in] to [in, out].
+
+    The rows are rotated as pairs (0, 1), (2, 3), ... in the checkpoint, and as halves here.
+    """
     (array,) = arrays
     per_head = array.reshape(num_heads, -1, *array.shape[1:])
     ordered = np.concatenate(
@@ -119,14 +132,14 @@ def attend(
     window: int | None = None,
     query_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, FullCache]:
-    """Attention of (the norm of) x [batch, rows, in], and the cache with these rows written.
+    """Run attention on (the norm of) x [batch, rows, in].
 
-    norm:        before the projections; None where x is normed
+    norm:        the norm before the projections; None if x is normed
     group:       index of the layer's KV-cache group in the pass's metadata
     window:      the most keys that a row of this group sees; None for all
-    query_scale: [batch, rows], on the queries
+    query_scale: [batch, rows], factor of the queries
 
-    Returns [batch, rows, num_heads * head_dim].
+    Returns [batch, rows, num_heads * head_dim], and the cache with these rows written.
     """
     assert pass_.rope is not None
     ops, metadata = pass_.ops, pass_.metadata[group]

@@ -1,14 +1,18 @@
-"""DeepSeek-V4's attention (section 2.3): a sliding window of tokens, and compressed entries of the whole context.
+"""DeepSeek-V4's attention (section 2.3): a sliding window of tokens, and compressed entries.
 
-One vector a token is key and value of every head. A compressor makes an entry of each closed window of `rate` tokens: the sum of their
-values, weighted by a softmax of their gates; with overlap, of the window before as well, whose tokens have a second series of values and
-gates for that. A row at position p sees the entries of windows that end at p or before; in a sparse layer only those that the indexer,
-a small compressor with queries of its own, scores highest.
+One vector a token is key and value of every head. A compressor makes an entry of each closed window
+of `rate` tokens. The entry is the sum of the tokens' values, weighted by a softmax of their gates.
+With overlap, the sum includes the tokens of the preceding window. They have a second series of
+values and gates for this. A row at position p sees the entries of windows that end at p or before.
+In a sparse layer it sees only the entries that the indexer scores highest. The indexer is a small
+compressor with its own queries.
 
-Compressors run over a stream of tokens, but here they keep no running buffer. Each token's values and gates are stored at the token's
-slot, and the row that closes a window computes its entry from the slots of its tokens, whoever wrote them, and stores it in the block of
-the last one. So a rejection needs no rollback: rows past seq_lens are overwritten before a window is closed over them again, and an entry
-made of them is overwritten by the row that closes its window, before any row sees it. (vLLM's buffers are state of their own, #41162.)
+Compressors run over a stream of tokens, but here they keep no running buffer. Each token's values
+and gates are stored at the token's cache slot. The row that closes a window computes its entry from
+the cache slots of the window's tokens. It stores the entry in the block of the last token. So a
+rejection needs no rollback. Rows past seq_lens are overwritten before a window is closed over them
+again. An entry made of them is overwritten by the row that closes its window, before any row sees
+it. (vLLM keeps the buffers as separate state, #41162.)
 
 The compressors and attention itself are plain jnp: no kernels exist for them.
 """
@@ -39,13 +43,13 @@ from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vect
 from jaxspec.layers.products import linear, project
 from jaxspec.layers.rope import RopeTables, rope_tables
 
-_MASKED = -1e30  # finite: a row that sees nothing (an idle request) stays free of NaN
+_MASKED = -1e30  # finite, so that a row that sees nothing (an idle request) stays free of NaN
 
 
 def compressed_attention_specs(
     prefix: str, cfg: CompressedAttentionConfig, kind: str, hidden_size: int
 ) -> dict[str, Any]:
-    """The weights of a layer of this kind under `prefix` ("...attn")."""
+    """Return the weights of a layer of this kind under `prefix` ("...attn")."""
     heads, width = cfg.num_heads, cfg.head_dim
     group_in, group_out = heads * width // cfg.o_groups, cfg.o_groups * cfg.o_lora_rank
     o_a = f"{prefix}.wo_a.weight"
@@ -106,7 +110,7 @@ def _compressor_specs(
 
 
 def _by_group(arrays: Sequence[np.ndarray], *, groups: int) -> np.ndarray:
-    """[groups * rank, in] -> [groups, in, rank]."""
+    """Turn [groups * rank, in] into [groups, in, rank]."""
     (array,) = arrays
     return array.reshape(groups, -1, array.shape[1]).swapaxes(1, 2)
 
@@ -121,10 +125,14 @@ def compressed_attention(
     *,
     group: int,
 ) -> tuple[jax.Array, CompressedCache]:
-    """x [batch, rows, D], normed already -> attention's output [batch, rows, D], and the cache with these rows written.
+    """Run attention on the normed x [batch, rows, D].
 
-    The pass's rope tables are those of rope_head_dim and of the layer's kind; its rows follow one
-    another. group: index of the layer's KV-cache group in the pass's metadata.
+    Returns the output [batch, rows, D], and the cache with these rows written.
+
+    The pass's rope tables are those of rope_head_dim and of the layer's kind. Its rows are
+    consecutive.
+
+    group: index of the layer's KV-cache group in the pass's metadata
     """
     assert pass_.rope is not None
     ops, rope, metadata = pass_.ops, pass_.rope, pass_.metadata[group]
@@ -176,7 +184,10 @@ def compressed_attention(
 
 
 def rotate_pairs(x: jax.Array, tables: RopeTables) -> jax.Array:
-    """Rotate the last dimensions of x [batch, rows, heads, width], as many as the tables have, pairs (0, 1), (2, 3), ...; in float32."""
+    """Rotate the last dimensions of x [batch, rows, heads, width], in float32.
+
+    It rotates as many dimensions as the tables have, in pairs (0, 1), (2, 3), ...
+    """
     cos, sin = tables
     plain, rotated = jnp.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
     even, odd = (rotated[..., i::2].astype(jnp.float32) for i in (0, 1))
@@ -192,7 +203,10 @@ def _unit_rms(x: jax.Array, eps: float) -> jax.Array:
 
 
 def _token_slots(metadata: AttentionMetadata, positions: jax.Array, block_size: int) -> jax.Array:
-    """Slots int32 of positions [batch, ...]; of some other token where a position is outside the block table."""
+    """Return the cache slots int32 of positions [batch, ...].
+
+    A position outside the block table gets the cache slot of another token.
+    """
     table = metadata.block_table
     page = jnp.clip(positions // block_size, 0, table.shape[1] - 1)
     blocks = jnp.take_along_axis(table, page.reshape(table.shape[0], -1), axis=1).reshape(
@@ -202,14 +216,18 @@ def _token_slots(metadata: AttentionMetadata, positions: jax.Array, block_size: 
 
 
 def _rows_at(pool: jax.Array, slots: jax.Array) -> jax.Array:
-    """[..., width] of a pool [num_blocks, rows a block, 1, width], at slots [...]."""
+    """Gather [..., width] from a pool [num_blocks, rows a block, 1, width] at cache slots [...]."""
     return pool.reshape(-1, pool.shape[-1])[slots]
 
 
 def window_keys(
     pool: jax.Array, metadata: AttentionMetadata, window: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens that some row's window holds, [batch, rows + window - 1, width], and which of them each row sees, [batch, rows, those]."""
+    """Return the keys of all rows' windows, and their visibility.
+
+    Returns the keys [batch, keys, width] of the tokens in any row's window, and
+    bool [batch, rows, keys], whether a row sees a key. There are rows + window - 1 keys.
+    """
     positions = metadata.positions
     key = (
         positions[:, :1] - window + 1 + jnp.arange(positions.shape[1] + window - 1, dtype=jnp.int32)
@@ -233,7 +251,10 @@ def compress(
     cache: CompressorCache,
     cfg: CompressedAttentionConfig,
 ) -> CompressorCache:
-    """The cache with the values and gates of rows x [batch, rows, D], and with the entries of the windows that these rows close."""
+    """Write the values and gates of rows x [batch, rows, D] into the cache.
+
+    The windows that these rows close get their entries too. Returns the cache with both.
+    """
     positions, block_size, width = (
         metadata.positions,
         cache.inputs.shape[1],
@@ -248,15 +269,14 @@ def compress(
         cache.inputs, jnp.concatenate([values, gates], axis=-1)[:, :, None], metadata.slot_mapping
     )
 
-    # Rows that follow one another close at most this many windows, from the one that the first row is in.
+    # Consecutive rows close at most this many windows, from the window of the first row on.
     window = positions[:, :1] // rate + jnp.arange(-(-x.shape[1] // rate), dtype=jnp.int32)
     series = values.shape[-1] // width
-    token = window[..., None] * rate + jnp.arange(
-        -(series - 1) * rate, rate, dtype=jnp.int32
-    )  # [batch, windows, tokens of one]
+    # [batch, windows, tokens of one window]
+    token = window[..., None] * rate + jnp.arange(-(series - 1) * rate, rate, dtype=jnp.int32)
     members = _rows_at(inputs, _token_slots(metadata, token, block_size))
     values, gates = (_of_series(part, rate) for part in jnp.split(members, 2, axis=-1))
-    before = (token < 0)[..., None]  # the first window has none before it
+    before = (token < 0)[..., None]  # no window precedes the first one
     weights = jax.nn.softmax(jnp.where(before, -jnp.inf, gates), axis=2)
     entry = jnp.sum(jnp.where(before, 0.0, weights * values), axis=2, keepdims=True)
     entry = rms_norm(
@@ -269,8 +289,11 @@ def compress(
 
 
 def _of_series(part: jax.Array, rate: int) -> jax.Array:
-    """What each token of [batch, windows, tokens, series * width] gives to a window's entry: the last `rate` tokens, which are the window's
-    own, their last series; those of the window before, their first."""
+    """Select from [batch, windows, tokens, series * width] the series that each token contributes.
+
+    The last `rate` tokens are the window's own and contribute their last series. The tokens of the
+    window before contribute their first.
+    """
     width = part.shape[-1] * rate // part.shape[2]
     return jnp.concatenate([part[:, :, :-rate, :width], part[:, :, -rate:, -width:]], axis=2)
 
@@ -278,7 +301,10 @@ def _of_series(part: jax.Array, rate: int) -> jax.Array:
 def _closing_slots(
     metadata: AttentionMetadata, window: jax.Array, rate: int, block_size: int
 ) -> jax.Array:
-    """Where the entries of windows [batch, windows] go: PAD_SLOT unless a row that writes is the window's last token."""
+    """Return the cache slots of the entries of windows [batch, windows].
+
+    The cache slot is PAD_SLOT unless a row that writes is the window's last token.
+    """
     row = window * rate + rate - 1 - metadata.positions[:, :1]
     num_rows = metadata.positions.shape[1]
     slot = jnp.take_along_axis(metadata.slot_mapping, jnp.minimum(row, num_rows - 1), axis=1)
@@ -287,7 +313,7 @@ def _closing_slots(
 
 
 def _entry_slot(token_slot: jax.Array, rate: int, block_size: int) -> jax.Array:
-    """The slot of an entry whose last token has this slot."""
+    """Return the cache slot of an entry, given that of its last token."""
     return (
         token_slot // block_size * entries_a_block(block_size, rate)
         + token_slot % block_size // rate
@@ -297,7 +323,11 @@ def _entry_slot(token_slot: jax.Array, rate: int, block_size: int) -> jax.Array:
 def entry_slots(
     metadata: AttentionMetadata, block_size: int, rate: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Slots int32 [batch, entries] of all entries that a block table has room for, and which each row sees, bool [batch, rows, entries]."""
+    """Return the cache slots of all entries that a block table has room for, and their visibility.
+
+    Returns cache slots int32 [batch, entries], and bool [batch, rows, entries], whether a row sees
+    an entry.
+    """
     batch, pages = metadata.block_table.shape
     last = jnp.arange(1, max(1, pages * block_size // rate) + 1, dtype=jnp.int32) * rate - 1
     slots = _entry_slot(
@@ -318,7 +348,10 @@ def index_scores(
     rope: RopeTables,
     keys: jax.Array,
 ) -> jax.Array:
-    """The indexer's float32 scores [batch, rows, entries] of its keys [batch, entries, index_head_dim]."""
+    """Return the indexer's scores, float32 [batch, rows, entries].
+
+    keys: [batch, entries, index_head_dim]
+    """
     q = linear(q_latent, params["q_b_proj"]).reshape(
         *x.shape[:2], cfg.index_heads, cfg.index_head_dim
     )
@@ -333,7 +366,10 @@ def index_scores(
 def choose(
     scores: jax.Array, slots: jax.Array, visible: jax.Array, top_k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Slots [batch, rows, k] of the k entries that each row scores highest among those that it sees, and whether it sees them."""
+    """Choose for each row the k visible entries with the highest scores.
+
+    Returns their cache slots [batch, rows, k], and whether the row sees them.
+    """
     _, chosen = lax.top_k(jnp.where(visible, scores, -jnp.inf), min(top_k, scores.shape[-1]))
     of_row = jnp.broadcast_to(slots[:, None], scores.shape)
     return jnp.take_along_axis(of_row, chosen, axis=-1), jnp.take_along_axis(
@@ -344,9 +380,12 @@ def choose(
 def attend(
     q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array]], sinks: jax.Array, scale: float
 ) -> jax.Array:
-    """Attention of q [batch, rows, heads, width] over several parts together, softmax in float32, with a sink a head.
+    """Attend with q [batch, rows, heads, width] over several parts together.
 
-    parts: what is key and value, [batch, n, width] for all rows or [batch, rows, n, width], and which each row sees, bool [batch, rows, n].
+    The softmax is float32 and has one sink per head.
+
+    parts: pairs (keys, visible). The keys are the values too: [batch, n, width] for all rows, or
+        [batch, rows, n, width]. visible is bool [batch, rows, n], whether a row sees a key.
     """
     scores = []
     for keys, visible in parts:
@@ -364,9 +403,8 @@ def attend(
     out = jnp.zeros(q.shape, jnp.float32)
     for (keys, visible), part in zip(parts, weights, strict=False):  # the sink has no value
         shared, seen = ("bnd", visible.any(axis=1)) if keys.ndim == 3 else ("brnd", visible)
-        keys = jnp.where(
-            seen[..., None], keys, jnp.zeros((), keys.dtype)
-        )  # slots that nobody has written: 0 * NaN is NaN
+        # Cache slots never written may hold NaN, and 0 * NaN is NaN.
+        keys = jnp.where(seen[..., None], keys, jnp.zeros((), keys.dtype))
         out = out + jnp.einsum(
             f"brhn,{shared}->brhd",
             part.astype(keys.dtype),

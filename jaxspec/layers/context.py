@@ -1,4 +1,4 @@
-"""Pass: what all layers of one pass over tokens share."""
+"""Pass: the state that all layers of one pass over tokens share."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ class Pass:
 
     @property
     def positions(self) -> jax.Array:
-        """int32 [batch, rows]; all groups have the same."""
+        """Position of each query row, int32 [batch, rows], the same in all groups."""
         return self.metadata[0].positions
 
     def with_rope(self, attention: AttentionConfig | MLAConfig) -> Pass:
-        """This pass with the rotation tables of these layers: the metadata's, where its kernel made them."""
+        """Return this pass with the rotation tables of these layers.
+
+        The tables are the metadata's if its kernel made them.
+        """
         tables = self.metadata[0].rope
         if tables is None:
             tables = rope_tables(attention.rope, attention.rope_dim, self.positions)
         return replace(self, rope=tables)
 
     def for_layer(self, index: int, num_layers: int) -> Pass:
-        """This pass for one of num_layers layers: all but the last return every row."""
+        """Return this pass for one of num_layers layers: all but the last return every row."""
         return self if index == num_layers - 1 else replace(self, last_row=None)

@@ -27,10 +27,12 @@ def dense_layer(
     window: int | None = None,
     next_gain: jax.Array | None = None,
 ) -> tuple[ResidualStream, FullCache]:
-    """residual + attention of x [batch, rows, in], then the MLP; and the cache with these rows written.
+    """Run a layer: residual + attention of x [batch, rows, in], then the MLP.
 
-    eps:       of the MLP's norm
-    norm:      of x, before the projections of attention; None where x is normed
+    Returns the stream, and the cache with these rows written.
+
+    eps:       epsilon of the MLP's norm
+    norm:      norm of x before the projections of attention; None if x is normed
     window:    see attend
     next_gain: the gain of the norm that follows the layer (see add_projection)
     """

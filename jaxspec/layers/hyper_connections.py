@@ -1,7 +1,9 @@
-"""Manifold-constrained hyper-connections (DeepSeek-V4, section 2.2): a residual of several streams, mixed anew around every block.
+"""Manifold-constrained hyper-connections (DeepSeek-V4, section 2.2).
 
-A block reads a weighted sum of the streams. Its output is added to each stream with a weight of its own, and the streams are mixed by a
-matrix whose rows and columns sum to one. All weights come from the streams themselves, by one small projection, in float32.
+The residual has several streams, which are mixed around every block. A block reads a weighted sum
+of the streams. Its output is added to each stream with a weight per stream. The streams are mixed
+by a matrix whose rows and columns sum to one. One small projection of the streams, in float32,
+gives all these weights.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from jaxspec.layers.params import Params, ParamSpec
 
 @dataclass(frozen=True)
 class HyperConnectionConfig:
-    """streams: how many; sinkhorn_iterations: of the normalisation of the mixing matrix; eps: its floor; norm_eps: of the norm before."""
+    """The static part of the connections of one model.
+
+    streams:             number of residual streams
+    sinkhorn_iterations: iterations of the normalisation of the mixing matrix
+    eps:                 floor of the normalisation
+    norm_eps:            epsilon of the norm before the projection
+    """
 
     streams: int
     sinkhorn_iterations: int
@@ -28,12 +36,12 @@ class HyperConnectionConfig:
 def connection_specs(
     prefix: str, cfg: HyperConnectionConfig, hidden_size: int
 ) -> dict[str, ParamSpec]:
-    """The weights around one block, `prefix`_{fn,base,scale}."""
+    """Return the weights around one block, `prefix`_{fn,base,scale}."""
     return _specs(prefix, cfg.streams * hidden_size, (2 + cfg.streams) * cfg.streams, 3)
 
 
 def head_specs(prefix: str, cfg: HyperConnectionConfig, hidden_size: int) -> dict[str, ParamSpec]:
-    """The weights of `collapse`."""
+    """Return the weights of `collapse`."""
     return _specs(prefix, cfg.streams * hidden_size, cfg.streams, 1)
 
 
@@ -50,8 +58,13 @@ def _specs(prefix: str, depth: int, width: int, scales: int) -> dict[str, ParamS
 def connect(
     params: Params, cfg: HyperConnectionConfig, x: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a block reads of the streams x [batch, rows, streams, D]: [batch, rows, D]; and what `merge` needs: the weights float32
-    [batch, rows, streams] of its output, and the mixing matrices [batch, rows, streams, streams]."""
+    """Return a block's input, from the streams x [batch, rows, streams, D], and `merge`'s weights.
+
+    Returns:
+    the input [batch, rows, D]
+    post: float32 [batch, rows, streams], the weights of the block's output
+    comb: float32 [batch, rows, streams, streams], the mixing matrices
+    """
     n = cfg.streams
     pre, post, comb = jnp.split(_mixes(params, cfg, x), [n, 2 * n], axis=-1)
     pre_base, post_base, comb_base = jnp.split(params["base"], [n, 2 * n])
@@ -63,20 +76,27 @@ def connect(
 
 
 def merge(x: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
-    """The streams after a block: x [batch, rows, streams, D] mixed by comb, plus its output [batch, rows, D] weighted by post."""
+    """Return the streams after a block, [batch, rows, streams, D].
+
+    They are x [batch, rows, streams, D] mixed by comb, plus the block's output [batch, rows, D]
+    weighted by post.
+    """
     mixed = jnp.einsum("brij,brid->brjd", comb, x.astype(jnp.float32))
     return (mixed + post[..., None] * output[..., None, :].astype(jnp.float32)).astype(x.dtype)
 
 
 def collapse(params: Params, cfg: HyperConnectionConfig, x: jax.Array) -> jax.Array:
-    """The streams x [batch, rows, streams, D] as one, before the final norm: [batch, rows, D]."""
+    """Sum the streams x [batch, rows, streams, D] into one for the final norm: [batch, rows, D]."""
     return _weighted_sum(
         jax.nn.sigmoid(_mixes(params, cfg, x) * params["scale"] + params["base"]) + cfg.eps, x
     )
 
 
 def _mixes(params: Params, cfg: HyperConnectionConfig, x: jax.Array) -> jax.Array:
-    """The projection of all streams together, normed without a gain: float32 [batch, rows, width of the weights]."""
+    """Norm all streams together, without a gain, and project them.
+
+    Returns float32 [batch, rows, width of the weights].
+    """
     flat = x.reshape(*x.shape[:2], -1).astype(jnp.float32)
     normed = flat * lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + cfg.norm_eps)
     return jnp.matmul(normed, params["fn"], preferred_element_type=jnp.float32)
@@ -87,7 +107,10 @@ def _weighted_sum(weights: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _doubly_stochastic(cfg: HyperConnectionConfig, logits: jax.Array) -> jax.Array:
-    """Sinkhorn-Knopp: softmax over the rows, then columns and rows normalised in turn, columns last."""
+    """Normalise by Sinkhorn-Knopp.
+
+    It is a softmax over the rows; then columns and rows are normalised in turn, columns last.
+    """
 
     def divide(matrix: jax.Array, axis: int) -> jax.Array:
         return matrix / (matrix.sum(axis=axis, keepdims=True) + cfg.eps)

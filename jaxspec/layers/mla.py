@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1), with its key and value projections absorbed.
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1), with absorbed projections.
 
-A token caches a latent c and a rotated key r. Head h's key is [K_h c, r] and its value V_h c, so that q . key is
-(K_h^T q_nope) . c + q_rope . r, and the weighted sum of values is V_h times that of latents. Attention then reads the latents as they are
-cached, as one KV head for all heads.
+A token caches a latent c and a rotated key r. Head h's key is [K_h c, r] and its value V_h c. So
+q . key is (K_h^T q_nope) . c + q_rope . r, and the weighted sum of values is V_h times that of
+latents. Attention then reads the latents as they are cached, as one KV head for all heads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from pallas_kernels import latent_attention as attention_op
 from pallas_kernels import latent_cache as cache_op
 from pallas_kernels.packing import padded_heads
 
-LATENT_NORM_EPS = 1e-6  # of the norms on the latents, whatever the model's rms_norm_eps says
+LATENT_NORM_EPS = 1e-6  # epsilon of the norms on the latents, whatever the model's rms_norm_eps is
 
 
 def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, ParamSpec]:
-    """The layer's weights under `prefix` ("...self_attn"). kv_b_proj is read twice: as each head's key and value projection."""
+    """Return the layer's weights under `prefix` ("...self_attn").
+
+    kv_b_proj is read twice: as each head's key projection and as its value projection.
+    """
     heads, rank, nope, rope, v = (
         cfg.num_heads,
         cfg.kv_lora_rank,
@@ -92,7 +95,10 @@ def _rotated_bias(name: str, size: int, before: int, interleave: bool) -> ParamS
 
 
 def _head_part(arrays: Sequence[np.ndarray], *, heads: int, nope: int, part: str) -> np.ndarray:
-    """kv_b_proj [heads * (nope + v), rank] -> keys [heads, nope, rank] or values [heads, rank, v]."""
+    """Take the keys [heads, nope, rank] or values [heads, rank, v] of kv_b_proj.
+
+    kv_b_proj is [heads * (nope + v), rank].
+    """
     (array,) = arrays
     per_head = array.reshape(heads, -1, array.shape[1])
     return per_head[:, :nope] if part == "k" else per_head[:, nope:].swapaxes(1, 2)
@@ -107,7 +113,7 @@ def add_latent_attention(
     *,
     norm: Norm,
 ) -> tuple[ResidualStream, LatentCache]:
-    """Add attention of the norm of x [batch, rows, D] to the stream x, and write these rows' latents.
+    """Add attention of the norm of x [batch, rows, D] to the stream x, and write the rows' latents.
 
     The pass's rope tables are those of rope_head_dim.
     """
@@ -131,7 +137,7 @@ def add_latent_attention(
         q = project(normed, (params["q_proj"],), ops)
     else:
         q = project(q_latent, (params["q_b_proj"],), ops)
-    # Whatever the heads beyond the last one hold is discarded.
+    # The results of the padding heads are discarded.
     heads = padded_heads(rows, cfg.num_heads) if ops.pads_latent_heads else cfg.num_heads
     absorbed = _by_head(
         q.reshape(batch * rows, cfg.num_heads, -1),
@@ -158,7 +164,11 @@ def add_latent_attention(
 
 
 def _latents(params: Params, cfg: MLAConfig, x: jax.Array, ops: Ops) -> jax.Array:
-    """x [batch, rows, D] -> the query's latent (if there is one), the key's, and the key to rotate, side by side [batch * rows, ...]."""
+    """Project x [batch, rows, D] to the latents and the key to rotate.
+
+    Returns the query's latent (if the model has one), the key's latent, and the key to rotate, side
+    by side: [batch * rows, ...].
+    """
     names = (
         ("qkv_a",)
         if "qkv_a_proj" in params
@@ -180,7 +190,7 @@ def _by_head(
     sin: jax.Array | None = None,
     out_heads: int | None = None,
 ) -> jax.Array:
-    """The head_matmul op. XLA multiplies what its kernel, made for few rows, does not take."""
+    """Run the head_matmul op. Its kernel serves few rows; XLA multiplies the other cases."""
     implementation = ops.matmul
     if implementation != "reference" and (reason := head_matmul_op.unsupported(x, weights)):
         log_once(f"XLA multiplies heads by {weights.shape}: the kernel {reason}")

@@ -11,7 +11,7 @@ from jaxspec.layers.products import ResidualStream, Stream, add_projection, proj
 
 
 def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, ParamSpec]:
-    """The weights of the MLP under `prefix` ("...mlp")."""
+    """Return the weights of the MLP under `prefix` ("...mlp")."""
     return {
         "gate_proj": matrix(
             f"{prefix}.gate_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")
@@ -30,7 +30,8 @@ def add_mlp(
 ) -> ResidualStream:
     """Add down(silu(gate(norm(x))) * up(norm(x))) to the stream x [batch, rows, D].
 
-    eps: of the MLP's norm, whose gain the layer holds. next_gain: see add_projection.
+    eps:       epsilon of the MLP's norm, whose gain the layer holds
+    next_gain: see add_projection
     """
     norm = Norm(layer["post_attention_layernorm"], eps)
     inner = project_swiglu(x, layer["gate_proj"], layer["up_proj"], ops, norm=norm)

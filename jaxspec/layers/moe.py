@@ -1,7 +1,8 @@
-"""Mixture of experts: routers, and the experts' products by the way that reads the fewest weights.
+"""Mixture of experts: routers, and the experts' products.
 
-A decode step has few rows, and its time is that of reading weights: 4 rows that choose 4 of 32 experts read at most half of them.
-Which way is taken follows from shapes alone (`experts`), so that it is fixed when a program is compiled.
+A decode step has few rows, and reading weights takes its time: 4 rows that choose 4 of 32 experts
+read at most half of them. So the products use the method that reads the fewest weights. The method
+follows from shapes alone (`experts`), so it is fixed when a program is compiled.
 """
 
 from __future__ import annotations
@@ -32,21 +33,24 @@ from jaxspec.layers.products import (
 from pallas_kernels import moe as moe_op
 from pallas_kernels import router as router_op
 
-# Up to here every expert is given all rows: reading the experts outlasts multiplying them, even with the rows that did not choose them.
+# Up to this many rows, every expert multiplies all rows. Reading the experts takes longer than
+# multiplying by them, even with the rows that did not choose them.
 FEW_ROWS = 64
-BLOCK_ROWS, BLOCKS_AT_ONCE = (
-    128,
-    16,
-)  # of a grouped product; the weights of so many blocks are copied at a time
+# Rows of a block of a grouped product, and the number of blocks whose weights are copied at a time.
+BLOCK_ROWS, BLOCKS_AT_ONCE = (128, 16)
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """The static part of one layer's experts.
 
-    gate: "silu" (SwiGLU), "clamped" (gpt-oss: both halves clamped to `limit`, sigmoid(alpha * gate), one added to the up half), or
-    "clamped_silu" (DeepSeek-V4: SwiGLU of halves clamped in the same way).
-    num_groups, top_groups, routed_scaling, norm_top_k: of the sigmoid router. shared_size: width of the experts that every row takes.
+    gate: the activation
+        "silu": SwiGLU
+        "clamped": gpt-oss's; both halves are clamped to `limit`, the gate is sigmoid(alpha * gate),
+        and one is added to the up half
+        "clamped_silu": DeepSeek-V4's; SwiGLU of halves clamped in the same way
+    num_groups, top_groups, routed_scaling, norm_top_k: settings of the sigmoid router
+    shared_size: width of the shared experts, which every row passes through
     """
 
     num_experts: int
@@ -70,9 +74,12 @@ def route(
     kind: Literal["softmax", "sigmoid"],
     ops: Ops,
 ) -> tuple[jax.Array, jax.Array]:
-    """Experts int32 [rows, at least top_k] and weights float32 [rows, top_k] of x [rows, D], by the router op or, with groups, in jnp.
+    """Route x [rows, D] by the router op or, with groups, in jnp.
 
-    The kernel is made for the few rows of a decode step, as `experts` is. What it does not take is XLA's: logged once, with why.
+    Returns experts int32 [rows, at least top_k] and weights float32 [rows, top_k].
+
+    The kernel serves the few rows of a decode step, as in `experts`. XLA routes the other cases,
+    and the log says so once, with the reason.
     """
     if kind == "sigmoid" and cfg.num_groups > 1:
         return route_sigmoid(router_logits(x, router), bias, cfg)
@@ -97,9 +104,12 @@ def route(
 def route_sigmoid(
     logits: jax.Array, bias: jax.Array, cfg: MoEConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """DeepSeek-V3's router (2412.19437, section 2.1.2): as `route`, from float32 logits and the correction bias [experts].
+    """Route by DeepSeek-V3's rule (2412.19437, section 2.1.2), as `route` does.
 
-    The bias helps to be chosen and never weighs. With groups, experts compete within the top_groups groups whose best two sum highest.
+    logits: float32 [rows, experts]
+    bias:   float32 [experts], the correction bias; it affects the choice and never the weights
+
+    With groups, experts compete within the top_groups groups whose best two scores sum highest.
     """
     rows, num_experts = logits.shape
     scores = jax.nn.sigmoid(logits)
@@ -121,9 +131,12 @@ def route_sigmoid(
 def route_sqrt_softplus(
     logits: jax.Array, bias: jax.Array | None, cfg: MoEConfig, looked_up: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """DeepSeek-V4's router: as route_sigmoid, without groups, with scores sqrt(softplus(logits)).
+    """Route by DeepSeek-V4's rule: scores are sqrt(softplus(logits)).
 
-    looked_up: int32 [rows, top_k], experts that are chosen whatever the scores say (a table by the token's id); there is no bias then.
+    The rest is route_sigmoid without groups.
+
+    looked_up: int32 [rows, top_k], experts that a table gives by the token's id, whatever their
+    scores; there is no bias then
     """
     scores = jnp.sqrt(jax.nn.softplus(logits))
     if looked_up is None:
@@ -139,7 +152,10 @@ def expert_specs(
     hidden_size: int,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, ParamSpec]:
-    """gate_up and down of experts that a checkpoint stores one by one, `prefix`.N.NAME for the names of gate, up and down."""
+    """Return gate_up and down of experts that a checkpoint stores one by one, as `prefix`.N.NAME.
+
+    names: the checkpoint's names of gate, up and down
+    """
     size, count = cfg.intermediate_size, cfg.num_experts
 
     def one_by_one(
@@ -170,12 +186,15 @@ def expert_specs(
 
 
 def sigmoid_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, Any]:
-    """The weights of `add_sigmoid_moe` under `prefix` ("...mlp"), named as DeepSeek-V3 and GLM name them."""
+    """Return the weights of `add_sigmoid_moe` under `prefix` ("...mlp").
+
+    The names are those of DeepSeek-V3 and GLM.
+    """
     return {
         "router": matrix(
             f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", "experts")
         ),
-        # Rounded to bfloat16 it would choose other experts.
+        # A bias rounded to bfloat16 would choose other experts.
         "router_bias": ParamSpec(
             f"{prefix}.gate.e_score_correction_bias",
             (cfg.num_experts,),
@@ -188,7 +207,7 @@ def sigmoid_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str
 
 
 def router_logits(normed: jax.Array, router: jax.Array) -> jax.Array:
-    """Float32 [rows, experts] of normed [rows, D]."""
+    """Return float32 logits [rows, experts] of normed [rows, D]."""
     return jnp.matmul(normed, router, preferred_element_type=jnp.float32)
 
 
@@ -217,15 +236,20 @@ def experts(
     weights: jax.Array,
     ops: Ops,
 ) -> jax.Array:
-    """The sum over each row's experts, weighted: x [rows, D], ids and weights as `route` gives them -> [rows, D].
+    """Return the weighted sum over each row's experts, [rows, D].
 
-    params: gate_up [experts, D, 2 * intermediate] (gate first) and down [experts, intermediate, D], each an array or MXFP4's
-    {"blocks", "scales"}, perhaps with gate_up_bias and down_bias.
+    params:  gate_up [experts, D, 2 * intermediate] (gate first) and
+             down [experts, intermediate, D], each an array or MXFP4's {"blocks", "scales"};
+             gate_up_bias and down_bias are optional
+    x:       [rows, D]
+    ids:     as `route` returns them
+    weights: as `route` returns them
 
-    With the kernel, up to moe_op.MAX_ROWS rows: it reads each expert that was hit once. Without it, or with more rows (prefill):
+    The kernel serves up to moe_op.MAX_ROWS rows and reads each chosen expert once. Without it, or
+    with more rows (prefill):
     rows * top_k < experts: the chosen experts are gathered, a copy for each row that chose one.
-    rows <= FEW_ROWS: about all experts are hit; each is read once and given every row.
-    more rows (prefill): rows sorted by expert, each multiplied by what it chose.
+    rows <= FEW_ROWS: about all experts are chosen; each is read once and multiplies every row.
+    more rows (prefill): rows are sorted by expert, and each is multiplied by its chosen experts.
     """
     if ops.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS:
         return _by_the_op(params, cfg, x, ids, weights, ops.moe)
@@ -265,8 +289,8 @@ def _gathered(
 ) -> jax.Array:
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = weight_of(jax.tree.map(lambda w: w[ids], params[name]), x.dtype)
-        # Spelt out: of a dot with a bias XLA makes a matrix product, for which it copies the gathered weights (in float32) first.
-        # The sum it fuses with the gather, which then reads the weights once.
+        # XLA would turn a dot with a bias into a matrix product, and first copy the gathered
+        # weights (in float32). It fuses this sum with the gather, which then reads them once.
         y = jnp.sum(x[..., None].astype(jnp.float32) * weight.astype(jnp.float32), axis=-2)
         return _with_bias(y, params, name, ids).astype(x.dtype)
 
@@ -278,9 +302,12 @@ def _gathered(
 def _grouped(
     params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Rows sorted by expert, each expert's padded to whole blocks of BLOCK_ROWS; a block is multiplied by its one expert.
+    """Sort rows by expert, pad each expert's rows to whole blocks, and multiply block by block.
 
-    (lax.ragged_dot is no grouped product on a GPU: XLA multiplies every sorted row by every expert, zeros in place of the others' rows.)
+    A block has BLOCK_ROWS rows and one expert.
+
+    lax.ragged_dot is no grouped product on a GPU: XLA multiplies every sorted row by every expert,
+    with zeros in place of the other experts' rows.
     """
     rows, top_k = ids.shape
     expert = ids.reshape(-1)
@@ -329,12 +356,12 @@ def _with_bias(y: jax.Array, params: Params, name: str, expert: jax.Array) -> ja
 
 
 def gated(cfg: MoEConfig, gate_up: jax.Array) -> jax.Array:
-    """The experts' activation [..., 2 * intermediate] -> [..., intermediate], in float32."""
+    """Apply the experts' activation in float32, [..., 2 * intermediate] -> [..., intermediate]."""
     return moe_op.reference.gated(gate_up, cfg.gate, alpha=cfg.alpha, limit=cfg.limit)
 
 
 def weight_of(weight: Any, dtype: Any) -> jax.Array:
-    """[..., in, out]: the array itself, or what MXFP4's {"blocks", "scales"} stand for."""
+    """Return the weight [..., in, out] as an array, dequantising MXFP4's {"blocks", "scales"}."""
     return (
         dequantise(weight["blocks"], weight["scales"], dtype)
         if isinstance(weight, dict)

@@ -1,7 +1,11 @@
-"""MXFP4 weights (OCP microscaling formats 1.0, as gpt-oss ships them): 32 4-bit floats that share a power of two.
+"""MXFP4 weights: blocks of 32 4-bit floats that share a power of two.
 
-blocks uint8 [..., out, in / 32, 16]: a byte holds two codes, the low nibble first. scales uint8 [..., out, in / 32]: the exponent of the
-power of two, biased by 127. Both functions return our [..., in, out]; every value is exact in bfloat16.
+The format is that of OCP microscaling formats 1.0, as gpt-oss ships it.
+
+blocks: uint8 [..., out, in / 32, 16], two codes a byte, the low nibble first
+scales: uint8 [..., out, in / 32], the exponent of the power of two, biased by 127
+
+Both functions return our [..., in, out]. Every value is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ VALUES = (
 
 
 def dequantise_on_host(blocks_and_scales: Sequence[np.ndarray]) -> np.ndarray:
-    """Float32 [..., in, out], when weights are loaded."""
+    """Return the weights as float32 [..., in, out], at loading."""
     blocks, scales = blocks_and_scales
     codes = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
     values = np.ldexp(np.array(VALUES, np.float32)[codes], scales[..., None].astype(np.int32) - 127)
@@ -44,7 +48,11 @@ def dequantise_on_host(blocks_and_scales: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def dequantise(blocks: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    """[..., in, out] in dtype, inside a program. Exact for scales from 2 to 254: below, less than 2 ** -126 counts as 0; 255 is NaN."""
+    """Return the weights as [..., in, out] in dtype, inside a program.
+
+    The result is exact for scales from 2 to 254. Below 2, values under 2 ** -126 count as 0.
+    A scale of 255 is NaN.
+    """
     codes = jnp.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
     power = lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
     values = jnp.asarray(VALUES, jnp.float32)[codes] * power[..., None]

@@ -36,9 +36,11 @@ def embed_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Embed tokens [batch, rows] and norm the result by the embed_norm op.
 
-    Returns the residual [batch, rows, D] and the normed embedding [batch, rows, D]; with hidden
+    Returns the residual [batch, rows, D] and the normed embedding [batch, rows, D]. With hidden
     [batch, rows, D], the residual is hidden and its norm stands beside the embedding's,
-    [batch, rows, 2D]. norm_residual: the residual is the normed hidden.
+    [batch, rows, 2D].
+
+    norm_residual: the residual is the normed hidden.
 
     The op's norm is rms_norm's, with the same limits, so it runs where rms_norm's kernel does.
     """

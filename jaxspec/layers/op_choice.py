@@ -1,4 +1,7 @@
-"""Which implementation of each op runs: chosen once, when an engine is built, from the device, the dtype and the models' shapes."""
+"""The choice of each op's implementation.
+
+It is made once, when an engine is built, from the device, the dtype and the models' shapes.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +40,32 @@ FEW_ROWS = 8
 
 
 def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
-    """Op -> name, for every op: from one name for all, or "attention=reference,matmul=mosaic_gpu" (the others: auto). Later parts win."""
+    """Return the requested implementation name of every op.
+
+    text: one name for all ops, or "attention=reference,matmul=mosaic_gpu" (auto for the others).
+    Later parts win.
+    """
     ops = [f.name for f in fields(Ops)]
     named = dict.fromkeys(ops, "auto")
     for part in text.split(","):
         op, equals, name = part.strip().rpartition("=")
         if (equals and op not in ops) or not name:
             raise ConfigError(
-                f"{flag}: expected auto, a name, or op=name with op among {', '.join(ops)}, got {part!r}"
+                f"{flag}: expected auto, a name, or op=name with op among {', '.join(ops)}, "
+                f"got {part!r}"
             )
         named |= dict.fromkeys([op] if equals else ops, name)
     return named
 
 
 def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: Any) -> Ops:
-    """The Ops of an engine.
+    """Return the Ops of an engine.
 
-    requested: "reference" (plain jnp everywhere), "mosaic_gpu" (ConfigError with the reason if an op cannot), or "auto": mosaic_gpu for
-    each op that supports this device, dtype and these models, and reference, with the reason logged, for each that does not. Or one of
-    these for single ops, as parse reads it.
+    requested, for all ops or for single ones, as parse reads it:
+    "reference": plain jnp.
+    "mosaic_gpu": the kernel; ConfigError with the reason if it does not support this case.
+    "auto": the kernel if it supports this device, dtype and these models, else the reference. The
+    reason is logged.
     """
     wanted = parse(requested)
     if unknown := [name for name in wanted.values() if name not in CHOICES]:
@@ -73,7 +83,7 @@ def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: A
 
 
 def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, str | None]:
-    """Why an op's kernel cannot serve these models, None if it can."""
+    """Return for each op the reason that its kernel cannot serve these models, None if it can."""
     device = hopper.missing()
     # A draft without layers of its own runs no op but rejection sampling.
     draft = draft if hasattr(draft, "hidden_size") else None
@@ -116,7 +126,10 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
 
 
 def _attention(cfg: AttentionConfig | MLAConfig, block_size: int, dtype: Any) -> str | None:
-    """Of latents (pallas_kernels.latent_attention), or of keys and values."""
+    """Return why the kernel cannot attend over latents, or over keys and values; None if it can.
+
+    pallas_kernels.latent_attention serves latents.
+    """
     common: dict[str, Any] = {"block_size": block_size, "q_dtype": dtype, "cache_dtype": dtype}
     if isinstance(cfg, MLAConfig):
         latents = latent_attention.Latents(
@@ -137,7 +150,10 @@ def _attention(cfg: AttentionConfig | MLAConfig, block_size: int, dtype: Any) ->
 
 
 def _rope_cache(cfg: AttentionConfig | MLAConfig, dtype: Any) -> str | None:
-    """With the norms of latents (pallas_kernels.latent_cache), or by heads."""
+    """Return why the kernel cannot write latents, or keys and values by head; None if it can.
+
+    pallas_kernels.latent_cache norms and writes latents.
+    """
     if isinstance(cfg, MLAConfig):
         return latent_cache.unsupported(
             cfg.q_lora_rank or 0, cfg.kv_lora_rank, cfg.rope_head_dim, dtype
@@ -146,7 +162,10 @@ def _rope_cache(cfg: AttentionConfig | MLAConfig, dtype: Any) -> str | None:
 
 
 def _step_metadata(model: Any) -> str | None:
-    """Of heads; models of latents do not ask it."""
+    """Return why the kernel cannot make a model's metadata, None if it can.
+
+    Models of latents do not use it.
+    """
     cfg = model.attention
     if not isinstance(cfg, AttentionConfig):
         return None

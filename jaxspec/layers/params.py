@@ -1,4 +1,4 @@
-"""Parameter tables: what a family's pytree of weights holds, and what each array is called in a checkpoint."""
+"""Parameter tables: the arrays of a family's pytree of weights and their names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ Params = Any  # a pytree (dicts and lists) of arrays
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One weight. A family's ``param_specs(cfg)`` returns a pytree of these with the structure of its params.
+    """One weight.
 
-    name: the tensor's name in a Hugging Face checkpoint.
-    shape: our shape; a matrix is [in, out], the transpose of the checkpoint's [out, in] (``transpose=True``).
-    axes: a logical axis name per dimension ("vocab", "embed", "heads", "kv_heads", "mlp", "experts" or None), for sharding.
-    dtype: what it is kept in whatever the model's dtype is ("float32", "uint8"), None for the model's.
+    A family's ``param_specs(cfg)`` returns a pytree of these with the structure of its params.
+
+    name:      the tensor's name in a Hugging Face checkpoint
+    shape:     our shape; a matrix is [in, out]
+    axes:      a logical axis name per dimension, for sharding: "vocab", "embed", "heads",
+               "kv_heads", "mlp", "experts" or None
+    transpose: the checkpoint stores the matrix as [out, in]
+    dtype:     a fixed dtype ("float32", "uint8"); None for the model's
     """
 
     name: str
@@ -31,24 +35,27 @@ class ParamSpec:
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the checkpoint file."""
+        """Shape of the tensor in the checkpoint file."""
         return self.shape[::-1] if self.transpose else self.shape
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the checkpoint that it is made of."""
+        """Name and shape of every checkpoint tensor that the weight is made of."""
         return {self.name: self.checkpoint_shape}
 
     def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Our array from these tensors, in their order."""
+        """Return our array, made of the arrays of `tensors` in their order."""
         return arrays[0].T if self.transpose else arrays[0]
 
 
 @dataclass(frozen=True)
 class AssembledSpec(ParamSpec):
-    """A weight made of several tensors (an expert each), of a part of one, or of a packed one. `name` says so in messages.
+    """A weight made of several tensors (an expert each), of a part of one, or of a packed one.
 
-    sources: name and shape of each tensor; build: their arrays, in this order -> ours.
+    Messages call the weight `name`.
+
+    sources: name and shape of each tensor
+    build:   maps the arrays of these tensors, in this order, to our array
     """
 
     sources: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -73,26 +80,28 @@ class IndexSpec(ParamSpec):
 def matrix(
     name: str, rows_in: int, rows_out: int, axes: tuple[str | None, str | None]
 ) -> ParamSpec:
-    """A projection [in, out], stored [out, in] in the checkpoint as torch's Linear does."""
+    """Return a projection [in, out]; the checkpoint stores it [out, in], as torch's Linear does."""
     return ParamSpec(name, (rows_in, rows_out), axes, transpose=True)
 
 
 def vector(name: str, size: int, axis: str | None = None) -> ParamSpec:
-    """A bias or a norm's weight."""
+    """Return a vector: a bias or a norm's weight."""
     return ParamSpec(name, (size,), (axis,))
 
 
 def init_random(
     specs: Params, key: jax.Array, dtype: jnp.dtype, scale: float | None = None
 ) -> Params:
-    """Random weights of the right shapes: matrices N(0, scale or 1/sqrt(fan_in)), vectors 1 + N(0, 0.1).
+    """Return random weights of the specs' shapes.
 
-    For tests and benchmarks (never zeros: zeros hide wrong indexing), and the start of training.
+    Matrices are N(0, scale or 1/sqrt(fan_in)), biases N(0, 0.1), other vectors 1 + N(0, 0.1).
+
+    They serve tests, benchmarks and the start of training. Zeros would hide wrong indexing.
     """
     leaves, treedef = jax.tree.flatten(specs)
 
     def draw(spec: ParamSpec, key: jax.Array) -> jax.Array:
-        if spec.dtype == "uint8":  # MXFP4: every code, and exponents that make weights of about 1/8
+        if spec.dtype == "uint8":  # MXFP4: all codes, and exponents that give weights of about 1/8
             low, high = (122, 125) if spec.name.endswith("scales") else (0, 256)
             return jax.random.randint(key, spec.shape, low, high).astype(jnp.uint8)
         if isinstance(spec, IndexSpec):

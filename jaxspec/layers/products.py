@@ -36,8 +36,8 @@ class ResidualStream:
     """The residual stream between two blocks of a layer.
 
     x:             [batch, rows, D]
-    deferred_norm: of the next norm, where the product that made x prepared it
-    normed:        [batch, rows, D], x under the next norm, where it was made together with x
+    deferred_norm: the next norm, if the product that made x prepared it
+    normed:        [batch, rows, D], x under the next norm, if it is made together with x
     """
 
     x: jax.Array
@@ -50,7 +50,12 @@ Stream = jax.Array | ResidualStream  # [batch, rows, D], prepared for the next n
 
 @dataclass(frozen=True)
 class _Form:
-    """What a product computes beside the sum; see the matmul op."""
+    """The static form of a product; see the matmul op.
+
+    out_dtype:  dtype of the result
+    swiglu:     multiply by two weights and combine the results as SwiGLU
+    transposed: the weight is [out, in]
+    """
 
     out_dtype: DTypeLike
     swiglu: bool = False
@@ -58,19 +63,25 @@ class _Form:
 
 
 def values_of(x: Stream) -> jax.Array:
-    """The stream's values [batch, rows, D]."""
+    """Return the stream's values [batch, rows, D]."""
     return x.x if isinstance(x, ResidualStream) else x
 
 
 def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
-    """Row int32 [batch] of x [batch, rows, ...] as [batch, 1, ...]; x itself if row is None or it has one row."""
+    """Return row int32 [batch] of x [batch, rows, ...] as [batch, 1, ...].
+
+    Returns x itself if row is None or x has one row.
+    """
     if row is None or x.shape[1] == 1:
         return x
     return jnp.take_along_axis(x, row.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., in] @ weight [in, out] (+ bias [out]) by XLA, accumulated in float32, in x's dtype."""
+    """Multiply x [..., in] by weight [in, out] (+ bias [out]) with XLA.
+
+    The product accumulates in float32 and has x's dtype.
+    """
     y = jnp.matmul(x, weight, preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
@@ -85,7 +96,9 @@ def project(
     norm: Norm | None = None,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """(The norm of) x [batch, rows, in] times each of weights [in, out], side by side, plus bias.
+    """Multiply (the norm of) x [batch, rows, in] by each of weights [in, out], and add bias.
+
+    The results stand side by side.
 
     Returns [batch, rows, sum of outs] in x's dtype, rounded once, after the bias.
     """
@@ -99,18 +112,21 @@ def project(
 def project_swiglu(
     x: Stream, gate: jax.Array, up: jax.Array, ops: Ops, *, norm: Norm | None = None
 ) -> jax.Array:
-    """silu(x @ gate) * (x @ up) of (the norm of) x [batch, rows, in]: [batch, rows, inner]."""
+    """Return silu(x @ gate) * (x @ up) of (the norm of) x [batch, rows, in].
+
+    The result is [batch, rows, inner].
+    """
     form = _Form(values_of(x).dtype, swiglu=True)
     return _multiply(x, (gate, up), ops, form, norm=norm).x
 
 
 def vocab_logits(hidden: jax.Array, lm_head: jax.Array, ops: Ops, *, tied: bool) -> jax.Array:
-    """Float32 logits [..., vocab] of hidden [..., D].
+    """Return float32 logits [..., vocab] of hidden [..., D].
 
     lm_head: [D, vocab], or the embedding [vocab, D] if tied.
 
-    The accumulator is kept: rounding logits to bfloat16 makes ties, and ties make greedy text
-    depend on the path.
+    The logits are the float32 accumulator. Rounding them to bfloat16 makes ties, and ties make
+    greedy text depend on the path.
     """
     return _multiply(hidden, (lm_head,), ops, _Form(jnp.float32, transposed=tied)).x
 
@@ -157,7 +173,10 @@ def _multiply(
     residual: jax.Array | None = None,
     next_gain: jax.Array | None = None,
 ) -> ResidualStream:
-    """The matmul op on (the norm of) x [batch, rows, depth]; see there for residual and next_gain."""
+    """Run the matmul op on (the norm of) x [batch, rows, depth].
+
+    See the op for residual and next_gain.
+    """
     stream = x if isinstance(x, ResidualStream) else ResidualStream(x)
     *shape, depth = stream.x.shape
     rows = math.prod(shape)
@@ -214,7 +233,7 @@ def _choose_backend(
     is_normed: bool,
     prepares_norm: bool,
 ) -> tuple[str, int]:
-    """The matmul op's implementation for this product, and how many rows its operands are padded by.
+    """Return the matmul op's implementation for this product, and the rows of padding it needs.
 
     The kernels serve the few rows of a decode step, and gate and up of 128 or 256 rows. XLA
     multiplies more rows, and widths that no kernel takes; the log says so once, with the reason.

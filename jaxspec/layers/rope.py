@@ -12,11 +12,17 @@ RopeTables = tuple[jax.Array, jax.Array]
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> RopeTables:
-    """cos and sin, float32 [batch, rows, 1, head_dim / 2], for positions int32 [batch, rows]."""
+    """Return cos and sin of positions int32 [batch, rows].
+
+    Both are float32 [batch, rows, 1, head_dim / 2].
+    """
     cos, sin = rotation(positions, rope_frequencies(rope, head_dim), rope.attention_factor)
     return cos[..., None, :], sin[..., None, :]
 
 
 def apply_rope(x: jax.Array, tables: RopeTables) -> jax.Array:
-    """Rotate x [batch, rows, heads, head_dim] in float32, halves paired (Hugging Face's rotate_half)."""
+    """Rotate x [batch, rows, heads, head_dim] in float32.
+
+    The halves of a head are paired (Hugging Face's rotate_half).
+    """
     return rotate(x, *tables)
