@@ -1,4 +1,4 @@
-"""Where keys and values live.
+"""The KV cache: device arrays of keys and values, and the host's books of their blocks.
 
 arrays        the device arrays of a KV cache, one entry per layer, and writes into them
 metadata      AttentionMetadata: built from scratch, rebuilt between draft steps

@@ -1,4 +1,4 @@
-"""The paged KV cache: an array pair per layer, or a latent array, addressed by slot."""
+"""The paged KV cache: an array pair per layer, or a latent array, addressed by cache slot."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from jaxspec.config import (
     TokenHistoryConfig,
 )
 
-# A masked row's slot. It is out of range of any cache, so a scatter with mode="drop" leaves the cache alone;
-# -1 would wrap around and dynamic_update_slice would clamp, both overwriting good data.
+# The cache slot of a masked row. It is out of range of any cache, so a scatter with mode="drop"
+# leaves the cache alone. -1 would wrap around and dynamic_update_slice would clamp, and both would
+# overwrite good data.
 PAD_SLOT = np.iinfo(np.int32).max
 
 
 @struct.dataclass
 class FullCache:
-    """Keys and values of one layer. k, v: [num_blocks, block_size, num_kv_heads, head_dim], the model's dtype."""
+    """Keys and values of one layer.
+
+    k, v: [num_blocks, block_size, num_kv_heads, head_dim], in the model's dtype
+    """
 
     k: jax.Array
     v: jax.Array
@@ -32,17 +36,24 @@ class FullCache:
 
 @struct.dataclass
 class LatentCache:
-    """One layer of multi-head latent attention. latent: [num_blocks, block_size, 1, kv_lora_rank + rope_head_dim]."""
+    """The cache of one layer of multi-head latent attention.
+
+    latent: [num_blocks, block_size, 1, kv_lora_rank + rope_head_dim], in the model's dtype
+    """
 
     latent: jax.Array
 
 
 @struct.dataclass
 class CompressorCache:
-    """What one compressor keeps, addressed by position like keys and values, so that a rejection leaves nothing to roll back.
+    """The cache of one compressor.
 
-    inputs:  float32 [num_blocks, block_size, 1, 2 * series * width], each token's values and gates, at the token's slot.
-    entries: [num_blocks, entries a block, 1, width], each in the block of the last token that it was made of.
+    It is addressed by position like keys and values, so that a rejection needs no rollback.
+
+    inputs:  float32 [num_blocks, block_size, 1, 2 * series * width], each token's values and gates,
+             at the token's cache slot
+    entries: [num_blocks, entries a block, 1, width] in the model's dtype, each entry in the block
+             of the last token that it is made of
     """
 
     inputs: jax.Array
@@ -51,7 +62,12 @@ class CompressorCache:
 
 @struct.dataclass
 class CompressedCache:
-    """One layer of DeepSeek-V4. kv: [num_blocks, block_size, 1, head_dim]; compressor, indexer: None where the layer has none."""
+    """The cache of one layer of DeepSeek-V4.
+
+    kv:         [num_blocks, block_size, 1, head_dim], in the model's dtype
+    compressor: None for a layer without a compressor
+    indexer:    None for a layer without an indexer
+    """
 
     kv: jax.Array
     compressor: CompressorCache | None
@@ -60,7 +76,10 @@ class CompressedCache:
 
 @struct.dataclass
 class TokenCache:
-    """The text itself, for drafters that look tokens up. tokens: int32 [num_blocks, block_size]."""
+    """The token ids of the text, for drafters that look tokens up.
+
+    tokens: int32 [num_blocks, block_size]
+    """
 
     tokens: jax.Array
 
@@ -75,9 +94,9 @@ def init_cache(
     block_size: int,
     dtype: jnp.dtype,
 ) -> KVCache:
-    """Empty caches, one per layer, of num_blocks[layer] blocks each.
+    """Return empty caches, one per layer, of num_blocks[layer] blocks each.
 
-    Each layer has arrays of its own, since a stacked pool is copied at every kernel call.
+    Each layer has its own arrays, since a stacked pool is copied at every kernel call.
     """
     if isinstance(attention, TokenHistoryConfig):
         return tuple(TokenCache(jnp.zeros((n, block_size), jnp.int32)) for n in num_blocks)
@@ -115,22 +134,31 @@ def _compressed_cache(
 
 
 def entries_a_block(block_size: int, rate: int) -> int:
-    """The most entries of `rate` tokens each whose last tokens lie in one block: ends are `rate` apart."""
+    """Return the most entries of `rate` tokens each whose last tokens lie in one block.
+
+    The last tokens of entries are `rate` apart.
+    """
     return -(-block_size // rate)
 
 
 def write(cache: FullCache, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> FullCache:
-    """Store rows k, v [batch, rows, num_kv_heads, head_dim] at slot_mapping [batch, rows]; PAD_SLOT rows are dropped."""
+    """Store rows k, v [batch, rows, num_kv_heads, head_dim] at slot_mapping [batch, rows].
+
+    Rows at PAD_SLOT are dropped.
+    """
     return FullCache(write_rows(cache.k, k, slot_mapping), write_rows(cache.v, v, slot_mapping))
 
 
 def write_rows(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """The pool [num_blocks, block_size, heads, width] with rows [batch, rows, heads, width] at slot_mapping [batch, rows]."""
+    """Store rows [batch, rows, heads, width] in a pool [num_blocks, block_size, heads, width].
+
+    slot_mapping: [batch, rows], the cache slot of each row; PAD_SLOT rows are dropped
+    """
     flat = pool.reshape(-1, *pool.shape[2:])
     rows, slots = rows.reshape(-1, *rows.shape[2:]).astype(pool.dtype), slot_mapping.reshape(-1)
-    if (
-        slots.shape[0] == 1
-    ):  # XLA makes a scatter of one row a choice between two whole caches: a copy of each, every step
+    # XLA turns a scatter of one row into a choice between two whole caches, and copies each of them
+    # in every step.
+    if slots.shape[0] == 1:
         rows, slots = (
             jnp.concatenate([rows, rows]),
             jnp.concatenate([slots, jnp.full(1, PAD_SLOT, slots.dtype)]),
@@ -139,6 +167,6 @@ def write_rows(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax
 
 
 def write_tokens(cache: TokenCache, tokens: jax.Array, slot_mapping: jax.Array) -> TokenCache:
-    """Store tokens int32 [batch, rows] at slot_mapping [batch, rows]; PAD_SLOT rows are dropped."""
+    """Store tokens int32 [batch, rows] at slot_mapping [batch, rows]; drop rows at PAD_SLOT."""
     pool = cache.tokens[..., None, None]
     return TokenCache(write_rows(pool, tokens[..., None, None], slot_mapping)[..., 0, 0])

@@ -1,8 +1,9 @@
-"""The blocks of one KV-cache group: reference counts, and prefix caching by the hash of what a block holds.
+"""The blocks of one KV-cache group: reference counts, and prefix caching by content hash.
 
-A block is free (nobody refers to it), and then perhaps still cached: it holds the keys and values of a known run of tokens from
-position 0 on, and the next request that starts with these tokens takes it as it is. Cached blocks are given out anew only when no
-other free block is left, the least recently used first. Nothing here touches the device.
+A block without references is free. A free block may still be cached: it holds the keys and values
+of a known run of tokens from position 0 on. The next request that starts with these tokens reuses
+it. Cached blocks are given out for other contents only when no other free block is left, the least
+recently used first. Nothing here touches the device.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from jaxspec.config import ConfigError
 def hash_blocks(
     token_ids: Sequence[int], block_size: int, hashes: list[bytes], *, lookahead: int = 0
 ) -> None:
-    """Append to `hashes` those of the full blocks of token_ids that it lacks.
+    """Append the missing hashes of the full blocks of token_ids to `hashes`.
 
-    A block's hash covers every token up to its end (a chain over the block before). SHA-256, so that
-    no two texts share a block.
+    A block's hash covers every token up to its end, by a chain over the preceding block. It is
+    SHA-256, so that no two texts share a block.
 
-    It covers the `lookahead` tokens after the block as well, and a block has no hash before they are
-    known: a draft's row at position p may be made of token p + 1 (Drafter.lookahead). vLLM leaves out
-    the last block that matches instead. That costs a block each time, and is not enough: of two texts
-    that part right after block i, one may have cached block i, the other block i + 1, and a third
-    text that equals the other finds both.
+    The hash covers the `lookahead` tokens after the block as well, and a block has no hash until
+    they are known. A draft's row at position p may be made of token p + 1 (Drafter.lookahead). vLLM
+    leaves out the last matching block instead. That costs a block each time, and it is not enough.
+    If two texts differ right after block i, one may have cached block i and the other
+    block i + 1. A third text, equal to the second, then finds both.
     """
     for i in range(len(hashes), (len(token_ids) - lookahead) // block_size):
         digest = hashlib.sha256(hashes[-1] if hashes else b"")
@@ -38,7 +39,10 @@ def hash_blocks(
 
 
 class BlockPool:
-    """num_blocks blocks of one KV-cache group, ids 0 .. num_blocks - 1. A group of layers that needs its own table has its own pool."""
+    """A pool of num_blocks blocks of one KV-cache group, with ids 0 .. num_blocks - 1.
+
+    A group of layers that needs its own block table has its own pool.
+    """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         if num_blocks < 1:
@@ -46,19 +50,21 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(num_blocks)
-        )  # given out from the front
+        # Blocks are given out from the front.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give out, cached ones included."""
+        """Number of blocks that `allocate` can give out, cached ones included."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks whose contents count for nothing, each with one reference; None, and nothing changes, if there are fewer."""
+        """Return `count` blocks to overwrite, each with one reference.
+
+        Returns None, and nothing changes, if fewer are free.
+        """
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -68,7 +74,7 @@ class BlockPool:
         return blocks
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The cached blocks of the longest prefix of `hashes`; nothing is taken."""
+        """Return the cached blocks of the longest prefix of `hashes`, without taking them."""
         blocks: list[int] = []
         for digest in hashes:
             block = self.find(digest)
@@ -78,22 +84,25 @@ class BlockPool:
         return blocks
 
     def find(self, digest: bytes) -> int | None:
-        """The cached block with this hash; nothing is taken."""
+        """Return the cached block with this hash, without taking it."""
         return self._block_of.get(digest)
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of them nobody refers to: taking those makes so many fewer free."""
+        """Return how many of these blocks are free; taking them lowers num_free by this number."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def take(self, blocks: Sequence[int]) -> None:
-        """One reference more to each of these cached blocks."""
+        """Add a reference to each of these cached blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
 
     def register(self, block: int, digest: bytes) -> None:
-        """This block, which somebody refers to, holds what `digest` says. Another block that does so already stays the cached one."""
+        """Record that this block, which has a reference, holds the contents of `digest`.
+
+        If another block is registered with this digest, that one stays the cached block.
+        """
         assert self._references[block] > 0, f"block {block} is free"
         if (
             self.enable_prefix_caching
@@ -103,7 +112,10 @@ class BlockPool:
             self._block_of[digest], self._hash_of[block] = block, digest
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One reference fewer to each block of a request, given in the order of its tokens: the end of a text is forgotten first."""
+        """Drop a reference to each block of a request.
+
+        The blocks are in the order of the request's tokens. The end of a text is evicted first.
+        """
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} was freed twice"
             self._references[block] -= 1

@@ -1,8 +1,8 @@
 """The blocks that requests hold of one KV-cache group. No jax.
 
-They are the blocks that attention may still read, and those that are written next. A group that
+A request holds the blocks that attention may still read, and the blocks to write next. A group that
 sees everything keeps all blocks of a request. A group with a window or chunks frees the blocks that
-no later row sees (vLLM's SlidingWindowManager); the block table has NULL_BLOCK in their place,
+no later row sees (vLLM's SlidingWindowManager). The block table has NULL_BLOCK in their place,
 which is never read. A freed block's next owner writes it in a program launched later. Programs run
 in the order of their launch, so those already launched read the old contents.
 """
@@ -22,7 +22,7 @@ NULL_BLOCK = 0  # stands for a page that no row sees: any existing block, since 
 class RequestBlocks:
     """A request's blocks in one group.
 
-    first: the first page that has a block; those before were freed, or never needed one
+    first:  the first page that has a block; earlier pages are freed, or never need one
     blocks: the blocks of the pages from `first` on
     """
 
@@ -31,7 +31,7 @@ class RequestBlocks:
 
     @property
     def num_pages(self) -> int:
-        """Columns of the block table up to the last one held."""
+        """Number of columns of the block table up to the last one held."""
         return self.first + len(self.blocks)
 
     def at(self, page: int) -> int:

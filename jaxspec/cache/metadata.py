@@ -1,11 +1,11 @@
-"""Attention metadata: a pure function of (block table, position), rebuilt inside the compiled round.
+"""Attention metadata: a pure function of (block table, position), rebuilt in the compiled round.
 
 vLLM rebuilds it on the host before every draft step (PR #41162) or runs on stale metadata. Here the
 draft loop calls rebuild_draft_metadata, for the KV-cache groups that hold draft layers alone
 (PR #37364).
 
-The kernel makes all arrays of a pass of few rows in one launch, with what the attention and rotation
-kernels read besides. In jnp these are about ten launches of 2 us each.
+For a pass of few rows, the kernel makes all arrays in one launch. They include the other inputs of
+the attention and rotation kernels. In jnp these are about ten launches of 2 us each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LayerAttention = AttentionConfig | MLAConfig | CompressedAttentionConfig
 
 @struct.dataclass
 class AttentionMetadata:
-    """What an attention call of one KV-cache group reads. All int32 but rope.
+    """Inputs of an attention call of one KV-cache group. All are int32 but rope.
 
     positions:    [batch, rows] of each query row; at most max_model_len, and within the block table
     seq_lens:     [batch] tokens in the cache once these rows are written; 0 for an idle request
@@ -41,7 +41,7 @@ class AttentionMetadata:
     num_pages:    [batch] pages of the block table in use
     bounds:       key bounds for the attention kernel (pallas_kernels.attention.bounds); None: the
                   attention op makes them
-    rope:         cos and sin (jaxspec.layers.products.rope_tables); None: the layers make them
+    rope:         cos and sin (jaxspec.layers.rope.rope_tables); None: the layers make them
     """
 
     positions: jax.Array
@@ -64,7 +64,9 @@ def build_metadata(
     attention: LayerAttention,
     ops: Ops,
 ) -> tuple[AttentionMetadata, ...]:
-    """Metadata of one pass over `rows` query rows per request, for each of a model's KV-cache groups.
+    """Build the metadata of one pass over `rows` query rows per request.
+
+    Returns one AttentionMetadata for each of a model's KV-cache groups.
 
     The first num_rows int32 [batch] rows are real, from position start int32 [batch]. Rows past
     num_rows, past the block table, or at max_model_len and beyond write nothing. A request with
@@ -83,7 +85,7 @@ def rebuild_draft_metadata(
     attention: LayerAttention,
     ops: Ops,
 ) -> tuple[AttentionMetadata, ...]:
-    """Metadata of draft step 1, 2, ...: one more row per request, right after the last one.
+    """Build the metadata of draft step 1, 2, ...: one more row per request, right after the last.
 
     seq_lens int32 [batch] are the tokens in the cache after step 0, which consumed num_pending
     int32 [batch] rows. A request with num_pending 0 stays idle. At max_model_len the row's write
@@ -99,7 +101,7 @@ def cache_slots(
     num_rows: jax.Array,
     rows: int,
 ) -> jax.Array:
-    """The slot_mapping int32 [batch, rows] of build_metadata, alone, for one group."""
+    """Return build_metadata's slot_mapping int32 [batch, rows] alone, for one group."""
     inputs = Inputs(
         block_table=block_table,
         start=start,
@@ -143,7 +145,7 @@ def _build_group(
     attention: LayerAttention | None,
     ops: Ops,
 ) -> AttentionMetadata:
-    """See pallas_kernels.step_metadata.step_metadata for the arrays."""
+    """Build one group's metadata; see pallas_kernels.step_metadata.step_metadata for the arrays."""
     options: dict[str, Any] = {}
     if ops.step_metadata != "reference" and (reader := _kernel_reader(group, attention, rows)):
         rope = reader.rope
@@ -184,9 +186,9 @@ def _build_group(
 def _kernel_reader(
     group: CacheGroup, attention: LayerAttention | None, rows: int
 ) -> AttentionConfig | None:
-    """The attention that the kernel makes metadata for: keys and values by head, no chunks, few rows.
+    """Return the attention config if the kernel can make its metadata, else None.
 
-    None where it does not serve.
+    The kernel serves keys and values by head, without chunks, and few rows.
     """
     if not isinstance(attention, AttentionConfig) or group.chunk is not None:
         return None

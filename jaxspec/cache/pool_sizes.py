@@ -1,4 +1,4 @@
-"""How many blocks the pool of each KV-cache group has, and the bytes that they take."""
+"""The number of blocks of each KV-cache group's pool, and their bytes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ import jax
 from jaxspec.cache.arrays import init_cache
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig
 
-PREFILLS_AHEAD = (
-    2  # prompts whose next chunks have blocks of a group with a window at the same time
-)
+# Prompts whose next chunks hold blocks of a group with a window at the same time.
+PREFILLS_AHEAD = 2
 
 
 def steps_ahead(rounds_per_step: int) -> int:
-    """Results on their way while another step is launched, so that the device never waits for Python: two of a round each, however short
-    that is; a step of several rounds is made to last longer than the host takes for the next."""
+    """Return the number of results in flight while another step is launched.
+
+    With enough of them the device never waits for Python. Steps of one round need two, however
+    short they are. A step of several rounds lasts longer than the host takes for the next step.
+    """
     return 2 if rounds_per_step == 1 else 1
 
 
 @dataclass(frozen=True)
 class PoolDemand:
-    """Of one group, in blocks. whole: a text of max_model_len. running: what a request that generates holds at most. prefilling: what one
-    that is prefilled holds at most."""
+    """The demand of one KV-cache group, in blocks.
+
+    whole:      blocks of a text of max_model_len
+    running:    the most blocks that a generating request holds
+    prefilling: the most blocks that a request in prefill holds
+    has_window: whether rows see a limited number of tokens (a window or a chunk)
+    """
 
     whole: int
     running: int
@@ -36,11 +43,14 @@ class PoolDemand:
 
     @property
     def least(self) -> int:
-        """Without which a single request of max_model_len cannot run."""
+        """The fewest blocks with which a single request of max_model_len can run."""
         return max(self.running, self.prefilling)
 
     def of_requests(self, count: int, *, caching: bool) -> int:
-        """What `count` requests and the prompts after them hold of a group with a window; as much again for prefixes that nobody holds."""
+        """Return the blocks of a group with a window for `count` requests and the next prompts.
+
+        caching: double the number, for cached prefixes that no request holds
+        """
         most = count * self.running + PREFILLS_AHEAD * self.prefilling
         return min(2 * most if caching else most, count * self.whole)
 
@@ -48,8 +58,13 @@ class PoolDemand:
 def demand(
     group: CacheGroup, *, max_model_len: int, head_room: int, max_chunk: int, rounds_per_step: int
 ) -> PoolDemand:
-    """head_room: rows of a round, K + 1. max_chunk: tokens of a prefill call. rounds_per_step: of one program."""
-    # A round's first row is the draft's oldest pending one, K + 1 before the target's at most.
+    """Return the demand of a KV-cache group.
+
+    head_room:       rows of a round, K + 1
+    max_chunk:       tokens of a prefill call
+    rounds_per_step: rounds of one program
+    """
+    # A round's first row is the draft's oldest pending one, at most K + 1 before the target's.
     rows = (1 + (steps_ahead(rounds_per_step) + 1) * rounds_per_step) * head_room
     whole = -(-max_model_len // group.block_size)
     return PoolDemand(
@@ -61,13 +76,19 @@ def demand(
 
 
 def most_pages(group: CacheGroup, rows: int) -> int:
-    """Blocks that a request of any length holds at most for so many rows that follow one another, and for all that they see."""
+    """Return the most blocks that a request of any length holds for `rows` consecutive rows.
+
+    They include the blocks of all tokens that these rows see.
+    """
     seen = group.max_model_len if group.reach is None else group.reach
     return -(-(seen + rows - 1) // group.block_size) + 1
 
 
 def block_bytes(cfg: RoundConfig, dtype: Any) -> tuple[int, ...]:
-    """Of one block of each of cfg.cache_groups, in all layers that it serves, target's and draft's."""
+    """Return the bytes of one block of each of cfg.cache_groups, over all layers that it serves.
+
+    These are layers of the target and of the draft.
+    """
     sizes = [0] * len(cfg.cache_groups)
     of_layer = [(cfg.target, cfg.target.group_of_layer)]
     if cfg.draft is not None:
@@ -80,7 +101,7 @@ def block_bytes(cfg: RoundConfig, dtype: Any) -> tuple[int, ...]:
 
 
 def layer_block_bytes(model: Any, block_size: int, dtype: Any) -> list[int]:
-    """Of one block in each layer of a model."""
+    """Return the bytes of one block in each layer of a model."""
     caches = jax.eval_shape(
         partial(init_cache, model.attention, (1,) * model.num_layers, block_size, dtype)
     )
@@ -97,8 +118,14 @@ def decide_pool_sizes(
     sizes: Sequence[int],
     find_room: Callable[[], tuple[int, str]],
 ) -> tuple[int, ...]:
-    """Blocks of each group: what config overrides, or what fits in (bytes, where the number is from) of find_room. ConfigError if that is
-    too little for a request."""
+    """Return the number of blocks of each group.
+
+    It is config's override, or else the number that fits into find_room's bytes.
+
+    find_room: returns (bytes, the source of this number, for messages)
+
+    Raises ConfigError if that is too little for a request.
+    """
     override, caching = config.num_gpu_blocks_override, config.enable_prefix_caching
     source = f"num_gpu_blocks_override {override}"
     if override is None:
@@ -107,7 +134,8 @@ def decide_pool_sizes(
     elif isinstance(override, tuple):
         if len(override) != len(groups):
             raise ConfigError(
-                f"num_gpu_blocks_override: expected a number for each of {len(groups)} KV-cache groups, got {override}"
+                f"num_gpu_blocks_override: expected a number for each of {len(groups)} "
+                f"KV-cache groups, got {override}"
             )
         found = override
     else:
@@ -120,9 +148,10 @@ def decide_pool_sizes(
         if got < wanted.least:
             total = sum(d.least * size for d, size in zip(demands, sizes, strict=True))
             raise ConfigError(
-                f"KV cache: expected {wanted.least} blocks of {config.block_size} tokens for {group} ({total / 1e9:.2f} GB in all), what "
-                f"one request of max_model_len {config.max_model_len} takes, got {got} from {source}; lower max_model_len or max_num_seqs, "
-                "or give more"
+                f"KV cache: expected {wanted.least} blocks of {config.block_size} tokens for "
+                f"{group} ({total / 1e9:.2f} GB in all), what one request of max_model_len "
+                f"{config.max_model_len} takes, got {got} from {source}; lower max_model_len or "
+                "max_num_seqs, or give more"
             )
     return found
 
@@ -135,11 +164,15 @@ def fit(
     max_num_seqs: int,
     caching: bool,
 ) -> tuple[int, ...]:
-    """Blocks of each group in `room` bytes, of which one takes sizes[i].
+    """Return the number of blocks of each group that fits into `room` bytes.
 
-    Groups with a window get what max_num_seqs requests hold of them, which does not grow with the text; the others share what is left, as
-    many blocks each, and no more than max_num_seqs requests of max_model_len fill. Where that leaves no request of max_model_len room,
-    windows are for fewer requests; where nothing does, some group comes out with fewer blocks than its `least`.
+    sizes: bytes of one block of each group
+
+    Groups with a window get the blocks that max_num_seqs requests hold, a number that does not grow
+    with the text. The other groups share the rest in equal numbers of blocks, at most what
+    max_num_seqs requests of max_model_len fill. If a request of max_model_len would not fit, the
+    windows are sized for fewer requests. If it never fits, some group gets fewer blocks than its
+    `least`.
     """
     whole = sum(size for d, size in zip(demands, sizes, strict=True) if not d.has_window)
     for windows in _windows(demands, max_num_seqs, caching=caching):
@@ -160,7 +193,10 @@ def fit(
 def _windows(
     demands: Sequence[PoolDemand], max_num_seqs: int, *, caching: bool
 ) -> Iterator[tuple[int, ...]]:
-    """Blocks of the groups with a window, 0 of the others: for as many requests as may run, then for fewer and fewer."""
+    """Yield the blocks of the groups with a window, and 0 for the others.
+
+    The first numbers are for as many requests as may run, the next ones for fewer and fewer.
+    """
     for count in range(max_num_seqs, 0, -1):
         yield tuple(d.of_requests(count, caching=caching) if d.has_window else 0 for d in demands)
     yield tuple(d.least if d.has_window else 0 for d in demands)
