@@ -1,4 +1,4 @@
-"""What is drafted for: one file per family, named by the Hugging Face model_type.
+"""Target models: one file per family, named by the Hugging Face model_type.
 
 decoder        parts that families share
 llama          Llama 2 and 3; the parts that qwen2, qwen3 and mimo reuse
@@ -11,8 +11,8 @@ deepseek_v3    DeepSeek-V3: latent attention and experts
 glm4_moe_lite  GLM-4.7-Flash
 deepseek_v4    DeepSeek-V4
 
-A family is a module with config_from_hf, param_specs, ignored_tensor, forward and logits. Its config names it by
-`model_type`; `family` finds the functions.
+A family is a module with config_from_hf, param_specs, ignored_tensor, forward and logits. Its
+config names it by `model_type`; `family` finds the functions.
 """
 
 from __future__ import annotations
@@ -47,18 +47,20 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
 }
-TargetConfig = LlamaConfig  # the commonest; the others have its fields that propose, verify and the drafts read
+# The commonest config. The others have those of its fields that proposing, verifying and the drafts
+# read.
+TargetConfig = LlamaConfig
 
 __all__ = ["FAMILIES", "TargetConfig", "TargetOutput", "config_from_hf", "family"]
 
 
 def family(cfg: TargetConfig) -> ModuleType:
-    """The functions of a config's family."""
+    """Return the module of a config's family."""
     return FAMILIES[cfg.model_type]
 
 
 def config_from_hf(config: Mapping[str, Any]) -> TargetConfig:
-    """The config of a checkpoint's config.json; ConfigError for a model_type that is not supported."""
+    """Read a checkpoint's config.json; ConfigError for an unsupported model_type."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}")

@@ -1,4 +1,7 @@
-"""What the families share: the weights around the layers, the loop over the layers with its aux outputs, and the head."""
+"""Parts that families share.
+
+They are the weights around the layers, the loop over the layers with its aux outputs, and the head.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from jaxspec.layers.products import ResidualStream, Stream, values_of, vocab_log
 
 
 class DecoderConfig(Protocol):
-    """What every family's config has."""
+    """The fields that every family's config has."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -33,7 +36,12 @@ class DecoderConfig(Protocol):
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """hidden [batch, rows, embed] after the final norm; aux [batch, rows, len(aux_layers) * embed] or None; the caches."""
+    """The result of a family's forward.
+
+    hidden: [batch, rows, embed] after the final norm
+    aux:    [batch, rows, len(aux_layers) * embed], or None without aux layers
+    caches: the caches with these rows written
+    """
 
     hidden: jax.Array
     aux: jax.Array | None
@@ -41,7 +49,10 @@ class TargetOutput:
 
 
 def decoder_specs(cfg: DecoderConfig, layer_specs: Callable[[int, str], Params]) -> Params:
-    """The weights: a ParamSpec per array, in the structure of the params. layer_specs(i, prefix) are those of layer i."""
+    """Return the weights: a ParamSpec per array, in the structure of the params.
+
+    layer_specs(i, prefix) returns the weights of layer i.
+    """
     specs: dict[str, Any] = {
         "embed_tokens": ParamSpec(
             "model.embed_tokens.weight", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed")
@@ -57,7 +68,10 @@ def decoder_specs(cfg: DecoderConfig, layer_specs: Callable[[int, str], Params])
 
 
 def ignored_tensor(cfg: DecoderConfig, name: str) -> bool:
-    """Tensors that a checkpoint may hold and the decoder does not need: derived tables, a tied head saved twice."""
+    """Return whether the decoder does not need this checkpoint tensor.
+
+    Such tensors are derived tables, and a tied head that is saved twice.
+    """
     return name.endswith("rotary_emb.inv_freq") or (
         cfg.tie_word_embeddings and name == "lm_head.weight"
     )
@@ -78,8 +92,9 @@ def run_layers(
 
     run_layer(i, layer's weights, x, layer's cache) returns x and the cache.
     aux_layers: boundary ids; n is the residual stream that enters layer n, and n = num_layers the
-    stream before the final norm (vLLM's and speculators' convention).
-    first_gain: the gain of layer 0's first norm, for layers that take a ResidualStream prepared for it.
+        stream before the final norm (vLLM's and speculators' convention)
+    first_gain: the gain of layer 0's first norm, for layers that take a ResidualStream prepared
+        for it
     """
     x: Stream
     if first_gain is None:
@@ -103,6 +118,6 @@ def run_layers(
 
 
 def logits(params: Params, cfg: DecoderConfig, hidden: jax.Array, ops: Ops) -> jax.Array:
-    """Float32 logits [..., vocab] of hidden [..., embed]."""
+    """Return float32 logits [..., vocab] of hidden [..., embed]."""
     tied = cfg.tie_word_embeddings
     return vocab_logits(hidden, params["embed_tokens" if tied else "lm_head"], ops, tied=tied)

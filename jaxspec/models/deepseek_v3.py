@@ -1,4 +1,7 @@
-"""DeepSeek-V3: latent attention, a few dense layers, then experts behind a sigmoid router and one that every row takes."""
+"""DeepSeek-V3: latent attention, a few dense layers, then layers with experts.
+
+A sigmoid router chooses experts, and a shared expert serves every row.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DeepseekV3Config:
-    """Static shape of the decoder. num_dense_layers: the first ones, whose MLP is intermediate_size wide and has no experts.
+    """Static shape of the decoder.
 
-    num_mtp_layers: modules of multi-token prediction that the checkpoint holds after the layers; drafts/mtp.py reads them.
-    float8: whether the checkpoint holds matrices as float8 with scales beside them (loading/fp8.py), dequantised when they are loaded.
+    num_dense_layers: number of leading layers without experts, whose MLP is intermediate_size wide
+    num_mtp_layers: modules of multi-token prediction that the checkpoint holds after the layers;
+        drafts/mtp.py reads them
+    float8: whether the checkpoint holds matrices as float8 with scales (loading/fp8.py), which are
+        dequantised at loading
     """
 
     model_type: str
@@ -65,23 +71,23 @@ class DeepseekV3Config:
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """Index into cache_groups."""
+        """Index into cache_groups for each layer."""
         return (0,) * self.num_layers
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
-        """One group: all layers have full attention."""
+        """Return one group: all layers have full attention."""
         return (CacheGroup(block_size, max_model_len),)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
-    """From a checkpoint's config.json."""
+    """Read a checkpoint's config.json."""
     return mla_moe_config(
         config, num_dense_layers=read_int(config, "first_k_dense_replace", 3, least=0)
     )
 
 
 def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> DeepseekV3Config:
-    """The keys that the families of this decoder share."""
+    """Read the keys that the families of this decoder share."""
     for key, expected in (("hidden_act", "silu"), ("pretraining_tp", 1)):
         refuse_unless(config, key, expected)
     quantization = read_object(config, "quantization_config").get("quant_method")
@@ -95,13 +101,13 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         ("moe_layer_freq", 1),
         ("ep_size", 1),
     ):
-        refuse_unless(
-            config, key, expected
-        )  # DeepSeek's own config.json has them, transformers' has not
+        # DeepSeek's own config.json has these keys; that of transformers has not.
+        refuse_unless(config, key, expected)
     num_layers = read_int(config, "num_hidden_layers")
     if not 0 <= num_dense_layers <= num_layers:
         raise ConfigError(
-            f"first_k_dense_replace: expected at most the model's {num_layers} layers, got {num_dense_layers}"
+            f"first_k_dense_replace: expected at most the model's {num_layers} layers, "
+            f"got {num_dense_layers}"
         )
     eps = read_number(config, "rms_norm_eps", 1e-6)
     attention = MLAConfig(
@@ -131,7 +137,8 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
     )
     if moe.num_experts % moe.num_groups:
         raise ConfigError(
-            f"n_group: expected a divisor of n_routed_experts {moe.num_experts}, got {moe.num_groups}"
+            f"n_group: expected a divisor of n_routed_experts {moe.num_experts}, "
+            f"got {moe.num_groups}"
         )
     return DeepseekV3Config(
         model_type=config["model_type"],
@@ -156,14 +163,14 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
 
 
 def param_specs(cfg: DeepseekV3Config) -> Params:
-    """The weights: a ParamSpec per array, in the structure of the params."""
+    """Return the weights: a ParamSpec per array, in the structure of the params."""
     return decoder_specs(
         cfg, lambda i, prefix: layer_specs(cfg, prefix, dense=i < cfg.num_dense_layers)
     )
 
 
 def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> Params:
-    """One decoder layer's weights."""
+    """Return one decoder layer's weights."""
     hidden = cfg.hidden_size
     return {
         "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
@@ -178,7 +185,11 @@ def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> P
 
 
 def ignored_tensor(cfg: DeepseekV3Config, name: str) -> bool:
-    """As any decoder's, and the modules of multi-token prediction; of float8 files the scales, which are read with what they scale."""
+    """Return whether the decoder does not need this checkpoint tensor.
+
+    Beside those of any decoder, it needs no modules of multi-token prediction. The scales of float8
+    files are read together with their matrices.
+    """
     mtp = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.num_mtp_layers))
     return (
         decoder.ignored_tensor(cfg, name)
@@ -190,7 +201,10 @@ def ignored_tensor(cfg: DeepseekV3Config, name: str) -> bool:
 def decoder_layer(
     layer: Params, cfg: DeepseekV3Config, x: jax.Array, cache: LatentCache, pass_: Pass
 ) -> tuple[jax.Array, LatentCache]:
-    """One layer on x [batch, rows, D], dense or with experts as its weights say; also an MTP module's."""
+    """Run one layer on x [batch, rows, D]; it may also be an MTP module's.
+
+    The layer is dense or has experts, as its weights say.
+    """
     norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
     stream, cache = add_latent_attention(
         layer["self_attn"], cfg.attention, x, cache, pass_, norm=norm

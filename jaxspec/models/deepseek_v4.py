@@ -1,6 +1,7 @@
-"""DeepSeek-V4: compressed attention, a residual of several streams, and experts that in the first layers are chosen by the token's id.
+"""DeepSeek-V4: compressed attention, a residual of several streams, and experts.
 
-Weights have the names of the original checkpoints (transformers writes others). The original files in float8 and float4 are refused.
+In the first layers, the token's id chooses the experts. Weights have the names of the original
+checkpoints (transformers writes others). The original files in float8 and float4 are refused.
 """
 
 from __future__ import annotations
@@ -70,9 +71,11 @@ EXPERT_NAMES = ("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class DeepseekV4Config:
-    """Static shape of the decoder. hash_layers: of the layers, whether their experts are looked up by the token's id.
+    """Static shape of the decoder.
 
-    num_mtp_layers: modules of multi-token prediction in the checkpoint; drafts/mtp_deepseek_v4.py reads the first.
+    hash_layers: whether each layer looks its experts up by the token's id
+    num_mtp_layers: modules of multi-token prediction in the checkpoint;
+        drafts/mtp_deepseek_v4.py reads the first
     """
 
     model_type: str
@@ -90,28 +93,31 @@ class DeepseekV4Config:
 
     @property
     def intermediate_size(self) -> int:
-        """Of one expert."""
+        """Width of one expert."""
         return self.moe.intermediate_size
 
     @property
     def streams_size(self) -> int:
-        """Of the residual of a row, all streams side by side."""
+        """Width of a row's residual, all streams side by side."""
         return self.residual.streams * self.hidden_size
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """Index into cache_groups: a layer that compresses keeps entries of all tokens."""
+        """Index into cache_groups for each layer.
+
+        A layer that compresses keeps entries of all tokens, so it needs full attention's blocks.
+        """
         return tuple(int(kind == SLIDING) for kind in self.attention.layer_types)
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
-        """Of the layers that compress, and of the others."""
+        """Return the group of the layers that compress, and that of the others."""
         return CacheGroup(block_size, max_model_len), CacheGroup(
             block_size, max_model_len, self.attention.sliding_window
         )
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV4Config:
-    """From a checkpoint's config.json, the original one or transformers'."""
+    """Read a checkpoint's config.json, the original one or that of transformers."""
     for key, expected in (
         ("hidden_act", "silu"),
         ("quantization_config", None),
@@ -194,18 +200,23 @@ def _attention(config: Mapping[str, Any], num_layers: int, eps: float) -> Compre
 def _layer_types(
     config: Mapping[str, Any], num_layers: int, of_ratio: Mapping[int, str]
 ) -> tuple[str, ...]:
-    """transformers' layer_types, or the original compress_ratios, which go on with those of the MTP modules."""
+    """Read the layer_types of transformers, or the original compress_ratios.
+
+    The latter end with the ratios of the MTP modules.
+    """
     ratios = config.get("compress_ratios") or []
     kinds = list(
         config.get("layer_types") or [of_ratio.get(ratio, ratio) for ratio in ratios[:num_layers]]
     )
     if len(kinds) != num_layers or not set(kinds) <= set(KINDS):
         raise ConfigError(
-            f"layer_types: expected {num_layers} of {', '.join(KINDS)} (or compress_ratios of {list(of_ratio)}), got {kinds}"
+            f"layer_types: expected {num_layers} of {', '.join(KINDS)} "
+            f"(or compress_ratios of {list(of_ratio)}), got {kinds}"
         )
     if any(ratios[num_layers:]):
         raise ConfigError(
-            f"compress_ratios: expected 0 (an MTP module compresses nothing) after {num_layers} layers, got {ratios}"
+            "compress_ratios: expected 0 (an MTP module compresses nothing) after "
+            f"{num_layers} layers, got {ratios}"
         )
     return tuple(kinds)
 
@@ -223,7 +234,10 @@ def _hash_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]
 
 
 def _ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers without and with a compressor. YaRN is for the latter only, and without its factor on cos and sin."""
+    """Return the rope of layers without and with a compressor.
+
+    Only the latter use YaRN, without its factor on cos and sin.
+    """
     nested = read_object(config, "rope_parameters")
     main = {"rope_theta": read_number(config, "rope_theta", 10000.0), **read_object(nested, "main")}
     scaling = read_object(nested, "compress") or {
@@ -235,7 +249,7 @@ def _ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
         "rope_theta": read_number(config, "compress_rope_theta", 160000.0),
         **scaling,
     }
-    if "compress" not in nested:  # a flat rope_theta is the other layers'
+    if "compress" not in nested:  # a flat rope_theta belongs to the other layers
         compressed["rope_theta"] = read_number(config, "compress_rope_theta", 160000.0)
     one, other = (
         {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
@@ -247,7 +261,7 @@ def _ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
 
 
 def param_specs(cfg: DeepseekV4Config) -> Params:
-    """The weights: a ParamSpec per array, in the structure of the params."""
+    """Return the weights: a ParamSpec per array, in the structure of the params."""
     kinds = zip(cfg.attention.layer_types, cfg.hash_layers, strict=True)
     return {
         "embed_tokens": ParamSpec(
@@ -266,7 +280,7 @@ def param_specs(cfg: DeepseekV4Config) -> Params:
 def layer_specs(
     cfg: DeepseekV4Config, prefix: str, kind: str = SLIDING, *, hashed: bool = False
 ) -> Params:
-    """One decoder layer's weights; also an MTP module's layer's."""
+    """Return the weights of one decoder layer, or of the layer of an MTP module."""
     hidden, moe, ffn = cfg.hidden_size, cfg.moe, f"{prefix}.ffn"
     specs: dict[str, Any] = {
         "attention_connection": connection_specs(f"{prefix}.hc_attn", cfg.residual, hidden),
@@ -301,12 +315,12 @@ def layer_specs(
 
 
 def ignored_tensor(cfg: DeepseekV4Config, name: str) -> bool:
-    """The modules of multi-token prediction."""
+    """Return whether the tensor belongs to a module of multi-token prediction."""
     return name.startswith("mtp.")
 
 
 def layer_ropes(cfg: DeepseekV4Config, positions: jax.Array) -> tuple[RopeTables, RopeTables]:
-    """The tables of layers with a compressor and of those without one, in the order of cache_groups."""
+    """Return the rope tables of layers with and without a compressor, in cache_groups' order."""
     attention = cfg.attention
     compressed, main = (
         rope_tables(rope, attention.rope_head_dim, positions)
@@ -326,9 +340,11 @@ def decoder_layer(
     *,
     group: int,
 ) -> tuple[jax.Array, CompressedCache]:
-    """One layer of this kind on the streams x [batch, rows, streams, D] of tokens [batch, rows].
+    """Run one layer of this kind on the streams x of tokens.
 
-    group: index of its KV-cache group in the pass's metadata.
+    x:      [batch, rows, streams, D]
+    tokens: int32 [batch, rows]
+    group:  index of its KV-cache group in the pass's metadata
     """
     ops, last_row = pass_.ops, pass_.last_row
     read, post, comb = connect(layer["attention_connection"], cfg.residual, x)
@@ -345,7 +361,7 @@ def decoder_layer(
 def _moe(
     layer: Params, cfg: MoEConfig, normed: jax.Array, tokens: jax.Array, ops: Ops
 ) -> jax.Array:
-    """experts(normed) + shared(normed), normed [batch, rows, D]."""
+    """Return experts(normed) + shared(normed), for normed [batch, rows, D]."""
     shared = layer["shared"]
     inner = gated(cfg, project(normed, (shared["gate_proj"], shared["up_proj"]), ops))
     flat = normed.reshape(-1, normed.shape[-1])
@@ -367,7 +383,8 @@ def forward(
 ) -> TargetOutput:
     """Run the model over tokens [batch, rows].
 
-    aux_layers: boundary ids as in run_layers; a boundary is its streams side by side, streams * D wide.
+    aux_layers: boundary ids as in run_layers; a boundary has its streams side by side, and is
+        streams * D wide
     """
     ops, ropes = pass_.ops, layer_ropes(cfg, pass_.positions)
     embedded = params["embed_tokens"][tokens]

@@ -1,4 +1,7 @@
-"""GLM-4.7-Flash (and -4.5-Air's lite line): DeepSeek-V3's decoder with other defaults, its dense layers listed one by one."""
+"""GLM-4.7-Flash (and -4.5-Air's lite line): DeepSeek-V3's decoder with other defaults.
+
+Its config lists the dense layers one by one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ __all__ = [
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
-    """From a checkpoint's config.json."""
+    """Read a checkpoint's config.json."""
     num_layers = read_int(config, "num_hidden_layers")
     kinds = list(
         config.get("mlp_layer_types")
@@ -39,7 +42,8 @@ def config_from_hf(config: Mapping[str, Any]) -> DeepseekV3Config:
     dense = kinds.count("dense")
     if kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
         raise ConfigError(
-            f"mlp_layer_types: expected {num_layers}, 'dense' ones before 'sparse' ones, got {kinds}"
+            f"mlp_layer_types: expected {num_layers}, 'dense' ones before 'sparse' ones, "
+            f"got {kinds}"
         )
     return mla_moe_config(
         {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, **config}, num_dense_layers=dense

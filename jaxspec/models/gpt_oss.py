@@ -1,4 +1,7 @@
-"""gpt-oss: window and full attention in turn, attention sinks, YaRN, and experts with a clamped SwiGLU, stored in MXFP4."""
+"""gpt-oss: window and full attention in turn, attention sinks, YaRN, and experts.
+
+The experts have a clamped SwiGLU and are stored in MXFP4.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, 
 __all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 
 KINDS = ("full_attention", "sliding_attention")
-# What transformers assumes where a config says nothing of rope.
+# The default of transformers for a config without rope settings.
 DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -44,10 +47,13 @@ DEFAULT_ROPE = {
 
 @dataclass(frozen=True)
 class GptOssConfig:
-    """Static shape of the decoder. layer_types: one of KINDS a layer, each a KV-cache group.
+    """Static shape of the decoder.
 
-    mxfp4: how the experts are stored and kept: None (plain arrays in the checkpoint), "dequantised" when they are loaded, or "packed",
-    a quarter of the memory, and dequantised when they are used.
+    layer_types: one of KINDS per layer; each kind is a KV-cache group
+    mxfp4: the storage of the experts
+        None: plain arrays in the checkpoint
+        "dequantised": MXFP4 in the checkpoint, dequantised at loading
+        "packed": MXFP4 in memory too, a quarter of the bytes, dequantised at use
     """
 
     model_type: str
@@ -65,23 +71,26 @@ class GptOssConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Of one expert."""
+        """Width of one expert."""
         return self.moe.intermediate_size
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """Index into cache_groups."""
+        """Index into cache_groups for each layer."""
         return tuple(KINDS.index(kind) for kind in self.layer_types)
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
-        """As KINDS."""
+        """Return the groups, in the order of KINDS."""
         return CacheGroup(block_size, max_model_len), CacheGroup(
             block_size, max_model_len, self.sliding_window
         )
 
 
 def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
-    """From a checkpoint's config.json. MXFP4 experts are dequantised; for packed ones replace mxfp4."""
+    """Read a checkpoint's config.json.
+
+    MXFP4 experts are dequantised. To keep them packed, replace mxfp4 in the result.
+    """
     refuse_unless(config, "hidden_act", "silu")
     num_layers = read_int(config, "num_hidden_layers")
     layer_types = tuple(
@@ -94,7 +103,8 @@ def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
     quantization = read_object(config, "quantization_config").get("quant_method")
     if quantization not in (None, "mxfp4"):
         raise ConfigError(
-            f"quantization_config: expected quant_method 'mxfp4' or none for model_type 'gpt_oss', got {quantization!r}"
+            "quantization_config: expected quant_method 'mxfp4' or none for model_type 'gpt_oss', "
+            f"got {quantization!r}"
         )
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = {**config, "rope_parameters": DEFAULT_ROPE}
@@ -136,7 +146,7 @@ def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
 
 
 def param_specs(cfg: GptOssConfig) -> Params:
-    """The weights: a ParamSpec per array, in the structure of the params."""
+    """Return the weights: a ParamSpec per array, in the structure of the params."""
 
     def layer_specs(i: int, prefix: str) -> Params:
         hidden = cfg.hidden_size
@@ -188,7 +198,11 @@ def _weight_spec(
     *,
     interleaved: bool,
 ) -> Any:
-    """One projection of all experts. The checkpoint has gate and up in turn along the output; ours has the gate's half first."""
+    """Return one projection of all experts.
+
+    interleaved: the checkpoint has gate and up in turn along the output; ours has the gate's half
+        first
+    """
     if cfg.mxfp4 is None:
         return (
             _assembled(name, shape, axes, ((name, shape),), _halves)
@@ -224,7 +238,7 @@ def _assembled(name: str, shape: Any, axes: Any, sources: Any, build: Any) -> As
 
 
 def _halves(arrays: Sequence[np.ndarray], axis: int = -1) -> np.ndarray:
-    """Every other entry, then the rest: [gate, up, gate, up, ...] -> [gates, ups]."""
+    """Move every other entry to the front: [gate, up, gate, up, ...] -> [gates, ups]."""
     (array,) = arrays
     moved = np.moveaxis(array, axis, 0)
     return np.moveaxis(np.concatenate([moved[0::2], moved[1::2]]), 0, axis)
@@ -268,7 +282,7 @@ def _layer(
     *,
     group: int,
 ) -> tuple[jax.Array, FullCache]:
-    """A layer of this KV-cache group: attention, then the experts."""
+    """Run a layer of this KV-cache group: attention, then the experts."""
     attention, ops = layer["self_attn"], pass_.ops
     attended, cache = attend(
         attention,

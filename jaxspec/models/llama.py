@@ -1,6 +1,7 @@
-"""The Llama decoder: config, parameter table, forward, logits. Qwen2 and Qwen3 are this decoder with other switches.
+"""The Llama decoder: config, parameter table, forward, logits.
 
-A target is a pure function over a pytree of weights and a paged cache; layers are unrolled, one dict of arrays each.
+Qwen2 and Qwen3 are this decoder with other switches. A target is a pure function over a pytree of
+weights and a paged cache. Layers are unrolled, one dict of arrays each.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Static shape of the decoder. Everything that changes the maths is here; nothing else is."""
+    """Static shape of the decoder: everything that changes the maths, and nothing else."""
 
     model_type: str
     vocab_size: int
@@ -60,16 +61,16 @@ class LlamaConfig:
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """Index into cache_groups."""
+        """Index into cache_groups for each layer."""
         return (0,) * self.num_layers
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
-        """One group: all layers have full attention."""
+        """Return one group: all layers have full attention."""
         return (CacheGroup(block_size, max_model_len),)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
-    """From a checkpoint's config.json. A switch that this decoder does not implement is an error that names it."""
+    """Read a checkpoint's config.json; ConfigError names a switch that is not implemented."""
     refuse_unless(config, "pretraining_tp", 1)
     refuse_unless(config, "mlp_bias", False)
     bias = bool(config.get("attention_bias", False))
@@ -83,12 +84,13 @@ def decoder_config(
     o_bias: bool = False,
     qk_norm: bool = False,
 ) -> LlamaConfig:
-    """The keys that the Llama-like families share, with each family's switches."""
+    """Read the keys that the Llama-like families share, with each family's switches."""
     refuse_unless(config, "hidden_act", "silu")
     refuse_unless(config, "quantization_config", None)
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise ConfigError(
-            f"layer_types: expected full_attention in every layer of model_type {config['model_type']!r}, got {config['layer_types']}"
+            "layer_types: expected full_attention in every layer of model_type "
+            f"{config['model_type']!r}, got {config['layer_types']}"
         )
     num_heads = read_int(config, "num_attention_heads")
     hidden_size = read_int(config, "hidden_size")
@@ -117,12 +119,12 @@ def decoder_config(
 
 
 def param_specs(cfg: LlamaConfig) -> Params:
-    """The weights: a ParamSpec per array, in the structure of the params."""
+    """Return the weights: a ParamSpec per array, in the structure of the params."""
     return decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, prefix))
 
 
 def layer_specs(cfg: LlamaConfig, prefix: str) -> Params:
-    """One decoder layer's weights."""
+    """Return one decoder layer's weights."""
     hidden = cfg.hidden_size
     return {
         "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
@@ -135,7 +137,7 @@ def layer_specs(cfg: LlamaConfig, prefix: str) -> Params:
 def decoder_layer(
     layer: Params, cfg: LlamaConfig, x: jax.Array, cache: FullCache, pass_: Pass
 ) -> tuple[jax.Array, FullCache]:
-    """One layer on x [batch, rows, D], by itself: the decoder layer of a draft."""
+    """Run one layer by itself on x [batch, rows, D]: the decoder layer of a draft."""
     stream, cache = _layer(layer, cfg, x, cache, pass_, next_gain=None)
     return stream.x, cache
 

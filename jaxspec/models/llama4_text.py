@@ -1,6 +1,7 @@
-"""Llama 4's text decoder: chunked attention with rope and full attention without, and experts beside one that every row takes.
+"""Llama 4's text decoder: chunked attention with rope, full attention without, and experts.
 
-Layers with rope norm each query and key to unit mean square; those without scale their queries by position (2501.19399).
+A shared expert serves every row. Layers with rope norm each query and key to unit mean square.
+Layers without rope scale their queries by position (2501.19399).
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ KINDS = ("full_attention", "chunked_attention")
 
 @dataclass(frozen=True)
 class Llama4Config:
-    """Static shape of the decoder. layer_types: one of KINDS a layer, each a KV-cache group.
+    """Static shape of the decoder.
 
-    rope_layers, moe_layers: whether a layer rotates queries and keys, and whether it has experts; the others are dense_size wide.
-    attn_scale, floor_scale: of the queries without rope, 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)); 0 for none.
+    layer_types: one of KINDS per layer; each kind is a KV-cache group
+    rope_layers: whether each layer rotates queries and keys
+    moe_layers:  whether each layer has experts
+    dense_size:  width of the MLP of a layer without experts
+    attn_scale, floor_scale: a query without rope is scaled by
+        1 + attn_scale * log(1 + floor((position + 1) / floor_scale)); attn_scale 0: no scaling
     """
 
     model_type: str
@@ -70,23 +75,26 @@ class Llama4Config:
 
     @property
     def intermediate_size(self) -> int:
-        """Of one expert."""
+        """Width of one expert."""
         return self.moe.intermediate_size
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """Index into cache_groups."""
+        """Index into cache_groups for each layer."""
         return tuple(KINDS.index(kind) for kind in self.layer_types)
 
     def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]:
-        """As KINDS."""
+        """Return the groups, in the order of KINDS."""
         return CacheGroup(block_size, max_model_len), CacheGroup(
             block_size, max_model_len, chunk=self.chunk_size
         )
 
 
 def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
-    """From a checkpoint's config.json (of the text model: Llama 4's own files hold one with a vision tower, whose text_config this is)."""
+    """Read the config of the text model.
+
+    Llama 4's own config.json describes a model with a vision tower. This config is its text_config.
+    """
     for key, expected in (
         ("hidden_act", "silu"),
         ("attention_bias", False),
@@ -103,7 +111,8 @@ def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
     for key, found in (("layer_types", kinds), ("no_rope_layers", rope)):
         if len(found) != n or not set(kinds) <= set(KINDS):
             raise ConfigError(
-                f"{key}: expected one of {', '.join(KINDS)} for each of {n} layers, got {list(found)}"
+                f"{key}: expected one of {', '.join(KINDS)} for each of {n} layers, "
+                f"got {list(found)}"
             )
     num_heads, hidden = read_int(config, "num_attention_heads"), read_int(config, "hidden_size")
     eps = read_number(config, "rms_norm_eps", 1e-5)
@@ -144,12 +153,12 @@ def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
 
 
 def param_specs(cfg: Llama4Config) -> Params:
-    """The weights: a ParamSpec per array, in the structure of the params."""
+    """Return the weights: a ParamSpec per array, in the structure of the params."""
     return decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, i, prefix))
 
 
 def layer_specs(cfg: Llama4Config, i: int, prefix: str) -> Params:
-    """The weights of layer i."""
+    """Return the weights of layer i."""
     hidden = cfg.hidden_size
     block = _moe_specs if cfg.moe_layers[i] else _dense_specs
     return {
@@ -206,14 +215,18 @@ def forward(
 
 
 class Rotation(NamedTuple):
-    """Position in a layer: its rope tables, and the scale of its queries [batch, rows] (None: 1)."""
+    """The use of positions in a layer.
+
+    rope:        the layer's rope tables
+    query_scale: [batch, rows], factor of the queries; None for 1
+    """
 
     rope: RopeTables
     query_scale: jax.Array | None
 
 
 def layer_rotations(cfg: Llama4Config, positions: jax.Array) -> tuple[Rotation, Rotation]:
-    """The rotations of layers without and with rope, for positions int32 [batch, rows]."""
+    """Return the rotations of layers without and with rope, for positions int32 [batch, rows]."""
     cos, sin = rope_tables(cfg.attention.rope, cfg.attention.head_dim, positions)
     grown = jnp.floor((positions.astype(jnp.float32) + 1) / cfg.floor_scale)
     scale = 1 + cfg.attn_scale * jnp.log1p(grown) if cfg.attn_scale else None
@@ -231,13 +244,13 @@ def decoder_layer(
     *,
     group: int,
 ) -> tuple[jax.Array, FullCache]:
-    """Layer i on x [batch, rows, D], in a target or as the layer of an EAGLE draft.
+    """Run layer i on x [batch, rows, D], in a target or as the layer of an EAGLE draft.
 
-    group: index of its KV-cache group in the pass's metadata.
+    group: index of its KV-cache group in the pass's metadata
     """
     ops, weights = pass_.ops, layer["self_attn"]
     has_norm = cfg.attention.qk_norm and cfg.rope_layers[i]
-    if has_norm:  # by the mean square alone, without a gain
+    if has_norm:  # the norm has no gain
         gain = jnp.ones(cfg.attention.head_dim, x.dtype)
         weights = {**weights, "q_norm": gain, "k_norm": gain}
     attended, cache = attend(
@@ -259,14 +272,14 @@ def decoder_layer(
 
 
 def _add_moe(layer: Params, cfg: Llama4Config, x: jax.Array, ops: Ops) -> jax.Array:
-    """Add shared(norm(x)) and experts(sigmoid(score) * norm(x)): the score weighs an expert's input."""
+    """Add shared(norm(x)) and experts(sigmoid(score) * norm(x)): scores weigh an expert's input."""
     normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, ops)
     shared = layer["shared"]
     inner = project_swiglu(normed, shared["gate_proj"], shared["up_proj"], ops)
     stream = add_projection(x, inner, shared["down_proj"], ops)
     flat = normed.reshape(-1, cfg.hidden_size)
     scores, ids = jax.lax.top_k(router_logits(flat, layer["router"]), cfg.moe.top_k)
-    # Each (row, expert) pair has an input of its own, so it becomes a row with one expert.
+    # Each (row, expert) pair has its own input, so it becomes a row with one expert.
     weighed = (flat[:, None] * jax.nn.sigmoid(scores)[..., None].astype(flat.dtype)).reshape(
         -1, cfg.hidden_size
     )

@@ -1,4 +1,4 @@
-"""MiMo: Qwen2's decoder, with modules of multi-token prediction beside it (drafts/mtp.py reads them)."""
+"""MiMo: Qwen2's decoder, with modules of multi-token prediction, which drafts/mtp.py reads."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ __all__ = [
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
-    """From a checkpoint's config.json."""
+    """Read a checkpoint's config.json."""
     refuse_unless(config, "use_sliding_window", False)
     return decoder_config(config, qkv_bias=bool(config.get("attention_bias", True)))
 
 
 def ignored_tensor(cfg: LlamaConfig, name: str) -> bool:
-    """As any decoder's, and the modules of multi-token prediction."""
+    """Return whether the decoder does not need this checkpoint tensor.
+
+    Beside those of any decoder, it needs no modules of multi-token prediction.
+    """
     return decoder.ignored_tensor(cfg, name) or name.startswith("model.mtp_layers.")

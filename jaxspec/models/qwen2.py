@@ -1,4 +1,7 @@
-"""Qwen2: the Llama decoder with a bias on q, k and v. (Its sliding window is not implemented and refused.)"""
+"""Qwen2: the Llama decoder with a bias on q, k and v.
+
+Its sliding window is not implemented: a config that uses it is refused.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,6 @@ __all__ = ["config_from_hf", "forward", "ignored_tensor", "logits", "param_specs
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
-    """From a checkpoint's config.json."""
+    """Read a checkpoint's config.json."""
     refuse_unless(config, "use_sliding_window", False)
     return decoder_config(config, qkv_bias=True)

@@ -1,4 +1,7 @@
-"""Qwen3: the Llama decoder with an RMS norm on each head of q and k. (A sliding window is refused.)"""
+"""Qwen3: the Llama decoder with an RMS norm on each head of q and k.
+
+A config that uses a sliding window is refused.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["config_from_hf", "forward", "ignored_tensor", "logits", "param_specs
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
-    """From a checkpoint's config.json."""
+    """Read a checkpoint's config.json."""
     refuse_unless(config, "use_sliding_window", False)
     bias = bool(config.get("attention_bias", False))
     return decoder_config(
