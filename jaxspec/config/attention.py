@@ -12,8 +12,8 @@ from jaxspec.config.rope import RopeConfig
 class AttentionConfig:
     """The static part of one self-attention layer of a target or a draft.
 
-    sinks: a learned logit for each head, in the softmax's denominator only (gpt-oss).
-    rope_interleave: rotated pairs are adjacent in the checkpoint (Llama 4); loading reorders them.
+    sinks:           a learned logit for each head, in the softmax's denominator only (gpt-oss)
+    rope_interleave: rotated pairs are adjacent in the checkpoint (Llama 4); loading reorders them
     """
 
     num_heads: int
@@ -49,10 +49,10 @@ class MLAConfig:
     A token's cache entry is one vector, shared by all heads: its latent of kv_lora_rank and a key
     of rope_head_dim.
 
-    q_lora_rank: None for a full query projection.
-    rope_interleave: order of the rotated dimensions in the checkpoint; loading reorders them.
-    bias: on the projections from and to the residual stream.
-    num_kv_heads: as the attention op sees the cache.
+    q_lora_rank:     width of the query's latent; None for a full query projection
+    rope_interleave: rotated pairs are adjacent in the checkpoint; loading reorders them
+    bias:            the projections from and to the residual stream have a bias
+    num_kv_heads:    KV heads of the cache, as the attention op sees it
     """
 
     num_heads: int
@@ -79,7 +79,7 @@ class MLAConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the scores, by the head's own width before absorption."""
+        """Factor of the scores; it follows from the head's width before absorption."""
         return (self.nope_head_dim + self.rope_head_dim) ** -0.5 * self.rope.softmax_factor
 
 
@@ -87,16 +87,16 @@ class MLAConfig:
 class CompressedAttentionConfig:
     """The static part of DeepSeek-V4's attention, whose layers differ in kind.
 
-    A layer sees the last sliding_window tokens, and compressed entries of all tokens by its kind:
+    A layer sees the last sliding_window tokens. Its kind decides which compressed entries it sees:
     "sliding_attention": none.
-    "compressed_sparse_attention": one for every sparse_rate tokens, of which an indexer chooses
-        index_top_k.
+    "compressed_sparse_attention": one for every sparse_rate tokens; an indexer chooses index_top_k
+        of them.
     "heavily_compressed_attention": one for every heavy_rate tokens.
 
-    layer_types: the kind of each layer that this config's caches are made for.
-    rope: of layers that compress nothing.
-    compressed_rope: of the other layers.
-    num_kv_heads: one vector of a token is key and value of all heads.
+    layer_types:     the kind of each layer that this config's caches are made for
+    rope:            rotary embedding of layers that compress nothing
+    compressed_rope: rotary embedding of the other layers
+    num_kv_heads:    1, since one vector of a token is key and value of all heads
     """
 
     num_heads: int
@@ -146,10 +146,10 @@ class TokenHistoryConfig:
 class CacheGroup:
     """The layers that share a block table, and the geometry of their metadata.
 
-    block_size: tokens of a block.
-    max_model_len: no row at this position or beyond is ever written.
-    window: a row sees this many tokens, itself included.
-    chunk: a row sees back to the last multiple of this position (Llama 4).
+    block_size:    tokens of a block
+    max_model_len: no row at this position or beyond is ever written
+    window:        a row sees this many tokens, itself included
+    chunk:         a row sees back to the last position that is a multiple of this (Llama 4)
 
     window and chunk are None for full attention; at most one of them is given.
     """
@@ -170,7 +170,7 @@ class CacheGroup:
 
     @property
     def reach(self) -> int | None:
-        """The most positions before its own that a row sees; None: all of them."""
+        """The most positions before its own that a row sees; None for all of them."""
         seen = self.window or self.chunk
         return None if seen is None else seen - 1
 

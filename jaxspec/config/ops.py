@@ -1,4 +1,4 @@
-"""Ops: which implementation of each op in pallas_kernels runs, and what follows from that choice."""
+"""Ops: the implementation of each op in pallas_kernels, and the consequences of that choice."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ XlaFlags = tuple[tuple[str, str | bool], ...]
 
 @dataclass(frozen=True)
 class Ops:
-    """The implementation of each op, by name; chosen once, when the engine is built (jaxspec.layers.op_choice).
+    """The implementation of each op, by name.
 
-    Other code asks this object what follows from a choice, and compares no names.
+    jaxspec.layers.op_choice chooses it once, when the engine is built. Other code reads the
+    properties that follow from a choice, and compares no names.
     """
 
     attention: str = "reference"
@@ -25,7 +26,7 @@ class Ops:
 
     @property
     def prefill_tile(self) -> int:
-        """Tokens of a prefill tile: whole row tiles of the attention kernel (48 rows).
+        """Tokens of a prefill tile: a whole number of the attention kernel's row tiles (48 rows).
 
         The reference gathers a request's keys for each tile, so its tiles are smaller.
         """
@@ -42,13 +43,14 @@ class Ops:
         return "reference" not in (self.matmul, self.rms_norm)
 
     def compiler_options(self, *, cuda_graphs: bool) -> XlaFlags:
-        """XLA's flags for programs with these ops, as measured on an H200 (docs/performance.md).
+        """Return XLA flags for programs with these ops, as measured on an H200.
 
-        cuda_graphs: False launches kernel by kernel.
+        cuda_graphs: False launches kernel by kernel
 
-        For the products that the matmul kernel leaves to XLA (prefill, large batches) cuBLAS is
+        For the products that the matmul kernel leaves to XLA (prefill, large batches), cuBLAS is
         faster than the Triton products that XLA's autotuner picks. XLA would launch a kernel whose
-        result goes into one column a second time, as a "dynamic slice fusion".
+        result goes into one column a second time, as a "dynamic slice fusion". The figures are in
+        docs/performance.md.
         """
         if self.matmul == "reference":
             return ()
@@ -60,7 +62,7 @@ class Ops:
         )
 
     def __str__(self) -> str:
-        """The commonest name, then the ops that differ: "mosaic_gpu (rms_norm reference)"."""
+        """Return the commonest name, then the other ops: "mosaic_gpu (rms_norm reference)"."""
         chosen = {f.name: getattr(self, f.name) for f in fields(self)}
         names = list(chosen.values())
         most = max(dict.fromkeys(names), key=names.count)

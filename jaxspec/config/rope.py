@@ -20,8 +20,8 @@ class RopeConfig:
     interpolated and original frequencies between the dimensions that turn beta_slow and beta_fast
     times in the original context.
 
-    attention_factor: multiplies cos and sin (YaRN's temperature).
-    softmax_factor: multiplies an MLA layer's softmax scale (DeepSeek's mscale_all_dim).
+    attention_factor: factor of cos and sin (YaRN's temperature)
+    softmax_factor:   factor of an MLA layer's softmax scale (DeepSeek's mscale_all_dim)
     """
 
     theta: float = 10000.0

@@ -1,4 +1,4 @@
-"""The static description of a compiled round: its models, its ops, its rule, and what its requests ask for."""
+"""The static description of a compiled round: models, ops, rejection rule and sampling features."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Table = TypeVar("Table")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFeatures:
-    """What some request of a batch uses; the compiled round holds no operation for anything else.
+    """The sampling features that at least one request of a batch uses.
 
-    A request's tokens do not depend on the features that its neighbours use
-    (jaxspec.sampling.rows.features_of).
+    The compiled round holds no operation for other features. A request's tokens do not depend on
+    the features that its neighbours use (jaxspec.sampling.rows.features_of).
 
-    sampled: a temperature is above 0
-    processors: names of logits processors (jaxspec.sampling.processors)
-    logprobs: log-probabilities of generated tokens
-    all_logprobs: those of the whole vocabulary
-    prompt_logprobs: log-probabilities of prompt tokens; prefill's alone
+    sampled:         a temperature is above 0
+    processors:      names of logits processors (jaxspec.sampling.processors)
+    logprobs:        log-probabilities of generated tokens
+    all_logprobs:    log-probabilities of the whole vocabulary
+    prompt_logprobs: log-probabilities of prompt tokens, in prefill only
     """
 
     sampled: bool = True
@@ -33,24 +33,27 @@ class SamplingFeatures:
     prompt_logprobs: bool = False
 
     def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
-        """Return what either needs."""
+        """Return the features of either."""
         names = [f.name for f in fields(SamplingFeatures)]
         return SamplingFeatures(**{n: getattr(self, n) | getattr(other, n) for n in names})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig(SamplingFeatures):
-    """Everything static about a round: one compiled program per value (and per batch and page bucket).
+    """The static part of a round: one compiled program per value (and per batch and page bucket).
 
-    target, draft: the family configs; draft None decodes plainly (num_speculative_tokens 0).
-    target_groups: the KV-cache groups of the target's layers.
-    ops: the implementation of each op.
-    draft_groups: the KV-cache groups of the draft's layers; a draft step builds metadata for these alone.
-    acceptance_rates: conditional rates of the synthetic rule.
-    limits_drafts: whether some request is allowed fewer drafts than K, by its own parameters or by
-    draft_max_model_len, the longest context that the draft is asked about (None: any).
-    cuda_graphs: False launches kernel by kernel, which lets one start while the one before drains; worth it only where the GPU is slower
-    than the host's launches, and the rows so few that the products are our kernels (jaxspec.engine.round_configs).
+    target, draft: the family configs; draft None decodes plainly (num_speculative_tokens 0)
+    target_groups: the KV-cache groups of the target's layers
+    ops: the implementation of each op
+    draft_groups: the KV-cache groups of the draft's layers; a draft step builds metadata for these
+        alone
+    acceptance_rates: conditional rates of the synthetic rule
+    limits_drafts: whether some request may have fewer drafts than K, by its own parameters or by
+        draft_max_model_len
+    draft_max_model_len: the longest context that the draft may see, in tokens; None for any
+    cuda_graphs: False launches kernel by kernel, so that a kernel can start while the preceding one
+        drains. That pays only if the GPU is slower than the host's launches, and the rows are so
+        few that the products are our kernels (jaxspec.engine.round_configs).
     """
 
     target: Any
@@ -68,7 +71,7 @@ class RoundConfig(SamplingFeatures):
 
     @property
     def block_size(self) -> int:
-        """Tokens a block, in every group."""
+        """Tokens per block, in every group."""
         return self._a_group.block_size
 
     @property
@@ -88,7 +91,7 @@ class RoundConfig(SamplingFeatures):
         draft_context: int | None = None,
         **values: Any,
     ) -> RoundConfig:
-        """A round of these models, with their KV-cache groups.
+        """Return a round of these models, with their KV-cache groups.
 
         draft_context: the longest context that the draft sees, in tokens; None for max_model_len.
         """
@@ -104,10 +107,10 @@ class RoundConfig(SamplingFeatures):
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The groups with a pool of blocks and a block table of their own.
+        """The groups with their own pool of blocks and block table.
 
-        The target's come first. A draft's group that sees as far as one of them shares its blocks;
-        any other follows.
+        The target's groups come first. A draft's group that sees as far as one of them shares its
+        blocks. The draft's other groups follow.
         """
         own = [
             group
@@ -118,7 +121,7 @@ class RoundConfig(SamplingFeatures):
 
     @property
     def draft_pools(self) -> tuple[int, ...]:
-        """For each of draft_groups, the index in cache_groups of the group that holds its blocks."""
+        """Index in cache_groups of the group that holds the blocks, for each of draft_groups."""
         pools: list[int] = []
         num_pools = len(self.target_groups)
         for group in self.draft_groups:
@@ -128,11 +131,11 @@ class RoundConfig(SamplingFeatures):
         return tuple(pools)
 
     def target_tables(self, block_tables: tuple[Table, ...]) -> tuple[Table, ...]:
-        """The block tables of target_groups, among those of cache_groups."""
+        """Select the block tables of target_groups from those of cache_groups."""
         return block_tables[: len(self.target_groups)]
 
     def draft_tables(self, block_tables: tuple[Table, ...]) -> tuple[Table, ...]:
-        """The block tables of draft_groups, among those of cache_groups."""
+        """Select the block tables of draft_groups from those of cache_groups."""
         return tuple(block_tables[pool] for pool in self.draft_pools)
 
     @property
@@ -141,7 +144,7 @@ class RoundConfig(SamplingFeatures):
 
     @property
     def compiler_options(self) -> XlaFlags:
-        """XLA's flags for the programs of this round."""
+        """XLA flags for the programs of this round."""
         return self.ops.compiler_options(cuda_graphs=self.cuda_graphs)
 
     @property
@@ -154,7 +157,7 @@ class RoundConfig(SamplingFeatures):
         )
 
     def with_features(self, features: SamplingFeatures) -> RoundConfig:
-        """The same round for a batch that needs these features."""
+        """Return the same round for a batch that needs these features."""
         return replace(
             self, **{f.name: getattr(features, f.name) for f in fields(SamplingFeatures)}
         )
