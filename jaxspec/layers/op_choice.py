@@ -85,7 +85,7 @@ def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: A
 def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, str | None]:
     """Return for each op the reason that its kernel cannot serve these models, None if it can."""
     device = hopper.missing()
-    # A draft without layers of its own runs no op but rejection sampling.
+    # A draft without layers runs no op but rejection sampling.
     draft = draft if hasattr(draft, "hidden_size") else None
     models = [target] if draft is None else [target, draft]
     attentions: list[AttentionConfig | MLAConfig] = [m.attention for m in models]

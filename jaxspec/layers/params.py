@@ -71,7 +71,7 @@ class AssembledSpec(ParamSpec):
 
 @dataclass(frozen=True)
 class IndexSpec(ParamSpec):
-    """A table of indices, int32, each in [0, below)."""
+    """A table of int32 indices, each in [0, below)."""
 
     below: int = 1
     dtype: str | None = "int32"

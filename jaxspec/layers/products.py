@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @struct.dataclass
 class DeferredNorm:
-    """A norm that the product after it finishes, as the matmul op takes it.
+    """A norm that the next product completes, in the form that the matmul op takes.
 
     scaled:  [batch * rows, D], the rows times the norm's gain
     squares: float32 [pieces, batch * rows or more], partial sums of the rows' squares
@@ -261,5 +261,5 @@ def _choose_backend(
 
 @cache
 def log_once(message: str) -> None:
-    """Log a decision that is taken again whenever a program is traced."""
+    """Log a message once, although every trace of a program takes the same decision."""
     logger.info("%s", message)

@@ -215,7 +215,7 @@ def forward(
 
 
 class Rotation(NamedTuple):
-    """The use of positions in a layer.
+    """The effect of positions in a layer.
 
     rope:        the layer's rope tables
     query_scale: [batch, rows], factor of the queries; None for 1
