@@ -24,6 +24,7 @@ from jaxspec import (
     SamplingParams,
     SpeculativeConfig,
 )
+from jaxspec.drafts import check_method
 from jaxspec.engine.inputs import Prompt
 from jaxspec.loading.default_target import is_default_target
 from jaxspec.tools import prompts, report
@@ -198,7 +199,9 @@ def read_speculative(
                 f"--draft: expected a draft head for {target} (or --no-speculation), got none"
             )
         values["model"] = DEFAULT_DRAFT
-    return SpeculativeConfig.from_dict(values)
+    config = SpeculativeConfig.from_dict(values)
+    check_method(config.method)
+    return config
 
 
 def generate(

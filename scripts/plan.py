@@ -19,7 +19,7 @@ from rich.table import Table
 
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.drafts import family_of_checkpoint
+from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
 from jaxspec.loading.checkpoint import open_checkpoint, read_json
 from jaxspec.loading.resolve import own_drafts
 from jaxspec.tools.cli import option, run_program
@@ -73,8 +73,11 @@ def main(
         if getattr(target_cfg, "mxfp4", None) is None:
             raise ConfigError("--packed: expected a target with MXFP4 weights, got one without")
         target_cfg = replace(target_cfg, mxfp4="packed")
+    check_method(speculative.method)
     draft_cfg = None
-    if speculative.model is not None or speculative.method == "mtp":
+    if speculative.method in MODEL_FREE:
+        draft_cfg = MODEL_FREE[speculative.method].config(target_cfg, speculative)
+    elif speculative.model is not None or speculative.method == "mtp":
         draft_cfg = read_draft(speculative.model or target, target_cfg, speculative)
     plan = memory_plan(
         target_cfg,

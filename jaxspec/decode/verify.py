@@ -17,6 +17,7 @@ from jaxspec import models
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import RoundConfig
+from jaxspec.drafts import drafter
 from jaxspec.drafts.drafter import Proposal
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
@@ -235,7 +236,8 @@ def force_acceptance(
     uniform = ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
     rates = jnp.asarray(np.cumprod(cfg.acceptance_rates or ()), jnp.float32)
     num_accepted = (uniform[:, None] < rates).sum(axis=1, dtype=jnp.int32)
-    if cfg.limits_drafts:  # the placeholders come last
+    has_placeholders = cfg.limits_drafts or (cfg.draft is not None and drafter(cfg.draft).one_hot)
+    if has_placeholders:  # they come last
         num_accepted = jnp.minimum(num_accepted, (draft_tokens >= 0).sum(axis=1, dtype=jnp.int32))
     active = verification.num_sampled > 0
     last = jnp.take_along_axis(

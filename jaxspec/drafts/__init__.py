@@ -14,6 +14,7 @@ ngram            prompt lookup: drafts from the request's own text, without a mo
 
 from __future__ import annotations
 
+from jaxspec.config import ConfigError
 from jaxspec.drafts import ngram
 from jaxspec.drafts.autoregressive import Autoregressive
 from jaxspec.drafts.drafter import DraftConfig, Drafter, ModelFreeDrafter
@@ -40,11 +41,18 @@ __all__ = [
     "EagleConfig",
     "LayeredConfig",
     "MtpConfig",
+    "check_method",
     "drafter",
     "family",
     "family_of_checkpoint",
     "hidden_width",
 ]
+
+
+def check_method(method: str) -> None:
+    """Raise ConfigError unless this is a method that SpeculativeConfig may name."""
+    if method not in METHODS:
+        raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
 
 
 def drafter(cfg: DraftConfig) -> Drafter:

@@ -110,9 +110,7 @@ def check_speculative(
                 "speculative: expected a SpeculativeConfig, its keys or None, "
                 f"got {speculative!r:.200}"
             )
-        if speculative.method not in drafts.METHODS:
-            methods = ", ".join(drafts.METHODS)
-            raise ConfigError(f"method: expected one of {methods}, got {speculative.method!r}")
+        drafts.check_method(speculative.method)
         has_own_model = speculative.method not in ("mtp", *drafts.MODEL_FREE)
         if speculative.model is None and has_own_model:
             raise ConfigError(

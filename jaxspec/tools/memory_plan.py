@@ -127,8 +127,9 @@ def memory_plan(
     groups = pools("target", target, target.cache_groups(*lengths))
     draft_weights = buffers = 0
     if draft is not None:
-        draft_weights = weight_bytes(drafts.family(draft).param_specs(draft), dtype)
         groups += pools("draft", draft, draft.cache_groups(*lengths))
+    if draft is not None and draft.method in drafts.FAMILIES:
+        draft_weights = weight_bytes(drafts.family(draft).param_specs(draft), dtype)
         width = drafts.hidden_width(draft, target)
         pending = (K + 1) * (width * itemsize + 4)
         buffers = num_requests * (pending + K * (draft.draft_vocab_size * 4 + 4))

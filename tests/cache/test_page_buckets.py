@@ -92,9 +92,7 @@ def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(
     assert list(shapes.batches) == [1, 2]
 
 
-def test_a_gpus_prefill_call_is_at_most_a_third_larger_than_its_prompts_and_warm_up_knows_every_size() -> (
-    None
-):
+def test_a_gpus_prefill_call_is_a_third_larger_at_most_and_warm_up_knows_its_sizes() -> None:
     buckets = Buckets(
         EngineConfig(), prefill_tile=48, on_gpu=True
     )  # 42 tiles to the default 2048 tokens

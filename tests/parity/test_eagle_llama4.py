@@ -93,8 +93,8 @@ def test_every_step_equals_transformers_layer(kind: str, tmp_path: Path) -> None
     np.testing.assert_array_equal(drafted, expected.argmax(-1))
     np.testing.assert_allclose(stepped, expected, **TOLERANCE)
     if kind == "rope_experts":
-        assert cfg.cache_groups(4, MAX_MODEL_LEN).chunk == 6
-        wider = replace(cfg, layer=replace(cfg.layer, chunk_size=7))
+        assert cfg.cache_groups(4, MAX_MODEL_LEN)[0].chunk == 6
+        wider = replace(cfg, target=replace(cfg.target, chunk_size=7))
         _, other = PagedDraft(
             wider, params, hidden, tokens, num_pending=(1, 3, 5), K=K, target=target
         ).steps(forced=drafted)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,9 @@ import pytest
 
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
-from jaxspec.sampling import logits as logits_processing
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.processors.penalties import Penalties, PenaltiesState
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary, Window
 from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
 from tests.support.sampling_specification import softmax, specification
 from tests.support.statistics import chi_square, within_limit
@@ -136,11 +135,15 @@ def test_the_first_tokens_together_follow_the_processed_target(
 def test_penalties_that_do_not_count_the_windows_own_drafts_bias_the_text(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right: Any = logits_processing._penalise
+    right = Penalties.apply
 
-    def forgetful(logits: jax.Array, penalties: Any, draft_tokens: jax.Array) -> jax.Array:
-        return right(logits, penalties, jnp.full_like(draft_tokens, -1))
+    def forgetful(
+        self: Penalties, state: PenaltiesState, logits: jax.Array, window: Window
+    ) -> jax.Array:
+        assert window.draft_tokens is not None
+        no_drafts = replace(window, draft_tokens=jnp.full_like(window.draft_tokens, -1))
+        return right(self, state, logits, no_drafts)
 
-    monkeypatch.setattr(logits_processing, "_penalise", forgetful)
+    monkeypatch.setattr(Penalties, "apply", forgetful)
     tokens, _ = first_tokens(REQUESTS["penalties"], rule, "probabilistic")
     assert not within_limit(*statistic(REQUESTS["penalties"], tokens))

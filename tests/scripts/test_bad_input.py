@@ -60,7 +60,7 @@ def check(result, sentence: str) -> None:
             ["--num-speculative-tokens", "-3"],
             "num_speculative_tokens: expected an integer of at least 1, got -3",
         ),
-        (["--method", "medusa"], "method: expected one of eagle, eagle3, mtp, got 'medusa'"),
+        (["--method", "medusa"], "method: expected one of eagle, eagle3, mtp, ngram, got 'medusa'"),
         (
             ["--rejection-sample-method", "lenient"],
             "rejection_sample_method: expected one of strict",

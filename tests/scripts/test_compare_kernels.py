@@ -112,7 +112,7 @@ def test_every_run_goes_along_the_text_of_the_kernels_as_chosen(
 
 
 def reference_runner(init):
-    return lambda self, *args, **kwargs: init(self, *args, **(kwargs | {"kernels": Ops()}))
+    return lambda self, *args, **kwargs: init(self, *args, **(kwargs | {"ops": Ops()}))
 
 
 def test_the_largest_change_is_the_one_that_counts() -> None:

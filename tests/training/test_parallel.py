@@ -149,7 +149,8 @@ for count in (1, 4):
         mesh=data_mesh(jax.devices()[:count]), budget=Budget(12, time.monotonic() + 1e6),
         save=lambda state, step: {}, log=lambda line: None,
     )
-    curve = [[r[name] for name in ("loss", "agreement", "accepted")] for r in history if "loss" in r]
+    names = ("loss", "agreement", "accepted")
+    curve = [[r[name] for name in names] for r in history if "loss" in r]
     curves.append([*curve, history[-1]["held_out_loss"]])
 print(json.dumps(curves))
 """
