@@ -5,6 +5,7 @@ All of them run the same functions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round, verify_and_commit
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification
-from jaxspec.drafts.drafter import DraftContext, DraftPart, PromptChunk
+from jaxspec.drafts.drafter import DraftPart, PromptChunk
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import has_large_state
 from jaxspec.sampling.state import SamplingState
@@ -56,12 +57,6 @@ class Program:
     def cache_size(self) -> int:
         """Return the number of compiled programs."""
         return sum(compiled._cache_size() for compiled in self._compiled.values())
-
-
-def _run_part(
-    cfg: RoundConfig, part: DraftPart, params: Params, context: DraftContext, index: Any, carry: Any
-) -> Any:
-    return part(cfg, params, context, index, carry)
 
 
 @struct.dataclass
@@ -137,7 +132,12 @@ def _run_round(
 prefill_program = Program(prefill, donate=2)
 round_program = Program(decode_round_in_place, donate=2)
 verify_program = Program(verify_and_commit, donate=2)
-draft_part_program = Program(_run_part, donate=5, static=2)
+
+
+@functools.cache
+def draft_part_program(part: DraftPart) -> Program:
+    """The program of one draft part, named after it; its carry is donated."""
+    return Program(part, donate=4)
 
 
 def _step_by_step(
@@ -147,7 +147,7 @@ def _step_by_step(
         return _run_round(cfg, params, state, block_tables)
     context, carry = draft_context(cfg, state, block_tables), state.draft
     for index, part in enumerate(drafts.drafter(cfg.draft).parts(cfg)):
-        carry = draft_part_program(cfg, part, params["draft"], context, np.int32(index), carry)
+        carry = draft_part_program(part)(cfg, params["draft"], context, np.int32(index), carry)
     state = replace(state, draft=carry.state)
     return verify_program(cfg, params, state, block_tables, carry.proposal)
 

@@ -309,14 +309,14 @@ class _Drafting:
         return replace(self.rest, caches=self.carry.caches)
 
 
-def _first_part(
+def first_draft_step(
     cfg: RoundConfig, params: Params, context: DraftContext, _: Any, state: AutoregressiveState
 ) -> _Drafting:
     carry = first_step(cfg, params, draft_inputs(state, context), state.caches)
     return _Drafting(carry, replace(state, caches=()))
 
 
-def _next_part(
+def next_draft_step(
     cfg: RoundConfig, params: Params, context: DraftContext, step: Any, drafting: _Drafting
 ) -> _Drafting:
     inputs = draft_inputs(drafting.rest, context)
@@ -403,7 +403,7 @@ class Autoregressive:
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
         """Return step 0, then steps 1 .. K-1; see Drafter."""
-        return (_first_part, *(_next_part,) * (cfg.num_speculative_tokens - 1))
+        return (first_draft_step, *(next_draft_step,) * (cfg.num_speculative_tokens - 1))
 
     def observe(
         self, cfg: RoundConfig, params: Params, state: AutoregressiveState, seen: Observation

@@ -115,7 +115,7 @@ def _at(text: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.take_along_axis(text, jnp.clip(position, 0, text.shape[1] - 1), axis=1)
 
 
-def _look_up_part(
+def look_up_step(
     cfg: RoundConfig, params: Params, context: DraftContext, _: Any, state: NgramState
 ) -> _Drafted:
     return _Drafted(*NgramDrafter().propose(cfg, params, state, context))
@@ -175,7 +175,7 @@ class NgramDrafter:
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
         """Return the only part; see Drafter."""
-        return (_look_up_part,)
+        return (look_up_step,)
 
     def observe(
         self, cfg: RoundConfig, params: Params, state: NgramState, seen: Observation
