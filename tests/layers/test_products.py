@@ -4,7 +4,6 @@ are logged with why."""
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import pytest
 from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import products as layers
 from jaxspec.layers.mlp import add_mlp
+from pallas_kernels import matmul as matmul_op
 from tests.kernels.interpreter import interpreted
 
 pytestmark = pytest.mark.skipif(
@@ -31,13 +31,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Rows and implementation of every product, which is not made."""
     found: list[tuple[int, str]] = []
 
-    def note(
-        x: jax.Array, weights: tuple[jax.Array, ...], *, implementation: str, **_: Any
-    ) -> jax.Array:
-        found.append((x.shape[0], implementation))
-        return jnp.zeros((x.shape[0], weights[0].shape[1]), x.dtype)
+    def note(inputs: matmul_op.Inputs, *, implementation: str) -> jax.Array:
+        rows, width = inputs.x.shape[0], inputs.weights[0].shape[1]
+        found.append((rows, implementation))
+        return jnp.zeros((rows, width), inputs.x.dtype)
 
-    monkeypatch.setattr(layers, "matmul", note)
+    monkeypatch.setattr(matmul_op, "matmul", note)
     layers.log_once.cache_clear()
     return found
 
