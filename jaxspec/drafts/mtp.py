@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import models
 from jaxspec.cache.arrays import KVCache
 from jaxspec.config import (
     CacheGroup,
@@ -37,7 +36,8 @@ from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params, matrix, vector
 from jaxspec.layers.products import project
-from jaxspec.models import TargetConfig
+from jaxspec.models import TargetConfig, deepseek_v3, glm4_moe_lite, mimo
+from jaxspec.models.family import FamilyWithMtp
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,12 @@ LAYOUTS = {
     ),
 }
 
+FAMILIES: dict[str, FamilyWithMtp] = {
+    "deepseek_v3": deepseek_v3,
+    "glm4_moe_lite": glm4_moe_lite,
+    "mimo": mimo,
+}
+
 
 @dataclass(frozen=True)
 class MtpConfig(ShapedLikeTarget):
@@ -130,7 +136,7 @@ def param_specs(cfg: MtpConfig) -> Params:
         "projection": matrix(
             f"{prefix}.{names.projection}.weight", 2 * hidden, hidden, (None, "embed")
         ),
-        "layers": [models.family(cfg.target).layer_specs(cfg.target, prefix)],
+        "layers": [FAMILIES[cfg.target.model_type].layer_specs(cfg.target, prefix)],
         "norm": vector(f"{prefix}.{names.output_norm}.weight", hidden),
     }
 
@@ -168,7 +174,7 @@ def forward(
     hidden = rms_norm(hidden, params["hidden_norm"], cfg.rms_norm_eps, ops)
     pair = [hidden, embedded] if cfg.layout.hidden_first else [embedded, hidden]
     x = project(jnp.concatenate(pair, axis=-1), (params["projection"],), ops)
-    decoder_layer = models.family(cfg.target).decoder_layer
+    decoder_layer = FAMILIES[cfg.target.model_type].decoder_layer
     x, cache = decoder_layer(params["layers"][0], cfg.target, x, caches[0], pass_)
     normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, ops)
     return DraftOutput(normed, normed, (cache,))

@@ -1,5 +1,6 @@
 """Target models: one file per family, named by the Hugging Face model_type.
 
+family         TargetFamily: the functions of a family
 decoder        parts that families share
 llama          Llama 2 and 3; the parts that qwen2, qwen3 and mimo reuse
 qwen2          Qwen2
@@ -11,14 +12,13 @@ deepseek_v3    DeepSeek-V3: latent attention and experts
 glm4_moe_lite  GLM-4.7-Flash
 deepseek_v4    DeepSeek-V4
 
-A family is a module with config_from_hf, param_specs, ignored_tensor, forward and logits. Its
-config names it by `model_type`; `family` finds the functions.
+A family is a module with TargetFamily's functions. Its config names it by `model_type`; `family`
+finds the module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 from jaxspec.config import ConfigError
@@ -34,9 +34,10 @@ from jaxspec.models import (
     qwen3,
 )
 from jaxspec.models.decoder import TargetOutput
+from jaxspec.models.family import TargetFamily
 from jaxspec.models.llama import LlamaConfig
 
-FAMILIES: dict[str, ModuleType] = {
+FAMILIES: dict[str, TargetFamily] = {
     "deepseek_v3": deepseek_v3,
     "deepseek_v4": deepseek_v4,
     "glm4_moe_lite": glm4_moe_lite,
@@ -51,10 +52,10 @@ FAMILIES: dict[str, ModuleType] = {
 # read.
 TargetConfig = LlamaConfig
 
-__all__ = ["FAMILIES", "TargetConfig", "TargetOutput", "config_from_hf", "family"]
+__all__ = ["FAMILIES", "TargetConfig", "TargetFamily", "TargetOutput", "config_from_hf", "family"]
 
 
-def family(cfg: TargetConfig) -> ModuleType:
+def family(cfg: TargetConfig) -> TargetFamily:
     """Return the module of a config's family."""
     return FAMILIES[cfg.model_type]
 
