@@ -16,6 +16,7 @@ import jax
 from flax import struct
 
 from jaxspec.config import (
+    REFERENCE_OPS,
     AttentionConfig,
     CacheGroup,
     CompressedAttentionConfig,
@@ -27,6 +28,9 @@ from pallas_kernels.step_metadata import Inputs, step_metadata, unsupported
 
 BlockTables = tuple[jax.Array, ...]  # int32 [batch, pages] of each KV-cache group
 LayerAttention = AttentionConfig | MLAConfig | CompressedAttentionConfig
+
+# The ops that prefill passes to build_metadata: the kernel is made for the few rows of a round.
+PREFILL_METADATA_OPS = REFERENCE_OPS
 
 
 @struct.dataclass
@@ -102,18 +106,8 @@ def cache_slots(
     rows: int,
 ) -> jax.Array:
     """Return build_metadata's slot_mapping int32 [batch, rows] alone, for one group."""
-    inputs = Inputs(
-        block_table=block_table,
-        start=start,
-        num_rows=num_rows,
-        step=0,
-        rows=rows,
-        block_size=group.block_size,
-        max_model_len=group.max_model_len,
-        window=group.window,
-    )
-    made = step_metadata(inputs, implementation="reference")
-    return made.slot_mapping
+    inputs = _inputs(group, block_table, start, num_rows, 0, rows)
+    return step_metadata(inputs, implementation="reference").slot_mapping
 
 
 def _build(
@@ -155,15 +149,7 @@ def _build_group(
             "frequencies": frequencies,
             "attention_factor": rope.attention_factor,
         }
-    sizes = {
-        "rows": rows,
-        "block_size": group.block_size,
-        "max_model_len": group.max_model_len,
-        "window": group.window,
-    }
-    inputs = Inputs(
-        block_table=block_table, start=start, num_rows=num_rows, step=step, **sizes, **options
-    )
+    inputs = _inputs(group, block_table, start, num_rows, step, rows, **options)
     made = step_metadata(inputs, implementation=ops.step_metadata if options else "reference")
     window_start = made.window_start
     if group.chunk is not None:
@@ -180,6 +166,29 @@ def _build_group(
         num_pages=-(-made.seq_lens // group.block_size),
         bounds=made.bounds,
         rope=rope_tables,
+    )
+
+
+def _inputs(
+    group: CacheGroup,
+    block_table: jax.Array,
+    start: jax.Array,
+    num_rows: jax.Array,
+    step: jax.Array | int,
+    rows: int,
+    **options: Any,
+) -> Inputs:
+    """Return the inputs of step_metadata for one group; options are those of the kernel alone."""
+    return Inputs(
+        block_table=block_table,
+        start=start,
+        num_rows=num_rows,
+        step=step,
+        rows=rows,
+        block_size=group.block_size,
+        max_model_len=group.max_model_len,
+        window=group.window,
+        **options,
     )
 
 

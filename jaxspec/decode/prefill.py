@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import drafts, models
-from jaxspec.cache.metadata import BlockTables, build_metadata
-from jaxspec.config import REFERENCE_OPS, RoundConfig
+from jaxspec.cache.metadata import PREFILL_METADATA_OPS, BlockTables, build_metadata
+from jaxspec.config import RoundConfig
 from jaxspec.decode.round import advance
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
@@ -24,9 +24,6 @@ from jaxspec.sampling.logits import process_target_logits
 from jaxspec.sampling.logprobs import score_hidden, score_tokens
 from jaxspec.sampling.processors.processor import Window
 from jaxspec.sampling.state import gumbel_noise, sample
-
-# The metadata kernel is made for the few rows of a round.
-METADATA_OPS = REFERENCE_OPS
 
 
 def prefill(
@@ -55,7 +52,7 @@ def prefill(
         chunk.num_tokens,
         chunk.tokens.shape[1],
         attention=cfg.target.attention,
-        ops=METADATA_OPS,
+        ops=PREFILL_METADATA_OPS,
     )
     out = family.forward(
         params["target"],

@@ -22,8 +22,13 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache.arrays import KVCache, init_cache
-from jaxspec.cache.metadata import BlockTables, build_metadata, rebuild_draft_metadata
-from jaxspec.config import REFERENCE_OPS, RoundConfig
+from jaxspec.cache.metadata import (
+    PREFILL_METADATA_OPS,
+    BlockTables,
+    build_metadata,
+    rebuild_draft_metadata,
+)
+from jaxspec.config import RoundConfig
 from jaxspec.drafts import families
 from jaxspec.drafts.drafter import (
     DraftContext,
@@ -39,9 +44,6 @@ from jaxspec.layers.params import Params
 from jaxspec.layers.products import pick_row
 from jaxspec.models import TargetOutput
 from jaxspec.sampling.state import SamplingState, draw, sample, scale_by_temperature
-
-# The metadata kernel is made for the few rows of a round.
-PREFILL_METADATA_OPS = REFERENCE_OPS
 
 
 @struct.dataclass
