@@ -1,17 +1,20 @@
 """From a name to arrays: folders, safetensors, GGUF, tokenizers.
 
-resolve            a folder, file, name or hub id -> a local checkpoint folder
-default_target     SmolLM2-135M-Instruct, fetched and converted once (a program: prints the folder)
-cache              the cache folder, safe against two processes at once
-compilation_cache  compiled programs kept on disk between runs
-gguf_file          llama.cpp's GGUF -> a Hugging Face folder
-gguf_tokenizer     a GGUF's metadata -> tokenizer.json
-checkpoint         an opened folder: config.json and lazily read tensors
-fp8                DeepSeek-V3's blocks of float8 -> plain tensors
-weights            tensors -> a pytree of jax arrays, strictly
-model              a folder -> a target, or a draft bound to its target
-tokenizer          text and chats to token ids and back
-pretrained         target, draft, tokenizer and settings together, for LLM.from_pretrained
+resolve             a folder, file, name or hub id -> a local checkpoint folder
+default_target      SmolLM2-135M-Instruct, fetched and converted once (a program: prints the folder)
+cache               the cache folder, safe against two processes at once
+compilation_cache   compiled programs kept on disk between runs
+gguf_file           llama.cpp's GGUF -> a Hugging Face folder
+gguf_header         the header of a GGUF, checked against the file
+gguf_metadata       its values, of types that are checked
+gguf_tokenizer      a GGUF's metadata -> tokenizer.json
+gguf_sentencepiece  the tokenizer of a SentencePiece vocabulary
+checkpoint          an opened folder: config.json and lazily read tensors
+fp8                 DeepSeek-V3's blocks of float8 -> plain tensors
+weights             tensors -> a pytree of jax arrays, strictly
+model               a folder -> a target, or a draft bound to its target
+tokenizer           text and chats to token ids and back
+pretrained          target, draft, tokenizer and settings together, for LLM.from_pretrained
 """
 
 from jaxspec.loading.cache import cache_dir, keep_compiled_programs

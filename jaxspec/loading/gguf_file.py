@@ -9,18 +9,21 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.loading.checkpoint import INDEX, SINGLE
-from jaxspec.loading.gguf_tokenizer import write_tokenizer
+from jaxspec.loading.gguf_header import GGUFHeader, read_header
+from jaxspec.loading.gguf_tokenizer import read_vocabulary, write_tokenizer
+from jaxspec.loading.weights import check_shapes
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -56,117 +59,138 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
         raise ConfigError(
             f"{out_dir}: expected a folder that does not exist yet, got one that does"
         )
-    try:
-        reader = GGUFReader(gguf_path)
-        metadata = {name: f.contents() for name, f in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OSError) as e:
-        raise ConfigError(
-            f"{gguf_path}: expected a whole GGUF file, got {type(e).__name__}: {e}"
-        ) from e
-    tensors = {t.name: t for t in reader.tensors}
-    config = hf_config(metadata, tensors, str(gguf_path))
+    header = read_header(gguf_path)
+    vocabulary = read_vocabulary(header.metadata)
+    config = hf_config(header, vocabulary.special)
+    check_tensors(header, config, len(vocabulary.ids))
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:
-        write_tokenizer(metadata, temp, str(gguf_path))
+        write_tokenizer(header.metadata, vocabulary, temp)
         _write_json(temp / "config.json", config)
-        ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
-        eos = list(dict.fromkeys(i for i in ids if i is not None))
+        ids = [vocabulary.special[kind] for kind in ("eos", "eot") if kind in vocabulary.special]
         _write_json(
             temp / "generation_config.json",
-            {"bos_token_id": config["bos_token_id"], "eos_token_id": eos},
+            {"bos_token_id": config["bos_token_id"], "eos_token_id": list(dict.fromkeys(ids))},
         )
-        _write_weights(temp, hf_tensors(tensors, config, str(gguf_path)))
+        _write_weights(temp, hf_tensors(header, config))
         for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read
             path.chmod(0o755 if path.is_dir() else 0o644)
         temp.rename(out_dir)
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(temp, ignore_errors=True)
+        size = sum(4 * math.prod(t.shape) for t in header.tensors.values())
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
+        raise ConfigError(
+            f"{out_dir}: expected room to write {size / 1e9:.1f} GB of converted weights, "
+            f"got {reason}"
+        ) from e
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
     return out_dir
 
 
-def hf_config(
-    metadata: dict[str, Any], tensors: dict[str, ReaderTensor], source: str
-) -> dict[str, Any]:
-    """Return config.json from the metadata, in Hugging Face's keys."""
-    arch = metadata.get("general.architecture")
+def hf_config(header: GGUFHeader, special: Mapping[str, int]) -> dict[str, Any]:
+    """Return config.json from the metadata, in Hugging Face's keys.
+
+    special: id of each special token that the file names.
+    """
+    metadata, tensors, source = header.metadata, header.tensors, header.source
+    arch = metadata.read("general.architecture", str)
     if arch not in ARCHITECTURES:
         raise ConfigError(
             f"{source}: expected a GGUF of architecture {', '.join(ARCHITECTURES)}, got {arch!r}"
         )
 
-    def key(name: str, *default: Any) -> Any:
-        value = metadata.get(f"{arch}.{name}", *default)
-        if value is None and not default:
-            raise ConfigError(f"{source}: expected the metadata {arch}.{name}, got none")
-        return _shortest(value)
+    def count(name: str, default: int | None = None) -> int:
+        return metadata.count(f"{arch}.{name}", default)
 
-    if key("expert_count", 0):
-        raise ConfigError(f"{source}: expected a dense model, got {key('expert_count')} experts")
-    if key("rope.scaling.type", "none") != "none":
-        raise ConfigError(
-            f"{source}: expected no rope.scaling.type, got {key('rope.scaling.type')!r}"
-        )
-    heads, hidden = key("attention.head_count"), key("embedding_length")
-    head_dim = (
-        key("attention.key_length", None) or key("rope.dimension_count", None) or hidden // heads
-    )
-    if (
-        key("rope.dimension_count", head_dim) != head_dim
-        or key("attention.value_length", head_dim) != head_dim
-    ):
+    if experts := metadata.read(f"{arch}.expert_count", int):
+        raise ConfigError(f"{source}: expected a dense model, got {experts} experts")
+    scaling = metadata.read(f"{arch}.rope.scaling.type", str)
+    if scaling not in (None, "none"):
+        raise ConfigError(f"{source}: expected no rope.scaling.type, got {scaling!r}")
+    heads, hidden = count("attention.head_count"), count("embedding_length")
+    head_dim = count("attention.key_length", count("rope.dimension_count", max(hidden // heads, 1)))
+    if {count("rope.dimension_count", head_dim), count("attention.value_length", head_dim)} != {
+        head_dim
+    }:
         raise ConfigError(
             f"{source}: expected rope and values as wide as the head, {head_dim}, got another width"
         )
+    embeddings = tensors.get("token_embd.weight")
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1])
-        if "token_embd.weight" in tensors
-        else 0,
+        "vocab_size": embeddings.shape[0] if embeddings is not None else 0,
         "hidden_size": hidden,
-        "intermediate_size": key("feed_forward_length"),
-        "num_hidden_layers": key("block_count"),
+        "intermediate_size": count("feed_forward_length"),
+        "num_hidden_layers": count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": key("attention.head_count_kv", heads),
+        "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": key("context_length"),
-        "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
-        "rope_theta": key("rope.freq_base", 10000.0),
+        "max_position_embeddings": count("context_length"),
+        "rms_norm_eps": metadata.positive(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.positive(f"{arch}.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": special.get("bos"),
+        "eos_token_id": special.get("eos"),
+        "pad_token_id": special.get("padding"),
         "dtype": "float32",
     }
     if arch != "qwen2":  # qwen2 always has biases, and no such key in its config
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if ROPE_FREQS in tensors:
-        factors = np.asarray(tensors[ROPE_FREQS].data, np.float32)
+        factors = dequantize(tensors[ROPE_FREQS].data, tensors[ROPE_FREQS].type)
         config["rope_scaling"] = _llama3_scaling(factors, config["rope_theta"], head_dim, source)
     return config
 
 
-def hf_tensors(
-    tensors: dict[str, ReaderTensor], config: dict[str, Any], source: str
-) -> Iterator[tuple[str, np.ndarray]]:
+def check_tensors(header: GGUFHeader, config: dict[str, Any], num_tokens: int) -> None:
+    """Compare the tensors with the table of the architecture, before anything is written.
+
+    num_tokens: of the tokenizer; the embedding has a row for each.
+    """
+    source, rows, layers = header.source, config["vocab_size"], config["num_hidden_layers"]
+    if rows != num_tokens:
+        raise ConfigError(
+            f"{source}: expected token_embd.weight with a row for each of {num_tokens} tokens, "
+            f"got {rows} rows"
+        )
+    shapes = {
+        hf_name(name, source): tensor.shape
+        for name, tensor in header.tensors.items()
+        if name != ROPE_FREQS
+    }
+    # The count alone could be absurd, and the table has an entry for each layer.
+    blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    if blocks != {str(i) for i in range(min(layers, len(blocks) + 1))}:
+        raise ConfigError(
+            f"{source}: expected tensors of blocks 0 to {layers - 1} (block_count), "
+            f"got {len(blocks)} blocks"
+        )
+    cfg = models.config_from_hf(config)
+    check_shapes(models.family(cfg).param_specs(cfg), shapes, source=source)
+
+
+def hf_tensors(header: GGUFHeader, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (Hugging Face name, float32 array) of each tensor, dequantised one at a time."""
-    for name, tensor in tensors.items():
+    for name, tensor in header.tensors.items():
         if name == ROPE_FREQS:
             continue
         try:
-            array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            array = dequantize(tensor.data, tensor.type).astype(np.float32, copy=False)
         except NotImplementedError as e:
             raise ConfigError(
-                f"{source}: expected a quantisation that the gguf library can undo, "
+                f"{header.source}: expected a quantisation that the gguf library can undo, "
                 f"got {e} in {name}"
             ) from e
         if config["model_type"] == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
             array = unpermute(array, heads)
-        yield hf_name(name, source), array
+        yield hf_name(name, header.source), array
 
 
 def hf_name(name: str, source: str) -> str:
@@ -197,6 +221,11 @@ def _llama3_scaling(
     factors: np.ndarray, theta: float, head_dim: int, source: str
 ) -> dict[str, Any]:
     """Return the rope_scaling of these factors; Llama 3.1 to 3.3 differ in ``factor`` only."""
+    if factors.shape != (head_dim // 2,) or not 0 < factors.min() <= factors.max() < np.inf:
+        raise ConfigError(
+            f"{source}: expected {head_dim // 2} positive factors in {ROPE_FREQS}, "
+            f"got {list(factors.shape)} of {factors.min()} to {factors.max()}"
+        )
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
@@ -236,11 +265,6 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
-
-
-def _shortest(value: Any) -> Any:
-    """Return a float32 as its shortest decimal: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

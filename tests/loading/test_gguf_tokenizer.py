@@ -11,6 +11,8 @@ import pytest
 from jaxspec.config import ConfigError
 from jaxspec.loading import convert_gguf, load_tokenizer
 from jaxspec.loading.tokenizer import Tokenizer
+from tests.support import gguf_files
+from tests.support.gguf_files import sentencepiece
 
 # no run of two blanks, and no other numeral than 0-9, before a numeral: there transformers 5.23,
 # which knows no "smollm", differs
@@ -187,8 +189,83 @@ def test_a_user_defined_token_is_one_token_but_is_not_skipped_as_special(write_g
     assert ours.decode(ids) == "a<think>b"
 
 
-def test_a_sentencepiece_tokenizer_is_refused(write_gguf, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"expected a byte-level BPE tokenizer \('gpt2'\), got 'llama'"
-    ):
-        convert_gguf(write_gguf(tokenizer_model="llama"), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("arch", "kind"), [("llama", "t5"), ("llama", "no-such"), ("qwen2", "llama")]
+)
+def test_another_tokenizer_is_refused(write_gguf, tmp_path, arch, kind):
+    with pytest.raises(ConfigError, match=rf"expected a byte-level BPE .*\('gpt2'\).*'{kind}'"):
+        convert_gguf(write_gguf(arch, tokenizer_model=kind), tmp_path / "out")
+
+
+SENTENCEPIECE_TEXT = (
+    "the quick brown fox jumps over the lazy dog and then the dog sleeps under the other tree "
+    "while the brown fox thinks about the number of jumps that the quick dog could do in 12 days"
+)
+SENTENCEPIECE_TEXTS = [
+    "",
+    "the brown fox",
+    "  the  dog   sleeps ",
+    " ",
+    "The QUICK (brown) fox: 34 jumps!",
+    "naïve 日本 🙂 \u0301",
+    "line\none\t\r\n\ntwo",
+    "<s>the<|im_start|>user\nthe dog<|im_end|>\nthe</s>",
+    "a<think>the fox</think> dog",
+    "<unk>the <0x0A>",
+    "thethethe▁the",
+]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_pair(tmp_path_factory):
+    """(ours, transformers' own conversion) of one SentencePiece vocabulary."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    path = gguf_files.write_gguf(folder, pieces=sentencepiece(SENTENCEPIECE_TEXT))
+    theirs = AutoTokenizer.from_pretrained(folder, gguf_file=path.name)
+    return load_tokenizer(convert_gguf(path, folder / "out")), theirs
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("text", SENTENCEPIECE_TEXTS)
+def test_sentencepiece_gives_transformers_ids_and_text(sentencepiece_pair, text):
+    ours, theirs = sentencepiece_pair
+    ids = list(theirs.encode(text))
+    assert ids[0] == 1  # <s>: a SentencePiece vocabulary has it by default
+    assert ours.encode(text) == ids
+    assert ours.encode_word(text) == ids[1:]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.oracle
+def test_sentencepiece_pieces_bytes_and_special_tokens_are_the_files(sentencepiece_pair):
+    ours, theirs = sentencepiece_pair
+    assert ours.hf.get_vocab() == theirs.get_vocab()
+    assert ours.hf.convert_ids_to_tokens(ours.encode("the ü")) == [
+        *("<s>", "▁the", "▁", "<0xC3>", "<0xBC>")
+    ]
+    assert ours.decode(ours.encode("<|im_start|>the<think> dog")) == "the<think> dog"
+    for name in ("bos_token", "eos_token", "unk_token"):
+        assert getattr(ours.hf, name) == getattr(theirs, name)
+
+
+def test_sentencepiece_merges_the_best_score_first(write_gguf, tmp_path):
+    """ "abc" is a+bc where bc scores better than ab, whatever the order of the ids."""
+    base = [p for p in sentencepiece("a b c", merges=0) if p[0] != "▁a"]
+    for scores, expected in (((-1.0, -2.0), ["ab", "c"]), ((-2.0, -1.0), ["a", "bc"])):
+        path = write_gguf(pieces=[*base, ("ab", scores[0], 1), ("bc", scores[1], 1)])
+        ours = load_tokenizer(convert_gguf(path, tmp_path / expected[0]))
+        assert ours.hf.convert_ids_to_tokens(ours.encode_word("abc")) == ["▁", *expected]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_add_space_prefix_is_obeyed(write_gguf, tmp_path, prefix):
+    path = write_gguf(
+        pieces=sentencepiece(SENTENCEPIECE_TEXT),
+        kv={"tokenizer.ggml.add_space_prefix": prefix},
+    )
+    ours = load_tokenizer(convert_gguf(path, tmp_path / "out"))
+    tokens = ours.hf.convert_ids_to_tokens(ours.encode("the"))
+    assert (tokens == ["<s>", "▁the"]) is prefix
+    assert ours.decode(ours.encode("the  dog")) == "the  dog"
