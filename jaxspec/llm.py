@@ -163,7 +163,7 @@ class LLM:
             mxfp4=mxfp4,
             engine=engine,
         )
-        return cls(
+        llm = cls(
             loaded.target,
             loaded.draft,
             loaded.speculative,
@@ -172,6 +172,9 @@ class LLM:
             config=loaded.config,
             dtype=loaded.dtype,
         )
+        if llm.config.num_gpu_blocks_override is not None:
+            llm.runner.check_room()  # ConfigError now, not with the first request
+        return llm
 
     def on_same_weights(self, *, speculative: bool = True, **changes: Any) -> LLM:
         """Return another engine over these weights, with these fields of EngineConfig changed.
@@ -389,8 +392,8 @@ class LLM:
         sampling_params: kinds of request, in any mixture (None: greedy, sampled and truncated).
 
         A request compiles once more if it has more stop token ids than any of these kinds, than
-        four and than the target's end-of-text ids. So does one with more or longer bad words than
-        any of these kinds and than eight of four tokens.
+        four and than the target's end-of-text ids. So does one whose bad words have more tokens
+        together than those of any of these kinds, and than 32.
         """
         kinds = (
             WARMUP_KINDS

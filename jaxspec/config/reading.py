@@ -16,10 +16,29 @@ class ConfigError(ValueError):
     """
 
 
+# Each layer, and each expert of a layer, has an entry in the parameter table, which is made before
+# it is compared with the checkpoint.
+MOST: Mapping[str, int] = {
+    "num_hidden_layers": 4096,
+    "num_nextn_predict_layers": 4096,
+    "n_routed_experts": 4096,
+    "n_shared_experts": 4096,
+    "num_local_experts": 4096,
+}
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, at most 200 characters of it."""
+    try:
+        return f"{value!r:.200}"
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return f"one {type(value).__name__} of too many digits"
+
+
 def read_int(
     config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1
 ) -> int:
-    """Return an integer of a raw config.json, of at least `least`.
+    """Return an integer of a raw config.json, from `least` to MOST's or int32's largest.
 
     ConfigError for any other value, and if the key is absent and has no default.
     """
@@ -28,7 +47,12 @@ def read_int(
         return default
     if value is None or not is_int(value) or value < least:
         raise ConfigError(
-            f"config.json: expected {key} to be an integer of at least {least}, got {value!r}"
+            f"config.json: expected {key} to be an integer of at least {least}, got {shown(value)}"
+        )
+    most = MOST.get(key, 2**31 - 1)
+    if value > most:
+        raise ConfigError(
+            f"config.json: expected {key} to be an integer of at most {most}, got {shown(value)}"
         )
     return int(value)
 
@@ -39,7 +63,9 @@ def read_number(config: Mapping[str, Any], key: str, default: float) -> float:
     if value is None:
         return default
     if not is_number(value) or value <= 0:
-        raise ConfigError(f"config.json: expected {key} to be a positive number, got {value!r}")
+        raise ConfigError(
+            f"config.json: expected {key} to be a positive number, got {shown(value)}"
+        )
     return float(value)
 
 
@@ -64,8 +90,13 @@ def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None
 
 
 def is_number(x: object) -> bool:
-    """Whether x is a finite real number; booleans are not."""
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+    """Whether x is a finite real number within the range of a float; booleans are not."""
+    if not isinstance(x, numbers.Real) or isinstance(x, bool):
+        return False
+    try:
+        return math.isfinite(x)
+    except OverflowError:  # an integer such as 10**400
+        return False
 
 
 def is_int(x: object) -> bool:

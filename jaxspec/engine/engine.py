@@ -109,7 +109,7 @@ class Engine:
     def _ensure_scheduler(self) -> Scheduler:
         """Make the scheduler unless it exists: its pools take the memory that is free by then.
 
-        ConfigError if that is too little for one request.
+        ConfigError if that is too little for one request, or if the sizes exceed the whole memory.
         """
         if self._scheduler is None:
             self._scheduler = self._make_scheduler()
@@ -118,6 +118,7 @@ class Engine:
     def _make_scheduler(self) -> Scheduler:
         config, runner = self.runner.config, self.runner
         assert config.batch_buckets is not None
+        runner.check_room()
         settings = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             buckets=config.batch_buckets,
@@ -234,9 +235,13 @@ class Engine:
         runner.deactivate(step.cleared)
         if step.sources is not None:
             runner.move(step.sources)
-        features = self._running_features()
-        if step.admitted:
-            runner.admit(features, step.admitted)
+        running = list(scheduler.running)
+        failed = runner.admit(step.admitted, running) if step.admitted else {}
+        features = (
+            features_of(r.params for r in running if r not in failed)
+            if failed
+            else self._running_features()
+        )
         if step.chunks:
             verification, rows = runner.prefill(features, step.chunks)
             chunks = list(zip(step.chunks, rows, strict=True))
@@ -246,12 +251,23 @@ class Engine:
                 if c.ends and c.request.num_generated == 0
             ]
             prompts = [
-                (c, tiles) for c, tiles in chunks if c.request.params.prompt_logprobs is not None
+                (c, tiles)
+                for c, tiles in chunks
+                if c.request.params.prompt_logprobs is not None and c.request not in failed
             ]
             self._launched(InFlight(verification, new, is_round=False, prompts=prompts))
+        # After prefill, since other prompts may already share the blocks that it fills.
+        for request, error in failed.items():
+            self._fail(request, error)
         launched = self._launch_rounds() or bool(step.chunks)
         if not launched and self._in_flight:
             self._read()
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request with an error; nothing happens to one that has ended."""
+        if request.finish_reason is None:
+            request.error = error
+            self.cancel(request, "error")
 
     def _drop_idle_results(self) -> None:
         """Drop the rounds that were launched before the last request's end was read."""
@@ -388,6 +404,7 @@ class Engine:
             raise ConfigError(
                 "warmup: expected no requests in the engine, got some that have not finished"
             )
+        self._ensure_scheduler()
         self._drop_idle_results()
         try:
             count = sum(

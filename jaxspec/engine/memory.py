@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import pool_sizes
-from jaxspec.config import CacheGroup, EngineConfig
+from jaxspec.config import CacheGroup, ConfigError, EngineConfig
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.round_configs import RoundConfigs
 
@@ -17,6 +20,22 @@ logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 4 << 30
 RESERVE_BYTES = 1 << 30  # for programs, and what the allocator cannot use
+BOOK_BYTES = 128  # of the host's memory, for its books of a block
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container (cgroup v2)
+
+
+def whole_memory() -> tuple[int, str]:
+    """Return the bytes of memory that arrays may take in all, and whose memory that is.
+
+    It is that of all local devices, or the host's where these have none of their own.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if all("bytes_limit" in each for each in stats):
+        return sum(each["bytes_limit"] for each in stats), "the devices"
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no container, or "max"
+        size = min(size, int(CGROUP_LIMIT.read_text()))
+    return size, "the host"
 
 
 class CacheMemory:
@@ -79,6 +98,31 @@ class CacheMemory:
                 self.cache_bytes / 1e9,
             )
         return self._num_blocks
+
+    def check_room(self, slot_bytes: int) -> None:
+        """Raise ConfigError if the KV cache and the largest batch exceed the whole memory.
+
+        slot_bytes: bytes of a slot of the state, without caches
+
+        Programs need more than that. The check only keeps sizes that cannot be meant from filling
+        the memory, since nothing is allocated before it.
+        """
+        config, target = self._config, self._configs.greedy.target
+        assert config.batch_buckets is not None
+        batch, blocks = config.batch_buckets[-1], sum(self.num_blocks)
+        tables = 4 * self._buckets.max_pages * len(self._configs.cache_groups)
+        logits = 4 * self._rows_of_round * target.vocab_size
+        of_blocks = self.cache_bytes + BOOK_BYTES * blocks
+        of_batch = batch * (slot_bytes + tables + logits)
+        limit, whose = whole_memory()
+        if of_blocks + of_batch > limit:
+            raise ConfigError(
+                f"memory: expected at most the {limit / 1e9:.1f} GB of {whose}, got "
+                f"{of_blocks / 1e9:.1f} GB for {blocks} KV-cache blocks and "
+                f"{of_batch / 1e9:.1f} GB for a batch of {batch}; lower num_gpu_blocks_override "
+                f"({config.num_gpu_blocks_override}), batch_buckets, "
+                f"max_num_seqs ({config.max_num_seqs}) or max_model_len ({config.max_model_len})"
+            )
 
     @property
     def _rows_of_round(self) -> int:

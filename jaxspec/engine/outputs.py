@@ -19,7 +19,8 @@ class CompletionOutput:
     token_ids: the generated tokens, the stop token included
     text: their text without special tokens, cut off before a stop string
     finish_reason: "stop" (an end-of-text or stop token, or a stop string), "length" (max_tokens, or
-        no room left), "cancelled", or "error" (an exception of the callback)
+        no room left), "cancelled", or "error" (an exception of the callback, or too little memory
+        for the sampling parameters)
     error: that exception
     logprobs: of each generated token and of the likeliest alternatives, by token id; None unless
         SamplingParams.logprobs is set

@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config import EngineConfig, Ops, RoundConfig, SamplingFeatures, SpeculativeConfig
+from jaxspec.config import (
+    ConfigError,
+    EngineConfig,
+    Ops,
+    RoundConfig,
+    SamplingFeatures,
+    SpeculativeConfig,
+)
 from jaxspec.decode import programs, slots
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
@@ -26,18 +33,24 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.engine.block_tables import BlockTables
-from jaxspec.engine.buckets import Buckets, Shapes, power_of_two
+from jaxspec.engine.buckets import Buckets, Shapes
 from jaxspec.engine.memory import CacheMemory
 from jaxspec.engine.request import Request
 from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.engine.scheduler import Chunk
 from jaxspec.layers.params import Params
-from jaxspec.sampling.params import SamplingParams, end_token_ids
-from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
-from jaxspec.sampling.rows import StateLayout, change_layout, sampling_rows
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary, resized
+from jaxspec.sampling.rows import (
+    STOPS,
+    StateLayout,
+    change_layout,
+    features_of,
+    sampling_rows,
+)
 
-MIN_STOPS = 4  # columns of the state's stop tokens at least
 ADMISSIONS = 8  # slots that one call of slots.admit fills
+OUT_OF_MEMORY = (MemoryError, jax.errors.JaxRuntimeError)  # of the host, of the device
 
 
 @dataclass(frozen=True)
@@ -127,8 +140,8 @@ class ModelRunner:
             self.configs, config, self.buckets, dtype=dtype, rounds_per_step=self.rounds_per_step
         )
         self.tables = BlockTables(len(self.configs.cache_groups), self.buckets.max_pages)
-        self._layout = StateLayout(Vocabulary(target_config.vocab_size, eos_token_ids))
-        self._num_stops = power_of_two(max(MIN_STOPS, len(eos_token_ids)))
+        vocabulary = Vocabulary(target_config.vocab_size, eos_token_ids)
+        self._layout = StateLayout(vocabulary).fit(GREEDY)
         self._state: DecodeState | None = None
 
     # --- the state -------------------------------------------------------------------------------
@@ -139,17 +152,25 @@ class ModelRunner:
         if self._state is None:
             assert self.config.batch_buckets is not None
             batch = self.config.batch_buckets[0]
+            self._layout = self._layout.fit(GREEDY)
             self._state = _init_state(
                 self.configs.greedy,
                 batch,
-                self._num_stops,
+                *self._layout.sizes[STOPS],
                 num_blocks=self.memory.num_blocks,
                 dtype=self.dtype.name,
             )
-            self._layout = self._layout.fit(GREEDY)
             self.tables.reset(batch)
         assert self._state is not None
         return self._state
+
+    def check_room(self) -> None:
+        """Raise ConfigError for sizes that exceed the whole memory; allocate nothing."""
+        groups = len(self.configs.cache_groups)
+        init = partial(_init_state, num_blocks=(1,) * groups, dtype=self.dtype.name)
+        slot = jax.eval_shape(partial(init, self.configs.greedy, 1, *self._layout.sizes[STOPS]))
+        rows = jax.tree.leaves(slots.without_caches(slot))
+        self.memory.check_room(sum(x.size * x.dtype.itemsize for x in rows))
 
     @state.setter
     def state(self, state: DecodeState) -> None:
@@ -157,7 +178,8 @@ class ModelRunner:
 
     def set_state(self, state: DecodeState) -> None:
         """Go on with a state made elsewhere, whose sampling rows hold no logits processor."""
-        self._state, self._layout = state, self._layout.fit(GREEDY)
+        self._state = state
+        self._layout = self._layout.hold(GREEDY).with_stops(state.stop_token_ids.shape[1])
         self.tables.reset(state.active.shape[0])
 
     def take_state(self) -> DecodeState:
@@ -204,31 +226,62 @@ class ModelRunner:
             ended[list(cleared)] = True
             self.state = replace(self.state, active=slots.deactivate(self.state.active, ended))
 
-    def admit(self, features: SamplingFeatures, requests: Sequence[Request]) -> None:
-        """Write the requests' parameters into their slots; features: those of all that run."""
-        self._fit_state(features, [r.params for r in requests])
-        for first in range(0, max(1, len(requests)), ADMISSIONS):
-            self._admit(requests[first : first + ADMISSIONS])
+    def admit(
+        self, added: Sequence[Request], running: Sequence[Request]
+    ) -> dict[Request, ConfigError]:
+        """Write the parameters of added requests into their slots.
 
-    def _fit_state(self, features: SamplingFeatures, added: Sequence[SamplingParams] = ()) -> None:
-        """Give the state the arrays that these features need, large enough for added requests.
+        running: all that run, the added ones included
 
-        Most often it has them already.
+        Returns the added requests that there is no memory for, each with its error. Their slots
+        hold no parameters, and the state has no room for them.
         """
-        width = self.state.stop_token_ids.shape[1]  # (the first use of the state sets its layout)
-        if not added and features.processors == self._layout.held:
-            return
-        ends = [len(end_token_ids(params, self.eos_token_ids)) for params in added]
-        stops = self._num_stops = power_of_two(max([width, *ends]))
-        before, self._layout = self._layout, self._layout.fit(features, added)
-        if stops == width and self._layout.has_shapes_of(before):
-            return
-        padding = ((0, 0), (0, stops - width))
-        self.state = replace(
-            self.state,
-            stop_token_ids=jnp.pad(self.state.stop_token_ids, padding, constant_values=-1),
-            sampling=change_layout(self.state.sampling, self._layout),
-        )
+        try:
+            self._admit_into(added, running)
+        except OUT_OF_MEMORY as e:
+            self._raise_unless_memory(e)
+        else:
+            return {}
+        failed: dict[Request, ConfigError] = {}
+        kept = [request for request in running if request not in added]
+        for request in added:
+            try:
+                self._admit_into([request], [*kept, request])
+                kept.append(request)
+            except OUT_OF_MEMORY as e:
+                self._raise_unless_memory(e)
+                failed[request] = _no_memory(request.params, e)
+        return failed
+
+    def _raise_unless_memory(self, error: Exception) -> None:
+        """Raise an error other than a lack of memory, and any that has taken the state along."""
+        is_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+        lost = self._state is None or any(x.is_deleted() for x in jax.tree.leaves(self._state))
+        if lost or not is_memory:
+            raise error
+
+    def _admit_into(self, added: Sequence[Request], running: Sequence[Request]) -> None:
+        params = [request.params for request in running]
+        features = features_of(params)
+        self._set_layout(self._layout.fit(features, params))
+        for first in range(0, len(added), ADMISSIONS):
+            self._admit(added[first : first + ADMISSIONS])
+
+    def _fit_state(self, features: SamplingFeatures) -> None:
+        """Give the state the arrays that these features need; most often it has them already."""
+        if features.processors != self._layout.held:
+            self._set_layout(self._layout.hold(features))
+
+    def _set_layout(self, layout: StateLayout) -> None:
+        """Give the state the arrays of a layout; without memory for them, nothing changes."""
+        state = self.state  # (its first use sets the layout)
+        if not layout.has_shapes_of(self._layout):
+            self.state = replace(
+                state,
+                stop_token_ids=resized(state.stop_token_ids, *layout.sizes[STOPS]),
+                sampling=change_layout(state.sampling, layout),
+            )
+        self._layout = layout
 
     def _admit(self, requests: Sequence[Request]) -> None:
         idle = ADMISSIONS - len(requests)
@@ -342,12 +395,14 @@ class ModelRunner:
         """
         count = 0
         round_features = replace(features, prompt_logprobs=False)
-        self._fit_state(features, params)
+        self._layout = self._layout.with_room(params)
+        self._set_layout(self._layout.fit(features))
         for batch in shapes.batches:
             self.move([-1] * batch)
             # Requests of other features come and go: a few small programs for each batch.
             self._fit_state(GREEDY)
-            self.admit(features, [])
+            self._fit_state(features)
+            self._admit([])
             self.deactivate([0])
             for num_tiles, pages in itertools.product(shapes.tiles, shapes.pages):
                 tables = self.tables.idle(num_tiles, pages)
@@ -386,6 +441,15 @@ def _init_state(
         jnp.full((batch, stops), -1, jnp.int32),
         num_blocks,
         jnp.dtype(dtype),
+    )
+
+
+def _no_memory(params: SamplingParams, error: Exception) -> ConfigError:
+    """The error of a request whose sampling parameters the state has no memory for."""
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return ConfigError(
+        "sampling_params: expected memory for the request's features "
+        f"({', '.join(sorted(features_of([params]).processors)) or 'none'}), got {reason}"
     )
 
 

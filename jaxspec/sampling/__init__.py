@@ -1,6 +1,7 @@
 """From logits to tokens.
 
 params       SamplingParams: how a request is sampled, and its validation
+limits       how much one request may ask for
 processors/  logits processors: one file for each feature of SamplingParams
 rows         a request's parameters as rows of a SamplingState
 state        SamplingState on the device, random streams, Gumbel-max

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxspec.config import ConfigError, is_int, is_number, settle_integers
 from jaxspec.config.settings import setting
+from jaxspec.sampling import limits
 
 MAX_LOGPROBS = 20  # alternatives of a token at most; vLLM's default limit
 
@@ -91,8 +92,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._set("stop", _strings("stop", self.stop))
+        limits.check_strings("stop", self.stop, limits.MAX_STOP_STRINGS)
         for name in ("banned_token_ids", "stop_token_ids"):
             self._set(name, _token_ids(name, getattr(self, name)))
+        limits.check_count("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKEN_IDS, "ids")
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not set(self.allowed_token_ids) - set(self.banned_token_ids):
@@ -101,7 +104,9 @@ class SamplingParams:
                     f"got {self.allowed_token_ids}"
                 )
         self._set("bad_words", _words(self.bad_words))
+        limits.check_strings("bad_words", self.bad_words, limits.MAX_BAD_WORDS)
         self._set("bad_words_token_ids", _words_token_ids(self.bad_words_token_ids))
+        limits.check_bad_word_tokens(self.bad_words_token_ids)
         self._set("logit_bias", _biases(self.logit_bias))
         self._check_numbers()
         self._check_counts()
@@ -163,8 +168,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
-        if not is_int(self.n) or self.n < 1:
-            raise ConfigError(f"n: expected an integer of at least 1, got {self.n!r}")
+        if not is_int(self.n) or not 1 <= self.n <= limits.MAX_N:
+            raise ConfigError(f"n: expected an integer from 1 to {limits.MAX_N}, got {self.n!r}")
         most = self.num_speculative_tokens
         if most is not None and (not is_int(most) or most < 0):
             raise ConfigError(
@@ -187,6 +192,7 @@ class SamplingParams:
             name: getattr(self, name) or ()
             for name in ("allowed_token_ids", "banned_token_ids", "logit_bias", "stop_token_ids")
         }
+        limits.check_sizes(listed, vocab_size)
         for name, ids in (
             listed | {"bad_words_token_ids": [t for word in words for t in word]}
         ).items():
@@ -288,10 +294,12 @@ def _dead_end(words: Sequence[Sequence[int]], left: set[int]) -> Sequence[int] |
     """
     if not left <= {word[-1] for word in words}:
         return None
-    for text in (word[:-1] for word in words if left.issuperset(word[:-1])):
-        if left <= {
-            word[-1] for word in words if text[max(0, len(text) + 1 - len(word)) :] == word[:-1]
-        }:
+    forbidden_after: dict[tuple[int, ...], set[int]] = {}
+    for *begun, last in words:
+        forbidden_after.setdefault(tuple(begun), set()).add(last)
+    for text in filter(left.issuperset, forbidden_after):
+        ends = (text[start:] for start in range(len(text) + 1))
+        if left <= set().union(*(forbidden_after.get(end, ()) for end in ends)):
             return text
     return None
 

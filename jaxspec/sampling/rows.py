@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.params import SamplingParams, end_token_ids
 from jaxspec.sampling.processors import PROCESSORS
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.state import SamplingState
@@ -31,8 +31,12 @@ def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
     )
 
 
-def _least_sizes() -> dict[str, tuple[int, ...]]:
-    return {p.name: p.least_sizes for p in PROCESSORS}
+STOPS = "stop_token_ids"  # DecodeState.stop_token_ids among the sizes of a StateLayout
+Sizes = Mapping[str, tuple[int, ...]]
+
+
+def _least_sizes() -> Sizes:
+    return {p.name: p.least_sizes for p in PROCESSORS} | {STOPS: (4,)}
 
 
 @dataclass(frozen=True)
@@ -42,35 +46,69 @@ class StateLayout:
     vocabulary: the target's
     held: names of the processors that the state has
     sizes: for the name of each processor, whether held or not, the sizes that its state has once
-        held (LogitsProcessor.sizes)
+        held (LogitsProcessor.sizes); for STOPS the columns of DecodeState.stop_token_ids
+    least: sizes that are kept when no request needs them
     """
 
     vocabulary: Vocabulary
     held: frozenset[str] = frozenset()
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=_least_sizes)
+    sizes: Sizes = field(default_factory=_least_sizes)
+    least: Sizes = field(default_factory=_least_sizes)
 
     def fit(
         self, features: SamplingFeatures, requests: Iterable[SamplingParams] = ()
     ) -> StateLayout:
-        """Return the layout for a batch with these features, to which these requests are added.
+        """Return the layout for a batch of just these requests, which need these features.
 
-        Sizes are powers of two and never shrink, so that few programs compile.
+        Sizes are powers of two, so that few programs compile. They grow at once. They shrink where
+        these requests need a quarter or less, and back to `least`, whose programs are compiled.
         """
-        sizes = dict(self.sizes)
-        for params in requests:
-            for processor in PROCESSORS:
-                needed = processor.sizes(params, self.vocabulary)
-                sizes[processor.name] = tuple(
-                    max(size, _power_of_two(n))
-                    for size, n in zip(sizes[processor.name], needed, strict=True)
-                )
+        needed = self._needed(requests)
+        sizes = {
+            name: tuple(map(_fitted, self.sizes[name], needed[name], self.least[name]))
+            for name in needed
+        }
         return replace(self, held=features.processors, sizes=sizes)
+
+    def hold(self, features: SamplingFeatures) -> StateLayout:
+        """Return the layout with the processors of these features and the sizes that it has."""
+        return replace(self, held=features.processors)
+
+    def with_stops(self, columns: int) -> StateLayout:
+        """Return the layout of a state whose stop_token_ids have so many columns."""
+        return replace(self, sizes={**self.sizes, STOPS: (columns,)})
+
+    def with_room(self, requests: Iterable[SamplingParams]) -> StateLayout:
+        """Return the layout with room for these requests, which it keeps when they are gone."""
+        return replace(self, least=self._needed(requests))
 
     def has_shapes_of(self, other: StateLayout) -> bool:
         """Return whether states of both layouts have the same arrays."""
         return self.held == other.held and all(
-            self.sizes[name] == other.sizes[name] for name in self.held
+            self.sizes[name] == other.sizes[name] for name in (STOPS, *self.held)
         )
+
+    def _needed(self, requests: Iterable[SamplingParams]) -> Sizes:
+        """The sizes that these requests need, at least `least`."""
+        needed = dict(self.least)
+        eos = self.vocabulary.eos_token_ids
+
+        def reach(name: str, sizes: tuple[int, ...]) -> None:
+            needed[name] = tuple(
+                max(size, _power_of_two(n)) for size, n in zip(needed[name], sizes, strict=True)
+            )
+
+        reach(STOPS, (len(eos),))
+        for params in requests:
+            reach(STOPS, (len(end_token_ids(params, eos)),))
+            for processor in PROCESSORS:
+                reach(processor.name, processor.sizes(params, self.vocabulary))
+        return needed
+
+
+def _fitted(size: int, needed: int, least: int) -> int:
+    """The next size of an axis that has `size` and needs `needed`, which is at least `least`."""
+    return needed if needed > size or 4 * needed <= size or needed == least else size
 
 
 def sampling_rows(
@@ -117,7 +155,7 @@ def change_layout(sampling: SamplingState, layout: StateLayout) -> SamplingState
     for processor in PROCESSORS:
         name = processor.name
         if name in sampling.processors and name in layout.held:
-            states[name] = processor.grow(sampling.processors[name], layout.sizes[name])
+            states[name] = processor.resize(sampling.processors[name], layout.sizes[name])
         elif name in layout.held:
             states[name] = jax.tree.map(fill, neutral[name])
     return replace(sampling, processors=states)

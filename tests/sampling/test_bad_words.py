@@ -16,6 +16,7 @@ from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError
 from jaxspec.engine.inputs import encode_words
 from jaxspec.sampling.logits import observe_tokens
+from jaxspec.sampling.processors.bad_words import BadWords
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import StateLayout, change_layout, features_of, sampling_rows
 from tests.support.compilations import counting_compilations
@@ -168,7 +169,7 @@ def test_the_last_tokens_are_those_of_the_text_however_they_come() -> None:
     ]
     features = features_of(params)
     texts = [[7, 8], []]
-    layout = StateLayout(Vocabulary(V), features.processors, {"bad_words": (1, 4)})
+    layout = StateLayout(Vocabulary(V), features.processors, {"bad_words": (4,)})
     requests = [SampledRequest(p, 0, [9], text) for p, text in zip(params, texts, strict=True)]
     state = jax.tree.map(jnp.asarray, sampling_rows(layout, requests))
     for tokens in (
@@ -184,11 +185,83 @@ def test_the_last_tokens_are_those_of_the_text_however_they_come() -> None:
         assert state.processors["bad_words"].recent.tolist() == [
             ([-1] * 3 + text)[-3:] for text in texts
         ]
-    longer = replace(layout, sizes={"bad_words": (2, 8)})
-    wider = change_layout(state, longer).processors["bad_words"]
-    assert wider.token_ids.shape == (2, 2, 8)
+    longer = replace(layout, sizes={"bad_words": (8,)})
+    larger = change_layout(state, longer)
+    wider = larger.processors["bad_words"]
     assert wider.recent.tolist() == [[-1] * 4 + text[-3:] for text in texts]
-    assert wider.token_ids[0].tolist() == [[-1] * 4 + [1, 2, 3, 4], [-1] * 8]
+    assert wider.token_ids.tolist() == [[1, 2, 3, 4, *[-1] * 4], [5, 6, *[-1] * 6]]
+    again = change_layout(larger, layout)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, state))
+
+
+def sizes_of(layout: StateLayout) -> int:
+    return layout.sizes["bad_words"][0]
+
+
+def test_the_state_has_the_sum_of_the_words_and_shrinks_when_they_are_gone() -> None:
+    """Not the product of the number of words and the longest one."""
+    long = SamplingParams(0.0, bad_words_token_ids=[range(2000)])
+    many = SamplingParams(0.0, bad_words_token_ids=[[i % V] for i in range(2000)])
+    short = SamplingParams(0.0, bad_words_token_ids=[[1, 2]])
+    features = features_of([long])
+    layout = StateLayout(Vocabulary(V)).fit(features, [long, many, short])
+    assert sizes_of(layout) == 2048
+    rows = sampling_rows(layout, [SampledRequest(p) for p in (long, many, short)])
+    held = sum(a.nbytes for a in jax.tree.leaves(rows.processors["bad_words"]))
+    assert held < 3 * 4 * 4 * 2048
+    assert sizes_of(layout.fit(features, [short])) == 32
+    half = SamplingParams(0.0, bad_words_token_ids=[range(1000)])
+    assert sizes_of(layout.fit(features, [half])) == 2048  # no program more for little memory
+    warmed = layout.with_room([half])
+    assert sizes_of(warmed.fit(features, [short])) == 2048 // 2
+
+
+def test_long_and_many_words_change_no_neighbour_and_the_engine_goes_on_after_them() -> None:
+    llm = engine(max_model_len=64)
+    short = SamplingParams(0.0, max_tokens=12, bad_words_token_ids=PAIRS[:4])
+    huge = SamplingParams(0.0, max_tokens=6, bad_words_token_ids=[[1] * 300, *PAIRS])
+    alone = llm.generate(PROMPTS[0], short)[0].token_ids
+    for mixture in ([short, huge], [huge, short], [short, short]):
+        together = llm.generate([PROMPTS[0]] * 2, mixture)
+        assert [o.token_ids for o, p in zip(together, mixture, strict=True) if p is short] == [
+            alone
+        ] * mixture.count(short)
+    recent = llm.runner.state.sampling.processors["bad_words"].recent
+    assert recent.shape == (2, 31)
+
+
+@pytest.mark.parametrize("where", ["row", "arrays"])
+def test_a_request_without_memory_for_its_words_fails_alone(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host (its row) and on the device (larger arrays for all)."""
+    llm = engine(max_num_seqs=3, batch_buckets=(4,))
+    short = SamplingParams(0.0, max_tokens=8, bad_words_token_ids=PAIRS[:4])
+    plain = SamplingParams(0.0, max_tokens=8)
+    huge = SamplingParams(0.0, max_tokens=8, bad_words_token_ids=PAIRS)
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+    params = [short, huge, plain]
+    expected = [llm.generate(*both)[0].token_ids for both in zip(prompts, params, strict=True)]
+
+    def broken(self: BadWords, *args: Any) -> Any:
+        sizes = args[-1]
+        if sizes[0] > 32 and (where == "arrays" or args[0].params.bad_words_token_ids == huge_ids):
+            raise MemoryError("no room")
+        return kept(self, *args)
+
+    name = "resize" if where == "arrays" else "init"
+    kept, huge_ids = getattr(BadWords, name), huge.bad_words_token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(BadWords, name, broken)
+        llm.generate(PROMPTS[0], short)  # so that arrays of words exist and have to grow
+        first = llm.generate(prompts, params)
+    assert [o.token_ids for o in first] == [expected[0], [], expected[2]]
+    assert [o.outputs[0].finish_reason for o in first] == ["length", "error", "length"]
+    assert str(first[1].outputs[0].error) == (
+        "sampling_params: expected memory for the request's features (bad_words), got no room"
+    )
+    later = llm.generate(prompts, params)
+    assert [o.token_ids for o in later] == expected
 
 
 def test_nothing_compiles_after_warm_up_with_words_and_nothing_else_changes() -> None:

@@ -111,7 +111,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"prompt_logprobs": True},
         "prompt_logprobs: expected an integer from 0 to 20 or None, got True",
     ),
-    ({"n": 0}, "n: expected an integer of at least 1, got 0"),
+    ({"n": 0}, "n: expected an integer from 1 to 1024, got 0"),
     (
         {"n": 2, "temperature": 0},
         "n: expected 1 with temperature 0, whose texts would all be the same, got 2",

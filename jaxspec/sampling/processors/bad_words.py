@@ -1,4 +1,8 @@
-"""bad_words: forbid a word's last token where the generated text ends with its other tokens."""
+"""bad_words: forbid a word's last token where the generated text ends with its other tokens.
+
+The words of a request lie one after another in one array. So its size is the sum of their lengths,
+however many words there are and however long the longest is.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from jaxspec.sampling.processors.processor import (
     SampledRequest,
     Vocabulary,
     Window,
+    resized,
 )
 
 
@@ -22,66 +27,79 @@ from jaxspec.sampling.processors.processor import (
 class BadWordsState:
     """The words of each request, and the end of its text.
 
-    token_ids: int32 [batch, words, length], each word at the right, padded with -1 on its left
-    recent:    int32 [batch, length - 1], the last generated tokens, at the right too. A word can
-               continue no more than these.
+    token_ids:   int32 [batch, tokens], the tokens of all words, padded with -1
+    word_starts: int32 [batch, tokens], for each token the index of its word's first token, or -1
+    num_after:   int32 [batch, tokens], for each token the number of its word's tokens after it,
+                 or -1
+    recent:      int32 [batch, tokens - 1], the last generated tokens at the right, after a padding
+                 of -1. No word can continue more than these.
     """
 
     token_ids: jax.Array
+    word_starts: jax.Array
+    num_after: jax.Array
     recent: jax.Array
 
 
 class BadWords(LogitsProcessor[BadWordsState]):
     name = "bad_words"
-    least_sizes = (8, 4)  # words of a request, and tokens of the longest
+    least_sizes = (32,)  # tokens of a request's words together
 
     def needs(self, params: SamplingParams) -> bool:
         return bool(params.bad_words or params.bad_words_token_ids)
 
     def sizes(self, params: SamplingParams, vocabulary: Vocabulary) -> tuple[int, ...]:
-        words = params.bad_words_token_ids
-        return len(words), max(map(len, words), default=0)
+        return (sum(map(len, params.bad_words_token_ids)),)
 
     def init(
         self, request: SampledRequest, vocabulary: Vocabulary, sizes: tuple[int, ...]
     ) -> BadWordsState:
-        num_words, length = sizes
-        token_ids = np.full((num_words, length), -1, np.int32)
-        for row, word in enumerate(request.params.bad_words_token_ids):
-            token_ids[row, length - len(word) :] = word
-        recent = np.full(length - 1, -1, np.int32)
+        (size,) = sizes
+        token_ids, word_starts, num_after = np.full((3, size), -1, np.int32)
+        start = 0
+        for word in request.params.bad_words_token_ids:
+            end = start + len(word)
+            token_ids[start:end], word_starts[start:end] = word, start
+            num_after[start:end] = np.arange(len(word) - 1, -1, -1)
+            start = end
+        recent = np.full(size - 1, -1, np.int32)
         generated = request.generated_token_ids
-        known = min(len(generated), length - 1)
-        recent[length - 1 - known :] = generated[len(generated) - known :]
-        return BadWordsState(token_ids, recent)  # type: ignore[arg-type]
+        known = min(len(generated), size - 1)
+        recent[size - 1 - known :] = generated[len(generated) - known :]
+        return BadWordsState(token_ids, word_starts, num_after, recent)  # type: ignore[arg-type]
 
-    def grow(self, state: BadWordsState, sizes: tuple[int, ...]) -> BadWordsState:
-        """Pad words and text on their left.
+    def resize(self, state: BadWordsState, sizes: tuple[int, ...]) -> BadWordsState:
+        """Pad or cut the words at the end, and the text on its left.
 
         The padding of `recent` stands for tokens that the host does not know yet. Only words of
         later requests are long enough to read it.
         """
-        more, longer = (
-            max(0, n - m) for n, m in zip(sizes, state.token_ids.shape[1:], strict=True)
-        )
+        (size,) = sizes
         return BadWordsState(
-            jnp.pad(state.token_ids, ((0, 0), (0, more), (longer, 0)), constant_values=-1),
-            jnp.pad(state.recent, ((0, 0), (longer, 0)), constant_values=-1),
+            token_ids=resized(state.token_ids, size),
+            word_starts=resized(state.word_starts, size),
+            num_after=resized(state.num_after, size),
+            recent=resized(state.recent[:, ::-1], size - 1)[:, ::-1],
         )
 
     def apply(self, state: BadWordsState, logits: jax.Array, window: Window) -> jax.Array:
         batch, rows, vocab = logits.shape
-        tokens = state.recent
+        text, num_recent = state.recent, state.recent.shape[1]
         if window.draft_tokens is not None:
-            tokens = jnp.concatenate([tokens, window.draft_tokens], axis=1)
-        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        before = row + jnp.arange(state.recent.shape[1], dtype=jnp.int32)
-        # [batch, 1, words, length - 1] against [batch, rows, 1, length - 1]
-        begun = state.token_ids[:, None, :, :-1]
-        fits = jnp.all((begun < 0) | (begun == tokens[:, before][:, :, None]), axis=-1)
-        last = state.token_ids[:, None, :, -1]
-        forbidden = jnp.where(fits & (last >= 0), last, vocab)  # -1 would wrap
+            text = jnp.concatenate([text, window.draft_tokens], axis=1)
         request = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        token_ids, num_after = state.token_ids[:, None], state.num_after[:, None]
+        # [batch, rows, tokens]: the token that the text has where a word's token has to be
+        found = text.at[request, num_recent + row - num_after].get(mode="fill", fill_value=-1)
+        differs = (num_after > 0) & (found != token_ids)
+        # A word's first token counts how many of the word's tokens the text does not end with. The
+        # padding of -1 would wrap.
+        first = jnp.where(num_after < 0, token_ids.shape[2], state.word_starts[:, None])
+        missing = jnp.zeros(differs.shape, jnp.int32)
+        missing = missing.at[request, row, first].add(differs.astype(jnp.int32), mode="drop")
+        fits = missing.at[request, row, first].get(mode="fill", fill_value=1) == 0
+        forbidden = jnp.where(fits & (num_after == 0), token_ids, vocab)
         return logits.at[request, row, forbidden].set(-jnp.inf, mode="drop")
 
     def observe(self, state: BadWordsState, tokens: jax.Array) -> BadWordsState:

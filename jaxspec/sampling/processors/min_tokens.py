@@ -18,6 +18,7 @@ from jaxspec.sampling.processors.processor import (
     SampledRequest,
     Vocabulary,
     Window,
+    resized,
 )
 
 
@@ -54,10 +55,8 @@ class MinTokens(LogitsProcessor[MinTokensState]):
         stops[: len(ends)] = ends
         return MinTokensState(np.int32(length), stops)  # type: ignore[arg-type]
 
-    def grow(self, state: MinTokensState, sizes: tuple[int, ...]) -> MinTokensState:
-        more = max(0, sizes[0] - state.stop_token_ids.shape[1])
-        padded = jnp.pad(state.stop_token_ids, ((0, 0), (0, more)), constant_values=-1)
-        return replace(state, stop_token_ids=padded)
+    def resize(self, state: MinTokensState, sizes: tuple[int, ...]) -> MinTokensState:
+        return replace(state, stop_token_ids=resized(state.stop_token_ids, *sizes))
 
     def apply(self, state: MinTokensState, logits: jax.Array, window: Window) -> jax.Array:
         rows, vocab = logits.shape[1:]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.sampling.params import SamplingParams
 
@@ -69,7 +70,8 @@ class LogitsProcessor(Protocol[State]):
     request bit for bit (0 is 0, whatever its sign).
 
     name: key of the state in SamplingState.processors and member of SamplingFeatures.processors
-    least_sizes: the sizes that a state has at least; their number is the number of growing axes
+    least_sizes: the sizes that a state has at least; their number is the number of axes whose size
+        depends on the requests
     large_state: whether `observe` returns an array of the vocabulary's size. A round then writes
         the new array into the old one's memory (jaxspec.decode.programs)
     """
@@ -84,9 +86,9 @@ class LogitsProcessor(Protocol[State]):
         ...
 
     def sizes(self, params: SamplingParams, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the sizes that the request's state has at least, such as its longest bad word.
+        """Return the sizes that the request's state has at least, such as its tokens of bad words.
 
-        All rows share one shape, so `init` receives the largest sizes of any request so far.
+        All rows share one shape, so `init` receives the largest sizes of the running requests.
         """
         return ()
 
@@ -97,8 +99,11 @@ class LogitsProcessor(Protocol[State]):
         """Return the request's row, NumPy arrays without the batch axis."""
         ...
 
-    def grow(self, state: State, sizes: tuple[int, ...]) -> State:
-        """Return the state padded to these sizes on the device; rows keep their meaning."""
+    def resize(self, state: State, sizes: tuple[int, ...]) -> State:
+        """Return the state padded or cut to these sizes on the device.
+
+        Rows of running requests keep their meaning: these sizes are at least their own.
+        """
         return state
 
     @abstractmethod
@@ -113,3 +118,9 @@ class LogitsProcessor(Protocol[State]):
     def observe(self, state: State, tokens: jax.Array) -> State:
         """Return the state after these committed tokens, int32 [batch, n] padded with -1."""
         return state
+
+
+def resized(rows: jax.Array, size: int) -> jax.Array:
+    """Return int32 [batch, n] as [batch, size], cut or padded with -1 at the end of each row."""
+    more = max(0, size - rows.shape[1])
+    return jnp.pad(rows[:, :size], ((0, 0), (0, more)), constant_values=-1)

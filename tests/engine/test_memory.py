@@ -1,0 +1,76 @@
+"""Sizes that exceed the whole memory are refused before anything is allocated."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import LLM, ConfigError, EngineConfig
+from jaxspec.decode.slots import without_caches
+from jaxspec.engine import memory
+from jaxspec.engine.runner import ModelRunner
+from tests.support.toys import ToyTarget
+
+V = 24
+pytestmark = pytest.mark.usefixtures("toy_families")
+
+
+def engine(**config: Any) -> LLM:
+    settings: dict[str, Any] = {"max_model_len": 64, "block_size": 16} | config
+    target = ToyTarget(V), {"table": jnp.zeros((V, V), jnp.float32)}
+    return LLM(target, eos_token_ids=(), config=EngineConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_gpu_blocks_override": 10**10}, r"GB for 10000000000 KV-cache blocks and "),
+        ({"batch_buckets": (10**9,)}, r"GB for a batch of 1000000000; lower num_gpu_blocks"),
+        ({"max_num_seqs": 10**9}, r"GB for a batch of 1073741824; lower num_gpu_blocks_override"),
+    ],
+)
+def test_absurd_sizes_are_refused_at_once(
+    config: Mapping[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "whole_memory", lambda: (8 << 30, "the host"))
+    llm = engine(**config)
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    for generates in (lambda: llm.generate([[1]]), llm.warmup):
+        with pytest.raises(ConfigError, match="memory: expected at most the 8.6 GB of the host"):
+            generates()
+        with pytest.raises(ConfigError, match=message):
+            generates()
+    assert time.perf_counter() - begin < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
+def test_the_check_counts_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, block tables, logits and the host's books, to the byte: one byte less is refused."""
+    llm = engine(num_gpu_blocks_override=6, batch_buckets=(8,))
+    runner: ModelRunner = llm.runner
+    rows = sum(a.nbytes for a in jax.tree.leaves(without_caches(runner.state)))
+    needed = rows + 8 * 4 * (64 // 16) + 8 * 4 * V + 6 * memory.BOOK_BYTES
+    monkeypatch.setattr(memory, "whole_memory", lambda: (needed, "the host"))
+    runner.check_room()
+    monkeypatch.setattr(memory, "whole_memory", lambda: (needed - 1, "the host"))
+    with pytest.raises(ConfigError, match="lower num_gpu_blocks_override \\(6\\), batch_buckets"):
+        runner.check_room()
+
+
+def test_the_whole_memory_is_that_of_the_container(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CGROUP_LIMIT", limit)
+    of_host = memory.whole_memory()
+    assert of_host[1] == "the host" and of_host[0] > 1 << 28
+    limit.write_text("max\n")
+    assert memory.whole_memory() == of_host
+    limit.write_text("1000\n")
+    assert memory.whole_memory() == (1000, "the host")
