@@ -74,8 +74,11 @@ def prefill(
         noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, vocab)
     is_new = state.num_generated == 0
     first = jnp.where(is_new, sample(logits[:, 0], noise, state.sampling.greedy), state.next_token)
+    samples = ends & is_new
     verification = Verification(
-        jnp.where(ends & is_new, first, -1)[:, None], (ends & is_new).astype(jnp.int32)
+        jnp.where(samples, first, -1)[:, None],
+        samples.astype(jnp.int32),
+        overflowed=samples & ~jnp.all(raw < jnp.inf, axis=(1, 2)),  # not so for NaN either
     )
     if cfg.logprobs:
         scores = score_tokens(raw, verification.output_tokens, everything=cfg.all_logprobs)

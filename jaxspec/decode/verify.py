@@ -41,12 +41,15 @@ class Verification:
     logprobs:        of output_tokens; None where no request reads them
     prompt_logprobs: of the token after each row of a prefill's chunk; None where no request reads
                      them
+    overflowed:      bool [batch], whether the target's own logits hold NaN or infinity in the row
+                     that a prefill samples from; None for a round
     """
 
     output_tokens: jax.Array
     num_sampled: jax.Array
     logprobs: Scores | None = None
     prompt_logprobs: Scores | None = None
+    overflowed: jax.Array | None = None
 
 
 def sample_rows(

@@ -22,6 +22,7 @@ from jaxspec.decode.several_rounds import each_round
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.engine.buckets import Shapes
+from jaxspec.engine.first_logits import check_first_logits
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.engine.request import FinishReason, Request
 from jaxspec.engine.round_configs import GREEDY
@@ -99,6 +100,7 @@ class Engine:
         self._features = GREEDY
         self._features_at = -1  # Scheduler.changes when _features was found
         self._clock = 0.0
+        self._logits_seen = False  # whether a prefill's logits were finite
         self._stepping = False
 
     @property
@@ -335,6 +337,9 @@ class Engine:
         else:
             self.stats.timings.prefill_seconds += now - self._clock
         self._clock = now
+        if verification.overflowed is not None and not self._logits_seen:
+            check_first_logits(verification, self.runner.params["target"])
+            self._logits_seen = bool(verification.num_sampled.any())
         for chunk, tiles in result.prompts:
             add_prompt_logprobs(chunk, tiles, verification.prompt_logprobs)
         for part in each_round(verification):

@@ -11,6 +11,7 @@ gguf_tokenizer      a GGUF's metadata -> tokenizer.json
 gguf_sentencepiece  the tokenizer of a SentencePiece vocabulary
 checkpoint          an opened folder: config.json and lazily read tensors
 fp8                 DeepSeek-V3's blocks of float8 -> plain tensors
+weight_checks       weights that no model can have
 weights             tensors -> a pytree of jax arrays, strictly
 model               a folder -> a target, or a draft bound to its target
 tokenizer           text and chats to token ids and back

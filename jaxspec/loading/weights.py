@@ -15,6 +15,7 @@ import numpy as np
 from jaxspec.config import ConfigError
 from jaxspec.layers.params import Params, ParamSpec
 from jaxspec.loading.checkpoint import LazyTensor
+from jaxspec.loading.weight_checks import check_weight
 
 SHOWN = 5  # names listed in a message
 
@@ -73,6 +74,7 @@ def load_params(
 
     Floats are cast to ``dtype``, and matrices transposed to our [in, out]. Integers become int32,
     jax's default; a value that does not fit is an error. Booleans and uint8 (packed weights) stay.
+    Values that cannot be right are errors too (check_weight).
     One weight at a time goes to the device, so that the host never holds the whole model beside it.
     """
     check_shapes(
@@ -86,11 +88,9 @@ def load_params(
 
     def load(spec: ParamSpec) -> jax.Array:
         nonlocal loaded
-        array = _cast(
-            spec.assemble([tensors[name].read() for name in spec.tensors]),
-            np.dtype(spec.dtype or dtype),
-            f"{source}: {spec.name}",
-        )
+        wanted, where = np.dtype(spec.dtype or dtype), f"{source}: {spec.name}"
+        array = _cast(spec.assemble([tensors[name].read() for name in spec.tensors]), wanted, where)
+        check_weight(spec, array, wanted, where)
         try:  # waiting bounds the host copies in flight to one
             on_device = jax.block_until_ready(jax.device_put(array))
         except jax.errors.JaxRuntimeError as e:
@@ -113,7 +113,7 @@ def _num_bytes(spec: ParamSpec, dtype: jnp.dtype | type | str) -> int:
 
 
 def _cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    if jnp.issubdtype(array.dtype, jnp.floating):
+    if jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating):
         return array.astype(dtype, copy=False)
     if array.dtype == np.uint8:
         return array

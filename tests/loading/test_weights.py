@@ -53,7 +53,10 @@ def test_params_hold_the_checkpoint_transposed_where_said_and_cast(tmp_path, sto
 
 
 def test_integers_become_int32_and_booleans_stay(tmp_path):
-    specs = {"d2t": vector("d2t", 3), "t2d": vector("t2d", 2)}
+    specs = {
+        "d2t": ParamSpec("d2t", (3,), (None,), dtype="int32"),
+        "t2d": ParamSpec("t2d", (2,), (None,), dtype="bool"),
+    }
     params = load_params(
         specs,
         opened(tmp_path, {"d2t": np.array([0, -3, 70000]), "t2d": np.array([True, False])}),
