@@ -101,13 +101,15 @@ def main(
     else:
         settings = {"dtype": dtype, **engine, "batch_buckets": [engine["max_num_seqs"]]}
         records = [run(texts, speculative, grid, target, settings, json_file)]
-    Console(width=220).print(*show.tables(records[0]))
-    print("\n".join(show.sentences(records[0])))
-    if output.markdown:
-        sections = "\n\n".join(map(show.markdown, records))
-        show.write_section(output.markdown, show.SCRIPT, sections)
-    if output.plot:
-        show.draw(output.plot, records)
+    try:
+        if output.markdown:
+            sections = "\n\n".join(map(show.markdown, records))
+            show.write_section(output.markdown, show.SCRIPT, sections)
+        if output.plot:
+            show.draw(output.plot, records)
+    finally:
+        Console(width=220).print(*show.tables(records[0]))
+        print("\n".join(show.sentences(records[0])))
 
 
 def run(

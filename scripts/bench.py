@@ -136,9 +136,9 @@ def main(
         print(f"[{i}/{len(cases)}] {case.name}", flush=True)
         result = run_case(case, weights, chosen, effort, timing.parts, record, profile)
         record["cases"].append(case.to_dict() | result)
-        print("    " + summary(result), flush=True)
         if json_file:
             json_file.write(record)
+        print("    " + summary(result), flush=True)
     print_table(table(record["cases"]))
 
 

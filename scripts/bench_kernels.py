@@ -92,9 +92,9 @@ def main(
             o, name, i, repeats, record
         )
         record["kernels"].append(result)
-        print(f"{o.name} {name} {i}: {summary(result)}", flush=True)
         if json_file:
             json_file.write(record)
+        print(f"{o.name} {name} {i}: {summary(result)}", flush=True)
     print_table(table(record["kernels"]))
 
 

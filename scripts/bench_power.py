@@ -75,9 +75,11 @@ def main(
         for case in cases:
             workload = Workload(case, weights, {}, Effort(ROUNDS, 1))
             measure(Load(f"round, {case.name}", workload.run_rounds, ROUNDS, {}))
-    print_table(table(loads))
-    if json_file:
-        json_file.write(record)
+    try:
+        if json_file:
+            json_file.write(record)
+    finally:
+        print_table(table(loads))
 
 
 @dataclass(frozen=True)

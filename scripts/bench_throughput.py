@@ -185,9 +185,9 @@ def main(
             record["runs"].append(
                 {"method": rule, "concurrency": size, "output_len": length, "results": found}
             )
-            print(line(record["runs"][-1]), flush=True)
             if json_file:
                 json_file.write(record)
+            print(line(record["runs"][-1]), flush=True)
         llm.runner.forget()  # the next engine's KV cache takes its place
     for size, length in itertools.product(grid.concurrency, grid.output_len):
         of_table = [

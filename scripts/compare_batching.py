@@ -74,22 +74,24 @@ def main(
     if temperature == 0:
         found = with_margins(llm.target_config, llm.params["target"], together, found)
     count = f"{len(texts) - len(found)} of {len(texts)} requests"
-    print(f"{count} have the same tokens alone and among the others", *found, sep="\n")
-    if json_file:
-        settings = {
-            "dataset": dataset,
-            "max_tokens": options.max_tokens,
-            "temperature": temperature,
-            **engine,
-        }
-        json_file.write(
-            {
-                "settings": settings,
-                "num_prompts": len(texts),
-                "differences": [d.to_dict() for d in found],
-                **report.environment(),
+    try:
+        if json_file:
+            settings = {
+                "dataset": dataset,
+                "max_tokens": options.max_tokens,
+                "temperature": temperature,
+                **engine,
             }
-        )
+            json_file.write(
+                {
+                    "settings": settings,
+                    "num_prompts": len(texts),
+                    "differences": [d.to_dict() for d in found],
+                    **report.environment(),
+                }
+            )
+    finally:
+        print(f"{count} have the same tokens alone and among the others", *found, sep="\n")
     is_exact = engine["batch_invariant"] or llm.dtype == "float32"
     if is_exact and is_wrong(found, len(texts), temperature):
         raise typer.Exit(1)

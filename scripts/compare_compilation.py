@@ -51,29 +51,31 @@ def main(
     llm = LLM.from_pretrained(target, speculative=speculative, dtype="float32", **engine)
     print(llm.describe(), flush=True)
     runs = {mode: run_mode(llm, mode, texts, params) for mode in MODES}
-    show(runs)
     differences = find_differences(runs)
-    if json_file:
-        modes = {
-            mode: run.metrics.to_dict() | {"timings": run.timings.to_dict()}
-            for mode, (run, _) in runs.items()
-        }
-        json_file.write(
-            {
-                "description": llm.describe().splitlines(),
-                "identical": not differences,
-                "differences": differences,
-                "modes": modes,
-                "settings": {
-                    "dataset": dataset,
-                    "num_prompts": len(texts),
-                    "max_tokens": max_tokens,
-                    "dtype": "float32",
-                    "temperature": 0.0,
-                },
-                **report.environment(),
+    try:
+        if json_file:
+            modes = {
+                mode: run.metrics.to_dict() | {"timings": run.timings.to_dict()}
+                for mode, (run, _) in runs.items()
             }
-        )
+            json_file.write(
+                {
+                    "description": llm.describe().splitlines(),
+                    "identical": not differences,
+                    "differences": differences,
+                    "modes": modes,
+                    "settings": {
+                        "dataset": dataset,
+                        "num_prompts": len(texts),
+                        "max_tokens": max_tokens,
+                        "dtype": "float32",
+                        "temperature": 0.0,
+                    },
+                    **report.environment(),
+                }
+            )
+    finally:
+        show(runs)
     if differences:
         print("\n".join(["the modes differ:", *differences]))
         raise typer.Exit(1)

@@ -88,29 +88,31 @@ def main(
     runs = exchange(llm, ops, starts, options.window)
     if options.ops is None:
         runs["all reference"] = acceptance(llm, Ops(), starts, options.window)
-    show(runs)
     moved = {name: points_moved(runs["as chosen"], metrics) for name, metrics in runs.items()}
-    if json_file:
-        figures = {
-            name: metrics.to_dict() | {"points_moved": moved[name]}
-            for name, metrics in runs.items()
-        }
-        settings = {
-            "dataset": options.dataset,
-            "max_tokens": options.max_tokens,
-            "window": options.window,
-            "dtype": llm.dtype.name,
-            "kernels": asdict(llm.kernels),
-            "ops": list(ops),
-        }
-        json_file.write(
-            {
-                "settings": settings,
-                "num_prompts": len(texts),
-                "runs": figures,
-                **report.environment(),
+    try:
+        if json_file:
+            figures = {
+                name: metrics.to_dict() | {"points_moved": moved[name]}
+                for name, metrics in runs.items()
             }
-        )
+            settings = {
+                "dataset": options.dataset,
+                "max_tokens": options.max_tokens,
+                "window": options.window,
+                "dtype": llm.dtype.name,
+                "kernels": asdict(llm.kernels),
+                "ops": list(ops),
+            }
+            json_file.write(
+                {
+                    "settings": settings,
+                    "num_prompts": len(texts),
+                    "runs": figures,
+                    **report.environment(),
+                }
+            )
+    finally:
+        show(runs)
     if any(abs(points) > MOST_POINTS for points in moved.values()):
         raise typer.Exit(1)
 

@@ -111,11 +111,13 @@ def main(
         if json_file:
             json_file.write(records[0])
     shown = [(record, Grid(**table)) for record in records for table in record["tables"]]
-    for _, grid in shown:
-        Console(width=220).print(grid.rich())
-    if output.markdown:
-        parts = [f"{grid.markdown()}\n\n{where(record)}" for record, grid in shown]
-        show.write_section(output.markdown, SCRIPT, "\n\n".join(parts))
+    try:
+        if output.markdown:
+            parts = [f"{grid.markdown()}\n\n{where(record)}" for record, grid in shown]
+            show.write_section(output.markdown, SCRIPT, "\n\n".join(parts))
+    finally:
+        for _, grid in shown:
+            Console(width=220).print(grid.rich())
 
 
 def run(

@@ -167,11 +167,13 @@ def main(
         show(llm, [texts[output.index] for output in e.outputs], e.outputs, None, quiet)
         raise
     comparison = compare_with_plain(llm, given, params, outputs, quiet) if compare else None
-    show(llm, texts, outputs, comparison, quiet)
-    if json_file:
-        settings = {"target": target, "dtype": dtype, **asdict(sampling)}
-        settings |= {name: getattr(llm.config, name) for name in ENGINE_FIELDS}
-        json_file.write(record(llm, texts, outputs, comparison, settings))
+    try:
+        if json_file:
+            settings = {"target": target, "dtype": dtype, **asdict(sampling)}
+            settings |= {name: getattr(llm.config, name) for name in ENGINE_FIELDS}
+            json_file.write(record(llm, texts, outputs, comparison, settings))
+    finally:  # what a full disk does not take can be read
+        show(llm, texts, outputs, comparison, quiet)
     if comparison and comparison.failed:
         raise typer.Exit(1)
 

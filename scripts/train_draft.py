@@ -26,6 +26,7 @@ import jax
 
 from jaxspec.config import ConfigError
 from jaxspec.tools.cli import errors_as_sentences
+from jaxspec.tools.lasting_stdout import lasting_stdout
 from jaxspec.tools.prompts import read_jsonl
 from jaxspec.training.card import write_card
 from jaxspec.training.chat_files import CHATS, read_chats, write_chats
@@ -354,7 +355,7 @@ def run_config(args: argparse.Namespace, evaluation: EvaluationConfig) -> RunCon
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    with errors_as_sentences():
+    with lasting_stdout(), errors_as_sentences():
         if args.command == "split":
             print(*split_file(args.file, args.folder, PIECE_BYTES), sep="\n")
         elif args.command == "join":

@@ -17,6 +17,7 @@ import typer
 from jaxspec.config import ConfigError
 from jaxspec.loading.pretrained import DTYPES
 from jaxspec.tools.flags import Flag, expand
+from jaxspec.tools.lasting_stdout import lasting_stdout
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes: as click's for a wrong flag; 128 + SIGINT
 DEFAULT_DRAFT = "smollm2-135m-instruct-eagle3"  # fits the default target only
@@ -79,7 +80,8 @@ def run_program(main: Callable[..., None]) -> None:
     shutting the interpreter down under them can crash.
     """
     try:
-        command(main)()
+        with lasting_stdout():
+            command(main)()
     except SystemExit as e:
         if e.code == INTERRUPTED:
             sys.stdout.flush()

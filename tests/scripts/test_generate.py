@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -537,6 +538,15 @@ def test_as_a_program(target, draft, tmp_path, monkeypatch):
 
     out, err = unknown.communicate(timeout=240)
     assert unknown.returncode == 2 and "No such option" in err and "Traceback" not in err
+
+
+def test_the_file_is_whole_before_the_texts_are_printed(run_tiny, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generate, "show", full)
+    assert run_tiny("--quiet", "--output-json", tmp_path / "run.json").exit_code == 1
+    assert outcome(tmp_path / "run.json")["total_num_output_tokens"] == 48
 
 
 def test_an_mtp_module_needs_no_draft():
