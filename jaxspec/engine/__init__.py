@@ -5,6 +5,7 @@ scheduler         admission, prefill chunks, reservation, preemption; no jax
 request           a request while it runs
 runner            the device's side: the resident state, and which program runs
 round_configs     the static description of each program
+first_logits      whether the logits of the first prefill overflowed
 memory            the sizes of the KV cache's pools
 block_tables      block tables of the running requests, on the host and on the device
 buckets           the few shapes that programs are compiled for
