@@ -406,7 +406,7 @@ def run(args: argparse.Namespace) -> None:
             log=log,
         )
     if args.command in ("all", "train"):
-        chats, about_chats = read_chats(args.chats or [args.output / CHATS])
+        chats, about_chats = read_chats(args.chats or [args.output / CHATS], target.cfg.vocab_size)
         record.entries |= about_chats
         deadline = START + 60 * (args.max_minutes - args.evaluate_minutes)
         train_head(

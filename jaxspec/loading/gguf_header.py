@@ -2,8 +2,8 @@
 
 The gguf library's reader believes every length and offset: damage there costs it gigabytes, or
 makes it return other bytes as a weight. So the header is read here, and the library undoes the
-quantisation. The format is llama.cpp's docs/gguf.md; the order of tensors is checked as in
-gguf_init_from_file.
+quantisation. The format is ggml's, and the order of tensors is checked as llama.cpp's
+gguf_init_from_file does.
 """
 
 from __future__ import annotations

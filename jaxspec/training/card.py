@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.config import ConfigError
+from jaxspec.loading.checkpoint import read_json
+from jaxspec.training.files import write_text
+
 FORMATS = {
     "eagle3": "speculators' (`config.json`, `model.safetensors`, bfloat16), without "
     "`embed_tokens`, which is the target's",
@@ -25,11 +29,20 @@ def write_card(head: Path, evaluations: Sequence[Path] = (), **about: Any) -> No
     evaluations: files of later evaluations, which first join the head's training.json
     about: keywords of `card`
     """
-    record = json.loads((head / "training.json").read_text(encoding="utf-8"))
-    more = [json.loads(path.read_text(encoding="utf-8"))["evaluation"] for path in evaluations]
-    record["evaluations"] = record.get("evaluations", []) + more
-    (head / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (head / "README.md").write_text(card(head.name, record, **about), encoding="utf-8")
+    path = head / "training.json"
+    record = read_json(path)
+    try:
+        more = [read_json(later)["evaluation"] for later in evaluations]
+        record["evaluations"] = record.get("evaluations", []) + more
+        page = card(head.name, record, **about)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+        if isinstance(e, ConfigError):
+            raise
+        raise ConfigError(
+            f"{path}: expected the record of a training run, got {type(e).__name__}: {e}"
+        ) from e
+    write_text(path, json.dumps(record, indent=1) + "\n")
+    write_text(head / "README.md", page)
 
 
 def card(

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.loading.checkpoint import read_json
 from jaxspec.tools.prompts import read_jsonl
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.data import Chats, OverlapFilter, merge
+from jaxspec.training.files import write_text
 from jaxspec.training.generation import GenerationConfig, GenerationReport, generate_chats
 from jaxspec.training.openings import all_openings
 
@@ -60,7 +62,7 @@ def write_chats(
         log(f"generate: example: {target.words.decode(chats.sequence(i))!r}")
     folder.mkdir(parents=True, exist_ok=True)
     chats.save(folder / CHATS)
-    (folder / REPORT).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / REPORT, json.dumps(written, indent=1) + "\n")
 
 
 def file_prompts(
@@ -98,13 +100,14 @@ def full_report(
     }
 
 
-def read_chats(paths: Sequence[Path]) -> tuple[Chats, dict[str, Any]]:
-    """Return the chats of all files, merged, and their reports and counts for the run's record."""
+def read_chats(paths: Sequence[Path], vocab: int) -> tuple[Chats, dict[str, Any]]:
+    """Return the chats of all files, merged, and their reports and counts for the run's record.
+
+    vocab: size of the target's vocabulary
+    """
     reports = [path.with_name(REPORT) for path in paths]
-    generation = [
-        json.loads(path.read_text(encoding="utf-8")) for path in reports if path.is_file()
-    ]
-    chats = merge([Chats.load(path) for path in paths])
+    generation = [read_json(path) for path in reports if path.is_file()]
+    chats = merge([Chats.load(path, vocab) for path in paths])
     counts = {
         "files": len(paths),
         "chats": len(chats),

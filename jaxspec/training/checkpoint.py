@@ -22,6 +22,7 @@ from jaxspec.config import ConfigError
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.params import Params, ParamSpec
 from jaxspec.training.config import TrainableDraft
+from jaxspec.training.files import replaced
 from jaxspec.training.vocabulary import vocabulary_maps
 
 WEIGHTS = "model.safetensors"
@@ -162,6 +163,8 @@ def save_draft(
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    if old.exists() and not folder.exists():  # a process that was killed between two renames
+        os.replace(old, folder)
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
@@ -204,13 +207,14 @@ def join_file(folder: Path, path: Path) -> None:
     """
     pieces = sorted(folder.glob(f"{path.name}.[0-9][0-9][0-9]"))
     content = b"".join(piece.read_bytes() for piece in pieces)
-    expected = (
-        (folder / f"{path.name}.sha256").read_text(encoding="utf-8").strip() if pieces else "pieces"
-    )
-    found = hashlib.sha256(content).hexdigest() if pieces else "none"
-    if found != expected:
+    digest = folder / f"{path.name}.sha256"
+    expected = digest.read_bytes().strip().decode("ascii", "replace") if digest.is_file() else None
+    found = hashlib.sha256(content).hexdigest() if pieces else None
+    if found is None or found != expected:
         raise ConfigError(
-            f"{folder}/{path.name}.000 ...: expected pieces of sha256 {expected}, got {found}"
+            f"{folder}/{path.name}.000 ...: expected pieces of sha256 {expected!r:.80}, "
+            f"got {found!r}"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    with replaced(path) as f:
+        f.write(content)

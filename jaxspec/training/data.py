@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from jaxspec.config import ConfigError
+from jaxspec.training.files import replaced
 
 NGRAM = 13
 Array = TypeVar("Array", np.ndarray, jax.Array)
@@ -72,18 +72,51 @@ class Chats:
         return np.bincount(answers, minlength=vocab)
 
     def save(self, path: Path) -> None:
-        np.savez_compressed(path, **{f.name: getattr(self, f.name) for f in fields(self)})
+        """Write a .npz, whole or not at all."""
+        with replaced(path) as f:
+            np.savez_compressed(f, **{f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
-    def load(cls, path: Path) -> Chats:
+    def load(cls, path: Path, vocab: int) -> Chats:
+        """Read what `save` wrote; ConfigError if it is damaged, or of another vocabulary.
+
+        vocab: size of the target's vocabulary, which every token id is below
+        """
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return cls(**{f.name: arrays[f.name] for f in fields(cls)})
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
-            raise ConfigError(
-                f"{path}: expected chats written by `train_draft.py generate`, "
-                f"got {type(e).__name__}: {e}"
-            ) from e
+                chats = cls(**{f.name: arrays[f.name] for f in fields(cls)})
+        except Exception as e:  # zipfile, zlib and NumPy raise anything for damaged bytes
+            reason = (str(e) or "no message").splitlines()[0]
+            raise _wrong_chats(path, f"{type(e).__name__}: {reason}") from e
+        if problem := chats.problem(vocab):
+            raise _wrong_chats(path, problem)
+        return chats
+
+    def problem(self, vocab: int) -> str | None:
+        """Return why these cannot be chats in a vocabulary of this size, or None."""
+        arrays = {f.name: getattr(self, f.name) for f in fields(self)}
+        kinds = {name: np.integer for name in arrays} | {"temperature": np.floating}
+        for name, array in arrays.items():
+            if array.ndim != 1 or not np.issubdtype(array.dtype, kinds[name]):
+                return f"{name} of {array.dtype} {list(array.shape)}"
+        count, total = len(self.answer_start), len(self.tokens)
+        if len(self.offsets) != count + 1 or len(self.temperature) != count:
+            return f"{len(self.offsets)} offsets and {len(self.temperature)} temperatures"
+        ends = self.offsets[0], self.offsets[-1]
+        if ends != (0, total) or (self.offsets[1:] < self.offsets[:-1]).any():
+            return f"offsets that are no ascending cut of {total} tokens"
+        if ((self.answer_start < 0) | (self.answer_start > self.lengths)).any():
+            return "an answer that starts outside its chat"
+        if not (np.isfinite(self.temperature) & (self.temperature >= 0)).all():
+            return "a temperature that is negative or no number"
+        if total and not 0 <= self.tokens.min() <= self.tokens.max() < vocab:
+            low, high = self.tokens.min(), self.tokens.max()
+            return f"token ids {low} to {high} for a vocabulary of {vocab}"
+        return None
+
+
+def _wrong_chats(path: Path, got: str) -> ConfigError:
+    return ConfigError(f"{path}: expected chats written by `train_draft.py generate`, got {got}")
 
 
 def pack(

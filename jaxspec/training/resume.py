@@ -2,35 +2,120 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
 
 from jaxspec.config import ConfigError
+from jaxspec.loading.cache import hash_stream
+from jaxspec.loading.checkpoint import read_json
+from jaxspec.training.files import write_text
 from jaxspec.training.loop import TrainState
+
+CHECKSUMS = "checksums.json"  # beside orbax's files, which have none
+Shapes = dict[str, tuple[tuple[int, ...], str]]  # name of an array -> its shape and dtype
 
 
 def save_state(folder: Path, state: TrainState) -> None:
-    """The whole state under folder/STEP; the last two are kept."""
+    """Write the whole state under folder/STEP; the last two are kept."""
+    step = int(state.step)
     with ocp.CheckpointManager(
         folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
     ) as manager:
-        manager.save(int(state.step), args=ocp.args.StandardSave(state))
+        manager.save(step, args=ocp.args.StandardSave(state))
+    saved = folder / str(step)
+    write_text(saved / CHECKSUMS, json.dumps(checksums(saved), indent=1) + "\n")
 
 
 def restore_state(folder: Path, like: TrainState) -> TrainState:
     """Return the newest state under folder, bit for bit.
 
     like: a fresh init_train_state of the same config, whose structure it has.
+
+    ConfigError for a state that is damaged, or of another head or optimiser. A state of a version
+    that wrote no checksums is read as it is.
     """
-    with ocp.CheckpointManager(folder.resolve()) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise ConfigError(
-                f"{folder}: expected a training state saved by --keep-state to resume from, "
-                "got none"
-            )
-        return manager.restore(
-            step, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+    steps = sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal() and p.is_dir())
+    if not steps:
+        raise ConfigError(
+            f"{folder}: expected a training state saved by --keep-state to resume from, got none"
         )
+    saved = folder / str(steps[-1])
+    other = f"to go on from step {steps[-2]}" if len(steps) > 1 else "to begin anew"
+    _check_files(saved, other)
+    template = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    try:
+        with ocp.CheckpointManager(
+            folder.resolve(), item_handlers=ocp.StandardCheckpointHandler()
+        ) as manager:
+            metadata = manager.item_metadata(steps[-1])
+            _check_shapes(saved, _shapes(getattr(metadata, "tree", metadata)), _shapes(like))
+            state = manager.restore(steps[-1], args=ocp.args.StandardRestore(template))
+    except ConfigError:
+        raise
+    except Exception as e:  # orbax and tensorstore raise anything for damaged files
+        raise _damaged(saved, f"{type(e).__name__}: {str(e).strip()}"[:200], other) from e
+    if int(state.step) != steps[-1]:
+        raise _damaged(saved, f"step {int(state.step)}", other)
+    return state
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each file under a folder by its relative path."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != CHECKSUMS:
+            with path.open("rb") as f:
+                found[name] = hash_stream(f)
+    return found
+
+
+def _check_files(saved: Path, other: str) -> None:
+    if not (saved / CHECKSUMS).is_file():
+        return
+    expected, found = read_json(saved / CHECKSUMS), checksums(saved)
+    differing = sorted(
+        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    )
+    if differing:
+        raise _damaged(saved, f"others ({len(differing)}: {differing[0]!r:.100})", other)
+
+
+def _damaged(saved: Path, got: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"{saved}: expected the files of the training state as they were saved, "
+        f"got {' '.join(got.split())}; delete this folder {other}"
+    )
+
+
+def _check_shapes(saved: Path, found: Shapes, expected: Shapes) -> None:
+    differing = [
+        name
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if differing:
+        name = differing[0]
+        wanted, got = (_named(shapes.get(name)) for shapes in (expected, found))
+        raise ConfigError(
+            f"{saved}: expected the training state of this head and optimiser, got another: "
+            f"{name} is {got}, not {wanted} ({len(differing)} arrays differ); give the flags of "
+            "the run that it is from"
+        )
+
+
+def _named(shape: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if shape is None else f"{shape[1]} {list(shape[0])}"
+
+
+def _shapes(tree: TrainState | Mapping[str, object]) -> Shapes:
+    """Return the arrays of a state, or of orbax's metadata, by the same names."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (tuple(x.shape), str(x.dtype))
+        for path, x in leaves
+    }

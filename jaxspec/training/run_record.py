@@ -11,6 +11,10 @@ from typing import Any
 
 import jax
 
+from jaxspec.config import ConfigError
+from jaxspec.loading.checkpoint import read_json
+from jaxspec.training.files import write_text
+
 
 @dataclass
 class RunRecord:
@@ -38,14 +42,16 @@ class RunRecord:
             "seconds": round(time.monotonic() - self.begun, 1),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(
-            json.dumps(about | self.entries, indent=1, default=str) + "\n", encoding="utf-8"
-        )
+        write_text(self.path, json.dumps(about | self.entries, indent=1, default=str) + "\n")
 
 
 def earlier_history(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the history of an earlier run up to the step that this one starts from."""
-    recorded = (
-        json.loads(path.read_text(encoding="utf-8")).get("history", []) if path.is_file() else []
-    )
-    return [entry for entry in recorded if entry["step"] <= step]
+    recorded = read_json(path).get("history", []) if path.is_file() else []
+    try:
+        return [entry for entry in recorded if entry["step"] <= step]
+    except (TypeError, KeyError) as e:
+        raise ConfigError(
+            f"{path}: expected a history of entries with a step, got {type(e).__name__}: {e}; "
+            "delete it to go on without"
+        ) from e

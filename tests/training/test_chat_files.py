@@ -49,7 +49,7 @@ def test_chats_are_merged_with_their_reports(tmp_path: Path) -> None:
             folder / CHATS
         )
     (tmp_path / "g1" / REPORT).write_text(json.dumps({"num_chats": 2}))
-    chats, about = read_chats([tmp_path / "g0" / CHATS, tmp_path / "g1" / CHATS])
+    chats, about = read_chats([tmp_path / "g0" / CHATS, tmp_path / "g1" / CHATS], VOCAB)
     assert sorted(chats.lengths.tolist()) == [4, 5, 9]  # the second chat of each is the same
     assert about["generation"] == [{"num_chats": 2}]
     counts = {"files": 2, "chats": 3, "tokens": 18, "answer_tokens": 11, "greedy_share": 2 / 3}

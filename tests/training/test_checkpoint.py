@@ -20,6 +20,7 @@ from jaxspec import models
 from jaxspec.config import REFERENCE_OPS, ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
 from jaxspec.loading.model import load_draft
+from jaxspec.training.card import write_card
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
 from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.evaluation import evaluate_acceptance
@@ -248,6 +249,35 @@ def test_pieces_join_to_the_same_file_and_damage_is_found(tmp_path: Path) -> Non
         join_file(tmp_path / "pieces", tmp_path / "out" / "x.bin")
 
 
+def test_pieces_without_their_checksum_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"abc")
+    split_file(tmp_path / "x.bin", tmp_path / "pieces", 2)
+    for damage in (
+        lambda digest: digest.write_bytes(b"\xff\xfe\n"),
+        lambda digest: digest.unlink(),
+    ):
+        damage(tmp_path / "pieces" / "x.bin.sha256")
+        with pytest.raises(ConfigError, match="expected pieces of sha256"):
+            join_file(tmp_path / "pieces", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_save_after_one_that_died_between_two_renames_keeps_the_old_head_till_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_pair(3), tmp_path / "head")
+    first = (tmp_path / "head" / "model.safetensors").read_bytes()
+    (tmp_path / "head").rename(tmp_path / "head.old")
+
+    def die(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("jaxspec.training.checkpoint.save_file", die)
+        save(make_pair(4), tmp_path / "head")
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == first
+
+
 def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair: Pair) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB, n).astype(np.int32) for n in (3, 9, 5)]
@@ -379,3 +409,16 @@ def test_a_run_that_is_gone_on_with_keeps_its_record_up_to_there(tmp_path: Path)
     (tmp_path / "training.json").write_text(json.dumps({"history": recorded}))
     assert earlier_history(tmp_path / "training.json", 100) == recorded[:2]
     assert earlier_history(tmp_path / "nothing.json", 100) == []
+
+
+@pytest.mark.parametrize(
+    "content", ["[", '{"history": [1]}', '{"history": [{}]}', '{"history": 3}']
+)
+def test_a_damaged_record_is_one_sentence(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "training.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=f"{path}: expected"):
+        earlier_history(path, 100)
+    with pytest.raises(ConfigError, match=f"{path}: expected"):
+        write_card(tmp_path)
+    assert path.read_text() == content

@@ -31,7 +31,7 @@ def some_chats(lengths: list[int]):
 def test_chats_come_back_from_disk_and_split(tmp_path: Path) -> None:
     chats = some_chats([5, 3, 9])
     chats.save(tmp_path / "chats.npz")
-    loaded = type(chats).load(tmp_path / "chats.npz")
+    loaded = type(chats).load(tmp_path / "chats.npz", 8)
     assert loaded.tokens.dtype == np.uint16
     training, held_out = loaded.split(1)
     assert [training.sequence(i).tolist() for i in range(2)] == [
@@ -128,10 +128,71 @@ def test_chats_that_are_absent_or_damaged_are_one_sentence(tmp_path: Path) -> No
         ConfigError,
         match="expected chats written by `train_draft.py generate`, got FileNotFoundError",
     ):
-        Chats.load(path)
+        Chats.load(path, 8)
     path.write_bytes(b"PK not a zip")
     with pytest.raises(ConfigError, match="expected chats written by"):
-        Chats.load(path)
+        Chats.load(path, 8)
+
+
+WRONG_CHATS = {  # name of an array: what is in its place, and the sentence's end
+    "tokens": (np.asarray([0, 1, 8]), "token ids 0 to 8 for a vocabulary of 8"),
+    "negative": (np.asarray([0, -1, 7]), "token ids -1 to 7 for a vocabulary of 8"),
+    "float": (np.asarray([0.0, 1.0, 2.0]), r"tokens of float64 \[3\]"),
+    "offsets": (np.asarray([0, 4]), "no ascending cut of 3 tokens"),
+    "descending": (np.asarray([0, 5, 3]), "no ascending cut of 3 tokens"),
+    "answer_start": (np.asarray([4]), "an answer that starts outside its chat"),
+    "temperature": (np.asarray([np.nan]), "a temperature that is negative or no number"),
+    "matrix": (np.zeros((1, 1)), r"temperature of float64 \[1, 1\]"),
+    "two": (np.zeros(2), "2 offsets and 2 temperatures"),
+}
+NAMES = {
+    "negative": "tokens",
+    "float": "tokens",
+    "descending": "offsets",
+    "matrix": "temperature",
+    "two": "temperature",
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CHATS)
+def test_chats_that_cannot_be_are_one_sentence(tmp_path: Path, case: str) -> None:
+    array, message = WRONG_CHATS[case]
+    path = tmp_path / "chats.npz"
+    right = {
+        "tokens": np.asarray([0, 1, 7]),
+        "offsets": np.asarray([0, 3]),
+        "answer_start": np.asarray([1]),
+        "temperature": np.asarray([0.5]),
+    }
+    np.savez(path, **right)
+    assert len(Chats.load(path, 8)) == 1
+    np.savez(path, **right | {NAMES.get(case, case): array})
+    if case == "descending":
+        np.savez(
+            path,
+            **right
+            | {"offsets": array, "answer_start": np.asarray([1, 0])}
+            | {"temperature": np.zeros(2)},
+        )
+    with pytest.raises(ConfigError, match=f"{path}: expected chats written by .*{message}$"):
+        Chats.load(path, 8)
+
+
+def test_a_save_that_dies_leaves_the_earlier_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.npz"
+    some_chats([5, 3]).save(path)
+    before = path.read_bytes()
+
+    def die(file, **arrays):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", die)
+    with pytest.raises(KeyboardInterrupt):
+        some_chats([5, 3, 4]).save(path)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["chats.npz"]
 
 
 def test_overlap_is_a_shared_13_gram_whatever_case_and_punctuation() -> None:
