@@ -1,14 +1,18 @@
-"""The paged KV cache: an array pair per layer, or a latent array, addressed by cache slot."""
+"""The paged KV cache: the arrays of each kind of layer, addressed by cache slot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.typing import DTypeLike
+from typing_extensions import TypeVar
 
 from jaxspec.config import (
     AttentionConfig,
@@ -23,114 +27,181 @@ from jaxspec.config import (
 PAD_SLOT = np.iinfo(np.int32).max
 
 
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a cache.
+
+    shape: the first dimension counts blocks
+    dtype: of its numbers
+    axes:  a logical axis name per dimension, for sharding; see ParamSpec
+    """
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: tuple[str | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# The leaves of a cache: its arrays, or their ArraySpecs.
+Leaf = TypeVar("Leaf", default=jax.Array)
+
+
 @struct.dataclass
-class FullCache:
+class FullCache(Generic[Leaf]):
     """Keys and values of one layer.
 
-    k, v: [num_blocks, block_size, num_kv_heads, head_dim], in the model's dtype
+    k, v: [num_blocks, block_size, num_kv_heads, head_dim], in the cache's dtype
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Leaf
+    v: Leaf
 
 
 @struct.dataclass
-class LatentCache:
+class LatentCache(Generic[Leaf]):
     """The cache of one layer of multi-head latent attention.
 
-    latent: [num_blocks, block_size, 1, kv_lora_rank + rope_head_dim], in the model's dtype
+    latent: [num_blocks, block_size, 1, kv_lora_rank + rope_head_dim], in the cache's dtype
     """
 
-    latent: jax.Array
+    latent: Leaf
 
 
 @struct.dataclass
-class CompressorCache:
+class CompressorCache(Generic[Leaf]):
     """The cache of one compressor.
 
     It is addressed by position like keys and values, so that a rejection needs no rollback.
 
     inputs:  float32 [num_blocks, block_size, 1, 2 * series * width], each token's values and gates,
              at the token's cache slot
-    entries: [num_blocks, entries a block, 1, width] in the model's dtype, each entry in the block
+    entries: [num_blocks, entries a block, 1, width] in the cache's dtype, each entry in the block
              of the last token that it is made of
     """
 
-    inputs: jax.Array
-    entries: jax.Array
+    inputs: Leaf
+    entries: Leaf
 
 
 @struct.dataclass
-class CompressedCache:
+class CompressedCache(Generic[Leaf]):
     """The cache of one layer of DeepSeek-V4.
 
-    kv:         [num_blocks, block_size, 1, head_dim], in the model's dtype
+    kv:         [num_blocks, block_size, 1, head_dim], in the cache's dtype
     compressor: None for a layer without a compressor
     indexer:    None for a layer without an indexer
     """
 
-    kv: jax.Array
-    compressor: CompressorCache | None
-    indexer: CompressorCache | None
+    kv: Leaf
+    compressor: CompressorCache[Leaf] | None
+    indexer: CompressorCache[Leaf] | None
 
 
 @struct.dataclass
-class TokenCache:
+class TokenCache(Generic[Leaf]):
     """The token ids of the text, for drafters that look tokens up.
 
     tokens: int32 [num_blocks, block_size]
     """
 
-    tokens: jax.Array
+    tokens: Leaf
 
 
-LayerCache = FullCache | LatentCache | CompressedCache | TokenCache
+LayerCache = FullCache[Leaf] | LatentCache[Leaf] | CompressedCache[Leaf] | TokenCache[Leaf]
+AttentionKind = AttentionConfig | MLAConfig | CompressedAttentionConfig | TokenHistoryConfig
 KVCache = tuple[Any, ...]  # a LayerCache per layer
 
 
-def init_cache(
-    attention: AttentionConfig | MLAConfig | CompressedAttentionConfig | TokenHistoryConfig,
-    num_blocks: Sequence[int],
-    block_size: int,
-    dtype: jnp.dtype,
-) -> KVCache:
-    """Return empty caches, one per layer, of num_blocks[layer] blocks each.
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one layer.
 
-    Each layer has its own arrays, since a stacked pool is copied at every kernel call.
+    num_blocks: blocks of the layer's pool
+    block_size: tokens of a block
+    dtype:      of keys, values and what else attention reads
     """
-    if isinstance(attention, TokenHistoryConfig):
-        return tuple(TokenCache(jnp.zeros((n, block_size), jnp.int32)) for n in num_blocks)
-    shapes = [
-        (blocks, block_size, attention.num_kv_heads, attention.head_dim) for blocks in num_blocks
-    ]
-    if isinstance(attention, CompressedAttentionConfig):
-        return tuple(
-            _compressed_cache(attention, kind, shape, dtype)
-            for kind, shape in zip(attention.layer_types, shapes, strict=True)
-        )
-    if isinstance(attention, MLAConfig):
-        return tuple(LatentCache(jnp.zeros(s, dtype)) for s in shapes)
-    return tuple(FullCache(jnp.zeros(s, dtype), jnp.zeros(s, dtype)) for s in shapes)
+
+    num_blocks: int
+    block_size: int
+    dtype: jnp.dtype
+
+    def rows(self, heads: int, width: int, axis: str | None = None) -> ArraySpec:
+        """Return an array with a row [heads, width] for each token; axis: that of the heads."""
+        shape = (self.num_blocks, self.block_size, heads, width)
+        return ArraySpec(shape, self.dtype, (None, None, axis, None))
 
 
-def _compressed_cache(
-    cfg: CompressedAttentionConfig, kind: str, shape: tuple[int, int, int, int], dtype: jnp.dtype
-) -> CompressedCache:
+def full_cache(cfg: AttentionConfig, layer: int, blocks: Blocks) -> FullCache[ArraySpec]:
+    """Return the arrays of a layer with keys and values of each head."""
+    rows = blocks.rows(cfg.num_kv_heads, cfg.head_dim, "kv_heads")
+    return FullCache(rows, rows)
+
+
+def latent_cache(cfg: MLAConfig, layer: int, blocks: Blocks) -> LatentCache[ArraySpec]:
+    """Return the array of a layer of latents, which all heads share."""
+    return LatentCache(blocks.rows(cfg.num_kv_heads, cfg.head_dim))
+
+
+def compressed_cache(
+    cfg: CompressedAttentionConfig, layer: int, blocks: Blocks
+) -> CompressedCache[ArraySpec]:
+    """Return the arrays of a layer of DeepSeek-V4, whose kind decides which compressors it has."""
+    kind = cfg.layer_types[layer]
     rate, sparse = cfg.rate(kind), kind == "compressed_sparse_attention"
 
-    def compressor(width: int) -> CompressorCache:
+    def compressor(width: int) -> CompressorCache[ArraySpec]:
         assert rate is not None
-        inputs = jnp.zeros((*shape[:3], 2 * (2 if sparse else 1) * width), jnp.float32)
+        float32 = replace(blocks, dtype=jnp.dtype(jnp.float32))
+        each = replace(blocks, block_size=entries_a_block(blocks.block_size, rate))
         return CompressorCache(
-            inputs, jnp.zeros((shape[0], entries_a_block(shape[1], rate), 1, width), dtype)
+            float32.rows(1, 2 * (2 if sparse else 1) * width), each.rows(1, width)
         )
 
-    kv = jnp.zeros(shape, dtype)
     return CompressedCache(
-        kv,
+        blocks.rows(cfg.num_kv_heads, cfg.head_dim),
         compressor(cfg.head_dim) if rate else None,
         compressor(cfg.index_head_dim) if sparse else None,
     )
+
+
+def token_cache(cfg: TokenHistoryConfig, layer: int, blocks: Blocks) -> TokenCache[ArraySpec]:
+    """Return the array of a text's tokens."""
+    shape = (blocks.num_blocks, blocks.block_size)
+    return TokenCache(ArraySpec(shape, jnp.dtype(jnp.int32), (None, None)))
+
+
+# The arrays of a layer, by the type of its attention config: (config, index of the layer, blocks).
+CACHE_KINDS: Mapping[type, Callable[[Any, int, Blocks], LayerCache[ArraySpec]]] = {
+    AttentionConfig: full_cache,
+    MLAConfig: latent_cache,
+    CompressedAttentionConfig: compressed_cache,
+    TokenHistoryConfig: token_cache,
+}
+
+
+def cache_specs(
+    attention: AttentionKind, num_blocks: Sequence[int], block_size: int, cache_dtype: DTypeLike
+) -> tuple[LayerCache[ArraySpec], ...]:
+    """Return the arrays of a model's caches, one entry per layer, of num_blocks[layer] blocks each.
+
+    Each layer has its own arrays, since a stacked pool is copied at every kernel call.
+    """
+    kind, dtype = CACHE_KINDS[type(attention)], jnp.dtype(cache_dtype)
+    return tuple(
+        kind(attention, layer, Blocks(blocks, block_size, dtype))
+        for layer, blocks in enumerate(num_blocks)
+    )
+
+
+def init_cache(
+    attention: AttentionKind, num_blocks: Sequence[int], block_size: int, cache_dtype: DTypeLike
+) -> KVCache:
+    """Return empty caches; the arguments are those of cache_specs."""
+    specs = cache_specs(attention, num_blocks, block_size, cache_dtype)
+    return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
 
 
 def entries_a_block(block_size: int, rate: int) -> int:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
-from jaxspec.cache.arrays import init_cache
+from jaxspec.cache.arrays import cache_specs
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig
 
 # Prompts whose next chunks hold blocks of a group with a window at the same time.
@@ -84,7 +83,7 @@ def most_pages(group: CacheGroup, rows: int) -> int:
     return -(-(seen + rows - 1) // group.block_size) + 1
 
 
-def block_bytes(cfg: RoundConfig, dtype: Any) -> tuple[int, ...]:
+def block_bytes(cfg: RoundConfig, cache_dtype: DTypeLike) -> tuple[int, ...]:
     """Return the bytes of one block of each of cfg.cache_groups, over all layers that it serves.
 
     These are layers of the target and of the draft.
@@ -95,20 +94,16 @@ def block_bytes(cfg: RoundConfig, dtype: Any) -> tuple[int, ...]:
         pools = cfg.draft_pools
         of_layer.append((cfg.draft, tuple(pools[group] for group in cfg.draft.group_of_layer)))
     for model, pools in of_layer:
-        for pool, size in zip(pools, layer_block_bytes(model, cfg.block_size, dtype), strict=True):
+        layers = layer_block_bytes(model, cfg.block_size, cache_dtype)
+        for pool, size in zip(pools, layers, strict=True):
             sizes[pool] += size
     return tuple(sizes)
 
 
-def layer_block_bytes(model: Any, block_size: int, dtype: Any) -> list[int]:
+def layer_block_bytes(model: Any, block_size: int, cache_dtype: DTypeLike) -> list[int]:
     """Return the bytes of one block in each layer of a model."""
-    caches = jax.eval_shape(
-        partial(init_cache, model.attention, (1,) * model.num_layers, block_size, dtype)
-    )
-    return [
-        sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
-        for cache in caches
-    ]
+    specs = cache_specs(model.attention, (1,) * model.num_layers, block_size, cache_dtype)
+    return [sum(array.nbytes for array in jax.tree.leaves(layer)) for layer in specs]
 
 
 def decide_pool_sizes(

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.arrays import PAD_SLOT, FullCache, write
+from jaxspec import models
+from jaxspec.cache.arrays import (
+    CACHE_KINDS,
+    PAD_SLOT,
+    ArraySpec,
+    CompressedCache,
+    CompressorCache,
+    FullCache,
+    LatentCache,
+    TokenCache,
+    cache_specs,
+    init_cache,
+    write,
+)
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import REFERENCE_OPS, AttentionConfig, CacheGroup
+from jaxspec.config import REFERENCE_OPS, AttentionConfig, CacheGroup, TokenHistoryConfig
+from jaxspec.drafts.ngram import NgramConfig
+from tests.support.families import PAIRS, draft_config, target_config
 
 SENTINEL = 1234.5
 BLOCKS, HEADS, DIM = 9, 2, 4
@@ -94,3 +111,73 @@ def test_writes_take_the_caches_dtype() -> None:
         jnp.zeros((2, 2, HEADS, DIM), jnp.bfloat16), jnp.zeros((2, 2, HEADS, DIM), jnp.bfloat16)
     )
     assert write(cache, *rows(1, 1), jnp.asarray([[3]], jnp.int32)).k.dtype == jnp.bfloat16
+
+
+# --- specs
+
+FLOAT32, BFLOAT16, INT32 = (jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.int32))
+N, B = 3, 5  # blocks, and tokens of a block
+
+
+def rows_spec(heads: int, width: int, *, axis: str | None = None, per_block: int = B) -> ArraySpec:
+    return ArraySpec((N, per_block, heads, width), BFLOAT16, (None, None, axis, None))
+
+
+def compressor_spec(width: int, series: int, entries: int) -> CompressorCache[ArraySpec]:
+    inputs = ArraySpec((N, B, 1, 2 * series * width), FLOAT32, (None,) * 4)
+    return CompressorCache(inputs, rows_spec(1, width, per_block=entries))
+
+
+KEYS = rows_spec(2, 8, axis="kv_heads")
+# By hand, for the tiny configs of tests.support.families. 5 tokens close at most two windows of 3
+# tokens (ceil(5 / 3)), and one of 7.
+EXPECTED = {
+    "llama": (FullCache(KEYS, KEYS),) * 2,
+    "gpt_oss": (FullCache(KEYS, KEYS),) * 2,
+    "llama4_text": (FullCache(KEYS, KEYS),) * 2,
+    "deepseek_v3": (LatentCache(rows_spec(1, 16 + 8)),) * 2,
+    "deepseek_v4": (
+        CompressedCache(rows_spec(1, 8), None, None),
+        CompressedCache(rows_spec(1, 8), compressor_spec(8, 2, 2), compressor_spec(8, 2, 2)),
+        CompressedCache(rows_spec(1, 8), compressor_spec(8, 1, 1), None),
+    ),
+    "ngram": (TokenCache(ArraySpec((N, B), INT32, (None, None))),),
+}
+
+
+def config(name: str) -> Any:
+    return NgramConfig(48, 5, 1) if name == "ngram" else target_config(name)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_kind_declares_its_arrays(name: str) -> None:
+    cfg, layers = config(name), len(EXPECTED[name])
+    assert cfg.num_layers == layers
+    assert cache_specs(cfg.attention, (N,) * layers, B, jnp.bfloat16) == EXPECTED[name]
+
+
+def test_every_kind_is_declared_above() -> None:
+    assert {type(config(name).attention) for name in EXPECTED} == set(CACHE_KINDS)
+    assert type(NgramConfig(48, 5, 1).attention) is TokenHistoryConfig
+
+
+DRAFTS = sorted({*PAIRS, ("llama", "eagle"), ("llama", "eagle3")})
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("name", [*models.FAMILIES, *DRAFTS, "ngram"], ids=str)
+def test_the_arrays_are_those_of_the_specs(name: str | tuple[str, str], dtype: jnp.dtype) -> None:
+    """For every target and every draft, in pools of different sizes."""
+    cfg = config(name) if isinstance(name, str) else draft_config(name[1], target_config(name[0]))
+    num_blocks = tuple(range(2, 2 + cfg.num_layers))
+    specs = cache_specs(cfg.attention, num_blocks, B, dtype)
+    arrays = init_cache(cfg.attention, num_blocks, B, dtype)
+    assert jax.tree.structure(specs) == jax.tree.structure(arrays)
+    for spec, array in zip(jax.tree.leaves(specs), jax.tree.leaves(arrays), strict=True):
+        assert (array.shape, array.dtype, array.nbytes) == (spec.shape, spec.dtype, spec.nbytes)
+        assert len(spec.axes) == array.ndim
+        assert not np.asarray(array).any()
+    assert [jax.tree.leaves(layer)[0].shape[0] for layer in arrays] == list(num_blocks)
+    assert len({x.unsafe_buffer_pointer() for x in jax.tree.leaves(arrays)}) == len(
+        jax.tree.leaves(arrays)
+    ), "each array has memory of its own, since programs write in place"

@@ -88,6 +88,13 @@ PAIRS = (
 )
 
 
+def target_config(model_type: str, vocab: int = VOCAB) -> Any:
+    """Return a tiny config of any family."""
+    return models.config_from_hf(
+        {"model_type": model_type, **_COMMON, **TARGETS.get(model_type, {}), "vocab_size": vocab}
+    )
+
+
 @cache
 def family_model(
     model_type: str,
@@ -103,16 +110,14 @@ def family_model(
 
     window: of an EAGLE draft's own layers.
     """
-    target = models.config_from_hf(
-        {"model_type": model_type, **_COMMON, **TARGETS[model_type], "vocab_size": vocab}
-    )
+    target = target_config(model_type, vocab)
     keys = jax.random.split(jax.random.key(seed), 2)
     params = _agreeing(
         init_random(models.family(target).param_specs(target), keys[0], jnp.float32), disturbance
     )
     params["embed_tokens"] = 5 * params["embed_tokens"]
     params["norm"] = jnp.ones_like(params["norm"])
-    draft = _draft_config(method, target, window)
+    draft = draft_config(method, target, window)
     own = _agreeing(
         init_random(drafts.family(draft).param_specs(draft), keys[1], jnp.float32), disturbance
     )
@@ -128,7 +133,8 @@ def family_model(
     return Model(target, draft, {"target": params, "draft": bind_draft(draft, own, params, None)})
 
 
-def _draft_config(method: str, target: Any, window: int | None) -> Any:
+def draft_config(method: str, target: Any, window: int | None = None) -> Any:
+    """Return a tiny config of any draft with layers."""
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
     if method == "mtp" and target.model_type == "deepseek_v4":
         return DeepseekV4MtpConfig(target)
