@@ -42,6 +42,7 @@ from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
 from jaxspec.layers.products import linear, project
 from jaxspec.layers.rope import RopeTables, rope_tables
+from pallas_kernels.dtypes import wider
 
 _MASKED = -1e30  # finite, so that a row that sees nothing (an idle request) stays free of NaN
 
@@ -145,6 +146,7 @@ def compressed_attention(
     )
     q = rotate_pairs(_unit_rms(q, cfg.rms_norm_eps), rope)
     kv = rms_norm(linear(x, params["kv_proj"]), params["kv_norm"], cfg.rms_norm_eps, REFERENCE_OPS)
+    kv = kv.astype(wider(kv.dtype, cache.kv.dtype))  # rounded once, to the cache's dtype
     pool = write_rows(cache.kv, rotate_pairs(kv[:, :, None], rope), metadata.slot_mapping)
     parts = [window_keys(pool, metadata, cfg.sliding_window)]
 
@@ -280,7 +282,10 @@ def compress(
     weights = jax.nn.softmax(jnp.where(before, -jnp.inf, gates), axis=2)
     entry = jnp.sum(jnp.where(before, 0.0, weights * values), axis=2, keepdims=True)
     entry = rms_norm(
-        entry.astype(cache.entries.dtype), params["norm"], cfg.rms_norm_eps, REFERENCE_OPS
+        entry.astype(wider(x.dtype, cache.entries.dtype)),
+        params["norm"],
+        cfg.rms_norm_eps,
+        REFERENCE_OPS,
     )
     entry = rotate_pairs(entry, rope_tables(rope, cfg.rope_head_dim, window * rate))
     return CompressorCache(
@@ -355,8 +360,12 @@ def index_scores(
     q = linear(q_latent, params["q_b_proj"]).reshape(
         *x.shape[:2], cfg.index_heads, cfg.index_head_dim
     )
+    dtype = wider(q.dtype, keys.dtype)
     scores = jnp.einsum(
-        "brhd,bnd->brhn", rotate_pairs(q, rope), keys, preferred_element_type=jnp.float32
+        "brhd,bnd->brhn",
+        rotate_pairs(q, rope).astype(dtype),
+        keys.astype(dtype),
+        preferred_element_type=jnp.float32,
     )
     weights = jnp.matmul(x, params["weights_proj"], preferred_element_type=jnp.float32)
     scale = (cfg.index_head_dim * cfg.index_heads) ** -0.5
@@ -382,17 +391,19 @@ def attend(
 ) -> jax.Array:
     """Attend with q [batch, rows, heads, width] over several parts together.
 
-    The softmax is float32 and has one sink per head.
+    The softmax is float32 and has one sink per head. Products take operands of the wider of the
+    queries' and the cache's dtypes.
 
     parts: pairs (keys, visible). The keys are the values too: [batch, n, width] for all rows, or
         [batch, rows, n, width]. visible is bool [batch, rows, n], whether a row sees a key.
     """
-    scores = []
+    dtype = wider(q.dtype, parts[0][0].dtype)
+    parts = [(keys.astype(dtype), visible) for keys, visible in parts]
+    wide, scores = q.astype(dtype), []
     for keys, visible in parts:
         shared = "bnd" if keys.ndim == 3 else "brnd"
-        part = (
-            jnp.einsum(f"brhd,{shared}->brhn", q, keys, preferred_element_type=jnp.float32) * scale
-        )
+        part = jnp.einsum(f"brhd,{shared}->brhn", wide, keys, preferred_element_type=jnp.float32)
+        part = part * scale
         scores.append(jnp.where(visible[:, :, None], part, _MASKED))
     scores.append(jnp.broadcast_to(sinks[:, None], (*q.shape[:3], 1)))
     weights = jnp.split(
@@ -407,7 +418,7 @@ def attend(
         keys = jnp.where(seen[..., None], keys, jnp.zeros((), keys.dtype))
         out = out + jnp.einsum(
             f"brhn,{shared}->brhd",
-            part.astype(keys.dtype),
+            part.astype(dtype),
             keys,
             preferred_element_type=jnp.float32,
         )

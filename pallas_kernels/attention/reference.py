@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import packing
 from pallas_kernels.attention.inputs import Inputs
+from pallas_kernels.dtypes import wider
 
 _MASKED = -1e30  # finite: a row that sees nothing (an idle request) stays free of NaN
 
@@ -14,7 +15,8 @@ _MASKED = -1e30  # finite: a row that sees nothing (an idle request) stays free 
 def paged_attention(inputs: Inputs) -> jax.Array:
     """Run the op; see pallas_kernels.attention.paged_attention.
 
-    Reads every page of the block table; the softmax is float32.
+    Reads every page of the block table. The softmax is float32, and products take operands of the
+    wider of the queries' and the cache's dtypes.
     """
     heads, q, sinks = inputs.heads, inputs.q, inputs.sinks
     if inputs.packed_heads is not None:
@@ -34,7 +36,10 @@ def paged_attention(inputs: Inputs) -> jax.Array:
     causal = written[:, None, :] & (key <= inputs.positions[..., None])
     visible = causal & (key >= inputs.window_start[..., None])
 
+    dtype = wider(q.dtype, k.dtype)
+    k, v = k.astype(dtype), v.astype(dtype)
     grouped = q.reshape(batch, rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = grouped.astype(dtype)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32)
     scores = scores * inputs.scale
     scores = jnp.where(visible[:, None, None], scores, _MASKED)
@@ -43,6 +48,6 @@ def paged_attention(inputs: Inputs) -> jax.Array:
         scores = jnp.concatenate((scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))), axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
     out = jnp.einsum(
-        "bhgqk,bkhd->bqhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        "bhgqk,bkhd->bqhgd", weights.astype(dtype), v, preferred_element_type=jnp.float32
     )
     return out.reshape(batch, rows, num_heads, head_dim).astype(q.dtype)

@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import packing
+from pallas_kernels.dtypes import wider
 from pallas_kernels.rms_norm.reference import rms_norm
 from pallas_kernels.rope_cache.inputs import Inputs
 
 
 def rope_and_write(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Run the op; see pallas_kernels.rope_cache.rope_and_write. Padding of packed rows is zero."""
+    """Run the op; see pallas_kernels.rope_cache.rope_and_write.
+
+    Padding of packed rows is zero. A rotated key is rounded once, to the cache's dtype.
+    """
     num_heads, slots, eps = inputs.num_heads, inputs.slot_mapping, inputs.eps
     num_kv_heads, head_dim = inputs.k_cache.shape[2:]
     heads = inputs.qkv.reshape(inputs.qkv.shape[0], -1, head_dim)
@@ -23,7 +27,7 @@ def rope_and_write(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     if inputs.q_norm is not None and inputs.k_norm is not None:
         q, k = rms_norm(q, inputs.q_norm, eps=eps), rms_norm(k, inputs.k_norm, eps=eps)
     cos, sin = inputs.cos[:, None], inputs.sin[:, None]
-    q = rotate(q, cos, sin)
+    q, k = rotate(q, cos, sin), k.astype(wider(k.dtype, inputs.k_cache.dtype))
     k_cache = write(inputs.k_cache, rotate(k, cos, sin), slots)
     v_cache = write(inputs.v_cache, v, slots)
     if inputs.pack is not None:
