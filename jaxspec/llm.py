@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.config import (
     ConfigError,
     EngineConfig,
@@ -93,12 +94,14 @@ class LLM:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else ()
         self.eos_token_ids = tuple(eos_token_ids)
         self.dtype = jnp.dtype(dtype)
+        self.cache_dtype = resolve_cache_dtype(self.config.kv_cache_dtype, self.dtype)
         self.kernels = op_choice.choose(
             self.config.kernels,
             self.target_config,
             self.draft_config,
             block_size=self.config.block_size,
             dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
         )
         self.params: Params = {
             "target": join_projections(target_params),
@@ -197,10 +200,12 @@ class LLM:
 
         The draft's aux layers and norm switches are those that loading resolved.
         """
-        t = self.target_config
+        t, dtypes = self.target_config, self.dtype.name
+        if self.cache_dtype != self.dtype:
+            dtypes += f" (KV cache {self.cache_dtype.name})"
         lines = [
             f"target: {t.model_type}, {t.num_layers} layers, hidden size {t.hidden_size}, "
-            f"vocabulary {t.vocab_size}, {self.dtype.name} on {jax.devices()[0].device_kind}, "
+            f"vocabulary {t.vocab_size}, {dtypes} on {jax.devices()[0].device_kind}, "
             f"kernels: {self.kernels}"
         ]
         if self.speculative:

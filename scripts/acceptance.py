@@ -87,7 +87,9 @@ def main(
         flags_of(SpeculativeConfig, "method", "num_speculative_tokens", model=DRAFT),
     ],
     grid: GridOptions,
-    engine: Annotated[Given, given_of(EngineConfig, max_num_seqs=Flag(80), kernels=Flag("auto"))],
+    engine: Annotated[
+        Given, given_of(EngineConfig, "kv_cache_dtype", max_num_seqs=Flag(80), kernels=Flag("auto"))
+    ],
     output: OutputOptions,
     target: Target = None,
     dtype: Dtype = "auto",
@@ -234,6 +236,7 @@ def measure(
         max_drafts,
         stop_token_ids=llm.eos_token_ids,
         dtype=llm.dtype,
+        kv_cache_dtype=llm.config.kv_cache_dtype,
         ops=llm.kernels,
     )
     recorder = Recorder(pair, max_num_seqs=llm.config.max_num_seqs, max_tokens=longest + max_tokens)

@@ -145,6 +145,7 @@ def main(
         given_of(
             EngineConfig,
             "rounds_per_step",
+            "kv_cache_dtype",
             max_model_len=Flag(
                 help="Tokens a request may hold. [default: what prompts and outputs need]"
             ),

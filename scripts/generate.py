@@ -39,7 +39,14 @@ from jaxspec.tools.cli import (
 from jaxspec.tools.flags import Flag, Given, flag, flags_of, given_of
 from jaxspec.tools.losslessness import find_differences, with_margins
 
-ENGINE_FIELDS = ("max_model_len", "max_num_seqs", "compilation", "rounds_per_step", "kernels")
+ENGINE_FIELDS = (
+    "max_model_len",
+    "max_num_seqs",
+    "compilation",
+    "rounds_per_step",
+    "kernels",
+    "kv_cache_dtype",
+)
 
 
 @dataclass(frozen=True)

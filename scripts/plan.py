@@ -45,6 +45,7 @@ def main(
         given_of(
             EngineConfig,
             "block_size",
+            "kv_cache_dtype",
             max_model_len=Flag(
                 help="Tokens a request may hold. "
                 "[default: 8192, or the target's limit if that is less]"

@@ -17,6 +17,7 @@ from typing_extensions import TypeVar
 from jaxspec.config import (
     AttentionConfig,
     CompressedAttentionConfig,
+    KVCacheDtype,
     MLAConfig,
     TokenHistoryConfig,
 )
@@ -43,6 +44,11 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def resolve_cache_dtype(kv_cache_dtype: KVCacheDtype, dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype of keys and values; "auto" is that of the weights, `dtype`."""
+    return jnp.dtype(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
 
 
 # The leaves of a cache: its arrays, or their ArraySpecs.

@@ -17,7 +17,7 @@ from jaxspec.config.attention import (
     MLAConfig,
     TokenHistoryConfig,
 )
-from jaxspec.config.engine import Compilation, EngineConfig
+from jaxspec.config.engine import Compilation, EngineConfig, KVCacheDtype
 from jaxspec.config.ops import REFERENCE_OPS, Ops
 from jaxspec.config.reading import (
     ConfigError,
@@ -42,6 +42,7 @@ __all__ = [
     "ConfigError",
     "DraftSampling",
     "EngineConfig",
+    "KVCacheDtype",
     "MLAConfig",
     "Ops",
     "RejectionRule",

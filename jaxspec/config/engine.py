@@ -10,11 +10,12 @@ from jaxspec.config.reading import ConfigError, is_int, is_number, settle_intege
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
+KVCacheDtype = Literal["auto", "bfloat16", "float32"]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of the engine; none of them changes the distribution of a request's text.
+    """Settings of the engine; but for kv_cache_dtype, none changes the distribution of a text.
 
     max_model_len: tokens that a request may hold, prompt included.
     max_num_seqs: requests that run together.
@@ -35,6 +36,8 @@ class EngineConfig:
         number for each KV-cache group. A pool with a window gets no more than max_num_seqs requests
         need. None: the blocks that fit in that share (in 4 GiB on a CPU), and no more than
         max_num_seqs requests of max_model_len need.
+    kv_cache_dtype: of keys and values in the caches of target and draft; "auto" is the weights'.
+        The Hopper kernels for attention take bfloat16 only.
     enable_prefix_caching: prompts with an equal prefix share its blocks.
     batch_invariant: rounds of one batch size, and prefill calls of one size, the largest, whatever
         runs. The last bits of a product depend on its number of rows. In bfloat16 a request's text
@@ -64,6 +67,10 @@ class EngineConfig:
     num_gpu_blocks_override: int | tuple[int, ...] | None = setting(
         None, "KV-cache blocks of each pool. [default: what fits]"
     )
+    kv_cache_dtype: KVCacheDtype = setting(
+        "auto",
+        "Dtype of keys and values: bfloat16, float32, or auto for that of the weights.",
+    )
     enable_prefix_caching: bool = setting(True, "Share the blocks of equal prefixes.")
     batch_invariant: bool = setting(False, "Run programs of one batch size only.")
 
@@ -92,6 +99,11 @@ class EngineConfig:
             raise ConfigError(
                 f"compilation: expected one of {', '.join(get_args(Compilation))}, "
                 f"got {self.compilation!r}"
+            )
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            raise ConfigError(
+                f"kv_cache_dtype: expected one of {', '.join(get_args(KVCacheDtype))}, "
+                f"got {self.kv_cache_dtype!r}"
             )
         if not isinstance(self.kernels, str):
             raise ConfigError(f"kernels: expected a name or op=name,op=name, got {self.kernels!r}")

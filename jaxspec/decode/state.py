@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache, init_cache
@@ -51,11 +52,15 @@ def init_state(
     max_tokens: jax.Array,
     stop_token_ids: jax.Array,
     num_blocks: tuple[int, ...],
-    dtype: Any,
+    *,
+    dtype: DTypeLike,
+    cache_dtype: DTypeLike,
 ) -> DecodeState:
     """Return an idle state for sampling's batch.
 
-    num_blocks: blocks of the caches, for each of cfg.cache_groups
+    num_blocks:  blocks of the caches, for each of cfg.cache_groups
+    dtype:       of the weights and hidden states
+    cache_dtype: of keys and values in the caches
     """
     batch = max_tokens.shape[0]
 
@@ -64,7 +69,9 @@ def init_state(
 
     draft = None
     if cfg.draft is not None:
-        draft = drafts.drafter(cfg.draft).init(cfg, batch, num_blocks, dtype)
+        draft = drafts.drafter(cfg.draft).init(
+            cfg, batch, num_blocks, dtype=dtype, cache_dtype=cache_dtype
+        )
     return DecodeState(
         seq_lens=zeros(),
         next_token=zeros(),
@@ -79,7 +86,7 @@ def init_state(
             cfg.target.attention,
             [num_blocks[group] for group in cfg.target.group_of_layer],
             cfg.block_size,
-            dtype,
+            cache_dtype,
         ),
     )
 

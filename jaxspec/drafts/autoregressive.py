@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import (
@@ -334,7 +335,13 @@ class Autoregressive:
     one_hot: bool = False
 
     def init(
-        self, cfg: RoundConfig, batch: int, num_blocks: tuple[int, ...], dtype: Any
+        self,
+        cfg: RoundConfig,
+        batch: int,
+        num_blocks: tuple[int, ...],
+        *,
+        dtype: DTypeLike,
+        cache_dtype: DTypeLike,
     ) -> AutoregressiveState:
         """See Drafter."""
         rows, width = cfg.num_speculative_tokens + 1, hidden_width(cfg.draft, cfg.target)
@@ -346,7 +353,7 @@ class Autoregressive:
                 cfg.draft.attention,
                 [num_blocks[cfg.draft_pools[group]] for group in cfg.draft.group_of_layer],
                 cfg.block_size,
-                dtype,
+                cache_dtype,
             ),
         )
 

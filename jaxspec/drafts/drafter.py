@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
@@ -177,9 +178,20 @@ class Drafter(Protocol):
     def one_hot(self) -> bool: ...
 
     def init(
-        self, cfg: RoundConfig, batch: int, num_blocks: tuple[int, ...], dtype: Any
+        self,
+        cfg: RoundConfig,
+        batch: int,
+        num_blocks: tuple[int, ...],
+        *,
+        dtype: DTypeLike,
+        cache_dtype: DTypeLike,
     ) -> DraftState:
-        """Return an empty state; num_blocks: its caches' blocks for each of cfg.cache_groups."""
+        """Return an empty state.
+
+        num_blocks:  its caches' blocks, for each of cfg.cache_groups
+        dtype:       of the weights and hidden states
+        cache_dtype: of keys and values in the caches
+        """
         ...
 
     def prefill(

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from jaxspec.cache.arrays import TokenCache, init_cache, write_tokens
 from jaxspec.cache.metadata import BlockTables, cache_slots
@@ -138,11 +139,17 @@ class NgramDrafter:
         return NgramConfig(target.vocab_size, longest, shortest)
 
     def init(
-        self, cfg: RoundConfig, batch: int, num_blocks: tuple[int, ...], dtype: Any
+        self,
+        cfg: RoundConfig,
+        batch: int,
+        num_blocks: tuple[int, ...],
+        *,
+        dtype: DTypeLike,
+        cache_dtype: DTypeLike,
     ) -> NgramState:
         """See Drafter."""
         blocks = [num_blocks[pool] for pool in cfg.draft_pools]
-        return NgramState(init_cache(cfg.draft.attention, blocks, cfg.block_size, dtype))
+        return NgramState(init_cache(cfg.draft.attention, blocks, cfg.block_size, cache_dtype))
 
     def prefill(
         self,

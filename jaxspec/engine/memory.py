@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxspec.cache import pool_sizes
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig
@@ -47,17 +47,19 @@ class CacheMemory:
         config: EngineConfig,
         buckets: Buckets,
         *,
-        dtype: Any,
+        dtype: DTypeLike,
+        cache_dtype: DTypeLike,
         rounds_per_step: int,
     ) -> None:
         self._configs, self._config, self._buckets = configs, config, buckets
-        self._dtype, self._rounds_per_step = jnp.dtype(dtype), rounds_per_step
+        self._dtype, self._cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
+        self._rounds_per_step = rounds_per_step
         self._num_blocks: tuple[int, ...] | None = None
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of a block of each KV-cache group, in all layers that the group serves."""
-        return pool_sizes.block_bytes(self._configs.greedy, self._dtype)
+        return pool_sizes.block_bytes(self._configs.greedy, self._cache_dtype)
 
     @property
     def cache_bytes(self) -> int:

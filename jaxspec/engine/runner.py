@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.config import (
     ConfigError,
     EngineConfig,
@@ -112,12 +114,14 @@ class ModelRunner:
         config: EngineConfig,
         *,
         ops: Ops,
-        dtype: Any,
+        dtype: DTypeLike,
         acceptance_rates: tuple[float, ...] | None = None,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.params, self.speculative, self.config = params, speculative, config
-        self.dtype, self.eos_token_ids = jnp.dtype(dtype), eos_token_ids
+        self.dtype = jnp.dtype(dtype)
+        self.cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
+        self.eos_token_ids = eos_token_ids
         self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
         self.on_gpu = jax.default_backend() == "gpu"
         self.prefill_tile = ops.prefill_tile
@@ -137,7 +141,12 @@ class ModelRunner:
             acceptance_rates=acceptance_rates,
         )
         self.memory = CacheMemory(
-            self.configs, config, self.buckets, dtype=dtype, rounds_per_step=self.rounds_per_step
+            self.configs,
+            config,
+            self.buckets,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            rounds_per_step=self.rounds_per_step,
         )
         self.tables = BlockTables(len(self.configs.cache_groups), self.buckets.max_pages)
         vocabulary = Vocabulary(target_config.vocab_size, eos_token_ids)
@@ -159,6 +168,7 @@ class ModelRunner:
                 *self._layout.sizes[STOPS],
                 num_blocks=self.memory.num_blocks,
                 dtype=self.dtype.name,
+                cache_dtype=self.cache_dtype.name,
             )
             self.tables.reset(batch)
         assert self._state is not None
@@ -167,7 +177,12 @@ class ModelRunner:
     def check_room(self) -> None:
         """Raise ConfigError for sizes that exceed the whole memory; allocate nothing."""
         groups = len(self.configs.cache_groups)
-        init = partial(_init_state, num_blocks=(1,) * groups, dtype=self.dtype.name)
+        init = partial(
+            _init_state,
+            num_blocks=(1,) * groups,
+            dtype=self.dtype.name,
+            cache_dtype=self.cache_dtype.name,
+        )
         slot = jax.eval_shape(partial(init, self.configs.greedy, 1, *self._layout.sizes[STOPS]))
         rows = jax.tree.leaves(slots.without_caches(slot))
         self.memory.check_room(sum(x.size * x.dtype.itemsize for x in rows))
@@ -428,9 +443,15 @@ class ModelRunner:
         return {self.configs.num_drafts(n) for n in range(1, batch + 1)}
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("num_blocks", "dtype"))
+@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("num_blocks", "dtype", "cache_dtype"))
 def _init_state(
-    cfg: RoundConfig, batch: int, stops: int, *, num_blocks: tuple[int, ...], dtype: str
+    cfg: RoundConfig,
+    batch: int,
+    stops: int,
+    *,
+    num_blocks: tuple[int, ...],
+    dtype: str,
+    cache_dtype: str,
 ) -> DecodeState:
     """Return idle rows over empty caches."""
     rows = sampling_rows(StateLayout(Vocabulary(cfg.target.vocab_size)), [], batch=batch)
@@ -440,7 +461,8 @@ def _init_state(
         jnp.zeros(batch, jnp.int32),
         jnp.full((batch, stops), -1, jnp.int32),
         num_blocks,
-        jnp.dtype(dtype),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
     )
 
 

@@ -1,6 +1,6 @@
 """The choice of each op's implementation.
 
-It is made once, when an engine is built, from the device, the dtype and the models' shapes.
+It is made once, when an engine is built, from the device, the dtypes and the models' shapes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxspec.config import (
     AttentionConfig,
@@ -58,14 +59,24 @@ def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
     return named
 
 
-def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: Any) -> Ops:
+def choose(
+    requested: str,
+    target: Any,
+    draft: Any,
+    *,
+    block_size: int,
+    dtype: DTypeLike,
+    cache_dtype: DTypeLike,
+) -> Ops:
     """Return the Ops of an engine.
 
     requested, for all ops or for single ones, as parse reads it:
     "reference": plain jnp.
     "mosaic_gpu": the kernel; ConfigError with the reason if it does not support this case.
-    "auto": the kernel if it supports this device, dtype and these models, else the reference. The
+    "auto": the kernel if it supports this device, these dtypes and models, else the reference. The
     reason is logged.
+
+    dtype, cache_dtype: of the weights and activations, and of keys and values in the cache
     """
     wanted = parse(requested)
     if unknown := [name for name in wanted.values() if name not in CHOICES]:
@@ -73,7 +84,8 @@ def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: A
     if set(wanted.values()) == {"reference"}:
         return Ops()
     chosen = {}
-    for op, reason in _reasons(target, draft, block_size, jnp.dtype(dtype)).items():
+    dtypes = jnp.dtype(dtype), jnp.dtype(cache_dtype)
+    for op, reason in _reasons(target, draft, block_size, *dtypes).items():
         if reason is not None and wanted[op] == "mosaic_gpu":
             raise ConfigError(f"kernels 'mosaic_gpu': {op}: {reason}")
         if reason is not None and wanted[op] == "auto":
@@ -82,7 +94,9 @@ def choose(requested: str, target: Any, draft: Any, *, block_size: int, dtype: A
     return Ops(**chosen)
 
 
-def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, str | None]:
+def _reasons(
+    target: Any, draft: Any, block_size: int, dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> dict[str, str | None]:
     """Return for each op the reason that its kernel cannot serve these models, None if it can."""
     device = hopper.missing()
     # A draft without layers runs no op but rejection sampling.
@@ -100,9 +114,10 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
         return device or next((r for r in reasons if r), None)
 
     return {
-        "attention": compressed or first(_attention(a, block_size, dtype) for a in attentions),
+        "attention": compressed
+        or first(_attention(a, block_size, dtype, cache_dtype) for a in attentions),
         "rms_norm": first(rms_norm.unsupported(m.hidden_size, dtype) for m in models),
-        "rope_cache": compressed or first(_rope_cache(a, dtype) for a in attentions),
+        "rope_cache": compressed or first(_rope_cache(a, dtype, cache_dtype) for a in attentions),
         "step_metadata": first(_step_metadata(m) for m in models),
         "matmul": first(
             matmul.unsupported(
@@ -125,12 +140,18 @@ def _reasons(target: Any, draft: Any, block_size: int, dtype: Any) -> dict[str, 
     }
 
 
-def _attention(cfg: AttentionConfig | MLAConfig, block_size: int, dtype: Any) -> str | None:
+def _attention(
+    cfg: AttentionConfig | MLAConfig, block_size: int, dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> str | None:
     """Return why the kernel cannot attend over latents, or over keys and values; None if it can.
 
     pallas_kernels.latent_attention serves latents.
     """
-    common: dict[str, Any] = {"block_size": block_size, "q_dtype": dtype, "cache_dtype": dtype}
+    common: dict[str, Any] = {
+        "block_size": block_size,
+        "q_dtype": dtype,
+        "cache_dtype": cache_dtype,
+    }
     if isinstance(cfg, MLAConfig):
         latents = latent_attention.Latents(
             query_rows=FEW_ROWS * cfg.num_heads,
@@ -149,16 +170,18 @@ def _attention(cfg: AttentionConfig | MLAConfig, block_size: int, dtype: Any) ->
     return attention.unsupported(heads)
 
 
-def _rope_cache(cfg: AttentionConfig | MLAConfig, dtype: Any) -> str | None:
+def _rope_cache(
+    cfg: AttentionConfig | MLAConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> str | None:
     """Return why the kernel cannot write latents, or keys and values by head; None if it can.
 
     pallas_kernels.latent_cache norms and writes latents.
     """
     if isinstance(cfg, MLAConfig):
         return latent_cache.unsupported(
-            cfg.q_lora_rank or 0, cfg.kv_lora_rank, cfg.rope_head_dim, dtype
+            cfg.q_lora_rank or 0, cfg.kv_lora_rank, cfg.rope_head_dim, dtype, cache_dtype
         )
-    return rope_cache.unsupported(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, dtype)
+    return rope_cache.unsupported(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, dtype, cache_dtype)
 
 
 def _step_metadata(model: Any) -> str | None:

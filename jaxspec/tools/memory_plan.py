@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import drafts, models
+from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.cache.pool_sizes import demand, layer_block_bytes
 from jaxspec.config import CacheGroup, EngineConfig
 from jaxspec.decode.several_rounds import rounds_per_step
@@ -112,7 +113,9 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plan the memory of a target and a draft (None for plain decoding) on a GPU.
 
-    config: lengths, batch and block size, and the share of `memory` (in bytes) that may be used.
+    config: lengths, batch and block size, the caches' dtype, and the share of `memory` (in bytes)
+        that may be used.
+    dtype: of the weights.
     """
     K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
     target_weights = weight_bytes(models.family(target).param_specs(target), dtype)
@@ -123,7 +126,8 @@ def memory_plan(
         "rounds_per_step": rounds_per_step(config, on_gpu=True, weight_bytes=target_weights),
     }
     num_requests, lengths = config.max_num_seqs, (config.block_size, config.max_model_len)
-    pools = partial(group_plans, dtype=dtype, max_num_seqs=num_requests, **rows)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
+    pools = partial(group_plans, cache_dtype=cache_dtype, max_num_seqs=num_requests, **rows)
     groups = pools("target", target, target.cache_groups(*lengths))
     draft_weights = buffers = 0
     if draft is not None:
@@ -157,7 +161,7 @@ def group_plans(
     cfg: Any,
     groups: tuple[CacheGroup, ...],
     *,
-    dtype: str,
+    cache_dtype: jnp.dtype,
     max_num_seqs: int,
     **rows: int,
 ) -> tuple[GroupPlan, ...]:
@@ -166,7 +170,7 @@ def group_plans(
     rows: keywords of pool_sizes.demand.
     """
     block_size = groups[0].block_size
-    layers = layer_block_bytes(cfg, block_size, dtype)
+    layers = layer_block_bytes(cfg, block_size, cache_dtype)
     plans = []
     for i, group in enumerate(groups):
         own = [size for size, of in zip(layers, cfg.group_of_layer, strict=True) if of == i]

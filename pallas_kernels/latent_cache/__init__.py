@@ -25,7 +25,8 @@ def norm_and_write(
     inputs.check()
 
     def reason() -> str | None:
-        return hopper.missing() or unsupported(*inputs.ranks, inputs.latents.dtype)
+        dtypes = inputs.latents.dtype, inputs.cache.dtype
+        return hopper.missing() or unsupported(*inputs.ranks, *dtypes)
 
     if not runs_kernel("latent_cache", implementation, reason):
         return reference.norm_and_write(inputs)
@@ -35,14 +36,19 @@ def norm_and_write(
 
 
 def unsupported(
-    q_lora_rank: int, kv_lora_rank: int, rope_head_dim: int, dtype: DTypeLike
+    q_lora_rank: int,
+    kv_lora_rank: int,
+    rope_head_dim: int,
+    dtype: DTypeLike,
+    cache_dtype: DTypeLike,
 ) -> str | None:
     """Return why the Mosaic kernel cannot run, None if it can.
 
-    q_lora_rank: 0 if there is no query latent.
+    q_lora_rank:        0 if there is no query latent
+    dtype, cache_dtype: of the projections, and of the cache
     """
     if old := hopper.too_old():
         return old
     from pallas_kernels.latent_cache import mosaic_gpu
 
-    return mosaic_gpu.unsupported(q_lora_rank, kv_lora_rank, rope_head_dim, dtype)
+    return mosaic_gpu.unsupported(q_lora_rank, kv_lora_rank, rope_head_dim, dtype, cache_dtype)

@@ -21,11 +21,17 @@ MAX_CHUNKS = 256  # of one copy
 
 
 def unsupported(
-    q_lora_rank: int, kv_lora_rank: int, rope_head_dim: int, dtype: DTypeLike
+    q_lora_rank: int,
+    kv_lora_rank: int,
+    rope_head_dim: int,
+    dtype: DTypeLike,
+    cache_dtype: DTypeLike,
 ) -> str | None:
     """Return why this kernel cannot run, None if it can."""
     if dtype != jnp.bfloat16:
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
+    if cache_dtype != jnp.bfloat16:
+        return f"expected a cache of bfloat16, got {jnp.dtype(cache_dtype).name}"
     if rope_head_dim != CHUNK:
         return f"expected a rope_head_dim of {CHUNK}, got {rope_head_dim}"
     most = CHUNK * MAX_CHUNKS

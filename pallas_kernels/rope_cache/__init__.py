@@ -27,7 +27,8 @@ def rope_and_write(
 
     def reason() -> str | None:
         num_kv_heads, head_dim = inputs.k_cache.shape[2:]
-        return unsupported(inputs.num_heads, num_kv_heads, head_dim, inputs.qkv.dtype)
+        dtype, cache_dtype = inputs.qkv.dtype, inputs.k_cache.dtype
+        return unsupported(inputs.num_heads, num_kv_heads, head_dim, dtype, cache_dtype)
 
     if not runs_kernel("rope_cache", implementation, reason):
         return reference.rope_and_write(inputs)
@@ -36,10 +37,15 @@ def rope_and_write(
     return mosaic_gpu.rope_and_write(inputs)
 
 
-def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike) -> str | None:
-    """Return why the Mosaic kernel cannot run, None if it can."""
+def unsupported(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike, cache_dtype: DTypeLike
+) -> str | None:
+    """Return why the Mosaic kernel cannot run, None if it can.
+
+    dtype, cache_dtype: of the projections, and of the caches
+    """
     if old := hopper.too_old():
         return old
     from pallas_kernels.rope_cache import mosaic_gpu
 
-    return mosaic_gpu.unsupported(num_heads, num_kv_heads, head_dim, dtype)
+    return mosaic_gpu.unsupported(num_heads, num_kv_heads, head_dim, dtype, cache_dtype)

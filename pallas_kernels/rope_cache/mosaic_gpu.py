@@ -29,10 +29,14 @@ HEAD_DIMS = (64, 128)
 MAX_HEADS = 128
 
 
-def unsupported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike) -> str | None:
+def unsupported(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike, cache_dtype: DTypeLike
+) -> str | None:
     """Return why this kernel cannot run, None if it can."""
     if dtype != jnp.bfloat16:
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
+    if cache_dtype != jnp.bfloat16:
+        return f"expected caches of bfloat16, got {jnp.dtype(cache_dtype).name}"
     if head_dim not in HEAD_DIMS:
         return f"expected a head_dim of {HEAD_DIMS}, got {head_dim}"
     if num_heads + 2 * num_kv_heads > MAX_HEADS:

@@ -39,7 +39,9 @@ def configured(model: str, method: str) -> RoundConfig:
     if model == "gpt-oss-20b":
         target = replace(target, layer_types=target.layer_types[:2])
     draft = draft_config(replace(HYBRID[model], target=target, aux_layers=(0, 1, 2)), method)
-    chosen = op_choice.choose("auto", target, draft, block_size=64, dtype=jnp.bfloat16)
+    chosen = op_choice.choose(
+        "auto", target, draft, block_size=64, dtype=jnp.bfloat16, cache_dtype=jnp.bfloat16
+    )
     return RoundConfig.for_models(
         target,
         draft,
@@ -69,7 +71,12 @@ def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     zeros = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32)
     state = jax.eval_shape(
         lambda s: decode_state.init_state(
-            cfg, s, *zeros, (BATCH * PAGES,) * len(cfg.cache_groups), jnp.bfloat16
+            cfg,
+            s,
+            *zeros,
+            (BATCH * PAGES,) * len(cfg.cache_groups),
+            dtype=jnp.bfloat16,
+            cache_dtype=jnp.bfloat16,
         ),
         sampling,
     )

@@ -178,7 +178,8 @@ def abstract_arguments(cfg: RoundConfig, batch: int) -> tuple[Any, Any, Any]:
         jnp.zeros(batch, jnp.int32),
         jnp.zeros((batch, 4), jnp.int32),
         (batch * PAGES,),
-        jnp.bfloat16,
+        dtype=jnp.bfloat16,
+        cache_dtype=jnp.bfloat16,
     )
     return (
         {"target": target, "draft": draft},

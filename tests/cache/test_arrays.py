@@ -21,6 +21,7 @@ from jaxspec.cache.arrays import (
     TokenCache,
     cache_specs,
     init_cache,
+    resolve_cache_dtype,
     write,
 )
 from jaxspec.cache.metadata import build_metadata
@@ -181,3 +182,10 @@ def test_the_arrays_are_those_of_the_specs(name: str | tuple[str, str], dtype: j
     assert len({x.unsafe_buffer_pointer() for x in jax.tree.leaves(arrays)}) == len(
         jax.tree.leaves(arrays)
     ), "each array has memory of its own, since programs write in place"
+
+
+def test_auto_is_the_dtype_of_the_weights() -> None:
+    for weights in (BFLOAT16, FLOAT32):
+        assert resolve_cache_dtype("auto", weights) == weights
+        assert resolve_cache_dtype("bfloat16", weights) == BFLOAT16
+        assert resolve_cache_dtype("float32", weights) == FLOAT32

@@ -56,7 +56,13 @@ def hybrid() -> tuple[RoundConfig, Any, Any, Any]:
     cfg = model.round_config(K, max_model_len=40, sampled=False)
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
     state = decode_state.init_state(
-        cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33, 36), jnp.float32
+        cfg,
+        sampling,
+        jnp.full(3, 9),
+        jnp.full((3, 1), -1),
+        (30, 33, 36),
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     tables = tuple(
         jnp.arange(3 * pages, dtype=jnp.int32).reshape(3, pages) for pages in (10, 11, 12)
@@ -100,7 +106,13 @@ def test_a_draft_that_sees_as_far_as_a_group_of_the_target_has_its_table_and_blo
     cfg = model.round_config(1, max_model_len=40, sampled=False)
     sampling = jax.tree.map(jnp.asarray, sampling_state([0] * 3))
     state = decode_state.init_state(
-        cfg, sampling, jnp.full(3, 9), jnp.full((3, 1), -1), (30, 33), jnp.float32
+        cfg,
+        sampling,
+        jnp.full(3, 9),
+        jnp.full((3, 1), -1),
+        (30, 33),
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     assert [cache.k.shape[0] for cache in (*state.target_caches, *state.draft.caches)] == [
         33,

@@ -28,7 +28,8 @@ def four_requests(max_tokens: list[int], stops: list[list[int]]) -> DecodeState:
         jnp.asarray(max_tokens, jnp.int32),
         jnp.asarray(stops, jnp.int32),
         (1,),
-        jnp.float32,
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     return state.replace(
         next_token=jnp.asarray([10, 20, 30, 40], jnp.int32),

@@ -151,7 +151,8 @@ def play(
             full(1000, jnp.int32),
             jnp.full((size, 1), -1, jnp.int32),
             (1,),
-            jnp.float32,
+            dtype=jnp.float32,
+            cache_dtype=jnp.float32,
         )
         state = state.replace(
             seq_lens=full(5, jnp.int32),

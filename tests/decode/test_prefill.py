@@ -112,7 +112,12 @@ def test_a_chunks_last_row_pairs_with_the_next_prompt_token() -> None:
     off = []
     for wrong in (False, True):
         state = decode_state.init_state(
-            cfg, jax.tree.map(jnp.asarray, sampling), *stop_arrays(1), num_blocks, jnp.float32
+            cfg,
+            jax.tree.map(jnp.asarray, sampling),
+            *stop_arrays(1),
+            num_blocks,
+            dtype=jnp.float32,
+            cache_dtype=jnp.float32,
         )
         for begin in range(0, 9, 3):
             chunk = pad_chunk(prompts, begin, 3)

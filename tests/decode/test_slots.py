@@ -70,7 +70,8 @@ def test_drafts_past_a_requests_own_number_and_past_the_drafts_context_are_place
         jnp.zeros(7, jnp.int32),
         jnp.full((7, 1), -1),
         (1,),
-        jnp.float32,
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     state = replace(state, seq_lens=jnp.asarray([5, 8, 9, 10, 11, 12, 5], jnp.int32))
     state = replace(state, max_drafts=state.max_drafts.at[6].set(1))

@@ -253,7 +253,7 @@ def test_a_full_round_leaves_the_blocks_of_others_alone() -> None:
         target_groups=(group,),
         draft_groups=(group,),
     )
-    state = NGRAM.init(cfg, 1, (3,), jnp.float32)
+    state = NGRAM.init(cfg, 1, (3,), dtype=jnp.float32, cache_dtype=jnp.float32)
     state = jax.tree.map(lambda x: jnp.full_like(x, 9), state)
     no_target: Any = None
     seen = Observation(
@@ -376,7 +376,8 @@ def play(rule: str, chain: str, temperature: float, rounds: int) -> Trials:
         full(1000, jnp.int32),
         jnp.full((TRIALS, 1), -1, jnp.int32),
         (TRIALS,),
-        jnp.float32,
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     written = jax.tree.map(
         lambda x: x.at[:, : len(text)].set(jnp.asarray(text, jnp.int32)), state.draft.caches

@@ -145,11 +145,17 @@ def test_bits_on_the_gpu_do_not_depend_on_the_number_of_rows() -> None:
 
 @needs_mosaic
 def test_what_the_kernel_does_not_support_has_a_reason() -> None:
-    assert unsupported(768, 512, 64, jnp.bfloat16) is None
-    assert unsupported(0, 512, 64, jnp.bfloat16) is None
-    assert unsupported(768, 512, 64, jnp.float32) == "expected bfloat16, got float32"
-    assert unsupported(768, 512, 32, jnp.bfloat16) == "expected a rope_head_dim of 64, got 32"
-    assert str(unsupported(24, 512, 64, jnp.bfloat16)).startswith(
+    both = jnp.bfloat16, jnp.bfloat16
+    assert unsupported(768, 512, 64, *both) is None
+    assert unsupported(0, 512, 64, *both) is None
+    float32 = "got float32"
+    assert unsupported(768, 512, 64, jnp.float32, jnp.bfloat16) == f"expected bfloat16, {float32}"
+    assert (
+        unsupported(768, 512, 64, jnp.bfloat16, jnp.float32)
+        == f"expected a cache of bfloat16, {float32}"
+    )
+    assert unsupported(768, 512, 32, *both) == "expected a rope_head_dim of 64, got 32"
+    assert str(unsupported(24, 512, 64, *both)).startswith(
         "expected latents of a multiple of 64 numbers"
     )
 

@@ -29,15 +29,21 @@ needs_mosaic = pytest.mark.skipif(
 
 
 def choose(
-    requested: str, model: str = "llama-3-8b", dtype: Any = jnp.bfloat16, block_size: int = 64
+    requested: str,
+    model: str = "llama-3-8b",
+    dtype: Any = jnp.bfloat16,
+    block_size: int = 64,
+    method: str = "eagle3",
+    cache_dtype: Any = None,
 ) -> Ops:
     dimensions = MODELS[model]
     return op_choice.choose(
         requested,
         dimensions.target,
-        draft_config(dimensions, "eagle3"),
+        draft_config(dimensions, method),
         block_size=block_size,
         dtype=dtype,
+        cache_dtype=dtype if cache_dtype is None else cache_dtype,
     )
 
 
@@ -116,6 +122,30 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
         ConfigError, match="^kernels 'mosaic_gpu': attention: block_size: expected .*, got 24$"
     ):
         choose("mosaic_gpu", block_size=24)
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("on_a_hopper")
+@pytest.mark.parametrize(
+    ("model", "method", "caches"),
+    [("llama-3-8b", "eagle3", "caches"), ("glm-4.7-flash", "mtp", "a cache")],
+)
+def test_a_cache_of_another_dtype_leaves_its_ops_to_the_reference(
+    model: str, method: str, caches: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other kernels read no cache, and stay."""
+    with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):
+        chosen = choose("auto", model, method=method, cache_dtype=jnp.float32)
+    assert chosen == replace(EVERY, attention="reference", rope_cache="reference")
+    attention, rope_cache = (r.getMessage() for r in caplog.records)
+    assert attention.startswith("attention: reference (the kernel dtypes of q and the cache")
+    assert attention.endswith(": expected bfloat16, got bfloat16 and float32)")
+    reason = f"expected {caches} of bfloat16, got float32"
+    assert rope_cache == f"rope_cache: reference (the kernel {reason})"
+    with pytest.raises(ConfigError, match=f"^kernels 'mosaic_gpu': rope_cache: {reason}$"):
+        choose("rope_cache=mosaic_gpu", model, method=method, cache_dtype=jnp.float32)
+    with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: dtypes of q and"):
+        choose("mosaic_gpu", model, method=method, cache_dtype=jnp.float32)
 
 
 def test_compiler_options_go_with_the_matmul_kernel() -> None:
@@ -246,7 +276,9 @@ def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.usefixtures("on_a_hopper")
 def test_experts_run_on_the_kernel_unless_they_are_packed() -> None:
     def chosen(requested: str, target: Any) -> str:
-        return op_choice.choose(requested, target, None, block_size=64, dtype=jnp.bfloat16).moe
+        return op_choice.choose(
+            requested, target, None, block_size=64, dtype=jnp.bfloat16, cache_dtype=jnp.bfloat16
+        ).moe
 
     packed = replace(HYBRID["gpt-oss-20b"].target, mxfp4="packed")
     assert [chosen("auto", model.target) for model in HYBRID.values()] == ["mosaic_gpu"] * 2
@@ -278,7 +310,11 @@ def test_latent_attention_has_kernels_of_its_own_under_the_names_of_the_ops(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     glm = HYBRID["glm-4.7-flash"]
-    options: dict[str, Any] = {"block_size": 64, "dtype": jnp.bfloat16}
+    options: dict[str, Any] = {
+        "block_size": 64,
+        "dtype": jnp.bfloat16,
+        "cache_dtype": jnp.bfloat16,
+    }
     assert op_choice.choose("mosaic_gpu", glm.target, draft_config(glm, "mtp"), **options) == EVERY
     odd = replace(glm.target, attention=replace(glm.target.attention, rope_head_dim=32))
     with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):

@@ -187,7 +187,13 @@ def prefill(cfg: RoundConfig, params: Any) -> tuple[list[list[int]], decode_stat
     num_blocks = (table.size,) * len(cfg.cache_groups)
     no_stop = jnp.full((batch, 1), -1, jnp.int32)
     state = decode_state.init_state(
-        cfg, sampling, jnp.full(batch, 999, jnp.int32), no_stop, num_blocks, jnp.float32
+        cfg,
+        sampling,
+        jnp.full(batch, 999, jnp.int32),
+        no_stop,
+        num_blocks,
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     first = [0] * batch
     for start in range(0, max(PROMPTS), CHUNK):

@@ -92,7 +92,13 @@ def collect(
     tables, num_blocks = block_tables(2, cfg)
     limits, stops = jnp.full(2, MAX_TOKENS, jnp.int32), jnp.full((2, 1), -1, jnp.int32)
     state = decode_state.init_state(
-        cfg, jax.tree.map(jnp.asarray, rows), limits, stops, num_blocks, jnp.float32
+        cfg,
+        jax.tree.map(jnp.asarray, rows),
+        limits,
+        stops,
+        num_blocks,
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     for begin in range(0, max(map(len, PROMPTS)), CHUNK):
         verification, state = programs.run_prefill(

@@ -69,7 +69,13 @@ def first_tokens(
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (TRIALS, *x.shape[1:])), row)
     keys = jnp.stack([full(3, jnp.uint32), jnp.arange(TRIALS, dtype=jnp.uint32)], axis=1)
     state = decode_state.init_state(
-        cfg, replace(sampling, keys=keys), full(1000), full(-1)[:, None], (1,), jnp.float32
+        cfg,
+        replace(sampling, keys=keys),
+        full(1000),
+        full(-1)[:, None],
+        (1,),
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     state = replace(
         state,

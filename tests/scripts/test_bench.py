@@ -31,6 +31,7 @@ from tests.scripts.conftest import runner
 from tests.support.tiny import sampling_state
 
 TINY = Case("tiny", batch=3, context=70)
+BF16 = {"dtype": jnp.bfloat16, "cache_dtype": jnp.bfloat16}
 EFFORT = workload.Effort(rounds=8, repeats=1)
 run_bench = runner(bench.main)
 run_kernels = runner(bench_kernels.main)
@@ -272,13 +273,13 @@ def configured(case: Case, **changes: Any) -> tuple[Any, Any]:
 def test_the_floor_of_an_8b_round_is_what_it_must_read():
     """15.01 GB of target weights, 2.35 GB of three draft steps."""
     cfg, plain = configured(Case("llama-3-8b"))
-    floor = round_floor(cfg, 1, 400, 2)
+    floor = round_floor(cfg, 1, 400, **BF16)
     assert floor.target_weights == pytest.approx(
         15.01e9, rel=1e-3
     ) and floor.draft_weights == pytest.approx(2.347e9, rel=1e-3)
     assert floor.kv == 400 * 2 * 8 * 128 * 2 * (32 + 3)
     assert floor.logits == 2 * 4 * 4 * 128256 + 2 * 4 * 3 * 32000
-    step = round_floor(plain, 1, 400, 2)
+    step = round_floor(plain, 1, 400, **BF16)
     assert step.draft_weights == 0 and step.target_weights == pytest.approx(
         floor.target_weights, rel=1e-4
     )
@@ -291,7 +292,7 @@ def test_the_floor_of_an_8b_round_is_what_it_must_read():
 
 def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():
     cfg, _ = configured(Case("llama-3-8b", batch=64))
-    floor = round_floor(cfg, 64, 400, 2)
+    floor = round_floor(cfg, 64, 400, **BF16)
     target = 2 * (15.01e9 / 2) * 256 + 4 * 256 * 400 * 32 * 4096
     fc, qkv, o, mlp, head = 12288 * 4096, 8192 * 6144, 4096 * 4096, 3 * 4096 * 14336, 4096 * 32000
     draft = 2 * (
@@ -311,29 +312,29 @@ def test_noise_need_not_move(rule):
     greedy, sampled = (
         configured(Case("smollm2-135m", temperature=t, rule=rule))[0] for t in (0.0, 1.0)
     )
-    assert round_floor(sampled, 2, 400, 2) == round_floor(greedy, 2, 400, 2)
+    assert round_floor(sampled, 2, 400, **BF16) == round_floor(greedy, 2, 400, **BF16)
 
 
 def test_a_tied_head_is_read_and_eagle_reads_the_targets_head_every_step():
     smol, _ = configured(Case("smollm2-135m"))
     specs = jax.tree.leaves(models.family(smol.target).param_specs(smol.target))
     numbers = sum(np.prod(spec.shape) for spec in specs)
-    assert round_floor(smol, 1, 400, 2).target_weights == 2 * (numbers + 4 * 576)
+    assert round_floor(smol, 1, 400, **BF16).target_weights == 2 * (numbers + 4 * 576)
     eagle, _ = configured(Case("llama-3-8b", method="eagle"))
     head = 3 * 4096 * 128256 * 2
-    assert head < round_floor(eagle, 1, 400, 2).draft_weights < head + 3 * 600e6
+    assert head < round_floor(eagle, 1, 400, **BF16).draft_weights < head + 3 * 600e6
 
 
 def test_memory_is_weights_caches_and_logits():
     cfg, _ = configured(Case("llama-3-8b"), ops=Ops(attention="mosaic_gpu"))
-    base, longer = (memory_needed(cfg, 64, slots, 2) for slots in (512, 33280))
+    base, longer = (memory_needed(cfg, 64, slots, **BF16) for slots in (512, 33280))
     assert 16e9 < base < 25e9 and longer - base == 64 * (33280 - 512) * 2 * 8 * 128 * 2 * 33
 
 
 def test_the_floor_counts_the_experts_that_are_hit_and_the_tokens_that_a_window_shows():
     """gpt-oss-20b: 2.4 GB that every pass reads, 32 experts of 49.8 MB in each of 24 layers."""
     cfg, plain = configured(Case("gpt-oss-20b"))
-    one, four = round_floor(plain, 1, 4000, 2), round_floor(cfg, 1, 4000, 2)
+    one, four = round_floor(plain, 1, 4000, **BF16), round_floor(cfg, 1, 4000, **BF16)
     experts = 24 * 32 * (2880 * 2 * 2880 + 2880 * 2880 + 3 * 2880) * 2
     fixed = one.target_weights - experts * 4 / 32
     assert fixed == pytest.approx(
@@ -345,7 +346,7 @@ def test_the_floor_counts_the_experts_that_are_hit_and_the_tokens_that_a_window_
 
 def test_the_floor_of_an_mtp_module_is_that_of_a_layer_of_the_target():
     cfg, _ = configured(Case("glm-4.7-flash", method="mtp"))
-    floor = round_floor(cfg, 1, 400, 2)
+    floor = round_floor(cfg, 1, 400, **BF16)
     head, attention, expert = 2048 * 154880, 21e6, 3 * 2048 * 1536
     hit = 64 * 3 * 4 / 64  # of the row that each step is read of
     assert floor.draft_weights == pytest.approx(

@@ -34,6 +34,12 @@ def test_llama_takes_two_bytes_a_parameter_and_128_kib_a_token() -> None:
     assert plan.logits == 16 * 128256 * 4
 
 
+def test_caches_of_float32_take_twice_the_bytes_and_weights_the_same() -> None:
+    plan, auto = (plan_of("gpt-oss-20b", kv_cache_dtype=dtype) for dtype in ("float32", "auto"))
+    assert [g.token_bytes for g in plan.groups] == [2 * g.token_bytes for g in auto.groups]
+    assert plan.target_weights == auto.target_weights
+
+
 def test_gpt_oss_has_two_groups_of_twelve_layers() -> None:
     plan = plan_of("gpt-oss-20b")
     assert [(g.name, g.num_layers, g.token_bytes, g.window) for g in plan.groups] == [

@@ -233,7 +233,13 @@ def start(
     sampling = jax.tree.map(jnp.asarray, sampling)
     stops = np.full((batch, 1), -1, np.int32) if stop_token_ids is None else stop_token_ids
     state = decode_state.init_state(
-        cfg, sampling, limits, jnp.asarray(stops), num_blocks, jnp.float32
+        cfg,
+        sampling,
+        limits,
+        jnp.asarray(stops),
+        num_blocks,
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
     )
     longest = max(len(p) for p in prompts)
     first = np.full(batch, -1, np.int32)

@@ -27,6 +27,7 @@ from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import (
     REFERENCE_OPS,
     EngineConfig,
+    KVCacheDtype,
     Ops,
     RoundConfig,
     SamplingFeatures,
@@ -173,6 +174,7 @@ class Pair:
     max_drafts: int
     stop_token_ids: tuple[int, ...]
     dtype: jax.typing.DTypeLike = jnp.float32
+    kv_cache_dtype: KVCacheDtype = "auto"
     ops: Ops = REFERENCE_OPS
 
 
@@ -228,6 +230,7 @@ class Recorder:
             rounds_per_step=1,
             # A block more than a request fills: admission keeps one free for each that runs.
             num_gpu_blocks_override=max_num_seqs * (pages + 1),
+            kv_cache_dtype=pair.kv_cache_dtype,
             enable_prefix_caching=False,
             batch_invariant=True,
         )
@@ -238,7 +241,7 @@ class Recorder:
             SpeculativeConfig(num_speculative_tokens=pair.max_drafts),
             config,
             ops=pair.ops,
-            dtype=jnp.dtype(pair.dtype),
+            dtype=pair.dtype,
             eos_token_ids=pair.stop_token_ids,
         )
         self.pair, self.batch, self.pages = pair, max_num_seqs, pages

@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
-from jaxspec.config import AttentionConfig, MLAConfig, RoundConfig
+from jaxspec.cache.pool_sizes import layer_block_bytes
+from jaxspec.config import RoundConfig
 from jaxspec.layers.moe import MoEConfig
 
 FLOAT32 = 4
@@ -49,11 +52,14 @@ class Floor:
         return asdict(self) | {"bytes": self.bytes} | times | {"seconds": max(times.values())}
 
 
-def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Floor:
+def round_floor(
+    cfg: RoundConfig, batch: int, context: int, *, dtype: DTypeLike, cache_dtype: DTypeLike
+) -> Floor:
     """Return the floor of a round of `batch` requests that hold `context` tokens each.
 
-    itemsize: bytes of a number of weights and caches.
+    dtype, cache_dtype: of the weights, and of the caches.
     """
+    itemsize = jnp.dtype(dtype).itemsize
     K, target = cfg.num_speculative_tokens, cfg.target
     rows = batch * (K + 1)
     vocabulary = batch * (K + 1) * target.vocab_size
@@ -74,17 +80,13 @@ def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Fl
                 2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch
             )
         window = cfg.draft.sliding_window or context
-        kv_draft = (
-            K
-            * batch
-            * min(window, context)
-            * cfg.draft.num_layers
-            * kv_token_bytes(cfg.draft.attention, itemsize)
-        )
+        block = sum(layer_block_bytes(cfg.draft, cfg.block_size, cache_dtype))
+        kv_draft = K * batch * min(window, context) * block // cfg.block_size
         draft_logits = batch * K * cfg.draft.draft_vocab_size
-    attention = target.attention
-    tokens = sum(seen_tokens(cfg, context))
-    attention_flops = 4 * rows * tokens * attention.num_heads * attention.head_dim
+    attention, tokens = target.attention, seen_tokens(cfg, context)
+    attention_flops = 4 * rows * sum(tokens) * attention.num_heads * attention.head_dim
+    blocks = layer_block_bytes(target, cfg.block_size, cache_dtype)
+    kv_target = sum(seen * block for seen, block in zip(tokens, blocks, strict=True))
     read, used = weights, float(weights)
     if experts:
         read += int(experts * share_hit(target.moe, rows))
@@ -92,7 +94,7 @@ def round_floor(cfg: RoundConfig, batch: int, context: int, itemsize: int) -> Fl
     return Floor(
         target_weights=itemsize * (read + rows * target.hidden_size),
         draft_weights=draft_bytes,
-        kv=batch * tokens * kv_token_bytes(attention, itemsize) + kv_draft,
+        kv=batch * kv_target // cfg.block_size + kv_draft,
         logits=2 * FLOAT32 * (vocabulary + draft_logits),
         flops=int(2 * used * rows) + attention_flops + draft_flops,
     )
@@ -112,7 +114,9 @@ def seen_tokens(cfg: RoundConfig, context: int) -> list[int]:
     ]
 
 
-def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> int:
+def memory_needed(
+    cfg: RoundConfig, batch: int, slots: int, *, dtype: DTypeLike, cache_dtype: DTypeLike
+) -> int:
     """Return the bytes of device memory that a case needs.
 
     They are those of weights, caches of `slots` tokens a request, the logits with the sampler's
@@ -122,26 +126,20 @@ def memory_needed(cfg: RoundConfig, batch: int, slots: int, itemsize: int) -> in
         math.prod(s.shape)
         for s in jax.tree.leaves(models.family(cfg.target).param_specs(cfg.target))
     )
-    kv = cfg.target.num_layers * kv_token_bytes(cfg.target.attention, itemsize)
+    layers = layer_block_bytes(cfg.target, cfg.block_size, cache_dtype)
+    block = sum(layers)
     if cfg.draft is not None:
         weights += sum(
             math.prod(s.shape)
             for s in jax.tree.leaves(drafts.family(cfg.draft).param_specs(cfg.draft))
         )
-        kv += cfg.draft.num_layers * kv_token_bytes(cfg.draft.attention, itemsize)
+        block += sum(layer_block_bytes(cfg.draft, cfg.block_size, cache_dtype))
     logits = FLOAT32 * batch * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size
-    gathered = 0
-    if (
-        cfg.ops.attention == "reference"
-    ):  # one layer's keys and values at a time, and again in float32
-        gathered = batch * slots * kv_token_bytes(cfg.target.attention, itemsize + FLOAT32)
-    return itemsize * weights + batch * slots * kv + 4 * logits + gathered + RESERVE
-
-
-def kv_token_bytes(attention: AttentionConfig | MLAConfig, itemsize: int) -> int:
-    """One token's keys and values (or its latent) in one layer."""
-    arrays = 1 if isinstance(attention, MLAConfig) else 2
-    return arrays * attention.num_kv_heads * attention.head_dim * itemsize
+    if cfg.ops.attention == "reference":
+        # One layer's keys and values at a time are gathered, and again in float32.
+        block += max(layers) + max(layer_block_bytes(cfg.target, cfg.block_size, jnp.float32))
+    caches = batch * slots * block // cfg.block_size
+    return jnp.dtype(dtype).itemsize * weights + caches + 4 * logits + RESERVE
 
 
 def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
-from jaxspec.cache.arrays import KVCache, init_cache
+from jaxspec.cache.arrays import KVCache, cache_specs
 from jaxspec.cache.metadata import (
     AttentionMetadata,
     BlockTables,
@@ -228,7 +228,8 @@ def does_not_fit(
     limit None is an unknown amount: the case is tried.
     """
     cfg, _, pages = configure(case, dtype, chosen, effort)
-    needed = memory_needed(cfg, case.batch, pages * BLOCK_SIZE, jnp.dtype(dtype).itemsize)
+    slots = pages * BLOCK_SIZE
+    needed = memory_needed(cfg, case.batch, slots, dtype=dtype, cache_dtype=dtype)
     if limit is None or needed <= limit:
         return None
     return f"needs {needed / 1e9:.1f} GB of device memory, {limit / 1e9:.1f} GB are there"
@@ -240,14 +241,15 @@ class Workload:
     def __init__(
         self, case: Case, weights: Weights, chosen: dict[str, str], effort: Effort
     ) -> None:
-        self.case, self.effort, self.dtype = case, effort, weights.dtype
+        self.case, self.effort = case, effort
         self.llm, self.plain_llm, pages = _engines(case, weights.dtype, effort, *weights.get(case))
         self.cfg, self.plain_cfg = _round_configs(case, self.llm, self.plain_llm, chosen, effort)
         self.engine = self.llm.engine
         blocks = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
         self.host_table = blocks.reshape(case.batch, pages)
         self.block_tables = (jnp.asarray(self.host_table),) * len(self.cfg.cache_groups)
-        self.state = random_state(case, self.cfg, blocks.size, weights.dtype)
+        dtypes = {"dtype": self.llm.dtype, "cache_dtype": self.llm.cache_dtype}
+        self.state = random_state(case, self.cfg, blocks.size, **dtypes)
         self.proposal = self._random_proposal()
 
     @property
@@ -471,9 +473,9 @@ class Workload:
         gained = 1.0 if plain else self.case.acceptance_length
         context = int(self.start + gained * self.effort.rounds / 2)
         cfg = self.plain_cfg if plain else self.cfg
-        return round_floor(cfg, self.case.batch, context, self.dtype.itemsize).to_dict(
-            bandwidth, matmul_rate
-        )
+        dtype, cache_dtype = self.llm.dtype, self.llm.cache_dtype
+        floor = round_floor(cfg, self.case.batch, context, dtype=dtype, cache_dtype=cache_dtype)
+        return floor.to_dict(bandwidth, matmul_rate)
 
     def measure(self, parts: Sequence[str]) -> Figures:
         """Return each part's timing by name, and the metadata's share of the round."""
@@ -491,7 +493,9 @@ class Workload:
         return found
 
 
-def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: DTypeLike) -> DecodeState:
+def random_state(
+    case: Case, cfg: RoundConfig, num_blocks: int, *, dtype: DTypeLike, cache_dtype: DTypeLike
+) -> DecodeState:
     """Return live requests with random caches and random pending rows, none of them zeros.
 
     No request has stop tokens.
@@ -520,25 +524,23 @@ def random_state(case: Case, cfg: RoundConfig, num_blocks: int, dtype: DTypeLike
             pending_tokens=tokens(batch, K + 1),
             pending_hidden=normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
             num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
-            caches=_random_caches(cfg.draft, num_blocks, dtype, jax.random.key(6)),
+            caches=_random_caches(cfg.draft, num_blocks, cache_dtype, jax.random.key(6)),
         ),
-        target_caches=_random_caches(cfg.target, num_blocks, dtype, jax.random.key(5)),
+        target_caches=_random_caches(cfg.target, num_blocks, cache_dtype, jax.random.key(5)),
     )
 
 
 def _random_caches(
-    cfg: models.TargetConfig | LayeredConfig, num_blocks: int, dtype: DTypeLike, key: jax.Array
+    cfg: models.TargetConfig | LayeredConfig,
+    num_blocks: int,
+    cache_dtype: DTypeLike,
+    key: jax.Array,
 ) -> KVCache:
-    pools, treedef = jax.tree.flatten(
-        jax.eval_shape(
-            lambda: init_cache(
-                cfg.attention, (num_blocks,) * cfg.num_layers, BLOCK_SIZE, jnp.dtype(dtype)
-            )
-        )
-    )
+    specs = cache_specs(cfg.attention, (num_blocks,) * cfg.num_layers, BLOCK_SIZE, cache_dtype)
+    pools, treedef = jax.tree.flatten(specs)
     keys = jax.random.split(key, len(pools))
     return treedef.unflatten(
-        normal(pool.shape, jnp.dtype(dtype).name, k) for pool, k in zip(pools, keys, strict=True)
+        normal(pool.shape, pool.dtype.name, k) for pool, k in zip(pools, keys, strict=True)
     )
 
 

@@ -1,0 +1,149 @@
+"""Caches in another dtype than the weights: every array of them keeps it through prefill and
+rounds, and speculation still gives the text of plain decoding."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig, drafts, models
+from jaxspec.cache.arrays import cache_specs
+from jaxspec.cache.pool_sizes import block_bytes
+from jaxspec.config import REFERENCE_OPS, RoundConfig
+from jaxspec.decode import prefill, round
+from jaxspec.decode.state import DecodeState, init_state
+from jaxspec.drafts.drafter import PromptChunk
+from jaxspec.layers.params import Params, init_random
+from jaxspec.loading.model import bind_draft
+from tests.support.families import PAIRS, draft_config, family_model, target_config
+from tests.support.tiny import Model, agreeing_model, random_prompts, sampling_state
+
+FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+
+
+def dtypes_of(tree: Any) -> list[jnp.dtype]:
+    return [array.dtype for array in jax.tree.leaves(tree)]
+
+
+# --- programs, traced
+
+
+def shapes_of_params(specs: Params, dtype: jnp.dtype) -> Params:
+    return jax.eval_shape(lambda key: init_random(specs, key, dtype), jax.random.key(0))
+
+
+def traced_round(
+    pair: tuple[str, str], dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> tuple[RoundConfig, DecodeState, DecodeState, DecodeState]:
+    """A pair's round config, and its state before and after prefill and after a round."""
+    target = target_config(pair[0])
+    draft = draft_config(pair[1], target)
+    params = shapes_of_params(models.family(target).param_specs(target), dtype)
+    own = shapes_of_params(drafts.family(draft).param_specs(draft), dtype)
+    cfg = RoundConfig.for_models(
+        target,
+        draft,
+        ops=REFERENCE_OPS,
+        block_size=4,
+        max_model_len=16,
+        num_speculative_tokens=2,
+    )
+    both = {"target": params, "draft": bind_draft(draft, own, params, None)}
+    sampling = jax.tree.map(jnp.asarray, sampling_state([0]))
+    blocks = (4,) * len(cfg.cache_groups)
+    start = partial(init_state, cfg, sampling, num_blocks=blocks, dtype=dtype)
+    limits = jnp.full(1, 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32)
+    state = jax.eval_shape(lambda: start(*limits, cache_dtype=cache_dtype))
+    tables = (jnp.zeros((1, 4), jnp.int32),) * len(blocks)
+    ints = jnp.ones(1, jnp.int32)
+    chunk = PromptChunk(jnp.ones((1, 4), jnp.int32), ints, ints, ints)
+    _, filled = jax.eval_shape(lambda p, s: prefill.prefill(cfg, p, s, tables, chunk), both, state)
+    _, after = jax.eval_shape(lambda p, s: round.decode_round(cfg, p, s, tables), both, filled)
+    return cfg, state, filled, after
+
+
+@pytest.mark.parametrize(
+    ("pair", "dtype", "cache_dtype"),
+    [(pair, FLOAT32, BFLOAT16) for pair in PAIRS]
+    + [
+        (pair, BFLOAT16, FLOAT32)
+        for pair in PAIRS
+        if pair in (("gpt_oss", "eagle3"), ("glm4_moe_lite", "mtp"), ("deepseek_v4", "mtp"))
+    ],
+    ids=str,
+)
+def test_every_family_keeps_its_caches_in_their_dtype(
+    pair: tuple[str, str], dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> None:
+    """JAX promotes strictly here, so a product of operands of two dtypes would be an error."""
+    cfg, *states = traced_round(pair, dtype, cache_dtype)
+    for model, caches in (
+        (cfg.target, lambda state: state.target_caches),
+        (cfg.draft, lambda state: state.draft.caches),
+    ):
+        specs = cache_specs(model.attention, (4,) * model.num_layers, 4, cache_dtype)
+        assert cache_dtype in dtypes_of(specs)
+        for state in states:
+            assert dtypes_of(caches(state)) == dtypes_of(specs)
+    assert {state.draft.pending_hidden.dtype for state in states} == {dtype}
+
+
+# --- the engine
+
+CONFIG = {"max_model_len": 64, "max_num_seqs": 2, "block_size": 4, "max_num_batched_tokens": 16}
+GREEDY = [SamplingParams(temperature=0, max_tokens=n) for n in (20, 9, 14)]
+PROMPTS = random_prompts((18, 3, 7))
+ENGINES = {
+    "full attention": ("eagle3", lambda: agreeing_model("eagle3")),
+    "latent attention": ("mtp", lambda: family_model("glm4_moe_lite", "mtp")),
+}
+
+
+@cache
+def engine(name: str) -> LLM:
+    """float32 weights with bfloat16 caches."""
+    method, make = ENGINES[name]
+    model: Model = make()
+    return LLM(
+        (model.target, model.params["target"]),
+        (model.draft, model.params["draft"]),
+        SpeculativeConfig(method=method, num_speculative_tokens=3),
+        config=EngineConfig(kv_cache_dtype="bfloat16", **CONFIG),
+        dtype=jnp.float32,
+    )
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_speculation_gives_the_text_of_plain_decoding(name: str) -> None:
+    llm = engine(name)
+    plain = llm.on_same_weights(speculative=False).generate(PROMPTS, GREEDY)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert llm.metrics.mean_acceptance_length > 1.3
+    state = llm.runner.state
+    assert set(dtypes_of((state.target_caches, state.draft.caches))) == {BFLOAT16}
+    assert set(dtypes_of(llm.params)) == {state.draft.pending_hidden.dtype} == {FLOAT32}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_pools_count_the_bytes_of_the_arrays(name: str) -> None:
+    runner = engine(name).runner
+    caches = runner.state.target_caches, runner.state.draft.caches
+    held = sum(array.nbytes for array in jax.tree.leaves(caches))
+    assert runner.memory.cache_bytes == held > 0
+    wide = block_bytes(runner.configs.greedy, FLOAT32)
+    assert [2 * size for size in runner.memory.block_bytes] == list(wide)
+
+
+def test_a_description_names_the_caches_dtype_where_it_differs() -> None:
+    llm = engine("full attention")
+    first, auto = (
+        each.describe().splitlines()[0]
+        for each in (llm, llm.on_same_weights(kv_cache_dtype="auto"))
+    )
+    assert ", float32 (KV cache bfloat16) on " in first
+    assert ", float32 on " in auto
