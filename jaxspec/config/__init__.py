@@ -28,6 +28,7 @@ from jaxspec.config.reading import (
     read_object,
     refuse_unless,
     settle_integers,
+    shown,
 )
 from jaxspec.config.rope import RopeConfig, rope_frequencies
 from jaxspec.config.round import RoundConfig, SamplingFeatures
@@ -59,4 +60,5 @@ __all__ = [
     "refuse_unless",
     "rope_frequencies",
     "settle_integers",
+    "shown",
 ]

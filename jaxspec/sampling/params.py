@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from jaxspec.config import ConfigError, is_int, is_number, settle_integers
+from jaxspec.config import ConfigError, is_int, is_number, settle_integers, shown
 from jaxspec.config.settings import setting
 from jaxspec.sampling import limits
 
 MAX_LOGPROBS = 20  # alternatives of a token at most; vLLM's default limit
+MAX_INT32 = 2**31 - 1  # the device's counts are int32
+MAX_TEMPERATURE = 3.4e38  # and its temperatures float32
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,18 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
             raise ConfigError(
-                f"temperature: expected a number of at least 0, got {self.temperature!r}"
+                f"temperature: expected a number of at least 0, got {shown(self.temperature)}"
             )
         if 0 < self.temperature < 1e-5:
             raise ConfigError(
                 f"temperature: expected 0 (greedy) or at least 1e-5, got {self.temperature!r}"
             )
+        if self.temperature > MAX_TEMPERATURE:
+            raise ConfigError(
+                f"temperature: expected at most {MAX_TEMPERATURE:g}, got {shown(self.temperature)}"
+            )
         if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
+            raise ConfigError(f"top_p: expected a number in (0, 1], got {shown(self.top_p)}")
         # The lower end keeps float32 from dividing by 0.
         for name, low, high in (
             ("min_p", 0, 1),
@@ -135,19 +141,26 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             if not is_number(value) or not low <= value <= high:
-                raise ConfigError(f"{name}: expected a number from {low} to {high}, got {value!r}")
+                raise ConfigError(
+                    f"{name}: expected a number from {low} to {high}, got {shown(value)}"
+                )
 
     def _check_counts(self) -> None:
         if not is_int(self.top_k) or not -1 <= self.top_k < 2**31:
             raise ConfigError(
-                f"top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), got {self.top_k!r}"
+                "top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), "
+                f"got {shown(self.top_k)}"
             )
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
-            raise ConfigError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
+            raise ConfigError(f"seed: expected a 64-bit integer or None, got {shown(self.seed)}")
         most = self.max_tokens
         if most is not None and (not is_int(most) or most < 1):
             raise ConfigError(
-                f"max_tokens: expected an integer of at least 1 or None, got {most!r}"
+                f"max_tokens: expected an integer of at least 1 or None, got {shown(most)}"
+            )
+        if most is not None and most > MAX_INT32:
+            raise ConfigError(
+                f"max_tokens: expected at most 2**31 - 1 (None: no limit), got {shown(most)}"
             )
         if (
             not is_int(self.min_tokens)
@@ -156,24 +169,33 @@ class SamplingParams:
         ):
             raise ConfigError(
                 f"min_tokens: expected an integer from 0 to max_tokens {most}, "
-                f"got {self.min_tokens!r}"
+                f"got {shown(self.min_tokens)}"
+            )
+        if self.min_tokens > MAX_INT32:
+            raise ConfigError(
+                f"min_tokens: expected at most 2**31 - 1, got {shown(self.min_tokens)}"
             )
         for name, least, wanted in (("logprobs", -1, ", -1 for all"), ("prompt_logprobs", 0, "")):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not least <= value <= MAX_LOGPROBS):
                 raise ConfigError(
                     f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, "
-                    f"got {value!r}"
+                    f"got {shown(value)}"
                 )
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
+                raise ConfigError(
+                    f"{name}: expected true or false, got {shown(getattr(self, name))}"
+                )
         if not is_int(self.n) or not 1 <= self.n <= limits.MAX_N:
-            raise ConfigError(f"n: expected an integer from 1 to {limits.MAX_N}, got {self.n!r}")
+            raise ConfigError(
+                f"n: expected an integer from 1 to {limits.MAX_N}, got {shown(self.n)}"
+            )
         most = self.num_speculative_tokens
         if most is not None and (not is_int(most) or most < 0):
             raise ConfigError(
-                f"num_speculative_tokens: expected an integer of at least 0 or None, got {most!r}"
+                "num_speculative_tokens: expected an integer of at least 0 or None, "
+                f"got {shown(most)}"
             )
         if self.greedy and self.n > 1:
             raise ConfigError(
@@ -248,7 +270,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     )
     if not all(isinstance(s, str) and s for s in listed):
         raise ConfigError(
-            f"{name}: expected a string or a list of strings, none of them empty, got {value!r}"
+            f"{name}: expected a string or a list of strings, none of them empty, "
+            f"got {shown(value)}"
         )
     return listed
 
@@ -271,7 +294,7 @@ def _words(value: Any) -> tuple[str, ...]:
     listed = _listed(value)
     if not all(isinstance(s, str) and s.strip() for s in listed):
         raise ConfigError(
-            f"bad_words: expected a list of strings, none of them blank, got {value!r:.200}"
+            f"bad_words: expected a list of strings, none of them blank, got {shown(value)}"
         )
     return listed
 
@@ -281,7 +304,7 @@ def _words_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
     if not all(words):
         raise ConfigError(
             "bad_words_token_ids: expected lists of token ids, none of them empty, "
-            f"got {value!r:.200}"
+            f"got {shown(value)}"
         )
     return words
 
@@ -308,22 +331,25 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ConfigError(f"{name}: expected a list of token ids, got {value!r}")
+        raise ConfigError(f"{name}: expected a list of token ids, got {shown(value)}")
     listed = tuple(value)
     if not all(is_int(t) and 0 <= t < 2**31 for t in listed):
-        raise ConfigError(f"{name}: expected token ids from 0 to 2**31 - 1, got {value!r:.200}")
+        raise ConfigError(f"{name}: expected token ids from 0 to 2**31 - 1, got {shown(value)}")
     return tuple(int(t) for t in listed)
 
 
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping | None):
-        raise ConfigError(f"logit_bias: expected numbers by token id, got {value!r:.200}")
+        raise ConfigError(f"logit_bias: expected numbers by token id, got {shown(value)}")
     biases = dict(value or {})
     for token, bias in biases.items():
         if not is_int(token) or not 0 <= token < 2**31:
-            raise ConfigError(f"logit_bias: expected token ids from 0 to 2**31 - 1, got {token!r}")
+            raise ConfigError(
+                f"logit_bias: expected token ids from 0 to 2**31 - 1, got {shown(token)}"
+            )
         if not is_number(bias) or not -100 <= bias <= 100:
             raise ConfigError(
-                f"logit_bias: expected numbers from -100 to 100, got {bias!r} for token {token}"
+                "logit_bias: expected numbers from -100 to 100, "
+                f"got {shown(bias)} for token {token}"
             )
     return biases

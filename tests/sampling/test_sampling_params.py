@@ -4,13 +4,18 @@ follows from its requests."""
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import fields
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from jaxspec.config import REFERENCE_OPS, CacheGroup, ConfigError, RoundConfig, SamplingFeatures
+from jaxspec.engine.request import derive_seed
 from jaxspec.sampling.params import SamplingParams, end_token_ids
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
@@ -77,6 +82,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"stop_token_ids": "5"}, "stop_token_ids: expected a list of token ids, got '5'"),
     ({"seed": 2**64}, "seed: expected a 64-bit integer or None, got 18446744073709551616"),
+    ({"seed": 10**5000}, "seed: expected a 64-bit integer or None, got one int of too many digits"),
+    ({"temperature": 10**400}, "temperature: expected a number of at least 0, got 1000"),
+    ({"temperature": 1e39}, "temperature: expected at most 3.4e+38, got 1e+39"),
+    ({"top_p": 10**5000}, "top_p: expected a number in (0, 1], got one int of too many digits"),
+    (
+        {"logit_bias": {1: 10**5000}},
+        "logit_bias: expected numbers from -100 to 100, got one int of too many digits for token 1",
+    ),
+    ({"max_tokens": 2**31}, "max_tokens: expected at most 2**31 - 1 (None: no limit), got 2147483"),
+    (
+        {"min_tokens": 2**31, "max_tokens": None},
+        "min_tokens: expected at most 2**31 - 1, got 2147483648",
+    ),
+    ({"stop": [10**5000]}, "stop: expected a string or a list of strings, none of them empty, got"),
     ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1 or None, got 0"),
     ({"min_tokens": 17}, "min_tokens: expected an integer from 0 to max_tokens 16, got 17"),
     ({"min_tokens": -1}, "min_tokens: expected an integer from 0 to max_tokens 16, got -1"),
@@ -126,11 +145,47 @@ def test_the_defaults_are_vllms() -> None:
     assert features_of([params]) == SamplingFeatures()
 
 
-@pytest.mark.parametrize(("values", "sentence"), WRONG, ids=[str(v) for v, _ in WRONG])
+@pytest.mark.parametrize(("values", "sentence"), WRONG, ids=[s[:60] for _, s in WRONG])
 def test_a_wrong_value_is_refused_in_one_sentence(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         SamplingParams(**values)
     assert str(error.value).startswith(sentence) and "\n" not in str(error.value)
+
+
+NUMBERS = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64 - 1, 10**400, np.int64(3), np.float32(0.5)]),
+    st.floats(),
+    st.floats(0, 1),
+    st.sampled_from([None, True, "1", np.ones(()), 1j, object]),
+)
+FIELDS = [
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "max_tokens", "min_tokens", "logprobs", "n"),
+]
+
+
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), NUMBERS, min_size=1, max_size=3),
+    st.dictionaries(st.just(3), NUMBERS, max_size=1),
+)
+@example({"min_tokens": 2**31 - 1}, {})
+@example({"temperature": 3.4e38, "seed": -(2**63)}, {3: 1e-300})
+def test_any_number_is_refused_or_fits_the_arrays_of_the_device(
+    values: dict[str, Any], bias: dict[int, Any]
+) -> None:
+    """Accepted values reach the rows of the state as finite numbers, after a prompt too."""
+    try:
+        params = SamplingParams(**{"max_tokens": None} | values, logit_bias=bias)
+    except ConfigError:
+        return
+    seed = derive_seed(params.seed, 0)
+    request = SampledRequest(params, seed, prompt_token_ids=[1] * 30)
+    layout = StateLayout(Vocabulary(8, (7,))).fit(features_of([params]), [params])
+    with warnings.catch_warnings(action="error"):
+        rows = sampling_rows(layout, [request])
+    for array in jax.tree.leaves(rows):
+        assert np.isfinite(array).all()
 
 
 def test_lists_and_single_strings_are_settled_and_the_whole_can_be_hashed() -> None:

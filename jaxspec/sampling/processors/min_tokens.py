@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.sampling.params import SamplingParams, end_token_ids
+from jaxspec.sampling.params import MAX_INT32, SamplingParams, end_token_ids
 from jaxspec.sampling.processors.processor import (
     LogitsProcessor,
     SampledRequest,
@@ -50,6 +50,7 @@ class MinTokens(LogitsProcessor[MinTokensState]):
     ) -> MinTokensState:
         params = request.params
         length = len(request.prompt_token_ids) + params.min_tokens if params.min_tokens else 0
+        length = min(length, MAX_INT32)
         stops = np.full(sizes, -1, np.int32)
         ends = end_token_ids(params, vocabulary.eos_token_ids) if params.min_tokens else ()
         stops[: len(ends)] = ends
