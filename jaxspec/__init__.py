@@ -1,7 +1,13 @@
 """jaxspec: EAGLE-type speculative decoding for causal language models, in JAX."""
 
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.engine.outputs import CompletionOutput, Increment, Interrupted, RequestOutput
+from jaxspec.engine.outputs import (
+    CompletionOutput,
+    EngineError,
+    Increment,
+    Interrupted,
+    RequestOutput,
+)
 from jaxspec.llm import LLM
 from jaxspec.sampling.params import SamplingParams
 
@@ -10,6 +16,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "EngineError",
     "Increment",
     "Interrupted",
     "RequestOutput",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +19,12 @@ from jaxspec.config import (
     SamplingFeatures,
     SpeculativeConfig,
 )
+from jaxspec.engine.driver import Driver
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.input_processor import InputProcessor
 from jaxspec.engine.inputs import Message, Prompt, as_chats
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
-from jaxspec.engine.output_processor import Callback, OutputCollector, request_outputs
+from jaxspec.engine.output_processor import Callback, request_outputs
 from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
 from jaxspec.engine.progress import no_progress, progress_bar
 from jaxspec.engine.request import Request
@@ -48,6 +48,8 @@ class LLM:
     >>> llm = LLM.from_pretrained(speculative=head)
     >>> hello = [{"role": "user", "content": "Hi"}]
     >>> llm.chat(hello, SamplingParams(temperature=0))[0].text  # doctest: +SKIP
+
+    Any thread may call it: the requests of all calls run together (jaxspec.engine.driver).
 
     Over all requests so far:
     metrics: acceptance of the drafts.
@@ -121,6 +123,7 @@ class LLM:
         if self.config.num_gpu_blocks_override is not None:
             self.runner.memory.decide()  # ConfigError now, not with the first request
         self.engine = Engine(self.runner)
+        self._driver = Driver(self.engine)
         self._inputs = InputProcessor(
             tokenizer,
             self.eos_token_ids,
@@ -293,11 +296,13 @@ class LLM:
             {"prompt_token_ids": ids} work too.
         sampling_params: one for all prompts, or one for each.
         progress: shows a bar on standard error.
-        callback: called with each Increment as it is read. An exception in it ends that text
+        callback: called with each Increment, in this thread. An exception in it ends that text
             (finish_reason "error") and no other.
 
         Every prompt is checked before anything runs; ConfigError says which one is wrong. Ctrl-C
-        raises Interrupted, a KeyboardInterrupt with the finished outputs; the engine stays usable.
+        raises Interrupted, a KeyboardInterrupt with the finished outputs; the engine stays usable,
+        and the requests of other calls go on. What goes wrong with one text alone ends that text:
+        finish_reason "error", and the exception in `error`. EngineError if the engine itself fails.
         """
         requests = self.make_requests(prompts, sampling_params, streams=callback is not None)
         with (
@@ -305,24 +310,40 @@ class LLM:
             if progress
             else contextlib.nullcontext(no_progress) as advance
         ):
-            collector = OutputCollector(requests, advance, callback)
             try:
-                self._run(requests, collector)
+                failed = self._run(requests, advance, callback)
             except KeyboardInterrupt as e:
-                self._cancel(requests)
                 raise Interrupted(
                     request_outputs(requests, self.tokenizer, finished_only=True)
                 ) from e
-            except BaseException:
-                self._cancel(requests)
-                raise
+        for request, error in failed.items():  # its end may have been read before its callback ran
+            request.finish_reason, request.error = "error", error
         return request_outputs(requests, self.tokenizer)
 
-    def _run(self, requests: Sequence[Request], collector: OutputCollector) -> None:
-        for request in requests:
-            self.engine.add(request)
-        while collector.unfinished:
-            self.engine.step()
+    def _run(
+        self,
+        requests: Sequence[Request],
+        advance: Callable[[int], None],
+        callback: Callback | None,
+    ) -> dict[Request, Exception]:
+        """Run the requests to their ends; return what the callback raised, and for which."""
+        failed: dict[Request, Exception] = {}
+        by_place = {(r.index, r.sample): r for r in requests} if callback else {}
+        increments = self._driver.run(requests, streams=callback is not None)
+        with contextlib.closing(increments):
+            for increment in increments:
+                if callback is not None:
+                    request = by_place[increment.index, increment.sample]
+                    if request not in failed:
+                        try:
+                            self._driver.call_back(callback, increment)
+                        except Exception as e:
+                            logger.warning("a callback raised: its text ends here", exc_info=e)
+                            failed[request] = e
+                            self._driver.fail(request, e)
+                if increment.finish_reason is not None:
+                    advance(1)
+        return failed
 
     def stream(
         self,
@@ -333,27 +354,11 @@ class LLM:
 
         Arguments are those of generate, and are checked before this returns. Closing or dropping
         the iterator cancels unfinished texts. Several streams and calls of generate may overlap.
+        What goes wrong with one text alone ends it with an Increment whose finish_reason is
+        "error". EngineError if the engine itself fails.
         """
-        return self._stream(self.make_requests(prompts, sampling_params, streams=True))
-
-    def _stream(self, requests: Sequence[Request]) -> Iterator[Increment]:
-        increments: deque[Increment] = deque()
-        collector = OutputCollector(requests, no_progress, increments.append)
-        try:
-            for request in requests:
-                self.engine.add(request)
-            while collector.unfinished or increments:
-                while increments:
-                    yield increments.popleft()
-                if collector.unfinished:
-                    self.engine.step()
-        finally:
-            self._cancel(requests)
-
-    def _cancel(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            request.on_tokens = None
-            self.engine.cancel(request)
+        requests = self.make_requests(prompts, sampling_params, streams=True)
+        return self._driver.run(requests, streams=True)
 
     def make_requests(
         self,
@@ -405,7 +410,11 @@ class LLM:
             if sampling_params is None
             else [self._inputs.with_words(params) for params in sampling_params]
         )
-        return compile_ahead(self.engine, kinds, shapes_up_to(self.runner, batch_sizes, lengths))
+        return self._driver.alone(
+            lambda: compile_ahead(
+                self.engine, kinds, shapes_up_to(self.runner, batch_sizes, lengths)
+            )
+        )
 
     def warmup_for(
         self,
@@ -417,10 +426,9 @@ class LLM:
         generate can then be timed without compilation. Checks the prompts as generate does.
         """
         requests = self.make_requests(prompts, sampling_params)
-        return (
-            compile_ahead(
-                self.engine, [r.params for r in requests], shapes_of(self.runner, requests)
-            )
-            if requests
-            else 0
+        if not requests:
+            return 0
+        kinds = [r.params for r in requests]
+        return self._driver.alone(
+            lambda: compile_ahead(self.engine, kinds, shapes_of(self.runner, requests))
         )

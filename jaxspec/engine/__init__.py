@@ -1,5 +1,6 @@
 """The host's side of generation: requests in, text out. No model mathematics.
 
+driver            calls of any thread share one engine
 engine            the loop: schedule, dispatch, read results; the only place that waits
 scheduler         admission, prefill chunks, reservation, preemption; no jax
 request           a request while it runs
@@ -13,7 +14,7 @@ warmup            compiles the shapes that requests will need
 inputs            prompt types
 input_processor   prompts and parameters to checked requests
 detokenizer       text as it grows, and stop strings
-outputs           RequestOutput, CompletionOutput, Increment
+outputs           RequestOutput, CompletionOutput, Increment, EngineError
 output_processor  generated tokens to increments and outputs
 metrics           acceptance counts and latencies, as vLLM defines them
 progress          a progress bar on standard error

@@ -17,6 +17,7 @@ class Detokenizer:
     decode: ids to text
     stop: strings that end the text
     include_stop: whether the text keeps the stop string
+    num_taken: characters of the text that were handed on
     """
 
     def __init__(
@@ -28,12 +29,22 @@ class Detokenizer:
     ) -> None:
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
         self._longest_stop = max(map(len, self._stop), default=0)
+        self.num_taken = 0
+        self.rewind(())
+
+    def rewind(self, token_ids: Sequence[int], *, min_tokens: int = 0) -> None:
+        """Make the text of these tokens anew; num_taken stays.
+
+        min_tokens: no stop string is looked for in the text of so many tokens.
+        """
         self._token_ids: list[int] = []
         # Decoded together: [prefix, read) is in the text already, [read, end) is new.
         self._prefix, self._read = 0, 0
-        self._emitted = self._search_from = 0
+        self._search_from = 0
         self.text = ""
         self.stopped = False
+        for count, token in enumerate(token_ids, start=1):
+            self.push(token, may_stop=count > min_tokens)
 
     def push(self, token: int, *, may_stop: bool = True) -> bool:
         """Add a token, and return whether it completes a stop string.
@@ -75,12 +86,16 @@ class Detokenizer:
             self.text += whole[len(self._decode(self._token_ids[self._prefix : self._read])) :]
             self._read = len(self._token_ids)
 
-    def take(self, *, last: bool) -> str:
-        """Return the text since the last call.
+    def new_text(self, *, last: bool) -> str:
+        """Return the text after the first num_taken characters.
 
-        Until the request's last call, text that may be the start of a stop string is kept back.
+        Until the request's end, text that may be the start of a stop string is kept back.
         """
         kept_back = 0 if last or self._longest_stop == 0 else self._longest_stop - 1
-        end = max(self._emitted, len(self.text) - kept_back)
-        new, self._emitted = self.text[self._emitted : end], end
+        return self.text[self.num_taken : max(self.num_taken, len(self.text) - kept_back)]
+
+    def take(self, *, last: bool) -> str:
+        """Return new_text, and count it as handed on."""
+        new = self.new_text(last=last)
+        self.num_taken += len(new)
         return new

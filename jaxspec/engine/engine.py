@@ -24,6 +24,7 @@ from jaxspec.decode.verify import Verification
 from jaxspec.engine.buckets import Shapes
 from jaxspec.engine.first_logits import check_first_logits
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
+from jaxspec.engine.outputs import EngineConfigError, EngineError
 from jaxspec.engine.request import FinishReason, Request
 from jaxspec.engine.round_configs import GREEDY
 from jaxspec.engine.runner import ModelRunner
@@ -76,11 +77,14 @@ class InFlight:
     prompts: list[tuple[Chunk, range]] = field(default_factory=list)
 
 
+Commands = deque[Callable[[], None]]
 RoundsObserver = Callable[[Verification, Sequence[tuple[Request, int]]], object]
 
 
 class Engine:
     """Requests in, tokens appended to them, round by round.
+
+    One thread uses it at a time. Driver shares it between the calls of several threads.
 
     on_rounds: called with each step's rounds, once their result is read and the requests have their
         tokens: the Verification as numpy arrays (of several rounds with an axis of rounds in
@@ -102,6 +106,8 @@ class Engine:
         self._clock = 0.0
         self._logits_seen = False  # whether a prefill's logits were finite
         self._stepping = False
+        self._live: dict[Request, None] = {}  # requests that have not ended, by arrival
+        self.failed = False  # a step or a command, since the last restart (advance)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -149,31 +155,37 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Whether some request waits or runs."""
-        return self._scheduler is not None and self._scheduler.has_requests
+        return bool(self._live)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.scheduler.add(request)
+        """Queue a request; nothing happens to one that is queued or runs."""
+        scheduler = self.scheduler
+        if request not in self._live:
+            self._live[request] = None
+            scheduler.add(request)
 
-    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+    def cancel(
+        self,
+        request: Request,
+        reason: FinishReason = "cancelled",
+        error: BaseException | None = None,
+    ) -> None:
         """End a request; nothing happens to one that has ended."""
         if request.finish_reason is None:
             if self._scheduler is not None:
                 self._scheduler.finish(request, reason)
-            request.finish_reason = reason
+            request.finish_reason, request.error = reason, error
             self._notify(request, 0)
 
     def step(self) -> None:
         """Dispatch the next prefill chunk and the next rounds, and read the results that are due.
 
-        An exception (Ctrl-C is one) may leave the device's state incomplete: every request is then
-        cancelled, and the engine starts anew. Raises ConfigError if called from a callback: the
-        tokens of the current result must be delivered first.
+        For tools, to whom all requests belong. An exception (Ctrl-C is one) may leave the device's
+        state incomplete: every request is then cancelled, and the engine starts anew. Raises
+        ConfigError if called from a callback: the tokens of the current result must be delivered
+        first.
         """
-        if self._stepping:
-            raise ConfigError(
-                "callback: expected no generating inside it, got a call that generates"
-            )
+        self._refuse_inside_step()
         self._ensure_scheduler()  # too small a pool raises here and cancels nothing
         self._stepping = True
         try:
@@ -186,17 +198,133 @@ class Engine:
         finally:
             self._stepping = False
 
+    def advance(self, commands: Commands, *, step: bool = True) -> None:
+        """Carry out the commands, then do as `step`, for requests that belong to several callers.
+
+        commands: each is removed once it is done, so an interrupted one is done again.
+        step: False for the commands alone.
+
+        An interrupt (any BaseException that is no Exception) is raised, and ends no request. An
+        Exception ends the requests that it belongs to, and is their `error`:
+        - an XLA error or a ConfigError: all that run, each with an EngineError;
+        - any other: one request, which is found by trying. All that ran are suspects. They run
+          again one after the other, beside those that are cleared already. The one with which the
+          step fails again has the error. If it never fails again, they all go on.
+        The others go on from their last delivered tokens, in new blocks, with the same text.
+        """
+        self._refuse_inside_step()
+        self._stepping = True
+        try:
+            if self.failed:
+                self._restart()
+            while commands:
+                commands[0]()
+                commands.popleft()
+            if step:
+                self._step()
+        except Exception as e:
+            self.failed = True
+            self._end_blamed(e)
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            self._stepping = False
+
+    def _refuse_inside_step(self) -> None:
+        if self._stepping:
+            raise ConfigError(
+                "callback: expected no generating inside it, got a call that generates"
+            )
+
     def reset(self) -> None:
         """Cancel every request and forget the device's state."""
-        self._in_flight.clear()
-        scheduler, self._scheduler = self.scheduler, None
-        self.runner.forget()
-        self._features_at = -1
-        requests = [*scheduler.running, *scheduler.waiting]
-        for request in requests:
+        self._forget()
+        for request in list(self._live):
             if request.finish_reason is None:
                 request.finish_reason, request.slot = "cancelled", None
                 self._notify(request, 0)
+        self._live.clear()
+
+    def _forget(self) -> None:
+        self._in_flight.clear()
+        self._scheduler = None
+        self.runner.forget()
+        self._features_at = -1
+
+    # --- after a step that failed ----------------------------------------------------------------
+
+    def _end_blamed(self, error: Exception) -> None:
+        """End the requests that a failure belongs to, or make suspects of those that ran."""
+        live = [r for r in self._live if not r.ended]
+        running = [r for r in live if r.slot is not None or r.blocks]
+        scheduler = self._scheduler
+        if scheduler is None or isinstance(error, jax.errors.JaxRuntimeError | ConfigError):
+            self._end_all(running or live, error)
+            return
+        if not scheduler.is_trial_over():
+            assert scheduler.on_trial is not None
+            self._end(scheduler.on_trial, error)
+            for request in live:
+                if request.standing == "cleared":
+                    request.standing = "trusted"
+            return
+        # The request that would be admitted next may have failed at that.
+        involved = list(dict.fromkeys([*running, *[*scheduler.waiting][:1]]))
+        trusted = [r for r in involved if r.standing == "trusted"]
+        if len(involved) == 1:
+            self._end(involved[0], error)
+        elif trusted:
+            logger.warning("a step failed: its requests are tried one by one", exc_info=error)
+            for request in trusted:
+                request.standing = "suspect"
+        else:
+            self._end_all(involved or live, error)
+
+    def _end_all(self, requests: Iterable[Request], error: Exception) -> None:
+        """End these requests, each with an EngineError of its own."""
+        for request in requests:
+            own = self._engine_error(error)
+            own.__cause__ = error
+            self._end(request, own)
+
+    def _engine_error(self, error: Exception) -> EngineError:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            return EngineConfigError(self._out_of_memory())
+        if isinstance(error, ConfigError):
+            return EngineConfigError(str(error))
+        reason = (str(error).splitlines() or [""])[0]
+        return EngineError(
+            "engine: expected prefill and rounds that run, "
+            f"got {type(error).__name__}: {reason:.500}; the requests that ran have ended"
+        )
+
+    def _restart(self) -> None:
+        """Start anew with all requests that have not ended: suspects first, then by arrival."""
+        self._forget()
+        for request in sorted(self._live, key=lambda r: r.standing != "suspect"):
+            if request.ended:
+                del self._live[request]
+                continue
+            try:
+                request.rewind()
+            except Exception as e:  # of a tokenizer
+                self._end(request, e)
+            else:
+                self.scheduler.add(request)
+        self.failed = False
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End one request with an error of its own; nothing happens to one that has ended."""
+        if request in self._live:
+            request.finish_reason, request.error = None, error
+            self.scheduler.finish(request, "error")
+            self._end(request, error)
+
+    def _end(self, request: Request, error: Exception) -> None:
+        logger.warning("a request ends with an error", exc_info=error)
+        request.finish_reason, request.error = "error", error
+        self._notify(request, 0)
 
     # --- rounds of a state that was made elsewhere -----------------------------------------------
 
@@ -216,6 +344,7 @@ class Engine:
         self.runner.set_state(state)
         groups = len(self.runner.configs.cache_groups)
         for slot, (request, own) in enumerate(zip(requests, blocks, strict=True)):
+            self._live[request] = None
             self.scheduler.place(request, slot, [list(own)] * groups)
 
     def take_state(self) -> DecodeState:
@@ -264,12 +393,6 @@ class Engine:
         launched = self._launch_rounds() or bool(step.chunks)
         if not launched and self._in_flight:
             self._read()
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """End a request with an error; nothing happens to one that has ended."""
-        if request.finish_reason is None:
-            request.error = error
-            self.cancel(request, "error")
 
     def _drop_idle_results(self) -> None:
         """Drop the rounds that were launched before the last request's end was read."""
@@ -341,24 +464,33 @@ class Engine:
             check_first_logits(verification, self.runner.params["target"])
             self._logits_seen = bool(verification.num_sampled.any())
         for chunk, tiles in result.prompts:
-            add_prompt_logprobs(chunk, tiles, verification.prompt_logprobs)
+            try:
+                add_prompt_logprobs(chunk, tiles, verification.prompt_logprobs)
+            except Exception as e:
+                self._fail(chunk.request, e)
         for part in each_round(verification):
             self._hand_out(result, part, now)
         if result.is_round and self.on_rounds is not None:
             self.on_rounds(verification, result.rows)
 
     def _hand_out(self, result: InFlight, verification: Verification, now: float) -> None:
-        """Give each request the tokens of one round, or of a prefill."""
+        """Give each request the tokens of one round, or of a prefill.
+
+        An exception on the way, such as one of the tokenizer, ends that request alone.
+        """
         tokens, num_sampled = verification.output_tokens, verification.num_sampled
         self.stats.timings.num_rounds += result.is_round and bool(num_sampled.any())
         for request, row in result.rows:
             sampled = tokens[row, : num_sampled[row]].tolist()
-            if request.params.logprobs is not None and request.finish_reason is None:
-                assert verification.logprobs is not None
-                request.logprobs += logprobs_of(
-                    verification.logprobs, row, sampled, request.params.logprobs
-                )
-            self._hand_over(request, sampled, result, now)
+            try:
+                if request.params.logprobs is not None and request.finish_reason is None:
+                    assert verification.logprobs is not None
+                    request.logprobs += logprobs_of(
+                        verification.logprobs, row, sampled, request.params.logprobs
+                    )
+                self._hand_over(request, sampled, result, now)
+            except Exception as e:
+                self._fail(request, e)
 
     def _hand_over(self, request: Request, tokens: list[int], result: InFlight, now: float) -> None:
         num_drafted = self._num_drafts(request, result.num_drafts)
@@ -376,19 +508,18 @@ class Engine:
         self._notify(request, kept)
 
     def _notify(self, request: Request, num_new: int) -> None:
-        """Call the request's callback; what the callback raises ends this request and no other."""
+        """Call the request's on_tokens; what that raises ends this request and no other."""
+        if request.on_tokens is not None:
+            try:
+                request.on_tokens(request, num_new)
+            except Exception as e:
+                if request.error is None:
+                    self._fail(request, e)  # which calls it once more, with the error
+                    return
+                logger.warning("a request's on_tokens raised again", exc_info=e)
         if request.finish_reason is not None:
             self.stats.latency.observe(request.times)
-        if request.on_tokens is None:
-            return
-        try:
-            request.on_tokens(request, num_new)
-        except Exception as e:
-            logger.warning("a request's callback raised: the request ends here", exc_info=e)
-            request.error, request.on_tokens = e, None
-            if request.finish_reason is None:
-                self.scheduler.finish(request, "error")
-            request.finish_reason = "error"
+            self._live.pop(request, None)
 
     # --- ahead of time, and when memory is short -------------------------------------------------
 

@@ -12,42 +12,41 @@ Callback = Callable[[Increment], object]
 
 
 class OutputCollector:
-    """Count the requests of a call that have not finished, and pass on what they generate.
+    """Make increments of what the requests of a call generate.
 
-    advance: called with the number of requests that finished
-    callback: called with each increment
+    put: takes each increment
+    streams: False makes one increment of each request, at its end and without tokens
     """
 
     def __init__(
-        self, requests: Sequence[Request], advance: Callable[[int], None], callback: Callback | None
+        self, requests: Sequence[Request], put: Callable[[Increment], object], *, streams: bool
     ) -> None:
-        self.unfinished = len(requests)
-        self._advance, self._callback = advance, callback
+        self._put, self._streams = put, streams
         for request in requests:
             request.on_tokens = self._on_tokens
 
     def _on_tokens(self, request: Request, num_new: int) -> None:
+        del num_new  # a request that is rewound generates tokens anew that are not delivered yet
         finished = request.finish_reason is not None
-        if finished:
-            self.unfinished -= 1
-            self._advance(1)
-        if self._callback is None:
+        if not self._streams and not finished:
+            request.num_delivered = request.num_generated
             return
-        text = ""
-        if request.detokenizer is not None:
-            if finished:
-                request.detokenizer.flush()
-            text = request.detokenizer.take(last=finished)
-        new = request.all_token_ids[len(request.all_token_ids) - num_new :]
+        detokenizer, text, new = request.detokenizer, "", []
+        if self._streams:
+            new = request.all_token_ids[len(request.prompt_token_ids) + request.num_delivered :]
+            if detokenizer is not None and request.error is None:
+                if finished:
+                    detokenizer.flush()
+                text = detokenizer.new_text(last=finished)
+        increment = Increment(
+            request.index, request.sample, new, text, request.finish_reason, request.error
+        )
         try:
-            self._callback(
-                Increment(request.index, request.sample, new, text, request.finish_reason)
-            )
-        except Exception:
-            if not finished:  # the engine ends the request without another call
-                self.unfinished -= 1
-                self._advance(1)
-            raise
+            self._put(increment)
+        finally:  # an interrupt may come right after it
+            request.num_delivered, request.ended = request.num_generated, finished
+            if detokenizer is not None:
+                detokenizer.num_taken += len(text)
 
 
 def request_outputs(
@@ -62,7 +61,9 @@ def request_outputs(
         grouped.setdefault(request.index, []).append(request)
     outputs = []
     for index, group in grouped.items():
-        if not finished_only or all(r.finish_reason in ("stop", "length") for r in group):
+        if not finished_only or all(
+            r.ended and r.finish_reason in ("stop", "length") for r in group
+        ):
             texts = [_completion(r, tokenizer) for r in group]
             scores = (
                 group[0].prompt_logprobs if group[0].params.prompt_logprobs is not None else None
@@ -75,12 +76,15 @@ def request_outputs(
 
 def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
     token_ids = request.token_ids
-    text = ""
+    text, error = "", request.error
     if request.detokenizer is not None and request.detokenizer.stopped:
         text = request.detokenizer.text
     elif tokenizer is not None:
-        text = tokenizer.decode(token_ids)
-    reason = request.finish_reason or "cancelled"
+        try:
+            text = tokenizer.decode(token_ids)
+        except Exception as e:  # the other texts of the call are fine
+            error = error or e
+    reason = "error" if error else request.finish_reason or "cancelled"
     scores = None if request.params.logprobs is None else request.logprobs
     return CompletionOutput(
         request.sample,
@@ -89,6 +93,6 @@ def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutp
         reason,
         request.metrics,
         request.times,
-        request.error,
+        error,
         scores,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspec.config import ConfigError
 from jaxspec.engine.inputs import Prompt
 from jaxspec.engine.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.engine.request import FinishReason
@@ -19,8 +20,8 @@ class CompletionOutput:
     token_ids: the generated tokens, the stop token included
     text: their text without special tokens, cut off before a stop string
     finish_reason: "stop" (an end-of-text or stop token, or a stop string), "length" (max_tokens, or
-        no room left), "cancelled", or "error" (an exception of the callback, or too little memory
-        for the sampling parameters)
+        no room left), "cancelled", or "error" (an exception that belongs to this text, such as one
+        of the callback, or too little memory for its sampling parameters)
     error: that exception
     logprobs: of each generated token and of the likeliest alternatives, by token id; None unless
         SamplingParams.logprobs is set
@@ -104,6 +105,7 @@ class Increment:
     sample: the text's number among the prompt's n
     token_ids, text: what is new; the last increment may have nothing new
     finish_reason: None except in the last increment
+    error: the exception that ended the text, with finish_reason "error"
     """
 
     index: int
@@ -111,6 +113,18 @@ class Increment:
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+
+
+class EngineError(RuntimeError):
+    """A failure of the engine itself, such as an XLA error in a round.
+
+    Every call whose requests ran then gets one of its own. The engine can be used again.
+    """
+
+
+class EngineConfigError(EngineError, ConfigError):
+    """An EngineError whose cause is a setting or a checkpoint, such as too little memory."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -16,6 +16,9 @@ from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+# After a step that failed for an unknown request: a suspect runs its next step as the only suspect,
+# and is cleared if that step succeeds (Engine.advance).
+Standing = Literal["trusted", "suspect", "cleared"]
 
 
 def derive_seed(seed: int | None, index: int) -> int:
@@ -40,6 +43,9 @@ class Request:
     seed: 64 bits, drawn before the request runs, so that it goes on alike when prefilled again
     index, sample: the prompt's place in the call, and the text's among its n
     on_tokens: called with the request and the number of new tokens, once for each round
+    num_delivered: generated tokens that a caller of LLM has been given, or that count as given
+    ended: whether that caller has been given the end as well
+    error: the exception that ended it, with finish_reason "error"
     all_token_ids: prompt and text
     logprobs: of each generated token; empty unless params want them
     prompt_logprobs: of each prompt token, None for the first; empty unless params want them
@@ -55,6 +61,7 @@ class Request:
     num_consumed: tokens of these that the draft has consumed too; no row before is computed again
     num_unread: rounds and ended prompts whose results are not read yet
     num_unread_rounds: the rounds among them
+    standing: whether a failure may belong to it
     """
 
     prompt_token_ids: list[int]
@@ -70,6 +77,8 @@ class Request:
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.perf_counter()))
     detokenizer: Detokenizer | None = None
     on_tokens: Callable[[Request, int], None] | None = None
+    num_delivered: int = 0
+    ended: bool = False
 
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
@@ -87,6 +96,7 @@ class Request:
     num_consumed: int = 0
     num_unread: int = 0
     num_unread_rounds: int = 0
+    standing: Standing = "trusted"
 
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.prompt_token_ids)
@@ -119,6 +129,23 @@ class Request:
     def may_generate(self) -> bool:
         """False once the unread results must hold its last token: each brings at least one."""
         return self.finish_reason is None and self.num_generated + self.num_unread < self.max_tokens
+
+    def rewind(self) -> None:
+        """Go back to the last delivered tokens, and hold no slot and no blocks.
+
+        After a failure. An exception may have come between any two lines of the engine, so tokens
+        that were not delivered, and all that the scheduler noted, are void. Prefill over the prompt
+        and the delivered tokens goes on from there, as after a preemption.
+        """
+        if self.num_generated > self.num_delivered or self.finish_reason is not None:
+            del self.all_token_ids[len(self.prompt_token_ids) + self.num_delivered :]
+            if self.detokenizer is not None:
+                self.detokenizer.rewind(self.token_ids, min_tokens=self.params.min_tokens)
+        del self.logprobs[self.num_delivered :]
+        self.finish_reason = self.error = None
+        self.slot, self.blocks, self.hashes = None, [], []
+        self.num_registered = self.num_prefilled = self.num_cached = self.num_consumed = 0
+        self.num_unread = self.num_unread_rounds = 0
 
     def extend(self, tokens: Sequence[int]) -> int:
         """Append a round's tokens up to the request's end, and return how many those were."""

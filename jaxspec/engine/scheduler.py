@@ -120,6 +120,7 @@ class Scheduler:
         self.rows: list[Request | None] = [None] * config.buckets[0]
         self.counts = SchedulerCounts()
         self.changes = 0  # counts admissions and departures
+        self.on_trial: Request | None = None  # a suspect that was admitted last (Engine.advance)
         self._cleared: list[int] = []
         self._admissions = 0
 
@@ -169,18 +170,40 @@ class Scheduler:
 
     def _admit(self) -> list[Request]:
         admitted: list[Request] = []
+        if not self.is_trial_over():
+            return admitted
         num_running = sum(1 for _ in self.running)
         while self.waiting and num_running + len(admitted) < self.config.max_num_seqs:
+            if self.waiting[0].standing == "suspect":
+                if admitted:
+                    break
+                self.on_trial = self.waiting[0]  # before any work for it, which may fail
             # A running request may need a block soon. A request admitted into the last free blocks
             # would only be preempted again.
             if not self._give_blocks(self.waiting[0], spare=num_running + len(admitted)):
+                self.on_trial = None
                 break
             request = self.waiting.popleft()
             self._admissions += 1
             request.admitted = self._admissions
             self.changes += 1
             admitted.append(request)
+            if self.on_trial is not None:
+                break
         return admitted
+
+    def is_trial_over(self) -> bool:
+        """Return whether no suspect runs that has yet to get through a round.
+
+        One that has is cleared.
+        """
+        request = self.on_trial
+        if request is None:
+            return True
+        if request.slot is None or request.num_cached <= request.num_prefilled:
+            return False
+        request.standing, self.on_trial = "cleared", None
+        return True
 
     def _give_blocks(self, request: Request, spare: int) -> bool:
         """Give the request blocks for its known tokens and its first rounds.
@@ -385,6 +408,8 @@ class Scheduler:
         slot, request.slot, request.blocks = request.slot, None, []
         self.rows[slot] = None
         self.changes += 1
+        if request is self.on_trial:
+            self.on_trial = None
         return slot
 
     def _register(self, request: Request) -> None:
