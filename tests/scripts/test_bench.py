@@ -325,6 +325,14 @@ def test_a_tied_head_is_read_and_eagle_reads_the_targets_head_every_step():
     assert head < round_floor(eagle, 1, 400, **BF16).draft_weights < head + 3 * 600e6
 
 
+def test_the_dtype_of_the_caches_moves_their_bytes_alone() -> None:
+    cfg, _, _ = workload.configure(TINY, jnp.bfloat16, {}, EFFORT)
+    wide = {"dtype": jnp.bfloat16, "cache_dtype": jnp.float32}
+    both, narrow = (round_floor(cfg, 2, 64, **dtypes) for dtypes in (wide, BF16))
+    assert both == replace(narrow, kv=2 * narrow.kv) != narrow
+    assert memory_needed(cfg, 2, 64, **wide) > memory_needed(cfg, 2, 64, **BF16)
+
+
 def test_memory_is_weights_caches_and_logits():
     cfg, _ = configured(Case("llama-3-8b"), ops=Ops(attention="mosaic_gpu"))
     base, longer = (memory_needed(cfg, 64, slots, **BF16) for slots in (512, 33280))
