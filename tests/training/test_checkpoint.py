@@ -349,19 +349,20 @@ def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
     }
 
 
-def test_a_missing_target_is_one_sentence(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "scripts/train_draft.py",
-        "train",
-        "--target",
-        str(tmp_path),
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.startswith(f"error: {tmp_path}") and len(done.stderr.splitlines()) == 1
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what the command writes to stderr when it ends with code 2."""
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_missing_target_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = ("--target", str(tmp_path), "--output", str(tmp_path / "out"))
+    error = refusal(capsys, "train", *folders)
+    assert error.startswith(f"error: {tmp_path}") and len(error.splitlines()) == 1
 
 
 def test_wrong_evaluation_prompts_are_found_before_anything_else(
@@ -369,39 +370,17 @@ def test_wrong_evaluation_prompts_are_found_before_anything_else(
 ) -> None:
     """Not when the first head has been trained and saved."""
     prompts = tmp_path / "none.jsonl"
-    with pytest.raises(SystemExit) as stopped:
-        main(
-            [
-                "train",
-                "--dry-run",
-                "--output",
-                str(tmp_path / "out"),
-                "--eval-prompts",
-                str(prompts),
-            ]
-        )
-    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(
-        f"error: {prompts}: expected a JSON Lines file"
-    )
+    files = ("--output", str(tmp_path / "out"), "--eval-prompts", str(prompts))
+    error = refusal(capsys, "train", "--dry-run", *files)
+    assert error.startswith(f"error: {prompts}: expected a JSON Lines file")
 
 
-def test_a_method_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "scripts/train_draft.py",
-        "all",
-        "--dry-run",
-        "--method",
-        "mtp",
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (
-        done.returncode == 2
-        and "invalid choice: 'mtp'" in done.stderr
-        and not (tmp_path / "out").exists()
-    )
+def test_a_method_that_cannot_be_trained_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("all", "--dry-run", "--method", "mtp", "--output", str(tmp_path / "out"))
+    error = refusal(capsys, *arguments)
+    assert "invalid choice: 'mtp'" in error and not (tmp_path / "out").exists()
 
 
 def test_a_run_that_is_gone_on_with_keeps_its_record_up_to_there(tmp_path: Path) -> None:

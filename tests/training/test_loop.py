@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax, softmax
 
 from jaxspec import models
 from jaxspec.config import REFERENCE_OPS
@@ -69,20 +70,23 @@ def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float)
     weights = {**pair.draft, **shared_weights(pair.draft_cfg, pair.target)}
     loss, sums = jax.jit(lambda: draft_loss(cfg, training_pair(pair), weights, side, counts))()
 
-    hidden, aux = target_states(
-        pair.target, pair.target_cfg, tokens, lengths, pair.draft_cfg.aux_layers
-    )
-    assert aux is not None
-    target_logits = np.asarray(
-        models.family(pair.target_cfg).logits(pair.target, pair.target_cfg, hidden, REFERENCE_OPS)
-    )
-    outputs = [
-        eagle3.logits(pair.bound, pair.draft_cfg, x, REFERENCE_OPS)
-        for x in forward_steps(pair.bound, pair.draft_cfg, tokens, aux, 3)
-    ]
+    @jax.jit  # one program, where each operation would be one
+    def logits_of_both() -> tuple[jax.Array, list[jax.Array]]:
+        hidden, aux = target_states(
+            pair.target, pair.target_cfg, tokens, lengths, pair.draft_cfg.aux_layers
+        )
+        assert aux is not None
+        family = models.family(pair.target_cfg)
+        return family.logits(pair.target, pair.target_cfg, hidden, REFERENCE_OPS), [
+            eagle3.logits(pair.bound, pair.draft_cfg, x, REFERENCE_OPS)
+            for x in forward_steps(pair.bound, pair.draft_cfg, tokens, aux, 3)
+        ]
+
+    target_logits, outputs = jax.tree.map(np.asarray, logits_of_both())
     expected = 0.0
     for step, out in enumerate(outputs):
         rows, hits = [], []
+        log_qs = log_softmax(out, axis=-1)
         for b in range(2):
             for p in range(12):
                 predicted = p + 2 + step  # the token that row p of this step predicts
@@ -91,8 +95,8 @@ def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float)
                 judge = target_logits[b, predicted - 1]
                 drafted = pair.draft_ids[int(np.argmax(out[b, p]))]
                 hits.append(drafted == judge.argmax())
-                log_q = jax.nn.log_softmax(out[b, p])
-                soft = -jnp.sum(jax.nn.softmax(judge[pair.draft_ids]) * log_q)
+                log_q = log_qs[b, p]
+                soft = -np.sum(softmax(judge[pair.draft_ids]) * log_q)
                 hard = -log_q[np.argmax(judge[pair.draft_ids])]
                 known = (
                     judge.argmax() in pair.draft_ids
@@ -114,7 +118,7 @@ def test_eagle_1_adds_the_regression_of_the_next_hidden_state(pair: Pair) -> Non
     counts = step_counts(CFG, lengths, answer_start, 12)
     side = observe(learned)
     _, sums = jax.jit(lambda: draft_loss(CFG, learned, weights, side, counts))()
-    features = eagle_forward_steps(weights, draft, tokens, side.hidden, 3)
+    features = jax.jit(lambda: eagle_forward_steps(weights, draft, tokens, side.hidden, 3))()
     for step, feature in enumerate(features):
         rows = [
             np.abs(np.asarray(feature[b, p] - side.hidden[b, p + 1 + step]))
@@ -154,10 +158,9 @@ def test_greedy_tokens_in_chunks_equal_those_of_all_logits(pair: Pair) -> None:
 
 def test_target_states_do_not_depend_on_padding(pair: Pair) -> None:
     tokens, lengths, _ = batch()
-    hidden, aux = target_states(pair.target, pair.target_cfg, tokens, lengths, (1, 4))
-    short, short_aux = target_states(
-        pair.target, pair.target_cfg, tokens[1:, :9], lengths[1:], (1, 4)
-    )
+    states = jax.jit(lambda *rows: target_states(pair.target, pair.target_cfg, *rows, (1, 4)))
+    hidden, aux = states(tokens, lengths)
+    short, short_aux = states(tokens[1:, :9], lengths[1:])
     assert aux is not None and short_aux is not None
     np.testing.assert_allclose(hidden[1, :9], short[0], atol=1e-5)
     np.testing.assert_allclose(aux[1, :9], short_aux[0], atol=1e-5)
