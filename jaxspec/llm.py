@@ -36,7 +36,7 @@ from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
 from jaxspec.loading.pretrained import load_pretrained
 from jaxspec.sampling import synthetic
-from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.params import SamplingParams, check_end_ids
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +89,18 @@ class LLM:
                 f"max_model_len: expected at most the target's max_position_embeddings {limit}, "
                 f"got {self.config.max_model_len}"
             )
+        if speculative and speculative.num_speculative_tokens >= self.config.max_model_len:
+            raise ConfigError(
+                "num_speculative_tokens: expected fewer than max_model_len "
+                f"{self.config.max_model_len}, got {speculative.num_speculative_tokens}"
+            )
         self.draft_config: Any = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else ()
         self.eos_token_ids = tuple(eos_token_ids)
+        check_end_ids(self.eos_token_ids, self.target_config.vocab_size)
         self.dtype = jnp.dtype(dtype)
         self.cache_dtype = resolve_cache_dtype(self.config.kv_cache_dtype, self.dtype)
         self.kernels = op_choice.choose(

@@ -194,7 +194,7 @@ def read_speculative(
     """
     try:
         values = json.loads(text) if text is not None else {}
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"--speculative-config: expected JSON, got {e}") from e
     if not isinstance(values, dict):
         raise ConfigError(

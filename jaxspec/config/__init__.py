@@ -21,8 +21,10 @@ from jaxspec.config.engine import Compilation, EngineConfig, KVCacheDtype
 from jaxspec.config.ops import REFERENCE_OPS, Ops
 from jaxspec.config.reading import (
     ConfigError,
+    as_python,
     is_int,
     is_number,
+    read_bool,
     read_int,
     read_number,
     read_object,
@@ -52,8 +54,10 @@ __all__ = [
     "SamplingFeatures",
     "SpeculativeConfig",
     "TokenHistoryConfig",
+    "as_python",
     "is_int",
     "is_number",
+    "read_bool",
     "read_int",
     "read_number",
     "read_object",

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers
+from jaxspec.config.reading import (
+    ConfigError,
+    as_python,
+    is_int,
+    is_number,
+    settle_integers,
+)
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
@@ -120,6 +126,7 @@ class EngineConfig:
         if buckets is None:
             powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
             buckets = (self.max_num_seqs,) if self.batch_invariant else powers
+        buckets = as_python(buckets)
         buckets = tuple(buckets) if isinstance(buckets, Iterable) else ()
         buckets = (
             tuple(sorted({int(b) for b in buckets}))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -57,6 +58,33 @@ def read_int(
     return int(value)
 
 
+@contextlib.contextmanager
+def values_as_sentences() -> Iterator[None]:
+    """Raise ConfigError for a value that fails in arithmetic or is no list where one is read."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise ConfigError(
+            "config.json: expected values of the kinds that its model_type has, "
+            f"got {type(e).__name__}: {e}"
+        ) from e
+
+
+def read_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return a switch of a raw config.json, or the default where it is absent or null.
+
+    ConfigError for anything but true and false: the text "false" would count as true.
+    """
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json: expected {key} to be true or false, got {shown(value)}")
+    return value
+
+
 def read_number(config: Mapping[str, Any], key: str, default: float) -> float:
     """Return a positive number of a raw config.json, or the default where it is absent."""
     value = config.get(key)
@@ -102,6 +130,14 @@ def is_number(x: object) -> bool:
 def is_int(x: object) -> bool:
     """Whether x is an integer, NumPy's included; booleans are not."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def as_python(value: Any) -> Any:
+    """Return the list or number of an array of NumPy or JAX; anything else unchanged.
+
+    An array without axes has __iter__, but no items.
+    """
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def settle_integers(config: Any) -> None:

@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxspec.config.reading import ConfigError, read_int, read_number, read_object
+from jaxspec.config.reading import (
+    ConfigError,
+    read_bool,
+    read_int,
+    read_number,
+    read_object,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,10 @@ class RopeConfig:
             ),
             "yarn": ("factor", "original_max_position_embeddings"),
         }
-        if kind not in needed:
-            raise ConfigError(f"rope_type: expected 'default', 'llama3' or 'yarn', got {kind!r}")
+        if not isinstance(kind, str) or kind not in needed:
+            raise ConfigError(
+                f"rope_type: expected 'default', 'llama3' or 'yarn', got {shown(kind)}"
+            )
         missing = [k for k in needed[kind] if k not in scaling]
         if missing:
             raise ConfigError(
@@ -96,7 +105,10 @@ class RopeConfig:
         def mscale(weight: float) -> float:
             return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-        one, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        one, all_dims = (
+            read_number(scaling, key, 0.0) if scaling.get(key) else None
+            for key in ("mscale", "mscale_all_dim")
+        )
         attention = mscale(one) / mscale(all_dims) if one and all_dims else mscale(1.0)
         return cls(
             theta,
@@ -105,7 +117,7 @@ class RopeConfig:
             original_max_position_embeddings=original,
             beta_fast=read_number(scaling, "beta_fast", 32.0),
             beta_slow=read_number(scaling, "beta_slow", 1.0),
-            truncate=bool(scaling.get("truncate", True)),
+            truncate=read_bool(scaling, "truncate", True),
             attention_factor=read_number(scaling, "attention_factor", attention),
             softmax_factor=mscale(all_dims) ** 2 if all_dims else 1.0,
         )

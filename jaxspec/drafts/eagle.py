@@ -20,6 +20,7 @@ from jaxspec.config import (
     CacheGroup,
     ConfigError,
     SpeculativeConfig,
+    read_bool,
     read_int,
     read_number,
 )
@@ -158,7 +159,7 @@ def config_from_checkpoint(
     fc has a bias if the file holds one. ConfigError if the config contradicts the file.
     """
     fc_bias = "fc.bias" in shapes
-    if "bias" in config and bool(config["bias"]) != fc_bias:
+    if "bias" in config and read_bool(config, "bias", False) != fc_bias:
         got = "one" if fc_bias else "none"
         raise ConfigError(
             f"fc.bias: expected what the draft's config says (bias {config['bias']}), got {got} "

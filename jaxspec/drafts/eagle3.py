@@ -22,6 +22,7 @@ from jaxspec.config import (
     ConfigError,
     Ops,
     SpeculativeConfig,
+    read_bool,
     read_int,
     read_number,
     read_object,
@@ -360,8 +361,8 @@ def _switch(
     name: str, config: Mapping[str, Any], overrides: SpeculativeConfig, speculators: bool
 ) -> bool:
     value = getattr(overrides, name)
-    if value is None:
-        value = config.get(name)
+    if value is None and config.get(name) is not None:
+        value = read_bool(config, name, False)
     if value is None and name == "norm_before_residual" and speculators:
         raise ConfigError(
             "norm_before_residual: expected it in a speculators config (vLLM and speculators "

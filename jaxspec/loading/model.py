@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.config.reading import values_as_sentences
 from jaxspec.layers.params import Params
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.weights import LazyTensor, load_params
@@ -58,12 +59,14 @@ def load_draft(
             )
         tensors[canonical] = tensor
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    try:
-        cfg = family.config_from_checkpoint(checkpoint.config, shapes, target, speculative)
-    except KeyError as e:
-        raise ConfigError(
-            f"{folder}/config.json: expected the key {e} of an {speculative.method} draft, got none"
-        ) from e
+    with values_as_sentences():
+        try:
+            cfg = family.config_from_checkpoint(checkpoint.config, shapes, target, speculative)
+        except KeyError as e:
+            raise ConfigError(
+                f"{folder}/config.json: expected the key {e} of an {speculative.method} draft, "
+                "got none"
+            ) from e
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     params = load_params(
         family.param_specs(cfg),

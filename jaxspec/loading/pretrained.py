@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,6 +68,7 @@ def load_pretrained(
     if max_model_len is not None:
         settings["max_model_len"] = max_model_len
     config = EngineConfig(**settings)
+    check_platform()
     keep_compiled_programs()
     resolved = (
         DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"]
@@ -93,6 +95,17 @@ def load_pretrained(
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
     return Pretrained(loaded, draft, speculative, tokenizer, eos, config, resolved)
+
+
+def check_platform() -> None:
+    """Raise ConfigError if JAX finds none of the platforms that JAX_PLATFORMS names."""
+    try:
+        jax.default_backend()
+    except RuntimeError as e:
+        raise ConfigError(
+            "JAX_PLATFORMS: expected a platform that this machine and this jax have, got "
+            f"{os.environ.get('JAX_PLATFORMS')!r}: {str(e).splitlines()[0]}"
+        ) from e
 
 
 def check_speculative(

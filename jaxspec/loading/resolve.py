@@ -10,7 +10,7 @@ from jaxspec.config import ConfigError
 from jaxspec.loading.cache import cached_gguf
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Weights, configs, the tokenizer's files.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 PICKLES = ["pytorch_model.bin"]  # of drafts only (EAGLE-1)
@@ -58,13 +58,27 @@ def own_drafts() -> dict[str, Path]:
     return {p.parent.name: p.parent for p in sorted(CHECKPOINTS.glob("*/config.json"))}
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split a hub id at its @ into repository and revision: a commit, a tag or a branch, or None.
+
+    A commit pins what is downloaded; without a revision it is the newest of the main branch.
+    """
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
 def _from_hub(name: str, kind: str, known: dict[str, Path]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     files = HUB_FILES + (PICKLES if kind == "draft" else [])
+    repository, revision = split_revision(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
+        return Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=files, ignore_patterns=["*/*"]
+            )
+        )
     except (RepositoryNotFoundError, HFValidationError) as e:
         reason = (
             "no such repository on the hub (or it is private or gated and no login may read it)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, is_int, shown
 from jaxspec.loading.checkpoint import read_json
 
 
@@ -48,13 +48,22 @@ class Tokenizer:
             )
         from jinja2 import TemplateError
 
+        from jaxspec.loading.template_limits import TemplateLimitError, limited_template
+
         try:
-            text = self.hf.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, TypeError) as e:
+            with limited_template(str(self.hf.chat_template)):
+                text = self.hf.apply_chat_template(
+                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+                )
+        except TemplateLimitError as e:
             raise ConfigError(
-                f"chat: expected messages that the chat template of {self.path} accepts, got {e}"
+                f"chat: expected a chat template in {self.path} that ends soon with a text, got {e}"
+            ) from e
+        except Exception as e:  # the template is a program, which may fail in any way
+            says = isinstance(e, TemplateError | TypeError)
+            raise ConfigError(
+                f"chat: expected messages that the chat template of {self.path} accepts, "
+                f"got {'' if says else type(e).__name__ + ': '}{e}"
             ) from e
         return self._ids(text, add_special_tokens=False)  # the template writes its own bos
 
@@ -120,10 +129,10 @@ def eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
+        if not all(is_int(i) and 0 <= i < 2**31 for i in values):
             raise ConfigError(
                 f"{folder / name}: expected eos_token_id to be an id or a list of ids, "
-                f"got {value!r}"
+                f"got {shown(value)}"
             )
         ids |= set(values)
         break

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.config import ConfigError
+from jaxspec.config.reading import values_as_sentences
 from jaxspec.models import (
     deepseek_v3,
     deepseek_v4,
@@ -65,4 +66,5 @@ def config_from_hf(config: Mapping[str, Any]) -> TargetConfig:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}")
-    return FAMILIES[model_type].config_from_hf(config)
+    with values_as_sentences():
+        return FAMILIES[model_type].config_from_hf(config)

@@ -17,6 +17,7 @@ from jaxspec.config import (
     ConfigError,
     MLAConfig,
     RopeConfig,
+    read_bool,
     read_int,
     read_number,
     read_object,
@@ -120,8 +121,8 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         rope_head_dim=read_int(config, "qk_rope_head_dim"),
         v_head_dim=read_int(config, "v_head_dim"),
         rope=RopeConfig.from_hf(config),
-        rope_interleave=bool(config.get("rope_interleave", True)),
-        bias=bool(config.get("attention_bias", False)),
+        rope_interleave=read_bool(config, "rope_interleave", True),
+        bias=read_bool(config, "attention_bias", False),
         rms_norm_eps=eps,
     )
     size = read_int(config, "moe_intermediate_size")
@@ -132,7 +133,7 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         num_groups=read_int(config, "n_group", 1),
         top_groups=read_int(config, "topk_group", 1),
         routed_scaling=read_number(config, "routed_scaling_factor", 1.0),
-        norm_top_k=bool(config.get("norm_topk_prob", True)),
+        norm_top_k=read_bool(config, "norm_topk_prob", True),
         shared_size=size * read_int(config, "n_shared_experts", 1),
     )
     if moe.num_experts % moe.num_groups:
@@ -151,7 +152,7 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
         moe=moe,
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=read_bool(config, "tie_word_embeddings", False),
         num_mtp_layers=read_int(
             config,
             "num_nextn_predict_layers",

@@ -19,6 +19,7 @@ from jaxspec.config import (
     CacheGroup,
     ConfigError,
     RopeConfig,
+    read_bool,
     read_int,
     read_number,
     read_object,
@@ -109,7 +110,7 @@ def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = {**config, "rope_parameters": DEFAULT_ROPE}
     num_heads = read_int(config, "num_attention_heads", 64)
-    bias = bool(config.get("attention_bias", True))
+    bias = read_bool(config, "attention_bias", True)
     eps = read_number(config, "rms_norm_eps", 1e-5)
     attention = AttentionConfig(
         num_heads=num_heads,
@@ -140,7 +141,7 @@ def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
         moe=moe,
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings", 131072),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=read_bool(config, "tie_word_embeddings", False),
         mxfp4="dequantised" if quantization else None,
     )
 

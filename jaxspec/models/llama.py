@@ -18,6 +18,7 @@ from jaxspec.config import (
     CacheGroup,
     ConfigError,
     RopeConfig,
+    read_bool,
     read_int,
     read_number,
     refuse_unless,
@@ -73,7 +74,7 @@ def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
     """Read a checkpoint's config.json; ConfigError names a switch that is not implemented."""
     refuse_unless(config, "pretraining_tp", 1)
     refuse_unless(config, "mlp_bias", False)
-    bias = bool(config.get("attention_bias", False))
+    bias = read_bool(config, "attention_bias", False)
     return decoder_config(config, qkv_bias=bias, o_bias=bias)
 
 
@@ -114,7 +115,7 @@ def decoder_config(
         attention=attention,
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings", 2048),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=read_bool(config, "tie_word_embeddings", False),
     )
 
 

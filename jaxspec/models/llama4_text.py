@@ -20,6 +20,7 @@ from jaxspec.config import (
     ConfigError,
     Ops,
     RopeConfig,
+    read_bool,
     read_int,
     read_number,
     refuse_unless,
@@ -122,7 +123,7 @@ def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
         num_kv_heads=read_int(config, "num_key_value_heads", num_heads),
         head_dim=read_int(config, "head_dim", hidden // num_heads),
         rope=RopeConfig.from_hf(config, default_theta=500000.0),
-        qk_norm=bool(config.get("use_qk_norm", True)),
+        qk_norm=read_bool(config, "use_qk_norm", True),
         rms_norm_eps=eps,
         rope_interleave=True,
     )
@@ -148,7 +149,7 @@ def config_from_hf(config: Mapping[str, Any]) -> Llama4Config:
         floor_scale=read_number(config, "floor_scale", 8192),
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=read_bool(config, "tie_word_embeddings", False),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config import refuse_unless
+from jaxspec.config import read_bool, refuse_unless
 from jaxspec.models import decoder
 from jaxspec.models.llama import (
     LlamaConfig,
@@ -31,7 +31,7 @@ __all__ = [
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
     """Read a checkpoint's config.json."""
     refuse_unless(config, "use_sliding_window", False)
-    return decoder_config(config, qkv_bias=bool(config.get("attention_bias", True)))
+    return decoder_config(config, qkv_bias=read_bool(config, "attention_bias", True))
 
 
 def ignored_tensor(cfg: LlamaConfig, name: str) -> bool:

@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from jaxspec.config import ConfigError, is_int, is_number, settle_integers, shown
+from jaxspec.config import (
+    ConfigError,
+    as_python,
+    is_int,
+    is_number,
+    settle_integers,
+    shown,
+)
 from jaxspec.config.settings import setting
 from jaxspec.sampling import limits
 
@@ -253,12 +260,23 @@ class SamplingParams:
                 )
 
 
+def check_end_ids(eos_token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise ConfigError for an end-of-text id that is no id of the vocabulary."""
+    for token in eos_token_ids:
+        if not is_int(token) or not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"eos_token_id: expected token ids in 0..{vocab_size - 1}, the target's "
+                f"vocabulary, got {shown(token)}"
+            )
+
+
 def end_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:
     """Return the tokens that end a text, sorted: these end-of-text ids and the request's own."""
     return tuple(sorted({*eos_token_ids, *params.stop_token_ids}))
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
+    value = as_python(value)
     listed = (
         (value,)
         if isinstance(value, str)
@@ -281,6 +299,7 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
     None gives (), and a non-list gives a value that validation rejects.
     """
+    value = as_python(value)
     return (
         ()
         if value is None
@@ -328,6 +347,7 @@ def _dead_end(words: Sequence[Sequence[int]], left: set[int]) -> Sequence[int] |
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    value = as_python(value)
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Iterable):

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import typer
 
 from jaxspec.config import ConfigError
-from jaxspec.loading.pretrained import DTYPES
+from jaxspec.loading.pretrained import DTYPES, check_platform
 from jaxspec.tools.flags import Flag, expand
 from jaxspec.tools.lasting_stdout import lasting_stdout
 
-BAD_INPUT, INTERRUPTED = 2, 130  # exit codes: as click's for a wrong flag; 128 + SIGINT
+# Exit codes: as click's for a wrong flag; 128 + SIGINT; 128 + SIGTERM.
+BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
 DEFAULT_DRAFT = "smollm2-135m-instruct-eagle3"  # fits the default target only
 DRAFT = Flag(DEFAULT_DRAFT, names=("--draft",))  # for SpeculativeConfig.model
 
@@ -79,15 +81,21 @@ def run_program(main: Callable[..., None]) -> None:
     After an interruption the process exits at once: XLA's threads may still run a program, and
     shutting the interpreter down under them can crash.
     """
+    # SIGTERM unwinds the stack, so that temporary files are removed.
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         with lasting_stdout():
             command(main)()
     except SystemExit as e:
-        if e.code == INTERRUPTED:
+        if e.code in (INTERRUPTED, TERMINATED):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(INTERRUPTED)
+            os._exit(e.code)
         raise
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise SystemExit(TERMINATED)
 
 
 def _exit(message: str, code: int) -> None:
@@ -98,6 +106,7 @@ def _exit(message: str, code: int) -> None:
 def dtype_of(name: str) -> jnp.dtype:
     """Return the dtype of a benchmark; "auto" is bfloat16 on a GPU and float32 elsewhere."""
     if name == "auto":
+        check_platform()
         name = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     if name not in DTYPES:
         raise ConfigError(f"--dtype: expected one of auto, {', '.join(DTYPES)}, got {name!r}")

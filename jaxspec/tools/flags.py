@@ -213,7 +213,7 @@ def parse_numbers_by_id(flag: str, text: str) -> dict[int, float]:
     """Read a JSON object whose keys are integers; ConfigError for anything else."""
     try:
         return {int(key): value for key, value in json.loads(text).items()}
-    except (AttributeError, ValueError) as e:
+    except (AttributeError, ValueError, RecursionError) as e:
         raise ConfigError(
             f"{flag}: expected a JSON object of numbers by token id, got {text!r}"
         ) from e

@@ -11,7 +11,10 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 READER_GONE = 141  # exit code: 128 + SIGPIPE, as of a program that the pipe has ended
 NOT_WRITTEN = 1
@@ -36,13 +39,13 @@ class _RawOutput(io.RawIOBase):
     def isatty(self) -> bool:
         return os.isatty(self._descriptor)
 
-    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+    def write(self, data: WriteableBuffer, /) -> int:
         if self.error is None:
             try:
                 return os.write(self._descriptor, data)
             except OSError as e:
                 self.error = e
-        return len(data)
+        return memoryview(data).nbytes
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError
+from jaxspec.loading.resolve import split_revision
 
 DEMO: tuple[str, ...] = (
     "Write a short story about a lighthouse keeper who finds a message in a bottle.",
@@ -98,16 +99,21 @@ def _read_hub(name: str) -> list[str]:
     import huggingface_hub
 
     try:
-        files = huggingface_hub.list_repo_files(name, repo_type="dataset")
+        repository, revision = split_revision(name)
+        files = huggingface_hub.list_repo_files(repository, repo_type="dataset", revision=revision)
         tables = [f for f in files if f.endswith(".jsonl")]
         if len(tables) == 1:
             return read_jsonl(
-                Path(huggingface_hub.hf_hub_download(name, tables[0], repo_type="dataset"))
+                Path(
+                    huggingface_hub.hf_hub_download(
+                        repository, tables[0], repo_type="dataset", revision=revision
+                    )
+                )
             )
         if importlib.util.find_spec("datasets"):
             import datasets
 
-            splits = datasets.load_dataset(name)
+            splits = datasets.load_dataset(repository, revision=revision)
             rows = splits[next(iter(splits))]
             return _at_least_one(
                 [_prompt(row, f"{name}, row {i}") for i, row in enumerate(rows)], name

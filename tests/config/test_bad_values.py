@@ -44,6 +44,24 @@ HEAD = {**{k: v for k, v in TARGET.items() if k != "model_type"}, "num_hidden_la
         ),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers to be an integer of at most 4096"),
+        ({"hidden_size": 10**5000}, "hidden_size to be an integer of at most .* too many digits"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps to be a positive number, got 1000"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings to be true or false, got 'false'"),
+        ({"attention_bias": 1}, "attention_bias to be true or false, got 1"),
+        ({"rope_scaling": {"rope_type": []}}, r"rope_type: expected .*, got \[\]"),
+        ({"layer_types": 5}, "config.json: expected values of the kinds .*, got TypeError"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 2,
+                    "mscale": "x",
+                    "original_max_position_embeddings": 8,
+                }
+            },
+            "mscale",
+        ),
     ],
 )
 def test_target_config_names_the_wrong_value(changes: dict[str, Any], names: str) -> None:
@@ -201,3 +219,38 @@ def test_settings_may_be_numpys_integers() -> None:
 def test_a_setting_of_the_wrong_kind_is_refused(make: Any, names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         make()
+
+
+def test_a_switch_is_read_as_it_is() -> None:
+    for value in (True, False, None):
+        found = models.config_from_hf(TARGET | {"tie_word_embeddings": value})
+        assert found.tie_word_embeddings is bool(value)
+
+
+@pytest.mark.parametrize("array", [np.array(3), jnp.asarray(3), np.array(3.5)])
+def test_an_array_without_axes_is_no_list(array: Any) -> None:
+    for fields in ("stop_token_ids", "allowed_token_ids", "stop", "bad_words"):
+        with pytest.raises(ConfigError, match=fields):
+            SamplingParams(**{fields: array})
+    with pytest.raises(ConfigError, match="batch_buckets"):
+        EngineConfig(batch_buckets=array)
+
+
+def test_numbers_beyond_a_float_are_refused() -> None:
+    for field in ("temperature", "top_p", "presence_penalty"):
+        with pytest.raises(ConfigError, match=field):
+            SamplingParams(**{field: 10**400})
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        EngineConfig(gpu_memory_utilization=10**400)
+
+
+def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise RuntimeError("Unable to initialize backend 'cuda': no device\nmore")
+
+    monkeypatch.setattr(jax, "default_backend", missing)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(
+        ConfigError, match="JAX_PLATFORMS: expected a platform .*, got 'cuda': Unable .*no device$"
+    ):
+        LLM.from_pretrained("somewhere")

