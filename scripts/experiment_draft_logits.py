@@ -373,8 +373,8 @@ def model_experiment(llm: LLM, texts: list[str], max_tokens: int, seed: int) -> 
         K,
         llm.eos_token_ids,
         llm.dtype,
-        llm.config.kv_cache_dtype,
         llm.kernels,
+        llm.config.kv_cache_dtype,
     )
     longest = max(map(len, encoded))
     recorder = Recorder(

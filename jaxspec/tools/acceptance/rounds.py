@@ -174,8 +174,8 @@ class Pair:
     max_drafts: int
     stop_token_ids: tuple[int, ...]
     dtype: jax.typing.DTypeLike = jnp.float32
-    kv_cache_dtype: KVCacheDtype = "auto"
     ops: Ops = REFERENCE_OPS
+    kv_cache_dtype: KVCacheDtype = "auto"
 
 
 @dataclass(frozen=True)
