@@ -279,6 +279,7 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
     return [t[:end] for t, end in zip(text, ends, strict=True)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("family", "num_drafts"),
     [

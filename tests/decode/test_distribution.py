@@ -28,10 +28,14 @@ from jaxspec.drafts.drafter import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import SamplingState
 from pallas_kernels import noise
+from tests.support.slow import slow
 from tests.support.statistics import chi_square, within_limit
 from tests.support.toys import ToyDraft, toy_config
 
-V, K, TRIALS, CHUNK, START = 64, 3, 200_000, 50_000, 7
+V, K, START = 64, 3, 7
+# Trials that run together. The mistakes below show in so many; the slow cases have MANY.
+CHUNK = 50_000
+MANY = 4 * CHUNK
 GROUPS = 4
 
 pytestmark = [pytest.mark.once, pytest.mark.optimised, pytest.mark.usefixtures("toy_families")]
@@ -130,7 +134,7 @@ def play(
     chain: str,
     temperature: float,
     rounds: int,
-    trials: int = TRIALS,
+    trials: int = CHUNK,
     program: Any = None,
 ) -> Trials:
     program = program or cached_round(cfg)
@@ -213,73 +217,90 @@ def joint_statistic(trials: Trials, chain: str, temperature: float) -> tuple[flo
 # ---- what must hold
 
 
-# Each rule with each chain, each of both with each temperature.
+# Slow: each rule with each chain, each of both with each temperature.
 @pytest.mark.parametrize(
-    ("rule", "chain", "temperature"),
+    ("rule", "chain", "temperature", "trials"),
     [
-        ("strict", "independent", 0.6),
-        ("strict", "negative", 1.0),
-        ("probabilistic", "independent", 1.0),
-        ("probabilistic", "negative", 0.6),
-        ("block", "independent", 0.6),
-        ("block", "negative", 1.0),
+        ("strict", "independent", 0.6, CHUNK),
+        ("probabilistic", "negative", 0.6, CHUNK),
+        ("block", "independent", 1.0, CHUNK),
+        slow("strict", "independent", 0.6, MANY),
+        slow("strict", "negative", 1.0, MANY),
+        slow("probabilistic", "independent", 1.0, MANY),
+        slow("probabilistic", "negative", 0.6, MANY),
+        slow("block", "independent", 0.6, MANY),
+        slow("block", "negative", 1.0, MANY),
     ],
 )
 def test_every_position_of_a_round_follows_the_target(
-    rule: str, chain: str, temperature: float
+    rule: str, chain: str, temperature: float, trials: int
 ) -> None:
     """Drafts sampled; a draft whose logits are the negative of the target's among them."""
-    trials = play(toy_config(V, K, rule), chain, temperature, rounds=1)
-    assert not biased_steps(trials, chain, temperature)
+    played = play(toy_config(V, K, rule), chain, temperature, rounds=1, trials=trials)
+    assert not biased_steps(played, chain, temperature)
 
 
 @pytest.mark.parametrize(
-    ("rule", "chain", "temperature"),
+    ("rule", "chain", "temperature", "trials"),
     [
-        ("strict", "independent", 1.0),
-        ("probabilistic", "negative", 0.6),
-        ("block", "independent", 1.0),
-        ("block", "negative", 0.6),
+        ("probabilistic", "negative", 0.6, CHUNK),
+        ("block", "independent", 1.0, CHUNK),
+        slow("strict", "independent", 1.0, MANY),
+        slow("probabilistic", "negative", 0.6, MANY),
+        slow("block", "independent", 1.0, MANY),
+        slow("block", "negative", 0.6, MANY),
     ],
 )
 def test_every_position_follows_the_target_when_drafts_are_greedy(
-    rule: str, chain: str, temperature: float
+    rule: str, chain: str, temperature: float, trials: int
 ) -> None:
-    trials = play(toy_config(V, K, rule, "greedy"), chain, temperature, rounds=1)
-    assert not biased_steps(trials, chain, temperature)
+    cfg = toy_config(V, K, rule, "greedy")
+    played = play(cfg, chain, temperature, rounds=1, trials=trials)
+    assert not biased_steps(played, chain, temperature)
 
 
 @pytest.mark.parametrize(
-    ("rule", "temperature"), [("strict", 0.6), ("probabilistic", 1.0), ("block", 0.6)]
+    ("rule", "temperature", "trials"),
+    [
+        ("probabilistic", 1.0, CHUNK),
+        ("block", 0.6, CHUNK),
+        slow("strict", 0.6, MANY),
+        slow("probabilistic", 1.0, MANY),
+        slow("block", 0.6, MANY),
+    ],
 )
 def test_every_position_follows_the_target_when_the_draft_has_a_vocabulary_of_its_own(
-    rule: str, temperature: float
+    rule: str, temperature: float, trials: int
 ) -> None:
     """d2t: q lives on some of the tokens; the others are only ever recovered, or the strict rule's
     own."""
     cfg = toy_config(V, K, rule, draft=ToyDraft(V, own_vocab_size=V * 3 // 4))
-    trials = play(cfg, "independent", temperature, rounds=1)
-    assert trials.acceptance[1] > 0.05
-    assert not biased_steps(trials, "independent", temperature)
+    played = play(cfg, "independent", temperature, rounds=1, trials=trials)
+    assert played.acceptance[1] > 0.05
+    assert not biased_steps(played, "independent", temperature)
 
 
 @pytest.mark.parametrize(
-    ("rule", "draft_sampling", "rounds", "temperature"),
+    ("rule", "draft_sampling", "rounds", "temperature", "trials"),
     [
-        ("strict", "probabilistic", 2, 1.0),
-        ("probabilistic", "probabilistic", 2, 0.6),
-        ("block", "probabilistic", 4, 1.0),
-        ("block", "greedy", 2, 1.0),
+        ("strict", "probabilistic", 2, 1.0, CHUNK),
+        ("probabilistic", "probabilistic", 2, 0.6, CHUNK),
+        ("block", "probabilistic", 4, 1.0, CHUNK),
+        slow("strict", "probabilistic", 2, 1.0, MANY),
+        slow("probabilistic", "probabilistic", 2, 0.6, MANY),
+        slow("block", "probabilistic", 4, 1.0, MANY),
+        slow("block", "greedy", 2, 1.0, MANY),
     ],
 )
 def test_the_first_tokens_together_follow_the_target_over_several_rounds(
-    rule: str, draft_sampling: str, rounds: int, temperature: float
+    rule: str, draft_sampling: str, rounds: int, temperature: float, trials: int
 ) -> None:
     """On a chain whose rows are alike, where noise met again in the next round would show (see the
     next test)."""
-    trials = play(toy_config(V, K, rule, draft_sampling), "alike", temperature, rounds)
-    assert within_limit(*joint_statistic(trials, "alike", temperature))
-    assert not biased_steps(trials, "alike", temperature)
+    cfg = toy_config(V, K, rule, draft_sampling)
+    played = play(cfg, "alike", temperature, rounds, trials)
+    assert within_limit(*joint_statistic(played, "alike", temperature))
+    assert not biased_steps(played, "alike", temperature)
 
 
 # ---- what the tests above notice
@@ -317,7 +338,7 @@ def test_noise_keyed_by_position_alone_biases_block_verification_from_the_second
     monkeypatch.setattr(propose_module, "noise_key", noise_key)
     monkeypatch.setattr(noise.Stream, "uniforms", by_position)
     cfg = toy_config(V, K, "block")
-    trials = play(cfg, "alike", 1.0, rounds=4, trials=TRIALS // 2, program=one_round(cfg))
+    trials = play(cfg, "alike", 1.0, rounds=4, program=one_round(cfg))
     assert not within_limit(*joint_statistic(trials, "alike", 1.0))
     biased = {r for r, _, _ in biased_steps(trials, "alike", 1.0)}
     assert biased and 0 not in biased, "a test of a single round cannot see it"
@@ -330,7 +351,7 @@ def test_noise_shared_between_draft_and_recovered_token_biases_the_output(
     """vLLM issue #47386."""
     monkeypatch.setitem(sampling.STREAMS, "recover", sampling.STREAMS["draft"])
     cfg = toy_config(V, K, rule)
-    trials = play(cfg, "negative", 1.0, rounds=1, trials=CHUNK, program=one_round(cfg))
+    trials = play(cfg, "negative", 1.0, rounds=1, program=one_round(cfg))
     assert (0, 0) in {(r, p) for r, p, _ in biased_steps(trials, "negative", 1.0)}
 
 
@@ -359,11 +380,18 @@ def forget_later_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def right_trials(rule: str) -> Trials:
-    return play(toy_config(V, K, rule), "independent", 1.0, rounds=1, trials=CHUNK)
+    return play(toy_config(V, K, rule), "independent", 1.0, rounds=1)
 
 
-@pytest.mark.parametrize("kind", ["zero", "stale"])
-@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ("probabilistic", "zero"),
+        ("block", "stale"),
+        slow("probabilistic", "stale"),
+        slow("block", "zero"),
+    ],
+)
 def test_draft_logits_that_are_not_written_bias_the_output_and_flatter_acceptance(
     rule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,7 +400,7 @@ def test_draft_logits_that_are_not_written_bias_the_output_and_flatter_acceptanc
     cfg = toy_config(V, K, rule)
     right = right_trials(rule)
     forget_later_logits(kind, monkeypatch)
-    wrong = play(cfg, "independent", 1.0, rounds=1, trials=CHUNK, program=one_round(cfg))
+    wrong = play(cfg, "independent", 1.0, rounds=1, program=one_round(cfg))
     biased = {p for _, p, _ in biased_steps(wrong, "independent", 1.0)}
     assert not biased_steps(right, "independent", 1.0)
     assert 1 in biased
@@ -389,7 +417,7 @@ def test_with_one_draft_token_logits_that_are_not_written_later_do_not_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cfg = toy_config(V, 1, "probabilistic")
-    right = play(cfg, "negative", 1.0, rounds=1, trials=CHUNK)
+    right = play(cfg, "negative", 1.0, rounds=1)
     forget_later_logits("zero", monkeypatch)
-    wrong = play(cfg, "negative", 1.0, rounds=1, trials=CHUNK, program=one_round(cfg))
+    wrong = play(cfg, "negative", 1.0, rounds=1, program=one_round(cfg))
     np.testing.assert_array_equal(right.tokens, wrong.tokens)

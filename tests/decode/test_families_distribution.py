@@ -22,10 +22,11 @@ from jaxspec.config import REFERENCE_OPS
 from jaxspec.decode import programs
 from jaxspec.layers.context import Pass
 from tests.support.families import family_model
+from tests.support.slow import slow
 from tests.support.statistics import chi_square, within_limit
 from tests.support.tiny import Model, block_tables, sampling_state, start
 
-VOCAB, LENGTH, K, BATCH, BATCHES = 5, 4, 2, 2_000, 12
+VOCAB, LENGTH, K, BATCH = 5, 4, 2, 2_000
 pytestmark = pytest.mark.once
 
 PROMPT = [1, 0, 3, 2, 2, 4, 1]  # longer than the target's window of 5, and through two blocks
@@ -64,13 +65,13 @@ def probabilities(model: Model) -> np.ndarray:
     )
 
 
-def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
+def sampled(model: Model, rule: str, batches: int) -> tuple[np.ndarray, set[int]]:
     """How often each text came out of prefill and rounds, and the numbers of accepted drafts that
     were seen."""
     cfg = model.round_config(K, max_model_len=24, rule=rule)
     tables, num_blocks = block_tables(BATCH, cfg)
     counts, accepted = np.zeros((VOCAB,) * LENGTH), set()
-    for batch in range(BATCHES):
+    for batch in range(batches):
         seeds = range(batch * BATCH, (batch + 1) * BATCH)
         first, state = start(
             cfg,
@@ -95,18 +96,22 @@ def sampled(model: Model, rule: str) -> tuple[np.ndarray, set[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "rule"),
+    ("family", "method", "rule", "batches"),
     [
-        ("gpt_oss", "eagle", "probabilistic"),
-        ("glm4_moe_lite", "mtp", "probabilistic"),
-        pytest.param("deepseek_v3", "mtp", "block", marks=pytest.mark.slow),
+        ("gpt_oss", "eagle", "probabilistic", 3),
+        ("glm4_moe_lite", "mtp", "block", 3),
+        slow("gpt_oss", "eagle", "probabilistic", 12),
+        slow("glm4_moe_lite", "mtp", "probabilistic", 12),
+        slow("deepseek_v3", "mtp", "block", 12),
     ],
 )
-def test_text_follows_the_target_jointly_over_rounds(family: str, method: str, rule: str) -> None:
+def test_text_follows_the_target_jointly_over_rounds(
+    family: str, method: str, rule: str, batches: int
+) -> None:
     model = flattened(family_model(family, method, window=4, disturbance=1.0, vocab=VOCAB))
     expected = probabilities(model)
     assert expected.sum() == pytest.approx(1, abs=1e-4)
-    counts, accepted = sampled(model, rule)
+    counts, accepted = sampled(model, rule, batches)
     assert accepted == set(range(K + 1))
     statistic, freedom = chi_square(counts, expected / expected.sum())
     assert within_limit(statistic, freedom), (statistic, freedom)

@@ -4,6 +4,7 @@ every mode and for every K."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ from jaxspec.layers.params import init_random
 from jaxspec.loading import load_tokenizer, resolve
 from jaxspec.loading.model import bind_draft, load_draft, load_target
 from jaxspec.tools.prompts import DEMO
+from tests.support.slow import slow
+
+pytestmark = pytest.mark.once
 
 HEAD, HEAD_1 = "smollm2-135m-instruct-eagle3", "smollm2-135m-instruct-eagle"
 CHATS = [
@@ -43,10 +47,13 @@ class Models:
         settings = EngineConfig(max_model_len=512, max_num_seqs=4, **config)
         return LLM(self.target, draft, speculative, tokenizer=self.tokenizer, config=settings)
 
-    def eagle3(self, K: int, **config: Any) -> LLM:
-        speculative = SpeculativeConfig(model=HEAD, num_speculative_tokens=K)
+    @cache  # noqa: B019 (as long as the module's fixture)
+    def trained(self, head: str, K: int, **config: Any) -> LLM:
+        """An engine with a trained head; one of each kind, as a program takes 10 s to make."""
+        method = "eagle3" if head == HEAD else "eagle"
+        speculative = SpeculativeConfig(model=head, method=method, num_speculative_tokens=K)
         return self.engine(
-            load_draft(resolve(HEAD, kind="draft"), *self.target, speculative, jnp.float32),
+            load_draft(resolve(head, kind="draft"), *self.target, speculative, jnp.float32),
             speculative,
             **config,
         )
@@ -90,63 +97,62 @@ def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def slow(value: Any) -> Any:
-    """A value that `make test` leaves to tiny models."""
-    return pytest.param(value, marks=pytest.mark.slow)
+# Every other K, a hostile head, other modes and sampled requests: fast with tiny models in
+# tests/decode, slow with this one.
 
 
-@pytest.mark.parametrize("K", [1, slow(2), 3, slow(4), 5])
+@pytest.mark.parametrize("K", [slow(1), slow(2), 3, slow(4), slow(5)])
 def test_trained_head_accepts_and_text_is_the_plain_one(
     models: Models, plain: list[RequestOutput], K: int
 ) -> None:
-    llm = models.eagle3(K)
+    llm = models.trained(HEAD, K)
+    llm.reset_metrics()
     assert token_ids(llm.generate(CHATS, PARAMS)) == token_ids(plain)
     assert llm.metrics.mean_acceptance_length > 1.3, (
         "a run in which nothing is accepted shows little"
     )
 
 
-@pytest.mark.parametrize("K", [slow(1), 3, slow(5)])
+@pytest.mark.slow
+@pytest.mark.parametrize("K", [1, 3, 5])
 def test_hostile_eagle1_head_leaves_the_plain_text(
     models: Models, plain: list[RequestOutput], K: int
 ) -> None:
     assert token_ids(models.random_eagle1(K).generate(CHATS, PARAMS)) == token_ids(plain)
 
 
-@pytest.mark.parametrize(
-    ("head", "method", "length"),
-    [(HEAD, "eagle3", 1 + 190 / 132), (HEAD_1, "eagle", 1 + 182 / 138)],
-)
+@pytest.mark.parametrize(("head", "length"), [(HEAD, 1 + 190 / 132), (HEAD_1, 1 + 182 / 138)])
 def test_trained_heads_reach_the_acceptance_that_was_recorded(
-    models: Models, head: str, method: str, length: float
+    models: Models, head: str, length: float
 ) -> None:
     """The demo's prompts at K = 3; MT-bench's figures are in the cards.
 
     A wrong norm or aux layer leaves the text right: of EAGLE-3, norm_output off gives 2.38 here,
     aux layers one up 2.13, norm_before_residual off 1.54.
     """
-    speculative = SpeculativeConfig(model=head, method=method, num_speculative_tokens=3)
-    draft = load_draft(resolve(head, kind="draft"), *models.target, speculative, jnp.float32)
-    llm = models.engine(draft, speculative)
+    llm = models.trained(head, 3)
+    llm.reset_metrics()
     chats = [[{"role": "user", "content": text}] for text in DEMO]
     llm.generate(chats, SamplingParams(temperature=0.0, max_tokens=64))
     assert llm.metrics.mean_acceptance_length == pytest.approx(length, abs=0.015)
 
 
-@pytest.mark.parametrize("compilation", ["step", slow("eager")])
+@pytest.mark.slow
+@pytest.mark.parametrize("compilation", ["step", "eager"])
 def test_compilation_modes_agree_with_one_program(models: Models, compilation: str) -> None:
     """K = 5 on part of the prompts; docs/notes/compilation-modes.md has all of MT-bench."""
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    one, other = models.eagle3(5), models.eagle3(5, compilation=compilation)
+    one, other = models.trained(HEAD, 5), models.trained(HEAD, 5, compilation=compilation)
+    one.reset_metrics()
     assert token_ids(one.generate(CHATS, params)) == token_ids(other.generate(CHATS, params))
     assert one.metrics == other.metrics
     assert one.metrics.num_accepted_tokens > 0
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_sampled_text_repeats_with_its_seed_among_other_neighbours(models: Models) -> None:
     """Greedy and sampled requests share a batch; slot and neighbours change nothing."""
-    llm = models.eagle3(3)
+    llm = models.trained(HEAD, 3)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=16)
     alone = llm.generate([CHATS[0]], sampled)[0]
     among = llm.generate(

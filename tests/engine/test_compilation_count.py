@@ -16,6 +16,7 @@ from jaxspec.decode import several_rounds as rounds
 from jaxspec.engine import round_configs
 from jaxspec.sampling.rows import features_of
 from tests.support.compilations import counting_compilations
+from tests.support.slow import slow
 from tests.support.tiny import VOCAB, Model, agreeing_model, random_prompts
 from tests.support.toys import ToyDraft, ToyTarget
 
@@ -39,7 +40,7 @@ def engine(model: Model, rule: str = "probabilistic", **changes: Any) -> LLM:
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize(
     ("speculative", "per_step", "is_large"),
-    [(True, 1, False), (True, 1, True), (True, 3, False), (False, 1, False)],
+    [slow(True, 1, False), (True, 1, True), (True, 3, False), slow(False, 1, False)],
 )
 def test_nothing_compiles_after_warm_up(
     speculative: bool, per_step: int, is_large: bool, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +28,11 @@ from jaxspec import (
 from jaxspec.cache.pool_sizes import steps_ahead
 from jaxspec.engine import engine as engine_module
 from jaxspec.engine.buckets import Shapes
+from tests.support.slow import slow
 from tests.support.tiny import VOCAB, agreeing_model
 from tests.support.toys import ToyDraft, ToyTarget
+
+pytestmark = pytest.mark.once
 
 MODEL = agreeing_model("eagle3")
 LIMIT, K = 96, 3
@@ -114,20 +119,38 @@ def all_free(llm: LLM) -> bool:
     return free and not llm.engine.has_requests
 
 
-@pytest.mark.once
-def test_each_of_200_random_requests_has_its_own_text_in_a_pool_far_too_small(
-    llm: LLM, cold: LLM
+@pytest.fixture(scope="module")
+def texts_alone(cold: LLM) -> Callable[[int], list[tuple[list[int], str | None]]]:
+    """The texts and finish reasons of so many random requests, one after the other and without a
+    prefix cache."""
+
+    @cache
+    def run(count: int) -> list[tuple[list[int], str | None]]:
+        cold.reset_metrics()
+        outputs = [
+            cold.generate([prompt], params)[0]
+            for prompt, params in zip(*random_requests(count, seed=1), strict=True)
+        ]
+        assert cold.scheduling.num_preemptions == 0 and all_free(cold)
+        return [(output.token_ids, output.finish_reason) for output in outputs]
+
+    return run
+
+
+@pytest.mark.parametrize("count", [100, slow(200)])
+def test_each_of_many_random_requests_has_its_own_text_in_a_pool_far_too_small(
+    llm: LLM, texts_alone: Callable[[int], list[tuple[list[int], str | None]]], count: int
 ) -> None:
-    """In any order of arrival; alone means one after the other, and without a prefix cache."""
-    prompts, params = random_requests(200, seed=1)
-    order = np.random.default_rng(2).permutation(200)
+    """In any order of arrival."""
+    prompts, params = random_requests(count, seed=1)
+    order = np.random.default_rng(2).permutation(count)
+    llm.reset_metrics()
     together = llm.generate([prompts[i] for i in order], [params[i] for i in order])
     assert llm.scheduling.num_preemptions > 5 and llm.scheduling.num_prefix_hits > 0
-    cold.reset_metrics()
+    alone = texts_alone(count)
     for output, i in zip(together, order, strict=True):
-        (alone,) = cold.generate([prompts[i]], params[i])
-        assert (output.token_ids, output.finish_reason) == (alone.token_ids, alone.finish_reason), i
-    assert cold.scheduling.num_preemptions == 0 and all_free(llm) and all_free(cold)
+        assert (output.token_ids, output.finish_reason) == alone[i], i
+    assert all_free(llm)
 
 
 def test_requests_that_arrive_while_others_run_have_their_own_text(llm: LLM, cold: LLM) -> None:
@@ -459,7 +482,8 @@ def test_a_request_drafts_as_many_tokens_as_it_asks_for(llm: LLM) -> None:
         assert (m.num_drafts == 0) == (n == 0) and m.num_accepted_tokens >= (n > 0)
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
+# Within a step of rounds: tests/decode/test_several_rounds.py.
+@pytest.mark.parametrize("rounds", [1, slow(2)])
 def test_past_draft_max_model_len_a_request_goes_on_without_drafts(rounds: int) -> None:
     """Under the strict rule sampled text is plain decoding's as well."""
     limited, plain = (
@@ -481,7 +505,7 @@ def test_past_draft_max_model_len_a_request_goes_on_without_drafts(rounds: int) 
     )
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rounds", [slow(1), 2])
 def test_k_follows_the_batch_size_and_greedy_text_does_not(rounds: int) -> None:
     """Rounds without drafts keep the draft's cache up to date: it is accepted again afterwards."""
     spec = {"num_speculative_tokens_per_batch_size": [(2, 3, 1), (4, 4, 0)]}

@@ -7,7 +7,10 @@ import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from tests.support.families import family_model
+from tests.support.slow import slow
 from tests.support.tiny import random_prompts
+
+pytestmark = pytest.mark.once
 
 CONFIG = EngineConfig(max_model_len=64, max_num_seqs=2, block_size=4, max_num_batched_tokens=16)
 GREEDY = [SamplingParams(temperature=0, max_tokens=n) for n in (20, 9, 14)]
@@ -16,7 +19,7 @@ LENGTHS = (18, 3, 7)  # more requests than slots; longer than a window and than 
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("gpt_oss", "eagle"), ("glm4_moe_lite", "mtp"), ("llama4_text", "eagle_llama4")],
+    [("gpt_oss", "eagle"), ("glm4_moe_lite", "mtp"), slow("llama4_text", "eagle_llama4")],
 )
 def test_the_engine_gives_plain_decodings_text(family: str, method: str) -> None:
     model = family_model(family, method, window=6 if method == "eagle" else None)

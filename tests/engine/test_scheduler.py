@@ -21,6 +21,8 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.scheduler import Rounds, Scheduler, SchedulerConfig, Step
 from jaxspec.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.once
+
 VOCAB, STOP = 7, 0
 
 

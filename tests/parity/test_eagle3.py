@@ -24,6 +24,7 @@ from tests.parity.oracles import (
     speculators_training_logits,
 )
 from tests.parity.ours import TARGET, PagedDraft, load, shared_weights
+from tests.support.slow import slow, slow_unless
 
 K = 4
 LENGTHS, PENDING = (
@@ -126,8 +127,22 @@ def assert_every_step_equals(
             np.testing.assert_array_equal(our_drafts[i], drafts)
 
 
+# Each switch alone; two of newest_defaults, eagle_3_1, qwen3_own_embedding and
+# two_layers_qwen3_window have it too.
+ALONE = {
+    "llama_own_embedding",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "qwen3",
+    "sliding_window_llama",
+    "two_layers",
+}
+
+
 @pytest.mark.oracle("speculators")
-@pytest.mark.parametrize("case", SPECULATORS)
+@pytest.mark.parametrize("case", slow_unless(SPECULATORS.keys() - ALONE, SPECULATORS))
 def test_every_step_equals_speculators(case: str, tmp_path: Path) -> None:
     options = SPECULATORS[case]
     oracle = make(**options)
@@ -142,7 +157,14 @@ def test_every_step_equals_speculators(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.oracle("speculators")
 @pytest.mark.parametrize(
-    "case", ["llama", "norm_before_residual", "norm_output", "newest_defaults", "two_layers"]
+    "case",
+    [
+        "llama",
+        slow("norm_before_residual"),
+        slow("norm_output"),
+        "newest_defaults",
+        slow("two_layers"),
+    ],
 )
 def test_steps_equal_speculators_own_training_forward(case: str, tmp_path: Path) -> None:
     """Its training-time test runs three steps with the real tokens as drafts: another path to the

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,31 @@ def test_targets_equal_transformers_however_their_rows_arrive(
 Change = Callable[[Any, Params], tuple[Any, Params]]
 
 
-def error_of(case: str, change: Change, folder: Path) -> float:
+Original = tuple[Any, Params, list[int], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Original]:
+    """Config and weights of a case, made once, with a prompt and transformers' logits of it."""
+
+    @cache
+    def make(case: str) -> Original:
+        folder = tmp_path_factory.mktemp(case)
+        model = hf_target(folder, **FAMILIES[case])
+        cfg, params = load_target(folder, jnp.float32)
+        tokens = sequences(cfg.vocab_size)[2]
+        return cfg, params, tokens, hf_outputs(model, np.array(tokens)).logits
+
+    return make
+
+
+def error_of(original: Original, change: Change) -> float:
     """The largest difference of a prompt's logits, with a mistake made on purpose."""
-    model = hf_target(folder, **FAMILIES[case])
-    cfg, params = change(*load_target(folder, jnp.float32))
-    tokens = sequences(cfg.vocab_size)[2]
+    cfg, params, tokens, expected = original
+    cfg, params = change(cfg, params)
     target = PagedTarget(cfg, params, 1, block_size=4)
     target.prefill([tokens], chunk=len(tokens))
-    return float(
-        np.abs(by_position(target.logits[0]) - hf_outputs(model, np.array(tokens)).logits).max()
-    )
+    return float(np.abs(by_position(target.logits[0]) - expected).max())
 
 
 def _layers(**changes: Callable[[Any], Any]) -> Change:
@@ -225,22 +241,26 @@ MISTAKES: dict[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_comparison_sees_a_mistake(mistake: str, tmp_path: Path) -> None:
+def test_the_comparison_sees_a_mistake(mistake: str, original: Callable[[str], Original]) -> None:
     case, change = MISTAKES[mistake]
-    assert error_of(case, change, tmp_path) > 10 * TOLERANCE["atol"]
+    assert error_of(original(case), change) > 10 * TOLERANCE["atol"]
 
 
-def test_rotated_pairs_read_as_halves_are_seen(tmp_path: Path) -> None:
+def test_rotated_pairs_read_as_halves_are_seen(
+    tmp_path: Path, original: Callable[[str], Original]
+) -> None:
+    hf_target(tmp_path, **GLM)  # the same weights again
+
     def reread(cfg: Any, params: Params) -> tuple[Any, Params]:
         return load_target(
             edit_config(tmp_path, lambda config: config.update(rope_interleave=False)), jnp.float32
         )
 
-    assert error_of("glm", reread, tmp_path) > 10 * TOLERANCE["atol"]
+    assert error_of(original("glm"), reread) > 10 * TOLERANCE["atol"]
 
 
 def test_a_router_bias_in_the_weights_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    original: Callable[[str], Original], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def biased(
         x: jax.Array, router: jax.Array, bias: jax.Array, cfg: Any, *_: Any
@@ -250,4 +270,4 @@ def test_a_router_bias_in_the_weights_is_seen(
 
     monkeypatch.setattr(moe, "route", biased)
     another_program = _config(max_position_embeddings=999)
-    assert error_of("glm", another_program, tmp_path) > 10 * TOLERANCE["atol"]
+    assert error_of(original("glm"), another_program) > 10 * TOLERANCE["atol"]

@@ -35,6 +35,7 @@ from tests.parity.oracles import (
 from tests.parity.ours import PagedDraft, load
 from tests.parity.test_families import DEEPSEEK, GLM
 from tests.parity.test_rounds import assert_proposals_equal
+from tests.support.slow import slow_unless
 
 K = 5
 TARGETS: dict[str, dict[str, Any]] = {
@@ -204,6 +205,9 @@ def _scaled(output: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 @pytest.mark.oracle("transformers")
+@pytest.mark.parametrize(
+    "checkpoint", slow_unless(["glm4_moe_lite"], TARGETS), indirect=True, scope="module"
+)
 def test_the_targets_folder_alone_is_enough(checkpoint: Checkpoint) -> None:
     load_it = partial(
         LLM.from_pretrained,

@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 TARGET = {"table": jnp.asarray(2 * RNG.normal(size=(V, V)), jnp.float32)}
 DRAFT = {"table": TARGET["table"] + jnp.asarray(0.5 * RNG.normal(size=(V, V)), jnp.float32)}
 
-pytestmark = pytest.mark.usefixtures("toy_families")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("toy_families")]
 
 EVERYTHING: dict[str, Any] = {
     "repetition_penalty": 1.3,
@@ -77,7 +77,6 @@ def run_alone(found: dict[int, RequestOutput], i: int) -> RequestOutput:
     return found[i]
 
 
-@pytest.mark.once
 def test_a_request_is_the_same_alone_and_among_others_that_preempt_it(
     alone: dict[int, RequestOutput],
 ) -> None:

@@ -24,6 +24,7 @@ from jaxspec.sampling.processors.penalties import Penalties, PenaltiesState
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary, Window
 from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
 from tests.support.sampling_specification import softmax, specification
+from tests.support.slow import slow
 from tests.support.statistics import chi_square, within_limit
 from tests.support.toys import toy_config
 
@@ -123,10 +124,10 @@ def statistic(params: SamplingParams, tokens: np.ndarray) -> tuple[float, int]:
     ("rule", "draft_sampling", "request_"),
     [
         ("strict", "probabilistic", "everything"),
-        ("probabilistic", "probabilistic", "everything"),
+        slow("probabilistic", "probabilistic", "everything"),
         ("probabilistic", "greedy", "penalties"),
         ("block", "probabilistic", "everything"),
-        ("block", "probabilistic", "min_p"),
+        slow("block", "probabilistic", "min_p"),
     ],
 )
 def test_the_first_tokens_together_follow_the_processed_target(
@@ -137,7 +138,7 @@ def test_the_first_tokens_together_follow_the_processed_target(
     assert within_limit(*statistic(REQUESTS[request_], tokens))
 
 
-@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+@pytest.mark.parametrize("rule", ["probabilistic", slow("block")])
 def test_penalties_that_do_not_count_the_windows_own_drafts_bias_the_text(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

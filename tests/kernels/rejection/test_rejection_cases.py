@@ -18,6 +18,8 @@ from tests.kernels.interpreter import call
 from tests.kernels.rejection.inputs import ALL_RULES, Inputs, emitted, judge, make, strict
 from tests.support.statistics import chi_square, within_limit
 
+pytestmark = pytest.mark.once
+
 LOSSLESS = ["strict", "probabilistic", "block"]
 
 

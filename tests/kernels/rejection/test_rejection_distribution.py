@@ -8,6 +8,7 @@ elsewhere.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 
 from pallas_kernels.rejection_sampling import Inputs, rejection_sample
 from tests.kernels.rejection.inputs import strict
+from tests.support.slow import slow, slow_unless
 from tests.support.statistics import chi_square, within_limit
 
 pytestmark = [pytest.mark.once, pytest.mark.optimised]
@@ -193,13 +195,14 @@ def logits_of(vocab: int, temperature: float, kind: str) -> tuple[np.ndarray, np
 
 
 @pytest.mark.parametrize(
-    ("rule", "kind", "temperature"),  # each rule with each kind, each of both with each temperature
+    # Slow: each rule with each kind, each of both with each temperature.
+    ("rule", "kind", "temperature"),
     [
         ("strict", "close", 0.6),
-        ("strict", "negative", 1.0),
-        ("probabilistic", "independent", 1.0),
+        slow("strict", "negative", 1.0),
+        slow("probabilistic", "independent", 1.0),
         ("probabilistic", "negative", 0.6),
-        ("block", "independent", 0.6),
+        slow("block", "independent", 0.6),
         ("block", "negative", 1.0),
     ],
 )
@@ -214,7 +217,7 @@ def test_every_position_follows_the_target(
     )
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("rule", [slow("strict"), "probabilistic", "block"])
 def test_small_draft_vocabulary_follows_the_target(rule: str, implementation: str) -> None:
     target, draft = logits_of(64, 1.0, "close")
     tokens, num_sampled = play(
@@ -223,8 +226,10 @@ def test_small_draft_vocabulary_follows_the_target(rule: str, implementation: st
     assert_follows(tokens, num_sampled, target, positions=4)
 
 
-@pytest.mark.parametrize("placeholders", [1, 2])
-@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+@pytest.mark.parametrize(
+    ("rule", "placeholders"),
+    [("probabilistic", 2), ("block", 1), slow("probabilistic", 1), slow("block", 2)],
+)
 def test_trailing_placeholders_leave_the_distribution_alone(
     rule: str, placeholders: int, implementation: str
 ) -> None:
@@ -357,10 +362,22 @@ def dependent_rounds(
     return jnp.stack([x1, x2, x3], axis=1)
 
 
+DRAFTS = ("random", "negative", "one_hot", "small_vocabulary", "placeholders")
+# Every kind of drafts, under a rule that reads q where there is one.
+USUAL = [
+    ("strict", "random"),
+    ("probabilistic", "negative"),
+    ("probabilistic", "one_hot"),
+    ("probabilistic", "small_vocabulary"),
+    ("block", "random"),
+    ("block", "one_hot"),
+    ("block", "placeholders"),
+]
+
+
 @pytest.mark.parametrize(
-    "drafts", ["random", "negative", "one_hot", "small_vocabulary", "placeholders"]
+    ("rule", "drafts"), slow_unless(USUAL, itertools.product(LOSSLESS, DRAFTS))
 )
-@pytest.mark.parametrize("rule", LOSSLESS)
 def test_joint_distribution_of_the_block_is_the_targets(
     rule: str, drafts: str, implementation: str
 ) -> None:
