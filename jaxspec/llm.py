@@ -31,7 +31,6 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
 from jaxspec.engine.warmup import WARMUP_KINDS, compile_ahead, shapes_of, shapes_up_to
 from jaxspec.layers import op_choice
-from jaxspec.layers.attention import join_projections
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
 from jaxspec.loading.pretrained import load_pretrained
@@ -112,8 +111,8 @@ class LLM:
             cache_dtype=self.cache_dtype,
         )
         self.params: Params = {
-            "target": join_projections(target_params),
-            "draft": join_projections(draft[1]) if draft else {},
+            "target": target_params,
+            "draft": draft[1] if draft else {},
         }
         self.runner = ModelRunner(
             self.target_config,

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from jaxspec import LLM, ConfigError, EngineConfig, SpeculativeConfig, drafts, models
 from jaxspec.config import REFERENCE_OPS, AttentionConfig
-from jaxspec.layers.params import init_random
+from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.tools import prompts, report
 from jaxspec.tools.acceptance import show
@@ -221,12 +221,12 @@ def tiny_pair() -> Pair:
     )
 
 
-def spread(head: jax.Array, deviation: float) -> jax.Array:
+def spread(head: Weight, deviation: float) -> Weight:
     """Scale an output head [hidden, vocab] so that its logits have about this deviation.
 
     The logits are those of a normed hidden state.
     """
-    return head * (deviation / (jnp.std(head) * HIDDEN**0.5))
+    return Weight(head.values * (deviation / (jnp.std(head.values) * HIDDEN**0.5)))
 
 
 def exact_probabilities(pair: Pair) -> np.ndarray:

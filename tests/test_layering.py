@@ -28,6 +28,7 @@ ROOMS = (
     "layers",
     "cache",
     "sampling",
+    "parallel",
     "config",
 )
 KERNEL_CALLERS = ("decode", "layers", "cache", "sampling")  # the rooms that call kernels

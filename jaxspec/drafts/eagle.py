@@ -41,7 +41,7 @@ from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm
-from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import linear, project
 from jaxspec.models import TargetConfig
 
@@ -93,7 +93,7 @@ def param_specs(cfg: EagleConfig) -> Params:
             layer["input_layernorm"] = vector(f"{prefix}.input_layernorm.weight", hidden)
         layers.append(layer)
     specs: dict[str, Any] = {
-        "fc": matrix("fc.weight", 2 * hidden, hidden, (None, "embed")),
+        "fc": projection("fc.weight", 2 * hidden, hidden, (None, "embed")),
         "layers": layers,
     }
     if cfg.fc_bias:

@@ -42,7 +42,7 @@ from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm, embed_norm, rms_norm
-from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import linear, project
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
@@ -103,7 +103,7 @@ def param_specs(cfg: Eagle3Config) -> Params:
     """
     hidden, fused = cfg.hidden_size, len(cfg.aux_layers) * cfg.target_hidden_size
     specs: dict[str, Any] = {
-        "fc": matrix("fc.weight", fused, hidden, (None, "embed")),
+        "fc": projection("fc.weight", fused, hidden, (None, "embed")),
         "layers": [_layer_specs(f"layers.{i}", cfg, first=i == 0) for i in range(cfg.num_layers)],
         "norm": vector("norm.weight", hidden),
     }
@@ -121,7 +121,7 @@ def param_specs(cfg: Eagle3Config) -> Params:
             "embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed")
         )
     if cfg.own_lm_head:
-        specs["lm_head"] = matrix(
+        specs["lm_head"] = projection(
             "lm_head.weight", hidden, cfg.draft_vocab_size, ("embed", "vocab")
         )
     return specs

@@ -32,7 +32,7 @@ from jaxspec.drafts.family import (
 )
 from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import rms_norm
-from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import project
 from jaxspec.models import TargetConfig, llama4_text
 from jaxspec.models.llama4_text import Llama4Config
@@ -65,7 +65,7 @@ def param_specs(cfg: EagleLlama4Config) -> Params:
     """Return the weights."""
     hidden = cfg.hidden_size
     specs: dict[str, Any] = {
-        "fc": matrix("fc.weight", 2 * hidden, hidden, (None, "embed")),
+        "fc": projection("fc.weight", 2 * hidden, hidden, (None, "embed")),
         "layers": [llama4_text.layer_specs(cfg.target, 0, "layers.0")],
         "norm": vector("norm.weight", hidden),
     }

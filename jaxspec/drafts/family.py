@@ -168,7 +168,7 @@ def head_logits(params: Params, cfg: LayeredConfig, head_input: jax.Array, ops: 
 
     The head is the draft's or the target's.
     """
-    return vocab_logits(head_input, params["lm_head"], ops, tied=cfg.tied_lm_head)
+    return vocab_logits(head_input, params["lm_head"], ops)
 
 
 def same_name(name: str) -> str:

@@ -34,7 +34,7 @@ from jaxspec.drafts.family import (
 )
 from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import rms_norm
-from jaxspec.layers.params import Params, matrix, vector
+from jaxspec.layers.params import Params, projection, vector
 from jaxspec.layers.products import project
 from jaxspec.models import TargetConfig, deepseek_v3, glm4_moe_lite, mimo
 from jaxspec.models.family import FamilyWithMtp
@@ -133,7 +133,7 @@ def param_specs(cfg: MtpConfig) -> Params:
     return {
         "embedding_norm": vector(f"{prefix}.{names.embedding_norm}.weight", hidden),
         "hidden_norm": vector(f"{prefix}.{names.hidden_norm}.weight", hidden),
-        "projection": matrix(
+        "projection": projection(
             f"{prefix}.{names.projection}.weight", 2 * hidden, hidden, (None, "embed")
         ),
         "layers": [FAMILIES[cfg.target.model_type].layer_specs(cfg.target, prefix)],

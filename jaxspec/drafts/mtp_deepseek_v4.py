@@ -36,7 +36,7 @@ from jaxspec.drafts.family import (
 from jaxspec.layers.context import Pass
 from jaxspec.layers.hyper_connections import collapse, head_specs
 from jaxspec.layers.norms import Norm, rms_norm
-from jaxspec.layers.params import Params, matrix, vector
+from jaxspec.layers.params import Params, projection, vector
 from jaxspec.layers.products import project
 from jaxspec.layers.rope import rope_tables
 from jaxspec.models import TargetConfig, deepseek_v4
@@ -83,8 +83,10 @@ def param_specs(cfg: DeepseekV4MtpConfig) -> Params:
     return {
         "embedding_norm": vector(f"{PREFIX}.enorm.weight", hidden),
         "hidden_norm": vector(f"{PREFIX}.hnorm.weight", hidden),
-        "embedding_projection": matrix(f"{PREFIX}.e_proj.weight", hidden, hidden, (None, "embed")),
-        "hidden_projection": matrix(f"{PREFIX}.h_proj.weight", hidden, hidden, (None, "embed")),
+        "embedding_projection": projection(
+            f"{PREFIX}.e_proj.weight", hidden, hidden, (None, "embed")
+        ),
+        "hidden_projection": projection(f"{PREFIX}.h_proj.weight", hidden, hidden, (None, "embed")),
         "layers": [deepseek_v4.layer_specs(cfg.target, PREFIX)],
         "head": head_specs(f"{PREFIX}.hc_head", cfg.target.residual, hidden),
         "norm": vector(f"{PREFIX}.norm.weight", hidden),

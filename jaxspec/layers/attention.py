@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.arrays import FullCache
 from jaxspec.config import AttentionConfig, MLAConfig, Ops
 from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import Norm
-from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import (
+    AssembledSpec,
+    Params,
+    ParamSpec,
+    joined,
+    matrix,
+    projection,
+    vector,
+    weight,
+)
 from jaxspec.layers.products import Stream, project, values_of
 from pallas_kernels import attention as attention_op
 from pallas_kernels import rope_cache as rope_op
@@ -22,59 +30,40 @@ from pallas_kernels import rope_cache as rope_op
 
 def attention_specs(
     prefix: str, cfg: AttentionConfig, input_size: int, output_size: int
-) -> dict[str, ParamSpec]:
+) -> dict[str, Any]:
     """Return the layer's weights under `prefix` ("...self_attn").
 
     An EAGLE-3 layer has inputs of width 2D and outputs of width D.
     """
-    q_size, kv_size = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-    specs = {
-        "q_proj": rotated_matrix(
-            f"{prefix}.q_proj.weight", input_size, cfg.num_heads, 0, cfg, ("embed", "heads")
-        ),
-        "k_proj": rotated_matrix(
-            f"{prefix}.k_proj.weight", input_size, cfg.num_kv_heads, 0, cfg, ("embed", "kv_heads")
-        ),
-        "v_proj": matrix(f"{prefix}.v_proj.weight", input_size, kv_size, ("embed", "kv_heads")),
-        "o_proj": matrix(f"{prefix}.o_proj.weight", q_size, output_size, ("heads", "embed")),
+    heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    q_size, kv_size = heads * head_dim, kv_heads * head_dim
+
+    def rotated(part: str, count: int, axis: str) -> ParamSpec:
+        name = f"{prefix}.{part}_proj.weight"
+        return rotated_matrix(name, input_size, count, 0, cfg, ("embed", axis))
+
+    q, k = rotated("q", heads, "heads"), rotated("k", kv_heads, "kv_heads")
+    v = matrix(f"{prefix}.v_proj.weight", input_size, kv_size, ("embed", "kv_heads"))
+    specs: dict[str, Any] = {
+        "qkv_proj": weight(joined(f"{prefix}.{{q,k,v}}_proj.weight", (q, k, v))),
+        "o_proj": projection(f"{prefix}.o_proj.weight", q_size, output_size, ("heads", "embed")),
     }
     if cfg.qkv_bias:
         assert not cfg.rope_interleave  # no family has both
-        specs["q_bias"] = vector(f"{prefix}.q_proj.bias", q_size, "heads")
-        specs["k_bias"] = vector(f"{prefix}.k_proj.bias", kv_size, "kv_heads")
-        specs["v_bias"] = vector(f"{prefix}.v_proj.bias", kv_size, "kv_heads")
+        biases = (
+            vector(f"{prefix}.q_proj.bias", q_size, "heads"),
+            vector(f"{prefix}.k_proj.bias", kv_size, "kv_heads"),
+            vector(f"{prefix}.v_proj.bias", kv_size, "kv_heads"),
+        )
+        specs["qkv_bias"] = joined(f"{prefix}.{{q,k,v}}_proj.bias", biases)
     if cfg.o_bias:
         specs["o_bias"] = vector(f"{prefix}.o_proj.bias", output_size)
     if cfg.qk_norm:
-        specs["q_norm"] = vector(f"{prefix}.q_norm.weight", cfg.head_dim)
-        specs["k_norm"] = vector(f"{prefix}.k_norm.weight", cfg.head_dim)
+        specs["q_norm"] = vector(f"{prefix}.q_norm.weight", head_dim)
+        specs["k_norm"] = vector(f"{prefix}.k_norm.weight", head_dim)
     if cfg.sinks:
-        specs["sinks"] = ParamSpec(f"{prefix}.sinks", (cfg.num_heads,), ("heads",), dtype="float32")
+        specs["sinks"] = ParamSpec(f"{prefix}.sinks", (heads,), ("heads",), dtype="float32")
     return specs
-
-
-def join_projections(params: Any) -> Any:
-    """Join the projections of one input into one array, in the weights of any model.
-
-    Query, key and value become qkv_proj (and qkv_bias). The projections to latents, if there are
-    two, become qkv_a_proj (and qkv_a_bias).
-
-    XLA joins products of one input itself, and then copies their weights together in every pass:
-    25 us for a layer of Llama-3-8B on an H200.
-
-    params: weights in the structure of param_specs, or already joined; other weights stay unchanged
-    """
-    if isinstance(params, Mapping):
-        joined = {name: join_projections(value) for name, value in params.items()}
-        for together, parts in (("qkv", ("q", "k", "v")), ("qkv_a", ("q_a", "kv_a"))):
-            for kind in ("proj", "bias"):
-                names = [f"{part}_{kind}" for part in parts]
-                if all(name in joined for name in names):
-                    joined[f"{together}_{kind}"] = jnp.concatenate(
-                        [joined.pop(name) for name in names], axis=-1
-                    )
-        return joined
-    return [join_projections(value) for value in params] if isinstance(params, list) else params
 
 
 def _qkv(params: Params, cfg: AttentionConfig, x: Stream, ops: Ops, norm: Norm | None) -> jax.Array:
@@ -82,10 +71,8 @@ def _qkv(params: Params, cfg: AttentionConfig, x: Stream, ops: Ops, norm: Norm |
 
     Returns [batch, rows, (num_heads + 2 num_kv_heads) head_dim].
     """
-    names = ("qkv",) if "qkv_proj" in params else ("q", "k", "v")
-    weights = tuple(params[f"{n}_proj"] for n in names)
-    bias = jnp.concatenate([params[f"{n}_bias"] for n in names]) if cfg.qkv_bias else None
-    return project(x, weights, ops, norm=norm, bias=bias)
+    bias = params["qkv_bias"] if cfg.qkv_bias else None
+    return project(x, (params["qkv_proj"],), ops, norm=norm, bias=bias)
 
 
 def rotated_matrix(

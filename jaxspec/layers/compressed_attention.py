@@ -39,7 +39,7 @@ from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import REFERENCE_OPS, CompressedAttentionConfig, RopeConfig
 from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import rms_norm
-from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, projection, vector
 from jaxspec.layers.products import linear, project
 from jaxspec.layers.rope import RopeTables, rope_tables
 from pallas_kernels.dtypes import wider
@@ -55,12 +55,14 @@ def compressed_attention_specs(
     group_in, group_out = heads * width // cfg.o_groups, cfg.o_groups * cfg.o_lora_rank
     o_a = f"{prefix}.wo_a.weight"
     specs: dict[str, Any] = {
-        "q_a_proj": matrix(f"{prefix}.wq_a.weight", hidden_size, cfg.q_lora_rank, ("embed", None)),
+        "q_a_proj": projection(
+            f"{prefix}.wq_a.weight", hidden_size, cfg.q_lora_rank, ("embed", None)
+        ),
         "q_a_norm": vector(f"{prefix}.q_norm.weight", cfg.q_lora_rank),
-        "q_b_proj": matrix(
+        "q_b_proj": projection(
             f"{prefix}.wq_b.weight", cfg.q_lora_rank, heads * width, (None, "heads")
         ),
-        "kv_proj": matrix(f"{prefix}.wkv.weight", hidden_size, width, ("embed", None)),
+        "kv_proj": projection(f"{prefix}.wkv.weight", hidden_size, width, ("embed", None)),
         "kv_norm": vector(f"{prefix}.kv_norm.weight", width),
         "sinks": ParamSpec(f"{prefix}.attn_sink", (heads,), ("heads",), dtype="float32"),
         "o_a_proj": AssembledSpec(
@@ -70,7 +72,7 @@ def compressed_attention_specs(
             sources=((o_a, (group_out, group_in)),),
             build=partial(_by_group, groups=cfg.o_groups),
         ),
-        "o_b_proj": matrix(f"{prefix}.wo_b.weight", group_out, hidden_size, (None, "embed")),
+        "o_b_proj": projection(f"{prefix}.wo_b.weight", group_out, hidden_size, (None, "embed")),
     }
     rate, sparse = cfg.rate(kind), kind == "compressed_sparse_attention"
     if rate is not None:
@@ -84,7 +86,7 @@ def compressed_attention_specs(
             "compressor": _compressor_specs(
                 f"{prefix}.indexer.compressor", rate, cfg.index_head_dim, 2, hidden_size
             ),
-            "q_b_proj": matrix(
+            "q_b_proj": projection(
                 f"{prefix}.indexer.wq_b.weight", cfg.q_lora_rank, index_width, (None, "heads")
             ),
             "weights_proj": matrix(

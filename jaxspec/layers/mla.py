@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.arrays import LatentCache
@@ -19,7 +19,16 @@ from jaxspec.config import MLAConfig, Ops
 from jaxspec.layers.attention import halves_of_pairs, rotated_matrix
 from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import Norm, rms_norm
-from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import (
+    AssembledSpec,
+    Params,
+    ParamSpec,
+    joined,
+    matrix,
+    projection,
+    vector,
+    weight,
+)
 from jaxspec.layers.products import ResidualStream, add_projection, log_once, project
 from pallas_kernels import head_matmul as head_matmul_op
 from pallas_kernels import latent_attention as attention_op
@@ -29,10 +38,11 @@ from pallas_kernels.packing import padded_heads
 LATENT_NORM_EPS = 1e-6  # epsilon of the norms on the latents, whatever the model's rms_norm_eps is
 
 
-def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, ParamSpec]:
+def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, Any]:
     """Return the layer's weights under `prefix` ("...self_attn").
 
-    kv_b_proj is read twice: as each head's key projection and as its value projection.
+    kv_b_proj is read twice: as each head's key projection and as its value projection. latents_proj
+    is the query's projection to its latent (if the model has one) and the key's, side by side.
     """
     heads, rank, nope, rope, v = (
         cfg.num_heads,
@@ -44,10 +54,10 @@ def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, ParamS
     kv_b = ((f"{prefix}.kv_b_proj.weight", (heads * (nope + v), rank)),)
     split = partial(_head_part, heads=heads, nope=nope)
 
-    specs: dict[str, ParamSpec] = {
-        "kv_a_proj": rotated_matrix(
-            f"{prefix}.kv_a_proj_with_mqa.weight", hidden_size, 1, rank, cfg, ("embed", None)
-        ),
+    kv_a = rotated_matrix(
+        f"{prefix}.kv_a_proj_with_mqa.weight", hidden_size, 1, rank, cfg, ("embed", None)
+    )
+    specs: dict[str, Any] = {
         "kv_a_norm": vector(f"{prefix}.kv_a_layernorm.weight", rank),
         "k_b_proj": AssembledSpec(
             kv_b[0][0],
@@ -63,27 +73,31 @@ def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, ParamS
             sources=kv_b,
             build=partial(split, part="v"),
         ),
-        "o_proj": matrix(f"{prefix}.o_proj.weight", heads * v, hidden_size, ("heads", "embed")),
+        "o_proj": projection(f"{prefix}.o_proj.weight", heads * v, hidden_size, ("heads", "embed")),
     }
-    if cfg.q_lora_rank is None:
-        specs["q_proj"] = rotated_matrix(
-            f"{prefix}.q_proj.weight", hidden_size, heads, nope, cfg, ("embed", "heads")
-        )
-    else:
-        specs["q_a_proj"] = matrix(
-            f"{prefix}.q_a_proj.weight", hidden_size, cfg.q_lora_rank, ("embed", None)
-        )
-        specs["q_a_norm"] = vector(f"{prefix}.q_a_layernorm.weight", cfg.q_lora_rank)
-        specs["q_b_proj"] = rotated_matrix(
-            f"{prefix}.q_b_proj.weight", cfg.q_lora_rank, heads, nope, cfg, (None, "heads")
-        )
+    latents, biases, names = [kv_a], [], "kv_a_proj_with_mqa"
     if cfg.bias:
-        specs["kv_a_bias"] = _rotated_bias(
-            f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, rank, cfg.rope_interleave
+        biases.append(
+            _rotated_bias(
+                f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, rank, cfg.rope_interleave
+            )
         )
         specs["o_bias"] = vector(f"{prefix}.o_proj.bias", hidden_size)
-        if cfg.q_lora_rank is not None:
-            specs["q_a_bias"] = vector(f"{prefix}.q_a_proj.bias", cfg.q_lora_rank)
+    if cfg.q_lora_rank is None:
+        name, depth, axes = f"{prefix}.q_proj.weight", hidden_size, ("embed", "heads")
+        specs["q_proj"] = weight(rotated_matrix(name, depth, heads, nope, cfg, axes))
+    else:
+        name, depth, axes = f"{prefix}.q_b_proj.weight", cfg.q_lora_rank, (None, "heads")
+        specs["q_b_proj"] = weight(rotated_matrix(name, depth, heads, nope, cfg, axes))
+        specs["q_a_norm"] = vector(f"{prefix}.q_a_layernorm.weight", cfg.q_lora_rank)
+        q_a = f"{prefix}.q_a_proj"
+        names = f"{{q_a_proj,{names}}}"
+        latents.insert(0, matrix(f"{q_a}.weight", hidden_size, cfg.q_lora_rank, ("embed", None)))
+        if cfg.bias:
+            biases.insert(0, vector(f"{q_a}.bias", cfg.q_lora_rank))
+    specs["latents_proj"] = weight(joined(f"{prefix}.{names}.weight", latents))
+    if biases:
+        specs["latents_bias"] = joined(f"{prefix}.{names}.bias", biases)
     return specs
 
 
@@ -169,16 +183,9 @@ def _latents(params: Params, cfg: MLAConfig, x: jax.Array, ops: Ops) -> jax.Arra
     Returns the query's latent (if the model has one), the key's latent, and the key to rotate, side
     by side: [batch * rows, ...].
     """
-    names = (
-        ("qkv_a",)
-        if "qkv_a_proj" in params
-        else ("kv_a",)
-        if cfg.q_lora_rank is None
-        else ("q_a", "kv_a")
-    )
-    weights = tuple(params[f"{n}_proj"] for n in names)
-    bias = jnp.concatenate([params[f"{n}_bias"] for n in names]) if cfg.bias else None
-    return project(x, weights, ops, bias=bias).reshape(-1, sum(w.shape[1] for w in weights))
+    bias = params["latents_bias"] if cfg.bias else None
+    latents = project(x, (params["latents_proj"],), ops, bias=bias)
+    return latents.reshape(-1, latents.shape[-1])
 
 
 def _by_head(

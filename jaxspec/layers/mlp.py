@@ -6,20 +6,20 @@ import jax
 
 from jaxspec.config import Ops
 from jaxspec.layers.norms import Norm
-from jaxspec.layers.params import Params, ParamSpec, matrix
+from jaxspec.layers.params import Params, Weight, projection
 from jaxspec.layers.products import ResidualStream, Stream, add_projection, project_swiglu
 
 
-def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, ParamSpec]:
+def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, Weight]:
     """Return the weights of the MLP under `prefix` ("...mlp")."""
     return {
-        "gate_proj": matrix(
+        "gate_proj": projection(
             f"{prefix}.gate_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")
         ),
-        "up_proj": matrix(
+        "up_proj": projection(
             f"{prefix}.up_proj.weight", hidden_size, intermediate_size, ("embed", "mlp")
         ),
-        "down_proj": matrix(
+        "down_proj": projection(
             f"{prefix}.down_proj.weight", intermediate_size, hidden_size, ("mlp", "embed")
         ),
     }

@@ -18,9 +18,8 @@ from jax import lax
 
 from jaxspec.config import Ops
 from jaxspec.layers.mlp import mlp_specs
-from jaxspec.layers.mxfp4 import dequantise
 from jaxspec.layers.norms import rms_norm
-from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix
+from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, weight
 from jaxspec.layers.products import (
     ResidualStream,
     Stream,
@@ -151,7 +150,7 @@ def expert_specs(
     cfg: MoEConfig,
     hidden_size: int,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> dict[str, ParamSpec]:
+) -> dict[str, Weight]:
     """Return gate_up and down of experts that a checkpoint stores one by one, as `prefix`.N.NAME.
 
     names: the checkpoint's names of gate, up and down
@@ -163,7 +162,7 @@ def expert_specs(
         parts: tuple[str, ...],
         checkpoint_shape: tuple[int, int],
         axes: tuple[str | None, ...],
-    ) -> ParamSpec:
+    ) -> Weight:
         sources = tuple(
             (f"{prefix}.{n}.{part}.weight", checkpoint_shape)
             for n in range(count)
@@ -175,7 +174,8 @@ def expert_specs(
             return np.stack([np.concatenate(pair).T for pair in pairs])
 
         shape = (count, checkpoint_shape[1], len(parts) * checkpoint_shape[0])
-        return AssembledSpec(f"{prefix}.*.{name}", shape, axes, sources=sources, build=build)
+        spec = AssembledSpec(f"{prefix}.*.{name}", shape, axes, sources=sources, build=build)
+        return weight(spec)
 
     return {
         "gate_up": one_by_one(
@@ -239,7 +239,7 @@ def experts(
     """Return the weighted sum over each row's experts, [rows, D].
 
     params:  gate_up [experts, D, 2 * intermediate] (gate first) and
-             down [experts, intermediate, D], each an array or MXFP4's {"blocks", "scales"};
+             down [experts, intermediate, D], each a Weight or an Mxfp4Weight;
              gate_up_bias and down_bias are optional
     x:       [rows, D]
     ids:     as `route` returns them
@@ -268,7 +268,7 @@ def _by_the_op(
     weights: jax.Array,
     implementation: str,
 ) -> jax.Array:
-    gate_up, down = (weight_of(params[name], x.dtype) for name in ("gate_up", "down"))
+    gate_up, down = (params[name].to_array(x.dtype) for name in ("gate_up", "down"))
     inputs = moe_op.Inputs(
         x=x,
         ids=ids,
@@ -288,7 +288,7 @@ def _gathered(
     params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
     def product(x: jax.Array, name: str) -> jax.Array:
-        weight = weight_of(jax.tree.map(lambda w: w[ids], params[name]), x.dtype)
+        weight = jax.tree.map(lambda w: w[ids], params[name]).to_array(x.dtype)
         # XLA would turn a dot with a bias into a matrix product, and first copy the gathered
         # weights (in float32). It fuses this sum with the gather, which then reads them once.
         y = jnp.sum(x[..., None].astype(jnp.float32) * weight.astype(jnp.float32), axis=-2)
@@ -331,7 +331,7 @@ def _grouped(
         expert, row = block
 
         def product(x: jax.Array, name: str) -> jax.Array:
-            weight = weight_of(jax.tree.map(lambda w: w[expert], params[name]), x.dtype)
+            weight = jax.tree.map(lambda w: w[expert], params[name]).to_array(x.dtype)
             return _with_bias(
                 jnp.matmul(x, weight, preferred_element_type=jnp.float32), params, name, expert
             ).astype(x.dtype)
@@ -358,12 +358,3 @@ def _with_bias(y: jax.Array, params: Params, name: str, expert: jax.Array) -> ja
 def gated(cfg: MoEConfig, gate_up: jax.Array) -> jax.Array:
     """Apply the experts' activation in float32, [..., 2 * intermediate] -> [..., intermediate]."""
     return moe_op.reference.gated(gate_up, cfg.gate, alpha=cfg.alpha, limit=cfg.limit)
-
-
-def weight_of(weight: Any, dtype: Any) -> jax.Array:
-    """Return the weight [..., in, out] as an array, dequantising MXFP4's {"blocks", "scales"}."""
-    return (
-        dequantise(weight["blocks"], weight["scales"], dtype)
-        if isinstance(weight, dict)
-        else weight
-    )

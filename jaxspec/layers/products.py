@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxspec.config import Ops
 from jaxspec.layers.norms import Norm, rms_norm
+from jaxspec.layers.params import Weight
 from pallas_kernels import matmul as matmul_op
 
 logger = logging.getLogger(__name__)
@@ -54,12 +55,10 @@ class _Form:
 
     out_dtype:  dtype of the result
     swiglu:     multiply by two weights and combine the results as SwiGLU
-    transposed: the weight is [out, in]
     """
 
     out_dtype: DTypeLike
     swiglu: bool = False
-    transposed: bool = False
 
 
 def values_of(x: Stream) -> jax.Array:
@@ -77,12 +76,12 @@ def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
     return jnp.take_along_axis(x, row.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """Multiply x [..., in] by weight [in, out] (+ bias [out]) with XLA.
 
     The product accumulates in float32 and has x's dtype.
     """
-    y = jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+    y = jnp.matmul(x, weight.to_array(x.dtype), preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
@@ -90,7 +89,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 def project(
     x: Stream,
-    weights: tuple[jax.Array, ...],
+    weights: tuple[Weight, ...],
     ops: Ops,
     *,
     norm: Norm | None = None,
@@ -110,7 +109,7 @@ def project(
 
 
 def project_swiglu(
-    x: Stream, gate: jax.Array, up: jax.Array, ops: Ops, *, norm: Norm | None = None
+    x: Stream, gate: Weight, up: Weight, ops: Ops, *, norm: Norm | None = None
 ) -> jax.Array:
     """Return silu(x @ gate) * (x @ up) of (the norm of) x [batch, rows, in].
 
@@ -120,21 +119,19 @@ def project_swiglu(
     return _multiply(x, (gate, up), ops, form, norm=norm).x
 
 
-def vocab_logits(hidden: jax.Array, lm_head: jax.Array, ops: Ops, *, tied: bool) -> jax.Array:
+def vocab_logits(hidden: jax.Array, lm_head: Weight, ops: Ops) -> jax.Array:
     """Return float32 logits [..., vocab] of hidden [..., D].
-
-    lm_head: [D, vocab], or the embedding [vocab, D] if tied.
 
     The logits are the float32 accumulator. Rounding them to bfloat16 makes ties, and ties make
     greedy text depend on the path.
     """
-    return _multiply(hidden, (lm_head,), ops, _Form(jnp.float32, transposed=tied)).x
+    return _multiply(hidden, (lm_head,), ops, _Form(jnp.float32)).x
 
 
 def add_projection(
     stream: Stream,
     x: jax.Array,
-    weight: jax.Array,
+    weight: Weight,
     ops: Ops,
     *,
     bias: jax.Array | None = None,
@@ -165,7 +162,7 @@ def add_to_stream(stream: Stream, delta: jax.Array) -> ResidualStream:
 
 def _multiply(
     x: Stream,
-    weights: tuple[jax.Array, ...],
+    weights: tuple[Weight, ...],
     ops: Ops,
     form: _Form,
     *,
@@ -207,13 +204,13 @@ def _multiply(
 
     inputs = matmul_op.Inputs(
         x=flat(operand),
-        weights=weights,
+        weights=tuple(weight.values for weight in weights),
         squares=None if deferred is None else deferred.squares,
         eps=0.0 if norm is None else norm.eps,
         residual=None if residual is None else flat(residual),
         gain=next_gain,
         swiglu=form.swiglu,
-        transposed=form.transposed,
+        transposed=weights[0].transposed,
         out_dtype=form.out_dtype,
     )
     made = matmul_op.matmul(inputs, implementation=implementation)
@@ -225,7 +222,7 @@ def _multiply(
 
 def _choose_backend(
     x: jax.ShapeDtypeStruct,
-    weights: tuple[jax.Array, ...],
+    weights: tuple[Weight, ...],
     ops: Ops,
     form: _Form,
     *,
@@ -244,18 +241,18 @@ def _choose_backend(
     padding = -rows % 8 if rows > 8 else 0
     product = matmul_op.Product(
         jax.ShapeDtypeStruct((rows + padding, depth), x.dtype),
-        weights,
+        tuple(weight.values for weight in weights),
         residual=has_residual,
         normed=is_normed,
         norms=prepares_norm,
         swiglu=form.swiglu,
-        transposed=form.transposed,
+        transposed=weights[0].transposed,
         out_dtype=form.out_dtype,
     )
     reason = matmul_op.unsupported(product)
     if reason is None:
         return ops.matmul, padding
-    log_once(f"XLA multiplies by {[w.shape for w in weights]}: the kernel {reason}")
+    log_once(f"XLA multiplies by {[w.values.shape for w in weights]}: the kernel {reason}")
     return "reference", 0
 
 

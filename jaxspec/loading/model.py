@@ -16,10 +16,12 @@ from jaxspec.config.reading import values_as_sentences
 from jaxspec.layers.params import Params
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.weights import LazyTensor, load_params
+from jaxspec.models.decoder import lm_head
+from jaxspec.parallel.mesh import DEFAULT_DEVICE, DeviceMesh
 
 
 def load_target(
-    folder: Path, dtype: Any, *, mxfp4: str = "dequantised"
+    folder: Path, dtype: Any, mesh: DeviceMesh = DEFAULT_DEVICE, *, mxfp4: str = "dequantised"
 ) -> tuple[models.TargetConfig, Params]:
     """Load the target in a Hugging Face folder, with float tensors cast to dtype.
 
@@ -36,7 +38,7 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     return cfg, load_params(
-        family.param_specs(cfg), checkpoint.tensors, dtype, ignore=ignore, source=str(folder)
+        family.param_specs(cfg), checkpoint.tensors, dtype, mesh, ignore=ignore, source=str(folder)
     )
 
 
@@ -46,6 +48,7 @@ def load_draft(
     target_params: Params,
     speculative: SpeculativeConfig,
     dtype: Any,
+    mesh: DeviceMesh = DEFAULT_DEVICE,
 ) -> tuple[drafts.LayeredConfig, Params]:
     """Load the draft head of speculative.method in a folder, and bind it to a loaded target."""
     checkpoint = open_checkpoint(folder)
@@ -72,6 +75,7 @@ def load_draft(
         family.param_specs(cfg),
         tensors,
         dtype,
+        mesh,
         ignore=ignore,
         source=f"{speculative.method} draft {folder}",
     )
@@ -97,7 +101,7 @@ def bind_draft(
     bound: dict[str, Any] = dict(params)
     bound.setdefault("embed_tokens", target_params["embed_tokens"])
     if "lm_head" not in bound:
-        bound["lm_head"] = target_params["embed_tokens" if cfg.tied_lm_head else "lm_head"]
+        bound["lm_head"] = lm_head(target_params, tied=cfg.tied_lm_head)
     if cfg.maps_vocabulary:
         assert draft_to_target is not None
         target_to_draft = np.full(cfg.vocab_size, -1, np.int32)

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
-from jaxspec.layers.params import Params, ParamSpec
+from jaxspec.layers.params import Params, ParamSpec, is_spec
 from jaxspec.loading.checkpoint import LazyTensor
 from jaxspec.loading.weight_checks import check_weight
+from jaxspec.parallel.mesh import DEFAULT_DEVICE, DeviceMesh
 
 SHOWN = 5  # names listed in a message
 
@@ -40,7 +41,7 @@ def check_shapes(
     """
     wanted = {
         name: shape
-        for spec in jax.tree.leaves(specs, is_leaf=_is_spec)
+        for spec in jax.tree.leaves(specs, is_leaf=is_spec)
         for name, shape in spec.tensors.items()
     }
     missing = [name for name in wanted if name not in shapes]
@@ -66,16 +67,17 @@ def load_params(
     specs: Params,
     tensors: Mapping[str, LazyTensor],
     dtype: jnp.dtype | type | str,
+    mesh: DeviceMesh = DEFAULT_DEVICE,
     *,
     ignore: Callable[[str], bool] = ignore_nothing,
     source: str = "checkpoint",
 ) -> Params:
-    """Read every tensor of the table, checked as in check_shapes.
+    """Read every tensor of the table, checked as in check_shapes, and place it on the mesh.
 
     Floats are cast to ``dtype``, and matrices transposed to our [in, out]. Integers become int32,
     jax's default; a value that does not fit is an error. Booleans and uint8 (packed weights) stay.
-    Values that cannot be right are errors too (check_weight).
-    One weight at a time goes to the device, so that the host never holds the whole model beside it.
+    Values that cannot be right are errors too (check_weight). One array at a time goes to the
+    devices, so that the host never holds the whole model beside it.
     """
     check_shapes(
         specs,
@@ -89,14 +91,15 @@ def load_params(
     def load(spec: ParamSpec) -> jax.Array:
         nonlocal loaded
         wanted, where = np.dtype(spec.dtype or dtype), f"{source}: {spec.name}"
-        array = _cast(spec.assemble([tensors[name].read() for name in spec.tensors]), wanted, where)
+        read = [tensors[name].read() for name in spec.tensors]
+        array = _cast(spec.assemble(read, mesh), wanted, where)
         check_weight(spec, array, wanted, where)
         try:  # waiting bounds the host copies in flight to one
-            on_device = jax.block_until_ready(jax.device_put(array))
+            on_device = jax.block_until_ready(mesh.place(array, spec.axes))
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
-            total = sum(_num_bytes(s, dtype) for s in jax.tree.leaves(specs, is_leaf=_is_spec))
+            total = sum(_num_bytes(s, dtype) for s in jax.tree.leaves(specs, is_leaf=is_spec))
             raise ConfigError(
                 f"{source}: expected {total / 1e9:.1f} GB of free device memory for its weights, "
                 f"got room for {loaded / 1e9:.1f} GB of them; take a smaller target, "
@@ -105,7 +108,7 @@ def load_params(
         loaded += array.nbytes
         return on_device
 
-    return jax.tree.map(load, specs, is_leaf=_is_spec)
+    return jax.tree.map(load, specs, is_leaf=is_spec)
 
 
 def _num_bytes(spec: ParamSpec, dtype: jnp.dtype | type | str) -> int:
@@ -132,7 +135,3 @@ def _listed(what: str, names: Iterable[str]) -> str:
     names = sorted(names)
     more = ", ..." if len(names) > SHOWN else ""
     return f"{len(names)} {what}: {', '.join(names[:SHOWN])}{more}"
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, ParamSpec)

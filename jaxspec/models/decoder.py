@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxspec.cache.arrays import KVCache
 from jaxspec.config import Ops
 from jaxspec.layers.norms import Norm, embed_norm, rms_norm
-from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import Params, ParamSpec, Weight, projection, vector
 from jaxspec.layers.products import ResidualStream, Stream, values_of, vocab_logits
 
 
@@ -61,7 +61,7 @@ def decoder_specs(cfg: DecoderConfig, layer_specs: Callable[[int, str], Params])
         "norm": vector("model.norm.weight", cfg.hidden_size),
     }
     if not cfg.tie_word_embeddings:
-        specs["lm_head"] = matrix(
+        specs["lm_head"] = projection(
             "lm_head.weight", cfg.hidden_size, cfg.vocab_size, ("embed", "vocab")
         )
     return specs
@@ -119,5 +119,9 @@ def run_layers(
 
 def logits(params: Params, cfg: DecoderConfig, hidden: jax.Array, ops: Ops) -> jax.Array:
     """Return float32 logits [..., vocab] of hidden [..., embed]."""
-    tied = cfg.tie_word_embeddings
-    return vocab_logits(hidden, params["embed_tokens" if tied else "lm_head"], ops, tied=tied)
+    return vocab_logits(hidden, lm_head(params, tied=cfg.tie_word_embeddings), ops)
+
+
+def lm_head(params: Params, *, tied: bool) -> Weight:
+    """Return the head of a decoder; tied: it is the embedding."""
+    return Weight(params["embed_tokens"], transposed=True) if tied else params["lm_head"]

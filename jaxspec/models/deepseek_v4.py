@@ -44,7 +44,7 @@ from jaxspec.layers.moe import (
     router_logits,
 )
 from jaxspec.layers.norms import rms_norm
-from jaxspec.layers.params import IndexSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import IndexSpec, Params, ParamSpec, matrix, projection, vector
 from jaxspec.layers.products import pick_row, project
 from jaxspec.layers.rope import RopeTables, rope_tables
 from jaxspec.models.decoder import TargetOutput, logits
@@ -273,7 +273,7 @@ def param_specs(cfg: DeepseekV4Config) -> Params:
         ],
         "head": head_specs("hc_head", cfg.residual, cfg.hidden_size),
         "norm": vector("norm.weight", cfg.hidden_size),
-        "lm_head": matrix("head.weight", cfg.hidden_size, cfg.vocab_size, ("embed", "vocab")),
+        "lm_head": projection("head.weight", cfg.hidden_size, cfg.vocab_size, ("embed", "vocab")),
     }
 
 
@@ -291,13 +291,13 @@ def layer_specs(
         "router": matrix(f"{ffn}.gate.weight", hidden, moe.num_experts, ("embed", "experts")),
         "experts": expert_specs(f"{ffn}.experts", moe, hidden, EXPERT_NAMES),
         "shared": {
-            "gate_proj": matrix(
+            "gate_proj": projection(
                 f"{ffn}.shared_experts.w1.weight", hidden, moe.shared_size, ("embed", "mlp")
             ),
-            "up_proj": matrix(
+            "up_proj": projection(
                 f"{ffn}.shared_experts.w3.weight", hidden, moe.shared_size, ("embed", "mlp")
             ),
-            "down_proj": matrix(
+            "down_proj": projection(
                 f"{ffn}.shared_experts.w2.weight", moe.shared_size, hidden, ("mlp", "embed")
             ),
         },

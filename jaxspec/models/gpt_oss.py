@@ -28,9 +28,9 @@ from jaxspec.config import (
 from jaxspec.layers.attention import attend, attention_specs
 from jaxspec.layers.context import Pass
 from jaxspec.layers.moe import MoEConfig, experts, route
-from jaxspec.layers.mxfp4 import BLOCK, dequantise_on_host
+from jaxspec.layers.mxfp4 import BLOCK, Mxfp4Weight, dequantise_on_host
 from jaxspec.layers.norms import Norm, rms_norm
-from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, vector, weight
 from jaxspec.layers.products import add_projection, add_to_stream
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 
@@ -198,14 +198,14 @@ def _weight_spec(
     axes: tuple[str | None, ...],
     *,
     interleaved: bool,
-) -> Any:
+) -> Weight | Mxfp4Weight:
     """Return one projection of all experts.
 
     interleaved: the checkpoint has gate and up in turn along the output; ours has the gate's half
         first
     """
     if cfg.mxfp4 is None:
-        return (
+        return weight(
             _assembled(name, shape, axes, ((name, shape),), _halves)
             if interleaved
             else ParamSpec(name, shape, axes)
@@ -214,24 +214,15 @@ def _weight_spec(
     scales = (count, width, depth // BLOCK)
     sources = ((f"{name}_blocks", (*scales, BLOCK // 2)), (f"{name}_scales", scales))
     if cfg.mxfp4 == "dequantised":
-        return _assembled(
-            name, shape, axes, sources, partial(_dequantised, interleaved=interleaved)
-        )
+        build = partial(_dequantised, interleaved=interleaved)
+        return weight(_assembled(name, shape, axes, sources, build))
     swapped = (axes[0], axes[2], axes[1])
     order = partial(_halves, axis=1) if interleaved else _as_it_is
-    return {
-        "blocks": AssembledSpec(
-            sources[0][0],
-            sources[0][1],
-            (*swapped, None),
-            dtype="uint8",
-            sources=sources[:1],
-            build=order,
-        ),
-        "scales": AssembledSpec(
-            sources[1][0], sources[1][1], swapped, dtype="uint8", sources=sources[1:], build=order
-        ),
-    }
+
+    def packed(source: tuple[str, tuple[int, ...]], axes: tuple[str | None, ...]) -> Any:
+        return AssembledSpec(*source, axes, dtype="uint8", sources=(source,), build=order)
+
+    return Mxfp4Weight(packed(sources[0], (*swapped, None)), packed(sources[1], swapped))
 
 
 def _assembled(name: str, shape: Any, axes: Any, sources: Any, build: Any) -> AssembledSpec:

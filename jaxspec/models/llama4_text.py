@@ -30,7 +30,7 @@ from jaxspec.layers.context import Pass
 from jaxspec.layers.mlp import add_mlp, mlp_specs
 from jaxspec.layers.moe import MoEConfig, experts, router_logits
 from jaxspec.layers.norms import Norm, rms_norm
-from jaxspec.layers.params import Params, ParamSpec, matrix, vector
+from jaxspec.layers.params import Params, ParamSpec, matrix, vector, weight
 from jaxspec.layers.products import (
     add_projection,
     add_to_stream,
@@ -181,13 +181,19 @@ def _moe_specs(prefix: str, cfg: Llama4Config) -> dict[str, Any]:
     return {
         "router": matrix(f"{prefix}.router.weight", hidden, count, ("embed", "experts")),
         "experts": {
-            "gate_up": ParamSpec(
-                f"{prefix}.experts.gate_up_proj",
-                (count, hidden, 2 * size),
-                ("experts", "embed", "mlp"),
+            "gate_up": weight(
+                ParamSpec(
+                    f"{prefix}.experts.gate_up_proj",
+                    (count, hidden, 2 * size),
+                    ("experts", "embed", "mlp"),
+                )
             ),
-            "down": ParamSpec(
-                f"{prefix}.experts.down_proj", (count, size, hidden), ("experts", "mlp", "embed")
+            "down": weight(
+                ParamSpec(
+                    f"{prefix}.experts.down_proj",
+                    (count, size, hidden),
+                    ("experts", "mlp", "embed"),
+                )
             ),
         },
         "shared": mlp_specs(f"{prefix}.shared_expert", hidden, cfg.moe.shared_size),

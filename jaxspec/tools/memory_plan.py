@@ -15,7 +15,7 @@ from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.cache.pool_sizes import demand, layer_block_bytes
 from jaxspec.config import CacheGroup, EngineConfig
 from jaxspec.decode.several_rounds import rounds_per_step
-from jaxspec.layers.params import Params, ParamSpec
+from jaxspec.layers.params import Params, is_spec
 
 GIB = 1 << 30
 # Bytes of memory by the data sheets.
@@ -152,7 +152,7 @@ def memory_plan(
 
 def weight_bytes(specs: Params, dtype: str) -> int:
     """Return the bytes of the arrays of a parameter table."""
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize for spec in leaves)
 
 

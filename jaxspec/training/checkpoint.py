@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from jaxspec import drafts
 from jaxspec.config import ConfigError
 from jaxspec.drafts import Eagle3Config, EagleConfig
-from jaxspec.layers.params import Params, ParamSpec
+from jaxspec.layers.params import Params, ParamSpec, is_spec, separate, separate_table
 from jaxspec.training.config import TrainableDraft
 from jaxspec.training.files import replaced
 from jaxspec.training.vocabulary import vocabulary_maps
@@ -155,12 +155,8 @@ def save_draft(
         tensors[spec.name] = np.ascontiguousarray(host.T if spec.transpose else host)
 
     specs = drafts.family(cfg).param_specs(cfg)
-    jax.tree.map(
-        add,
-        specs,
-        {name: params[name] for name in specs},
-        is_leaf=lambda x: isinstance(x, ParamSpec),
-    )
+    own = separate(specs, {name: params[name] for name in specs})
+    jax.tree.map(add, separate_table(specs), own, is_leaf=is_spec)
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():  # a process that was killed between two renames

@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import Eagle3Config, EagleConfig
-from jaxspec.layers.params import Params, ParamSpec, init_random
+from jaxspec.layers.params import Params, ParamSpec, Weight, init_random, is_spec
 from jaxspec.loading.model import load_draft
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.config import TrainableDraft
@@ -157,13 +157,12 @@ def initial_params(
     def with_norms(spec: ParamSpec, x: jax.Array) -> jax.Array:
         return jnp.ones_like(x) if x.ndim == 1 and not spec.name.endswith("bias") else x
 
-    params = jax.tree.map(with_norms, specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
+    params = jax.tree.map(with_norms, specs, params, is_leaf=is_spec)
     if "norm" in specs:
         params["norm"] = target["norm"].astype(jnp.float32)
     if "lm_head" in specs:
-        params["lm_head"] = head_columns(target, target_cfg, jnp.asarray(draft_ids)).astype(
-            jnp.float32
-        )
+        columns = head_columns(target, target_cfg, jnp.asarray(draft_ids))
+        params["lm_head"] = Weight(columns.astype(jnp.float32))
     if cfg.method == "eagle":
         # Embeddings are often far smaller than normed hidden states (17 times in SmolLM2), so the
         # two halves of fc start with equal outputs.
@@ -173,7 +172,7 @@ def initial_params(
         halves = jnp.concatenate(
             [jnp.full(cfg.hidden_size, rms(target[name])) for name in ("embed_tokens", "norm")]
         )
-        params["fc"] = params["fc"] / halves[:, None]
+        params["fc"] = Weight(params["fc"].values / halves[:, None])
     return params
 
 
@@ -196,9 +195,8 @@ def continued_params(
             column = np.full(cfg.vocab_size, -1)
             column[old_ids] = np.arange(len(old_ids))
             kept = column[draft_ids]
-            params[name] = jnp.where(
-                jnp.asarray(kept >= 0), old[name][:, np.maximum(kept, 0)], fresh[name]
-            )
+            had = old[name].values[:, np.maximum(kept, 0)]
+            params[name] = Weight(jnp.where(jnp.asarray(kept >= 0), had, fresh[name].values))
         else:
             _same_shapes(name, fresh[name], old[name])
             params[name] = old[name]
@@ -206,16 +204,19 @@ def continued_params(
 
 
 def _continued_layer(new: Params, had: Params) -> Params:
-    width = had["down_proj"].shape[0]
-    if width > new["down_proj"].shape[0]:
+    names = ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (had[name].values for name in names)
+    new_gate, new_up, new_down = (new[name].values for name in names)
+    width, new_width = down.shape[0], new_down.shape[0]
+    if width > new_width:
         raise ConfigError(
             f"intermediate_size: expected at least the {width} of the head to continue from, "
-            f"got {new['down_proj'].shape[0]}"
+            f"got {new_width}"
         )
     mlp = {
-        "gate_proj": new["gate_proj"].at[:, :width].set(had["gate_proj"]),
-        "up_proj": new["up_proj"].at[:, :width].set(had["up_proj"]),
-        "down_proj": jnp.zeros_like(new["down_proj"]).at[:width].set(had["down_proj"]),
+        "gate_proj": Weight(new_gate.at[:, :width].set(gate)),
+        "up_proj": Weight(new_up.at[:, :width].set(up)),
+        "down_proj": Weight(jnp.zeros_like(new_down).at[:width].set(down)),
     }
     rest = {name: had[name] for name in new if name not in mlp}
     _same_shapes("layers", {name: new[name] for name in rest}, rest)

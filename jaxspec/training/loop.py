@@ -22,8 +22,9 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec import drafts
 from jaxspec.layers.params import Params
-from jaxspec.training.config import TrainConfig
+from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Batch, Chats, batch_of, batches
 from jaxspec.training.objective import (
     StepSums,
@@ -102,13 +103,18 @@ def replicate(mesh: Mesh, tree: Tree) -> Tree:
     return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
-def init_train_state(cfg: TrainConfig, params: Params) -> TrainState:
+def init_train_state(cfg: TrainConfig, draft: TrainableDraft, params: Params) -> TrainState:
     """Return the state that training starts from.
 
     The masters are copies: the state is donated, and params may share arrays with the target.
     """
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-    return TrainState(params, optimizer(cfg).init(params), jnp.zeros((), jnp.int32))
+    start = _optimizer_of(cfg, draft).init(params)
+    return TrainState(params, start, jnp.zeros((), jnp.int32))
+
+
+def _optimizer_of(cfg: TrainConfig, draft: TrainableDraft) -> optax.GradientTransformation:
+    return optimizer(cfg, drafts.family(draft).param_specs(draft))
 
 
 def metrics_of(
@@ -203,7 +209,8 @@ def train_step(
     """
     gradient, loss, sums, counts = gradient_over_devices(cfg, mesh)(state.params, pair, batch)
     rate = learning_rate(cfg, state.step, jnp.asarray(progress))
-    updates, optimizer_state = optimizer(cfg).update(gradient, state.optimizer, state.params)
+    update = _optimizer_of(cfg, pair.draft).update
+    updates, optimizer_state = update(gradient, state.optimizer, state.params)
     params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
     metrics = metrics_of(loss, sums, counts, optax.global_norm(gradient), rate)
     return metrics, TrainState(params, optimizer_state, state.step + 1)

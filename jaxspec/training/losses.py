@@ -9,34 +9,32 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import REFERENCE_OPS
+from jaxspec.layers.params import Weight
 from jaxspec.layers.products import vocab_logits
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def head_logits(x: jax.Array, lm_head: jax.Array, tied: bool) -> jax.Array:
-    """Return float32 logits [..., V] of x [..., D], with lm_head [D, V], or [V, D] if tied.
+@jax.custom_vjp
+def head_logits(x: jax.Array, lm_head: Weight) -> jax.Array:
+    """Return float32 logits [..., V] of x [..., D].
 
     The same as layers.vocab_logits, but the backward pass takes the logits' gradient in x's dtype.
     In float32 its two products, the largest of a step, would run in float32 too.
     """
-    return vocab_logits(x, lm_head, REFERENCE_OPS, tied=tied)
+    return vocab_logits(x, lm_head, REFERENCE_OPS)
 
 
-def _head_logits(
-    x: jax.Array, lm_head: jax.Array, tied: bool
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return vocab_logits(x, lm_head, REFERENCE_OPS, tied=tied), (x, lm_head)
+def _head_logits(x: jax.Array, lm_head: Weight) -> tuple[jax.Array, tuple[jax.Array, Weight]]:
+    return head_logits(x, lm_head), (x, lm_head)
 
 
-def _head_logits_backward(
-    tied: bool, kept: tuple[jax.Array, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _head_logits_backward(kept: tuple[jax.Array, Weight], g: jax.Array) -> tuple[jax.Array, Weight]:
     x, lm_head = kept
     g = g.astype(x.dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    to_x = product("...v,vd->...d" if tied else "...v,dv->...d", g, lm_head)
-    to_head = product("...v,...d->vd" if tied else "...v,...d->dv", g, x)
-    return to_x.astype(x.dtype), to_head.astype(lm_head.dtype)
+    stored = "vd" if lm_head.transposed else "dv"
+    to_x = product(f"...v,{stored}->...d", g, lm_head.values)
+    to_head = product(f"...v,...d->{stored}", g, x).astype(lm_head.values.dtype)
+    return to_x.astype(x.dtype), Weight(to_head, lm_head.transposed)
 
 
 head_logits.defvjp(_head_logits, _head_logits_backward)

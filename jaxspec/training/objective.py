@@ -15,6 +15,7 @@ from flax import struct
 from jaxspec import drafts, models
 from jaxspec.config import REFERENCE_OPS
 from jaxspec.layers.params import Params
+from jaxspec.models.decoder import lm_head
 from jaxspec.training import eagle, eagle3
 from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Batch
@@ -110,7 +111,7 @@ def shared_weights(draft: TrainableDraft, target: Params) -> Params:
     own = drafts.family(draft).param_specs(draft)
     shared = {"embed_tokens": target["embed_tokens"]}
     if "lm_head" not in own:
-        shared["lm_head"] = target["embed_tokens" if draft.tied_lm_head else "lm_head"]
+        shared["lm_head"] = lm_head(target, tied=draft.tied_lm_head)
     return {name: array for name, array in shared.items() if name not in own}
 
 
@@ -170,7 +171,7 @@ def draft_loss(
     def step_loss(weights: Params, head_input: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
         # Row p of step i predicts token p+2+i, which the target predicts at p+1+i.
         ahead = step + 1
-        logits = head_logits(head_input[:, : rows - ahead], weights["lm_head"], draft.tied_lm_head)
+        logits = head_logits(head_input[:, : rows - ahead], weights["lm_head"])
         cross_entropy = jnp.sum(
             soft_cross_entropy(logits, side.probs[:, ahead:])
             * side.teachable[:, ahead:].astype(jnp.float32)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxspec.layers.params import Params
+from jaxspec.layers.params import Params, join, separate
 from jaxspec.training.config import TrainConfig
 
 # Moonlight (2502.16982): with updates of this root mean square Muon takes AdamW's learning rate
@@ -22,19 +24,36 @@ def _is_matrix(params: Params) -> Params:
 def _muon_dimensions(params: Params) -> Params:
     """Choose Muon for the matrices inside the head; lm_head, norms and biases keep Adam."""
     dims = contrib.MuonDimensionNumbers()
-    return {
-        name: None
-        if name == "lm_head"
-        else jax.tree.map(lambda x: dims if x.ndim == 2 else None, part)
-        for name, part in params.items()
-    }
+
+    def choose(path: tuple[Any, ...], x: jax.Array) -> object:
+        return dims if x.ndim == 2 and path[0].key != "lm_head" else None
+
+    return jax.tree_util.tree_map_with_path(choose, params)
 
 
-def optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
+def optimizer(cfg: TrainConfig, specs: Params) -> optax.GradientTransformation:
     """Return the optimiser at learning rate 1; the step multiplies updates by the schedule's rate.
 
-    Weight decay spares norms and biases.
+    It sees each projection by itself, since Muon treats a matrix as a whole. Weight decay spares
+    norms and biases.
+
+    specs: the parameter table of the weights
     """
+    inner = _optimizer(cfg)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return inner.init(separate(specs, params))
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        updates, state = inner.update(separate(specs, updates), state, separate(specs, params))
+        return join(specs, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
     clip = optax.clip_by_global_norm(cfg.clip)
     if cfg.optimizer == "muon":
         muon = contrib.muon(

@@ -99,7 +99,7 @@ def train_head(
         )
         return {"acceptance": found} if found else {}
 
-    state = init_train_state(cfg.train, params)
+    state = init_train_state(cfg.train, draft, params)
     history = record.entries["history"] = []
     if cfg.resume:
         from jaxspec.training.resume import restore_state

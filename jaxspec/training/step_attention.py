@@ -46,13 +46,9 @@ def project_qkv(
     q has cfg.num_heads, k and v have cfg.num_kv_heads. Queries and keys are normed, where the model
     norms them, and rotated.
     """
-
-    def heads(name: str, num_heads: int) -> jax.Array:
-        return linear(x, params[f"{name}_proj"], params.get(f"{name}_bias")).reshape(
-            *x.shape[:2], num_heads, cfg.head_dim
-        )
-
-    q, k, v = heads("q", cfg.num_heads), heads("k", cfg.num_kv_heads), heads("v", cfg.num_kv_heads)
+    qkv = linear(x, params["qkv_proj"], params.get("qkv_bias"))
+    heads = qkv.reshape(*x.shape[:2], -1, cfg.head_dim)
+    q, k, v = jnp.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=2)
     if cfg.qk_norm:
         q = rms_norm(q, params["q_norm"], cfg.rms_norm_eps, REFERENCE_OPS)
         k = rms_norm(k, params["k_norm"], cfg.rms_norm_eps, REFERENCE_OPS)

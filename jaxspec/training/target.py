@@ -44,12 +44,10 @@ def target_states(
 
 
 def head_columns(params: Params, cfg: models.TargetConfig, token_ids: jax.Array) -> jax.Array:
-    """The target's lm_head for some tokens only: [D, len(token_ids)]."""
-    return (
-        params["embed_tokens"][token_ids].T
-        if cfg.tie_word_embeddings
-        else params["lm_head"][:, token_ids]
-    )
+    """Return the columns of the target's lm_head for some tokens: [D, len(token_ids)]."""
+    if cfg.tie_word_embeddings:
+        return params["embed_tokens"][token_ids].T
+    return params["lm_head"].values[:, token_ids]
 
 
 def greedy_tokens(

@@ -16,7 +16,6 @@ from jaxspec.cache.arrays import LatentCache
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import Ops
 from jaxspec.layers import mla
-from jaxspec.layers.attention import join_projections
 from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import Norm
 from jaxspec.tools.benchmark.dimensions import HYBRID
@@ -123,10 +122,7 @@ def test_a_layer_is_eight_launches_and_what_layers_share(batch: int, rows: int) 
     cfg, hidden = HYBRID["glm-4.7-flash"].target.attention, 2048
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     integers = functools.partial(array, dtype=jnp.int32)
-    params = jax.eval_shape(
-        join_projections,
-        jax.tree.map(lambda spec: array(*spec.shape), mla.mla_specs("layer", cfg, hidden)),
-    )
+    params = jax.tree.map(lambda spec: array(*spec.shape), mla.mla_specs("layer", cfg, hidden))
     x, table = (
         array(batch, rows, hidden),
         array(batch, rows, 1, cfg.rope_head_dim // 2, dtype=jnp.float32),

@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers.moe import MoEConfig, experts, route
+from jaxspec.layers.params import Weight
 from pallas_kernels.moe.shapes import SHAPES as EXPERTS
 from pallas_kernels.router.shapes import SHAPES as ROUTERS
 from tests.support import h200
@@ -36,7 +37,8 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
 def weights_of(model: str) -> dict[str, Any]:
     hidden, cfg, _, bias = MODELS[model]
     count, size = cfg.num_experts, cfg.intermediate_size
-    params = {"gate_up": array(count, hidden, 2 * size), "down": array(count, size, hidden)}
+    shapes = {"gate_up": (count, hidden, 2 * size), "down": (count, size, hidden)}
+    params = {name: Weight(array(*shape)) for name, shape in shapes.items()}
     return params | (
         {"gate_up_bias": array(count, 2 * size), "down_bias": array(count, hidden)} if bias else {}
     )

@@ -21,6 +21,7 @@ from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_OPS
 from jaxspec.decode import programs
 from jaxspec.layers.context import Pass
+from jaxspec.layers.params import Weight
 from tests.support.families import family_model
 from tests.support.slow import slow
 from tests.support.statistics import chi_square, within_limit
@@ -120,7 +121,7 @@ def test_text_follows_the_target_jointly_over_rounds(
 def flattened(model: Model) -> Model:
     """Less certain heads, so that drafts are accepted and rejected and every text is seen."""
     target, draft = dict(model.params["target"]), dict(model.params["draft"])
-    target["lm_head"] = 0.5 * target["lm_head"]
+    target["lm_head"] = Weight(0.5 * target["lm_head"].values)
     draft["lm_head"] = target["lm_head"]
     params: Any = {"target": target, "draft": draft}
     return Model(model.target, model.draft, params)

@@ -16,6 +16,7 @@ import pytest
 from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import moe
 from jaxspec.layers.moe import MoEConfig
+from jaxspec.layers.params import Weight
 from jaxspec.layers.products import log_once
 
 CFG = MoEConfig(num_experts=6, top_k=2, intermediate_size=10)
@@ -27,13 +28,14 @@ WAYS = {
 }
 
 
-def weights(rng: Any, bias: bool) -> dict[str, jax.Array]:
+def weights(rng: Any, bias: bool) -> dict[str, Any]:
     shapes = {"gate_up": (6, DIM, 20), "down": (6, 10, DIM)} | (
         {"gate_up_bias": (6, 20), "down_bias": (6, DIM)} if bias else {}
     )
-    return {
+    arrays = {
         name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()
     }
+    return arrays | {name: Weight(arrays[name]) for name in ("gate_up", "down")}
 
 
 def by_hand(params: Any, x: np.ndarray, ids: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -41,13 +43,14 @@ def by_hand(params: Any, x: np.ndarray, ids: np.ndarray, weight: np.ndarray) -> 
     for row in range(len(x)):
         for expert, w in zip(ids[row], weight[row], strict=True):
             gate, up = np.split(
-                x[row] @ params["gate_up"][expert]
+                x[row] @ params["gate_up"].values[expert]
                 + params.get("gate_up_bias", np.zeros((6, 1)))[expert],
                 2,
             )
             inner = gate / (1 + np.exp(-gate)) * up
             out[row] += w * (
-                inner @ params["down"][expert] + params.get("down_bias", np.zeros((6, 1)))[expert]
+                inner @ params["down"].values[expert]
+                + params.get("down_bias", np.zeros((6, 1)))[expert]
             )
     return out
 
@@ -63,7 +66,7 @@ def test_every_way_is_the_sum_over_the_chosen_experts(way: str, bias: bool) -> N
     )  # some experts for several rows, perhaps some for none
     ids[0], ids[1] = (5, 0), (5, 0)
     weight = rng.random((9, 2)).astype(np.float32)
-    host = {name: np.asarray(a) for name, a in params.items()}
+    host = jax.tree.map(np.asarray, params)
     out = WAYS[way](params, CFG, jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weight))
     np.testing.assert_allclose(out, by_hand(host, x, ids, weight), rtol=1e-4, atol=1e-4)
 
@@ -81,7 +84,7 @@ def test_grouped_rows_fill_whole_blocks_and_parts_of_them(
     ids = np.stack([[favourite, (favourite + 1 + i % 2) % 6] for i in range(14)]).astype(np.int32)
     weight = rng.random((14, 2)).astype(np.float32)
     out = moe._grouped(params, CFG, jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weight))
-    host = {name: np.asarray(a) for name, a in params.items()}
+    host = jax.tree.map(np.asarray, params)
     np.testing.assert_allclose(out, by_hand(host, x, ids, weight), rtol=1e-4, atol=1e-4)
 
 
@@ -146,7 +149,8 @@ def test_with_the_kernel_its_rows_are_its_own_and_more_are_grouped(
     monkeypatch.setattr(
         moe.moe_op, "experts", lambda *_, implementation, **__: taken.append(implementation)
     )
-    params = {"gate_up": jnp.zeros((6, DIM, 20)), "down": jnp.zeros((6, 10, DIM))}
+    shapes = {"gate_up": (6, DIM, 20), "down": (6, 10, DIM)}
+    params = {name: Weight(jnp.zeros(shape)) for name, shape in shapes.items()}
     for rows in (1, 2, 64, 65, 256, 257):
         ids = jnp.zeros(
             (rows, 8), jnp.int32

@@ -13,6 +13,7 @@ import pytest
 from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import products as layers
 from jaxspec.layers.mlp import add_mlp
+from jaxspec.layers.params import Weight
 from pallas_kernels import matmul as matmul_op
 from tests.kernels.interpreter import interpreted
 
@@ -46,7 +47,7 @@ def test_gate_and_up_are_the_kernels_wherever_it_takes_their_rows(
 ) -> None:
     """Rows of 8 by 8 are made whole first: 50 requests with five rows each are 256 with the
     padding."""
-    weight = jnp.zeros((128, 64), jnp.bfloat16)
+    weight = Weight(jnp.zeros((128, 64), jnp.bfloat16))
     batches = {(16, 4): 64, (32, 4): 128, (50, 5): 256, (64, 4): 256, (48, 4): None, (96, 4): None}
     with caplog.at_level(logging.INFO, "jaxspec.layers"):
         for batch, rows in batches:
@@ -62,10 +63,10 @@ def test_gate_and_up_are_the_kernels_wherever_it_takes_their_rows(
 
 
 def test_other_products_of_many_rows_are_xlas(taken: list[tuple[int, str]]) -> None:
-    x, weight = jnp.zeros((64, 4, 128), jnp.bfloat16), jnp.zeros((128, 128), jnp.bfloat16)
+    x, weight = jnp.zeros((64, 4, 128), jnp.bfloat16), Weight(jnp.zeros((128, 128), jnp.bfloat16))
     layers.project(x, (weight,), KERNEL)
     layers.project(x, (weight, weight), KERNEL)
-    layers.add_projection(x, x, weight, KERNEL, next_gain=weight[0])
+    layers.add_projection(x, x, weight, KERNEL, next_gain=weight.values[0])
     assert taken == [(256, "reference")] * 3
 
 
@@ -75,9 +76,8 @@ def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
     x = jax.random.normal(keys[0], (50, 5, 128), jnp.bfloat16)
 
     def weight(key, *shape):
-        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(
-            shape[0] ** -0.5, jnp.bfloat16
-        )
+        values = jax.random.normal(key, shape, jnp.bfloat16)
+        return Weight(values * jnp.asarray(shape[0] ** -0.5, jnp.bfloat16))
 
     layer = {
         "gate_proj": weight(keys[1], 128, 64),

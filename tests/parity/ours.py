@@ -19,7 +19,7 @@ from jaxspec.config import REFERENCE_OPS, CacheGroup, RoundConfig, SpeculativeCo
 from jaxspec.drafts import DraftConfig
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, draft_step, propose
 from jaxspec.layers.context import Pass
-from jaxspec.layers.params import Params
+from jaxspec.layers.params import Params, Weight
 from jaxspec.loading.model import load_draft
 from jaxspec.sampling.state import SamplingState
 
@@ -146,7 +146,7 @@ def shared_weights(seed: int = 7) -> Params:
     rng = np.random.default_rng(seed)
     embed = rng.normal(size=(TARGET.vocab_size, TARGET.hidden_size)).astype(np.float32)
     head = (rng.normal(size=(TARGET.hidden_size, TARGET.vocab_size)) / 8).astype(np.float32)
-    return {"embed_tokens": jnp.asarray(embed), "lm_head": jnp.asarray(head)}
+    return {"embed_tokens": jnp.asarray(embed), "lm_head": Weight(jnp.asarray(head))}
 
 
 def load(

@@ -20,7 +20,7 @@ from jaxspec.cache import arrays as kv_cache
 from jaxspec.config import ConfigError, RopeConfig
 from jaxspec.drafts import mtp_deepseek_v4
 from jaxspec.layers import compressed_attention
-from jaxspec.layers.params import Params, ParamSpec
+from jaxspec.layers.params import Params, ParamSpec, Weight
 from jaxspec.loading.model import load_target
 from jaxspec.models import config_from_hf, deepseek_v4
 from tests.parity import test_rounds
@@ -300,7 +300,7 @@ def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(
     target, params = load_target(folder, jnp.float32)
     params = {
         **params,
-        "lm_head": 0.3 * params["lm_head"],
+        "lm_head": Weight(0.3 * params["lm_head"].values),
     }  # flat distributions overlap: some drafts are accepted
     draft = load(folder, "mtp", shared=params, target=target)
     flat = DraftOracle(oracle.module, oracle.to_target, lambda *args: _scaled(oracle._run(*args)))

@@ -50,7 +50,7 @@ def test_every_step_equals_eagle_llm(case: str, tmp_path: Path) -> None:
     own_embedding, tied = options.get("own_embedding", False), options.get("tied", False)
     config = {**EAGLE1_CONFIG, **options.get("config", {})}
     shared = shared_weights()
-    lm_head = np.array(shared["embed_tokens"] if tied else shared["lm_head"].T)
+    lm_head = np.array(shared["embed_tokens"] if tied else shared["lm_head"].values.T)
     target = replace(TARGET, tie_word_embeddings=tied)
     oracle = eagle1_head(config, lm_head, bias=options["bias"])
     if not own_embedding:
@@ -112,7 +112,7 @@ def assert_its_own_generate_agrees(
 def test_features_equal_eagle_llm(bias: bool, tmp_path: Path) -> None:
     """What a step hands to the next one, not only what the head makes of it."""
     shared = shared_weights()
-    oracle = eagle1_head(EAGLE1_CONFIG, np.array(shared["lm_head"].T), bias=bias)
+    oracle = eagle1_head(EAGLE1_CONFIG, np.array(shared["lm_head"].values.T), bias=bias)
     cfg, params = load(
         save_flat(oracle, EAGLE1_CONFIG, tmp_path / "draft", own_embedding=True),
         "eagle",

@@ -167,7 +167,8 @@ def _layers(**changes: Callable[[Any], Any]) -> Change:
     def edit(layer: Params, path: list[str], change: Callable[[Any], Any]) -> Params:
         if path[0] not in layer:
             return layer
-        value = change(layer[path[0]]) if len(path) == 1 else edit(layer[path[0]], path[1:], change)
+        here = layer[path[0]]
+        value = jax.tree.map(change, here) if len(path) == 1 else edit(here, path[1:], change)
         return {**layer, path[0]: value}
 
     def apply(cfg: Any, params: Params) -> tuple[Any, Params]:
@@ -196,6 +197,15 @@ def _config(**changes: Any) -> Change:
 
 def _swapped_halves(weight: jax.Array) -> jax.Array:
     return jnp.roll(weight, weight.shape[-1] // 2, axis=-1)
+
+
+def _rolled_key_latents(cfg: Any, params: Params) -> tuple[Any, Params]:
+    width = cfg.attention.kv_lora_rank + cfg.attention.rope_head_dim
+
+    def roll(w: jax.Array) -> jax.Array:
+        return w.at[:, -width:].set(jnp.roll(w[:, -width:], 4, axis=1))
+
+    return _layers(self_attn__latents_proj=roll)(cfg, params)
 
 
 MISTAKES: dict[str, tuple[str, Change]] = {
@@ -232,11 +242,8 @@ MISTAKES: dict[str, tuple[str, Change]] = {
     "groups_ignored": ("deepseek", _moe(num_groups=1)),
     "one_group_more": ("deepseek", _moe(top_groups=3)),
     "softmax_temperature_dropped": ("deepseek_yarn_bias", _rope(softmax_factor=1.0)),
-    "latent_bias_dropped": ("deepseek_yarn_bias", _layers(self_attn__kv_a_bias=jnp.zeros_like)),
-    "rope_on_another_part": (
-        "glm",
-        _layers(self_attn__kv_a_proj=lambda w: jnp.roll(w, 4, axis=1)),
-    ),
+    "latent_bias_dropped": ("deepseek_yarn_bias", _layers(self_attn__latents_bias=jnp.zeros_like)),
+    "rope_on_another_part": ("glm", _rolled_key_latents),
 }
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from safetensors.numpy import load_file
 from jaxspec import LLM, SamplingParams, drafts
 from jaxspec.config import ConfigError
 from jaxspec.drafts import mtp
-from jaxspec.layers.params import Params
+from jaxspec.layers.params import Params, Weight
 from jaxspec.layers.products import rms_norm
 from jaxspec.loading.model import load_target
 from tests.parity.oracles import (
@@ -187,7 +188,7 @@ def test_proposals_after_many_rounds_equal_the_oracle_on_the_whole_text(
     target, params = load_target(checkpoint.folder, jnp.float32)
     params = {
         **params,
-        "lm_head": 0.3 * params["lm_head"],
+        "lm_head": Weight(0.3 * params["lm_head"].values),
     }  # flat distributions overlap: some drafts are accepted
     flat = DraftOracle(
         checkpoint.oracle.module,
@@ -239,10 +240,14 @@ MISTAKES: dict[str, Callable[[Any, Params], tuple[Any, Params]]] = {
     ),
     "projection_order": lambda cfg, p: (
         cfg,
-        {**p, "projection": jnp.roll(p["projection"], p["projection"].shape[0] // 2, axis=0)},
+        {**p, "projection": _halves_swapped(p["projection"].values)},
     ),
     "output_norm_dropped": lambda cfg, p: (cfg, {**p, "norm": jnp.ones_like(p["norm"])}),
 }
+
+
+def _halves_swapped(weight: jax.Array) -> Weight:
+    return Weight(jnp.roll(weight, weight.shape[0] // 2, axis=0))
 
 
 @pytest.mark.oracle("transformers")

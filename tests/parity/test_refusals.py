@@ -220,7 +220,7 @@ def eagle3_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def eagle1_head_without_bias(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    oracle = eagle1_head(EAGLE1_CONFIG, np.array(shared_weights()["lm_head"].T), bias=False)
+    oracle = eagle1_head(EAGLE1_CONFIG, np.array(shared_weights()["lm_head"].values.T), bias=False)
     return save_flat(
         oracle, EAGLE1_CONFIG, tmp_path_factory.mktemp("eagle1") / "draft", own_embedding=False
     )

@@ -58,7 +58,7 @@ def test_default_target_equals_transformers_reading_the_same_gguf(theirs: Any) -
     cfg, params = load_target(folder, jnp.float32)
     assert np.array_equal(params["embed_tokens"], model.model.embed_tokens.weight.detach().numpy())
     assert np.array_equal(
-        params["layers"][3]["self_attn"]["q_proj"],
+        params["layers"][3]["self_attn"]["qkv_proj"].values[:, : cfg.hidden_size],
         model.model.layers[3].self_attn.q_proj.weight.detach().numpy().T,
     )
 

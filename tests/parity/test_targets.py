@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.layers.params import Params
+from jaxspec.layers.params import Params, Weight
 from jaxspec.loading.model import load_target
 from jaxspec.models import TargetConfig
 from tests.parity.oracles import TARGETS, TOLERANCE, edit_config, hf_outputs, hf_target
@@ -78,11 +78,29 @@ def _rope(**changes: Any) -> Callable[[TargetConfig, Params], tuple[TargetConfig
     return lambda cfg, params: _attention(rope=replace(cfg.attention.rope, **changes))(cfg, params)
 
 
-def _without(*names: str) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
+def _without(name: str) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
     def change(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
         def zero(layer):
+            return layer["self_attn"] | {name: jnp.zeros_like(layer["self_attn"][name])}
+
+        return cfg, {
+            **params,
+            "layers": [{**layer, "self_attn": zero(layer)} for layer in params["layers"]],
+        }
+
+    return change
+
+
+def _without_bias(*parts: int) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
+    def change(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
+        heads = cfg.attention.num_heads, cfg.attention.num_kv_heads, cfg.attention.num_kv_heads
+        kept = np.concatenate(
+            [np.full(n * cfg.attention.head_dim, i not in parts) for i, n in enumerate(heads)]
+        )
+
+        def zero(layer):
             return layer["self_attn"] | {
-                name: jnp.zeros_like(layer["self_attn"][name]) for name in names
+                "qkv_bias": jnp.where(kept, layer["self_attn"]["qkv_bias"], 0.0)
             }
 
         return cfg, {
@@ -98,12 +116,13 @@ def _interleaved(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Param
     read as they are."""
     order = np.arange(cfg.attention.head_dim).reshape(2, -1).T.reshape(-1)
 
-    def permute(weight: Any) -> Any:
-        heads = weight.reshape(weight.shape[0], -1, cfg.attention.head_dim)
-        return heads[:, :, order].reshape(weight.shape)
+    rotated = cfg.attention.num_heads + cfg.attention.num_kv_heads
 
     def mix(layer):
-        return {k: permute(v) if k in ("q_proj", "k_proj") else v for k, v in layer.items()}
+        weight = layer["qkv_proj"].values
+        heads = weight.reshape(weight.shape[0], -1, cfg.attention.head_dim)
+        heads = heads.at[:, :rotated].set(heads[:, :rotated, order])
+        return {**layer, "qkv_proj": Weight(heads.reshape(weight.shape))}
 
     return cfg, {
         **params,
@@ -118,8 +137,8 @@ def _swapped_norms(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Par
 
 MISTAKES = {
     "no_qk_norm": ("qwen3", _attention(qk_norm=False)),
-    "no_qkv_bias": ("qwen2", _without("q_bias", "k_bias", "v_bias")),
-    "no_k_bias_alone": ("qwen2", _without("k_bias")),
+    "no_qkv_bias": ("qwen2", _without_bias(0, 1, 2)),
+    "no_k_bias_alone": ("qwen2", _without_bias(1)),
     "no_o_bias": ("llama_attention_bias", _without("o_bias")),
     "llama3_scaling_off": ("llama_llama3_rope", _rope(rope_type="default")),
     "llama3_high_frequency_factor": ("llama_llama3_rope", _rope(high_freq_factor=2.0)),

@@ -14,7 +14,7 @@ from jaxspec.config import AttentionConfig
 from jaxspec.drafts import Eagle3Config, EagleConfig, MtpConfig
 from jaxspec.drafts.eagle_llama4 import EagleLlama4Config
 from jaxspec.drafts.mtp_deepseek_v4 import DeepseekV4MtpConfig
-from jaxspec.layers.params import Params, init_random
+from jaxspec.layers.params import Params, Weight, init_random
 from jaxspec.loading.model import bind_draft
 from tests.support.tiny import HIDDEN, VOCAB, Model
 
@@ -124,11 +124,12 @@ def family_model(
     eye = jnp.eye(HIDDEN, dtype=jnp.float32)
     joined = {"mtp": "projection", "eagle": "fc", "eagle_llama4": "fc"}.get(method)
     if joined in own:  # the embedding goes through, with a little of the hidden state
-        halves = [eye, 0.05 * own[joined][HIDDEN:]]
+        halves = [eye, 0.05 * own[joined].values[HIDDEN:]]
         hidden_first = method == "mtp" and draft.layout.hidden_first
-        own[joined] = jnp.concatenate(halves[::-1] if hidden_first else halves)
+        own[joined] = Weight(jnp.concatenate(halves[::-1] if hidden_first else halves))
     if "embedding_projection" in own:
-        own |= {"embedding_projection": eye, "hidden_projection": 0.05 * own["hidden_projection"]}
+        hidden = Weight(0.05 * own["hidden_projection"].values)
+        own |= {"embedding_projection": Weight(eye), "hidden_projection": hidden}
     own |= {name: jnp.ones_like(own[name]) for name in ("norm", "embedding_norm") if name in own}
     return Model(target, draft, {"target": params, "draft": bind_draft(draft, own, params, None)})
 
@@ -181,18 +182,21 @@ def draft_config(method: str, target: Any, window: int | None = None) -> Any:
 
 
 def _agreeing(params: Params, scale: float) -> dict[str, Any]:
+    def scaled(weight: Params) -> Params:
+        return jax.tree.map(lambda x: scale * x, weight)
+
     def quieten(layer: Params) -> Params:
         quiet = dict(layer)
         quiet["self_attn"] = {
-            k: scale * v if k in ("o_proj", "o_bias", "o_b_proj") else v
+            k: scaled(v) if k in ("o_proj", "o_bias", "o_b_proj") else v
             for k, v in layer["self_attn"].items()
         }
         if "down_proj" in layer:
-            quiet["down_proj"] = scale * layer["down_proj"]
+            quiet["down_proj"] = scaled(layer["down_proj"])
         for group in ("experts", "shared"):
             if group in layer:
                 quiet[group] = {
-                    k: scale * v if k.startswith("down") else v for k, v in layer[group].items()
+                    k: scaled(v) if k.startswith("down") else v for k, v in layer[group].items()
                 }
         return quiet
 

@@ -19,7 +19,7 @@ from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.drafts.drafter import PromptChunk
-from jaxspec.layers.params import init_random
+from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.models import TargetConfig
 from jaxspec.sampling.processors.truncation import TruncationState
@@ -110,7 +110,7 @@ def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> M
     eye = jnp.eye(HIDDEN, dtype=jnp.float32)
     layer = _quieten(draft["layers"][0], 0.1)
     if method == "eagle":
-        draft["fc"] = jnp.concatenate([eye, 0.05 * draft["fc"][HIDDEN:]])
+        draft["fc"] = Weight(jnp.concatenate([eye, 0.05 * draft["fc"].values[HIDDEN:]]))
         draft["layers"] = [layer]
         cfg = model.draft
     else:
@@ -119,11 +119,12 @@ def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> M
         )
         keys = jax.random.normal(jax.random.key(seed + 1), (2 * HIDDEN, HIDDEN), jnp.float32)
         passed = jnp.concatenate([eye, jnp.zeros_like(eye)])
-        layer["self_attn"] = {"q_proj": keys, "k_proj": keys, "v_proj": passed, "o_proj": eye}
+        qkv = jnp.concatenate([keys, keys, passed], axis=1)
+        layer["self_attn"] = {"qkv_proj": Weight(qkv), "o_proj": Weight(eye)}
         layer["input_layernorm"] = jnp.ones_like(layer["input_layernorm"])
         draft |= {
             "layers": [layer],
-            "fc": 0.03 * draft["fc"],
+            "fc": Weight(0.03 * draft["fc"].values),
             "norm": jnp.ones_like(draft["norm"]),
             "lm_head": target["lm_head"],
         }
@@ -133,8 +134,12 @@ def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> M
 
 def _quieten(layer: Any, scale: float) -> Any:
     """The layer with less to add to the residual stream."""
-    attention = layer["self_attn"] | {"o_proj": scale * layer["self_attn"]["o_proj"]}
-    return layer | {"self_attn": attention, "down_proj": scale * layer["down_proj"]}
+    o_proj, down_proj = (
+        Weight(scale * weight.values)
+        for weight in (layer["self_attn"]["o_proj"], layer["down_proj"])
+    )
+    attention = layer["self_attn"] | {"o_proj": o_proj}
+    return layer | {"self_attn": attention, "down_proj": down_proj}
 
 
 def sampling_state(

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file
 from jaxspec import models
 from jaxspec.config import REFERENCE_OPS, ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
+from jaxspec.layers.params import Weight
 from jaxspec.loading.model import load_draft
 from jaxspec.training.card import write_card
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
@@ -57,7 +59,8 @@ def test_a_saved_head_loads_as_it_was(tmp_path: Path, switches: dict[str, bool])
     )
     assert jax.tree.structure(params) == jax.tree.structure(pair.bound)
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), pair.draft)
-    jax.tree.map(np.testing.assert_array_equal, {name: params[name] for name in expected}, expected)
+    own = {name: params[name] for name in expected}
+    jax.tree.map(np.testing.assert_array_equal, own, expected)
     for name in ("draft_to_target", "target_to_draft", "embed_tokens"):
         np.testing.assert_array_equal(params[name], pair.bound[name])
 
@@ -97,8 +100,9 @@ def test_an_eagle_1_head_is_saved_in_safeais_layout_and_loads_as_it_was(tmp_path
     )
     assert loaded_cfg == cfg
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
-    jax.tree.map(np.testing.assert_array_equal, {name: loaded[name] for name in expected}, expected)
-    assert loaded["lm_head"] is pair.target["embed_tokens"]  # tied: the target's own
+    own = {name: loaded[name] for name in expected}
+    jax.tree.map(np.testing.assert_array_equal, own, expected)
+    assert loaded["lm_head"].values is pair.target["embed_tokens"]  # tied: the target's own
 
 
 def test_a_head_that_continues_another_computes_what_it_did() -> None:
@@ -126,7 +130,7 @@ def test_a_head_that_continues_another_computes_what_it_did() -> None:
     kept = np.isin(ids, old.draft_ids)
     np.testing.assert_allclose(logits[1][..., kept], logits[0][..., 2:], atol=1e-5)
     np.testing.assert_array_equal(
-        params["lm_head"][:, ~kept], old.target["embed_tokens"][ids[~kept]].T
+        params["lm_head"].values[:, ~kept], old.target["embed_tokens"][ids[~kept]].T
     )
     with pytest.raises(ConfigError, match="intermediate_size: expected at least the 40"):
         continued_params(
@@ -134,8 +138,8 @@ def test_a_head_that_continues_another_computes_what_it_did() -> None:
         )
 
 
-def narrow(layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {**layer, "down_proj": layer["down_proj"][:8]}
+def narrow(layer: dict[str, Any]) -> dict[str, Any]:
+    return {**layer, "down_proj": Weight(layer["down_proj"].values[:8])}
 
 
 def test_tensors_are_those_of_the_speculators_layout(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from jaxspec.config import REFERENCE_OPS, CacheGroup, ConfigError, RoundConfig
 from jaxspec.drafts import eagle3
 from jaxspec.drafts.autoregressive import DraftInputs, propose
 from jaxspec.layers.context import Pass
+from jaxspec.layers.params import is_spec, separate, separate_table
 from jaxspec.sampling.state import SamplingState
 from jaxspec.training.eagle3 import forward_steps as forward_steps_eager
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, make_pair
@@ -142,9 +143,9 @@ def test_step_logits_equal_speculators_training_forward(
     )
     oracle = Eagle3DraftModel(config).float().eval()
     state = oracle.state_dict()
-    leaf = lambda x: hasattr(x, "transpose") and hasattr(x, "checkpoint_shape")  # noqa: E731
-    specs = jax.tree.leaves(eagle3.param_specs(pair.draft_cfg), is_leaf=leaf)
-    for spec, array in zip(specs, jax.tree.leaves(pair.draft), strict=True):
+    table = eagle3.param_specs(pair.draft_cfg)
+    specs = jax.tree.leaves(separate_table(table), is_leaf=is_spec)
+    for spec, array in zip(specs, jax.tree.leaves(separate(table, pair.draft)), strict=True):
         value = torch.tensor(np.asarray(array.T if spec.transpose else array))
         assert state[spec.name].shape == value.shape
         state[spec.name].copy_(value)

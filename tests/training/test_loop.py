@@ -190,7 +190,7 @@ def test_a_head_learns_and_is_saved_on_the_way(pair: Pair) -> None:
     before = jax.tree.map(np.asarray, pair.target)
     params = initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
     np.testing.assert_array_equal(
-        params["lm_head"], np.asarray(pair.target["embed_tokens"])[pair.draft_ids].T
+        params["lm_head"].values, np.asarray(pair.target["embed_tokens"])[pair.draft_ids].T
     )
     np.testing.assert_array_equal(params["norm"], pair.target["norm"])
     saved: list[int] = []
@@ -202,7 +202,7 @@ def test_a_head_learns_and_is_saved_on_the_way(pair: Pair) -> None:
     trained, history = train(
         CFG,
         training_pair(pair),
-        init_train_state(CFG, params),
+        init_train_state(CFG, pair.draft_cfg, params),
         chats,
         chats,
         mesh=ONE,
@@ -233,7 +233,7 @@ def test_training_ends_at_the_deadline_and_still_saves(pair: Pair) -> None:
     train(
         CFG,
         training_pair(pair),
-        init_train_state(CFG, params),
+        init_train_state(CFG, pair.draft_cfg, params),
         chats,
         chats,
         mesh=ONE,

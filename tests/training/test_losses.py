@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.layers.params import Weight
 from jaxspec.training import losses
 
 TOLERANCE = 1e-5  # float32, sums of 48 terms
@@ -89,7 +90,10 @@ def test_head_logits_have_the_gradient_of_the_plain_product(tied: bool) -> None:
     )
     head = head.T if tied else head
     plain = lambda x, head: jnp.sum(weight * jnp.tanh(x @ (head.T if tied else head)))  # noqa: E731
-    ours = lambda x, head: jnp.sum(weight * jnp.tanh(losses.head_logits(x, head, tied)))  # noqa: E731
+
+    def ours(x: jax.Array, head: jax.Array) -> jax.Array:
+        return jnp.sum(weight * jnp.tanh(losses.head_logits(x, Weight(head, transposed=tied))))
+
     for a, b in zip(jax.grad(plain, (0, 1))(x, head), jax.grad(ours, (0, 1))(x, head), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 

@@ -58,9 +58,8 @@ def training_pair(pair: Pair) -> TrainingPair:
 
 
 def fresh(pair: Pair, cfg: TrainConfig) -> TrainState:
-    return init_train_state(
-        cfg, initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
-    )
+    params = initial_params(pair.draft_cfg, pair.target_cfg, pair.target, pair.draft_ids, 0)
+    return init_train_state(cfg, pair.draft_cfg, params)
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int, int]:
             if name not in ("self_attn", "input_layernorm", "experts")
         }
     )
-    after += math.prod(last["self_attn"]["o_proj"].shape)
+    after += math.prod(last["self_attn"]["o_proj"].values.shape)
     return (
         _size(each) - experts,
         after,
