@@ -111,19 +111,27 @@ class CacheMemory:
         """
         config, target = self._config, self._configs.greedy.target
         assert config.batch_buckets is not None
-        batch, blocks = config.batch_buckets[-1], sum(self.num_blocks)
+        batch = config.batch_buckets[-1]
         tables = 4 * self._buckets.max_pages * len(self._configs.cache_groups)
         logits = 4 * self._rows_of_round * target.vocab_size
-        of_blocks = self.cache_bytes + BOOK_BYTES * blocks
         of_batch = batch * (slot_bytes + tables + logits)
         limit, whose = whole_memory()
+        advice = (
+            f"lower num_gpu_blocks_override ({config.num_gpu_blocks_override}), batch_buckets, "
+            f"max_num_seqs ({config.max_num_seqs}) or max_model_len ({config.max_model_len})"
+        )
+        if of_batch > limit:  # looked at first, since pools are sized for each request of a batch
+            raise ConfigError(
+                f"memory: expected at most the {limit / 1e9:.1f} GB of {whose}, got "
+                f"{of_batch / 1e9:.1f} GB for a batch of {batch}; {advice}"
+            )
+        blocks = sum(self.num_blocks)
+        of_blocks = self.cache_bytes + BOOK_BYTES * blocks
         if of_blocks + of_batch > limit:
             raise ConfigError(
                 f"memory: expected at most the {limit / 1e9:.1f} GB of {whose}, got "
                 f"{of_blocks / 1e9:.1f} GB for {blocks} KV-cache blocks and "
-                f"{of_batch / 1e9:.1f} GB for a batch of {batch}; lower num_gpu_blocks_override "
-                f"({config.num_gpu_blocks_override}), batch_buckets, "
-                f"max_num_seqs ({config.max_num_seqs}) or max_model_len ({config.max_model_len})"
+                f"{of_batch / 1e9:.1f} GB for a batch of {batch}; {advice}"
             )
 
     @property

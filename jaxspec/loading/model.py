@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import drafts, models
-from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.layers.params import Params
 from jaxspec.loading.checkpoint import open_checkpoint
@@ -28,6 +28,7 @@ def load_target(
     mxfp4 "packed" keeps MXFP4 experts as they are stored.
     """
     checkpoint = open_checkpoint(folder)
+    check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = models.config_from_hf(checkpoint.config)
     if mxfp4 == "packed":
         if getattr(cfg, "mxfp4", None) is None:
@@ -40,6 +41,20 @@ def load_target(
     return cfg, load_params(
         family.param_specs(cfg), checkpoint.tensors, dtype, mesh, ignore=ignore, source=str(folder)
     )
+
+
+def check_counts(config: Mapping[str, Any], num_tensors: int, source: str) -> None:
+    """Raise ConfigError for more layers or experts than the checkpoint has tensors.
+
+    The table of names is made before it is compared with the checkpoint, and must not be large.
+    """
+    for key in ("num_hidden_layers", "n_routed_experts"):
+        count = config.get(key)
+        if is_int(count) and count > num_tensors:
+            raise ConfigError(
+                f"{source}/config.json: expected {key} of at most the checkpoint's {num_tensors} "
+                f"tensors, got {shown(count)}"
+            )
 
 
 def load_draft(

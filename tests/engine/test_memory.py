@@ -74,3 +74,13 @@ def test_the_whole_memory_is_that_of_the_container(
     assert memory.whole_memory() == of_host
     limit.write_text("1000\n")
     assert memory.whole_memory() == (1000, "the host")
+
+
+def test_the_batch_is_looked_at_before_pools_are_sized_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows are sized for fewer and fewer of its requests, one after the other."""
+    llm = engine(max_num_seqs=10**9)
+    monkeypatch.setattr(memory.CacheMemory, "decide", lambda self: pytest.fail("sized"))
+    with pytest.raises(ConfigError, match="GB for a batch of 1073741824; lower num_gpu"):
+        llm.runner.check_room()
