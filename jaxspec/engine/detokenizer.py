@@ -93,9 +93,3 @@ class Detokenizer:
         """
         kept_back = 0 if last or self._longest_stop == 0 else self._longest_stop - 1
         return self.text[self.num_taken : max(self.num_taken, len(self.text) - kept_back)]
-
-    def take(self, *, last: bool) -> str:
-        """Return new_text, and count it as handed on."""
-        new = self.new_text(last=last)
-        self.num_taken += len(new)
-        return new

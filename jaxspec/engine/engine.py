@@ -180,15 +180,15 @@ class Engine:
     def step(self) -> None:
         """Dispatch the next prefill chunk and the next rounds, and read the results that are due.
 
-        For tools, to whom all requests belong. An exception (Ctrl-C is one) may leave the device's
+        For tools that own all requests. An exception (Ctrl-C is one) may leave the device's
         state incomplete: every request is then cancelled, and the engine starts anew. Raises
         ConfigError if called from a callback: the tokens of the current result must be delivered
         first.
         """
         self._refuse_inside_step()
         self._ensure_scheduler()  # too small a pool raises here and cancels nothing
-        self._stepping = True
         try:
+            self._stepping = True
             self._step()
         except BaseException as e:
             self.reset()
@@ -213,8 +213,8 @@ class Engine:
         The others go on from their last delivered tokens, in new blocks, with the same text.
         """
         self._refuse_inside_step()
-        self._stepping = True
         try:
+            self._stepping = True
             if self.failed:
                 self._restart()
             while commands:

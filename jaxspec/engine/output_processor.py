@@ -26,27 +26,32 @@ class OutputCollector:
             request.on_tokens = self._on_tokens
 
     def _on_tokens(self, request: Request, num_new: int) -> None:
-        del num_new  # a request that is rewound generates tokens anew that are not delivered yet
+        del num_new  # a request that is rewound generates tokens again that were not delivered
         finished = request.finish_reason is not None
         if not self._streams and not finished:
             request.num_delivered = request.num_generated
             return
-        detokenizer, text, new = request.detokenizer, "", []
+        num_prompt, tokens = len(request.prompt_token_ids), request.all_token_ids
+        num_generated = len(tokens) - num_prompt
+        detokenizer, num_taken, text, new = request.detokenizer, 0, "", []
         if self._streams:
-            new = request.all_token_ids[len(request.prompt_token_ids) + request.num_delivered :]
-            if detokenizer is not None and request.error is None:
-                if finished:
-                    detokenizer.flush()
-                text = detokenizer.new_text(last=finished)
+            new = tokens[num_prompt + request.num_delivered :]
+            if detokenizer is not None:
+                if request.error is None:
+                    if finished:
+                        detokenizer.flush()
+                    text = detokenizer.new_text(last=finished)
+                num_taken = detokenizer.num_taken + len(text)
         increment = Increment(
             request.index, request.sample, new, text, request.finish_reason, request.error
         )
         try:
             self._put(increment)
-        finally:  # an interrupt may come right after it
-            request.num_delivered, request.ended = request.num_generated, finished
+        finally:
+            # An interrupt comes right after a call of a function, so all of this is done or none.
+            request.num_delivered, request.ended = num_generated, finished
             if detokenizer is not None:
-                detokenizer.num_taken += len(text)
+                detokenizer.num_taken = num_taken
 
 
 def request_outputs(

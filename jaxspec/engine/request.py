@@ -133,9 +133,9 @@ class Request:
     def rewind(self) -> None:
         """Go back to the last delivered tokens, and hold no slot and no blocks.
 
-        After a failure. An exception may have come between any two lines of the engine, so tokens
-        that were not delivered, and all that the scheduler noted, are void. Prefill over the prompt
-        and the delivered tokens goes on from there, as after a preemption.
+        After a failure. An exception may have come between any two lines of the engine. So tokens
+        that were not delivered are void, and so is all that the scheduler noted. Prefill over the
+        prompt and the delivered tokens goes on from there, as after a preemption.
         """
         if self.num_generated > self.num_delivered or self.finish_reason is not None:
             del self.all_token_ids[len(self.prompt_token_ids) + self.num_delivered :]

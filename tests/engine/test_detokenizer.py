@@ -11,6 +11,13 @@ from jaxspec.engine.detokenizer import Detokenizer
 PIECES = ["a", "b", "ab", "ba", "c", "é", "", "aab"]
 
 
+def take(detokenizer: Detokenizer, *, last: bool) -> str:
+    """The new text, which is handed on."""
+    text = detokenizer.new_text(last=last)
+    detokenizer.num_taken += len(text)
+    return text
+
+
 def decode(ids: list[int]) -> str:
     """A byte tokenizer of the bytes of UTF-8."""
     return bytes(ids).decode(errors="replace")
@@ -26,9 +33,9 @@ def test_pieces_put_together_are_the_text_and_no_half_character_shows(text: str)
     found, pieces = Detokenizer(decode), []
     for byte in text.encode():
         found.push(byte)
-        pieces.append(found.take(last=False))
+        pieces.append(take(found, last=False))
     found.flush()
-    pieces.append(found.take(last=True))
+    pieces.append(take(found, last=True))
     assert "".join(pieces) == found.text == text and "\ufffd" not in "".join(pieces[:-1])
 
 
@@ -80,11 +87,11 @@ def test_the_first_stop_string_ends_the_text(
         stopped = found.push(PIECES.index(piece))
         at = min(((text.index(s), s) for s in stops if s in text), default=None)
         assert stopped == (at is not None)
-        shown.append(found.take(last=stopped))
+        shown.append(take(found, last=stopped))
         if at is not None:
             assert found.text == text[: at[0] + (len(at[1]) if include else 0)]
             break
-    shown.append(found.take(last=True))
+    shown.append(take(found, last=True))
     assert "".join(shown) == found.text
 
 

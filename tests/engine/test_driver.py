@@ -144,7 +144,7 @@ def test_calls_of_8_threads_have_their_own_texts_and_errors(
         caller.expected = expected
         thread.start()
     for thread in threads:
-        thread.join(seconds + 60)
+        thread.join(max(0, until + 40 - time.monotonic()))
     assert not errors, errors
     assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
     calls = sum((caller.calls for caller in callers), Counter())
@@ -188,6 +188,9 @@ class InterruptAtLine:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(ENGINE_FOLDER):
+            return None
+        # The end of `_on_tokens` has no line at which Python would raise an interrupt.
+        if frame.f_code.co_name == "_on_tokens":
             return None
         if event == "line":
             self.left -= 1

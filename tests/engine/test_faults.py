@@ -69,6 +69,8 @@ STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "detokenising": (Detokenizer, "push", lambda self, *_, **__: bool(self._stop)),
     "stop": (Detokenizer, "_find_stop", lambda self, _: bool(self._stop)),
 }
+# Stages at which the request is known, so that the others' caches stay.
+HANDED_OUT = {"log-probabilities", "detokenising", "stop"}
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["a_round_a_step", "4_rounds_a_step"])
@@ -101,13 +103,20 @@ def tokens_of(increments: list[Increment]) -> list[int]:
 @pytest.mark.parametrize("streams", [False, True], ids=["generate", "stream"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_fault_of_one_request_ends_that_request_alone(
-    llm: LLM, fails: Callable[[str], None], stage: str, streams: bool
+    llm: LLM,
+    fails: Callable[[str], None],
+    stage: str,
+    streams: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = [o.token_ids for o in llm.generate(OTHERS, GREEDY)]
     (whole,) = llm.generate([VICTIM], PARAMS)
     other = llm.stream([OTHERS[0]], GREEDY)
     taken = [next(other)]
     fails(stage)
+    restarts: list[int] = []
+    restart = llm.engine._restart
+    monkeypatch.setattr(llm.engine, "_restart", lambda: (restarts.append(1), restart()))
     if stage == "input":
         with pytest.raises(MineError, match="mine"):
             llm.generate([OTHERS[1], VICTIM], [GREEDY, PARAMS])
@@ -123,6 +132,7 @@ def test_a_fault_of_one_request_ends_that_request_alone(
         assert bad.finish_reason == "error" and isinstance(bad.error, MineError)
         assert whole.token_ids[: len(bad.token_ids)] == bad.token_ids != whole.token_ids
     assert tokens_of([*taken, *other]) == alone[0] and all_free(llm)
+    assert bool(restarts) == (stage not in {"input", *HANDED_OUT}), "the others were disturbed"
 
 
 def test_a_text_that_cannot_be_decoded_is_the_only_one_lost(
