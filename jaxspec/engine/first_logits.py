@@ -27,7 +27,9 @@ def check_first_logits(verification: Verification, target: Params) -> None:
 def largest_weight(params: Params) -> tuple[str, float]:
     """Return the path of the array with the largest magnitude, and that magnitude."""
     found = {
-        jax.tree_util.keystr(path, simple=True, separator="."): float(jnp.abs(leaf).max())
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".values"): float(
+            jnp.abs(leaf).max()
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     }

@@ -50,7 +50,7 @@ def check_counts(config: Mapping[str, Any], num_tensors: int, source: str) -> No
     """
     for key in ("num_hidden_layers", "n_routed_experts"):
         count = config.get(key)
-        if is_int(count) and count > num_tensors:
+        if count is not None and is_int(count) and count > num_tensors:
             raise ConfigError(
                 f"{source}/config.json: expected {key} of at most the checkpoint's {num_tensors} "
                 f"tensors, got {shown(count)}"

@@ -101,10 +101,11 @@ def check_platform() -> None:
     """Raise ConfigError if JAX finds none of the platforms that JAX_PLATFORMS names."""
     try:
         jax.default_backend()
-    except RuntimeError as e:
+    except (RuntimeError, AssertionError) as e:  # the latter without a word, for lack of a plugin
+        reason = (str(e) or "no such backend").splitlines()[0]
         raise ConfigError(
             "JAX_PLATFORMS: expected a platform that this machine and this jax have, got "
-            f"{os.environ.get('JAX_PLATFORMS')!r}: {str(e).splitlines()[0]}"
+            f"{os.environ.get('JAX_PLATFORMS')!r}: {reason}"
         ) from e
 
 

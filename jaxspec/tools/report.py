@@ -19,6 +19,7 @@ from rich.table import Table
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.engine.metrics import SpecDecodeMetrics, Timings
 from jaxspec.engine.outputs import CompletionOutput, RequestOutput
+from jaxspec.loading.pretrained import check_platform
 from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.tools.losslessness import Difference
@@ -214,6 +215,7 @@ def _places(place: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
 
 def environment() -> dict[str, Any]:
     """Return versions and devices, for a record of a run."""
+    check_platform()
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "jaxspec"):
         versions[name] = None

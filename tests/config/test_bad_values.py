@@ -244,13 +244,22 @@ def test_numbers_beyond_a_float_are_refused() -> None:
         EngineConfig(gpu_memory_utilization=10**400)
 
 
-def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Unable to initialize backend 'cuda': no device\nmore"), "Unable .*device"),
+        (AssertionError(), "no such backend"),
+    ],
+)
+def test_a_platform_that_is_not_there_is_named(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> str:
-        raise RuntimeError("Unable to initialize backend 'cuda': no device\nmore")
+        raise error
 
     monkeypatch.setattr(jax, "default_backend", missing)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(
-        ConfigError, match="JAX_PLATFORMS: expected a platform .*, got 'cuda': Unable .*no device$"
+        ConfigError, match=f"JAX_PLATFORMS: expected a platform .*, got 'cuda': {reason}$"
     ):
         LLM.from_pretrained("somewhere")

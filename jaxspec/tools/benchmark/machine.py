@@ -18,6 +18,7 @@ from jaxspec.tools.benchmark.timing import measure_bandwidth, measure_matmul_rat
 
 def environment() -> dict[str, Any]:
     """report.environment(), with the driver, the flags and the memory that JAX may use."""
+    common = report.environment()  # a sentence without a device
     device = jax.devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     flags = {
@@ -25,7 +26,7 @@ def environment() -> dict[str, Any]:
         for name, value in sorted(os.environ.items())
         if name.startswith(("XLA_", "JAX_"))
     }
-    return report.environment() | {"driver": driver(), "flags": flags, "memory_limit": limit}
+    return common | {"driver": driver(), "flags": flags, "memory_limit": limit}
 
 
 def driver() -> str | None:
