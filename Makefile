@@ -19,12 +19,13 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
-.PHONY: help demo fetch test test-slow test-gpu test-312 test-h200-aot compile-for-h200 need-python312 find-python312 lint format types clean
+.PHONY: help demo fetch test test-slow test-fuzz test-gpu test-312 test-h200-aot compile-for-h200 need-python312 find-python312 lint format types clean
 
 help:
 	@echo "make demo       generate with speculation on the default target (DEMO_ARGS='--help' for the options)"
 	@echo "make test       the tests, in $(VENV); PYTEST_ARGS='-k name' selects"
 	@echo "make test-slow  the tests marked slow        make test-gpu   the tests marked gpu"
+	@echo "make test-fuzz  damaged input of all kinds, for FUZZ_SECONDS (3600) from FUZZ_SEED (the time)"
 	@echo "make test-312   the tests on Python 3.12 with the newest supported jax, in .venv-3.12"
 	@echo "make test-h200-aot  compile kernels and rounds for an H200 and look at the result; no GPU, 1 GB more in .venv-3.12"
 	@echo "make lint       ruff check and format check  make types      pyright        make format   apply ruff's fixes"
@@ -84,6 +85,12 @@ fetch: $(if $(wildcard $(STAMPS)/pytest),$(STAMPS)/pytest,$(STAMPS)/package-$(AC
 test-slow: $(STAMPS)/pytest $(STAMPS)/oracles
 	$(BIN)/python -m jaxspec.loading.default_target
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+# Other cases each time: FUZZ_SEED repeats a run. A failure prints the command that repeats it alone.
+FUZZ_SECONDS ?= 3600
+FUZZ_SEED ?= $(shell date +%s)
+test-fuzz: $(STAMPS)/pytest $(STAMPS)/oracles
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 # One process, as the device's memory is not shared; no oracles, whose torch may bring CUDA libraries of another version.
 test-gpu: $(STAMPS)/package-$(ACCELERATOR) $(STAMPS)/pytest

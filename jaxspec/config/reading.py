@@ -13,8 +13,16 @@ from typing import Any
 class ConfigError(ValueError):
     """A setting, a checkpoint or a request that cannot be honoured.
 
-    The message is one sentence for the user.
+    The message is one sentence for the user: on one line, whatever values it quotes from a file,
+    and of at most LONGEST characters.
     """
+
+    LONGEST = 2000
+
+    def __init__(self, message: str) -> None:
+        line = " ".join(message.splitlines())
+        cut = len(line) > self.LONGEST
+        super().__init__(line[: self.LONGEST - 3] + "..." if cut else line)
 
 
 # Each layer, and each expert of a layer, has an entry in the parameter table, which is made before

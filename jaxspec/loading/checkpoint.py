@@ -193,10 +193,14 @@ def _open_shards(index: Path) -> dict[str, LazyTensor]:
             f"{index}: expected an object 'weight_map' of tensor to file, got {weight_map!r}"
         )
     tensors: dict[str, LazyTensor] = {}
+    # Compared with names that there are: a name of the index may be no path at all.
+    beside = {file.name for file in index.parent.iterdir() if file.is_file()}
     for shard in sorted({str(s) for s in weight_map.values()}):
         path = index.parent / shard
-        if Path(shard).name != shard or not path.is_file():
-            raise ConfigError(f"{index}: expected the shard {shard} beside it, got no such file")
+        if shard not in beside:
+            raise ConfigError(
+                f"{index}: expected the shard {shard:.200} beside it, got no such file"
+            )
         held = _open_safetensors(path)
         listed = {name for name, file in weight_map.items() if file == shard}
         if set(held) != listed:

@@ -187,6 +187,16 @@ def test_a_shard_that_differs_from_the_index_is_named(tmp_path, change):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", ".", 7])
+def test_a_shard_name_that_is_no_files_is_refused(tmp_path, name):
+    index = write_shards(tmp_path) / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    found["weight_map"] = dict.fromkeys(found["weight_map"], name)
+    index.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match="expected the shard .* beside it, got no such file"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_shard_outside_the_folder_is_refused(tmp_path):
     inner = tmp_path / "inner"
     inner.mkdir()

@@ -33,6 +33,8 @@ def sentencepiece(text: str, merges: int = 60) -> list[tuple[str, float, int]]:
     pieces: list[str] = []
     for _ in range(merges):
         pairs = Counter(pair for word in words for pair in pairwise(word))
+        if not pairs:
+            break
         (left, right), _ = max(pairs.items(), key=lambda item: (item[1], item[0]))
         pieces.append(left + right)
         for word in words:
