@@ -3,7 +3,6 @@ do not depend on its neighbours."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -54,9 +53,15 @@ SMALL = {
 }
 
 
+# One program a shape, where each of the reference's operations would be one.
+compiled = jax.jit(experts, static_argnames="implementation")
+
+
 def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
     """The public op's result, widened without loss."""
-    with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
+    if implementation == "reference":
+        return np.asarray(compiled(inputs, implementation=implementation)).astype(np.float32)
+    with interpreted():
         return np.asarray(experts(inputs, implementation=implementation)).astype(np.float32)
 
 

@@ -11,6 +11,7 @@ import pytest
 from jaxspec.tools.acceptance.expected import expected_acceptance, gumbel_agreement
 from pallas_kernels.rejection_sampling import Inputs, rejection_sample
 from tests.kernels.rejection.inputs import strict
+from tests.support.slow import slow
 
 VOCAB, K, TRIALS = 12, 3, 40_000
 KNOWN = np.array([0, 1, 3, 4, 6, 7, 9, 11])  # the draft's vocabulary
@@ -53,8 +54,11 @@ def chain_logits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
-@pytest.mark.parametrize("drafts", ["sampled", "greedy"])
-@pytest.mark.parametrize("last", [3, 2], ids=["K drafts", "one masked"])
+@pytest.mark.parametrize(
+    ("drafts", "last"),
+    [("sampled", 3), ("greedy", 2), slow("sampled", 2), slow("greedy", 3)],
+    ids=["sampled", "greedy, one masked", "sampled, one masked", "greedy"],
+)
 def test_expectation_is_what_rejection_sampling_accepts(rule, drafts, last):
     """TRIALS rounds from one context at temperature 0.8, each with its own drafts and noise; the
     strict rule's draft shares the noise."""
