@@ -32,6 +32,7 @@ def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
 
 
 STOPS = "stop_token_ids"  # DecodeState.stop_token_ids among the sizes of a StateLayout
+SIZED = tuple(p for p in PROCESSORS if p.least_sizes)
 Sizes = Mapping[str, tuple[int, ...]]
 
 
@@ -90,20 +91,15 @@ class StateLayout:
 
     def _needed(self, requests: Iterable[SamplingParams]) -> Sizes:
         """The sizes that these requests need, at least `least`."""
-        needed = dict(self.least)
         eos = self.vocabulary.eos_token_ids
-
-        def reach(name: str, sizes: tuple[int, ...]) -> None:
-            needed[name] = tuple(
-                max(size, _power_of_two(n)) for size, n in zip(needed[name], sizes, strict=True)
-            )
-
-        reach(STOPS, (len(eos),))
-        for params in requests:
-            reach(STOPS, (len(end_token_ids(params, eos)),))
-            for processor in PROCESSORS:
-                reach(processor.name, processor.sizes(params, self.vocabulary))
-        return needed
+        most = {name: list(sizes) for name, sizes in self.least.items()}
+        most[STOPS] = [max(*most[STOPS], len(eos))]
+        for params in {id(each): each for each in requests}.values():  # many have the same
+            most[STOPS] = [max(*most[STOPS], len(end_token_ids(params, eos)))]
+            for processor in SIZED:
+                sizes = processor.sizes(params, self.vocabulary)
+                most[processor.name] = list(map(max, most[processor.name], sizes))
+        return {name: tuple(map(_power_of_two, sizes)) for name, sizes in most.items()}
 
 
 def _fitted(size: int, needed: int, least: int) -> int:
