@@ -24,7 +24,8 @@ CFG = TrainConfig()
 
 @pytest.fixture(scope="module")
 def state() -> TrainState:
-    return init_train_state(CFG, make_pair(2).draft).replace(step=jnp.int32(7))
+    pair = make_pair(2)
+    return init_train_state(CFG, pair.draft_cfg, pair.draft).replace(step=jnp.int32(7))
 
 
 @pytest.fixture(scope="module")
@@ -107,5 +108,5 @@ def test_another_head_or_optimiser_is_named(
 ) -> None:
     other: Pair = make_pair(2, **changes)
     with pytest.raises(ConfigError, match="of this head and optimiser, got another") as caught:
-        restore_state(folder, init_train_state(cfg, other.draft))
+        restore_state(folder, init_train_state(cfg, other.draft_cfg, other.draft))
     assert caught.match(message) and "\n" not in str(caught.value)
