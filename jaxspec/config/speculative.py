@@ -48,7 +48,9 @@ class SpeculativeConfig:
     model: str | None = setting(
         None, "Folder, name under checkpoints/ or hub id of the draft head."
     )
-    method: str = setting("eagle3", "eagle, eagle3, or mtp: the module in the target's own folder.")
+    method: str = setting(
+        "eagle3", "eagle, eagle3, mtp (the module in the target's own folder) or ngram (no model)."
+    )
     num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
     rejection_sample_method: str = setting(
         "probabilistic", "strict, probabilistic, block or synthetic."

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 MODEL = "model"  # the mesh axis of tensor parallelism
 
 # Logical axis -> mesh axis. None: each device holds the whole axis.
-RULES: dict[str, str | None] = {
+MESH_AXIS_OF: dict[str, str | None] = {
     "vocab": MODEL,
     "embed": None,
     "heads": MODEL,
@@ -50,11 +50,11 @@ class DeviceMesh:
 
     def num_shards(self, axis: str | None) -> int:
         """Return the number of pieces that a logical axis is cut into."""
-        return self.size if axis is not None and RULES[axis] is not None else 1
+        return self.size if axis is not None and MESH_AXIS_OF[axis] is not None else 1
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
         """Return the placement of an array with these logical axes."""
-        names = (None if axis is None else RULES[axis] for axis in axes)
+        names = (None if axis is None else MESH_AXIS_OF[axis] for axis in axes)
         return NamedSharding(self.jax_mesh, PartitionSpec(*names))
 
     def place(self, array: Any, axes: Sequence[str | None]) -> jax.Array:

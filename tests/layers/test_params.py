@@ -23,7 +23,7 @@ from jaxspec.layers.params import (
     separate_table,
     vector,
 )
-from jaxspec.parallel.mesh import DEFAULT_DEVICE, RULES, DeviceMesh
+from jaxspec.parallel.mesh import DEFAULT_DEVICE, MESH_AXIS_OF, DeviceMesh
 from tests.support.families import PAIRS, family_model
 
 PARTS = (
@@ -83,7 +83,7 @@ def test_every_axis_of_every_table_has_a_rule_and_joined_parts_agree(pair: tuple
     assert specs and all(isinstance(spec, ParamSpec) for spec in specs)
     for spec in specs:
         assert len(spec.axes) == len(spec.shape), spec.name
-        assert {axis for axis in spec.axes if axis is not None} <= set(RULES), spec.name
+        assert {axis for axis in spec.axes if axis is not None} <= set(MESH_AXIS_OF), spec.name
         if isinstance(spec, JoinedSpec):
-            cut = {part.axes[-1] and RULES[part.axes[-1]] for part in spec.parts}
+            cut = {part.axes[-1] and MESH_AXIS_OF[part.axes[-1]] for part in spec.parts}
             assert len(cut) == 1, f"{spec.name}: some parts are cut and some are not"
