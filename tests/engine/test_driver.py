@@ -237,7 +237,8 @@ def test_a_stream_dropped_while_another_thread_steps_gives_its_blocks_back(llm: 
     (expected,) = llm.generate([[14]], GREEDY)
     found: list[Any] = []
     other = threading.Thread(target=lambda: found.extend(llm.generate([[14]] * 6, GREEDY)))
-    streams = [llm.stream([[i]], GREEDY) for i in range(6)]
+    endless = SamplingParams(0.0, max_tokens=80, ignore_eos=True)
+    streams = [llm.stream([[i]], endless) for i in range(6)]
     taken = [next(stream) for stream in streams]
     other.start()
     del streams

@@ -564,3 +564,27 @@ def test_prompt_logprobs_need_the_whole_prompt() -> None:
         step = scheduler.schedule()
         assert step.chunks[0].start == 0
         scheduler.read(step.chunks[0].request, [1], is_round=False)
+
+
+def test_suspects_run_one_after_the_other_beside_those_that_are_cleared() -> None:
+    """And no request that has not failed is admitted beside a suspect that may fail again."""
+    config = SchedulerConfig(4, (4,), 32, 32, 4, 4)
+    group = CacheGroup(4, 32)
+    scheduler = Scheduler(config, [GroupBlocks(group, BlockPool(40))])
+    requests = [Request([1, 2, 3], SamplingParams(), 20) for _ in range(4)]
+    for request in requests[:2]:
+        request.standing = "suspect"
+    for request in requests:
+        scheduler.add(request)
+    admitted = []
+    for _ in range(4):
+        step = scheduler.schedule()
+        admitted.append([requests.index(r) for r in step.admitted])
+        for chunk in step.chunks:
+            scheduler.read(chunk.request, [1], is_round=False)
+        is_over = scheduler.is_trial_over()
+        assert is_over == (len(admitted) > 2)
+        for request in scheduler.schedule_rounds().requests:
+            scheduler.read(request, [1], is_round=True)
+    assert admitted == [[0], [1], [2, 3], []]
+    assert [r.standing for r in requests] == ["cleared", "cleared", "trusted", "trusted"]
