@@ -35,8 +35,9 @@ def restore_state(folder: Path, like: TrainState) -> TrainState:
 
     like: a fresh init_train_state of the same config, whose structure it has.
 
-    ConfigError for a state that is damaged, or of another head or optimiser. A state of a version
-    that wrote no checksums is read as it is.
+    ConfigError for a state that is damaged, or of another head or optimiser. Arrays go by their
+    names, so that a state is read whose weights have other containers. One without checksums is
+    read as it is.
     """
     steps = sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal() and p.is_dir())
     if not steps:
@@ -46,18 +47,23 @@ def restore_state(folder: Path, like: TrainState) -> TrainState:
     saved = folder / str(steps[-1])
     other = f"to go on from step {steps[-2]}" if len(steps) > 1 else "to begin anew"
     _check_files(saved, other)
-    template = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    expected = _by_name(like)
     try:
         with ocp.CheckpointManager(
             folder.resolve(), item_handlers=ocp.StandardCheckpointHandler()
         ) as manager:
             metadata = manager.item_metadata(steps[-1])
-            _check_shapes(saved, _shapes(getattr(metadata, "tree", metadata)), _shapes(like))
-            state = manager.restore(steps[-1], args=ocp.args.StandardRestore(template))
+            tree = getattr(metadata, "tree", metadata)
+            _check_shapes(saved, _shapes(_by_name(tree)), _shapes(expected))
+            template = jax.tree_util.tree_map_with_path(
+                lambda path, _: _struct(expected[_name(path)]), tree
+            )
+            found = _by_name(manager.restore(steps[-1], args=ocp.args.StandardRestore(template)))
     except ConfigError:
         raise
     except Exception as e:  # orbax and tensorstore raise anything for damaged files
         raise _damaged(saved, f"{type(e).__name__}: {str(e).strip()}"[:200], other) from e
+    state = jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in expected])
     if int(state.step) != steps[-1]:
         raise _damaged(saved, f"step {int(state.step)}", other)
     return state
@@ -103,8 +109,9 @@ def _check_shapes(saved: Path, found: Shapes, expected: Shapes) -> None:
         wanted, got = (_named(shapes.get(name)) for shapes in (expected, found))
         raise ConfigError(
             f"{saved}: expected the training state of this head and optimiser, got another: "
-            f"{name} is {got}, not {wanted} ({len(differing)} arrays differ); give the flags of "
-            "the run that it is from"
+            f"{name} is {got}, not {wanted} ({len(differing)} arrays differ); give the flags "
+            "of the run that it is from, or go on from its head with --init if another version of "
+            "jaxspec wrote it"
         )
 
 
@@ -112,10 +119,21 @@ def _named(shape: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if shape is None else f"{shape[1]} {list(shape[0])}"
 
 
-def _shapes(tree: TrainState | Mapping[str, object]) -> Shapes:
+def _by_name(tree: object) -> dict[str, jax.Array]:
     """Return the arrays of a state, or of orbax's metadata, by the same names."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (tuple(x.shape), str(x.dtype))
-        for path, x in leaves
-    }
+    return {_name(path): x for path, x in leaves}
+
+
+def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _name(path: jax.tree_util.KeyPath) -> str:
+    """Return params/layers/0/down_proj: without the field of the container that a Weight is."""
+    parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    return "/".join(part for part in parts if part != "values")
+
+
+def _shapes(arrays: Mapping[str, jax.Array]) -> Shapes:
+    return {name: (tuple(x.shape), str(x.dtype)) for name, x in arrays.items()}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError
+from jaxspec.layers.params import Weight
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.loop import TrainState, init_train_state
 from tests.training.conftest import Pair, make_pair
@@ -49,6 +50,18 @@ def test_a_state_without_checksums_is_still_read(folder: Path, state: TrainState
     """The checksums are written last, so a process that is killed can leave a state without."""
     (folder / "7" / CHECKSUMS).unlink()
     jax.tree.map(np.testing.assert_array_equal, restore_state(folder, state), state)
+
+
+def test_a_state_whose_weights_have_no_container_is_read(tmp_path: Path, state: TrainState) -> None:
+    """Arrays go by their names: a matrix may be bare, or in a Weight."""
+    bare = jax.tree.map(
+        lambda x: x.values if isinstance(x, Weight) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, Weight),
+    )
+    assert jax.tree.structure(bare) != jax.tree.structure(state)
+    save_state(tmp_path / "state", bare)
+    jax.tree.map(np.testing.assert_array_equal, restore_state(tmp_path / "state", state), state)
 
 
 def test_one_flipped_bit_in_any_file_is_found(folder: Path, state: TrainState) -> None:
