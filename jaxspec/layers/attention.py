@@ -23,7 +23,7 @@ from jaxspec.layers.params import (
     vector,
     weight,
 )
-from jaxspec.layers.products import Stream, project, values_of
+from jaxspec.layers.products import Stream, project
 from pallas_kernels import attention as attention_op
 from pallas_kernels import rope_cache as rope_op
 
@@ -66,7 +66,9 @@ def attention_specs(
     return specs
 
 
-def _qkv(params: Params, cfg: AttentionConfig, x: Stream, ops: Ops, norm: Norm | None) -> jax.Array:
+def project_qkv(
+    params: Params, cfg: AttentionConfig, x: Stream, ops: Ops, *, norm: Norm | None
+) -> jax.Array:
     """Project (the norm of) x [batch, rows, in] to queries, keys and values, side by side.
 
     Returns [batch, rows, (num_heads + 2 num_kv_heads) head_dim].
@@ -121,7 +123,29 @@ def attend(
 ) -> tuple[jax.Array, FullCache]:
     """Run attention on (the norm of) x [batch, rows, in].
 
-    norm:        the norm before the projections; None if x is normed
+    norm: the norm before the projections; None if x is normed. The other arguments, and what is
+    returned, are attend_qkv's.
+    """
+    qkv = project_qkv(params, cfg, x, pass_.ops, norm=norm)
+    return attend_qkv(
+        params, cfg, qkv, cache, pass_, group=group, window=window, query_scale=query_scale
+    )
+
+
+def attend_qkv(
+    params: Params,
+    cfg: AttentionConfig,
+    qkv: jax.Array,
+    cache: FullCache,
+    pass_: Pass,
+    *,
+    group: int = 0,
+    window: int | None = None,
+    query_scale: jax.Array | None = None,
+) -> tuple[jax.Array, FullCache]:
+    """Rotate queries and keys, write keys and values, and attend.
+
+    qkv:         [batch, rows, (num_heads + 2 num_kv_heads) head_dim], as project_qkv returns it
     group:       index of the layer's KV-cache group in the pass's metadata
     window:      the most keys that a row of this group sees; None for all
     query_scale: [batch, rows], factor of the queries
@@ -130,8 +154,7 @@ def attend(
     """
     assert pass_.rope is not None
     ops, metadata = pass_.ops, pass_.metadata[group]
-    batch, rows = values_of(x).shape[:2]
-    qkv = _qkv(params, cfg, x, ops, norm)
+    batch, rows = qkv.shape[:2]
     cos, sin = (table.reshape(batch * rows, -1) for table in pass_.rope)
     packed = query_scale is None and attention_op.packs(
         ops.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
