@@ -24,7 +24,7 @@ from jaxspec import (
     SamplingParams,
     SpeculativeConfig,
 )
-from jaxspec.drafts import check_method
+from jaxspec.drafts import check_method, needs_model
 from jaxspec.engine.inputs import Prompt
 from jaxspec.loading.default_target import is_default_target
 from jaxspec.tools import prompts, report
@@ -201,8 +201,7 @@ def read_speculative(
             f"--speculative-config: expected a JSON object, got a {type(values).__name__}"
         )
     values |= flags
-    # An MTP module is in the target's own folder.
-    if values.get("model") is None and values.get("method") != "mtp":
+    if values.get("model") is None and needs_model(values.get("method", SpeculativeConfig.method)):
         if not is_default_target(target):
             raise ConfigError(
                 f"--draft: expected a draft head for {target} (or --no-speculation), got none"

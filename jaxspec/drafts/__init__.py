@@ -46,6 +46,7 @@ __all__ = [
     "family",
     "family_of_checkpoint",
     "hidden_width",
+    "needs_model",
 ]
 
 
@@ -53,6 +54,11 @@ def check_method(method: str) -> None:
     """Raise ConfigError unless this is a method that SpeculativeConfig may name."""
     if method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+
+
+def needs_model(method: str) -> bool:
+    """Return whether a method drafts with a checkpoint of its own, SpeculativeConfig.model."""
+    return method not in ("mtp", *MODEL_FREE)  # an MTP module is in the target's checkpoint
 
 
 def drafter(cfg: DraftConfig) -> Drafter:

@@ -125,8 +125,7 @@ def check_speculative(
                 f"got {speculative!r:.200}"
             )
         drafts.check_method(speculative.method)
-        has_own_model = speculative.method not in ("mtp", *drafts.MODEL_FREE)
-        if speculative.model is None and has_own_model:
+        if speculative.model is None and drafts.needs_model(speculative.method):
             raise ConfigError(
                 "speculative model: expected a folder, a name under checkpoints/ or a hub id "
                 "of a draft head, got none"

@@ -19,7 +19,7 @@ import pytest
 from jaxspec import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams, SpeculativeConfig
 from jaxspec.config import CacheGroup
 from jaxspec.decode import state as decode_state
-from jaxspec.drafts import MODEL_FREE
+from jaxspec.drafts import METHODS, MODEL_FREE
 from jaxspec.drafts.drafter import DraftContext, Observation
 from jaxspec.drafts.ngram import NgramConfig, look_up
 from jaxspec.loading.pretrained import check_speculative
@@ -464,5 +464,7 @@ def test_no_model_is_needed() -> None:
     speculative = check_speculative({"method": "ngram", "prompt_lookup_max": 4})
     assert speculative is not None
     assert NGRAM.config(MODEL.target, speculative) == NgramConfig(VOCAB, 4, 2)
-    with pytest.raises(ConfigError, match="method: expected one of .*ngram, got 'bigram'"):
+    with pytest.raises(
+        ConfigError, match=f"^method: expected one of {', '.join(METHODS)}, got 'bigram'$"
+    ):
         check_speculative({"method": "bigram"})

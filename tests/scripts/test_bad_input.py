@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import LLM
+from jaxspec.drafts import METHODS
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def check(result, sentence: str) -> None:
             ["--num-speculative-tokens", "-3"],
             "num_speculative_tokens: expected an integer of at least 1, got -3",
         ),
-        (["--method", "medusa"], "method: expected one of eagle, eagle3, mtp, ngram, got 'medusa'"),
+        (["--method", "medusa"], f"method: expected one of {', '.join(METHODS)}, got 'medusa'"),
         (
             ["--rejection-sample-method", "lenient"],
             "rejection_sample_method: expected one of strict",

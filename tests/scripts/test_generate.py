@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from jaxspec import LLM, Interrupted
+from jaxspec.drafts import MODEL_FREE
 from jaxspec.loading.resolve import CHECKPOINTS
 from jaxspec.tools import prompts, report
 from scripts import generate
@@ -547,6 +548,12 @@ def test_the_file_is_whole_before_the_texts_are_printed(run_tiny, tmp_path, monk
     monkeypatch.setattr(generate, "show", full)
     assert run_tiny("--quiet", "--output-json", tmp_path / "run.json").exit_code == 1
     assert outcome(tmp_path / "run.json")["total_num_output_tokens"] == 48
+
+
+@pytest.mark.parametrize("method", MODEL_FREE)
+@pytest.mark.parametrize("target", ["somewhere", None])
+def test_a_method_without_a_model_needs_no_draft(method: str, target: str | None):
+    assert generate.read_speculative(None, {"method": method}, target).model is None
 
 
 def test_an_mtp_module_needs_no_draft():
