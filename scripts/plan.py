@@ -21,7 +21,7 @@ from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
 from jaxspec.loading.checkpoint import open_checkpoint, read_json
-from jaxspec.loading.resolve import own_drafts
+from jaxspec.loading.resolve import own_drafts, split_revision
 from jaxspec.tools.cli import option, run_program
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
 from jaxspec.tools.memory_plan import GIB, GPUS, MemoryPlan, memory_plan
@@ -118,7 +118,8 @@ def read_config(name: str) -> dict[str, Any]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return read_json(Path(hf_hub_download(name, "config.json")))
+        repository, revision = split_revision(name)
+        return read_json(Path(hf_hub_download(repository, "config.json", revision=revision)))
     except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as e:
         raise ConfigError(
             f"{name}: expected a folder, a config.json or a hub id, got none that can be read ({e})"

@@ -46,15 +46,22 @@ def test_num_prompts_takes_the_first(run_tiny, tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """hub(files): a hub whose repositories hold these files, all with the same two rows."""
+    """hub(files, revision): a hub whose repositories hold these files at this revision, all with
+    the same two rows."""
     path = tmp_path / "downloaded.jsonl"
     path.write_text('{"turns": ["one", "two"]}\n{"turns": ["three"]}\n')
 
-    def make(files):
-        monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, repo_type: files)
-        monkeypatch.setattr(
-            huggingface_hub, "hf_hub_download", lambda name, file, repo_type: str(path)
-        )
+    def make(files, expected=None):
+        def listed(name, repo_type, revision):
+            assert (name, revision) == ("philschmid/mt-bench", expected)
+            return files
+
+        def download(name, file, repo_type, revision):
+            assert (name, revision) == ("philschmid/mt-bench", expected)
+            return str(path)
+
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", listed)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
 
     return make
 
@@ -62,13 +69,17 @@ def hub(monkeypatch, tmp_path):
 def test_a_hub_data_set_with_one_jsonl_file_is_read(hub):
     hub(["README.md", "question.jsonl"])
     assert prompts.read_prompts("philschmid/mt-bench") == ["one", "three"]
+    hub(["README.md", "question.jsonl"], "0123abc")
+    assert prompts.read_prompts("philschmid/mt-bench@0123abc") == ["one", "three"]
 
 
 def test_other_layouts_go_through_datasets(hub, monkeypatch):
     hub(["README.md", "data/train-00000.parquet"])
     fake = types.ModuleType("datasets")
     fake.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
-    fake.load_dataset = lambda name: {"train": [{"turns": ["one", "two"]}, {"prompt": "three"}]}  # type: ignore[attr-defined]
+    fake.load_dataset = lambda name, revision: {
+        "train": [{"turns": ["one", "two"]}, {"prompt": "three"}]
+    }  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert prompts.read_prompts("philschmid/mt-bench") == ["one", "three"]
 
