@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.config import (
     ConfigError,
+    DraftConfig,
     EngineConfig,
     RoundConfig,
     SamplingFeatures,
     SpeculativeConfig,
+    TargetConfig,
 )
 from jaxspec.engine.driver import Driver
 from jaxspec.engine.engine import Engine
@@ -59,8 +61,8 @@ class LLM:
 
     def __init__(
         self,
-        target: tuple[Any, Params],
-        draft: tuple[Any, Params] | None = None,
+        target: tuple[TargetConfig, Params],
+        draft: tuple[DraftConfig, Params] | None = None,
         speculative: SpeculativeConfig | None = None,
         *,
         tokenizer: Tokenizer | None = None,
@@ -93,7 +95,7 @@ class LLM:
                 "num_speculative_tokens: expected fewer than max_model_len "
                 f"{self.config.max_model_len}, got {speculative.num_speculative_tokens}"
             )
-        self.draft_config: Any = draft[0] if draft else None
+        self.draft_config = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
         if eos_token_ids is None:
@@ -195,7 +197,7 @@ class LLM:
         drafts = speculative and self.speculative is not None
         return type(self)(
             (self.target_config, self.params["target"]),
-            (self.draft_config, self.params["draft"]) if drafts else None,
+            (self.draft_config, self.params["draft"]) if drafts and self.draft_config else None,
             self.speculative if drafts else None,
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
@@ -216,8 +218,8 @@ class LLM:
             f"vocabulary {t.vocab_size}, {dtypes} on {jax.devices()[0].device_kind}, "
             f"kernels: {self.kernels}"
         ]
-        if self.speculative:
-            s, d = self.speculative, self.draft_config
+        s, d = self.speculative, self.draft_config
+        if s and d:
             size = getattr(d, "draft_vocab_size", None)
             vocabulary = "" if size is None else f", vocabulary {size}"
             rounds = self.runner.rounds_per_step

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec.drafts.families import layered
 from jaxspec.tools import prompts, report
 from jaxspec.tools.acceptance import show
 from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
@@ -231,7 +232,7 @@ def measure(
     longest = max(len(ids) for prompts in encoded.values() for ids in prompts)
     pair = Pair(
         llm.target_config,
-        llm.draft_config,
+        layered(llm.draft_config),
         llm.params,
         max_drafts,
         stop_token_ids=llm.eos_token_ids,

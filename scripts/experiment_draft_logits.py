@@ -23,6 +23,7 @@ from rich.console import Console
 
 from jaxspec import LLM, ConfigError, EngineConfig, SpeculativeConfig, drafts, models
 from jaxspec.config import REFERENCE_OPS, AttentionConfig
+from jaxspec.drafts.families import layered
 from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.tools import prompts, report
@@ -204,7 +205,7 @@ def tiny_pair() -> Pair:
     The draft's distribution is sharper than the target's.
     """
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
-    target = models.TargetConfig("llama", VOCAB, HIDDEN, 48, 2, attention, 1e-5, 4096, False)
+    target = models.llama.LlamaConfig("llama", VOCAB, HIDDEN, 48, 2, attention, 1e-5, 4096, False)
     draft = drafts.Eagle3Config(HIDDEN, HIDDEN, 48, 1, attention, 1e-5, VOCAB, VOCAB, (0, 1, 2))
     keys = jax.random.split(jax.random.key(0), 2)
     target_params = init_random(models.family(target).param_specs(target), keys[0], jnp.float32)
@@ -368,7 +369,7 @@ def model_experiment(llm: LLM, texts: list[str], max_tokens: int, seed: int) -> 
     encoded = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
     pair = Pair(
         llm.target_config,
-        llm.draft_config,
+        layered(llm.draft_config),
         llm.params,
         K,
         llm.eos_token_ids,

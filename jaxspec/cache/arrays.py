@@ -16,6 +16,7 @@ from typing_extensions import TypeVar
 
 from jaxspec.config import (
     AttentionConfig,
+    AttentionKind,
     CompressedAttentionConfig,
     KVCacheDtype,
     MLAConfig,
@@ -117,7 +118,6 @@ class TokenCache(Generic[Leaf]):
 
 
 LayerCache = FullCache[Leaf] | LatentCache[Leaf] | CompressedCache[Leaf] | TokenCache[Leaf]
-AttentionKind = AttentionConfig | MLAConfig | CompressedAttentionConfig | TokenHistoryConfig
 KVCache = tuple[Any, ...]  # a LayerCache per layer
 
 

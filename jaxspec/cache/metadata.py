@@ -18,16 +18,14 @@ from flax import struct
 from jaxspec.config import (
     REFERENCE_OPS,
     AttentionConfig,
+    AttentionKind,
     CacheGroup,
-    CompressedAttentionConfig,
-    MLAConfig,
     Ops,
     rope_frequencies,
 )
 from pallas_kernels.step_metadata import Inputs, step_metadata, unsupported
 
 BlockTables = tuple[jax.Array, ...]  # int32 [batch, pages] of each KV-cache group
-LayerAttention = AttentionConfig | MLAConfig | CompressedAttentionConfig
 
 # The ops that prefill passes to build_metadata: the kernel is made for the few rows of a round.
 PREFILL_METADATA_OPS = REFERENCE_OPS
@@ -65,7 +63,7 @@ def build_metadata(
     num_rows: jax.Array,
     rows: int,
     *,
-    attention: LayerAttention,
+    attention: AttentionKind,
     ops: Ops,
 ) -> tuple[AttentionMetadata, ...]:
     """Build the metadata of one pass over `rows` query rows per request.
@@ -86,7 +84,7 @@ def rebuild_draft_metadata(
     num_pending: jax.Array,
     step: jax.Array | int,
     *,
-    attention: LayerAttention,
+    attention: AttentionKind,
     ops: Ops,
 ) -> tuple[AttentionMetadata, ...]:
     """Build the metadata of draft step 1, 2, ...: one more row per request, right after the last.
@@ -117,7 +115,7 @@ def _build(
     num_rows: jax.Array,
     step: jax.Array | int,
     rows: int,
-    attention: LayerAttention,
+    attention: AttentionKind,
     ops: Ops,
 ) -> tuple[AttentionMetadata, ...]:
     # The kernel makes one group's metadata and rotation tables; a model of several groups has its
@@ -136,7 +134,7 @@ def _build_group(
     num_rows: jax.Array,
     step: jax.Array | int,
     rows: int,
-    attention: LayerAttention | None,
+    attention: AttentionKind | None,
     ops: Ops,
 ) -> AttentionMetadata:
     """Build one group's metadata; see pallas_kernels.step_metadata.step_metadata for the arrays."""
@@ -193,7 +191,7 @@ def _inputs(
 
 
 def _kernel_reader(
-    group: CacheGroup, attention: LayerAttention | None, rows: int
+    group: CacheGroup, attention: AttentionKind | None, rows: int
 ) -> AttentionConfig | None:
     """Return the attention config if the kernel can make its metadata, else None.
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
 from jaxspec.cache.arrays import cache_specs
-from jaxspec.config import CacheGroup, ConfigError, EngineConfig, RoundConfig
+from jaxspec.config import (
+    CacheGroup,
+    ConfigError,
+    DraftConfig,
+    EngineConfig,
+    RoundConfig,
+    TargetConfig,
+)
 
 # Prompts whose next chunks hold blocks of a group with a window at the same time.
 PREFILLS_AHEAD = 2
@@ -89,7 +95,9 @@ def block_bytes(cfg: RoundConfig, cache_dtype: DTypeLike) -> tuple[int, ...]:
     These are layers of the target and of the draft.
     """
     sizes = [0] * len(cfg.cache_groups)
-    of_layer = [(cfg.target, cfg.target.group_of_layer)]
+    of_layer: list[tuple[TargetConfig | DraftConfig, tuple[int, ...]]] = [
+        (cfg.target, cfg.target.group_of_layer)
+    ]
     if cfg.draft is not None:
         pools = cfg.draft_pools
         of_layer.append((cfg.draft, tuple(pools[group] for group in cfg.draft.group_of_layer)))
@@ -100,7 +108,9 @@ def block_bytes(cfg: RoundConfig, cache_dtype: DTypeLike) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def layer_block_bytes(model: Any, block_size: int, cache_dtype: DTypeLike) -> list[int]:
+def layer_block_bytes(
+    model: TargetConfig | DraftConfig, block_size: int, cache_dtype: DTypeLike
+) -> list[int]:
     """Return the bytes of one block in each layer of a model."""
     specs = cache_specs(model.attention, (1,) * model.num_layers, block_size, cache_dtype)
     return [sum(array.nbytes for array in jax.tree.leaves(layer)) for layer in specs]

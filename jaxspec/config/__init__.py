@@ -3,6 +3,7 @@
 reading      keys of a checkpoint's config.json; ConfigError
 settings     setting: a field with a line of help
 attention    attention's dimensions, groups of layers that share a block table
+models       TargetConfig, DraftConfig: the members that every family's config has
 rope         rotary embedding: its settings and frequencies
 speculative  SpeculativeConfig: what drafts, and how drafts are verified
 engine       EngineConfig: how the engine runs
@@ -12,12 +13,14 @@ round        RoundConfig, SamplingFeatures: the static description of a compiled
 
 from jaxspec.config.attention import (
     AttentionConfig,
+    AttentionKind,
     CacheGroup,
     CompressedAttentionConfig,
     MLAConfig,
     TokenHistoryConfig,
 )
 from jaxspec.config.engine import Compilation, EngineConfig, KVCacheDtype
+from jaxspec.config.models import DraftConfig, TargetConfig
 from jaxspec.config.ops import REFERENCE_OPS, Ops
 from jaxspec.config.reading import (
     ConfigError,
@@ -39,10 +42,12 @@ from jaxspec.config.speculative import DraftSampling, RejectionRule, Speculative
 __all__ = [
     "REFERENCE_OPS",
     "AttentionConfig",
+    "AttentionKind",
     "CacheGroup",
     "Compilation",
     "CompressedAttentionConfig",
     "ConfigError",
+    "DraftConfig",
     "DraftSampling",
     "EngineConfig",
     "KVCacheDtype",
@@ -53,6 +58,7 @@ __all__ = [
     "RoundConfig",
     "SamplingFeatures",
     "SpeculativeConfig",
+    "TargetConfig",
     "TokenHistoryConfig",
     "as_python",
     "is_int",

@@ -142,6 +142,9 @@ class TokenHistoryConfig:
     """A layer that caches token ids alone, for drafters that look tokens up."""
 
 
+AttentionKind = AttentionConfig | MLAConfig | CompressedAttentionConfig | TokenHistoryConfig
+
+
 @dataclass(frozen=True)
 class CacheGroup:
     """The layers that share a block table, and the geometry of their metadata.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from jaxspec.config.attention import CacheGroup
+from jaxspec.config.models import DraftConfig, TargetConfig
 from jaxspec.config.ops import Ops, XlaFlags
 from jaxspec.config.speculative import DraftSampling, RejectionRule
 
@@ -56,10 +57,10 @@ class RoundConfig(SamplingFeatures):
         few that the products are our kernels (jaxspec.engine.round_configs).
     """
 
-    target: Any
+    target: TargetConfig
     target_groups: tuple[CacheGroup, ...]
     ops: Ops
-    draft: Any = None
+    draft: DraftConfig | None = None
     draft_groups: tuple[CacheGroup, ...] = ()
     num_speculative_tokens: int = 0
     rule: RejectionRule = "strict"
@@ -82,8 +83,8 @@ class RoundConfig(SamplingFeatures):
     @classmethod
     def for_models(
         cls,
-        target: Any,
-        draft: Any = None,
+        target: TargetConfig,
+        draft: DraftConfig | None = None,
         *,
         ops: Ops,
         block_size: int,

@@ -145,6 +145,7 @@ def _step_by_step(
 ) -> tuple[Verification, DecodeState]:
     if cfg.num_speculative_tokens == 0:
         return _run_round(cfg, params, state, block_tables)
+    assert cfg.draft is not None
     context, carry = draft_context(cfg, state, block_tables), state.draft
     for index, part in enumerate(drafts.drafter(cfg.draft).parts(cfg)):
         carry = draft_part_program(part)(cfg, params["draft"], context, np.int32(index), carry)

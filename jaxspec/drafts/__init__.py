@@ -14,10 +14,10 @@ ngram            prompt lookup: drafts from the request's own text, without a mo
 
 from __future__ import annotations
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, DraftConfig
 from jaxspec.drafts import ngram
 from jaxspec.drafts.autoregressive import Autoregressive
-from jaxspec.drafts.drafter import DraftConfig, Drafter, ModelFreeDrafter
+from jaxspec.drafts.drafter import Drafter, ModelFreeDrafter
 from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.drafts.eagle3 import Eagle3Config
 from jaxspec.drafts.families import FAMILIES, family, family_of_checkpoint

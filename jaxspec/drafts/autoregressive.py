@@ -155,7 +155,9 @@ def draw_draft(
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
         return sample(scale_by_temperature(logits, sampling.temperature), None, sampling.greedy)
     token_ids = (
-        params["draft_to_target"] if cfg.rule == "strict" and cfg.draft.maps_vocabulary else None
+        params["draft_to_target"]
+        if cfg.rule == "strict" and families.layered(cfg.draft).maps_vocabulary
+        else None
     )
     key = noise_key(cfg, inputs.seq_lens, step)
     return draw(
@@ -181,7 +183,11 @@ def write_step(
     Returns the proposal and the token [batch], an id of the target's vocabulary.
     """
     drafted = draw_draft(cfg, params, inputs, step, logits)
-    token = params["draft_to_target"][drafted] if cfg.draft.maps_vocabulary else drafted
+    token = (
+        params["draft_to_target"][drafted]
+        if families.layered(cfg.draft).maps_vocabulary
+        else drafted
+    )
     # A step that might be a negative index would be read both before and after the loop increments
     # it, which takes a copy of it.
     into_column = partial(lax.dynamic_update_slice, allow_negative_indices=False)
@@ -196,7 +202,7 @@ def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
     """Return the preallocated buffers; every column is written by its own step."""
     K = cfg.num_speculative_tokens
     logits = (
-        jnp.zeros((batch, K, cfg.draft.draft_vocab_size), jnp.float32)
+        jnp.zeros((batch, K, families.layered(cfg.draft).draft_vocab_size), jnp.float32)
         if cfg.keeps_draft_logits
         else None
     )
@@ -207,16 +213,17 @@ def read_pending(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, last_row: jax.Array | None
 ) -> tuple[jax.Array, Pass]:
     """Return the fused hidden states [batch, K+1, D] of the pending rows, and step 0's pass."""
+    draft = families.layered(cfg.draft)
     metadata = build_metadata(
         cfg.draft_groups,
         inputs.block_tables,
         inputs.seq_lens - inputs.num_pending,
         inputs.num_pending,
         inputs.pending_tokens.shape[1],
-        attention=cfg.draft.attention,
+        attention=draft.attention,
         ops=cfg.ops,
     )
-    hidden = families.family(cfg.draft).fuse(params, cfg.draft, inputs.pending_hidden, cfg.ops)
+    hidden = families.family(draft).fuse(params, draft, inputs.pending_hidden, cfg.ops)
     return hidden, Pass(metadata, cfg.ops, last_row=last_row)
 
 
@@ -224,9 +231,10 @@ def consume_pending(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache
 ) -> KVCache:
     """Run step 0 over the pending rows without drafting: the caches of a round with K = 0."""
+    draft = families.layered(cfg.draft)
     hidden, pass_ = read_pending(cfg, params, inputs, None)
-    forward = families.family(cfg.draft).forward
-    return forward(params, cfg.draft, inputs.pending_tokens, hidden, pass_, caches).caches
+    forward = families.family(draft).forward
+    return forward(params, draft, inputs.pending_tokens, hidden, pass_, caches).caches
 
 
 def first_step(
@@ -242,7 +250,7 @@ def first_step(
     """
     hidden, pass_ = read_pending(cfg, params, inputs, jnp.maximum(inputs.num_pending - 1, 0))
     logits, feedback, caches = draft_step(
-        params, inputs.pending_tokens, hidden, pass_, caches, cfg=cfg.draft
+        params, inputs.pending_tokens, hidden, pass_, caches, cfg=families.layered(cfg.draft)
     )
     proposal, token = write_step(
         cfg,
@@ -259,18 +267,19 @@ def next_step(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, carry: DraftCarry
 ) -> DraftCarry:
     """Run step 1 .. K-1: rebuild the metadata, feed back the last draft, write column `step`."""
+    draft = families.layered(cfg.draft)
     metadata = rebuild_draft_metadata(
         cfg.draft_groups,
         inputs.block_tables,
         inputs.seq_lens,
         inputs.num_pending,
         step,
-        attention=cfg.draft.attention,
+        attention=draft.attention,
         ops=cfg.ops,
     )
     pass_ = Pass(metadata, cfg.ops, last_row=jnp.zeros_like(carry.token))
     logits, feedback, caches = draft_step(
-        params, carry.token[:, None], carry.hidden, pass_, carry.caches, cfg=cfg.draft
+        params, carry.token[:, None], carry.hidden, pass_, carry.caches, cfg=draft
     )
     proposal, token = write_step(cfg, params, inputs, step, logits, carry.proposal)
     return DraftCarry(proposal, token, feedback, caches)
@@ -344,14 +353,15 @@ class Autoregressive:
         cache_dtype: DTypeLike,
     ) -> AutoregressiveState:
         """See Drafter."""
-        rows, width = cfg.num_speculative_tokens + 1, hidden_width(cfg.draft, cfg.target)
+        draft = families.layered(cfg.draft)
+        rows, width = cfg.num_speculative_tokens + 1, hidden_width(draft, cfg.target)
         return AutoregressiveState(
             pending_tokens=jnp.zeros((batch, rows), jnp.int32),
             pending_hidden=jnp.zeros((batch, rows, width), dtype),
             num_pending=jnp.zeros(batch, jnp.int32),
             caches=init_cache(
-                cfg.draft.attention,
-                [num_blocks[cfg.draft_pools[group]] for group in cfg.draft.group_of_layer],
+                draft.attention,
+                [num_blocks[cfg.draft_pools[group]] for group in draft.group_of_layer],
                 cfg.block_size,
                 cache_dtype,
             ),
@@ -371,20 +381,21 @@ class Autoregressive:
 
         The row of a prompt's last token stays pending, until the token after it is sampled.
         """
-        family, ends = families.family(cfg.draft), chunk.ends
-        hidden = family.target_hidden(cfg.draft, target.hidden, target.aux)
+        draft = families.layered(cfg.draft)
+        family, ends = families.family(draft), chunk.ends
+        hidden = family.target_hidden(draft, target.hidden, target.aux)
         metadata = build_metadata(
             cfg.draft_groups,
             block_tables,
             chunk.start,
             chunk.num_tokens - ends.astype(jnp.int32),
             chunk.tokens.shape[1],
-            attention=cfg.draft.attention,
+            attention=draft.attention,
             ops=PREFILL_METADATA_OPS,
         )
-        fused = family.fuse(params, cfg.draft, hidden, cfg.ops)
+        fused = family.fuse(params, draft, hidden, cfg.ops)
         pass_ = Pass(metadata, cfg.ops)
-        out = family.forward(params, cfg.draft, chunk.following, fused, pass_, state.caches)
+        out = family.forward(params, draft, chunk.following, fused, pass_, state.caches)
         first_only = jnp.arange(state.pending_tokens.shape[1]) == 0
         return AutoregressiveState(
             pending_tokens=jnp.where(
@@ -423,8 +434,9 @@ class Autoregressive:
         draft reads these pairs. num_pending masks the rejected rows. The state may have
         more pending rows than the round has drafts (K was chosen by the batch's size).
         """
-        family, live = families.family(cfg.draft), seen.active
-        hidden = family.target_hidden(cfg.draft, seen.target.hidden, seen.target.aux)
+        draft = families.layered(cfg.draft)
+        family, live = families.family(draft), seen.active
+        hidden = family.target_hidden(draft, seen.target.hidden, seen.target.aux)
         unused = ((0, 0), (0, state.pending_tokens.shape[1] - hidden.shape[1]))
         tokens = jnp.pad(jnp.maximum(seen.output_tokens, 0), unused)
         return replace(

@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
-from jaxspec.config import CacheGroup, RoundConfig, SpeculativeConfig
+from jaxspec.config import DraftConfig, RoundConfig, SpeculativeConfig, TargetConfig
 from jaxspec.layers.params import Params
-from jaxspec.models import TargetConfig, TargetOutput
+from jaxspec.models import TargetOutput
 from jaxspec.sampling.state import SamplingState
 
 
@@ -120,34 +120,6 @@ class DraftState(Protocol):
 
     @property
     def caches(self) -> KVCache: ...
-
-
-class DraftConfig(Protocol):
-    """The static description of a draft: frozen and hashable."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def num_layers(self) -> int:
-        """Layers with a cache."""
-        ...
-
-    @property
-    def group_of_layer(self) -> tuple[int, ...]:
-        """For each layer, the index of its group in cache_groups."""
-        ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Boundary ids of the target's layers whose hidden states the draft reads."""
-        ...
-
-    @property
-    def attention(self) -> Any:
-        """Attention config of the layers' caches; see jaxspec.cache.arrays.init_cache."""
-        ...
-
-    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]: ...
 
 
 class Drafted(Protocol):

@@ -6,8 +6,9 @@ A family is a module with DraftFamily's functions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
+from jaxspec.config import DraftConfig
 from jaxspec.drafts import eagle, eagle3, eagle_llama4, mtp, mtp_deepseek_v4
 from jaxspec.drafts.family import DraftFamily, LayeredConfig
 
@@ -23,6 +24,12 @@ FAMILIES: dict[str, DraftFamily] = {
 def family(cfg: LayeredConfig) -> DraftFamily:
     """Return the functions of a config's method."""
     return FAMILIES[cfg.method]
+
+
+def layered(draft: DraftConfig | None) -> LayeredConfig:
+    """Return a draft that has layers with all members of its config, for the type checker."""
+    assert draft is not None and draft.method in FAMILIES, draft
+    return cast(LayeredConfig, draft)
 
 
 def family_of_checkpoint(method: str, config: Mapping[str, Any]) -> DraftFamily:

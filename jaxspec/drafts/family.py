@@ -15,8 +15,8 @@ import jax
 from jaxspec.cache.arrays import KVCache
 from jaxspec.config import (
     AttentionConfig,
-    CacheGroup,
     ConfigError,
+    DraftConfig,
     Ops,
     RopeConfig,
     SpeculativeConfig,
@@ -32,17 +32,11 @@ from jaxspec.models import TargetConfig
 Shapes = Mapping[str, tuple[int, ...]]  # of a checkpoint's tensors, by canonical name
 
 
-class LayeredConfig(Protocol):
+class LayeredConfig(DraftConfig, Protocol):
     """The static shape of a draft with layers."""
 
     @property
-    def method(self) -> str: ...
-    @property
     def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def attention(self) -> Any: ...
     @property
     def sliding_window(self) -> int | None: ...
     @property
@@ -61,18 +55,6 @@ class LayeredConfig(Protocol):
     def tied_lm_head(self) -> bool:
         """Whether the head is the target's embedding."""
         ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Boundary ids of the target's layers whose hidden states it reads; () for the last one."""
-        ...
-
-    @property
-    def group_of_layer(self) -> tuple[int, ...]:
-        """For each layer, the index of its group in cache_groups."""
-        ...
-
-    def cache_groups(self, block_size: int, max_model_len: int) -> tuple[CacheGroup, ...]: ...
 
 
 class DraftFamily(Protocol):

@@ -73,6 +73,12 @@ class _Drafted:
     state: NgramState
 
 
+def _config(cfg: RoundConfig) -> NgramConfig:
+    """Return the draft of a round, which is this file's."""
+    assert isinstance(cfg.draft, NgramConfig)
+    return cfg.draft
+
+
 def _write(
     cfg: RoundConfig,
     state: NgramState,
@@ -149,7 +155,7 @@ class NgramDrafter:
     ) -> NgramState:
         """See Drafter."""
         blocks = [num_blocks[pool] for pool in cfg.draft_pools]
-        return NgramState(init_cache(cfg.draft.attention, blocks, cfg.block_size, cache_dtype))
+        return NgramState(init_cache(_config(cfg).attention, blocks, cfg.block_size, cache_dtype))
 
     def prefill(
         self,
@@ -176,8 +182,9 @@ class NgramDrafter:
         if K == 0:
             return empty_proposal(batch), state
         text = state.caches[0].tokens[context.block_tables[0]].reshape(batch, -1)
-        longest = min(cfg.draft.lookup_max, text.shape[1])
-        sizes = range(longest, cfg.draft.lookup_min - 1, -1)
+        draft = _config(cfg)
+        longest = min(draft.lookup_max, text.shape[1])
+        sizes = range(longest, draft.lookup_min - 1, -1)
         return Proposal(look_up(text, context.seq_lens + is_live, K, sizes), None), state
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:

@@ -8,14 +8,15 @@ from typing import Any
 from jaxspec import drafts
 from jaxspec.config import (
     CacheGroup,
+    DraftConfig,
     DraftSampling,
     EngineConfig,
     Ops,
     RoundConfig,
     SamplingFeatures,
     SpeculativeConfig,
+    TargetConfig,
 )
-from jaxspec.drafts import DraftConfig
 
 # A CUDA graph saves the host its launches, and the device a part of the gaps between them. But it
 # drops the kernels' early launches of their successors (programmatic dependent launch). So a target
@@ -38,8 +39,8 @@ class RoundConfigs:
 
     def __init__(
         self,
-        target: Any,
-        draft: Any,
+        target: TargetConfig,
+        draft: DraftConfig | None,
         speculative: SpeculativeConfig | None,
         config: EngineConfig,
         *,
@@ -59,6 +60,7 @@ class RoundConfigs:
             ops=ops,
         )
         if speculative is not None:
+            assert draft is not None
             self._plain = replace(
                 self._plain,
                 num_speculative_tokens=speculative.num_speculative_tokens,

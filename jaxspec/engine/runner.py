@@ -20,11 +20,13 @@ from jax.typing import DTypeLike
 from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.config import (
     ConfigError,
+    DraftConfig,
     EngineConfig,
     Ops,
     RoundConfig,
     SamplingFeatures,
     SpeculativeConfig,
+    TargetConfig,
 )
 from jaxspec.decode import programs, slots
 from jaxspec.decode import several_rounds as rounds
@@ -107,8 +109,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        target_config: Any,
-        draft_config: Any,
+        target_config: TargetConfig,
+        draft_config: DraftConfig | None,
         params: Params,
         speculative: SpeculativeConfig | None,
         config: EngineConfig,

@@ -17,8 +17,10 @@ from jaxspec.config import (
     AttentionConfig,
     CompressedAttentionConfig,
     ConfigError,
+    DraftConfig,
     MLAConfig,
     Ops,
+    TargetConfig,
 )
 from pallas_kernels import (
     attention,
@@ -61,8 +63,8 @@ def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
 
 def choose(
     requested: str,
-    target: Any,
-    draft: Any,
+    target: TargetConfig,
+    draft: DraftConfig | None,
     *,
     block_size: int,
     dtype: DTypeLike,
@@ -95,13 +97,17 @@ def choose(
 
 
 def _reasons(
-    target: Any, draft: Any, block_size: int, dtype: jnp.dtype, cache_dtype: jnp.dtype
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    block_size: int,
+    dtype: jnp.dtype,
+    cache_dtype: jnp.dtype,
 ) -> dict[str, str | None]:
     """Return for each op the reason that its kernel cannot serve these models, None if it can."""
     device = hopper.missing()
     # A draft without layers runs no op but rejection sampling.
-    draft = draft if hasattr(draft, "hidden_size") else None
-    models = [target] if draft is None else [target, draft]
+    layered: Any = draft if hasattr(draft, "hidden_size") else None
+    models: list[Any] = [target] if layered is None else [target, layered]
     attentions: list[AttentionConfig | MLAConfig] = [m.attention for m in models]
 
     compressed = (
@@ -132,9 +138,9 @@ def _reasons(
                 (m.intermediate_size, m.hidden_size),
             )
         ),
-        "rejection_sampling": first([_rejection_sampling(target, draft)]),
+        "rejection_sampling": first([_rejection_sampling(target, layered)]),
         "gumbel_sample": first(
-            gumbel_sample.unsupported(vocab) for vocab in _vocabularies(target, draft)
+            gumbel_sample.unsupported(vocab) for vocab in _vocabularies(target, layered)
         ),
         "moe": first([_moe(target, dtype)]),  # a draft's experts are the target's
     }
@@ -195,7 +201,7 @@ def _step_metadata(model: Any) -> str | None:
     return step_metadata.unsupported(1, cfg.num_heads // cfg.num_kv_heads, cfg.rope_dim)
 
 
-def _moe(target: Any, dtype: Any) -> str | None:
+def _moe(target: Any, dtype: DTypeLike) -> str | None:
     if not hasattr(target, "moe"):
         return None
     if getattr(target, "mxfp4", None) == "packed":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxspec import drafts
-from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.config import ConfigError, DraftConfig, EngineConfig, SpeculativeConfig, TargetConfig
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.model import load_draft, load_target
@@ -34,8 +34,8 @@ class Pretrained:
     dtype: of weights and caches.
     """
 
-    target: tuple[Any, Params]
-    draft: tuple[Any, Params] | None
+    target: tuple[TargetConfig, Params]
+    draft: tuple[DraftConfig, Params] | None
     speculative: SpeculativeConfig | None
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, TargetConfig
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.models import (
     deepseek_v3,
@@ -36,7 +36,6 @@ from jaxspec.models import (
 )
 from jaxspec.models.decoder import TargetOutput
 from jaxspec.models.family import TargetFamily
-from jaxspec.models.llama import LlamaConfig
 
 FAMILIES: dict[str, TargetFamily] = {
     "deepseek_v3": deepseek_v3,
@@ -49,10 +48,6 @@ FAMILIES: dict[str, TargetFamily] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
 }
-# The commonest config. The others have those of its fields that proposing, verifying and the drafts
-# read.
-TargetConfig = LlamaConfig
-
 __all__ = ["FAMILIES", "TargetConfig", "TargetFamily", "TargetOutput", "config_from_hf", "family"]
 
 

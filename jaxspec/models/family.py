@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxspec.cache.arrays import KVCache
-from jaxspec.config import Ops
+from jaxspec.config import Ops, TargetConfig
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.models.decoder import TargetOutput
@@ -17,7 +17,7 @@ from jaxspec.models.decoder import TargetOutput
 class TargetFamily(Protocol):
     """The functions of a family; cfg is the family's own config."""
 
-    def config_from_hf(self, config: Mapping[str, Any]) -> Any:
+    def config_from_hf(self, config: Mapping[str, Any]) -> TargetConfig:
         """Read the config of a checkpoint from its config.json."""
         ...
 

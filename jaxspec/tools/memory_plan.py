@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.cache.pool_sizes import demand, layer_block_bytes
-from jaxspec.config import CacheGroup, EngineConfig
+from jaxspec.config import CacheGroup, DraftConfig, EngineConfig, TargetConfig
 from jaxspec.decode.several_rounds import rounds_per_step
+from jaxspec.drafts.families import layered
 from jaxspec.layers.params import Params, is_spec
 
 GIB = 1 << 30
@@ -103,8 +104,8 @@ class MemoryPlan:
 
 
 def memory_plan(
-    target: Any,
-    draft: Any,
+    target: TargetConfig,
+    draft: DraftConfig | None,
     config: EngineConfig,
     *,
     memory: float,
@@ -133,10 +134,11 @@ def memory_plan(
     if draft is not None:
         groups += pools("draft", draft, draft.cache_groups(*lengths))
     if draft is not None and draft.method in drafts.FAMILIES:
-        draft_weights = weight_bytes(drafts.family(draft).param_specs(draft), dtype)
-        width = drafts.hidden_width(draft, target)
+        cfg = layered(draft)
+        draft_weights = weight_bytes(drafts.family(cfg).param_specs(cfg), dtype)
+        width = drafts.hidden_width(cfg, target)
         pending = (K + 1) * (width * itemsize + 4)
-        buffers = num_requests * (pending + K * (draft.draft_vocab_size * 4 + 4))
+        buffers = num_requests * (pending + K * (cfg.draft_vocab_size * 4 + 4))
     return MemoryPlan(
         target_weights=target_weights,
         draft_weights=draft_weights,

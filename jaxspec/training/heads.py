@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import drafts, models
-from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.params import Params, ParamSpec, Weight, init_random, is_spec
 from jaxspec.loading.model import load_draft
@@ -108,9 +108,7 @@ def eagle3_config(
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or target.intermediate_size,
         num_layers=1,
-        attention=dataclasses.replace(
-            target.attention, qk_norm=False, qkv_bias=False, o_bias=False
-        ),
+        attention=_head_attention(target),
         rms_norm_eps=target.rms_norm_eps,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -121,6 +119,16 @@ def eagle3_config(
     )
 
 
+def _head_attention(target: models.TargetConfig) -> AttentionConfig:
+    """Return the target's attention without norms and biases."""
+    if not isinstance(target.attention, AttentionConfig):
+        raise ConfigError(
+            f"target: expected full attention, got model_type {target.model_type!r}, "
+            "for which no head is trained here"
+        )
+    return dataclasses.replace(target.attention, qk_norm=False, qkv_bias=False, o_bias=False)
+
+
 def eagle_config(
     target: models.TargetConfig, *, intermediate_size: int | None = None
 ) -> EagleConfig:
@@ -129,9 +137,7 @@ def eagle_config(
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or target.intermediate_size,
         num_layers=1,
-        attention=dataclasses.replace(
-            target.attention, qk_norm=False, qkv_bias=False, o_bias=False
-        ),
+        attention=_head_attention(target),
         rms_norm_eps=target.rms_norm_eps,
         vocab_size=target.vocab_size,
         fc_bias=False,

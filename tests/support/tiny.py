@@ -22,6 +22,7 @@ from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import bind_draft
 from jaxspec.models import TargetConfig
+from jaxspec.models.llama import LlamaConfig
 from jaxspec.sampling.processors.truncation import TruncationState
 from jaxspec.sampling.state import SamplingState
 
@@ -64,7 +65,7 @@ def tiny_model(
 ) -> Model:
     """Random weights that agree about nothing. EAGLE-3 has a draft vocabulary of its own unless
     mapped is False."""
-    target = TargetConfig("llama", VOCAB, HIDDEN, 48, LAYERS, ATTENTION, 1e-5, 4096, False)
+    target = LlamaConfig("llama", VOCAB, HIDDEN, 48, LAYERS, ATTENTION, 1e-5, 4096, False)
     mapped = method == "eagle3" if mapped is None else mapped
     keys = jax.random.split(jax.random.key(seed), 2)
     target_params = init_random(models.family(target).param_specs(target), keys[0], dtype)

@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def make_pair(seed: int = 0, **changes: object) -> Pair:
-    target_cfg = models.TargetConfig(
+    target_cfg = models.llama.LlamaConfig(
         "llama", VOCAB, 32, 48, 5, TARGET_ATTENTION, 1e-5, 256, tie_word_embeddings=True
     )
     draft_cfg = Eagle3Config(

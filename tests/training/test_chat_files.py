@@ -18,7 +18,7 @@ from tests.training.conftest import TARGET_ATTENTION, VOCAB
 
 
 def test_each_prompt_is_in_one_shard(tmp_path: Path) -> None:
-    cfg = models.TargetConfig(
+    cfg = models.llama.LlamaConfig(
         "llama", VOCAB, 32, 48, 5, TARGET_ATTENTION, 1e-5, 256, tie_word_embeddings=True
     )
     target = ChatTarget("tiny", cfg, {}, CHAT, HashedWords(VOCAB))

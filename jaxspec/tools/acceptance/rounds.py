@@ -40,6 +40,7 @@ from jaxspec.decode.verify import Verification
 from jaxspec.drafts import DraftConfig
 from jaxspec.drafts.autoregressive import draft_inputs, propose
 from jaxspec.drafts.drafter import Proposal
+from jaxspec.drafts.families import layered
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
@@ -111,7 +112,8 @@ def recorded_round(
         return record, state, before
     assert written is not None
     sampled_drafts = cfg.draft_sampling == "probabilistic"
-    draft_to_target = params["draft"]["draft_to_target"] if cfg.draft.maps_vocabulary else None
+    has_map = layered(cfg.draft).maps_vocabulary
+    draft_to_target = params["draft"]["draft_to_target"] if has_map else None
     expected = expected_acceptance(
         logits, tokens, written if sampled_drafts else None, draft_to_target, temperature
     )
@@ -158,7 +160,7 @@ def _target_logits(
         tokens,
         Pass(metadata, cfg.ops),
         state.target_caches,
-        aux_layers=cfg.draft.aux_layers,
+        aux_layers=layered(cfg.draft).aux_layers,
     )
     return family.logits(params, cfg.target, out.hidden, cfg.ops)
 
@@ -286,7 +288,7 @@ class Recorder:
         )
 
     def _buffer(self, cfg: RoundConfig) -> jax.Array:
-        width = cfg.draft.draft_vocab_size if cfg.sampled else 0
+        width = layered(cfg.draft).draft_vocab_size if cfg.sampled else 0
         return jnp.zeros((self.batch, cfg.num_speculative_tokens, width), jnp.float32)
 
     def _whole(self, block_tables: BlockTables) -> BlockTables:

@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 from jaxspec import drafts, models
 from jaxspec.cache.pool_sizes import layer_block_bytes
 from jaxspec.config import RoundConfig
+from jaxspec.drafts import LayeredConfig
+from jaxspec.drafts.families import layered
 from jaxspec.layers.moe import MoEConfig
 
 FLOAT32 = 4
@@ -60,16 +62,18 @@ def round_floor(
     dtype, cache_dtype: of the weights, and of the caches.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    K, target = cfg.num_speculative_tokens, cfg.target
+    target: Any = cfg.target  # one with experts has `moe`
+    K = cfg.num_speculative_tokens
     rows = batch * (K + 1)
     vocabulary = batch * (K + 1) * target.vocab_size
     weights, experts = _target_matrices(cfg)
     draft_bytes = kv_draft = draft_flops = draft_logits = 0
     if cfg.draft is not None:
-        each, after, once, head, draft_experts = _draft_matrices(cfg)
+        draft = layered(cfg.draft)
+        each, after, once, head, draft_experts = _draft_matrices(draft)
         # Step 0 reads K+1 rows a request; one of them goes on after the last attention.
         draft_bytes = itemsize * (
-            K * (each + head) + once + (rows + (K - 1) * batch) * cfg.draft.hidden_size
+            K * (each + head) + once + (rows + (K - 1) * batch) * draft.hidden_size
         )
         draft_flops = 2 * (
             (each - after + once) * rows + (after + (K - 1) * each + K * head) * batch
@@ -79,10 +83,10 @@ def round_floor(
             draft_flops += int(
                 2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch
             )
-        window = cfg.draft.sliding_window or context
-        block = sum(layer_block_bytes(cfg.draft, cfg.block_size, cache_dtype))
+        window = draft.sliding_window or context
+        block = sum(layer_block_bytes(draft, cfg.block_size, cache_dtype))
         kv_draft = K * batch * min(window, context) * block // cfg.block_size
-        draft_logits = batch * K * cfg.draft.draft_vocab_size
+        draft_logits = batch * K * draft.draft_vocab_size
     attention, tokens = target.attention, seen_tokens(cfg, context)
     attention_flops = 4 * rows * sum(tokens) * attention.num_heads * attention.head_dim
     blocks = layer_block_bytes(target, cfg.block_size, cache_dtype)
@@ -131,7 +135,7 @@ def memory_needed(
     if cfg.draft is not None:
         weights += sum(
             math.prod(s.shape)
-            for s in jax.tree.leaves(drafts.family(cfg.draft).param_specs(cfg.draft))
+            for s in jax.tree.leaves(drafts.family(layered(cfg.draft)).param_specs(cfg.draft))
         )
         block += sum(layer_block_bytes(cfg.draft, cfg.block_size, cache_dtype))
     logits = FLOAT32 * batch * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size
@@ -163,7 +167,7 @@ def _expert_size(specs: Any) -> int:
     return sum(_size(layer["experts"]) for layer in specs["layers"] if "experts" in layer)
 
 
-def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int, int]:
+def _draft_matrices(draft: LayeredConfig) -> tuple[int, int, int, int, int]:
     """Count a draft's numbers: (each, after, once, head, experts).
 
     each:    read by every draft step, without head and experts
@@ -172,14 +176,14 @@ def _draft_matrices(cfg: RoundConfig) -> tuple[int, int, int, int, int]:
     head:    in the head
     experts: in the experts
     """
-    specs = drafts.family(cfg.draft).param_specs(cfg.draft)
-    fused = ("fc", "fc_bias", "fc_norm", "input_norm") if cfg.draft.method == "eagle3" else ()
+    specs = drafts.family(draft).param_specs(draft)
+    fused = ("fc", "fc_bias", "fc_norm", "input_norm") if draft.method == "eagle3" else ()
     each = {
         name: spec
         for name, spec in specs.items()
         if name not in (*fused, "embed_tokens", "lm_head")
     }
-    experts, head = _expert_size(specs), cfg.draft.hidden_size * cfg.draft.draft_vocab_size
+    experts, head = _expert_size(specs), draft.hidden_size * draft.draft_vocab_size
     last = specs["layers"][-1]
     after = _size(
         {

@@ -36,6 +36,7 @@ from jaxspec.drafts.autoregressive import (
     propose,
 )
 from jaxspec.drafts.drafter import Proposal
+from jaxspec.drafts.families import layered
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
 from jaxspec.layers import op_choice
@@ -267,11 +268,12 @@ class Workload:
     def _random_proposal(self) -> Proposal:
         case, cfg = self.case, self.cfg
         shape = (case.batch, case.num_speculative_tokens)
-        tokens = np.random.default_rng(3).integers(0, cfg.draft.draft_vocab_size, shape, np.int32)
-        if cfg.draft.maps_vocabulary:
+        draft = layered(cfg.draft)
+        tokens = np.random.default_rng(3).integers(0, draft.draft_vocab_size, shape, np.int32)
+        if draft.maps_vocabulary:
             tokens = np.asarray(self.params["draft"]["draft_to_target"])[tokens]
         logits = (
-            normal((*shape, cfg.draft.draft_vocab_size), "float32", jax.random.key(3))
+            normal((*shape, draft.draft_vocab_size), "float32", jax.random.key(3))
             if cfg.keeps_draft_logits
             else None
         )
@@ -502,7 +504,8 @@ def random_state(
     """
     batch, K = case.batch, case.num_speculative_tokens
     rng = np.random.default_rng(2)
-    width = cfg.target.hidden_size * max(len(cfg.draft.aux_layers), 1)
+    draft = layered(cfg.draft)
+    width = cfg.target.hidden_size * max(len(draft.aux_layers), 1)
 
     def tokens(*shape: int) -> jax.Array:
         return jnp.asarray(rng.integers(0, cfg.target.vocab_size, shape, np.int32))
@@ -524,7 +527,7 @@ def random_state(
             pending_tokens=tokens(batch, K + 1),
             pending_hidden=normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
             num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
-            caches=_random_caches(cfg.draft, num_blocks, cache_dtype, jax.random.key(6)),
+            caches=_random_caches(draft, num_blocks, cache_dtype, jax.random.key(6)),
         ),
         target_caches=_random_caches(cfg.target, num_blocks, cache_dtype, jax.random.key(5)),
     )
@@ -568,7 +571,7 @@ def _metadata(
         lengths,
         lengths,
         rows=1,
-        attention=cfg.draft.attention,
+        attention=layered(cfg.draft).attention,
         ops=REFERENCE_OPS,
     )
 
@@ -584,7 +587,7 @@ def _rebuilds(
             metadata[0].seq_lens,
             metadata[0].seq_lens,
             1,
-            attention=cfg.draft.attention,
+            attention=layered(cfg.draft).attention,
             ops=REFERENCE_OPS,
         )
         metadata = lax.optimization_barrier(rebuilt)
