@@ -226,7 +226,7 @@ def test_a_preempted_request_and_one_with_a_shared_prefix_draft_as_alone() -> No
     """
     llm = ngram_llm(num_gpu_blocks_override=LIMIT // 4, max_num_seqs=4)
     longer = [[*p, *([7, 9] * 12)] for p in random_prompts((3, 5, 2, 4), seed=6)]
-    params = [SamplingParams(0.0, max_tokens=24)] * 4
+    params = [SamplingParams(0.0, max_tokens=32)] * 4
     for together in (True, False):
         llm.reset_metrics()
         outputs = llm.generate(longer, params)
