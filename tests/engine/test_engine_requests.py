@@ -519,7 +519,7 @@ def test_k_follows_the_batch_size_and_greedy_text_does_not(rounds: int) -> None:
         make(),
         [SamplingParams(0.0, max_tokens=n, ignore_eos=True) for n in (4, 9, 16, 40)],
     )
-    prompts = [[20, 21], [22], [23, 24, 25], [26]]
+    prompts = [[20, 21], [22], [23, 24, 25], [27]]
     outputs, expected = scheduled.generate(prompts, params), usual.generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     m = outputs[3].metrics

@@ -53,7 +53,8 @@ def encode(template: str) -> str:
 def test_a_template_without_end_is_stopped(
     template: str, got: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.5)
+    if "computing" in got:
+        monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.5)
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     with pytest.raises(ConfigError) as e:
         encode(template)
