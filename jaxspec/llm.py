@@ -308,7 +308,7 @@ class LLM:
 
         Every prompt is checked before anything runs; ConfigError says which one is wrong. Ctrl-C
         raises Interrupted, a KeyboardInterrupt with the finished outputs; the engine stays usable,
-        and the requests of other calls go on. What goes wrong with one text alone ends that text:
+        and the requests of other calls go on. An error that concerns one text alone ends that text:
         finish_reason "error", and the exception in `error`. EngineError if the engine itself fails.
         """
         requests = self.make_requests(prompts, sampling_params, streams=callback is not None)
@@ -361,7 +361,7 @@ class LLM:
 
         Arguments are those of generate, and are checked before this returns. Closing or dropping
         the iterator cancels unfinished texts. Several streams and calls of generate may overlap.
-        What goes wrong with one text alone ends it with an Increment whose finish_reason is
+        An error that concerns one text alone ends it with an Increment whose finish_reason is
         "error". EngineError if the engine itself fails.
         """
         requests = self.make_requests(prompts, sampling_params, streams=True)

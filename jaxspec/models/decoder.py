@@ -7,31 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
-from jaxspec.config import Ops
+from jaxspec.config import Ops, TargetConfig
 from jaxspec.layers.norms import Norm, embed_norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, Weight, projection, vector
 from jaxspec.layers.products import ResidualStream, Stream, values_of, vocab_logits
-
-
-class DecoderConfig(Protocol):
-    """The fields that every family's config has."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +33,7 @@ class TargetOutput:
     caches: KVCache
 
 
-def decoder_specs(cfg: DecoderConfig, layer_specs: Callable[[int, str], Params]) -> Params:
+def decoder_specs(cfg: TargetConfig, layer_specs: Callable[[int, str], Params]) -> Params:
     """Return the weights: a ParamSpec per array, in the structure of the params.
 
     layer_specs(i, prefix) returns the weights of layer i.
@@ -67,7 +52,7 @@ def decoder_specs(cfg: DecoderConfig, layer_specs: Callable[[int, str], Params])
     return specs
 
 
-def ignored_tensor(cfg: DecoderConfig, name: str) -> bool:
+def ignored_tensor(cfg: TargetConfig, name: str) -> bool:
     """Return whether the decoder does not need this checkpoint tensor.
 
     Such tensors are derived tables, and a tied head that is saved twice.
@@ -79,7 +64,7 @@ def ignored_tensor(cfg: DecoderConfig, name: str) -> bool:
 
 def run_layers(
     params: Params,
-    cfg: DecoderConfig,
+    cfg: TargetConfig,
     tokens: jax.Array,
     caches: KVCache,
     run_layer: Callable[[int, Params, Any, Any], tuple[Stream, Any]],
@@ -117,7 +102,7 @@ def run_layers(
     return TargetOutput(hidden, picked, tuple(new_caches))
 
 
-def logits(params: Params, cfg: DecoderConfig, hidden: jax.Array, ops: Ops) -> jax.Array:
+def logits(params: Params, cfg: TargetConfig, hidden: jax.Array, ops: Ops) -> jax.Array:
     """Return float32 logits [..., vocab] of hidden [..., embed]."""
     return vocab_logits(hidden, lm_head(params, tied=cfg.tie_word_embeddings), ops)
 

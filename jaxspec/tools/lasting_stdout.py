@@ -1,4 +1,4 @@
-"""Standard output that a run outlasts: what nobody can read or keep does not end the run.
+"""Standard output that a run outlasts: text that cannot be printed does not end the run.
 
 A long run writes its files to the end, whether a pipe's reader has gone (`| head -1`), the disk
 behind standard output is full, or the terminal knows ASCII only.

@@ -168,8 +168,8 @@ def choose_tuning(product: Product) -> Tuning | None:
 
     docs/notes/layer-products.md has the measurements.
 
-    It has as many stages as fit. tile_k, warpgroups and split set the order of summation. Of the
-    rows they depend only on whether there are at most 8.
+    It has as many stages as fit. tile_k, warpgroups and split set the order of summation. They are
+    the same for all numbers of rows up to 8, and for all above.
     """
     swiglu, depth = product.swiglu, product.depth
     few = padded_rows(product.rows) == 8
