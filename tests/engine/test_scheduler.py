@@ -1,11 +1,8 @@
-"""The scheduler against a fake device that remembers what every cache slot holds and checks all
-that a program reads."""
+"""The scheduler and the engine's loop, over a runner that remembers what every cache slot holds
+and checks all that a program reads."""
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +14,16 @@ from jaxspec.cache.block_pool import BlockPool, hash_blocks
 from jaxspec.cache.group_blocks import GroupBlocks
 from jaxspec.cache.pool_sizes import PoolDemand, demand, steps_ahead
 from jaxspec.config import CacheGroup
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
-from jaxspec.engine.scheduler import Rounds, Scheduler, SchedulerConfig, Step
+from jaxspec.engine.round_configs import GREEDY
+from jaxspec.engine.scheduler import Scheduler, SchedulerConfig
 from jaxspec.sampling.params import SamplingParams
+from tests.support.fake_runner import VOCAB, FakeRunner, engine_of, next_token
 
 pytestmark = pytest.mark.once
 
-VOCAB, STOP = 7, 0
-
-
-def next_token(text: list[int]) -> int:
-    """The language: a function of the text, so that equal prefixes stay equal."""
-    return (3 * text[-1] + 5 * text[len(text) // 2] + len(text)) % VOCAB
+STOP = 0
 
 
 def alone(request: Request) -> list[int]:
@@ -40,158 +35,34 @@ def alone(request: Request) -> list[int]:
     return text[len(request.prompt_token_ids) :]
 
 
-@dataclass
-class Row:
-    """What the device knows of a slot: the text with its last token, which is not cached, and from
-    where on the draft is behind."""
+@dataclass(frozen=True)
+class Workload:
+    """Requests, and when they come and go.
 
-    request: Request
-    text: list[int]
-    draft_from: int
-    active: bool = True
+    arrivals[i]: the step before which request i comes; None: all come before the first
+    cancelled: step -> request
+    """
 
-
-@dataclass
-class FakeDevice:
-    """Runs programs at once, and hands out their results later. target[group, block, offset] is the
-    token whose key lies there, draft[...] that token and the one after it."""
-
-    config: SchedulerConfig
-    rng: random.Random
-    scheduler: Scheduler
-    rows: dict[int, Row] = field(default_factory=dict)
-    target: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    draft: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
-
-    def places(self, request: Request, position: int) -> list[tuple[int, int, int]]:
-        """Of a row that is written, in every group."""
-        return [self.place(request, i, position) for i in range(len(request.blocks))]
-
-    def place(self, request: Request, group: int, position: int) -> tuple[int, int, int]:
-        page, offset = divmod(position, self.config.block_size)
-        assert page < request.blocks[group].num_pages, f"position {position} has no block"
-        return group, request.blocks[group].at(page), offset
-
-    def check_context(
-        self, request: Request, text: list[int], num_cached: int, drafted: int
-    ) -> None:
-        """Everything that attention would read of rows from num_cached on, the draft's from drafted
-        on, holds what it should."""
-        for i, blocks in enumerate(self.scheduler.groups):
-            for p in range(blocks.group.first_seen(num_cached), num_cached):
-                assert self.target[self.place(request, i, p)] == text[p], (
-                    f"the target's row {p} is another request's"
-                )
-            for p in range(
-                blocks.group.first_seen(drafted), drafted if self.config.lookahead else 0
-            ):
-                assert self.draft[self.place(request, i, p)] == (text[p], text[p + 1]), (
-                    f"the draft's row {p} is another request's"
-                )
-
-    def write(self, request: Request, position: int, token: int) -> None:
-        self.target |= dict.fromkeys(self.places(request, position), token)
-
-    def write_draft(self, request: Request, position: int, tokens: tuple[int, int]) -> None:
-        if self.config.lookahead:
-            self.draft |= dict.fromkeys(self.places(request, position), tokens)
-
-    def apply(self, step: Step) -> list[tuple[Request, list[int]]]:
-        for slot in step.cleared:
-            self.rows.pop(slot, None)
-        if step.sources is not None:
-            self.rows = {to: self.rows[at] for to, at in enumerate(step.sources) if at in self.rows}
-        for request in step.admitted:
-            assert request.slot is not None
-            self.rows.pop(request.slot, None)
-        results = []
-        tile = self.config.prefill_tile
-        assert sum(-(-len(c.token_ids) // tile) for c in step.chunks) * tile <= max(
-            tile, self.config.max_num_batched_tokens
-        )
-        for chunk in step.chunks:
-            request, end = chunk.request, chunk.start + len(chunk.token_ids)
-            text = request.all_token_ids
-            assert chunk.token_ids == text[chunk.start : end]
-            self.check_context(request, text, chunk.start, chunk.start)
-            for p in range(chunk.start, end):
-                self.write(request, p, text[p])
-                if p + 1 < end or not chunk.ends:
-                    self.write_draft(request, p, (text[p], text[p + 1]))
-            if chunk.ends:
-                assert request.slot is not None
-                known = text[:end]
-                first = next_token(known)
-                self.rows[request.slot] = Row(request, [*known, first], end - 1)
-                assert not request.num_generated or text[end:] == [first], (
-                    "a request that goes on is not sampled anew"
-                )
-                if not request.num_generated:
-                    results.append((request, [first]))
-                    self.end(self.rows[request.slot], 1)
-        return results
-
-    def end(self, row: Row, num_new: int) -> None:
-        generated = len(row.text) - len(row.request.prompt_token_ids)
-        row.active = generated < row.request.max_tokens and not set(row.text[-num_new:]) & set(
-            row.request.stop_token_ids
-        )
-
-    def round(self, found: Rounds) -> list[tuple[Request, list[int]]]:
-        for slot in found.cleared:
-            self.rows.pop(slot, None)
-        results = []
-        K = self.config.head_room - 1
-        for request in found.requests:
-            assert request.slot is not None
-            row = self.rows[request.slot]
-            assert row.request is request
-            if not row.active:
-                results.append((request, []))
-                continue
-            text, cached = row.text, len(row.text) - 1
-            self.check_context(request, text, cached, row.draft_from)
-            for p in range(row.draft_from, cached):
-                self.write_draft(request, p, (text[p], text[p + 1]))
-            for p in range(
-                cached, min(cached + K + 1, self.config.max_model_len)
-            ):  # drafts and their verification: rows to be overwritten
-                self.write(request, p, -1)
-                self.write_draft(request, p, (-1, -1))
-            new: list[int] = []
-            for _ in range(self.rng.randint(0, K) + 1):
-                new.append(next_token([*text, *new]))
-            row.draft_from = cached
-            for p, token in enumerate([text[-1], *new[:-1]], start=cached):
-                if p < self.config.max_model_len:
-                    self.write(request, p, token)
-            text += new
-            self.end(row, len(new))
-            results.append((request, new))
-        for slot, row in self.rows.items():
-            assert not row.active or self.owner(slot) is row.request, (
-                "a row that nobody waits for still generates"
-            )
-        return results
-
-    def owner(self, slot: int) -> Any:
-        return self.scheduler.rows[slot] if slot < len(self.scheduler.rows) else None
+    requests: list[Request]
+    arrivals: list[int] | None = None
+    cancelled: dict[int, int] = field(default_factory=dict)
 
 
-def groups_of(
+def runner_of(
     config: SchedulerConfig,
     num_blocks: int | list[int],
     sights: tuple[dict[str, int], ...] = ({},),
     *,
+    seed: int = 0,
     caching: bool = True,
-) -> list[GroupBlocks]:
-    """Groups that see as far as these say (nothing: everything), each with so many blocks."""
+) -> FakeRunner:
+    """Return a runner whose groups see as far as `sights` say (nothing: everything).
+
+    num_blocks: of each group
+    """
     counts = num_blocks if isinstance(num_blocks, list) else [num_blocks] * len(sights)
     groups = [CacheGroup(config.block_size, config.max_model_len, **sight) for sight in sights]
-    return [
-        GroupBlocks(g, BlockPool(n, enable_prefix_caching=caching))
-        for g, n in zip(groups, counts, strict=True)
-    ]
+    return FakeRunner(config, groups, counts, seed=seed, caching=caching)
 
 
 def demand_of(config: SchedulerConfig, sight: dict[str, int]) -> PoolDemand:
@@ -205,100 +76,82 @@ def demand_of(config: SchedulerConfig, sight: dict[str, int]) -> PoolDemand:
     )
 
 
-def check_holdings(scheduler: Scheduler, found: Rounds) -> None:
-    """Nobody holds more than his group's demand says; who generates, nothing that the next round
-    does not see."""
+def check_holdings(scheduler: Scheduler, generating: list[Request]) -> None:
+    """No request holds more than its group's demand says.
+
+    Those that generate hold no block that the next round does not see.
+    """
     for request in scheduler.running:
         for blocks, held in zip(scheduler.groups, request.blocks, strict=True):
             sight = {
                 k: v for k in ("window", "chunk") if (v := getattr(blocks.group, k)) is not None
             }
             most = demand_of(scheduler.config, sight)
-            assert len(held.blocks) <= (
-                most.running if request in found.requests else most.least
-            ), (blocks.group, held)
-            if request in found.requests:
+            assert len(held.blocks) <= (most.running if request in generating else most.least), (
+                blocks.group,
+                held,
+            )
+            if request in generating:
                 assert (
                     held.first
                     == blocks.group.first_seen(request.num_consumed) // blocks.group.block_size
                 )
 
 
-def run(
-    requests: list[Request],
-    config: SchedulerConfig,
-    num_blocks: int | list[int],
-    *,
-    sights: tuple[dict[str, int], ...] = ({},),
-    depth: int = 0,
-    seed: int = 0,
-    arrivals: list[int] | None = None,
-    cancelled: dict[int, int] | None = None,
-    caching: bool = True,
-) -> Scheduler:
-    """Until nothing is left, as the engine does it. arrivals[i]: the step before which request i
-    comes; cancelled: step -> request."""
-    scheduler = Scheduler(config, groups_of(config, num_blocks, sights, caching=caching))
-    device = FakeDevice(config, random.Random(seed), scheduler)
-    in_flight: deque[tuple[bool, list[list[tuple[Request, list[int]]]]]] = (
-        deque()
-    )  # whether it is of rounds, and of each its results
-    arrivals = arrivals or [0] * len(requests)
-
-    def read() -> None:
-        is_round, parts = in_flight.popleft()
-        for request, tokens in itertools.chain(*parts):
-            scheduler.read(request, tokens, is_round=is_round)
-
-    def launch(is_round: bool, parts: list[list[tuple[Request, list[int]]]]) -> None:
-        in_flight.append((is_round, parts))
-        while len(in_flight) > depth:
-            read()
-
+def run(workload: Workload, runner: FakeRunner, *, depth: int = 0) -> Scheduler:
+    """Step the engine until no request is left, and return its scheduler."""
+    engine = engine_of(runner, depth=depth)
+    scheduler, config = engine.scheduler, runner.sizes
+    runner.before_rounds = lambda generating: check_holdings(scheduler, generating)
+    requests, cancelled = workload.requests, workload.cancelled
+    arrivals = workload.arrivals or [0] * len(requests)
     for at in range(5000):
         for request, arrival in zip(requests, arrivals, strict=True):
             if arrival == at:
-                scheduler.add(request)
-        if cancelled and at in cancelled and arrivals[cancelled[at]] <= at:
-            scheduler.finish(requests[cancelled[at]], "cancelled")
-        step = scheduler.schedule()
+                engine.add(request)
+        if at in cancelled and arrivals[cancelled[at]] <= at:
+            engine.cancel(requests[cancelled[at]])
+        engine.step()
+        check_holdings(scheduler, [])
         assert (
             sum(1 for _ in scheduler.running) <= config.max_num_seqs
             and len(scheduler.rows) in config.buckets
         )
-        results = device.apply(step)
-        if step.chunks:
-            launch(False, [results])
-        found = scheduler.schedule_rounds()
-        while found.wait:
-            assert in_flight, "waits for results when none are on their way"
-            read()
-            found = scheduler.schedule_rounds()
-        check_holdings(scheduler, found)
-        if found.requests:
-            launch(True, [device.round(found) for _ in range(config.rounds_per_step)])
-        elif not step.chunks and in_flight:
-            read()
-        if not scheduler.has_requests and not in_flight and at >= max(arrivals):
+        if not engine.has_requests and at >= max(arrivals):
+            assert not scheduler.has_requests
+            for r in requests:
+                # The engine drops what is in flight when the last running request ends.
+                assert (r.num_unread, r.num_unread_rounds) == runner.num_unread(r)
+                assert depth > 0 or r.num_unread == r.num_unread_rounds == 0
             return scheduler
     raise AssertionError("the scheduler hangs")
 
 
-def request(prompt: list[int], max_tokens: int = 8, stops: tuple[int, ...] = ()) -> Request:
+def request(
+    prompt: list[int], max_tokens: int = 8, stops: tuple[int, ...] = (), max_drafts: int = 3
+) -> Request:
     return Request(
-        list(prompt), SamplingParams(temperature=0, max_tokens=max_tokens), max_tokens, stops
+        list(prompt),
+        SamplingParams(temperature=0, max_tokens=max_tokens),
+        max_tokens,
+        stops,
+        max_drafts=max_drafts,
+        metrics=SpecDecodeMetrics(max_drafts),
     )
 
 
 def settings_of(**changes: Any) -> SchedulerConfig:
-    values = {
+    values: dict[str, Any] = {
         "max_num_seqs": 4,
         "buckets": (1, 2, 4),
         "max_model_len": 64,
         "max_num_batched_tokens": 16,
         "prefill_tile": 4,
+        "block_size": 4,
+        "head_room": 4,
+        "lookahead": 1,
     }
-    return SchedulerConfig(**(values | {"block_size": 4, "head_room": 4, "lookahead": 1} | changes))
+    return SchedulerConfig(**(values | changes))
 
 
 PREFIX = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
@@ -335,29 +188,22 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
             st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12)
         )
         stops = data.draw(st.sampled_from([(), (STOP,)]))
-        requests.append(request(prompt, data.draw(st.integers(1, 20)), stops))
+        requests.append(request(prompt, data.draw(st.integers(1, 20)), stops, max_drafts=K))
     most = len(requests) - 1
     num_blocks = [
         demand_of(config, sight).least + data.draw(st.integers(0, 10)) for sight in sights
     ]
     cancelled = data.draw(st.dictionaries(st.integers(0, 30), st.integers(0, most), max_size=2))
-    scheduler = run(
-        requests,
-        config,
-        num_blocks,
-        sights=sights,
-        depth=data.draw(st.integers(0, steps_ahead(rounds))),
-        seed=data.draw(st.integers(0, 99)),
-        arrivals=data.draw(st.lists(st.integers(0, 10), min_size=most + 1, max_size=most + 1)),
-        cancelled=cancelled,
-        caching=data.draw(st.booleans()),
-    )
+    depth = data.draw(st.integers(0, steps_ahead(rounds)))
+    seed = data.draw(st.integers(0, 99))
+    arrivals = data.draw(st.lists(st.integers(0, 10), min_size=most + 1, max_size=most + 1))
+    runner = runner_of(config, num_blocks, sights, seed=seed, caching=data.draw(st.booleans()))
+    scheduler = run(Workload(requests, arrivals, cancelled), runner, depth=depth)
     assert [g.pool.num_free for g in scheduler.groups] == num_blocks
     for r in requests:
         assert r.finish_reason in ("stop", "length", "cancelled")
         assert alone(r)[: r.num_generated] == r.token_ids
         assert r.finish_reason == "cancelled" or r.token_ids == alone(r)
-        assert r.num_unread == r.num_unread_rounds == 0
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
@@ -371,7 +217,8 @@ def test_a_long_text_needs_a_windows_worth_of_blocks_only(
     few = demand_of(config, sight).least
     assert few == -(-(reach + {1: 16, 4: 36}[rounds] - 1) // 4) + 1
     requests = [request([*PREFIX * 8, i], 100) for i in (1, 2)]
-    scheduler = run(requests, config, [100, few], sights=({}, sight), depth=steps_ahead(rounds))
+    runner = runner_of(config, [100, few], ({}, sight))
+    scheduler = run(Workload(requests), runner, depth=steps_ahead(rounds))
     assert [r.token_ids for r in requests] == [alone(r) for r in requests]
     assert [g.pool.num_free for g in scheduler.groups] == [100, few]
 
@@ -380,15 +227,15 @@ def test_a_window_needs_the_end_of_a_prefix_only_and_ends_it_where_that_is_gone(
     """Window 6 in blocks of 4: after a prefix of 12 tokens the row at 12 sees from 7 on, blocks 1
     and 2."""
     for gone, shared in (((), 12), ((0,), 12), ((2,), 8), ((1,), 4), ((0, 1), 0), ((0, 2), 0)):
-        scheduler, device = started(sights=({}, {"window": 6}))
-        prefill(scheduler, device, request([*PREFIX, 3, 3], 1))
+        scheduler, runner = started(sights=({}, {"window": 6}))
+        prefill(scheduler, runner, request([*PREFIX, 3, 3], 1))
         window = scheduler.groups[1].pool
         for page in gone:
             block = window.find(request_hashes([*PREFIX, 3, 3])[page])
             assert block is not None
             window._forget(block)
         second = request([*PREFIX, 3, 1])
-        assert prefill(scheduler, device, second) == shared, gone
+        assert prefill(scheduler, runner, second) == shared, gone
         assert (
             second.blocks[0].first == 0
             and second.blocks[1].first == {12: 1, 8: 0, 4: 0, 0: 0}[shared]
@@ -406,7 +253,8 @@ def test_of_two_long_prompts_that_need_each_others_blocks_the_first_gets_them() 
     config = settings_of(max_model_len=200, max_num_batched_tokens=12)
     assert demand_of(config, {"window": 9}).least == 7
     requests = [request([*PREFIX * 8, i], 20) for i in (1, 2)]
-    scheduler = run(requests, config, [150, 7], sights=({}, {"window": 9}), caching=False)
+    runner = runner_of(config, [150, 7], ({}, {"window": 9}), caching=False)
+    scheduler = run(Workload(requests), runner)
     assert [r.token_ids for r in requests] == [alone(r) for r in requests]
     assert scheduler.counts.num_preemptions > 0
 
@@ -415,23 +263,24 @@ def test_who_is_prefilled_waits_for_blocks_where_another_is_before_him() -> None
     """He takes nobody's, and goes on when the first generates."""
     config = settings_of(max_model_len=200, max_num_batched_tokens=12)
     requests = [request([*PREFIX * 8, i], 20) for i in (1, 2)]
-    scheduler = run(requests, config, [150, 8], sights=({}, {"window": 9}), caching=False)
+    runner = runner_of(config, [150, 8], ({}, {"window": 9}), caching=False)
+    scheduler = run(Workload(requests), runner)
     assert [r.token_ids for r in requests] == [alone(r) for r in requests]
     assert scheduler.counts.num_preemptions == 0
 
 
 def test_a_pool_too_small_for_all_preempts_and_loses_nothing() -> None:
     requests = [request([i, 1, 2], 40) for i in range(1, 6)]
-    scheduler = run(requests, settings_of(), 18, depth=2)
+    scheduler = run(Workload(requests), runner_of(settings_of(), 18), depth=2)
     assert scheduler.counts.num_preemptions > 0
     assert [r.token_ids for r in requests] == [alone(r) for r in requests]
 
 
 def test_a_preempted_request_is_the_next_to_be_admitted() -> None:
-    scheduler, device = started()
+    scheduler, runner = started()
     requests = [request([i, 1, 2, 3], 30) for i in (1, 2, 3)]
     for r in requests[:2]:
-        prefill(scheduler, device, r)
+        prefill(scheduler, runner, r)
     scheduler.add(requests[2])
     scheduler._preempt_last()
     assert list(scheduler.waiting) == [requests[1], requests[2]]
@@ -439,21 +288,19 @@ def test_a_preempted_request_is_the_next_to_be_admitted() -> None:
 
 def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk() -> None:
     """Between two of its chunks the others have a round."""
-    scheduler, device = started()
+    runner = runner_of(settings_of(), 64)
+    engine = engine_of(runner)
     short, long = request([1, 2], 30), request(list(range(1, 7)) * 9)
-    scheduler.add(short)
-    device.apply(scheduler.schedule())
-    scheduler.read(short, [next_token([1, 2])], is_round=False)
-    scheduler.add(long)
+    engine.add(short)
+    engine.step()
+    engine.add(long)
     for count in range(3):
-        step = scheduler.schedule()
-        assert [(c.request, len(c.token_ids)) for c in step.chunks] == [(long, 16)]
-        device.apply(step)
-        found = scheduler.schedule_rounds()
-        assert found.requests == [short]
-        for r, tokens in device.round(found):
-            scheduler.read(r, tokens, is_round=True)
-        assert short.num_generated > count
+        steps = len(runner.prefills), len(runner.rounds)
+        engine.step()
+        assert (len(runner.prefills), len(runner.rounds)) == (steps[0] + 1, steps[1] + 1)
+        assert [(c.request, len(c.token_ids)) for c in runner.prefills[-1]] == [(long, 16)]
+        assert runner.rounds[-1] == [short]
+        assert short.num_generated > count + 1
 
 
 def test_a_prefix_is_shared_up_to_the_token_before_the_last() -> None:
@@ -461,12 +308,12 @@ def test_a_prefix_is_shared_up_to_the_token_before_the_last() -> None:
     to compute."""
     for lookahead in (1, 0):
         for length, shared in ((9, 8), (8, 4), (12, 8), (13, 12)):
-            scheduler, device = started(lookahead=lookahead)
+            scheduler, runner = started(lookahead=lookahead)
             first = request([*PREFIX, 3, 3], 1)
-            prefill(scheduler, device, first)
+            prefill(scheduler, runner, first)
             second = request([*PREFIX, 3][:length])
             assert (
-                prefill(scheduler, device, second) == shared == scheduler.counts.num_prefix_hits
+                prefill(scheduler, runner, second) == shared == scheduler.counts.num_prefix_hits
             ), (lookahead, length)
 
 
@@ -476,34 +323,40 @@ def test_with_a_draft_a_block_is_shared_only_where_the_next_token_is_the_same(
 ) -> None:
     """The draft's row p depends on token p + 1, so the last row of a block belongs to one
     continuation."""
-    scheduler, device = started(lookahead=lookahead)
-    prefill(scheduler, device, request([*PREFIX[:8], 1, 1], 1))
-    assert prefill(scheduler, device, request([*PREFIX[:8], 2, 2])) == shared
+    scheduler, runner = started(lookahead=lookahead)
+    prefill(scheduler, runner, request([*PREFIX[:8], 1, 1], 1))
+    assert prefill(scheduler, runner, request([*PREFIX[:8], 2, 2])) == shared
 
 
 def test_blocks_of_two_continuations_are_not_put_together() -> None:
     """The first text's block 0 and the second text's block 1 both match the third text; the draft's
     last row of that block 0 does not."""
-    scheduler, device = started()
-    prefill(scheduler, device, request([1, 2, 3, 4, 1, 1, 1, 1, 1], 1))
-    prefill(scheduler, device, request([1, 2, 3, 4, 2, 2, 2, 2, 2], 1))
-    assert prefill(scheduler, device, request([1, 2, 3, 4, 2, 2, 2, 2, 3])) == 4
+    scheduler, runner = started()
+    prefill(scheduler, runner, request([1, 2, 3, 4, 1, 1, 1, 1, 1], 1))
+    prefill(scheduler, runner, request([1, 2, 3, 4, 2, 2, 2, 2, 2], 1))
+    assert prefill(scheduler, runner, request([1, 2, 3, 4, 2, 2, 2, 2, 3])) == 4
 
 
 def started(
     *, sights: tuple[dict[str, int], ...] = ({},), **changes: Any
-) -> tuple[Scheduler, FakeDevice]:
-    config = settings_of(**changes)
-    scheduler = Scheduler(config, groups_of(config, 64, sights))
-    return scheduler, FakeDevice(config, random.Random(0), scheduler)
+) -> tuple[Scheduler, FakeRunner]:
+    runner = runner_of(settings_of(**changes), 64, sights)
+    return engine_of(runner).scheduler, runner
 
 
-def prefill(scheduler: Scheduler, device: FakeDevice, request: Request) -> int:
-    """Admit and prefill a request whose prompt is one chunk, and read its first token; how much of
-    it was there already."""
+def prefill(scheduler: Scheduler, runner: FakeRunner, request: Request) -> int:
+    """Admit and prefill a request whose prompt is one chunk, and read its first token.
+
+    Returns how much of the prompt was in the cache already. No round follows, as it does in a step
+    of the engine: the tests look at the blocks that the prompt holds.
+    """
     scheduler.add(request)
     step = scheduler.schedule()
-    device.apply(step)
+    runner.deactivate(step.cleared)
+    if step.sources is not None:
+        runner.move(step.sources)
+    runner.admit(step.admitted, list(scheduler.running))
+    runner.prefill(GREEDY, step.chunks)
     scheduler.read(request, [next_token(request.prompt_token_ids)], is_round=False)
     return step.chunks[0].start
 
