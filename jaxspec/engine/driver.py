@@ -10,8 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-from jaxspec.config import ConfigError
-from jaxspec.engine.engine import Commands, Engine
+from jaxspec.engine.engine import Commands, Engine, refuse_inside_callback
 from jaxspec.engine.output_processor import OutputCollector
 from jaxspec.engine.outputs import EngineError, Increment
 from jaxspec.engine.request import Request
@@ -158,7 +157,7 @@ class Driver:
         """Return whether the call has the turn, which it takes if it is free."""
         owner = self._turn.setdefault("turn", call)
         if owner is not call and owner.thread == call.thread:
-            self._refuse()  # a function that a step calls would wait for that step
+            refuse_inside_callback()  # a function that a step calls would wait for that step
         return owner is call
 
     def _release(self, call: Call) -> None:
@@ -189,7 +188,4 @@ class Driver:
 
     def _refuse_inside_callback(self) -> None:
         if threading.get_ident() in self._calling_back:
-            self._refuse()
-
-    def _refuse(self) -> None:
-        raise ConfigError("callback: expected no generating inside it, got a call that generates")
+            refuse_inside_callback()

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -233,9 +234,7 @@ class Engine:
 
     def _refuse_inside_step(self) -> None:
         if self._stepping:
-            raise ConfigError(
-                "callback: expected no generating inside it, got a call that generates"
-            )
+            refuse_inside_callback()
 
     def reset(self) -> None:
         """Cancel every request and forget the device's state."""
@@ -571,6 +570,11 @@ class Engine:
             f"max_num_batched_tokens ({config.max_num_batched_tokens}) "
             f"or max_model_len ({config.max_model_len})"
         )
+
+
+def refuse_inside_callback() -> NoReturn:
+    """Raise the error of a call that generates inside a callback."""
+    raise ConfigError("callback: expected no generating inside it, got a call that generates")
 
 
 def add_prompt_logprobs(chunk: Chunk, tiles: Iterable[int], scores: Scores) -> None:

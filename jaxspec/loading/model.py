@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,7 @@ def bind_draft(
     a map, adds int32 draft_to_target [draft_vocab] and target_to_draft [vocab], which is -1 where
     a target id has no draft id.
     """
-    bound: dict[str, Any] = dict(params)
-    bound.setdefault("embed_tokens", target_params["embed_tokens"])
-    if "lm_head" not in bound:
-        bound["lm_head"] = lm_head(target_params, tied=cfg.tied_lm_head)
+    bound: dict[str, Any] = {**params, **shared_weights(cfg, params, target_params)}
     if cfg.maps_vocabulary:
         assert draft_to_target is not None
         target_to_draft = np.full(cfg.vocab_size, -1, np.int32)
@@ -124,6 +121,18 @@ def bind_draft(
         bound["draft_to_target"] = jnp.asarray(draft_to_target, jnp.int32)
         bound["target_to_draft"] = jnp.asarray(target_to_draft)
     return bound
+
+
+def shared_weights(
+    cfg: drafts.LayeredConfig, own: Container[str], target_params: Params
+) -> dict[str, Any]:
+    """Return the target's embedding and head, each unless it is among the draft's own weights."""
+    shared: dict[str, Any] = {}
+    if "embed_tokens" not in own:
+        shared["embed_tokens"] = target_params["embed_tokens"]
+    if "lm_head" not in own:
+        shared["lm_head"] = lm_head(target_params, tied=cfg.tied_lm_head)
+    return shared
 
 
 def _draft_to_target(

@@ -15,7 +15,7 @@ from flax import struct
 from jaxspec import drafts, models
 from jaxspec.config import REFERENCE_OPS
 from jaxspec.layers.params import Params
-from jaxspec.models.decoder import lm_head
+from jaxspec.loading import model
 from jaxspec.training import eagle, eagle3
 from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Batch
@@ -108,11 +108,7 @@ def step_counts(
 
 def shared_weights(draft: TrainableDraft, target: Params) -> Params:
     """Return the frozen weights that a draft without its own takes from the target."""
-    own = drafts.family(draft).param_specs(draft)
-    shared = {"embed_tokens": target["embed_tokens"]}
-    if "lm_head" not in own:
-        shared["lm_head"] = lm_head(target, tied=draft.tied_lm_head)
-    return {name: array for name, array in shared.items() if name not in own}
+    return model.shared_weights(draft, drafts.family(draft).param_specs(draft), target)
 
 
 def observe_target(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]) -> TargetSide:

@@ -12,16 +12,13 @@ import pytest
 from jaxspec import models
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import mtp
-from jaxspec.layers.params import ParamSpec
+from jaxspec.layers.params import is_spec
 from jaxspec.loading import check_shapes
 from tests.support.full_size import BILLIONS, CONFIGS, tensors
 
 
 def size(specs: object) -> int:
-    return sum(
-        math.prod(s.shape)
-        for s in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    )
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -74,11 +71,7 @@ def test_the_mtp_module_is_the_rest_of_the_file(name: str) -> None:
         for n in held
         if models.family(target).ignored_tensor(target, n) and not n.endswith("_scale_inv")
     ]
-    read = [
-        n
-        for s in jax.tree.leaves(mtp.param_specs(draft), is_leaf=lambda x: isinstance(x, ParamSpec))
-        for n in s.tensors
-    ]
+    read = [n for s in jax.tree.leaves(mtp.param_specs(draft), is_leaf=is_spec) for n in s.tensors]
     copies = [
         f"model.layers.{target.num_layers}.{x}.weight" for x in ("embed_tokens", "shared_head.head")
     ]

@@ -20,7 +20,7 @@ from jaxspec.cache import arrays as kv_cache
 from jaxspec.config import ConfigError, RopeConfig
 from jaxspec.drafts import mtp_deepseek_v4
 from jaxspec.layers import compressed_attention
-from jaxspec.layers.params import Params, ParamSpec, Weight
+from jaxspec.layers.params import Params, Weight, is_spec
 from jaxspec.loading.model import load_target
 from jaxspec.models import config_from_hf, deepseek_v4
 from tests.parity import test_rounds
@@ -343,11 +343,7 @@ def test_the_modules_tensors_are_those_of_the_original_files() -> None:
     flash = {**ORIGINAL, "n_routed_experts": 256, "num_experts_per_tok": 6}
     target: Any = config_from_hf(flash)
     specs = mtp_deepseek_v4.param_specs(mtp_deepseek_v4.DeepseekV4MtpConfig(target))
-    names = [
-        name
-        for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-        for name in spec.tensors
-    ]
+    names = [name for spec in jax.tree.leaves(specs, is_leaf=is_spec) for name in spec.tensors]
     assert len(names) == len(set(names)) == 1575 - 778 and all(
         name.startswith("mtp.0.") for name in names
     )
