@@ -9,6 +9,7 @@ from jaxspec.config.attention import CacheGroup
 from jaxspec.config.models import DraftConfig, TargetConfig
 from jaxspec.config.ops import Ops, XlaFlags
 from jaxspec.config.speculative import DraftSampling, RejectionRule
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 Table = TypeVar("Table")
 
@@ -55,6 +56,8 @@ class RoundConfig(SamplingFeatures):
     cuda_graphs: False launches kernel by kernel, so that a kernel can start while the preceding one
         drains. That pays only if the GPU is slower than the host's launches, and the rows are so
         few that the products are our kernels (jaxspec.engine.round_configs).
+    vocab_shards: how rows of logits are cut over devices, the target's and the draft's. The
+        vocabularies of `target` and `draft` are whole; a device has `vocab_shards.piece` of them
     """
 
     target: TargetConfig
@@ -69,6 +72,7 @@ class RoundConfig(SamplingFeatures):
     limits_drafts: bool = False
     draft_max_model_len: int | None = None
     cuda_graphs: bool = True
+    vocab_shards: VocabShards = WHOLE
 
     @property
     def block_size(self) -> int:
