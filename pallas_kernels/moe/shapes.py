@@ -1,6 +1,6 @@
 """Real shapes of the experts, shared by tests and benchmarks.
 
-The passes of a decode round of two models, at batches of 1 and 16.
+The passes of a decode round of three models, at batches of 1 and 16.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Shape:
 _MODELS = {
     "gpt-oss-20b": Shape(0, 32, 4, 2880, 2880, gate="clamped", bias=True),
     "glm-4.7-flash": Shape(0, 64, 4, 2048, 1536),
+    "qwen3-30b-a3b": Shape(0, 128, 8, 2048, 768),
 }
 SHAPES = {
     f"{name} rows {rows}": dataclasses.replace(shape, rows=rows)

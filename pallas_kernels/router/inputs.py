@@ -22,11 +22,12 @@ class Inputs:
     router:    [D, experts]; its product with x is accumulated and kept in float32
     bias:      [experts], or None
     top_k:     experts for each row
-    kind:      "softmax" (gpt-oss): take the highest logits, bias included; weigh by their softmax.
+    kind:      "softmax" (gpt-oss, Qwen3-MoE): take the highest logits, bias included; weigh by the
+               softmax of all logits.
                "sigmoid" (DeepSeek-V3, 2412.19437, section 2.1.2): take the highest of
                sigmoid(logit) + bias; weigh by sigmoid(logit)
     scaling:   factor on the weights, of "sigmoid" alone
-    normalise: divide the weights by the sum of the chosen ones, of "sigmoid" alone
+    normalise: divide the weights by the sum of the chosen ones
     """
 
     x: jax.Array

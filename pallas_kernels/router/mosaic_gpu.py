@@ -133,25 +133,32 @@ def route(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, j
         if bias_gmem is not None:
             added = load(bias_gmem, layout.reduce(0), optimized=False)
             choice = scores + lax.broadcast_in_dim(added.astype(jnp.float32), square, (1,))
-        if kind == "softmax":
-            scores = choice
+        total = None  # that the weights are divided by, if it is not the sum of the chosen ones
+        if kind == "softmax" and not inputs.normalise:
+            total = jnp.exp(choice - spread(choice.max(axis=1), square)).sum(axis=1)
         expert = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=layout)
         never = jnp.full(square, -jnp.inf, jnp.float32)
         ids: list[jax.Array] = []
         chosen: list[jax.Array] = []
         for _ in range(inputs.top_k):
-            best = choice == spread(choice.max(axis=1), square)
+            highest = choice.max(axis=1)
+            best = choice == spread(highest, square)
             first = jnp.where(best, expert, jnp.full(square, count, jnp.int32)).min(axis=1)
             taken = expert == spread(first, square)
             # As floats: no layout is inferred for integers that are spread to two shapes.
             ids.append(first.astype(jnp.float32))
-            chosen.append(jnp.where(taken, scores, never).max(axis=1))
+            # A softmax's scores are what it chooses by. Kept beside it, 128 of them would spill.
+            chosen.append(
+                highest if kind == "softmax" else jnp.where(taken, scores, never).max(axis=1)
+            )
             choice = jnp.where(taken, never, choice)
         if kind == "softmax":
             chosen = [jnp.exp(value - chosen[0]) for value in chosen]
         scale = jnp.full((TILE_ROWS,), inputs.scaling if kind == "sigmoid" else 1.0, jnp.float32)
-        if kind == "softmax" or inputs.normalise:
-            scale = scale / (sum(chosen[1:], chosen[0]) + 1e-20)
+        if inputs.normalise:
+            total = sum(chosen[1:], chosen[0]) + 1e-20
+        if total is not None:
+            scale = scale / total
         ids_smem[...] = side_by_side(ids).astype(jnp.int32)
         weights_smem[...] = side_by_side([value * scale for value in chosen])
         plgpu.commit_smem()

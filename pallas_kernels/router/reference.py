@@ -16,7 +16,9 @@ def route(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     added = 0.0 if bias is None else bias.astype(jnp.float32)
     if inputs.kind == "softmax":
         chosen, ids = lax.top_k(logits + added, top_k)
-        return ids, jax.nn.softmax(chosen, axis=-1)
+        if inputs.normalise:  # what all logits divide by cancels out
+            return ids, jax.nn.softmax(chosen, axis=-1)
+        return ids, jnp.exp(chosen - jax.nn.logsumexp(logits + added, axis=-1, keepdims=True))
     scores = jax.nn.sigmoid(logits)
     _, ids = lax.top_k(scores + added, top_k)
     return ids, weigh(scores, ids, scaling=inputs.scaling, normalise=inputs.normalise)

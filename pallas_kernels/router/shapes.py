@@ -27,6 +27,7 @@ class Shape:
 _MODELS = {
     "gpt-oss-20b": Shape(0, 32, 4, 2880, "softmax", "bfloat16"),
     "glm-4.7-flash": Shape(0, 64, 4, 2048, "sigmoid", "float32", 1.8),
+    "qwen3-30b-a3b": Shape(0, 128, 8, 2048, "softmax"),
 }
 SHAPES = {
     f"{name} rows {rows}": dataclasses.replace(shape, rows=rows)

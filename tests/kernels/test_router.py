@@ -38,6 +38,7 @@ SMALL = {
     "sigmoid": Shape(5, 64, 4, 320, "sigmoid", "float32", 1.8),
     "two tiles of rows": Shape(70, 32, 8, 128, "sigmoid", "float32"),
     "128 experts": Shape(2, 128, 4, 64, "softmax", "bfloat16"),
+    "8 of 128 experts": Shape(3, 128, 8, 128, "softmax"),
 }
 
 
@@ -93,6 +94,22 @@ def test_scores_that_are_not_normed_keep_their_size(implementation: str) -> None
     np.testing.assert_allclose(
         weights, 1.8 / (1 + np.exp(-np.take_along_axis(logits, ids, 1))), rtol=1e-4
     )
+
+
+@implementations
+@pytest.mark.parametrize("name", ["softmax", "8 of 128 experts"])
+def test_a_softmax_that_is_not_normed_is_over_all_experts(name: str, implementation: str) -> None:
+    inputs = replace(make_inputs(SMALL[name], seed=6), normalise=False)
+    ids, weights = run(inputs, implementation)
+    logits = np.asarray(inputs.x, np.float64) @ np.asarray(inputs.router, np.float64)
+    if inputs.bias is not None:
+        logits = logits + np.asarray(inputs.bias, np.float64)
+    every = np.exp(logits - logits.max(1, keepdims=True))
+    every /= every.sum(1, keepdims=True)
+    np.testing.assert_allclose(weights, np.take_along_axis(every, ids, 1), rtol=TOLERANCE)
+    assert (weights.sum(1) < 0.9).all()  # of the chosen ones alone it would be 1
+    same_ids, _ = run(replace(inputs, normalise=True), implementation)
+    np.testing.assert_array_equal(ids, same_ids)
 
 
 @needs_mosaic
