@@ -1,4 +1,4 @@
-"""A dense decoder layer, target's or draft's: attention, then the MLP."""
+"""A decoder layer with full attention, target's or draft's: its attention block, a dense layer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,38 @@ from jaxspec.layers.mlp import add_mlp
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import ResidualStream, Stream, add_projection, pick_row, values_of
+
+
+def add_attention(
+    layer: Params,
+    cfg: AttentionConfig,
+    x: Stream,
+    cache: FullCache,
+    pass_: Pass,
+    *,
+    norm: Norm | None,
+    residual: Stream,
+    group: int = 0,
+    window: int | None = None,
+    next_gain: jax.Array | None = None,
+) -> tuple[ResidualStream, FullCache]:
+    """Return residual + attention of x [batch, rows, in], and the cache with these rows written.
+
+    norm:          norm of x before the projections; None if x is normed
+    group, window: see attend
+    next_gain:     the gain of the norm that follows attention (see add_projection)
+    """
+    attention = layer["self_attn"]
+    attended, cache = attend(attention, cfg, x, cache, pass_, norm=norm, group=group, window=window)
+    stream = add_projection(
+        pick_row(values_of(residual), pass_.last_row),
+        pick_row(attended, pass_.last_row),
+        attention["o_proj"],
+        pass_.ops,
+        bias=attention["o_bias"] if cfg.o_bias else None,
+        next_gain=next_gain,
+    )
+    return stream, cache
 
 
 def dense_layer(
@@ -36,14 +68,15 @@ def dense_layer(
     window:    see attend
     next_gain: the gain of the norm that follows the layer (see add_projection)
     """
-    attention = layer["self_attn"]
-    attended, cache = attend(attention, cfg, x, cache, pass_, norm=norm, window=window)
-    stream = add_projection(
-        pick_row(values_of(residual), pass_.last_row),
-        pick_row(attended, pass_.last_row),
-        attention["o_proj"],
-        pass_.ops,
-        bias=attention["o_bias"] if cfg.o_bias else None,
+    stream, cache = add_attention(
+        layer,
+        cfg,
+        x,
+        cache,
+        pass_,
+        norm=norm,
+        residual=residual,
+        window=window,
         next_gain=layer["post_attention_layernorm"],
     )
     return add_mlp(layer, eps, stream, pass_.ops, next_gain=next_gain), cache

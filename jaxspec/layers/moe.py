@@ -48,7 +48,8 @@ class MoEConfig:
         "clamped": gpt-oss's; both halves are clamped to `limit`, the gate is sigmoid(alpha * gate),
         and one is added to the up half
         "clamped_silu": DeepSeek-V4's; SwiGLU of halves clamped in the same way
-    num_groups, top_groups, routed_scaling, norm_top_k: settings of the sigmoid router
+    norm_top_k: divide a row's weights by their sum
+    num_groups, top_groups, routed_scaling: settings of the sigmoid router
     shared_size: width of the shared experts, which every row passes through
     """
 
@@ -68,7 +69,7 @@ class MoEConfig:
 def route(
     x: jax.Array,
     router: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     cfg: MoEConfig,
     kind: Literal["softmax", "sigmoid"],
     ops: Ops,
@@ -81,6 +82,7 @@ def route(
     and the log says so once, with the reason.
     """
     if kind == "sigmoid" and cfg.num_groups > 1:
+        assert bias is not None
         return route_sigmoid(router_logits(x, router), bias, cfg)
     implementation = ops.moe
     if implementation != "reference":
@@ -206,9 +208,33 @@ def sigmoid_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str
     }
 
 
+def softmax_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, Any]:
+    """Return the weights of `add_softmax_moe` under `prefix` ("...mlp"), by Qwen's names."""
+    return {
+        "router": matrix(
+            f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", "experts")
+        ),
+        "experts": expert_specs(f"{prefix}.experts", cfg, hidden_size),
+    }
+
+
 def router_logits(normed: jax.Array, router: jax.Array) -> jax.Array:
     """Return float32 logits [rows, experts] of normed [rows, D]."""
     return jnp.matmul(normed, router, preferred_element_type=jnp.float32)
+
+
+def add_softmax_moe(
+    layer: Params, cfg: MoEConfig, eps: float, x: Stream, ops: Ops
+) -> ResidualStream:
+    """Add experts(norm(x)) to the stream x [batch, rows, D], where add_mlp would add the MLP.
+
+    eps: epsilon of the norm, whose gain the layer holds. The router's bias is optional.
+    """
+    normed = rms_norm(values_of(x), layer["post_attention_layernorm"], eps, ops)
+    flat = normed.reshape(-1, normed.shape[-1])
+    chosen = route(flat, layer["router"], layer.get("router_bias"), cfg, "softmax", ops)
+    routed = experts(layer["experts"], cfg, flat, *chosen, ops)
+    return add_to_stream(x, routed.reshape(normed.shape))
 
 
 def add_sigmoid_moe(

@@ -25,13 +25,13 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.layers.attention import attend, attention_specs
+from jaxspec.layers.attention import attention_specs
 from jaxspec.layers.context import Pass
-from jaxspec.layers.moe import MoEConfig, experts, route
+from jaxspec.layers.decoder_layer import add_attention
+from jaxspec.layers.moe import MoEConfig, add_softmax_moe
 from jaxspec.layers.mxfp4 import BLOCK, Mxfp4Weight, dequantise_on_host
-from jaxspec.layers.norms import Norm, rms_norm
+from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, vector, weight
-from jaxspec.layers.products import add_projection, add_to_stream
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 
 __all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
@@ -275,21 +275,15 @@ def _layer(
     group: int,
 ) -> tuple[jax.Array, FullCache]:
     """Run a layer of this KV-cache group: attention, then the experts."""
-    attention, ops = layer["self_attn"], pass_.ops
-    attended, cache = attend(
-        attention,
+    stream, cache = add_attention(
+        layer,
         cfg.attention,
         x,
         cache,
         pass_,
         norm=Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps),
+        residual=x,
         group=group,
         window=(None, cfg.sliding_window)[group],
     )
-    bias = attention["o_bias"] if cfg.attention.o_bias else None
-    x = add_projection(x, attended, attention["o_proj"], ops, bias=bias).x
-    normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, ops)
-    flat = normed.reshape(-1, cfg.hidden_size)
-    chosen = route(flat, layer["router"], layer["router_bias"], cfg.moe, "softmax", ops)
-    routed = experts(layer["experts"], cfg.moe, flat, *chosen, ops)
-    return add_to_stream(x, routed.reshape(x.shape)).x, cache
+    return add_softmax_moe(layer, cfg.moe, cfg.rms_norm_eps, stream, pass_.ops).x, cache

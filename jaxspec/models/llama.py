@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -35,14 +35,17 @@ from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, 
 __all__ = [
     "LlamaConfig",
     "TargetOutput",
+    "attention_block_specs",
     "config_from_hf",
     "decoder_config",
     "decoder_layer",
     "forward",
+    "forward_with",
     "ignored_tensor",
     "layer_specs",
     "logits",
     "param_specs",
+    "target_layer",
 ]
 
 
@@ -126,12 +129,17 @@ def param_specs(cfg: LlamaConfig) -> Params:
 
 def layer_specs(cfg: LlamaConfig, prefix: str) -> Params:
     """Return one decoder layer's weights."""
+    mlp = mlp_specs(f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size)
+    return {**attention_block_specs(cfg, prefix), **mlp}
+
+
+def attention_block_specs(cfg: LlamaConfig, prefix: str) -> Params:
+    """Return one decoder layer's weights but for those of its MLP: both norms and attention."""
     hidden = cfg.hidden_size
     return {
         "input_layernorm": vector(f"{prefix}.input_layernorm.weight", hidden),
         "self_attn": attention_specs(f"{prefix}.self_attn", cfg.attention, hidden, hidden),
         "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        **mlp_specs(f"{prefix}.mlp", hidden, cfg.intermediate_size),
     }
 
 
@@ -139,11 +147,11 @@ def decoder_layer(
     layer: Params, cfg: LlamaConfig, x: jax.Array, cache: FullCache, pass_: Pass
 ) -> tuple[jax.Array, FullCache]:
     """Run one layer by itself on x [batch, rows, D]: the decoder layer of a draft."""
-    stream, cache = _layer(layer, cfg, x, cache, pass_, next_gain=None)
+    stream, cache = target_layer(layer, cfg, x, cache, pass_, next_gain=None)
     return stream.x, cache
 
 
-def _layer(
+def target_layer(
     layer: Params,
     cfg: LlamaConfig,
     x: Stream,
@@ -152,6 +160,7 @@ def _layer(
     *,
     next_gain: jax.Array | None,
 ) -> tuple[ResidualStream, FullCache]:
+    """Run one of the target's layers; see RunLayer."""
     norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
     return dense_layer(
         layer,
@@ -166,6 +175,27 @@ def _layer(
     )
 
 
+class RunLayer(Protocol):
+    """A function that runs one of the target's layers."""
+
+    def __call__(
+        self,
+        layer: Params,
+        cfg: Any,
+        x: Stream,
+        cache: FullCache,
+        pass_: Pass,
+        *,
+        next_gain: jax.Array | None,
+    ) -> tuple[ResidualStream, FullCache]:
+        """Return the stream after the layer, and the cache with these rows written.
+
+        cfg:       the family's own config
+        next_gain: the gain of the next layer's first norm, None for the last layer
+        """
+        ...
+
+
 def forward(
     params: Params,
     cfg: LlamaConfig,
@@ -176,20 +206,32 @@ def forward(
     aux_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
     """Run the model over tokens [batch, rows]; aux_layers: see run_layers."""
+    return forward_with(target_layer, params, cfg, tokens, pass_, caches, aux_layers=aux_layers)
+
+
+def forward_with(
+    run_layer: RunLayer,
+    params: Params,
+    cfg: LlamaConfig,
+    tokens: jax.Array,
+    pass_: Pass,
+    caches: KVCache,
+    *,
+    aux_layers: tuple[int, ...],
+) -> TargetOutput:
+    """Run a model of these layers, all in one cache group, over tokens [batch, rows]."""
     pass_ = pass_.with_rope(cfg.attention)
 
-    def run_layer(
-        i: int, layer: Params, x: Stream, cache: FullCache
-    ) -> tuple[ResidualStream, FullCache]:
+    def run(i: int, layer: Params, x: Stream, cache: FullCache) -> tuple[ResidualStream, FullCache]:
         next_gain = params["layers"][i + 1]["input_layernorm"] if i + 1 < cfg.num_layers else None
-        return _layer(layer, cfg, x, cache, pass_, next_gain=next_gain)
+        return run_layer(layer, cfg, x, cache, pass_, next_gain=next_gain)
 
     return run_layers(
         params,
         cfg,
         tokens,
         caches,
-        run_layer,
+        run,
         aux_layers=aux_layers,
         ops=pass_.ops,
         first_gain=params["layers"][0]["input_layernorm"],
