@@ -33,6 +33,7 @@ MOST: Mapping[str, int] = {
     "n_routed_experts": 4096,
     "n_shared_experts": 4096,
     "num_local_experts": 4096,
+    "num_experts": 4096,
 }
 
 

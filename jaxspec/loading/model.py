@@ -48,7 +48,7 @@ def check_counts(config: Mapping[str, Any], num_tensors: int, source: str) -> No
 
     The table of names is made before it is compared with the checkpoint, and must not be large.
     """
-    for key in ("num_hidden_layers", "n_routed_experts"):
+    for key in ("num_hidden_layers", "n_routed_experts", "num_experts"):
         count = config.get(key)
         if count is not None and is_int(count) and count > num_tensors:
             raise ConfigError(

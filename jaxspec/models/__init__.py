@@ -2,9 +2,10 @@
 
 family         TargetFamily: the functions of a family
 decoder        parts that families share
-llama          Llama 2 and 3; the parts that qwen2, qwen3 and mimo reuse
+llama          Llama 2 and 3; the parts that qwen2, qwen3, qwen3_moe and mimo reuse
 qwen2          Qwen2
 qwen3          Qwen3
+qwen3_moe      Qwen3-MoE: Qwen3 with experts
 mimo           MiMo
 gpt_oss        gpt-oss: attention sinks, windows, MXFP4 experts
 llama4_text    Llama 4's text model
@@ -33,6 +34,7 @@ from jaxspec.models import (
     mimo,
     qwen2,
     qwen3,
+    qwen3_moe,
 )
 from jaxspec.models.decoder import TargetOutput
 from jaxspec.models.family import TargetFamily
@@ -47,6 +49,7 @@ FAMILIES: dict[str, TargetFamily] = {
     "mimo": mimo,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
 }
 __all__ = ["FAMILIES", "TargetConfig", "TargetFamily", "TargetOutput", "config_from_hf", "family"]
 

@@ -1,5 +1,5 @@
-"""Whole rounds of the hybrid and the latent-attention model compiled for an H200: caches in place,
-weights not copied, kernels chosen."""
+"""Whole rounds of the models with experts compiled for an H200: caches in place, weights not
+copied, kernels chosen."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ EVERY = Ops(**{op.name: "mosaic_gpu" for op in fields(Ops)})
 CASES = {
     "gpt-oss-20b": ("eagle3", EVERY),
     "glm-4.7-flash": ("mtp", EVERY),
+    "qwen3-30b-a3b": ("eagle3", EVERY),
 }
 
 

@@ -108,6 +108,62 @@ def test_an_eagle1_window_is_read_or_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "changes, names",
+    [
+        ({"use_sliding_window": True}, "use_sliding_window: expected False"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types: expected full_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: expected None"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type: expected .*longrope"),
+        ({"num_experts": 0}, "num_experts to be an integer of at least 1, got 0"),
+        ({"num_experts": None}, "num_experts to be an integer of at least 1, got None"),
+        ({"num_experts": 5000}, "num_experts to be an integer of at most 4096, got 5000"),
+        (
+            {"num_experts_per_tok": 129},
+            "num_experts_per_tok: expected at most the model's 128 experts, got 129",
+        ),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size to be an integer"),
+        ({"norm_topk_prob": "true"}, "norm_topk_prob to be true or false, got 'true'"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step to be an integer of at least 1, got 0"),
+        (
+            {"mlp_only_layers": [48]},
+            r"mlp_only_layers: expected indices within 0\.\.47 of the model's layers, got \[48\]",
+        ),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers: expected indices .* got '0'"),
+        ({"mlp_only_layers": [True]}, r"mlp_only_layers: expected indices .* got \[True\]"),
+    ],
+)
+def test_a_config_with_experts_names_the_wrong_value(changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        models.config_from_hf(CONFIGS["Qwen3-30B-A3B"] | changes)
+
+
+def test_layers_with_experts_are_every_step_th_that_is_not_listed_as_dense() -> None:
+    def experts_in(**changes: Any) -> list[int]:
+        cfg: Any = models.config_from_hf(
+            CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 7, **changes}
+        )
+        return [i for i, sparse in enumerate(cfg.moe_layers) if sparse]
+
+    assert experts_in() == experts_in(mlp_only_layers=None) == [0, 1, 2, 3, 4, 5, 6]
+    assert experts_in(decoder_sparse_step=2) == [1, 3, 5]
+    assert experts_in(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == [1, 5]
+    assert experts_in(mlp_only_layers=[0, 6]) == [1, 2, 3, 4, 5]
+
+
+def test_keys_of_experts_have_the_names_and_defaults_of_transformers() -> None:
+    config = CONFIGS["Qwen3-30B-A3B"]
+    cfg: Any = models.config_from_hf(config)
+    assert cfg.attention.head_dim == 128 and cfg.attention.qk_norm and cfg.moe.norm_top_k
+    renamed = {k: v for k, v in config.items() if k != "num_experts"} | {"num_local_experts": 128}
+    assert models.config_from_hf(renamed) == cfg
+    short: Any = models.config_from_hf(
+        {k: v for k, v in config.items() if k not in ("head_dim", "norm_topk_prob")}
+    )
+    assert short.attention.head_dim == 64 and not short.moe.norm_top_k
+
+
 @pytest.mark.parametrize("key", ["first_k_dense_replace", "num_nextn_predict_layers"])
 @pytest.mark.parametrize("name", ["GLM-4.7-Flash", "DeepSeek-V3"])
 def test_a_count_that_may_be_0_is_read_or_refused(name: str, key: str) -> None:

@@ -281,7 +281,7 @@ def test_experts_run_on_the_kernel_unless_they_are_packed() -> None:
         ).moe
 
     packed = replace(HYBRID["gpt-oss-20b"].target, mxfp4="packed")
-    assert [chosen("auto", model.target) for model in HYBRID.values()] == ["mosaic_gpu"] * 2
+    assert [chosen("auto", model.target) for model in HYBRID.values()] == ["mosaic_gpu"] * 3
     assert chosen("auto", packed) == "reference"
     with pytest.raises(
         ConfigError, match="^kernels 'mosaic_gpu': moe: expected plain experts, got packed MXFP4$"

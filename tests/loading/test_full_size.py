@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxspec import models
+from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import mtp
 from jaxspec.layers.params import is_spec
@@ -56,6 +56,59 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
 def test_packed_experts_come_from_the_same_tensors(name: str) -> None:
     cfg = replace(models.config_from_hf(CONFIGS[name]), mxfp4="packed")
     check_shapes(models.family(cfg).param_specs(cfg), tensors(name), source=name)
+
+
+def test_a_head_of_one_llama_layer_fits_a_target_with_experts() -> None:
+    """SpecForge's dimensions of the EAGLE-3 heads for Qwen3-30B-A3B, in SafeAI's layout."""
+    target = models.config_from_hf(CONFIGS["Qwen3-30B-A3B"])
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "max_window_layers": 48,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+        "draft_vocab_size": 32000,
+    }
+    layer = {
+        "self_attn.q_proj": (4096, 4096),
+        "self_attn.k_proj": (512, 4096),
+        "self_attn.v_proj": (512, 4096),
+        "self_attn.o_proj": (2048, 4096),
+        "mlp.gate_proj": (12288, 2048),
+        "mlp.up_proj": (12288, 2048),
+        "mlp.down_proj": (2048, 12288),
+        "hidden_norm": (2048,),
+        "input_layernorm": (2048,),
+        "post_attention_layernorm": (2048,),
+    }
+    held = {f"midlayer.{name}.weight": shape for name, shape in layer.items()} | {
+        "fc.weight": (2048, 3 * 2048),
+        "norm.weight": (2048,),
+        "lm_head.weight": (32000, 2048),
+        "d2t": (32000,),
+        "t2d": (151936,),
+    }
+    family = drafts.family_of_checkpoint("eagle3", config)
+    shapes = {family.canonical_name(name): shape for name, shape in held.items()}
+    draft = family.config_from_checkpoint(
+        config, shapes, target, SpeculativeConfig(method="eagle3")
+    )
+    assert (draft.aux_layers, draft.draft_vocab_size) == ((2, 24, 45), 32000)
+    ignore = lambda name: family.ignored_tensor(draft, name)  # noqa: E731
+    check_shapes(family.param_specs(draft), shapes, ignore=ignore)
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.7-Flash", "MiMo-7B"])

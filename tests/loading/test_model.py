@@ -16,7 +16,8 @@ from jaxspec.loading.model import load_target
 
 
 @pytest.mark.parametrize(
-    ("key", "count"), [("num_hidden_layers", 10**7), ("n_routed_experts", 10**9)]
+    ("key", "count"),
+    [("num_hidden_layers", 10**7), ("n_routed_experts", 10**9), ("num_experts", 10**9)],
 )
 def test_more_layers_or_experts_than_tensors_are_refused_at_once(
     tmp_path: Path, key: str, count: int

@@ -72,7 +72,24 @@ LLAMA4 = dict(
     floor_scale=4,  # so that queries without rope are scaled
     attn_scale=0.5,
 )
+QWEN3_MOE = dict(
+    model_type="qwen3_moe",
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    norm_topk_prob=True,
+)
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe_every_second_layer": {
+        **QWEN3_MOE,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_parameters": YARN,
+    },
+    "qwen3_moe_dense_last_layer": {**QWEN3_MOE, "mlp_only_layers": [1], "head_dim": 12},
     "llama4": LLAMA4,
     "llama4_two_experts": {
         **LLAMA4,
@@ -209,6 +226,14 @@ def _rolled_key_latents(cfg: Any, params: Params) -> tuple[Any, Params]:
 
 
 MISTAKES: dict[str, tuple[str, Change]] = {
+    "softmax_not_normalised": ("qwen3_moe", _moe(norm_top_k=False)),
+    "softmax_normalised": ("qwen3_moe_every_second_layer", _moe(norm_top_k=True)),
+    "one_softmax_expert_fewer": ("qwen3_moe", _moe(top_k=2)),
+    "no_norm_of_heads": (
+        "qwen3_moe",
+        lambda cfg, params: (replace(cfg, attention=replace(cfg.attention, qk_norm=False)), params),
+    ),
+    "yarn_off_beside_experts": ("qwen3_moe_every_second_layer", _rope(rope_type="default")),
     "sinks_dropped": ("gpt_oss", _layers(self_attn__sinks=lambda s: jnp.full_like(s, -1e9))),
     "window_one_longer": ("gpt_oss", _config(sliding_window=7)),
     "kinds_of_layer_swapped": (

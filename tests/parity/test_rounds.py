@@ -33,7 +33,7 @@ from tests.parity.oracles import (
     speculators_head,
 )
 from tests.parity.ours import MAX_MODEL_LEN, load, shuffled_block_table
-from tests.parity.test_families import GPT_OSS, YARN
+from tests.parity.test_families import GPT_OSS, QWEN3_MOE, YARN
 
 K, ROUNDS, CHUNK, BLOCK_SIZE = 3, 7, 4, 4
 PROMPTS = (1, 6, 11)
@@ -46,6 +46,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         num_hidden_layers=7,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
+    "qwen3_moe": dict(**QWEN3_MOE, num_hidden_layers=7, mlp_only_layers=[0, 3]),
 }
 HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle3": (
@@ -80,6 +81,7 @@ HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "eagle3_default_aux_qwen3_moe": ("qwen3_moe", "eagle3", dict(draft_vocab=112, aux_layers=None)),
     "eagle1": ("llama_tied", "eagle", {}),
 }
 

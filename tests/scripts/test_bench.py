@@ -352,6 +352,16 @@ def test_the_floor_counts_the_experts_that_are_hit_and_the_tokens_that_a_window_
     assert one.kv == 12 * (4000 + 128) * 2 * 8 * 64 * 2
 
 
+def test_the_floor_of_many_small_experts_is_mostly_of_those_that_are_hit():
+    """Qwen3-30B-A3B: 128 experts of 9.4 MB in each of 48 layers, 8 for each row."""
+    cfg, _ = configured(Case("qwen3-30b-a3b"))
+    weights = round_floor(cfg, 1, 400, **BF16).target_weights
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    attention = 2 * 48 * (2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048)
+    fixed = 2 * 151936 * 2048 + attention + 2 * 48 * 2048 * 128
+    assert weights == pytest.approx(fixed + experts * (1 - (1 - 8 / 128) ** 4), rel=1e-3)
+
+
 def test_the_floor_of_an_mtp_module_is_that_of_a_layer_of_the_target():
     cfg, _ = configured(Case("glm-4.7-flash", method="mtp"))
     floor = round_floor(cfg, 1, 400, **BF16)

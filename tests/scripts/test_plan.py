@@ -57,6 +57,12 @@ def test_gpt_oss_has_two_groups_of_twelve_layers() -> None:
     assert plan.cache_tokens == 64 * held and plan.num_requests == held // 128
 
 
+def test_experts_are_counted_whatever_few_of_them_a_row_takes() -> None:
+    plan = plan_of("Qwen3-30B-A3B")
+    assert plan.target_weights == 2 * 30_532_122_624
+    assert plan.token_bytes == 48 * 2 * 4 * 128 * 2 == 96 * 1024
+
+
 def test_a_latent_cache_holds_576_numbers_a_token_and_the_mtp_layer_its_own() -> None:
     target = models.config_from_hf(CONFIGS["GLM-4.7-Flash"])
     draft = mtp.config_from_checkpoint(

@@ -51,6 +51,9 @@ TARGETS: dict[str, dict[str, Any]] = {
         interleave_moe_layer_step=2,
     ),
     "mimo": {},
+    "qwen3_moe": dict(
+        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, mlp_only_layers=[0]
+    ),
     "deepseek_v4": dict(
         num_hidden_layers=3,
         num_key_value_heads=1,
@@ -80,6 +83,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 PAIRS = (
     ("gpt_oss", "eagle3"),
     ("gpt_oss", "eagle"),
+    ("qwen3_moe", "eagle"),
     ("glm4_moe_lite", "mtp"),
     ("deepseek_v3", "mtp"),
     ("mimo", "mtp"),

@@ -88,6 +88,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+    },
     "gpt-oss-20b": _oss(24, 32),
     "gpt-oss-120b": _oss(36, 128),
     "GLM-4.7-Flash": {
@@ -192,6 +220,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 BILLIONS = {
     "Llama-3.1-8B": 8.03,
     "Qwen3-8B": 8.19,
+    "Qwen3-30B-A3B": 30.5,
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
     "GLM-4.7-Flash": 29.9,
@@ -210,9 +239,13 @@ def tensors(name: str, *, mtp: bool = True) -> dict[str, Shape]:
         "model.norm.weight": (D,),
         "lm_head.weight": (V, D),
     }
-    layer = {"llama": _llama, "qwen3": _llama, "mimo": _llama, "gpt_oss": _gpt_oss}.get(
-        c["model_type"], _deepseek
-    )
+    layer = {
+        "llama": _llama,
+        "qwen3": _llama,
+        "qwen3_moe": _llama,
+        "mimo": _llama,
+        "gpt_oss": _gpt_oss,
+    }.get(c["model_type"], _deepseek)
     for i in range(n):
         found |= {f"model.layers.{i}.{k}": s for k, s in layer(c, i)}
     if mtp and c["model_type"] == "mimo":
@@ -277,12 +310,17 @@ def _qkvo(c: dict[str, Any], bias: tuple[str, ...]) -> Iterator[tuple[str, Shape
 def _llama(c: dict[str, Any], _: int) -> Iterator[tuple[str, Shape]]:
     yield from _norms(c["hidden_size"])
     yield from _qkvo(c, ("q", "k", "v") if c["attention_bias"] else ())
-    if c["model_type"] == "qwen3":
+    if c["model_type"] in ("qwen3", "qwen3_moe"):
         yield from (
             ("self_attn.q_norm.weight", (c["head_dim"],)),
             ("self_attn.k_norm.weight", (c["head_dim"],)),
         )
-    yield from _mlp("mlp", c["hidden_size"], c["intermediate_size"])
+    if c["model_type"] != "qwen3_moe":
+        yield from _mlp("mlp", c["hidden_size"], c["intermediate_size"])
+        return
+    yield "mlp.gate.weight", (c["num_experts"], c["hidden_size"])
+    for e in range(c["num_experts"]):
+        yield from _mlp(f"mlp.experts.{e}", c["hidden_size"], c["moe_intermediate_size"])
 
 
 def _gpt_oss(c: dict[str, Any], _: int) -> Iterator[tuple[str, Shape]]:

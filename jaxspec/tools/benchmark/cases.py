@@ -167,9 +167,10 @@ def axes_cases() -> list[Case]:
 
 
 def hybrid_cases() -> list[Case]:
-    """Return EAGLE-3 on gpt-oss-20b, and GLM-4.7-Flash with its own module."""
+    """Return EAGLE-3 on gpt-oss-20b and Qwen3-30B-A3B, and GLM-4.7-Flash with its own module."""
     axes = {"batch": (1, 16), "num_speculative_tokens": (3, 5), "temperature": (0.0, 1.0)}
-    return product(axes, Case("gpt-oss-20b")) + product(axes, Case("glm-4.7-flash", method="mtp"))
+    models = (Case("gpt-oss-20b"), Case("glm-4.7-flash", method="mtp"), Case("qwen3-30b-a3b"))
+    return [case for model in models for case in product(axes, model)]
 
 
 PRESETS = {"targets": target_cases, "axes": axes_cases, "full": full_cases, "hybrid": hybrid_cases}

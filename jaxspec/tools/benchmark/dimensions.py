@@ -83,10 +83,27 @@ _GLM_4_7_FLASH = dict(
     num_experts_per_tok=4,
     max_position_embeddings=POSITIONS,
 )
+_QWEN3_30B_A3B = dict(
+    model_type="qwen3_moe",
+    num_hidden_layers=48,
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    rope_theta=1e6,
+    max_position_embeddings=POSITIONS,
+)
 # Experts, and attention of several types or of latents.
 HYBRID: dict[str, Dimensions] = {
     "gpt-oss-20b": Dimensions(models.config_from_hf(_GPT_OSS_20B), 64000, (2, 12, 21)),
     "glm-4.7-flash": Dimensions(models.config_from_hf(_GLM_4_7_FLASH), 154880, ()),
+    "qwen3-30b-a3b": Dimensions(models.config_from_hf(_QWEN3_30B_A3B), 32000, (2, 24, 45)),
 }
 MODELS: dict[str, Dimensions] = {
     "llama-3-8b": _dimensions("llama", 32, 4096, 14336, (32, 8, 128), 128256, 32000, theta=5e5),
