@@ -116,13 +116,17 @@ def discover() -> list[Op]:
 
 
 def public_ops(package: ModuleType) -> list[Callable[..., Any]]:
-    """Return the package's own functions that take implementation= by keyword only."""
+    """Return the package's own functions that take implementation= by keyword only.
+
+    Without those that need other devices (all_reduce: scripts/experiment_all_reduce.py times it).
+    """
     own = [
         f
         for _, f in inspect.getmembers(package, inspect.isfunction)
         if f.__module__ == package.__name__
     ]
-    parameters = {f: inspect.signature(f).parameters.get("implementation") for f in own}
+    alone = [f for f in own if "peers" not in inspect.signature(f).parameters]
+    parameters = {f: inspect.signature(f).parameters.get("implementation") for f in alone}
     return [f for f, p in parameters.items() if p is not None and p.kind is p.KEYWORD_ONLY]
 
 

@@ -77,6 +77,16 @@ def mesh() -> Mesh:
     return topologies.make_mesh(topology, (1,), ("x",))
 
 
+def linked_mesh(size: int, axis: str) -> Mesh:
+    """H200s of one host with NVLink, which exist for the compiler only."""
+    links = "device_address_bits: 64\n  device_interconnect_info { active_links: 18 }"
+    config = TARGET_CONFIG.replace("device_address_bits: 64", links)
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=config, topology=f"1x1x{size}"
+    )
+    return topologies.make_mesh(topology, (size,), (axis,))
+
+
 @contextlib.contextmanager
 def ptxas_report() -> Iterator[Callable[[], str]]:
     """What ptxas says (-v) about the Mosaic kernels that are compiled while this is open: the

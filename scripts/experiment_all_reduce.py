@@ -1,0 +1,427 @@
+"""Measure and test the all-reduce kernel on the GPUs of one host (docs/notes/all-reduce.md).
+
+python scripts/experiment_all_reduce.py --output-json all-reduce.json
+python scripts/experiment_all_reduce.py --cases time --rows 4,64 --seconds 60
+python scripts/experiment_all_reduce.py --cpu     # a dry run of the reference on CPU devices
+
+Each case is a process of its own with a time limit:
+
+    check        its results against the reference, to the bit but for the norm
+    time         microseconds of an all-reduce in a chain of 64, with XLA's and a launch beside it
+    soak         rounds of 64 all-reduces of many shapes; every value is compared on each device
+    independent  two chains in one program that do not depend on each other
+    stopped      a rank that leaves out one all-reduce: how long the others wait, and what they say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# The seconds that each may take.
+CASES = {"check": 60, "time": 120, "stopped": 60, "independent": 60, "soak": 110}
+AXIS, CHAIN, WIDTH, EPS = "model", 64, 4096, 1e-5
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+# Rows, width and dtype of the soak's successive calls.
+SOAK_SHAPES = (
+    (4, 4096, "bfloat16"),
+    (1, 4096, "float32"),
+    (16, 2048, "bfloat16"),
+    (64, 4096, "bfloat16"),
+    (2, 8192, "float32"),
+    (8, 4096, "bfloat16"),
+    (33, 256, "bfloat16"),
+    (4, 4096, "bfloat16"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--rows", default="4,16,64,256")
+    parser.add_argument("--rounds", type=int, default=100_000, help="of the soak")
+    parser.add_argument("--seconds", type=float, default=70.0, help="of the soak, at most")
+    parser.add_argument("--cpu", action="store_true", help="the reference on forced CPU devices")
+    parser.add_argument("--output-json", type=Path)
+    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        Experiment(args).run(args.child)
+        return
+    found, failed = [], False
+    for case in args.cases.split(","):
+        lines, reason = in_a_process(case, args)
+        found += lines
+        for line in lines:
+            print("  ".join(f"{name} {shown(value)}" for name, value in line.items()), flush=True)
+        if reason:
+            failed = True
+            found.append({"case": case, "failed": reason})
+            print(f"{case}: FAILED: {reason}", flush=True)
+        if args.output_json:
+            args.output_json.write_text(json.dumps(found, indent=1))
+    sys.exit(failed)
+
+
+def shown(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def in_a_process(case: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+    """Run a case; return what it printed as JSON lines, and why it failed or ""."""
+    # NVLink's multicast is not used.
+    env = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
+    if args.cpu:
+        flags = f"--xla_force_host_platform_device_count={args.devices}"
+        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, os.path.abspath(__file__), "--child", case, *sys.argv[1:]]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CASES[case])
+        text, reason = done.stdout, done.stderr[-3000:] if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        text = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        errors = late.stderr.decode() if isinstance(late.stderr, bytes) else late.stderr or ""
+        reason = f"no end after {CASES[case]} s: {errors[-1000:]}"
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return lines, reason or next((line["failed"] for line in lines if line.get("failed")), "")
+
+
+class Experiment:
+    """One process: devices, mailboxes, and programs under shard_map."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        from pallas_kernels.all_reduce import Peers, mailbox
+
+        self.args, self.size = args, args.devices
+        self.implementation = "reference" if args.cpu else "mosaic_gpu"
+        devices = jax.devices()[: self.size]
+        self.mesh = Mesh(devices, (AXIS,))
+        self.each, self.everywhere = PartitionSpec(AXIS), PartitionSpec()
+        self.shard = partial(NamedSharding, self.mesh)
+        self.mailboxes = None
+        self.addresses = jax.numpy.zeros(2 * self.size, jax.numpy.uint32)
+        if not args.cpu:
+            self.mailboxes, self.addresses = mailbox.make_mailboxes(devices)
+        self.addresses = jax.device_put(self.addresses, self.shard(self.everywhere))
+        self.peers = partial(Peers, axis=AXIS, size=self.size)
+
+    def run(self, case: str) -> None:
+        {
+            "check": self.check,
+            "time": self.time,
+            "soak": self.soak,
+            "independent": self.independent,
+            "stopped": self.stopped,
+        }[case]()
+
+    def program(self, body: Callable, options: dict[str, Any] | None = None) -> Callable:
+        """Return body(addresses, *arrays of this device) as a program.
+
+        The arrays have a leading axis of the devices, in and out.
+        """
+        import jax
+
+        def local(addresses: jax.Array, *arrays: jax.Array) -> Any:
+            results = body(addresses, *(array[0] for array in arrays))
+            return jax.tree.map(lambda x: x[None], results)
+
+        def whole(addresses: jax.Array, *arrays: jax.Array) -> Any:
+            specs = (self.everywhere, *[self.each] * len(arrays))
+            call = jax.shard_map(
+                local, mesh=self.mesh, in_specs=specs, out_specs=self.each, check_vma=False
+            )
+            return call(addresses, *arrays)
+
+        return partial(
+            jax.jit(whole, compiler_options=None if self.args.cpu else options), self.addresses
+        )
+
+    def error(self) -> str | None:
+        from pallas_kernels.all_reduce import mailbox
+
+        return None if self.mailboxes is None else mailbox.mailbox_error(self.mailboxes)
+
+    def check(self) -> None:
+        for rows in (1, 4, 64):
+            for kind in ("kernel", "kernel float32", "kernel + norm", "kernel + norm float32"):
+                self.compare(rows, kind)
+
+    def time(self) -> None:
+        for rows in map(int, self.args.rows.split(",")):
+            for kind in ("launch", "kernel", "kernel float32", "kernel + norm"):
+                self.time_one(rows, kind, {})
+            if rows == 4:
+                self.time_one(rows, "kernel + norm", NO_GRAPHS)
+            for kind in ("psum", "psum + norm"):
+                self.time_one(rows, kind, {})
+
+    def step(self, kind: str, implementation: str, addresses: Any, x: Any, res: Any, gain: Any):
+        """Return (next x, residual, result) of one all-reduce."""
+        import jax
+
+        from pallas_kernels.all_reduce import all_reduce
+        from pallas_kernels.rms_norm import rms_norm
+
+        peers = self.peers(addresses=addresses)
+        call = partial(all_reduce, x, peers, implementation=implementation)
+        norms = "norm" in kind
+        if kind == "launch":
+            total = rms_norm(x, gain, eps=EPS, implementation=implementation)
+            return total, res, total
+        if kind.startswith("psum"):
+            total = jax.lax.psum(x, AXIS)
+            if not norms:
+                return total, res, total
+            res = res + total
+            normed = rms_norm(res, gain, eps=EPS, implementation=implementation)
+            return normed, res, (res, normed)
+        if not norms:
+            total = call()
+            return total, res, total
+        res, normed = call(residual=res, gain=gain, eps=EPS)
+        return normed, res, (res, normed)
+
+    def inputs(self, rows: int, kind: str) -> tuple[Any, Any, Any]:
+        import jax
+        import jax.numpy as jnp
+
+        from pallas_kernels.all_reduce.shapes import Shape, make_inputs
+
+        dtype = jnp.float32 if "float32" in kind else jnp.bfloat16
+        made = make_inputs(Shape(rows, WIDTH, dtype), self.size, seed=rows)
+        copies = [jnp.stack([made[name]] * self.size) for name in ("residual", "gain")]
+        return tuple(jax.device_put(array, self.shard(self.each)) for array in (made["x"], *copies))
+
+    def compare(self, rows: int, kind: str) -> None:
+        """Compare one all-reduce with the reference, and the ranks with each other."""
+        import jax
+        import numpy as np
+
+        arrays = self.inputs(rows, kind)
+        results = []
+        for implementation in (self.implementation, "reference"):
+            one = self.program(
+                lambda addresses, *a, name=implementation: self.step(kind, name, addresses, *a)[2]
+            )
+            for _ in range(3):  # both buffers, and the first once more
+                results.append(jax.tree.leaves(jax.tree.map(np.asarray, one(*arrays))))
+        expected = results[-1]
+        same = all((a[0] == a[r]).all() for got in results for a in got for r in range(self.size))
+        as_float = [[a.astype(np.float32) for a in got] for got in (results[1], expected)]
+        differing = [int((g != e).sum()) for g, e in zip(results[1], expected, strict=True)]
+        repeated = all(
+            (a == b).all() for got in results[:3] for a, b in zip(got, results[0], strict=True)
+        )
+        error = max(
+            float((np.abs(g - e) / np.maximum(np.abs(e), 1.0)).max())
+            for g, e in zip(*as_float, strict=True)
+        )
+        # The norm sums a row's squares in another order than XLA does: few values round apart.
+        wrong = differing[0] != 0 or error > 2.0**-7 or not same or not repeated
+        self.say(
+            case="check",
+            kind=kind,
+            rows=rows,
+            ranks_equal=same,
+            repeated=repeated,
+            differing=str(differing),
+            worst=error * 1e6,
+            failed=(f"{kind}, {rows} rows: wrong" if wrong else "") or self.error(),
+        )
+
+    def time_one(self, rows: int, kind: str, options: dict[str, Any]) -> None:
+        import jax
+
+        from pallas_kernels.all_reduce import unsupported
+
+        x, residual, gain = self.inputs(rows, kind)
+        reason = unsupported(rows, WIDTH, x.dtype, self.size)
+        if kind.startswith("kernel") and reason:
+            self.say(case="time", kind=kind, rows=rows, unsupported=reason, failed=None)
+            return
+
+        def body(addresses: Any, x: Any, residual: Any, gain: Any) -> Any:
+            for _ in range(CHAIN):
+                x, residual, _ = self.step(kind, self.implementation, addresses, x, residual, gain)
+            return x, residual
+
+        chain = self.program(body, options)
+        out = chain(x, residual, gain)
+        for _ in range(5):
+            out = chain(x, residual, gain)
+        jax.block_until_ready(out)
+        count, samples, host = 3 if self.args.cpu else 40, [], []
+        for _ in range(5):
+            begin = time.perf_counter()
+            for _ in range(count):
+                out = chain(x, residual, gain)
+            host.append(time.perf_counter() - begin)
+            jax.block_until_ready(out)
+            samples.append(time.perf_counter() - begin)
+        each = [1e6 * sample / count / CHAIN for sample in samples]
+        self.say(
+            case="time",
+            kind=kind,
+            rows=rows,
+            graphs=not options,
+            us=statistics.median(each),
+            best_us=min(each),
+            host_us=1e6 * statistics.median(host) / count / CHAIN,
+            failed=self.error(),
+        )
+
+    def soak(self) -> None:
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        from pallas_kernels.all_reduce import all_reduce
+
+        def share(rank: Any, rows: int, width: int, salt: Any) -> jax.Array:
+            """Return small integers, whose sums are exact, of a rank in one call."""
+            row = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0)
+            column = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1)
+            return ((row * 131 + column * 7 + salt * 29) * (2 * rank + 1) & 31) - 16
+
+        def round_of(addresses: Any, number: Any, wrong: Any) -> Any:
+            peers, rank = self.peers(addresses=addresses), jax.lax.axis_index(AXIS)
+            for i in range(CHAIN):
+                rows, width, dtype = SOAK_SHAPES[i % len(SOAK_SHAPES)]
+                # XLA does not know that `wrong` is at least 0: the call depends on the last one.
+                salt = number * CHAIN + i + jnp.minimum(wrong, 0)
+                mine = share(rank, rows, width, salt).astype(dtype)
+                total = all_reduce(mine, peers, implementation=self.implementation)
+                expected = share(0, rows, width, salt)
+                for other in range(1, self.size):
+                    expected += share(other, rows, width, salt)
+                wrong += (total.astype(jnp.float32) != expected.astype(jnp.float32)).sum(
+                    dtype=jnp.int32
+                )
+            return number + 1, wrong
+
+        step = self.program(round_of)
+        zeros = jax.device_put(jnp.zeros(self.size, jnp.int32), self.shard(self.each))
+        state = step(zeros, zeros)
+        jax.block_until_ready(state)
+        begin, rounds = time.perf_counter(), 1
+        batch = 1 if self.args.cpu else 100
+        while rounds < self.args.rounds and time.perf_counter() - begin < self.args.seconds:
+            for _ in range(batch):
+                state = step(*state)
+            rounds += batch
+            jax.block_until_ready(state)
+        seconds = time.perf_counter() - begin
+        number, wrong = np.asarray(state[0]), np.asarray(state[1])
+        self.say(
+            case="soak",
+            rounds=rounds,
+            all_reduces=rounds * CHAIN,
+            counted=number.tolist(),
+            wrong_values=wrong.tolist(),
+            seconds=seconds,
+            failed=(f"wrong values: {wrong.tolist()}" if wrong.any() else "") or self.error(),
+        )
+
+    def independent(self) -> None:
+        import jax
+        import numpy as np
+
+        from pallas_kernels.all_reduce import all_reduce
+
+        x = self.inputs(4, "kernel")[0]
+        other = self.inputs(16, "kernel")[0] * 0.5
+
+        def two(name: str, addresses: Any, x: Any, y: Any) -> Any:
+            peers = self.peers(addresses=addresses)
+            for _ in range(8):
+                x = (all_reduce(x, peers, implementation=name) * 0.5).astype(x.dtype)
+                y = (all_reduce(y, peers, implementation=name) * 0.5).astype(y.dtype)
+            return x, y
+
+        def looped(name: str, addresses: Any, x: Any, y: Any) -> Any:
+            step = lambda _, state: two(name, addresses, *state)  # noqa: E731
+            return jax.lax.fori_loop(0, 5, step, (x, y))
+
+        for title, body in (("two chains", two), ("two chains in a loop", looped)):
+            expected = self.program(partial(body, "reference"))(x, other)
+            call = self.program(partial(body, self.implementation))
+            wrong, count = 0, 3 if self.args.cpu else 1000
+            for i in range(count):
+                found = call(x, other)
+                if i % 50 == 0:
+                    wrong += sum(
+                        int((np.asarray(a) != np.asarray(b)).sum())
+                        for a, b in zip(found, expected, strict=True)
+                    )
+            self.say(
+                case="independent",
+                kind=title,
+                calls=count,
+                wrong_values=wrong,
+                failed=(f"{title}: {wrong} values" if wrong else "") or self.error(),
+            )
+
+    def stopped(self) -> None:
+        import jax
+
+        from pallas_kernels.all_reduce import all_reduce
+
+        if self.args.cpu:
+            return  # XLA's own collectives do not end
+        x, _, _ = self.inputs(4, "kernel")
+        last = self.size - 1
+
+        def all_take_part(addresses: Any, x: Any) -> Any:
+            return all_reduce(
+                x, self.peers(addresses=addresses), implementation=self.implementation
+            )
+
+        def last_leaves_out(addresses: Any, x: Any) -> Any:
+            return jax.lax.cond(
+                jax.lax.axis_index(AXIS) == last,
+                lambda: x,
+                lambda: all_take_part(addresses, x),
+            )
+
+        whole, missing = self.program(all_take_part), self.program(last_leaves_out)
+        jax.block_until_ready(whole(x))
+        sentences = []
+        for title, call in (
+            ("all", whole),
+            ("one leaves out", missing),
+            ("all, after the error", whole),
+            ("all, once more", whole),
+        ):
+            begin = time.perf_counter()
+            jax.block_until_ready(call(x))
+            seconds = time.perf_counter() - begin
+            sentences.append(self.error())
+            self.say(case="stopped", kind=title, seconds=seconds, error=sentences[-1], failed=None)
+        expected = f"rank {last} did not answer rank 0"
+        if sentences[0] is not None or not all(
+            (sentence or "").startswith(expected) for sentence in sentences[1:]
+        ):
+            self.say(case="stopped", failed=f"expected None, then {expected!r}, got {sentences}")
+        Experiment(self.args).compare(4, "kernel + norm")  # new mailboxes work again
+
+    def say(self, **line: Any) -> None:
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

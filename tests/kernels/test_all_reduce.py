@@ -1,0 +1,151 @@
+"""The all-reduce: its reference on several CPU devices, the layout of mailboxes, and the kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.all_reduce import Peers, all_reduce, mailbox, unsupported
+from pallas_kernels.all_reduce.mailbox import Failure
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
+)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_reference_adds_in_rank_order_and_rounds_as_a_product_does(size: int) -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={size}"
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.all_reduce_on_devices"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (0, f"equal on {size} devices\n"), result.stderr
+
+
+@pytest.mark.parametrize("size", range(2, mailbox.MAX_DEVICES + 1))
+def test_slots_fill_the_mailbox_without_overlap(size: int) -> None:
+    strides = mailbox.slot_strides(size)
+    counts = mailbox.MAX_ROWS, 2, size - 1
+    starts = sorted(
+        mailbox.SLOTS + sum(n * stride for n, stride in zip(index, strides, strict=True))
+        for index in product(*map(range, counts))
+    )
+    ends = [start + 8 * mailbox.MAX_WIDTH for start in starts]  # float32 and epochs
+    assert starts[1:] == ends[:-1]
+    assert ends[-1] == mailbox.num_bytes(size) < 2**31  # the kernel counts in int32
+    # The error's 8 bytes, the counters, the slots; words of 16 bytes are read from the slots.
+    assert mailbox.COUNTERS >= 8
+    assert starts[0] >= mailbox.COUNTERS + 4 * mailbox.MAX_ROWS
+    assert {start % 128 for start in starts} == {0}
+
+
+def test_an_error_word_becomes_one_sentence() -> None:
+    assert Failure.of(0, 0, 0) is None
+    failure = Failure.of(0, (3 << 8) + 1 + 1, 77)
+    assert failure == Failure(rank=0, silent=1, block=3, epoch=77)
+    assert str(failure) == ("rank 1 did not answer rank 0 within 10 s (all-reduce 77 of row 3)")
+
+
+def test_the_first_error_of_all_mailboxes_is_told() -> None:
+    words = np.zeros((3, 64), np.uint32)
+    mailboxes = jnp.asarray(words)
+    assert mailbox.mailbox_error(mailboxes) is None
+    words[1, :2], words[2, :2] = ((7 << 8) + 1, 5), ((7 << 8) + 2, 6)
+    found = mailbox.mailbox_error(jnp.asarray(words))
+    assert found is not None and found.startswith("rank 0 did not answer rank 1 within")
+
+
+def test_devices_that_cannot_reach_each_other_are_refused() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("GPUs may reach each other")
+    cpu = jax.devices()[0]
+    with pytest.raises(ValueError, match="all_reduce: expected 2 to 8 devices, got 1"):
+        mailbox.make_mailboxes([cpu])
+    with pytest.raises(ValueError, match="all_reduce: expected NVIDIA GPUs, got cpu"):
+        mailbox.make_mailboxes([cpu, cpu])
+
+
+def peers(size: int = 2) -> Peers:
+    return Peers(addresses=jnp.zeros(2 * size, jnp.uint32), axis="model", size=size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"x": jnp.ones(64)}, r"x: expected \[rows, width\], got \(64,\)"),
+        ({"residual": jnp.ones((2, 32))}, r"residual: expected \(2, 64\), got \(2, 32\)"),
+        ({"gain": jnp.ones(32)}, r"gain: expected \(64,\), got \(32,\)"),
+        (
+            {"peers": Peers(addresses=jnp.zeros(2, jnp.uint32), axis="model", size=2)},
+            r"addresses: expected \[4\], two words a device, got \(2,\)",
+        ),
+        (
+            {"implementation": "nothing"},
+            "implementation: expected one of reference, mosaic_gpu, got 'nothing'",
+        ),
+        ({"implementation": "mosaic_gpu"}, "all_reduce, implementation 'mosaic_gpu': expected"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: str) -> None:
+    inputs = {"x": jnp.ones((2, 64)), "peers": peers(), "implementation": "reference"} | arguments
+    with pytest.raises(ValueError, match=sentence):
+        all_reduce(**inputs)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ((4, 4096, jnp.float16, 2), "expected bfloat16 or float32, got float16"),
+        ((4, 4096, jnp.bfloat16, 1), "expected 2 to 8 devices, got 1"),
+        ((257, 256, jnp.bfloat16, 2), "expected at most 256 rows, got 257"),
+        ((4, 576, jnp.bfloat16, 2), "a multiple of 256 values up to 8192, got 576"),
+        ((4, 16384, jnp.bfloat16, 2), "a multiple of 256 values up to 8192, got 16384"),
+    ],
+)
+def test_the_kernel_says_what_it_does_not_take(case: tuple[Any, ...], sentence: str) -> None:
+    assert sentence in (unsupported(*case) or "")
+
+
+@needs_mosaic
+def test_the_kernel_takes_the_rows_of_64_requests() -> None:
+    from pallas_kernels.all_reduce import mosaic_gpu
+
+    assert unsupported(64, 4096, jnp.bfloat16, 2) is None
+    assert unsupported(64, 8192, jnp.bfloat16, 8) is None
+    rows = mosaic_gpu.MAX_BYTES // (2 * 4096)
+    assert unsupported(rows, 4096, jnp.bfloat16, 2) is None
+    assert "bytes" in (unsupported(rows, 4096, jnp.float32, 2) or "")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("width", range(256, mailbox.MAX_WIDTH + 1, 256))
+def test_threads_divide_every_width(width: int) -> None:
+    from pallas_kernels.all_reduce.mosaic_gpu import threads_of
+
+    warpgroups, values = threads_of(width)
+    assert width % (128 * warpgroups * values) == 0
+    assert width // (128 * warpgroups) <= 62  # values of a thread: they stay in registers
+
+
+@pytest.mark.gpu
+def test_the_kernel_equals_the_reference_on_the_gpus() -> None:
+    """Bits of the sum, equal ranks, calls of many shapes after each other, independent chains, and
+    a rank that leaves out an all-reduce; in processes with a time limit."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs of one host")
+    command = [sys.executable, "scripts/experiment_all_reduce.py", "--seconds", "5"]
+    command += ["--cases", "check,stopped,independent,soak"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
