@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
+
 Key = tuple[jax.Array, jax.Array]
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 Function = Callable[[jax.Array], jax.Array]
@@ -38,12 +40,14 @@ class Stream:
     position: jax.Array
     stream: int
 
-    def gumbel(self, size: int, offset: jax.Array | int = 0) -> jax.Array:
-        """Return standard Gumbel, float32 [batch, size], of token ids 0 to size - 1.
+    def gumbel(
+        self, size: int, offset: jax.Array | int = 0, shards: VocabShards = WHOLE
+    ) -> jax.Array:
+        """Return standard Gumbel, float32 [batch, size], of the `size` tokens of the own piece.
 
         The tail is full, where JAX's default form ends at about 16.
         """
-        return gumbel(self.key(jnp.asarray(offset, jnp.int32)), jnp.arange(size, dtype=jnp.int32))
+        return gumbel(self.key(jnp.asarray(offset, jnp.int32)), shards.ids(size))
 
     def uniforms(self, size: int) -> jax.Array:
         """Return uniform numbers on [0, 1), float32 [batch, size]: column i has offset i."""

@@ -67,24 +67,27 @@ def prefill(
         return family.logits(params["target"], cfg.target, hidden, cfg.ops)
 
     raw = logits_of(pick_row(out.hidden, chunk.last_row))
-    logits = process_target_logits(cfg, raw, state.sampling, Window(seq_lens))
+    shards = cfg.vocab_shards
+    vocab = shards.piece(cfg.target.vocab_size)  # the tokens of a device
+    logits = process_target_logits(cfg, raw, state.sampling, Window(seq_lens, shards=shards))
     noise = None
     if cfg.sampled:
-        vocab = cfg.target.vocab_size
-        noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, vocab)
+        noise = gumbel_noise(state.sampling.keys, "sample", seq_lens, 0, vocab, shards)
     is_new = state.num_generated == 0
-    first = jnp.where(is_new, sample(logits[:, 0], noise, state.sampling.greedy), state.next_token)
+    first = sample(logits[:, 0], noise, state.sampling.greedy, shards)
+    first = jnp.where(is_new, first, state.next_token)
     samples = ends & is_new
     verification = Verification(
         jnp.where(samples, first, -1)[:, None],
         samples.astype(jnp.int32),
-        overflowed=samples & ~jnp.all(raw < jnp.inf, axis=(1, 2)),  # not so for NaN either
+        # NaN is not below infinity either.
+        overflowed=samples & shards.any(~jnp.all(raw < jnp.inf, axis=(1, 2))),
     )
     if cfg.logprobs:
-        scores = score_tokens(raw, verification.output_tokens, everything=cfg.all_logprobs)
+        scores = score_tokens(raw, verification.output_tokens, shards, everything=cfg.all_logprobs)
         verification = replace(verification, logprobs=scores)
     if cfg.prompt_logprobs:
-        scores = score_hidden(logits_of, cfg.target.vocab_size, out.hidden, chunk.following)
+        scores = score_hidden(logits_of, vocab, out.hidden, chunk.following, shards)
         verification = replace(verification, prompt_logprobs=scores)
     draft = state.draft
     if cfg.draft is not None:

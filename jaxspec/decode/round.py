@@ -76,7 +76,7 @@ def advance(cfg: RoundConfig, state: DecodeState, verification: Verification) ->
         next_token=jnp.where(sampled, last, state.next_token),
         num_generated=num_generated,
         active=state.active & ~stopped & (num_generated < state.max_tokens),
-        sampling=observe_tokens(cfg, state.sampling, tokens),
+        sampling=observe_tokens(cfg, state.sampling, tokens, cfg.vocab_shards),
     )
 
 

@@ -78,6 +78,7 @@ def sample_rows(
         stream,
         position.reshape(-1),
         0,
+        shards=cfg.vocab_shards,
         implementation=cfg.ops.gumbel_sample,
     )
     return tokens.reshape(batch, rows)
@@ -97,7 +98,7 @@ def match_drafts(
 
 @struct.dataclass
 class WindowLogits:
-    """The logits that a rule reads, after all processing.
+    """The logits that a rule reads, after all processing: the own piece of each row.
 
     target: float32 [batch, K+1, vocab]
     draft: float32 [batch, K, draft vocabulary], None where the rule reads no q
@@ -121,7 +122,7 @@ def process_window(
 
     If truncation needs divided logits, both models' logits are divided here, and nowhere else.
     """
-    window = Window(seq_lens + 1, proposal.draft_tokens)
+    window = Window(seq_lens + 1, proposal.draft_tokens, cfg.vocab_shards)
     logits = adjust_logits(cfg, raw_logits, sampling, window)
     draft_logits = proposal.draft_logits
     if not truncates(cfg):
@@ -178,6 +179,7 @@ def judge_by_rule(
         # judge_by_sampling has it otherwise.
         rule="probabilistic" if cfg.rule == "strict" else cfg.rule,
         sampled=cfg.sampled,
+        shards=cfg.vocab_shards,
     )
     output_tokens, num_sampled = rejection_sample(inputs, implementation=cfg.ops.rejection_sampling)
     return Verification(output_tokens, num_sampled)
@@ -194,7 +196,10 @@ def verify_rows(
 ) -> Verification:
     """Verify a proposal against the model's own float32 logits [batch, K+1, vocab].
 
-    Only active [batch] requests take part.
+    Only active [batch] requests take part. Where rows are cut over devices (cfg.vocab_shards), the
+    logits are the own piece, and the result is the same on all devices. The reference ops make 1
+    exchange in a greedy round, and 2 in a sampled one. A rule that reads q makes 1 more if the
+    draft has a smaller vocabulary; block verification of several drafts makes another.
     """
     logits = process_window(cfg, raw_logits, proposal, sampling, seq_lens)
     if cfg.sampled and (cfg.rule == "strict" or cfg.num_speculative_tokens == 0):
@@ -213,7 +218,10 @@ def verify_rows(
         verification = replace(
             verification,
             logprobs=score_tokens(
-                raw_logits, verification.output_tokens, everything=cfg.all_logprobs
+                raw_logits,
+                verification.output_tokens,
+                cfg.vocab_shards,
+                everything=cfg.all_logprobs,
             ),
         )
     return verification
@@ -318,9 +326,8 @@ def piece_size(cfg: RoundConfig, batch: int) -> int:
 
     It gives the fewest pieces of one size with at most MAX_LOGITS_BYTES of logits each.
     """
-    most = max(
-        1, MAX_LOGITS_BYTES // (4 * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size)
-    )
+    vocab = cfg.vocab_shards.piece(cfg.target.vocab_size)  # the tokens of a device
+    most = max(1, MAX_LOGITS_BYTES // (4 * (cfg.num_speculative_tokens + 1) * vocab))
     return -(-batch // -(-batch // most))
 
 

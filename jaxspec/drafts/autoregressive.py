@@ -150,10 +150,14 @@ def noise_key(
 def draw_draft(
     cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array
 ) -> jax.Array:
-    """Draw a step's token [batch] in the draft's vocabulary from logits [batch, draft_vocab]."""
-    sampling = inputs.sampling
+    """Draw a step's token [batch] in the draft's vocabulary from logits [batch, draft_vocab].
+
+    The token is the same on all devices, of which each has a piece of the logits.
+    """
+    sampling, shards = inputs.sampling, cfg.vocab_shards
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
-        return sample(scale_by_temperature(logits, sampling.temperature), None, sampling.greedy)
+        scaled = scale_by_temperature(logits, sampling.temperature)
+        return sample(scaled, None, sampling.greedy, shards)
     token_ids = (
         params["draft_to_target"]
         if cfg.rule == "strict" and families.layered(cfg.draft).maps_vocabulary
@@ -166,6 +170,7 @@ def draw_draft(
         sampling.keys,
         *key,
         token_ids,
+        shards=shards,
         implementation=cfg.ops.gumbel_sample,
     )
 
@@ -200,12 +205,10 @@ def write_step(
 
 def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
     """Return the preallocated buffers; every column is written by its own step."""
-    K = cfg.num_speculative_tokens
-    logits = (
-        jnp.zeros((batch, K, families.layered(cfg.draft).draft_vocab_size), jnp.float32)
-        if cfg.keeps_draft_logits
-        else None
-    )
+    K, logits = cfg.num_speculative_tokens, None
+    if cfg.keeps_draft_logits:
+        vocab = cfg.vocab_shards.piece(families.layered(cfg.draft).draft_vocab_size)
+        logits = jnp.zeros((batch, K, vocab), jnp.float32)
     return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
 
 

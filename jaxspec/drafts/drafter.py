@@ -30,8 +30,9 @@ class Proposal:
     """The drafts of a round.
 
     draft_tokens: int32 [batch, K], target ids; -1 where there is no draft
-    draft_logits: float32 [batch, K, draft_vocab] before temperature; None where drafts are one-hot
-                  or the rejection rule does not read q
+    draft_logits: float32 [batch, K, draft_vocab] before temperature, the own piece of each row
+                  (RoundConfig.vocab_shards); None where drafts are one-hot or the rejection rule
+                  does not read q
     """
 
     draft_tokens: jax.Array

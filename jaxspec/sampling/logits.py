@@ -12,6 +12,7 @@ that the drafts were sampled from, whatever it is, so the output is exact either
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -22,8 +23,9 @@ from jaxspec.sampling.processors import (
     PROCESSORS,
     active,
 )
-from jaxspec.sampling.processors.processor import Window
+from jaxspec.sampling.processors.processor import LogitsProcessor, Window, unsplit
 from jaxspec.sampling.state import SamplingState, scale_by_temperature
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 
 def process_target_logits(
@@ -66,15 +68,33 @@ def truncate_logits(
 
 
 def observe_tokens(
-    features: SamplingFeatures, sampling: SamplingState, tokens: jax.Array
+    features: SamplingFeatures,
+    sampling: SamplingState,
+    tokens: jax.Array,
+    shards: VocabShards = WHOLE,
 ) -> SamplingState:
-    """Return the state after these committed tokens, int32 [batch, n] padded with -1."""
+    """Return the state after these committed tokens, int32 [batch, n] padded with -1.
+
+    shards: how the states' axes "vocab" are cut over devices (LogitsProcessor.axes).
+    """
     changed = {
-        p.name: p.observe(sampling.processors[p.name], tokens) for p in active(PROCESSORS, features)
+        p.name: p.observe(sampling.processors[p.name], tokens, shards)
+        for p in active(PROCESSORS, features)
     }
     return replace(sampling, processors=sampling.processors | changed) if changed else sampling
 
 
+def state_axes(sampling: SamplingState) -> SamplingState:
+    """Return the logical axes of each array (jaxspec.parallel.mesh) in the state's structure."""
+    axes = {p.name: p.axes(sampling.processors[p.name]) for p in _held(sampling)}
+    return replace(jax.tree.map(unsplit, replace(sampling, processors={})), processors=axes)
+
+
 def has_large_state(sampling: SamplingState) -> bool:
     """Return whether a round writes arrays [batch, vocab] of the state."""
-    return any(p.large_state for p in PROCESSORS if p.name in sampling.processors)
+    return any(p.large_state for p in _held(sampling))
+
+
+def _held(sampling: SamplingState) -> list[LogitsProcessor[Any]]:
+    """Return the processors that have a state here."""
+    return [p for p in PROCESSORS if p.name in sampling.processors]

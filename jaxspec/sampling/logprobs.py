@@ -16,6 +16,13 @@ from jax import lax
 
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.state import argmax
+from pallas_kernels.vocab_shards import (
+    WHOLE,
+    VocabShards,
+    add_in_order,
+    exponential_sum,
+    log_sum_exp,
+)
 
 # float32 logits that score_hidden holds at a time: a chunk of a prompt has more rows than a round.
 PIECE_BYTES = 256 << 20
@@ -49,27 +56,73 @@ class Logprob:
     rank: int
 
 
-def score_tokens(logits: jax.Array, tokens: jax.Array, *, everything: bool = False) -> Scores:
+def score_tokens(
+    logits: jax.Array,
+    tokens: jax.Array,
+    shards: VocabShards = WHOLE,
+    *,
+    everything: bool = False,
+) -> Scores:
     """Score tokens int32 [batch, rows] under raw float32 logits [batch, rows, vocab].
 
     The scores of rows with token -1 have no meaning. everything: list the whole vocabulary, not
     just MAX_LOGPROBS tokens.
+
+    Rows that are cut over devices take 2 exchanges. With `everything` it is 1, of whole rows: the
+    result is as large.
     """
-    log_sum_exp = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)
-    most = min(MAX_LOGPROBS, logits.shape[-1])
     if everything:
-        top, top_ids = lax.top_k(logits, logits.shape[-1])
-    else:
-        top, top_ids = lax.platform_dependent(
-            cpu=lambda: tuple(lax.top_k(logits, most)), default=lambda: likeliest(logits, most)
-        )
+        logits, shards = shards.whole_rows(logits), WHOLE
+    if not shards.is_whole:
+        return _score_pieces(logits, tokens, shards)
+    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)
+    top, top_ids = top_of(logits, logits.shape[-1] if everything else MAX_LOGPROBS)
     return Scores(
-        logprob=(chosen - log_sum_exp)[..., 0],
+        logprob=(chosen - normaliser)[..., 0],
         rank=jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32),
         top_ids=top_ids,
-        top_logprobs=top - log_sum_exp,
+        top_logprobs=top - normaliser,
     )
+
+
+def _score_pieces(logits: jax.Array, tokens: jax.Array, shards: VocabShards) -> Scores:
+    """Score tokens under the own piece of each row, [batch, rows, size].
+
+    The likeliest tokens are among the likeliest of each piece. The pieces' candidates lie in the
+    order of their ids, so lax.top_k takes equal ones in that order, too.
+    """
+    top, index = top_of(logits, MAX_LOGPROBS)
+    tops, ids, chosen, best, total = shards.gather(
+        (
+            top,
+            index + shards.first_id(logits.shape[-1]),
+            shards.at_token(logits, jnp.maximum(tokens, 0)),
+            *exponential_sum(logits),
+        )
+    )
+    chosen, normaliser = jnp.max(chosen, axis=0), log_sum_exp(best, total)[..., None]
+    tops, ids = (jnp.concatenate(list(x), axis=-1) for x in (tops, ids))
+    top, place = lax.top_k(tops, min(MAX_LOGPROBS, tops.shape[-1]))
+    likelier = jnp.sum(logits >= chosen[..., None], axis=-1, dtype=jnp.int32)
+    return Scores(
+        logprob=chosen - normaliser[..., 0],
+        rank=add_in_order(shards.gather(likelier)),
+        top_ids=jnp.take_along_axis(ids, place, axis=-1),
+        top_logprobs=top - normaliser,
+    )
+
+
+def top_of(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return the largest logits and their indices, [batch, rows, count or vocab]; see lax.top_k."""
+    vocab = logits.shape[-1]
+    if count >= vocab:
+        values, index = lax.top_k(logits, vocab)
+    else:
+        values, index = lax.platform_dependent(
+            cpu=lambda: tuple(lax.top_k(logits, count)), default=lambda: likeliest(logits, count)
+        )
+    return values, index
 
 
 def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -100,13 +153,17 @@ def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def score_hidden(
     logits_of: Callable[[jax.Array], jax.Array],
-    vocab_size: int,
+    num_logits: int,
     hidden: jax.Array,
     tokens: jax.Array,
+    shards: VocabShards = WHOLE,
 ) -> Scores:
-    """Score tokens by the logits of hidden [batch, rows, D], a piece of the rows at a time."""
+    """Score tokens by the logits of hidden [batch, rows, D], a piece of the rows at a time.
+
+    num_logits: the tokens of a row that a device holds
+    """
     batch, rows = tokens.shape
-    size = max(1, min(rows, PIECE_BYTES // (4 * batch * vocab_size)))
+    size = max(1, min(rows, PIECE_BYTES // (4 * batch * num_logits)))
 
     def split(x: jax.Array) -> jax.Array:
         """Reshape [batch, rows, ...] to [pieces, batch, size, ...]."""
@@ -114,7 +171,8 @@ def score_hidden(
         return jnp.moveaxis(padded.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
 
     pieces = lax.map(
-        lambda piece: score_tokens(logits_of(piece[0]), piece[1]), (split(hidden), split(tokens))
+        lambda piece: score_tokens(logits_of(piece[0]), piece[1], shards),
+        (split(hidden), split(tokens)),
     )
     return jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :rows], pieces

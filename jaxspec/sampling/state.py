@@ -22,6 +22,7 @@ from flax import struct
 from pallas_kernels import noise
 from pallas_kernels.gumbel_sample import Inputs, gumbel_sample
 from pallas_kernels.gumbel_sample.reference import argmax
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 STREAMS = {"sample": 0, "draft": 1, "accept": 2, "recover": 3}
 
@@ -52,10 +53,15 @@ def noise_stream(keys: jax.Array, stream: str, position: jax.Array) -> noise.Str
 
 
 def gumbel_noise(
-    keys: jax.Array, stream: str, position: jax.Array, offset: jax.Array | int, size: int
+    keys: jax.Array,
+    stream: str,
+    position: jax.Array,
+    offset: jax.Array | int,
+    size: int,
+    shards: VocabShards = WHOLE,
 ) -> jax.Array:
     """Return standard Gumbel noise, float32 [batch, size]; see pallas_kernels.noise.Stream."""
-    return noise_stream(keys, stream, position).gumbel(size, offset)
+    return noise_stream(keys, stream, position).gumbel(size, offset, shards)
 
 
 def draw(
@@ -67,11 +73,12 @@ def draw(
     offset: jax.Array | int,
     token_ids: jax.Array | None = None,
     *,
+    shards: VocabShards = WHOLE,
     implementation: str = "reference",
 ) -> jax.Array:
     """Draw a token from each row of logits, with a stream's noise; int32 [batch].
 
-    logits: float32 [batch, vocab]
+    logits: float32 [batch, vocab], the own piece of rows that are cut over devices
     offset: a scalar
     token_ids: see pallas_kernels.gumbel_sample
 
@@ -85,6 +92,7 @@ def draw(
         offset=jnp.asarray(offset, jnp.int32),
         token_ids=token_ids,
         stream=STREAMS[stream],
+        shards=shards,
     )
     return gumbel_sample(inputs, implementation=implementation)
 
@@ -95,13 +103,19 @@ def scale_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array
     return logits / divisor.reshape(-1, *([1] * (logits.ndim - 1)))
 
 
-def sample(logits: jax.Array, gumbel: jax.Array | None, greedy: jax.Array) -> jax.Array:
+def sample(
+    logits: jax.Array,
+    gumbel: jax.Array | None,
+    greedy: jax.Array,
+    shards: VocabShards = WHOLE,
+) -> jax.Array:
     """Return argmax(logits + gumbel), int32 [batch] (Gumbel-max).
 
-    logits, gumbel: float32 [batch, vocab]. Greedy rows, and all rows if gumbel is None, return
-    argmax(logits). NaN logits count as -inf, so that an id is always in range.
+    logits, gumbel: float32 [batch, vocab], the own piece of each row. Greedy rows, and all rows if
+    gumbel is None, return argmax(logits). NaN logits count as -inf, so that an id is always in
+    range.
     """
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
     if gumbel is None:
-        return argmax(logits)
-    return argmax(jnp.where(greedy[:, None], logits, logits + gumbel))
+        return argmax(logits, shards)
+    return argmax(jnp.where(greedy[:, None], logits, logits + gumbel), shards)

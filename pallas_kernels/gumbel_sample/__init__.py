@@ -26,6 +26,8 @@ def gumbel_sample(inputs: Inputs, *, implementation: str = "reference") -> jax.A
     inputs.check()
 
     def reason() -> str | None:
+        if not inputs.shards.is_whole:
+            return "expected whole rows, got rows that are cut over devices"
         return hopper.missing() or unsupported(inputs.logits.shape[1])
 
     if not runs_kernel("gumbel_sample", implementation, reason):

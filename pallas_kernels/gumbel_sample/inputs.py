@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.types import STATIC
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 
 @jax.tree_util.register_dataclass
@@ -15,14 +16,17 @@ from pallas_kernels.types import STATIC
 class Inputs:
     """Rows of logits, and what their noise is a function of.
 
-    logits:      float32 [rows, vocab]; NaN counts as -inf, so that a token is always in range
+    logits:      float32 [rows, vocab], the own piece of each row; NaN counts as -inf, so that a
+                 token is always in range
     temperature: float32 [rows]; 0 for a greedy row
     keys:        uint32 [rows, 2]; stream, position and offset are folded in one after another, as
                  jax.random.fold_in does
     position:    int32 [rows]
     offset:      int32 []
-    token_ids:   int32 [vocab], the id by which each column's noise is drawn; None: the column
+    token_ids:   int32, of the whole vocabulary: the id by which each column's noise is drawn;
+                 None: the column
     stream:      number of the random stream (pallas_kernels.noise.Stream)
+    shards:      how the rows are cut over devices
     """
 
     logits: jax.Array
@@ -32,6 +36,7 @@ class Inputs:
     offset: jax.Array
     token_ids: jax.Array | None = None
     stream: int = field(metadata=STATIC)
+    shards: VocabShards = field(default=WHOLE, metadata=STATIC)
 
     def check(self) -> None:
         """Raise ValueError for shapes and dtypes that do not fit together."""
@@ -44,7 +49,7 @@ class Inputs:
             ("keys", jnp.uint32, (rows, 2)),
             ("position", jnp.int32, (rows,)),
             ("offset", jnp.int32, ()),
-            ("token_ids", jnp.int32, (vocab,)),
+            ("token_ids", jnp.int32, (self.shards.total(vocab),)),
         ):
             array = getattr(self, name)
             if array is not None and (array.dtype != dtype or array.shape != shape):

@@ -9,24 +9,37 @@ from jax import lax
 
 from pallas_kernels import noise
 from pallas_kernels.gumbel_sample.inputs import Inputs
+from pallas_kernels.vocab_shards import WHOLE, Indexed, VocabShards, first_highest
 
 PIECE = 256  # values of a row that are reduced first
 
 
 def gumbel_sample(inputs: Inputs) -> jax.Array:
     """Run the op; see pallas_kernels.gumbel_sample.gumbel_sample."""
-    logits, temperature, ids = inputs.logits, inputs.temperature, inputs.token_ids
+    logits, temperature, shards = inputs.logits, inputs.temperature, inputs.shards
     greedy = temperature == 0.0
-    ids = jnp.arange(logits.shape[1], dtype=jnp.int32) if ids is None else ids
+    ids = inputs.token_ids
+    ids = shards.ids(logits.shape[1]) if ids is None else shards.own(ids)
     stream = noise.Stream(inputs.keys, inputs.position, inputs.stream)
     gumbel = noise.gumbel(stream.key(inputs.offset), ids)
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     scaled = jnp.where(jnp.isnan(scaled), -jnp.inf, scaled)
-    return argmax(jnp.where(greedy[:, None], scaled, scaled + gumbel))
+    return argmax(jnp.where(greedy[:, None], scaled, scaled + gumbel), shards)
 
 
-def argmax(x: jax.Array) -> jax.Array:
-    """Return the index of the largest value, int32 [batch], of x [batch, vocab] without NaN.
+def argmax(x: jax.Array, shards: VocabShards = WHOLE) -> jax.Array:
+    """Return the token id of the largest value, int32 [batch], of x [batch, vocab] without NaN.
+
+    x is the own piece of rows that are cut over devices. Of equal values the first counts.
+    """
+    value, index = highest(x)
+    if shards.is_whole:
+        return index
+    return first_highest(*shards.gather((value, index + shards.first_id(x.shape[1]))))[1]
+
+
+def highest(x: jax.Array) -> Indexed:
+    """Return the largest value and its index, each [batch], of x [batch, vocab] without NaN.
 
     Of equal values the first counts. The search has two stages, pieces of a row and then the
     pieces: XLA reduces a row in one block of threads, and would compute what it fuses into the
@@ -40,10 +53,7 @@ def argmax(x: jax.Array) -> jax.Array:
     lowest = (jnp.float32(-jnp.inf), jnp.int32(np.iinfo(np.int32).max))
     for axis in (2, 1):
         best = lax.reduce(best, lowest, _larger, (axis,))
-    return best[1]
-
-
-Indexed = tuple[jax.Array, jax.Array]  # (value, index)
+    return best
 
 
 def _larger(a: Indexed, b: Indexed) -> Indexed:

@@ -46,6 +46,8 @@ def rejection_sample(
     inputs.check()
 
     def reason() -> str | None:
+        if not inputs.shards.is_whole:
+            return "expected whole rows, got rows that are cut over devices"
         return unsupported(inputs.target_logits, inputs.draft_logits)
 
     if not runs_kernel("rejection_sampling", implementation, reason):

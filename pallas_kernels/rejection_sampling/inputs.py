@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.noise import Stream
 from pallas_kernels.types import STATIC
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 Rule = Literal["probabilistic", "block", "synthetic"]
 RULES = get_args(Rule)
@@ -21,14 +22,16 @@ RULES = get_args(Rule)
 class Inputs:
     """Logits, drafts and noise of a batch (B requests, K drafts each; K may be 0).
 
-    V and Vd are the target's and the draft's vocabulary.
+    V and Vd are the target's and the draft's vocabulary. Where rows are cut over devices
+    (`shards`), the logits and the noise of a row are the own piece of it, V / n and Vd / n. All
+    else is whole and the same on every device. So are the results.
 
     target_logits:    float32 [B, K+1, V]; truncated tokens are -inf. Row i verifies draft i
     draft_tokens:     int32 [B, K], ids in the target's vocabulary; -1 is a placeholder
     draft_logits:     float32 [B, K, Vd] from which the drafts were sampled; None: the drafts are
                       one-hot (drafted greedily)
     target_to_draft:  int32 [V], the draft's id of each target token, -1 where it has none; None
-                      when Vd == V and ids are equal
+                      when Vd == V and ids are equal. Never cut
     greedy:           bool [B], temperature 0
     active:           bool [B]; a padding row gets 0 tokens
     uniforms:         float32 [B, K] in [0, 1), one for each draft, or the Stream whose uniforms(K)
@@ -42,6 +45,7 @@ class Inputs:
                       are divided already
     rule:             see rejection_sample
     sampled:          False when every row is greedy: nothing is exponentiated
+    shards:           how the rows are cut over devices
     """
 
     target_logits: jax.Array
@@ -56,6 +60,7 @@ class Inputs:
     temperature: jax.Array | None = None
     rule: Rule = field(metadata=STATIC)
     sampled: bool = field(default=True, metadata=STATIC)
+    shards: VocabShards = field(default=WHOLE, metadata=STATIC)
 
     def check(self) -> None:
         """Raise ValueError for shapes, dtypes or arguments that do not fit together."""
@@ -75,7 +80,8 @@ class Inputs:
         _check("active", self.active, jnp.bool_, (batch,))
         _check("temperature", self.temperature, jnp.float32, (batch,), needed=False)
         _check("draft_logits", self.draft_logits, jnp.float32, (batch, drafts, width), needed=False)
-        _check("target_to_draft", self.target_to_draft, jnp.int32, (vocab,), needed=False)
+        total = self.shards.total(vocab)
+        _check("target_to_draft", self.target_to_draft, jnp.int32, (total,), needed=False)
         _check_noise("uniforms", self.uniforms, (batch, drafts), needed=self.sampled or synthetic)
         _check_noise("recover_noise", self.recover_noise, (batch, vocab), needed=self.sampled)
         if self.acceptance_rates is not None and not synthetic:

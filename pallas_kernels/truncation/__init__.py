@@ -7,12 +7,18 @@ import jax.numpy as jnp
 
 from pallas_kernels import implementations
 from pallas_kernels.truncation import reference
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 IMPLEMENTATIONS = ("reference",)
 
 
 def truncate(
-    logits: jax.Array, top_k: jax.Array, top_p: jax.Array, *, implementation: str = "reference"
+    logits: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    *,
+    shards: VocabShards = WHOLE,
+    implementation: str = "reference",
 ) -> jax.Array:
     """Keep the top_k largest logits, then the fewest of those whose mass reaches top_p.
 
@@ -20,7 +26,8 @@ def truncate(
     transformers for top-k. The likeliest token always stays. NaN becomes -inf. A row's result does
     not depend on the batch.
 
-    logits: float32 [batch, rows, vocab], already over temperature
+    logits: float32 [batch, rows, vocab], already over temperature; the own piece of rows that are
+            cut over devices
     top_k:  int32 [batch]; 0 or more than vocab is off
     top_p:  float32 [batch]; 1 is off
 
@@ -35,4 +42,4 @@ def truncate(
             expected = f"{jnp.dtype(dtype).name} [{logits.shape[0]}]"
             got = f"{value.dtype} {list(value.shape)}"
             raise ValueError(f"{name}: expected {expected}, got {got}")
-    return reference.truncate(logits, top_k, top_p)
+    return reference.truncate(logits, top_k, top_p, shards)

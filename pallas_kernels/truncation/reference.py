@@ -5,6 +5,8 @@ are ordered like the floats. The k-th largest is then the largest pattern t for 
 tokens are >= t. The last token inside top-p is the largest t for which the tokens >= t hold a share
 top_p of the mass that top-k left. Either is found digit by digit from the top; the answer is exact,
 a token's own bits. Every pass reads the row once.
+
+Of rows that are cut over devices, each pass exchanges its sums: 18 exchanges on a GPU.
 """
 
 from __future__ import annotations
@@ -15,26 +17,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.vocab_shards import VocabShards, add_in_order
+
 BITS = 32
 COLUMNS = 64
 
 
-def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def truncate(
+    logits: jax.Array, top_k: jax.Array, top_p: jax.Array, shards: VocabShards
+) -> jax.Array:
     """Run the op; see pallas_kernels.truncation.truncate."""
-    vocab = logits.shape[-1]
+    vocab = shards.total(logits.shape[-1])
     keys = _ordered(logits)
-    highest = jnp.max(keys, axis=-1)
+    highest = shards.maximum(jnp.max(keys, axis=-1))
     needed = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)[:, None]
-    kth = _search(keys, jnp.ones((), jnp.int32), jnp.broadcast_to(needed, highest.shape))
+    kth = _search(keys, jnp.ones((), jnp.int32), jnp.broadcast_to(needed, highest.shape), shards)
 
-    weights = jnp.exp(
-        logits - jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=-1, keepdims=True)
-    )
+    weights = jnp.exp(logits - _likeliest(logits, highest, shards))
     # NaN, and rows that are all -inf, weigh nothing.
     weights = jnp.where((keys >= kth[..., None]) & (weights > 0), weights, 0.0)
-    needed = top_p[:, None] * jnp.sum(weights, axis=-1)
+    needed = top_p[:, None] * shards.add(jnp.sum(weights, axis=-1))
     # At 1, rounding of the mass must not drop anything.
-    last = jnp.where(top_p[:, None] < 1.0, _search(keys, weights, needed), 0)
+    last = jnp.where(top_p[:, None] < 1.0, _search(keys, weights, needed, shards), 0)
     threshold = jnp.minimum(jnp.maximum(kth, last), highest)
     return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
 
@@ -46,7 +50,17 @@ def _ordered(logits: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array:
+def _likeliest(logits: jax.Array, highest: jax.Array, shards: VocabShards) -> jax.Array:
+    """Return the largest logit of each row, [batch, rows, 1], whose ordered bits are `highest`."""
+    if shards.is_whole:
+        return jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=-1, keepdims=True)
+    bits = jnp.where(highest >> 31 == 1, highest ^ jnp.uint32(1 << 31), ~highest)
+    return lax.bitcast_convert_type(bits, jnp.float32)[..., None]
+
+
+def _search(
+    keys: jax.Array, weights: jax.Array, needed: jax.Array, shards: VocabShards
+) -> jax.Array:
     """Return the largest t, uint32 [batch, rows], whose tokens keys >= t weigh at least `needed`.
 
     0 if none does.
@@ -59,6 +73,8 @@ def _search(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array
             shift = jnp.uint32(BITS - bits * (i + 1))
             candidates = [prefix + (jnp.uint32(digit) << shift) for digit in range(1, 1 << bits)]
             totals = add_up([jnp.where(keys >= t[..., None], weights, 0) for t in candidates])
+            if not shards.is_whole:
+                totals = [add_in_order(parts) for parts in shards.gather(totals)]
             # True up to some digit, false after it.
             reached = [(total >= needed).astype(jnp.uint32) for total in totals]
             return prefix + (sum(reached[1:], reached[0]) << shift)

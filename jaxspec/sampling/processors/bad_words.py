@@ -21,6 +21,7 @@ from jaxspec.sampling.processors.processor import (
     Window,
     resized,
 )
+from pallas_kernels.vocab_shards import VocabShards
 
 
 @struct.dataclass
@@ -99,10 +100,13 @@ class BadWords(LogitsProcessor[BadWordsState]):
         missing = jnp.zeros(differs.shape, jnp.int32)
         missing = missing.at[request, row, first].add(differs.astype(jnp.int32), mode="drop")
         fits = missing.at[request, row, first].get(mode="fill", fill_value=1) == 0
-        forbidden = jnp.where(fits & (num_after == 0), token_ids, vocab)
+        place = window.shards.place(token_ids, vocab)
+        forbidden = jnp.where(fits & (num_after == 0), place, vocab)
         return logits.at[request, row, forbidden].set(-jnp.inf, mode="drop")
 
-    def observe(self, state: BadWordsState, tokens: jax.Array) -> BadWordsState:
+    def observe(
+        self, state: BadWordsState, tokens: jax.Array, shards: VocabShards
+    ) -> BadWordsState:
         num_new = (tokens >= 0).sum(axis=1, keepdims=True, dtype=jnp.int32)
         last = num_new + jnp.arange(state.recent.shape[1], dtype=jnp.int32)
         text = jnp.concatenate([state.recent, tokens], axis=1)

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import (
+    Axes,
     LogitsProcessor,
     SampledRequest,
     Vocabulary,
@@ -40,6 +41,9 @@ class LogitBias(LogitsProcessor[jax.Array]):
         for token, value in params.logit_bias.items():
             bias[token] += value
         return bias  # type: ignore[return-value]
+
+    def axes(self, state: jax.Array) -> Axes:
+        return (None, "vocab")
 
     def apply(self, state: jax.Array, logits: jax.Array, window: Window) -> jax.Array:
         return logits + state[:, None]

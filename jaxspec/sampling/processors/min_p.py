@@ -30,5 +30,6 @@ class MinP(LogitsProcessor[jax.Array]):
         return np.float32(0 if params.greedy else params.min_p)  # type: ignore[return-value]
 
     def apply(self, state: jax.Array, logits: jax.Array, window: Window) -> jax.Array:
-        threshold = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(state)[:, None, None]
+        highest = window.shards.maximum(jnp.max(logits, axis=-1, keepdims=True))
+        threshold = highest + jnp.log(state)[:, None, None]
         return jnp.where((logits < threshold) & (state > 0)[:, None, None], -jnp.inf, logits)

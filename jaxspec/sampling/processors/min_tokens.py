@@ -63,6 +63,6 @@ class MinTokens(LogitsProcessor[MinTokensState]):
         rows, vocab = logits.shape[1:]
         length = window.positions[:, None] + jnp.arange(rows, dtype=jnp.int32)
         too_short = length < state.min_len[:, None]
-        token = jnp.arange(vocab, dtype=jnp.int32)
+        token = window.shards.ids(vocab)
         ends = jnp.any(state.stop_token_ids[:, :, None] == token, axis=1)
         return jnp.where(too_short[:, :, None] & ends[:, None], -jnp.inf, logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from jaxspec.sampling.processors.processor import (
     SampledRequest,
     Vocabulary,
     Window,
+    unsplit,
 )
+from pallas_kernels.vocab_shards import VocabShards
 
 
 @struct.dataclass
@@ -61,10 +64,14 @@ class Penalties(LogitsProcessor[PenaltiesState]):
             prompt_seen=_counts(request.prompt_token_ids, vocabulary) > 0,  # type: ignore[arg-type]
         )
 
+    def axes(self, state: PenaltiesState) -> PenaltiesState:
+        cut: Any = (None, "vocab")
+        return replace(jax.tree.map(unsplit, state), output_counts=cut, prompt_seen=cut)
+
     def apply(self, state: PenaltiesState, logits: jax.Array, window: Window) -> jax.Array:
         rows, vocab = logits.shape[1:]
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        token = jnp.arange(vocab, dtype=jnp.int32)
+        token = window.shards.ids(vocab)
         counts = state.output_counts[:, None]
         for i in range(rows - 1):
             assert window.draft_tokens is not None
@@ -79,11 +86,13 @@ class Penalties(LogitsProcessor[PenaltiesState]):
         logits = logits - frequency * counts.astype(jnp.float32)
         return logits - presence * generated.astype(jnp.float32)
 
-    def observe(self, state: PenaltiesState, tokens: jax.Array) -> PenaltiesState:
+    def observe(
+        self, state: PenaltiesState, tokens: jax.Array, shards: VocabShards
+    ) -> PenaltiesState:
         counts = state.output_counts
         batch, vocab = counts.shape
         row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        column = jnp.where(tokens < 0, vocab, tokens)  # -1 would wrap
+        column = jnp.where(tokens < 0, vocab, shards.place(tokens, vocab))  # -1 would wrap
         return replace(state, output_counts=counts.at[row, column].add(1, mode="drop"))
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.sampling.params import SamplingParams
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 State = TypeVar("State")
 
@@ -55,10 +56,15 @@ class Window:
 
     positions:    int32 [batch]; row i predicts the token at positions + i
     draft_tokens: int32 [batch, rows - 1]; row i follows the drafts 0 .. i-1. None for one row
+    shards:       how the rows are cut over devices
     """
 
     positions: jax.Array
     draft_tokens: jax.Array | None = None
+    shards: VocabShards = WHOLE
+
+
+Axes = tuple[str | None, ...]  # an array's logical axes (jaxspec.parallel.mesh)
 
 
 class LogitsProcessor(Protocol[State]):
@@ -99,6 +105,14 @@ class LogitsProcessor(Protocol[State]):
         """Return the request's row, NumPy arrays without the batch axis."""
         ...
 
+    def axes(self, state: State) -> Any:
+        """Return the logical axes (Axes) of each array of a state with its batch axis.
+
+        A pytree of the state's structure. An axis that is as long as the vocabulary is "vocab", and
+        cut as the logits are. All others are None.
+        """
+        return jax.tree.map(unsplit, state)
+
     def resize(self, state: State, sizes: tuple[int, ...]) -> State:
         """Return the state padded or cut to these sizes on the device.
 
@@ -108,16 +122,21 @@ class LogitsProcessor(Protocol[State]):
 
     @abstractmethod
     def apply(self, state: State, logits: jax.Array, window: Window) -> jax.Array:
-        """Return processed float32 logits [batch, rows, vocab].
+        """Return processed float32 logits [batch, rows, vocab], the own piece of each row.
 
         Row i is processed as plain decoding would after the drafts 0 .. i-1, so a state that
         depends on generated tokens must count the drafts of the window as well.
         """
         ...
 
-    def observe(self, state: State, tokens: jax.Array) -> State:
+    def observe(self, state: State, tokens: jax.Array, shards: VocabShards) -> State:
         """Return the state after these committed tokens, int32 [batch, n] padded with -1."""
         return state
+
+
+def unsplit(array: jax.Array) -> Axes:
+    """Return the logical axes of an array that each device holds whole."""
+    return (None,) * array.ndim
 
 
 def resized(rows: jax.Array, size: int) -> jax.Array:

@@ -44,4 +44,4 @@ class Truncation(LogitsProcessor[TruncationState]):
         )
 
     def apply(self, state: TruncationState, logits: jax.Array, window: Window) -> jax.Array:
-        return truncate(logits, state.top_k, state.top_p)
+        return truncate(logits, state.top_k, state.top_p, shards=window.shards)

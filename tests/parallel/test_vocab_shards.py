@@ -1,0 +1,63 @@
+"""Sampling on pieces of the vocabulary gives what whole rows give, on 2 and 4 devices of one CPU.
+
+One process runs all cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """What the cases print."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",  # type: ignore[attr-defined]
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.parallel.vocab_shards_on_devices"],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_pieces_give_the_tokens_of_whole_rows(printed: list[str]) -> None:
+    assert printed[:2] == ["processors", "rejection_sample"]
+    rules = [line.split()[0] for line in printed[2:-1]]
+    assert sorted(set(rules)) == ["block", "probabilistic", "strict", "synthetic"]
+    assert len(rules) == 13
+
+
+def test_a_round_makes_few_exchanges(printed: list[str]) -> None:
+    """Three draft steps, then the target's; each exchange costs a GPU microseconds."""
+    assert json.loads(printed[-1]) == {
+        "greedy": 3 + 1,
+        "strict": 3 + 1,
+        "probabilistic": 3 + 2,
+        "probabilistic, mapped": 3 + 3,
+        "block": 3 + 3,
+        "block, mapped": 3 + 4,
+    }
+
+
+@pytest.mark.parametrize(("axis", "count"), [("model", 1), (None, 2), ("model", 0)])
+def test_a_description_that_does_not_fit_is_an_error(axis: str | None, count: int) -> None:
+    with pytest.raises(ValueError, match="expected a mesh axis and at least 2 pieces"):
+        VocabShards(axis, count)
+    assert WHOLE.is_whole
