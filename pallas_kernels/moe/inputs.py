@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.types import STATIC
 
@@ -26,6 +27,9 @@ class Inputs:
     down:         [experts, intermediate, D]
     gate_up_bias: [experts, 2 * intermediate], or None
     down_bias:    [experts, D], or None
+    first_expert: int32 scalar, the id of gate_up's first expert: the result is the sum over the
+                  experts first_expert .. first_expert + experts - 1 alone, and no other weights are
+                  read. None: the ids are indices of gate_up
     gate:         "silu": SwiGLU. "clamped" (gpt-oss): gate at most `limit`, up within it, then
                   (up + 1) * gate * sigmoid(alpha * gate). "clamped_silu": SwiGLU of halves that
                   are clamped in the same way
@@ -39,6 +43,7 @@ class Inputs:
     down: jax.Array
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
+    first_expert: jax.Array | None = None
     gate: Gate = field(default="silu", metadata=STATIC)
     alpha: float = field(default=1.702, metadata=STATIC)
     limit: float = field(default=7.0, metadata=STATIC)
@@ -61,6 +66,10 @@ class Inputs:
             array = getattr(self, name)
             if array is not None and array.shape != expected:
                 raise ValueError(f"{name}: expected {expected}, got {array.shape}")
+        first = self.first_expert
+        if first is not None and (first.shape != () or first.dtype != jnp.int32):
+            got = f"{first.dtype} {first.shape}"
+            raise ValueError(f"first_expert: expected an int32 scalar, got {got}")
         if self.ids.shape[0] != rows or self.ids.shape[1] < self.top_k:
             expected = f"{self.weights.shape} or more columns"
             raise ValueError(f"ids: expected {expected}, got {self.ids.shape}")

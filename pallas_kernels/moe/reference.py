@@ -15,6 +15,8 @@ def experts(inputs: Inputs) -> jax.Array:
     """Run the op; see pallas_kernels.moe.experts."""
     x, weights, ids = inputs.x, inputs.weights, inputs.ids[:, : inputs.top_k]
     count = inputs.gate_up.shape[0]
+    if inputs.first_expert is not None:
+        ids = ids - inputs.first_expert
 
     def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = jnp.einsum("etd,edf->etf", x, weight, preferred_element_type=jnp.float32)
@@ -25,7 +27,7 @@ def experts(inputs: Inputs) -> jax.Array:
     gate_up = product(spread, inputs.gate_up, inputs.gate_up_bias)
     inner = gated(gate_up, inputs.gate, alpha=inputs.alpha, limit=inputs.limit)
     out = product(inner, inputs.down, inputs.down_bias)
-    # [experts, rows]: 0 for experts that a row did not choose
+    # [experts, rows]: 0 for experts that a row did not choose; ids of others match none
     of_expert = jnp.where(ids == jnp.arange(count)[:, None, None], weights, 0.0).sum(-1)
     return jnp.einsum("et,etd->td", of_expert, out.astype(jnp.float32)).astype(x.dtype)
 

@@ -133,6 +133,61 @@ def test_ids_may_have_more_columns_than_weights() -> None:
         np.testing.assert_array_equal(run(wider, implementation), run(inputs, implementation))
 
 
+HALVES = {
+    "few rows": Shape(5, 8, 3, 64, 64, bias=True),
+    "few rows of one choice": Shape(3, 8, 2, 64, 64, routing="same"),
+    "more than 32 experts": Shape(6, 68, 6, 64, 64, routing="spread"),
+    "many rows": Shape(20, 8, 3, 64, 64, gate="clamped", bias=True),
+    "many rows of one choice": Shape(40, 4, 2, 64, 64, routing="same"),
+}
+
+
+def part_of(inputs: Inputs, first: int, count: int) -> Inputs:
+    """The inputs of a device that holds `count` experts; the others are not there to read."""
+    held = {
+        name: None if array is None else array[first : first + count]
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias")
+        for array in [getattr(inputs, name)]
+    }
+    return dataclasses.replace(inputs, first_expert=jnp.int32(first), **held)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_the_sum_of_two_halves_is_the_whole(name: str) -> None:
+    """In float32, up to the order of the sum."""
+    shape = HALVES[name]
+    inputs = make_inputs(shape, seed=len(name))
+    arrays = ("x", "gate_up", "down", "gate_up_bias", "down_bias")
+    wide = {
+        n: getattr(inputs, n).astype(jnp.float32) for n in arrays if getattr(inputs, n) is not None
+    }
+    inputs = dataclasses.replace(inputs, **wide)
+    half = shape.num_experts // 2
+    halves = [run(part_of(inputs, first, half), "reference") for first in (0, half)]
+    whole = run(inputs, "reference")
+    np.testing.assert_allclose(sum(halves), whole, rtol=1e-5, atol=1e-5)
+    assert any(np.abs(part - whole).max() > 0.1 for part in halves)
+
+
+@implementations
+@pytest.mark.parametrize("name", HALVES)
+def test_a_part_is_the_sum_over_its_experts_alone(name: str, implementation: str) -> None:
+    """The experts in the middle: the same as weights of 0 for the others, and exact zeros for a row
+    that chose others alone."""
+    shape = HALVES[name]
+    inputs = make_inputs(shape, seed=len(name))
+    first, count = shape.num_experts // 4, shape.num_experts // 2
+    ids = np.asarray(inputs.ids)
+    here = (ids >= first) & (ids < first + count)
+    masked = dataclasses.replace(inputs, weights=jnp.where(here, inputs.weights, 0))
+    expected = run(masked, implementation)
+    got = run(part_of(inputs, first, count), implementation)
+    # The kernel adds a row's experts in the order of its ids, the reference in XLA's.
+    limits = (0.0, 0.0) if implementation == "mosaic_gpu" else (2.0**-7, 1e-3)
+    np.testing.assert_allclose(got, expected, *limits)
+    np.testing.assert_array_equal(got[~here.any(axis=1)], 0.0)
+
+
 def one_term_a_step(inputs: Inputs, step: int = 64) -> dict[str, Any]:
     """One place in `step` of the depth is not zero: no wgmma adds more than one term, whose order
     the CPU's products choose by the rows."""
@@ -261,6 +316,9 @@ DOES_NOT_FIT = {
     r"ids: expected \(4, 2\) or more columns, got \(4, 1\)": {"ids": struct(4, 1, dtype=jnp.int32)},
     r"gate_up_bias: expected \(8, 128\), got \(8, 64\)": {"gate_up_bias": struct(8, 64)},
     r"down_bias: expected \(8, 128\), got \(128,\)": {"down_bias": struct(128)},
+    r"first_expert: expected an int32 scalar, got int32 \(2,\)": {
+        "first_expert": struct(2, dtype=jnp.int32)
+    },
     "gate: expected one of silu, clamped, clamped_silu, got 'gelu'": {"gate": "gelu"},
     "implementation: expected one of reference, mosaic_gpu, got 'fast'": {"implementation": "fast"},
 }

@@ -92,13 +92,19 @@ def experts(inputs: Inputs, *, tunings: tuple[Tuning, Tuning] | None = None) -> 
     x, ids, top_k = inputs.x, inputs.ids, inputs.top_k
     (rows, depth), count, columns = x.shape, inputs.down.shape[0], ids.shape[1]
     few = rows <= FEW_ROWS
+    local = None
+    if inputs.first_expert is not None:
+        ids = ids - inputs.first_expert
+        local = (ids >= 0) & (ids < count)
+        ids = jnp.where(local, ids, count)
+        local = local[:, :top_k]
     if few:
         table = padded_table(ids.reshape(-1))
         place, gathered = ids * FEW_ROWS + jnp.arange(rows)[:, None], x
     else:
-        table, place, row_at = plan_blocks(ids[:, :top_k], count)
+        table, place, row_at = plan_blocks(ids[:, :top_k], count, local=local)
         gathered = x[row_at]
-    blocks = Table(table, few, rows, top_k, columns)
+    blocks = Table(table, few, rows, top_k, columns, local is not None)
     first, second = tunings or (None, None)
     activation = Activation(inputs.gate, inputs.alpha, inputs.limit)
     inner = multiply_blocks(
@@ -107,5 +113,9 @@ def experts(inputs: Inputs, *, tunings: tuple[Tuning, Tuning] | None = None) -> 
     out = multiply_blocks(inner, blocks, inputs.down, inputs.down_bias, None, second)
     total = jnp.zeros((rows, depth), jnp.float32)
     for k in range(top_k):  # unrolled: one order of summation, one kernel
-        total += inputs.weights[:, k, None] * out[place[:, k]].astype(jnp.float32)
+        weight = inputs.weights[:, k, None]
+        chosen = out[place[:, k]].astype(jnp.float32)
+        if local is not None:  # rows of no block are not written: they may be NaN
+            chosen = jnp.where(local[:, k, None], chosen, 0.0)
+        total += weight * chosen
     return total.astype(x.dtype)

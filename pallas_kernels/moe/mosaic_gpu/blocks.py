@@ -32,8 +32,13 @@ def num_places(slots: int, count: int) -> int:
     return slots + 7 * min(slots, count) + 8 * (slots // 17)
 
 
-def plan_blocks(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def plan_blocks(
+    ids: jax.Array, count: int, *, local: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sort the rows of ids [rows, top_k] by expert, in blocks.
+
+    local: bool [rows, top_k], which of the ids are those of experts here; None for all. The others
+        have no place, and are not below count.
 
     Returns:
     table:  int32 [1 + num_blocks, padded]: the number of blocks, then the expert, size and start
@@ -65,6 +70,8 @@ def plan_blocks(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.A
     terms = jnp.where(index < 0, blocks, jnp.where((nth >= 0) & (nth < blocks), block, 0))
     table = jnp.pad(terms.sum(1, dtype=jnp.int32), (0, -(1 + most) % 4))
     place = start[chosen] + earlier
+    if local is not None:
+        place = jnp.where(local.reshape(-1), place, num_places(ids.size, count))
     row = lax.div(slot, ids.shape[1])
     row_at = jnp.where(place == jnp.arange(num_places(ids.size, count))[:, None], row, 0).sum(
         1, dtype=jnp.int32

@@ -79,7 +79,8 @@ class Table:
     """The blocks of a launch.
 
     array: int32; with `few` the chosen ids of `rows` rows, `columns` for each row, of which the
-    first top_k count; else the table of plan_blocks. few: every block takes all rows.
+    first top_k count; else the table of plan_blocks. few: every block takes all rows. partial: the
+    ids may name experts of other devices, as the number of experts or more.
     """
 
     array: jax.Array
@@ -87,6 +88,7 @@ class Table:
     rows: int
     top_k: int
     columns: int
+    partial: bool
 
     @property
     def slots(self) -> int:
@@ -392,6 +394,8 @@ def _list_experts(sizes: Sizes, table: Ref, experts: Ref) -> jax.Array:
         bit, word = jnp.int32(1) << (expert & (WORD - 1)), lax.shift_right_logical(expert, 5)
         mine = sum((jnp.where(word == i, bits, 0) for i, bits in enumerate(seen)), jnp.int32(0))
         new = (mine & bit) == 0
+        if ids.partial:
+            new &= expert < sizes.count
 
         @pl.when(new)
         def _note(found: jax.Array = found, expert: jax.Array = expert) -> None:
