@@ -27,9 +27,17 @@ def all_reduce(
     total = partials[0]
     for rank in range(1, peers.size):
         total = total + partials[rank]
-    if residual is None:
-        total = total.astype(x.dtype)
-    else:
-        rounded = total.astype(residual.dtype).astype(jnp.float32)
-        total = (residual.astype(jnp.float32) + rounded).astype(residual.dtype)
+    dtype = x.dtype if residual is None else residual.dtype
+    total = _rounded(total, dtype)
+    if residual is not None:
+        total = _rounded(residual.astype(jnp.float32) + total.astype(jnp.float32), dtype)
     return total if gain is None else (total, rms_norm(total, gain, eps=eps))
+
+
+def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return float32 values in this dtype.
+
+    XLA leaves out a cast to bfloat16 and back, but not reduce_precision.
+    """
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(values, info.nexp, info.nmant).astype(dtype)
