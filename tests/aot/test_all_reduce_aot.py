@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.all_reduce import Peers, all_reduce
+from pallas_kernels.all_reduce import Peers, all_reduce, unsupported
 from tests.support import h200
 
 pytestmark = [
@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 AXIS = "model"
+REGISTERS, THREADS = 65536, 2048  # of an SM
 # Each command of a graph names the one that it waits for.
 THUNK = re.compile(r"^ *(\d+): (\w+) +\[(?:source|prev=(\d+))", re.MULTILINE)
 
@@ -67,23 +68,35 @@ def with_norm(peers: Peers, x: jax.Array, residual: jax.Array, gain: jax.Array) 
 @pytest.mark.parametrize(
     ("size", "rows", "width", "dtype"),
     [
-        (2, 4, 4096, jnp.bfloat16),
+        (2, 256, 4096, jnp.bfloat16),
         (2, 64, 8192, jnp.float32),
-        (4, 4, 4096, jnp.bfloat16),
-        (4, 64, 4096, jnp.float32),
-        (8, 16, 8192, jnp.float32),
-        (2, 4, 3584, jnp.bfloat16),
-        (2, 1, 256, jnp.bfloat16),  # one word a thread, and one to fill the pair
+        (4, 256, 4096, jnp.bfloat16),
+        (4, 128, 4096, jnp.float32),
+        (8, 64, 8192, jnp.float32),
+        (5, 132, 4096, jnp.bfloat16),
+        (8, 128, 4096, jnp.float32),
+        (2, 204, 5120, jnp.bfloat16),
+        (2, 256, 3584, jnp.bfloat16),
+        (2, 256, 256, jnp.bfloat16),  # one word a thread, and one to fill the pair
     ],
 )
-def test_compiles_without_spills(
+def test_all_blocks_run_at_once_without_spills(
     size: int, rows: int, width: int, dtype: jax.typing.DTypeLike, tmp_path: Path
 ) -> None:
+    from pallas_kernels.all_reduce.mosaic_gpu import SMS, threads_of
+
+    assert unsupported(rows, width, dtype, size) is None
+    assert rows == 256 or unsupported(rows + 1, width, dtype, size)  # the most rows
     shapes = struct(rows, width, dtype=dtype), struct(rows, width), struct(width)
     with h200.ptxas_report() as report:
         compile_on(size, with_norm, *shapes, dump=tmp_path)
-        found = h200.stack_and_spills(report())
+        said = report()
+    found = h200.stack_and_spills(said)
     assert found and not any(map(any, found))
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", said))
+    threads = 128 * threads_of(width)[0]
+    in_use = threads * -(-registers // 8) * 8  # a warp takes them by 256
+    assert SMS * min(REGISTERS // in_use, THREADS // threads) >= rows
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -110,6 +110,7 @@ def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: 
         ((4, 4096, jnp.float16, 2), "expected bfloat16 or float32, got float16"),
         ((4, 4096, jnp.bfloat16, 1), "expected 2 to 8 devices, got 1"),
         ((257, 256, jnp.bfloat16, 2), "expected at most 256 rows, got 257"),
+        ((133, 256, jnp.bfloat16, 5), "expected at most 132 rows, got 133"),
         ((4, 576, jnp.bfloat16, 2), "a multiple of 256 values up to 8192, got 576"),
         ((4, 16384, jnp.bfloat16, 2), "a multiple of 256 values up to 8192, got 16384"),
     ],
