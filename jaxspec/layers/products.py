@@ -144,7 +144,8 @@ def add_projection(
     """
     if bias is not None:
         return add_to_stream(stream, project(x, (weight,), ops, bias=bias))
-    shared = ops.shares_norms and matmul_op.shares_norm(math.prod(x.shape[:-1]))
+    *rows, width = values_of(stream).shape
+    shared = ops.shares_norms and matmul_op.shares_norm(math.prod(rows), width)
     return _multiply(
         x,
         (weight,),

@@ -36,9 +36,13 @@ def matmul(inputs: Inputs, *, implementation: str = "reference") -> reference.Re
     return mosaic_gpu.matmul(inputs)
 
 
-def shares_norm(rows: int) -> bool:
-    """Return whether the Mosaic kernel fuses the norm between two products of so many rows."""
-    return rows <= plan.MAX_NORM_ROWS
+def shares_norm(rows: int, width: int) -> bool:
+    """Return whether two products of few rows share the norm between them.
+
+    Shared or not, the norm has other bits. So it depends on the width of the rows alone, for all
+    rows that the kernel for few rows takes.
+    """
+    return rows <= plan.MAX_ROWS and width <= plan.MAX_NORM_WIDTH
 
 
 def unsupported(product: Product) -> str | None:

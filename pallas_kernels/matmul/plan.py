@@ -1,7 +1,7 @@
 """How a product of few rows is divided: blocks, the depth's shares, and when copies start.
 
-The order of summation follows from it. It depends on the shapes of the weights, on whether they
-are gate and up, and on whether there are more than 8 rows, and on nothing else.
+The order of summation follows from it. It depends on the shapes of the weights, and on whether
+they are gate and up, and on nothing else (`Order`).
 
 When copies and launches start (programmatic dependent launch, PDL):
 
@@ -32,7 +32,9 @@ from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.types import Shaped
 
 MAX_ROWS = 64
-MAX_NORM_ROWS = 8  # with a fused norm; a separate kernel for the norm is faster for 64 rows
+# Widest rows whose norm two products share, whatever their number. With wider ones each block sums
+# many squares, which is slower at 64 rows than a kernel for the norm.
+MAX_NORM_WIDTH = 1024
 MAX_SMEM = 227 * 1024
 NUM_SMS = 132
 TILE_N = 64  # output columns of a tile: wgmma's M
@@ -91,6 +93,11 @@ class Product:
         return self.widths[0] if self.swiglu else sum(self.widths)
 
     @property
+    def tiles(self) -> int:
+        """Tiles of the result."""
+        return self.width // TILE_N
+
+    @property
     def accumulators(self) -> int:
         """Sums of a tile: two of gate and up, else one."""
         return 2 if self.swiglu else 1
@@ -101,17 +108,45 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Order:
+    """What sets the order of summation, and so the bits of the result.
+
+    stripe_k:   depth of a stripe; stripes of a CTA's depth go to its warpgroups in turn
+    warpgroups: of a CTA, whose sums are added in order
+    split:      CTAs of a tile, each with an equal part of the depth, whose sums are added in order
+    """
+
+    stripe_k: int
+    warpgroups: int
+    split: int
+
+    @classmethod
+    def of(cls, product: Product) -> Order | None:
+        """Return the order for all numbers of rows, None if the depth cannot be divided."""
+        depth, swiglu = product.depth, product.swiglu
+        # One SM reads 62 GB/s: half of the SMs are not enough. A tile that fits into one ring needs
+        # no second CTA.
+        deep = depth > RING_DEPTH and depth % (128 * 2 * SPLIT) == 0
+        split = SPLIT if deep and not swiglu and product.tiles * SPLIT <= NUM_SMS else 1
+        shared = () if swiglu else ((128, 2), (128, 3), (64, 2), (64, 3))
+        for stripe_k, warpgroups in (*shared, (128, 1), (64, 1)):
+            if depth % (stripe_k * warpgroups * split) == 0:
+                return cls(stripe_k, warpgroups, split)
+        return None
+
+
+@dataclass(frozen=True)
 class Tuning:
     """Division of a product.
 
     tile_k:        depth of a step, 64 or 128
-    warpgroups:    that share a CTA's depth
+    stripe_k:      see Order; one step or two
+    warpgroups:    see Order
     stages:        of each warpgroup's ring, at least 2
     blocks:        most blocks at once; they take the tiles in turn
     pdl:           programmatic dependent launch, which CUDA graphs ignore and the interpreter
                    does not know
-    split:         CTAs of a block, a cluster in which each takes a part of the depth; a block then
-                   has one tile
+    split:         see Order; the CTAs are a cluster, and a block then has one tile
     launches_next: whether the next kernel is launched when the last copy has started
     weights_first: whether the rings fill before this kernel waits for the one before it. If that
                    one does not launch early there is nothing to wait for, and x would only queue
@@ -119,6 +154,7 @@ class Tuning:
     """
 
     tile_k: int = 128
+    stripe_k: int = 128
     warpgroups: int = 2
     stages: int = 6
     blocks: int = NUM_SMS
@@ -168,37 +204,34 @@ def choose_tuning(product: Product) -> Tuning | None:
 
     docs/notes/layer-products.md has the measurements.
 
-    It has as many stages as fit. tile_k, warpgroups and split set the order of summation. They are
-    the same for all numbers of rows up to 8, and for all above.
+    It has as many stages as fit. The order of summation is the same for all numbers of rows; the
+    depth of a step, which changes no bits, is not.
     """
-    swiglu, depth = product.swiglu, product.depth
+    order = Order.of(product)
+    if order is None:
+        return None
     few = padded_rows(product.rows) == 8
-    tiles = product.width // TILE_N
-    # One SM reads 62 GB/s: half of the SMs are not enough. A tile that fits into one ring needs no
-    # second CTA. The first choice of steps and warpgroups, below, stays the same.
-    deep = depth > RING_DEPTH and depth % (128 * 2 * SPLIT) == 0
-    split = SPLIT if deep and not swiglu and tiles * SPLIT <= NUM_SMS else 1
     # Gate and up of many rows: two blocks for each SM, with half of the shared memory each, keep
     # the tensor cores busy.
-    crowded = swiglu and not few and not is_resident(product.rows, depth)
+    crowded = product.swiglu and not few and not is_resident(product.rows, product.depth)
     blocks_an_sm = 2 if crowded else 1
-    rounds = -(-tiles // (NUM_SMS * blocks_an_sm))
+    rounds = -(-product.tiles // (NUM_SMS * blocks_an_sm))
     for tile_k in (128, 64) if few else (64, 128):
-        for warpgroups in (1, 3) if swiglu else (2, 3, 1):
-            if depth % (tile_k * warpgroups * split):
-                continue
-            for stages in (6, 5, 4, 3, 2):
-                tuning = Tuning(
-                    tile_k,
-                    warpgroups,
-                    stages,
-                    -(-tiles // rounds),
-                    split=split,
-                    launches_next=swiglu or product.out_bytes == 4,
-                    weights_first=product.residual,
-                )
-                if smem_bytes(product, tuning) <= MAX_SMEM // blocks_an_sm:
-                    return tuning
+        if order.stripe_k % tile_k:
+            continue
+        for stages in (6, 5, 4, 3, 2):
+            tuning = Tuning(
+                tile_k,
+                order.stripe_k,
+                order.warpgroups,
+                stages,
+                -(-product.tiles // rounds),
+                split=order.split,
+                launches_next=product.swiglu or product.out_bytes == 4,
+                weights_first=product.residual,
+            )
+            if smem_bytes(product, tuning) <= MAX_SMEM // blocks_an_sm:
+                return tuning
     return None
 
 
@@ -212,8 +245,6 @@ def unsupported(product: Product) -> str | None:
     if product.depth % 64 or any(n % TILE_N for n in product.widths):
         got = f"{product.depth} and {product.widths}"
         return f"expected a depth and widths that are multiples of 64, got {got}"
-    if (product.norms or product.normed) and rows > MAX_NORM_ROWS:
-        return f"expected at most {MAX_NORM_ROWS} rows that share a norm, got {rows}"
     if product.norms and (product.swiglu or len(weights) > 1 or product.out_dtype != jnp.bfloat16):
         expected = "one weight and a bfloat16 result without swiglu where it gets a gain"
         return f"expected {expected}, got {len(weights)}, {product.out_dtype}, {product.swiglu}"

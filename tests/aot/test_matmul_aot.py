@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.matmul import Inputs, matmul
+from pallas_kernels.matmul import Inputs, matmul, plan
 from pallas_kernels.matmul.shapes import SHAPES, Shape
 from tests.support import h200
 
@@ -66,7 +66,7 @@ def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:
     if norm and shape.residual:
         arrays["gain"] = jax.ShapeDtypeStruct((shape.width,), jnp.bfloat16)
     elif norm:
-        arrays["squares"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+        arrays["squares"] = jax.ShapeDtypeStruct((64, plan.padded_rows(rows)), jnp.float32)
     inputs = Inputs(**arrays, swiglu=shape.swiglu, out_dtype=jnp.dtype(shape.out_dtype))
     with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
         compiled = h200.compile_for_h200(multiply, inputs)
@@ -77,7 +77,7 @@ def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "rows", "norm"),
-    [("o", 1, True), ("down", 4, True), ("o", 16, False), ("down", 64, False)],
+    [("o", 1, True), ("down", 4, True), ("o", 16, False), ("down", 64, False), ("down", 64, True)],
 )
 def test_two_ctas_sum_through_the_cluster(name: str, rows: int, norm: bool) -> None:
     """What the second one has goes into the first one's shared memory, and not through device
@@ -97,6 +97,8 @@ def test_two_ctas_sum_through_the_cluster(name: str, rows: int, norm: bool) -> N
         ("qkv", 16, False, False, False),
         ("o", 16, False, True, False),
         ("gate_up", 16, False, False, True),
+        ("qkv", 64, True, False, False),
+        ("gate_up", 64, True, False, True),
         ("eagle3 head", 1, False, False, True),
     ],
 )

@@ -151,7 +151,7 @@ def test_tiles_in_turn_rings_and_warpgroups(
     inputs = make_inputs(shape, seed=1)
     assert_close(
         shape,
-        kernel(inputs, tile_k=64, warpgroups=warpgroups, blocks=blocks, stages=stages),
+        kernel(inputs, tile_k=64, stripe_k=64, warpgroups=warpgroups, blocks=blocks, stages=stages),
         ground_truth(inputs),
     )
 
@@ -224,34 +224,33 @@ def take(inputs: Inputs, rows: slice | list[int]) -> Inputs:
     return dataclasses.replace(inputs, x=inputs.x[index], residual=residual)
 
 
-def assert_bits_are_the_rows_own(inputs: Inputs, classes: tuple[tuple[int, ...], ...]) -> None:
-    for counts in classes:
-        expected = run(take(inputs, slice(counts[-1])))
-        for count in counts[:-1]:
-            np.testing.assert_array_equal(
-                run(take(inputs, slice(count))),
-                expected[:count],
-                err_msg=f"{count} of {counts[-1]} rows",
-            )
-        order = np.random.default_rng(0).permutation(counts[-1]).tolist()
+def assert_bits_are_the_rows_own(inputs: Inputs, counts: tuple[int, ...]) -> None:
+    """Multiply some of the rows, and all in another order."""
+    expected, rows = run(inputs), inputs.x.shape[0]
+    for count in counts:
         np.testing.assert_array_equal(
-            run(take(inputs, order)), expected[order], err_msg=f"{counts[-1]} rows in another order"
+            run(take(inputs, slice(count))), expected[:count], err_msg=f"{count} of {rows} rows"
         )
+    order = np.random.default_rng(0).permutation(rows).tolist()
+    np.testing.assert_array_equal(
+        run(take(inputs, order)), expected[order], err_msg=f"{rows} rows in another order"
+    )
 
 
 @needs_mosaic
 @pytest.mark.parametrize("name", ["several weights", "residual", "swiglu", "transposed"])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(name: str) -> None:
-    """Up to 8 rows, and 16 to 64: two classes, whose steps are of 128 and of 64."""
-    for step, counts in ((128, (1, 3, 8)), (64, (16, 24, 64))):
-        shape = dataclasses.replace(SMALL[name], rows=counts[-1], depth=768)
-        assert_bits_are_the_rows_own(near_ties(shape, seed=3, step=step), (counts,))
+    """From 1 to 64 rows: up to 8 rows a step is 128 deep, above that half of a stripe."""
+    shape = dataclasses.replace(SMALL[name], rows=64, depth=768)
+    assert_bits_are_the_rows_own(near_ties(shape, seed=3, step=128), (1, 3, 8, 16, 24))
 
 
 @needs_mosaic
 def test_the_near_ties_tell_orders_of_summation_apart() -> None:
     inputs = near_ties(Shape(4, 768, (128,)), seed=3, step=128)
     assert (kernel(inputs, warpgroups=2) != kernel(inputs, warpgroups=1)).any()
+    assert (kernel(inputs) != kernel(inputs, tile_k=64, stripe_k=64)).any()
+    np.testing.assert_array_equal(kernel(inputs), kernel(inputs, tile_k=64))
 
 
 X: Any = jax.ShapeDtypeStruct((4, 128), jnp.bfloat16)

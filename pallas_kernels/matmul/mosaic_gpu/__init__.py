@@ -18,9 +18,10 @@ two products are fused. The first product multiplies its rows by the norm's gain
 squares of each tile; the second divides its result by the root of their mean. (Normalising in each
 block took 8 to 12 microseconds; docs/notes/shared-norms.md has other attempts.)
 
-The order of summation, chosen in plan.py, depends on the weights and on whether there are more
-than 8 rows: the CTAs of a cluster send their shares to the first one, which adds them in a fixed
-order. So a row's bits do not depend on its neighbours.
+The order of summation, chosen in plan.py, depends on the weights alone. A warpgroup takes stripes
+of the depth, the same ones whether a step is a stripe or half of one. The CTAs of a cluster send
+their shares to the first one, which adds them in a fixed order. So a row's bits depend neither on
+its neighbours nor on their number.
 
     sizes.py        static sizes, and the kernel's operands, results and scratch memory by name
     ring.py         TMA copies of weights and x

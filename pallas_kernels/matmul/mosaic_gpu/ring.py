@@ -34,8 +34,14 @@ class Ring:
         """Return a turn's tile, its part of the depth, and its slot."""
         sizes, tuning = self.sizes, self.sizes.tuning
         tile = self.block + lax.div(turn, sizes.steps) * sizes.blocks
-        step = lax.rem(turn, sizes.steps) * tuning.warpgroups + self.wg
+        step = self.step_of_cta(lax.rem(turn, sizes.steps))
         return tile, self.depth_of(step), self.wg * tuning.stages + lax.rem(turn, tuning.stages)
+
+    def step_of_cta(self, step: jax.Array) -> jax.Array:
+        """Return the place of this warpgroup's step among all steps of the CTA."""
+        count = self.sizes.steps_a_stripe
+        stripe = lax.div(step, count) * self.sizes.tuning.warpgroups + self.wg
+        return stripe * count + lax.rem(step, count)
 
     def depth_of(self, step: jax.Array) -> Slice:
         """Return the part of the depth of a step, counted over the CTA's warpgroups."""
@@ -81,7 +87,7 @@ class Ring:
         # A warpgroup loads and multiplies the same steps: warpgroups need not wait for each other.
         @pl.loop(0, self.sizes.steps)
         def _load(i: jax.Array) -> None:
-            step = i * self.sizes.tuning.warpgroups + self.wg
+            step = self.step_of_cta(i)
             source = self.operands.x.at[self.all_rows, self.depth_of(step)]
             barrier = self.scratch.x_ready.at[self.wg]
             plgpu.copy_gmem_to_smem(source, self.scratch.x.at[step], barrier)

@@ -89,6 +89,10 @@ class Sizes:
         tuning, depth = self.tuning, self.product.depth
         whole = self.steps * tuning.tile_k * tuning.warpgroups * tuning.split
         assert tuning.stages > 1 and whole == depth, (depth, tuning)
+        assert tuning.stripe_k % tuning.tile_k == 0 == self.steps % self.steps_a_stripe, (
+            depth,
+            tuning,
+        )
         assert tuning.split == 1 or self.blocks == self.num_tiles, tuning
 
     @property
@@ -105,6 +109,11 @@ class Sizes:
     def steps(self) -> int:
         """Steps of a warpgroup through the depth of a tile."""
         return self.part_depth // self.tuning.tile_k // self.tuning.warpgroups
+
+    @property
+    def steps_a_stripe(self) -> int:
+        """Steps of a warpgroup through one stripe of the depth."""
+        return self.tuning.stripe_k // self.tuning.tile_k
 
     @property
     def counts(self) -> list[int]:
