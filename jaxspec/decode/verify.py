@@ -24,7 +24,7 @@ from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import adjust_logits, truncate_logits, truncates
 from jaxspec.sampling.logprobs import Scores, score_tokens
 from jaxspec.sampling.processors.processor import Window
-from jaxspec.sampling.state import SamplingState, draw, noise_stream, scale_by_temperature
+from jaxspec.sampling.state import SamplingState, draw, noise_stream
 from pallas_kernels.rejection_sampling import Inputs, rejection_sample
 from pallas_kernels.rejection_sampling.reference import count_leading
 
@@ -96,46 +96,29 @@ def match_drafts(
     return Verification(jnp.where(index < num_sampled[:, None], target_tokens, -1), num_sampled)
 
 
-@struct.dataclass
-class WindowLogits:
-    """The logits that a rule reads, after all processing: the own piece of each row.
-
-    target: float32 [batch, K+1, vocab]
-    draft: float32 [batch, K, draft vocabulary], None where the rule reads no q
-    is_divided: whether temperature has divided both already, as truncation needs; if not, the op
-        that reads the logits divides them
-    """
-
-    target: jax.Array
-    draft: jax.Array | None
-    is_divided: bool = struct.field(pytree_node=False)
-
-
 def process_window(
     cfg: RoundConfig,
     raw_logits: jax.Array,
     proposal: Proposal,
     sampling: SamplingState,
     seq_lens: jax.Array,
-) -> WindowLogits:
-    """Apply all processors to the model's own float32 logits [batch, K+1, vocab].
+) -> jax.Array:
+    """Apply all processors to the model's own float32 logits [batch, K+1, vocab]: the own piece.
 
-    If truncation needs divided logits, both models' logits are divided here, and nowhere else.
+    The op that reads the result divides it by temperature, in every program. So a request that
+    does not truncate has the same bits beside one that does.
     """
     window = Window(seq_lens + 1, proposal.draft_tokens, cfg.vocab_shards)
     logits = adjust_logits(cfg, raw_logits, sampling, window)
-    draft_logits = proposal.draft_logits
     if not truncates(cfg):
-        return WindowLogits(logits, draft_logits, is_divided=False)
-    logits = truncate_logits(cfg, logits, sampling, window)
-    if draft_logits is not None:
-        draft_logits = scale_by_temperature(draft_logits, sampling.temperature)
-    return WindowLogits(logits, draft_logits, is_divided=True)
+        return logits
+    kept = truncate_logits(cfg, logits, sampling, window) > -jnp.inf
+    return jnp.where(kept, logits, -jnp.inf)
 
 
 def judge_by_sampling(
     cfg: RoundConfig,
-    logits: WindowLogits,
+    logits: jax.Array,
     draft_tokens: jax.Array,
     sampling: SamplingState,
     seq_lens: jax.Array,
@@ -145,16 +128,13 @@ def judge_by_sampling(
 
     The strict rule and plain decoding are this.
     """
-    temperature = sampling.temperature
-    if logits.is_divided:
-        temperature = jnp.where(sampling.greedy, 0.0, 1.0)  # 0 still means greedy
-    target_tokens = sample_rows(cfg, logits.target, temperature, sampling.keys, seq_lens)
+    target_tokens = sample_rows(cfg, logits, sampling.temperature, sampling.keys, seq_lens)
     return match_drafts(target_tokens, draft_tokens, active)
 
 
 def judge_by_rule(
     cfg: RoundConfig,
-    logits: WindowLogits,
+    logits: jax.Array,
     proposal: Proposal,
     target_to_draft: jax.Array | None,
     sampling: SamplingState,
@@ -165,16 +145,16 @@ def judge_by_rule(
     stream = partial(noise_stream, sampling.keys, position=seq_lens)
     synthetic = cfg.rule == "synthetic"
     inputs = Inputs(
-        target_logits=logits.target,
+        target_logits=logits,
         draft_tokens=proposal.draft_tokens,
-        draft_logits=logits.draft,
-        target_to_draft=target_to_draft if logits.draft is not None else None,
+        draft_logits=proposal.draft_logits,
+        target_to_draft=target_to_draft if proposal.draft_logits is not None else None,
         greedy=sampling.greedy,
         uniforms=stream("accept") if cfg.sampled or synthetic else None,
         recover_noise=stream("recover") if cfg.sampled else None,
         acceptance_rates=jnp.asarray(cfg.acceptance_rates, jnp.float32) if synthetic else None,
         active=active,
-        temperature=None if logits.is_divided else sampling.temperature,
+        temperature=sampling.temperature,
         # Greedy requests follow one rule. The strict rule comes here with them alone, since
         # judge_by_sampling has it otherwise.
         rule="probabilistic" if cfg.rule == "strict" else cfg.rule,
