@@ -31,7 +31,7 @@ from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
 from jaxspec.engine.progress import no_progress, progress_bar
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
-from jaxspec.engine.warmup import WARMUP_KINDS, compile_ahead, shapes_of, shapes_up_to
+from jaxspec.engine.warmup import compile_ahead, shapes_of, shapes_up_to
 from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
@@ -406,22 +406,24 @@ class LLM:
 
         batch_sizes: for each run, the most requests together (None: every bucket).
         lengths: prompt plus max_tokens (None: every page bucket up to max_model_len).
-        sampling_params: kinds of request, in any mixture (None: greedy, sampled and truncated).
+        sampling_params: kinds of request, in any mixture; None: whatever requests ask.
 
-        A request compiles once more if it has more stop token ids than any of these kinds, than
-        four and than the target's end-of-text ids. So does one whose bad words have more tokens
-        together than those of any of these kinds, and than 32.
+        For None a few programs of each shape serve every request. Greedy, sampled, truncated and
+        scored ones have programs of their own; the others share those that compute all features.
+        Kinds that are named have just their own programs, which are faster. A request of another
+        kind then compiles once more, and so does one with more stop token ids than any of these
+        kinds, than four and than the target's end-of-text ids, or whose bad words have more tokens
+        together than those of any of these kinds, and than 32. Meanwhile the others go on.
         """
-        kinds = (
-            WARMUP_KINDS
-            if sampling_params is None
-            else [self._inputs.with_words(params) for params in sampling_params]
-        )
-        return self._driver.alone(
-            lambda: compile_ahead(
-                self.engine, kinds, shapes_up_to(self.runner, batch_sizes, lengths)
-            )
-        )
+
+        def compile_programs() -> int:
+            shapes = shapes_up_to(self.runner, batch_sizes, lengths)
+            if sampling_params is None:
+                return self.engine.warm_levels(shapes)
+            kinds = [self._inputs.with_words(params) for params in sampling_params]
+            return compile_ahead(self.engine, kinds, shapes)
+
+        return self._driver.alone(compile_programs)
 
     def warmup_for(
         self,

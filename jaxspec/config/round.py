@@ -18,8 +18,8 @@ Table = TypeVar("Table")
 class SamplingFeatures:
     """The sampling features that at least one request of a batch uses.
 
-    The compiled round holds no operation for other features. A request's tokens do not depend on
-    the features that its neighbours use (jaxspec.sampling.rows.features_of).
+    A program compiled for these features holds no operation for others. A request's tokens are the
+    same in every program that holds the features that it uses, to the bit.
 
     sampled:         a temperature is above 0
     processors:      names of logits processors (jaxspec.sampling.processors)
@@ -38,6 +38,10 @@ class SamplingFeatures:
         """Return the features of either."""
         names = [f.name for f in fields(SamplingFeatures)]
         return SamplingFeatures(**{n: getattr(self, n) | getattr(other, n) for n in names})
+
+    def holds(self, other: SamplingFeatures) -> bool:
+        """Return whether these features include all of the others."""
+        return self | other == self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,13 @@ class Program:
     def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
         return self.jitted(cfg)(cfg, *args)
 
+    def compile(self, cfg: RoundConfig, *args: Any) -> None:
+        """Compile for arguments of these shapes; a later call with such arguments runs at once.
+
+        args: arrays, or a ShapeDtypeStruct for each. Nothing is computed and nothing is donated.
+        """
+        self.jitted(cfg).lower(cfg, *args).compile()
+
     def jitted(self, cfg: RoundConfig) -> Any:
         """Return the jitted function with the compiler options of cfg, its first argument."""
         options = cfg.compiler_options
@@ -129,6 +136,13 @@ def _run_round(
     return verification, join_donated(buffers, rest)
 
 
+def compile_round(
+    cfg: RoundConfig, params: Params, state: DecodeState, block_tables: BlockTables
+) -> None:
+    """Compile the program of one round for these shapes; see Program.compile."""
+    round_program.compile(cfg, params, *split_donated(state), block_tables)
+
+
 prefill_program = Program(prefill, donate=2)
 round_program = Program(decode_round_in_place, donate=2)
 verify_program = Program(verify_and_commit, donate=2)
@@ -183,3 +197,14 @@ def run_prefill(
             tables, chunk = jax.tree.map(jnp.asarray, (block_tables, chunk))
             return prefill(cfg, params, state, tables, chunk)
     return prefill_program(cfg, params, state, block_tables, chunk)
+
+
+def compile_prefill(
+    cfg: RoundConfig,
+    params: Params,
+    state: DecodeState,
+    block_tables: BlockTables,
+    chunk: PromptChunk,
+) -> None:
+    """Compile the program of a prefill chunk for these shapes; see Program.compile."""
+    prefill_program.compile(cfg, params, state, block_tables, chunk)

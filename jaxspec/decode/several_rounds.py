@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import EngineConfig, RoundConfig
-from jaxspec.decode.programs import Program, run_round
+from jaxspec.decode.programs import Program, compile_round, run_round
 from jaxspec.decode.round import decode_round
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
@@ -88,6 +88,16 @@ def run_rounds(
     if num_rounds == 1:
         return run_round(cfg, params, state, block_tables, compilation)
     return _rounds(cfg, num_rounds, params, state, block_tables)
+
+
+def compile_rounds(
+    cfg: RoundConfig, num_rounds: int, params: Params, state: DecodeState, block_tables: Any
+) -> None:
+    """Compile the program of a step's rounds for these shapes; see Program.compile."""
+    if num_rounds == 1:
+        compile_round(cfg, params, state, block_tables)
+    else:
+        _rounds.compile(cfg, num_rounds, params, state, block_tables)
 
 
 class RoundProgram(Protocol):

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.decode.state import DecodeState
+from jaxspec.sampling.processors.processor import resized
+from jaxspec.sampling.rows import STOPS, StateLayout, change_layout
 from jaxspec.sampling.state import SamplingState
 
 
@@ -51,6 +53,15 @@ def with_caches(rows: DecodeState, state: DecodeState) -> DecodeState:
     """Return `rows` with the caches of `state`."""
     draft = None if rows.draft is None else replace(rows.draft, caches=state.draft.caches)
     return replace(rows, target_caches=state.target_caches, draft=draft)
+
+
+def relaid(state: DecodeState, layout: StateLayout) -> DecodeState:
+    """Return the state with the sampling arrays and the stop tokens of another layout."""
+    return replace(
+        state,
+        stop_token_ids=resized(state.stop_token_ids, *layout.sizes[STOPS]),
+        sampling=change_layout(state.sampling, layout),
+    )
 
 
 def _admit(rows: DecodeState, slots: jax.Array, new: Admission) -> DecodeState:

@@ -6,6 +6,9 @@ scheduler         admission, prefill chunks, reservation, preemption; no jax
 request           a request while it runs
 runner            the device's side: the resident state, and which program runs
 round_configs     the static description of each program
+variants          which programs are compiled, and which of them serves a batch
+rehearsal         compiles all that an admission will run
+background        compiles in a thread of its own while rounds run
 first_logits      whether the logits of the first prefill overflowed
 memory            the sizes of the KV cache's pools
 block_tables      block tables of the running requests, on the host and on the device

@@ -29,7 +29,13 @@ from jaxspec.engine.outputs import EngineConfigError, EngineError
 from jaxspec.engine.request import FinishReason, Request
 from jaxspec.engine.round_configs import GREEDY
 from jaxspec.engine.runner import ModelRunner
-from jaxspec.engine.scheduler import Chunk, Scheduler, SchedulerConfig
+from jaxspec.engine.scheduler import (
+    AdmissionTest,
+    Chunk,
+    Scheduler,
+    SchedulerConfig,
+    admit_any,
+)
 from jaxspec.sampling.logprobs import Scores, logprobs_of
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.rows import features_of
@@ -361,7 +367,11 @@ class Engine:
         self._drop_idle_results()
         if not self._in_flight:
             self._clock = time.perf_counter()
-        step = scheduler.schedule()
+        runner.poll()
+        refused: dict[Request, ConfigError] = {}
+        step = scheduler.schedule(self._admission_test(refused))
+        for request, error in refused.items():
+            self._fail(request, error)
         runner.deactivate(step.cleared)
         if step.sources is not None:
             runner.move(step.sources)
@@ -392,6 +402,26 @@ class Engine:
         launched = self._launch_rounds() or bool(step.chunks)
         if not launched and self._in_flight:
             self._read()
+
+    def _admission_test(self, refused: dict[Request, ConfigError]) -> AdmissionTest:
+        """Return the test of a waiting request whether programs that serve it are compiled.
+
+        refused: gets the requests whose programs did not compile, each with its error
+        """
+        if not self.scheduler.waiting:
+            return admit_any
+        running, features = list(self.scheduler.running), self._running_features()
+
+        def may_admit(request: Request, admitted: Sequence[Request]) -> bool:
+            others = [*running, *admitted]
+            needed = features | features_of(r.params for r in admitted) if admitted else features
+            try:
+                return self.runner.may_admit(request, needed, others)
+            except ConfigError as e:
+                refused[request] = e
+                return False
+
+        return may_admit
 
     def _drop_idle_results(self) -> None:
         """Drop the rounds that were launched before the last request's end was read."""
@@ -535,6 +565,17 @@ class Engine:
         params: requests that the state's arrays shall have room for. Returns the number of
         programs.
         """
+        return self._warm(
+            lambda: sum(
+                self.runner.warm(f, params, shapes, limits_drafts=limits_drafts) for f in features
+            )
+        )
+
+    def warm_levels(self, shapes: Shapes) -> int:
+        """Compile programs of these shapes that serve every request; as `warm`."""
+        return self._warm(lambda: self.runner.warm_levels(shapes))
+
+    def _warm(self, compile_programs: Callable[[], int]) -> int:
         if self.has_requests:
             raise ConfigError(
                 "warmup: expected no requests in the engine, got some that have not finished"
@@ -542,9 +583,7 @@ class Engine:
         self._ensure_scheduler()
         self._drop_idle_results()
         try:
-            count = sum(
-                self.runner.warm(f, params, shapes, limits_drafts=limits_drafts) for f in features
-            )
+            count = compile_programs()
         except BaseException as e:
             self.reset()
             if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):

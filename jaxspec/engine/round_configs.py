@@ -68,6 +68,7 @@ class RoundConfigs:
                 draft_sampling=_draft_sampling(draft, speculative),
                 acceptance_rates=acceptance_rates,
             )
+        self.version = 0  # counts calls of override
         self._overrides: dict[str, Any] = {}
         self._made: dict[tuple[SamplingFeatures, int, bool, bool], RoundConfig] = {}
 
@@ -86,6 +87,7 @@ class RoundConfigs:
         }
         self._overrides |= {name: value for name, value in given.items() if value is not None}
         self._made.clear()
+        self.version += 1
 
     def get(
         self,

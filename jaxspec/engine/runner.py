@@ -7,10 +7,12 @@ buckets: rows of the batch, and those of jaxspec.engine.buckets.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -36,24 +38,43 @@ from jaxspec.decode.slots import Admission
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.drafter import PromptChunk
+from jaxspec.engine.background import Background
 from jaxspec.engine.block_tables import BlockTables
 from jaxspec.engine.buckets import Buckets, Shapes
 from jaxspec.engine.memory import CacheMemory
+from jaxspec.engine.rehearsal import (
+    Compiled,
+    PrefillRehearsal,
+    Rehearsal,
+    RoundRehearsal,
+    shape_of,
+)
 from jaxspec.engine.request import Request
 from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.engine.scheduler import Chunk
+from jaxspec.engine.variants import (
+    PREFILL_LEVELS,
+    PROCESSED,
+    ROUND_LEVELS,
+    SAMPLED,
+    TRUNCATED,
+    PrefillShape,
+    RoundShape,
+    Variant,
+    Variants,
+    full_variant,
+    level_for,
+)
 from jaxspec.layers.params import Params
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary, resized
-from jaxspec.sampling.rows import (
-    STOPS,
-    StateLayout,
-    change_layout,
-    features_of,
-    sampling_rows,
-)
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.rows import STOPS, StateLayout, features_of, sampling_rows
+
+logger = logging.getLogger(__name__)
 
 ADMISSIONS = 8  # slots that one call of slots.admit fills
+# Rounds that a mixture of features runs in a program with more of them, before its own is compiled.
+EXACT_AFTER = 256
 OUT_OF_MEMORY = (MemoryError, jax.errors.JaxRuntimeError)  # of the host, of the device
 
 
@@ -94,6 +115,30 @@ class PrefillTiles:
 
         tokens = np.zeros((num_tiles, prefill_tile), np.int32)
         return cls(column(num_slots), block_tables, tokens, column(0), column(0), column(-1))
+
+
+@dataclass(eq=False)
+class Serving:
+    """A program that serves batches of one kind, looked up once.
+
+    cfg: its static description
+    layout: the state that it runs on
+    is_exact: whether it computes just what its requests need
+    note: notes that the program is compiled; None once that is done
+    num_rounds: steps that it has run
+    """
+
+    cfg: RoundConfig
+    layout: StateLayout
+    is_exact: bool
+    note: Callable[[], None] | None
+    num_rounds: int = 0
+
+    def noted(self) -> None:
+        """Note that the program is compiled, after its first run."""
+        if self.note is not None:
+            self.note()
+            self.note = None
 
 
 class ModelRunner:
@@ -152,8 +197,18 @@ class ModelRunner:
         )
         self.tables = BlockTables(len(self.configs.cache_groups), self.buckets.max_pages)
         vocabulary = Vocabulary(target_config.vocab_size, eos_token_ids)
-        self._layout = StateLayout(vocabulary).fit(GREEDY)
+        self._needed = StateLayout(vocabulary).fit(GREEDY)  # by the requests that run
+        self._layout = self._needed  # of the state
         self._state: DecodeState | None = None
+        self._variants = Variants()
+        self._variants_of = self.configs.version
+        self._is_warm = False  # every request is served, so nothing is compiled to be faster
+        self._rounds_served: dict[Any, Serving] = {}
+        self._prefills_served: dict[Any, Serving] = {}
+        self._background: Background[list[Compiled]] = Background()
+        # The job of each request that waits for one, and the error of each whose job has failed.
+        self._waits_for: MutableMapping[Request, Hashable] = WeakKeyDictionary()
+        self._failed: MutableMapping[Request, Exception] = WeakKeyDictionary()
 
     # --- the state -------------------------------------------------------------------------------
 
@@ -161,31 +216,31 @@ class ModelRunner:
     def state(self) -> DecodeState:
         """The resident state; the first use makes it, idle and with empty caches."""
         if self._state is None:
-            assert self.config.batch_buckets is not None
-            batch = self.config.batch_buckets[0]
-            self._layout = self._layout.fit(GREEDY)
-            self._state = _init_state(
-                self.configs.greedy,
-                batch,
-                *self._layout.sizes[STOPS],
-                num_blocks=self.memory.num_blocks,
-                dtype=self.dtype.name,
-                cache_dtype=self.cache_dtype.name,
-            )
-            self.tables.reset(batch)
+            self._layout = self._needed.fit(GREEDY)
+            self._state = _init_state(*self._first_state(), **self._caches())
+            self.tables.reset(self._first_state()[1])
         assert self._state is not None
         return self._state
 
+    def _first_state(self) -> tuple[RoundConfig, int, int]:
+        """The config, slots and stop tokens of the state that the first use makes."""
+        assert self.config.batch_buckets is not None
+        (stops,) = self._needed.fit(GREEDY).sizes[STOPS]
+        return self.configs.greedy, self.config.batch_buckets[0], stops
+
+    def _caches(self, num_blocks: tuple[int, ...] | None = None) -> dict[str, Any]:
+        """The keywords of _init_state; num_blocks None for those of the memory."""
+        return {
+            "num_blocks": num_blocks or self.memory.num_blocks,
+            "dtype": self.dtype.name,
+            "cache_dtype": self.cache_dtype.name,
+        }
+
     def check_room(self) -> None:
         """Raise ConfigError for sizes that exceed the whole memory; allocate nothing."""
-        groups = len(self.configs.cache_groups)
-        init = partial(
-            _init_state,
-            num_blocks=(1,) * groups,
-            dtype=self.dtype.name,
-            cache_dtype=self.cache_dtype.name,
-        )
-        slot = jax.eval_shape(partial(init, self.configs.greedy, 1, *self._layout.sizes[STOPS]))
+        cfg, _, stops = self._first_state()
+        one_block = self._caches((1,) * len(self.configs.cache_groups))
+        slot = jax.eval_shape(partial(_init_state, cfg, 1, stops, **one_block))
         rows = jax.tree.leaves(slots.without_caches(slot))
         self.memory.check_room(sum(x.size * x.dtype.itemsize for x in rows))
 
@@ -197,6 +252,7 @@ class ModelRunner:
         """Go on with a state made elsewhere, whose sampling rows hold no logits processor."""
         self._state = state
         self._layout = self._layout.hold(GREEDY).with_stops(state.stop_token_ids.shape[1])
+        self._set_needed(self._layout)
         self.tables.reset(state.active.shape[0])
 
     def take_state(self) -> DecodeState:
@@ -224,11 +280,9 @@ class ModelRunner:
         """
         buckets = self.config.batch_buckets
         assert buckets is not None
-        at, to = buckets.index(self.num_slots), buckets.index(len(sources))
         wanted = np.asarray(sources, np.int32)
-        while at != to:
-            at += 1 if to > at else -1
-            rows = np.full(buckets[at], -1, np.int32)
+        for size in _path(buckets, self.num_slots, len(sources)):
+            rows = np.full(size, -1, np.int32)
             count = min(len(wanted), len(rows))
             rows[:count] = wanted[:count]
             self._set_rows(slots.move(slots.without_caches(self.state), rows))
@@ -279,31 +333,49 @@ class ModelRunner:
 
     def _admit_into(self, added: Sequence[Request], running: Sequence[Request]) -> None:
         params = [request.params for request in running]
-        features = features_of(params)
-        self._set_layout(self._layout.fit(features, params))
-        for first in range(0, len(added), ADMISSIONS):
-            self._admit(added[first : first + ADMISSIONS])
+        features, before = features_of(params), self._needed
+        self._set_needed(before.fit(features, params))
+        try:
+            self._set_layout(self._expected_round(features, running).layout)
+            for first in range(0, len(added), ADMISSIONS):
+                self._admit(added[first : first + ADMISSIONS])
+        except BaseException:
+            self._set_needed(before)
+            raise
 
-    def _fit_state(self, features: SamplingFeatures) -> None:
-        """Give the state the arrays that these features need; most often it has them already."""
-        if features.processors != self._layout.held:
-            self._set_layout(self._layout.hold(features))
+    def _expected_round(self, features: SamplingFeatures, running: Sequence[Request]) -> Serving:
+        """Return the program that will serve these requests once all of them generate."""
+        K = self.configs.num_drafts(len(running))
+        limits_drafts = any(request.max_drafts < K for request in running)
+        pages = self.buckets.pages(max(request.num_pages for request in running))
+        features = replace(features, prompt_logprobs=False)
+        return self._serve_round(features, RoundShape(self.num_slots, pages, K), limits_drafts)
+
+    def _set_needed(self, layout: StateLayout) -> None:
+        if layout.sizes != self._needed.sizes:
+            self._forget_choices()
+        self._needed = layout
 
     def _set_layout(self, layout: StateLayout) -> None:
         """Give the state the arrays of a layout; without memory for them, nothing changes."""
+        if layout is self._layout:
+            return
         state = self.state  # (its first use sets the layout)
         if not layout.has_shapes_of(self._layout):
-            self.state = replace(
-                state,
-                stop_token_ids=resized(state.stop_token_ids, *layout.sizes[STOPS]),
-                sampling=change_layout(state.sampling, layout),
-            )
+            self.state = slots.relaid(state, layout)
+            self._prefills_served.clear()
         self._layout = layout
 
     def _admit(self, requests: Sequence[Request]) -> None:
         idle = ADMISSIONS - len(requests)
         at = np.asarray([*map(slot_of, requests), *[self.num_slots] * idle], np.int32)
-        width = self.state.stop_token_ids.shape[1]
+        new = self._admission(requests, self._layout)
+        self._set_rows(slots.admit(slots.without_caches(self.state), at, new))
+
+    def _admission(self, requests: Sequence[Request], layout: StateLayout) -> Admission:
+        """Return NumPy rows of these requests, and idle rows up to ADMISSIONS."""
+        idle = ADMISSIONS - len(requests)
+        (width,) = layout.sizes[STOPS]
         ends = np.full((ADMISSIONS, width), -1, np.int32)
         for row, request in enumerate(requests):
             ends[row, : len(request.stop_token_ids)] = request.stop_token_ids
@@ -314,15 +386,14 @@ class ModelRunner:
         sampled = [
             SampledRequest(r.params, r.seed, r.prompt_token_ids, r.token_ids) for r in requests
         ]
-        new = Admission(
+        return Admission(
             next_token=column(lambda r: r.all_token_ids[-1] if r.num_generated else 0),
             num_generated=column(lambda r: r.num_generated),
             max_tokens=column(lambda r: r.max_tokens),
             stop_token_ids=ends,  # type: ignore[arg-type]
             max_drafts=column(lambda r: r.max_drafts),
-            sampling=sampling_rows(self._layout, sampled, batch=ADMISSIONS),
+            sampling=sampling_rows(layout, sampled, batch=ADMISSIONS),
         )
-        self._set_rows(slots.admit(slots.without_caches(self.state), at, new))
 
     # --- programs --------------------------------------------------------------------------------
 
@@ -333,7 +404,6 @@ class ModelRunner:
 
         Returns its result, and the rows of it that hold each chunk's tiles.
         """
-        self._fit_state(features)
         tile = self.prefill_tile
         placed: list[tuple[Chunk, int]] = []
         rows: list[range] = []
@@ -354,7 +424,11 @@ class ModelRunner:
             tiles.next_prompt_token[row] = chunk.next_token if is_last else chunk.token_ids[end]
             if is_last and chunk.ends:
                 tiles.slots[row] = slot_of(chunk.request)
-        return self._prefill(self.configs.get(features), tiles), rows
+        serving = self._serve_prefill(features, PrefillShape(self.num_slots, size, pages))
+        self._set_layout(serving.layout)
+        verification = self._prefill(serving.cfg, tiles)
+        serving.noted()
+        return verification, rows
 
     def _prefill(self, cfg: RoundConfig, tiles: PrefillTiles) -> Verification:
         rows = slots.take(slots.without_caches(self.state), tiles.slots)
@@ -381,19 +455,230 @@ class ModelRunner:
         limits_drafts: bool,
     ) -> Verification:
         """Dispatch a step's rounds; the rows of their results are the slots."""
-        self._fit_state(features)
         running = list(requests)
         self.tables.update(running)
-        tables = self.tables.for_round(self.buckets.pages(max(r.num_pages for r in running)))
-        cfg = self.configs.get(
-            features, num_drafts=num_drafts, limits_drafts=limits_drafts, batch=self.num_slots
-        )
-        return self._round(cfg, tables)
+        pages = self.buckets.pages(max(r.num_pages for r in running))
+        shape = RoundShape(self.num_slots, pages, num_drafts)
+        serving = self._serve_round(features, shape, limits_drafts)
+        self._set_layout(serving.layout)
+        verification = self._round(serving.cfg, self.tables.for_round(pages))
+        serving.noted()
+        if not serving.is_exact:
+            serving.num_rounds += 1
+            if serving.num_rounds == EXACT_AFTER and not self._is_warm:
+                self._compile_exact(features, shape, limits_drafts)
+        return verification
 
     def _round(self, cfg: RoundConfig, tables: Any) -> Verification:
         args = self.params, self.state, tables, self.config.compilation
         verification, self.state = self.round_program(cfg, self.rounds_per_step, *args)
         return verification
+
+    # --- the choice of programs -----------------------------------------------------------------
+
+    def _serve_round(
+        self, features: SamplingFeatures, shape: RoundShape, limits_drafts: bool
+    ) -> Serving:
+        """Return the compiled program that serves requests of these features, or their own."""
+        key = (features, shape, limits_drafts, self.configs.version)
+        if key not in self._rounds_served:
+            self._follow_overrides()
+            needed = Variant.of(features, self._needed, limits_drafts=limits_drafts)
+            variant = self._variants.serving(shape, needed) or needed
+            cfg = self._round_cfg(variant, shape)
+            self._rounds_served[key] = self._serving(cfg, variant, needed, shape)
+        return self._rounds_served[key]
+
+    def _serve_prefill(self, features: SamplingFeatures, shape: PrefillShape) -> Serving:
+        """As _serve_round; programs that run on the state as it is come first."""
+        key = (features, shape, self.configs.version)
+        if key not in self._prefills_served:
+            self._follow_overrides()
+            needed = Variant.of(features, self._needed)
+            variant = self._variants.serving(shape, needed, arrays=self._layout.shapes)
+            if variant is None:
+                held = replace(features, processors=features.processors | self._layout.held)
+                variant = Variant.of(held, self._layout)
+                variant = variant if variant.serves(needed) else needed
+            cfg = self.configs.get(variant.features)
+            self._prefills_served[key] = self._serving(cfg, variant, needed, shape)
+        return self._prefills_served[key]
+
+    def _serving(
+        self, cfg: RoundConfig, variant: Variant, needed: Variant, shape: RoundShape | PrefillShape
+    ) -> Serving:
+        is_new = not self._variants.has(shape, variant)
+        return Serving(
+            cfg,
+            variant.layout(self._needed),
+            variant == needed,
+            partial(self._variants.add, shape, variant) if is_new else None,
+        )
+
+    def _round_cfg(self, variant: Variant, shape: RoundShape) -> RoundConfig:
+        return self.configs.get(
+            variant.features,
+            num_drafts=shape.num_drafts,
+            limits_drafts=variant.limits_drafts,
+            batch=shape.batch,
+        )
+
+    def _follow_overrides(self) -> None:
+        """Forget the compiled programs of other settings (RoundConfigs.override)."""
+        if self._variants_of != self.configs.version:
+            self._variants, self._variants_of = Variants(), self.configs.version
+
+    # --- compiling while others run --------------------------------------------------------------
+
+    @property
+    def _may_compile_aside(self) -> bool:
+        """Whether the programs are those that a Rehearsal compiles."""
+        return self.config.compilation == "round" and self.round_program is rounds.run_rounds
+
+    def poll(self) -> None:
+        """Take over the programs that were compiled in the background since the last call."""
+        for job, outcome in self._background.take():
+            if isinstance(outcome, Exception):
+                logger.warning("a program did not compile in the background", exc_info=outcome)
+                waiting = [r for r, waits_for in self._waits_for.items() if waits_for == job]
+                self._failed.update({request: outcome for request in waiting})
+                continue
+            for shape, variant in outcome:
+                self._variants.add(shape, variant)
+            self._forget_choices()
+
+    def _forget_choices(self) -> None:
+        self._rounds_served.clear()
+        self._prefills_served.clear()
+
+    def may_admit(
+        self, request: Request, features: SamplingFeatures, others: Sequence[Request]
+    ) -> bool:
+        """Return whether a request can run beside others without a compilation for its features.
+
+        features: what the others need
+
+        If not, programs are compiled in the background, and the others go on meanwhile. Without
+        others it waits here for the programs that it has waited for. A shape that is compiled for
+        no features yet delays nothing. Raises ConfigError if the programs did not compile.
+        """
+        if not self._may_compile_aside:
+            return True
+        waits_for = self._waits_for.get(request)
+        if not others and waits_for in self._background:
+            self._background.wait(waits_for)
+            self.poll()
+        if request in self._failed:
+            del self._waits_for[request]
+            raise _not_compiled(self._failed.pop(request))
+        if not others or self._is_served(request, features, others):
+            self._waits_for.pop(request, None)
+            return True
+        return False
+
+    def _is_served(
+        self, request: Request, features: SamplingFeatures, others: Sequence[Request]
+    ) -> bool:
+        running = [*others, request]
+        layout = self._needed.grown([request.params])
+        own = features_of([request.params])
+        adds = not features.holds(own) or layout.sizes != self._needed.sizes
+        features |= own
+        buckets = self.config.batch_buckets
+        assert buckets is not None
+        batch = next(size for size in buckets if size >= len(running))
+        K = self.configs.num_drafts(len(running))
+        limits_drafts = any(r.max_drafts < K for r in running)
+        rows = request.num_known + self.rounds_per_step * (self.num_speculative_tokens + 1)
+        blocks = -(-min(rows, self.config.max_model_len) // self.config.block_size)
+        pages = self.buckets.pages(max(blocks, *(r.num_pages for r in others)))
+
+        def prefills(tokens: Sequence[int]) -> list[PrefillShape]:
+            """The shapes of the calls that prefill so many tokens of each request."""
+            tiles = sum(-(-n // self.prefill_tile) for n in tokens)
+            most = self.buckets.max_tiles
+            calls = {min(tiles, most), tiles % most if tiles > most else 0} - {0}
+            return [PrefillShape(batch, size, pages) for size in {*map(self.buckets.tiles, calls)}]
+
+        shape = RoundShape(batch, pages, K)
+        of_rounds = replace(features, prompt_logprobs=False)
+        needed = Variant.of(of_rounds, layout, limits_drafts=limits_drafts)
+        of_prefill = Variant.of(features, layout)
+        unprefilled = [r.num_known - r.num_prefilled for r in others if not r.is_prefilled]
+        alone = prefills([request.num_known])
+        together = prefills([request.num_known, *unprefilled]) if unprefilled else alone
+
+        def missing(shapes: Sequence[PrefillShape]) -> list[RoundShape | PrefillShape]:
+            found = [s for s in shapes if not self._variants.serving(s, of_prefill)]
+            return [*found, *([] if self._variants.serving(shape, needed) else [shape])]
+
+        lacks = missing(together)
+        if not lacks or not (adds or all(map(self._variants.knows, lacks))):
+            return True
+        if missing(alone):
+            level = level_for(needed, layout, limits_drafts=self.speculative is not None)
+            self._compile_aside(level, features.prompt_logprobs, shape, alone, request)
+        return False
+
+    def _compile_aside(
+        self,
+        variant: Variant,
+        prompt_logprobs: bool,
+        shape: RoundShape,
+        prefills: Sequence[PrefillShape],
+        request: Request | None = None,
+    ) -> None:
+        """Compile a variant's rounds and prefills in the background, for a request or for speed."""
+        of_prefill = replace(
+            variant,
+            features=replace(variant.features, prompt_logprobs=prompt_logprobs),
+            limits_drafts=False,
+        )
+        job = (variant, of_prefill, shape, tuple(prefills), self.configs.version)
+        if request is not None:
+            self._waits_for[request] = job
+        if job in self._background:
+            return
+        buckets = self.config.batch_buckets
+        assert buckets is not None
+        layout = variant.layout(self._needed)
+        rehearsal = Rehearsal(
+            self.params,
+            jax.tree.map(shape_of, self.state),
+            _path(buckets, self.num_slots, shape.batch),
+            layout,
+            self._admission([], layout),
+            [self._prefill_rehearsal(of_prefill, each) for each in prefills],
+            RoundRehearsal(
+                shape,
+                variant,
+                self._round_cfg(variant, shape),
+                self.rounds_per_step,
+                self.tables.idle(shape.batch, shape.pages),
+            ),
+        )
+        self._background.submit(job, rehearsal.run)
+
+    def _prefill_rehearsal(self, variant: Variant, shape: PrefillShape) -> PrefillRehearsal:
+        tables = self.tables.idle(shape.tiles, shape.pages)
+        tiles = PrefillTiles.idle(shape.tiles, self.prefill_tile, shape.batch, tables)
+        return PrefillRehearsal(
+            shape,
+            variant,
+            self.configs.get(variant.features),
+            tiles.slots,
+            tables,
+            tiles.chunk,
+        )
+
+    def _compile_exact(
+        self, features: SamplingFeatures, shape: RoundShape, limits_drafts: bool
+    ) -> None:
+        """Compile the programs of just these features in the background, for later rounds."""
+        if self._may_compile_aside:
+            variant = Variant.of(features, self._needed, limits_drafts=limits_drafts)
+            prefills = self._variants.prefills(shape.batch)
+            self._compile_aside(variant, False, shape, prefills)
 
     # --- warm-up ---------------------------------------------------------------------------------
 
@@ -405,36 +690,73 @@ class ModelRunner:
         *,
         limits_drafts: bool,
     ) -> int:
-        """Run every program of these shapes once, on idle slots.
+        """Run the programs of these features in these shapes once, on idle slots.
 
         params: requests whose stop tokens, bad words and so on the arrays shall hold. Returns the
         number of rounds and prefills that ran.
         """
-        count = 0
-        round_features = replace(features, prompt_logprobs=False)
-        self._layout = self._layout.with_room(params)
-        self._set_layout(self._layout.fit(features))
+        self._set_needed(self._needed.with_room(params).fit(GREEDY))
+        of_rounds = replace(features, prompt_logprobs=False)
+        return self._warm(
+            Variant.of(of_rounds, self._needed, limits_drafts=limits_drafts),
+            Variant.of(features, self._needed),
+            shapes,
+        )
+
+    def warm_levels(self, shapes: Shapes) -> int:
+        """Run programs that serve every request in these shapes once; as `warm`.
+
+        The state's arrays have room for every request from then on.
+        """
+        self._set_needed(self._needed.full(GREEDY))
+        drafts, count = self.speculative is not None, 0
+        for features in dict.fromkeys((*ROUND_LEVELS, *PREFILL_LEVELS)):
+            of_rounds = of_prefill = None
+            if features in ROUND_LEVELS:
+                limits = drafts and features.processors == PROCESSED.processors
+                of_rounds = full_variant(features, self._needed, limits_drafts=limits)
+            if features in PREFILL_LEVELS:
+                of_prefill = full_variant(features, self._needed)
+            count += self._warm(of_rounds, of_prefill, shapes)
+        if self.speculative is not None and self.speculative.draft_max_model_len is not None:
+            for features in (GREEDY, SAMPLED, TRUNCATED):
+                variant = full_variant(features, self._needed, limits_drafts=True)
+                count += self._warm(variant, None, shapes)
+        _init_state.lower(*self._first_state(), **self._caches()).compile()
+        self._is_warm = True
+        return count
+
+    def _warm(self, of_rounds: Variant | None, of_prefill: Variant | None, shapes: Shapes) -> int:
+        variant = of_rounds or of_prefill
+        assert variant is not None
+        self._follow_overrides()
+        plain, layout, count = self._needed.hold(GREEDY), variant.layout(self._needed), 0
+        self._set_layout(layout)
         for batch in shapes.batches:
             self.move([-1] * batch)
             # Requests of other features come and go: a few small programs for each batch.
-            self._fit_state(GREEDY)
-            self._fit_state(features)
+            self._set_layout(plain)
+            self._set_layout(layout)
             self._admit([])
             self.deactivate([0])
             for num_tiles, pages in itertools.product(shapes.tiles, shapes.pages):
+                if of_prefill is None:
+                    break
                 tables = self.tables.idle(num_tiles, pages)
                 tiles = PrefillTiles.idle(num_tiles, self.prefill_tile, batch, tables)
-                self._prefill(self.configs.get(features), tiles)
+                self._prefill(self.configs.get(of_prefill.features), tiles)
+                self._variants.add(PrefillShape(batch, num_tiles, pages), of_prefill)
                 count += 1
-            for K in self._drafts_of(batch):
-                cfg = self.configs.get(
-                    round_features, num_drafts=K, limits_drafts=limits_drafts, batch=batch
-                )
-                for pages in shapes.pages:
-                    tables = jax.device_put(self.tables.idle(batch, pages))
-                    jax.block_until_ready(self._round(cfg, tables))
-                    count += 1
+            for K, pages in itertools.product(self._drafts_of(batch), shapes.pages):
+                if of_rounds is None:
+                    break
+                shape = RoundShape(batch, pages, K)
+                tables = jax.device_put(self.tables.idle(batch, pages))
+                jax.block_until_ready(self._round(self._round_cfg(of_rounds, shape), tables))
+                self._variants.add(shape, of_rounds)
+                count += 1
         self.move([-1] * shapes.batches[0])  # and back to the smallest batch with these arrays
+        self._forget_choices()
         return count
 
     def _drafts_of(self, batch: int) -> set[int]:
@@ -466,6 +788,24 @@ def _init_state(
         dtype=dtype,
         cache_dtype=cache_dtype,
     )
+
+
+def _path(buckets: Sequence[int], start: int, end: int) -> list[int]:
+    """Return the buckets after `start` on the way to `end`."""
+    at, to = buckets.index(start), buckets.index(end)
+    step = 1 if to > at else -1
+    return [buckets[i] for i in range(at + step, to + step, step)] if at != to else []
+
+
+def _not_compiled(error: Exception) -> ConfigError:
+    """The error of a request whose programs did not compile."""
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    found = ConfigError(
+        "sampling_params: expected programs for the request's features that compile, "
+        f"got {type(error).__name__}: {reason:.500}"
+    )
+    found.__cause__ = error
+    return found
 
 
 def _no_memory(params: SamplingParams, error: Exception) -> ConfigError:

@@ -14,7 +14,7 @@ that its next program reads and writes: during prefill, those of the next chunk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.cache.block_pool import hash_blocks
@@ -22,6 +22,14 @@ from jaxspec.cache.group_blocks import GroupBlocks, RequestBlocks, longest_prefi
 from jaxspec.config import CacheGroup
 from jaxspec.engine.metrics import SchedulerCounts
 from jaxspec.engine.request import FinishReason, Request
+
+AdmissionTest = Callable[[Request, Sequence[Request]], bool]
+MAX_PASSED = 64  # requests at the head of the queue that may not be admitted yet
+
+
+def admit_any(request: Request, admitted: Sequence[Request]) -> bool:
+    """Return True: every request may be admitted."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -154,9 +162,13 @@ class Scheduler:
 
     # --- before a step ---------------------------------------------------------------------------
 
-    def schedule(self) -> Step:
-        """Admit the requests that there is room for, and choose the next tiles of prefill."""
-        step = Step(admitted=self._admit(), cleared=self._take_cleared())
+    def schedule(self, may_admit: AdmissionTest = admit_any) -> Step:
+        """Admit the requests that there is room for, and choose the next tiles of prefill.
+
+        may_admit: says of a waiting request, and those admitted in this step, whether it may be
+            admitted now. Requests that may not stay in the queue, and others pass them.
+        """
+        step = Step(admitted=self._admit(may_admit), cleared=self._take_cleared())
         step.sources = self._arrange(len(step.admitted))
         free = (i for i, r in enumerate(self.rows) if r is None)
         for request, slot in zip(step.admitted, free, strict=False):
@@ -168,16 +180,23 @@ class Scheduler:
         cleared, self._cleared = self._cleared, []
         return cleared
 
-    def _admit(self) -> list[Request]:
+    def _admit(self, may_admit: AdmissionTest) -> list[Request]:
         admitted: list[Request] = []
         if not self.is_trial_over():
             return admitted
         num_running = sum(1 for _ in self.running)
+        passed: list[Request] = []  # those that may not be admitted yet
         while self.waiting and num_running + len(admitted) < self.config.max_num_seqs:
+            if len(passed) == MAX_PASSED:
+                break
             if self.waiting[0].standing == "suspect":
                 if admitted:
                     break
                 self.on_trial = self.waiting[0]  # before any work for it, which may fail
+            if not may_admit(self.waiting[0], admitted):
+                self.on_trial = None
+                passed.append(self.waiting.popleft())
+                continue
             # A running request may need a block soon. A request admitted into the last free blocks
             # would only be preempted again.
             if not self._give_blocks(self.waiting[0], spare=num_running + len(admitted)):
@@ -190,6 +209,7 @@ class Scheduler:
             admitted.append(request)
             if self.on_trial is not None:
                 break
+        self.waiting.extendleft(reversed(passed))
         return admitted
 
     def is_trial_over(self) -> bool:

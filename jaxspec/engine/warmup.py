@@ -12,12 +12,6 @@ from jaxspec.engine.runner import ModelRunner
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.rows import features_of
 
-WARMUP_KINDS = (
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=1),
-    SamplingParams(temperature=1, top_p=0.9),
-)
-
 
 def shapes_up_to(
     runner: ModelRunner, batch_sizes: Sequence[int] | None, lengths: Sequence[int] | None

@@ -275,6 +275,11 @@ def end_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> tup
     return tuple(sorted({*eos_token_ids, *params.stop_token_ids}))
 
 
+def most_end_token_ids(eos_token_ids: Collection[int]) -> int:
+    """Return how many tokens may end a text at most: these end-of-text ids, and a request's own."""
+    return len(eos_token_ids) + limits.MAX_STOP_TOKEN_IDS
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     value = as_python(value)
     listed = (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingFeatures
-from jaxspec.sampling.params import SamplingParams, end_token_ids
+from jaxspec.sampling.params import SamplingParams, end_token_ids, most_end_token_ids
 from jaxspec.sampling.processors import PROCESSORS
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.state import SamplingState
@@ -34,10 +34,16 @@ def features_of(requests: Iterable[SamplingParams]) -> SamplingFeatures:
 STOPS = "stop_token_ids"  # DecodeState.stop_token_ids among the sizes of a StateLayout
 SIZED = tuple(p for p in PROCESSORS if p.least_sizes)
 Sizes = Mapping[str, tuple[int, ...]]
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def _least_sizes() -> Sizes:
     return {p.name: p.least_sizes for p in PROCESSORS} | {STOPS: (4,)}
+
+
+def _most_sizes(vocabulary: Vocabulary) -> Sizes:
+    sizes = {p.name: p.most_sizes(vocabulary) for p in PROCESSORS}
+    return sizes | {STOPS: (most_end_token_ids(vocabulary.eos_token_ids),)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,28 @@ class StateLayout:
         """Return the layout with the processors of these features and the sizes that it has."""
         return replace(self, held=features.processors)
 
+    def grown(self, requests: Iterable[SamplingParams]) -> StateLayout:
+        """Return the layout with room for these requests as well."""
+        needed = self._needed(requests)
+        sizes = {name: tuple(map(max, self.sizes[name], needed[name])) for name in needed}
+        return replace(self, sizes=sizes)
+
+    def full(self, features: SamplingFeatures) -> StateLayout:
+        """Return the layout of these features with room for every request that limits allow."""
+        most = _most_sizes(self.vocabulary)
+        return replace(self, held=features.processors, sizes=most, least=most)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the state has room for every request that limits allow."""
+        most = _most_sizes(self.vocabulary)
+        return all(self.sizes[name] == most[name] for name in (STOPS, *self.held))
+
+    @property
+    def shapes(self) -> Shapes:
+        """What tells the arrays of one layout from those of another; hashable."""
+        return tuple((name, self.sizes[name]) for name in (STOPS, *sorted(self.held)))
+
     def with_stops(self, columns: int) -> StateLayout:
         """Return the layout of a state whose stop_token_ids have so many columns."""
         return replace(self, sizes={**self.sizes, STOPS: (columns,)})
@@ -99,7 +127,11 @@ class StateLayout:
             for processor in SIZED:
                 sizes = processor.sizes(params, self.vocabulary)
                 most[processor.name] = list(map(max, most[processor.name], sizes))
-        return {name: tuple(map(_power_of_two, sizes)) for name, sizes in most.items()}
+        limit = _most_sizes(self.vocabulary)
+        return {
+            name: tuple(map(min, map(_power_of_two, sizes), limit[name]))
+            for name, sizes in most.items()
+        }
 
 
 def _fitted(size: int, needed: int, least: int) -> int:
@@ -115,7 +147,9 @@ def sampling_rows(
     The structure depends on the layout alone, which may hold more than these requests need.
     """
     idle = (batch or len(requests)) - len(requests)
-    rows = [_row(layout, request) for request in (*requests, *[IDLE] * idle)]
+    rows = [_row(layout, request) for request in requests]
+    if idle:
+        rows += [_row(layout, IDLE)] * idle
     return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 

@@ -161,6 +161,14 @@ class FakeRunner:
         self.target: dict[CacheSlot, int] = {}
         self.draft: dict[CacheSlot, tuple[int, int]] = {}
 
+    def poll(self) -> None:
+        """Do nothing: nothing compiles."""
+
+    def may_admit(
+        self, request: Request, features: SamplingFeatures, others: Sequence[Request]
+    ) -> bool:
+        return True
+
     def deactivate(self, cleared: Sequence[int]) -> None:
         for slot in cleared:
             self._rows.pop(slot, None)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec.sampling.limits import MAX_BAD_WORD_TOKENS
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import (
     LogitsProcessor,
@@ -44,6 +45,7 @@ class BadWordsState:
 
 class BadWords(LogitsProcessor[BadWordsState]):
     name = "bad_words"
+    passes = 1
     least_sizes = (32,)  # tokens of a request's words together
 
     def needs(self, params: SamplingParams) -> bool:
@@ -51,6 +53,9 @@ class BadWords(LogitsProcessor[BadWordsState]):
 
     def sizes(self, params: SamplingParams, vocabulary: Vocabulary) -> tuple[int, ...]:
         return (sum(map(len, params.bad_words_token_ids)),)
+
+    def most_sizes(self, vocabulary: Vocabulary) -> tuple[int, ...]:
+        return (MAX_BAD_WORD_TOKENS,)
 
     def init(
         self, request: SampledRequest, vocabulary: Vocabulary, sizes: tuple[int, ...]

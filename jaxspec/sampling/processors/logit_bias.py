@@ -23,6 +23,7 @@ class LogitBias(LogitsProcessor[jax.Array]):
     """
 
     name = "logit_bias"
+    passes = 2
 
     def needs(self, params: SamplingParams) -> bool:
         return bool(

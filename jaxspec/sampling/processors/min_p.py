@@ -19,6 +19,7 @@ class MinP(LogitsProcessor[jax.Array]):
     """State: float32 [batch]; 0 is off."""
 
     name = "min_p"
+    passes = 3
 
     def needs(self, params: SamplingParams) -> bool:
         return not params.greedy and params.min_p > 0

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.sampling.params import MAX_INT32, SamplingParams, end_token_ids
+from jaxspec.sampling.params import (
+    MAX_INT32,
+    SamplingParams,
+    end_token_ids,
+    most_end_token_ids,
+)
 from jaxspec.sampling.processors.processor import (
     LogitsProcessor,
     SampledRequest,
@@ -37,6 +42,7 @@ class MinTokensState:
 
 class MinTokens(LogitsProcessor[MinTokensState]):
     name = "min_tokens"
+    passes = 1
     least_sizes = (4,)  # tokens that end a request
 
     def needs(self, params: SamplingParams) -> bool:
@@ -44,6 +50,9 @@ class MinTokens(LogitsProcessor[MinTokensState]):
 
     def sizes(self, params: SamplingParams, vocabulary: Vocabulary) -> tuple[int, ...]:
         return (len(end_token_ids(params, vocabulary.eos_token_ids)),)
+
+    def most_sizes(self, vocabulary: Vocabulary) -> tuple[int, ...]:
+        return (most_end_token_ids(vocabulary.eos_token_ids),)
 
     def init(
         self, request: SampledRequest, vocabulary: Vocabulary, sizes: tuple[int, ...]
@@ -60,9 +69,14 @@ class MinTokens(LogitsProcessor[MinTokensState]):
         return replace(state, stop_token_ids=resized(state.stop_token_ids, *sizes))
 
     def apply(self, state: MinTokensState, logits: jax.Array, window: Window) -> jax.Array:
-        rows, vocab = logits.shape[1:]
+        batch, rows, vocab = logits.shape
         length = window.positions[:, None] + jnp.arange(rows, dtype=jnp.int32)
         too_short = length < state.min_len[:, None]
-        token = window.shards.ids(vocab)
-        ends = jnp.any(state.stop_token_ids[:, :, None] == token, axis=1)
-        return jnp.where(too_short[:, :, None] & ends[:, None], -jnp.inf, logits)
+        stops = state.stop_token_ids[:, None]
+        place = window.shards.place(stops, vocab)
+        # A scatter writes the few tokens that are forbidden, where a mask compares each token of
+        # the vocabulary with every stop token.
+        forbidden = jnp.where(too_short[:, :, None] & (stops >= 0), place, vocab)
+        request = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        return logits.at[request, row, forbidden].set(-jnp.inf, mode="drop")

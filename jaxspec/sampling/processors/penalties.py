@@ -42,6 +42,7 @@ class PenaltiesState:
 
 class Penalties(LogitsProcessor[PenaltiesState]):
     name = "penalties"
+    passes = 3
     large_state = True
 
     def needs(self, params: SamplingParams) -> bool:

@@ -78,11 +78,14 @@ class LogitsProcessor(Protocol[State]):
     name: key of the state in SamplingState.processors and member of SamplingFeatures.processors
     least_sizes: the sizes that a state has at least; their number is the number of axes whose size
         depends on the requests
+    passes: how often `apply` reads or writes all logits on a GPU, about; of the programs that could
+        run, the one with the fewest passes does (jaxspec.engine.variants)
     large_state: whether `observe` returns an array of the vocabulary's size. A round then writes
         the new array into the old one's memory (jaxspec.decode.programs)
     """
 
     name: ClassVar[str]
+    passes: ClassVar[int]
     least_sizes: ClassVar[tuple[int, ...]] = ()
     large_state: ClassVar[bool] = False
 
@@ -96,6 +99,10 @@ class LogitsProcessor(Protocol[State]):
 
         All rows share one shape, so `init` receives the largest sizes of the running requests.
         """
+        return ()
+
+    def most_sizes(self, vocabulary: Vocabulary) -> tuple[int, ...]:
+        """Return sizes that hold every request (jaxspec.sampling.limits)."""
         return ()
 
     @abstractmethod
@@ -141,5 +148,7 @@ def unsplit(array: jax.Array) -> Axes:
 
 def resized(rows: jax.Array, size: int) -> jax.Array:
     """Return int32 [batch, n] as [batch, size], cut or padded with -1 at the end of each row."""
+    if rows.shape[1] == size:
+        return rows
     more = max(0, size - rows.shape[1])
     return jnp.pad(rows[:, :size], ((0, 0), (0, more)), constant_values=-1)

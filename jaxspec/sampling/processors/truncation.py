@@ -30,6 +30,7 @@ class TruncationState:
 
 class Truncation(LogitsProcessor[TruncationState]):
     name = "truncation"
+    passes = 18
 
     def needs(self, params: SamplingParams) -> bool:
         return not params.greedy and (params.top_k > 0 or params.top_p < 1)

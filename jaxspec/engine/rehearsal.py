@@ -1,0 +1,118 @@
+"""A rehearsal compiles all that an admission will run, on idle rows and without touching the state.
+
+The small programs of jaxspec.decode.slots run on rows of zeros. Prefill and rounds, which need the
+caches, are compiled for their shapes only. A later call of the same programs compiles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import RoundConfig
+from jaxspec.decode import programs, slots
+from jaxspec.decode import several_rounds as rounds
+from jaxspec.decode.slots import Admission
+from jaxspec.decode.state import DecodeState
+from jaxspec.drafts.drafter import PromptChunk
+from jaxspec.engine.variants import PrefillShape, RoundShape, Variant
+from jaxspec.layers.params import Params
+from jaxspec.sampling.rows import StateLayout
+
+Compiled = tuple[RoundShape | PrefillShape, Variant]
+
+
+@dataclass(frozen=True)
+class RoundRehearsal:
+    """A step's rounds.
+
+    block_tables: of idle rows
+    """
+
+    shape: RoundShape
+    variant: Variant
+    cfg: RoundConfig
+    num_rounds: int
+    block_tables: Any
+
+
+@dataclass(frozen=True)
+class PrefillRehearsal:
+    """A prefill call.
+
+    slots, block_tables, chunk: of idle tiles
+    """
+
+    shape: PrefillShape
+    variant: Variant
+    cfg: RoundConfig
+    slots: np.ndarray
+    block_tables: Any
+    chunk: PromptChunk
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What an admission runs, in this order.
+
+    params: the weights of target and draft
+    state: the shapes of the present state, a ShapeDtypeStruct for each array
+    batches: the sizes that the batch moves through
+    layout: the sampling state's after that
+    admission: of no request
+    """
+
+    params: Params
+    state: DecodeState
+    batches: Sequence[int]
+    layout: StateLayout
+    admission: Admission
+    prefills: Sequence[PrefillRehearsal]
+    rounds: RoundRehearsal
+
+    def run(self) -> list[Compiled]:
+        """Compile everything, and return the programs that prefill and rounds now have."""
+        rows = jax.tree.map(_zeros, slots.without_caches(self.state))
+        for batch in self.batches:
+            rows = slots.move(rows, np.full(batch, -1, np.int32))
+        rows = slots.relaid(rows, self.layout)
+        batch = rows.active.shape[0]
+        at = np.full(self.admission.next_token.shape[0], batch, np.int32)
+        rows = slots.admit(rows, at, self.admission)
+        slots.deactivate(_zeros(shape_of(rows.active)), np.zeros(batch, bool))
+        for prefill in self.prefills:
+            taken = slots.take(rows, prefill.slots)
+            programs.compile_prefill(
+                prefill.cfg,
+                self.params,
+                self._with_caches(taken),
+                prefill.block_tables,
+                prefill.chunk,
+            )
+            rows = slots.put_back(rows, prefill.slots, taken)
+        rounds.compile_rounds(
+            self.rounds.cfg,
+            self.rounds.num_rounds,
+            self.params,
+            self._with_caches(rows),
+            self.rounds.block_tables,
+        )
+        return [(each.shape, each.variant) for each in (*self.prefills, self.rounds)]
+
+    def _with_caches(self, rows: DecodeState) -> DecodeState:
+        return slots.with_caches(jax.tree.map(shape_of, rows), self.state)
+
+
+def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array, with its sharding where that is fixed."""
+    sharding = x.sharding if x.committed else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array of this shape; np.zeros compiles nothing."""
+    return jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)

@@ -1,0 +1,180 @@
+"""Variants of a program: the sampling features that it computes, which may be more than are needed.
+
+A program with more features gives the same tokens, to the bit. So a batch runs in any variant that
+is compiled and serves it, and no mixture of requests has to wait for its own. LEVELS are the few
+variants that serve every request. No jax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jaxspec.config import SamplingFeatures
+from jaxspec.engine.round_configs import GREEDY
+from jaxspec.sampling.processors import PROCESSORS
+from jaxspec.sampling.rows import Shapes as ArrayShapes
+from jaxspec.sampling.rows import StateLayout
+
+# How often a feature reads or writes the logits of a round on a GPU, about. The order counts.
+PASSES_OF_NOISE, PASSES_OF_LOGPROBS = 3, 23
+PASSES_OF_ALL = 1000  # the vocabulary is sorted and copied to the host; all rows of a prompt
+
+SAMPLED = SamplingFeatures()
+TRUNCATED = SamplingFeatures(processors=frozenset({"truncation"}))
+SCORED = SamplingFeatures(logprobs=True)
+PROCESSED = SamplingFeatures(processors=frozenset(p.name for p in PROCESSORS))
+EVERYTHING = replace(PROCESSED, logprobs=True, all_logprobs=True)
+ROUND_LEVELS = (
+    GREEDY,
+    SAMPLED,
+    TRUNCATED,
+    SCORED,
+    PROCESSED,
+    replace(PROCESSED, logprobs=True),
+    EVERYTHING,
+)
+# A prefill samples from few rows, so log-probabilities of these cost little. Those of the prompt,
+# and a sorted vocabulary, are computed where a request reads them.
+PREFILL_LEVELS = (
+    GREEDY,
+    SAMPLED,
+    TRUNCATED,
+    SCORED,
+    replace(SCORED, prompt_logprobs=True),
+    replace(PROCESSED, logprobs=True),
+    replace(EVERYTHING, prompt_logprobs=True),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a program computes, and the arrays of the sampling state that it runs on.
+
+    features: their processors are those that the state holds
+    arrays: sizes of the state's arrays (StateLayout.shapes)
+    is_full: whether the arrays have room for every request that limits allow
+    limits_drafts: as in RoundConfig
+    """
+
+    features: SamplingFeatures
+    arrays: ArrayShapes
+    is_full: bool
+    limits_drafts: bool = False
+
+    @classmethod
+    def of(
+        cls, features: SamplingFeatures, layout: StateLayout, *, limits_drafts: bool = False
+    ) -> Variant:
+        """Return the variant with just these features, over arrays of a layout's sizes."""
+        layout = layout.hold(features)
+        return cls(features, layout.shapes, layout.is_full, limits_drafts)
+
+    def serves(self, needed: Variant) -> bool:
+        """Return whether requests that need a variant can run in this one.
+
+        Arrays of four times the needed size and more take memory for nothing, so only arrays that
+        are always there may be so large.
+        """
+        own = dict(self.arrays)
+        return (
+            self.features.holds(needed.features)
+            and self.limits_drafts >= needed.limits_drafts
+            and all(
+                n <= m and (self.is_full or m < 4 * n)
+                for name, sizes in needed.arrays
+                for n, m in zip(sizes, own[name], strict=True)
+            )
+        )
+
+    @property
+    def passes(self) -> int:
+        """About how often the program reads or writes the logits."""
+        features = self.features
+        return (
+            PASSES_OF_NOISE * features.sampled
+            + sum(p.passes for p in PROCESSORS if p.name in features.processors)
+            + PASSES_OF_LOGPROBS * features.logprobs
+            + PASSES_OF_ALL * (features.all_logprobs + features.prompt_logprobs)
+        )
+
+    def layout(self, like: StateLayout) -> StateLayout:
+        """Return the layout of the arrays; sizes that the variant does not know are like's."""
+        held = like.hold(self.features)
+        return replace(held, sizes={**held.sizes, **dict(self.arrays)})
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """The shape of a step's rounds: slots of the batch, columns of the block tables, K."""
+
+    batch: int
+    pages: int
+    num_drafts: int
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """The shape of a prefill call: slots of the batch, its tiles, columns of the block tables."""
+
+    batch: int
+    tiles: int
+    pages: int
+
+
+class Variants:
+    """The variants that are compiled, by shape."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[RoundShape | PrefillShape, list[Variant]] = {}
+
+    def add(self, shape: RoundShape | PrefillShape, variant: Variant) -> None:
+        """Note that a program of this shape and variant is compiled."""
+        known = self._compiled.setdefault(shape, [])
+        if variant not in known:
+            known.append(variant)
+            known.sort(key=lambda v: (v.passes, v.limits_drafts, v.arrays))
+
+    def has(self, shape: RoundShape | PrefillShape, variant: Variant) -> bool:
+        """Return whether a program of this shape and variant is compiled."""
+        return variant in self._compiled.get(shape, ())
+
+    def knows(self, shape: RoundShape | PrefillShape) -> bool:
+        """Return whether some program of this shape is compiled."""
+        return shape in self._compiled
+
+    def prefills(self, batch: int) -> list[PrefillShape]:
+        """Return the shapes of the prefill calls that are compiled for a batch."""
+        return [s for s in self._compiled if isinstance(s, PrefillShape) and s.batch == batch]
+
+    def serving(
+        self,
+        shape: RoundShape | PrefillShape,
+        needed: Variant,
+        *,
+        arrays: ArrayShapes | None = None,
+    ) -> Variant | None:
+        """Return the variant with the fewest passes that is compiled and serves; None for none.
+
+        arrays: those that the state has; a variant for these comes before others
+        """
+        found = [v for v in self._compiled.get(shape, ()) if v.serves(needed)]
+        return min(found, key=lambda v: v.arrays != arrays, default=None)
+
+
+def level_for(needed: Variant, layout: StateLayout, *, limits_drafts: bool) -> Variant:
+    """Return the level with the fewest passes that serves; most later mixtures run in it as well.
+
+    layout: what the requests need, as `needed` does
+    limits_drafts: whether rounds have drafts that could be limited
+    """
+    features = next(level for level in ROUND_LEVELS if level.holds(needed.features))
+    if features.processors == PROCESSED.processors:
+        return full_variant(features, layout, limits_drafts=limits_drafts)
+    return Variant.of(features, layout, limits_drafts=needed.limits_drafts)
+
+
+def full_variant(
+    features: SamplingFeatures, layout: StateLayout, *, limits_drafts: bool = False
+) -> Variant:
+    """Return the variant with these features that has room for every request."""
+    return Variant.of(features, layout.full(features), limits_drafts=limits_drafts)
