@@ -57,7 +57,7 @@ class PrefillRehearsal:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What an admission runs, in this order.
+    """The programs that an admission runs, in this order.
 
     params: the weights of target and draft
     state: the shapes of the present state, a ShapeDtypeStruct for each array

@@ -48,7 +48,7 @@ PREFILL_LEVELS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """What a program computes, and the arrays of the sampling state that it runs on.
+    """The features that a program computes, and the arrays of the state that it runs on.
 
     features: their processors are those that the state holds
     arrays: sizes of the state's arrays (StateLayout.shapes)

@@ -100,7 +100,7 @@ class StateLayout:
 
     @property
     def shapes(self) -> Shapes:
-        """What tells the arrays of one layout from those of another; hashable."""
+        """The sizes that tell the arrays of one layout from those of another; hashable."""
         return tuple((name, self.sizes[name]) for name in (STOPS, *sorted(self.held)))
 
     def with_stops(self, columns: int) -> StateLayout:

@@ -42,8 +42,9 @@ def engine(**config: Any) -> LLM:
         "block_size": 16,
         "max_num_batched_tokens": 32,
     } | config
+    target: Any = ToyTarget(V)
     return LLM(
-        (ToyTarget(V), {"table": TABLE}),
+        (target, {"table": TABLE}),
         (ToyDraft(V), {"table": TABLE}),
         SpeculativeConfig(method="eagle", num_speculative_tokens=2),
         eos_token_ids=(EOS,),
@@ -55,7 +56,9 @@ class SlowCompiler:
     """Rehearsals wait until `go` is set, then compile, or fail."""
 
     def __init__(self) -> None:
-        self.go, self.error, self.started, self.ended = threading.Event(), None, 0, 0
+        self.go = threading.Event()
+        self.error: Exception | None = None
+        self.started = self.ended = 0
         self._run = Rehearsal.run
 
     def run(self, rehearsal: Rehearsal) -> Any:
@@ -167,9 +170,9 @@ def test_a_mixture_that_lasts_gets_programs_of_its_own(monkeypatch: pytest.Monke
     assert first.token_ids == engine().generate([[1, 2]], LONG)[0].token_ids
 
 
-@pytest.mark.parametrize("count", [250, slow(10_000)])
+@pytest.mark.parametrize("count", [200, slow(10_000)])
 def test_random_requests_compile_nothing_after_warmup_and_leave_nothing(count: int) -> None:
-    """Memory stays flat, and no step takes longer than some steps of the same programs do."""
+    """Memory stays flat. Steps are timed by the processor's time, for other processes' sake."""
     llm = engine(num_gpu_blocks_override=9)
     llm.warmup()
     soak(llm, V, 50, seed=0)
@@ -181,4 +184,5 @@ def test_random_requests_compile_nothing_after_warmup_and_leave_nothing(count: i
     assert sum(found.reasons.values()) == count and {"stop", "length"} <= set(found.reasons)
     assert "error" not in found.reasons and llm.scheduling.num_preemptions > 0
     assert max(found.device_bytes[1:]) < 1.05 * min(found.device_bytes[1:])
+    assert count < 10_000 or found.longest_over_median < 5
     assert found.host_bytes[-1] < found.host_bytes[0] + (32 << 20)

@@ -17,6 +17,7 @@ import pytest
 from jaxspec.config import SamplingFeatures
 from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.autoregressive import Proposal
+from jaxspec.engine.variants import ROUND_LEVELS
 from jaxspec.sampling.logits import (
     adjust_logits,
     observe_tokens,
@@ -339,6 +340,40 @@ def test_neutral_requests_get_the_same_tokens_beside_any_neighbours(rule: str) -
         )
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert len(set(np.asarray(results[0].num_sampled).tolist())) > 2
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bad_words": {"bad_words_token_ids": [[5], [30, 7], [1, 2, 3]]},
+    "min_tokens": {"min_tokens": 3, "stop_token_ids": (3, 9)},
+    "logit_bias": {"logit_bias": {2: 4.0, 30: -3.0}, "banned_token_ids": (8,)},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+    "min_p": {"min_p": 0.1},
+    "truncation": {"top_k": 9, "top_p": 0.8},
+}
+
+
+@pytest.mark.usefixtures("toy_families")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_gets_the_same_tokens_in_a_program_of_all_features(kind: str) -> None:
+    """In the last level, whose arrays hold whatever the limits allow; to the bit."""
+    batch, K, everything = 16, 3, ROUND_LEVELS[-1]
+    params = [(SAMPLED if i % 2 else GREEDY)(**KINDS[kind]) for i in range(batch)]
+    requests = [SampledRequest(p, i, PROMPT, TEXT[: i % 6]) for i, p in enumerate(params)]
+    q = jnp.asarray(random_logits(batch, K, V, seed=7))
+    drafts = jnp.asarray(np.random.default_rng(5).integers(-1, V, (batch, K)), jnp.int32)
+    logits = jnp.asarray(random_logits(batch, K + 1, V, seed=6))
+    lengths = jnp.asarray([len(PROMPT) + i % 6 for i in range(batch)], jnp.int32)
+    own = features_of(params)
+    assert own.processors == {kind} - {"plain"}
+    layout, results = StateLayout(Vocabulary(V, EOS)), []
+    for features, arrays in ((own, layout.fit(own, params)), (everything, layout.full(everything))):
+        state = jax.tree.map(jnp.asarray, sampling_rows(arrays, requests))
+        cfg = toy_config(V, K).with_features(features)
+        active = jnp.ones(batch, bool)
+        results.append(judged(cfg, logits, Proposal(drafts, q), None, state, lengths, active))
+    results[1] = replace(results[1], logprobs=None)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def test_a_feature_that_is_off_leaves_nothing_behind() -> None:

@@ -19,7 +19,7 @@ from jaxspec.sampling.params import SamplingParams
 
 @dataclass
 class Soak:
-    """What a soak measured.
+    """The measurements of a soak.
 
     host_bytes, device_bytes: resident memory of the process, and of JAX's arrays, at each fifth
     step_seconds: the time of each step that ran a program, in which the process had a processor
