@@ -173,11 +173,11 @@ def test_a_mixture_that_lasts_gets_programs_of_its_own(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("count", [200, slow(10_000)])
 def test_random_requests_compile_nothing_after_warmup_and_leave_nothing(count: int) -> None:
     """Memory stays flat. Steps are timed by the processor's time, for other processes' sake."""
-    llm = engine(num_gpu_blocks_override=9)
+    llm = engine(num_gpu_blocks_override=8)
     llm.warmup()
     soak(llm, V, 50, seed=0)
     with counting_compilations() as compiled:
-        found = soak(llm, V, count, seed=count)
+        found = soak(llm, V, count, seed=1)
     print(count, {k: v for k, v in vars(found).items() if k != "step_seconds"})
     print(len(found.step_seconds), "steps, longest over median", found.longest_over_median)
     assert not compiled and all_free(llm)
