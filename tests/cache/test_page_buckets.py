@@ -76,9 +76,7 @@ def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(
 ) -> None:
     llm = engine(tiny_model("eagle"), True, limit)
     warmed: dict[str, Any] = {}
-    monkeypatch.setattr(
-        llm.engine, "warm", lambda _features, **buckets: warmed.update(buckets) or 0
-    )
+    monkeypatch.setattr(llm.engine, "warm_levels", lambda shapes: warmed.update(shapes=shapes) or 0)
     llm.warmup(lengths=lengths)
     runner, shapes = llm.runner, warmed["shapes"]
     for total in range(min(lengths or [1]), max(lengths or [limit]) + 1):
