@@ -42,15 +42,18 @@ class Pieces:
     def start(self, piece: jax.Array) -> jax.Array:
         return jnp.minimum(piece * self.size, self.vocab - self.size)
 
-    def load(self, ref: Ref, piece: jax.Array) -> jax.Array:
-        """Load a piece of a row ref [vocab]."""
-        return load(ref.at[pl.ds(self.start(piece), self.size)], self.layout)
+    def load(self, ref: Ref, piece: jax.Array, first: jax.Array | None = None) -> jax.Array:
+        """Load a piece of a row ref [vocab].
 
-    def indices(self, piece: jax.Array) -> jax.Array:
-        """Return the ids of a piece's entries."""
-        return plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout) + self.start(
-            piece
-        )
+        first: index in ref of the row's entry 0, a multiple of `vocab`; None: 0.
+        """
+        start = self.start(piece) if first is None else self.start(piece) + first
+        return load(ref.at[pl.ds(start, self.size)], self.layout)
+
+    def indices(self, piece: jax.Array, first: jax.Array | None = None) -> jax.Array:
+        """Return the ids of a piece's entries; first: the id of the row's entry 0, None for 0."""
+        offsets = plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout)
+        return offsets + (self.start(piece) if first is None else self.start(piece) + first)
 
 
 def cut(vocab: int, size: int) -> Pieces:

@@ -99,7 +99,9 @@ class VocabShards:
         """Return rows [..., size] as [..., vocab]: an exchange of all that they hold."""
         if self.axis is None:
             return rows
-        return lax.all_gather(rows, self.axis, axis=rows.ndim - 1, tiled=True)
+        # Gathered along another axis than the first, XLA would transpose before and after.
+        pieces = jnp.moveaxis(lax.all_gather(rows, self.axis), 0, -2)
+        return pieces.reshape(*rows.shape[:-1], -1)
 
     def maximum(self, partial: jax.Array) -> jax.Array:
         """Return the largest of the devices' values, elementwise."""

@@ -5,6 +5,9 @@ temperature, and keeps the highest score. A second kernel takes the first of a r
 scores. A single launch would need a cluster for each row, whose eight multiprocessors would hash
 the noise of 32,000 tokens for microseconds. An argmax has no order of summation, so the division
 of a row may depend on the number of rows.
+
+Of rows that are cut over devices, the second kernel takes the first of the own piece's scores. An
+all-gather takes them to all devices, and XLA compares one score of each.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pallas_kernels.gumbel_sample.inputs import Inputs
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.pieces import LANES, Pieces, combine_maximum, cut, store_maximum
 from pallas_kernels.types import Ref
+from pallas_kernels.vocab_shards import first_highest
 
 Score = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of piece, logits, indices
 
@@ -63,6 +67,7 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     rows, vocab = inputs.logits.shape
     pieces = cut(vocab, tuning.piece)
     count, share = shares(pieces, rows, tuning.blocks)
+    shards = inputs.shards
 
     def draw(
         logits_ref: Ref,
@@ -71,12 +76,14 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         position_ref: Ref,
         offset_ref: Ref,
         ids_ref: Ref | None,
+        first_ref: Ref | None,
         best_ref: Ref,
         index_ref: Ref,
     ) -> None:
         block = lax.axis_index("block")
         row, part = block // count, block % count
         heat = temperature_ref[row]
+        first_id = None if first_ref is None else first_ref[0]
 
         def search(score: Score) -> None:
             """Store the part's highest score and its index."""
@@ -112,7 +119,10 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
             )
 
             def score(piece: jax.Array, values: jax.Array, ids: jax.Array) -> jax.Array:
-                ids = ids if ids_ref is None else pieces.load(ids_ref, piece)
+                if ids_ref is not None:
+                    ids = pieces.load(ids_ref, piece, first_id)
+                elif first_id is not None:
+                    ids = ids + first_id
                 scaled = values / heat
                 # As in XLA's kernel, nothing fuses the quotient with the sum.
                 scaled = jnp.where(scaled == scaled, scaled, -jnp.inf)
@@ -124,6 +134,13 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         row = lax.axis_index("block")
         token_ref[row] = combine_maximum(best_ref, index_ref, row, count)[1]
 
+    def combine_piece(best_ref: Ref, index_ref: Ref, first_ref: Ref, words_ref: Ref) -> None:
+        row = lax.axis_index("block")
+        value, index = combine_maximum(best_ref, index_ref, row, count)
+        words_ref[row, 0] = lax.bitcast_convert_type(value, jnp.int32)
+        words_ref[row, 1] = index + first_ref[0]
+
+    first = None if shards.is_whole else jnp.full(1, shards.first_id(vocab), jnp.int32)
     operands = (
         inputs.logits,
         inputs.temperature,
@@ -131,12 +148,20 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         inputs.position,
         inputs.offset.reshape(1),
         inputs.token_ids,
+        first,
     )
     best = jax.ShapeDtypeStruct((rows, LANES), jnp.float32)
     index = jax.ShapeDtypeStruct((rows, LANES), jnp.int32)
     parts = _launch(draw, rows * count, operands, (best, index))
-    (tokens,) = _launch(combine, rows, parts, (jax.ShapeDtypeStruct((rows,), jnp.int32),))
-    return tokens
+    if shards.is_whole:
+        (tokens,) = _launch(combine, rows, parts, (jax.ShapeDtypeStruct((rows,), jnp.int32),))
+        return tokens
+    (words,) = _launch(
+        combine_piece, rows, (*parts, first), (jax.ShapeDtypeStruct((rows, 2), jnp.int32),)
+    )
+    words = lax.all_gather(words, shards.axis)
+    values = lax.bitcast_convert_type(words[..., 0], jnp.float32)
+    return first_highest(values, words[..., 1])[1]
 
 
 def _launch(

@@ -46,8 +46,6 @@ def rejection_sample(
     inputs.check()
 
     def reason() -> str | None:
-        if not inputs.shards.is_whole:
-            return "expected whole rows, got rows that are cut over devices"
         return unsupported(inputs.target_logits, inputs.draft_logits)
 
     if not runs_kernel("rejection_sampling", implementation, reason):
@@ -58,7 +56,10 @@ def rejection_sample(
 
 
 def unsupported(target_logits: Shaped, draft_logits: Shaped | None = None) -> str | None:
-    """Return why the Mosaic kernels cannot take these logits, None if they can."""
+    """Return why the Mosaic kernels cannot take these logits, None if they can.
+
+    Of rows that are cut over devices: the own piece of each.
+    """
     if old := hopper.too_old():
         return old
     from pallas_kernels.rejection_sampling import mosaic_gpu

@@ -14,12 +14,12 @@ import jax
 import pytest
 
 from pallas_kernels.vocab_shards import WHOLE, VocabShards
+from tests.support.slow import slow
 
 
-@pytest.fixture(scope="module")
-def printed() -> list[str]:
-    """What the cases print."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+def printed_by(devices: int, module: str, *arguments: str) -> list[str]:
+    """What a module prints in a process with so many devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     settings = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
@@ -28,7 +28,7 @@ def printed() -> list[str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     result = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.vocab_shards_on_devices"],
+        [sys.executable, "-m", f"tests.parallel.{module}", *arguments],
         env=os.environ | settings,
         capture_output=True,
         text=True,
@@ -37,6 +37,12 @@ def printed() -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    return printed_by(4, "vocab_shards_on_devices")
+
+
+@pytest.mark.once
 def test_pieces_give_the_tokens_of_whole_rows(printed: list[str]) -> None:
     assert printed[:2] == ["processors", "rejection_sample"]
     rules = [line.split()[0] for line in printed[2:-1]]
@@ -44,6 +50,7 @@ def test_pieces_give_the_tokens_of_whole_rows(printed: list[str]) -> None:
     assert len(rules) == 13
 
 
+@pytest.mark.once
 def test_a_round_makes_few_exchanges(printed: list[str]) -> None:
     """Three draft steps, then the target's; each exchange costs a GPU microseconds."""
     assert json.loads(printed[-1]) == {
@@ -54,6 +61,29 @@ def test_a_round_makes_few_exchanges(printed: list[str]) -> None:
         "block": 3 + 3,
         "block, mapped": 3 + 4,
     }
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason=f"Mosaic's interpreter needs jax 0.11, got {jax.__version__}",
+)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("draft", "greedy", "probabilistic", "probabilistic, one-hot", "block", "synthetic"),
+        slow(
+            (
+                "target",
+                "probabilistic, same vocabulary",
+                "block, same vocabulary",
+                "block, one draft",
+                "plain",
+            )
+        ),
+    ],
+)
+def test_kernels_give_the_references_tokens_on_two_devices(names: tuple[str, ...]) -> None:
+    assert printed_by(2, "vocab_shard_kernels", *names) == list(names)
 
 
 @pytest.mark.parametrize(("axis", "count"), [("model", 1), (None, 2), ("model", 0)])

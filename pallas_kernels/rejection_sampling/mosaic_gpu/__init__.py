@@ -16,6 +16,13 @@ registers and writes a partial result; a block for each request combines the par
                                                  in registers
   draw                   next_token.py           argmax of the one row that is drawn from
   match, emit            output.py               the output; of greedy batches from the rows' argmax
+  fold_scores,           exchange.py             the own words of each request, before an all-gather
+  fold_winners                                   takes them to the other devices
+
+Rows that are cut over devices (exchange.py) take a launch more before each all-gather: fold_scores
+after the pass over all rows, fold_winners after draw. A draft with a vocabulary of its own takes
+one more all-gather, of the rejected draft's row of each request; block verification of several
+drafts takes it of all rows, and one of the residual mass.
 
 No array of size [B, K, V] is written. Every kernel launches the next one early and waits for the
 one before it (programmatic dependent launch, PDL). reference.py names the sources of the rules.
@@ -31,8 +38,16 @@ import jax.numpy as jnp
 from pallas_kernels.noise import Stream
 from pallas_kernels.pieces import LANES, cut
 from pallas_kernels.rejection_sampling.inputs import Inputs
-from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import judge
-from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import mass, prefixes
+from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import ACCEPTED, judge
+from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import (
+    exchange_mass,
+    mass,
+    prefixes,
+)
+from pallas_kernels.rejection_sampling.mosaic_gpu.exchange import (
+    exchange_scores,
+    exchange_winners,
+)
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Arrays, Problem
 from pallas_kernels.rejection_sampling.mosaic_gpu.next_token import draw
 from pallas_kernels.rejection_sampling.mosaic_gpu.output import emit, match
@@ -77,19 +92,29 @@ def rejection_sample(inputs: Inputs, *, tuning: Tuning = DEFAULT) -> tuple[jax.A
     num_drafts = rows - 1
     if batch == 0:
         return jnp.zeros((0, rows), jnp.int32), jnp.zeros(0, jnp.int32)
+    shards = inputs.shards
     problem = Problem(
-        batch, num_drafts, rule, sampled, cut(vocab, tuning.sweep), cut(vocab, tuning.draw)
+        batch,
+        num_drafts,
+        rule,
+        sampled,
+        cut(vocab, tuning.sweep),
+        cut(vocab, tuning.draw),
+        shards=shards,
     )
     arrays: Arrays = {
         "target": inputs.target_logits.reshape(batch * rows, vocab),
         "active": inputs.active,
     }
+    if not shards.is_whole:
+        sizes = (vocab, 0 if draft_logits is None else draft_logits.shape[-1])
+        arrays |= {"first_ids": jnp.stack([shards.first_id(size) for size in sizes])}
     if num_drafts:
         arrays |= {"tokens": inputs.draft_tokens.reshape(-1)}
     if sampled:
         arrays |= {"greedy": inputs.greedy, "temperature": inputs.temperature}
     if not sampled and rule != "synthetic":
-        return match(problem, arrays | row_maxima(problem, arrays))
+        return match(problem, exchange_scores(problem, arrays | row_maxima(problem, arrays)))
     if num_drafts:
         arrays |= {"rates": inputs.acceptance_rates}
         if isinstance(uniforms, Stream):
@@ -109,13 +134,34 @@ def rejection_sample(inputs: Inputs, *, tuning: Tuning = DEFAULT) -> tuple[jax.A
     if num_drafts and rule != "synthetic":
         if draft_logits is not None:
             width = draft_logits.shape[-1]
-            problem = replace(problem, draft_sweep=cut(width, tuning.sweep))
+            problem = replace(
+                problem,
+                draft_sweep=cut(width, tuning.sweep),
+                gathers_draft=inputs.target_to_draft is not None and not shards.is_whole,
+            )
             arrays |= {
                 "draft": draft_logits.reshape(batch * num_drafts, width),
                 "to_draft": inputs.target_to_draft,
             }
-        judged = arrays | row_sums(problem, arrays)
-        if rule == "block" and draft_logits is not None and num_drafts > 1:
-            judged |= mass(problem, arrays | prefixes(problem, judged))
-        arrays |= judge(problem, judged)
-    return emit(problem, arrays | draw(problem, arrays))
+        judged = exchange_scores(problem, arrays | row_sums(problem, arrays))
+        reads_all = rule == "block" and num_drafts > 1  # rows of the draft's logits
+        if reads_all and draft_logits is not None:
+            if problem.gathers_draft:
+                every = draft_logits.reshape(batch * num_drafts, -1)
+                arrays |= {"draft": shards.whole_rows(every)}
+            inner = mass(problem, arrays | prefixes(problem, judged))
+            judged = exchange_mass(problem, judged | inner)
+        decided = judge(problem, judged)
+        if problem.gathers_draft and not reads_all:
+            problem = replace(problem, one_draft_row=True)
+            arrays |= {"draft": _rejected_rows(inputs, decided["decided"])}
+        arrays |= decided
+    return emit(problem, exchange_winners(problem, arrays | draw(problem, arrays)))
+
+
+def _rejected_rows(inputs: Inputs, decided: jax.Array) -> jax.Array:
+    """Return the draft's row that each request rejected, whole: float32 [B, Vd]."""
+    assert inputs.draft_logits is not None
+    rejected = jnp.minimum(decided[:, ACCEPTED], inputs.draft_logits.shape[1] - 1)
+    rows = jnp.take_along_axis(inputs.draft_logits, rejected[:, None, None], axis=1)
+    return inputs.shards.whole_rows(rows.squeeze(1))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.pieces import combine_maximum
+from pallas_kernels.rejection_sampling.mosaic_gpu import exchange
 from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import longest_kept
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Arrays, Problem, Refs, launch
 from pallas_kernels.rejection_sampling.mosaic_gpu.scores import count_leading, pick, score_drafts
@@ -73,10 +74,14 @@ def judge(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
 
 def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return num_accepted and the token after: drafts are kept while they equal a row's argmax."""
-    maxima = [
-        combine_maximum(refs.best, refs.index, request * problem.rows + i, problem.sweep.count)[1]
-        for i in range(problem.rows)
-    ]
+    if problem.shards.is_whole:
+        count = problem.sweep.count
+        maxima = [
+            combine_maximum(refs.best, refs.index, request * problem.rows + i, count)[1]
+            for i in range(problem.rows)
+        ]
+    else:
+        maxima = [exchange.row_argmax(problem, refs, request, i) for i in range(problem.rows)]
     drafts = [refs.tokens[request * problem.num_drafts + i] for i in range(problem.num_drafts)]
     num_accepted = count_leading(
         [draft == token for draft, token in zip(drafts, maxima, strict=False)]
@@ -95,6 +100,6 @@ def decision(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Arra
     kept = []
     for i in range(problem.num_drafts):
         draft = refs.tokens[request * problem.num_drafts + i]
-        inside = (draft >= 0) & (draft < problem.draw.vocab)
+        inside = (draft >= 0) & (draft < problem.vocab)
         kept.append(inside & (uniform(problem, refs, request, i) < refs.rates[i]))
     return count_leading(kept), jnp.where(refs.active[request], PLAIN, KNOWN)

@@ -84,6 +84,15 @@ def mass(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
     )
 
 
+def exchange_mass(problem: Problem, inputs: Arrays) -> Arrays:
+    """Return the inputs with the `mass` of all devices, float32 [B (K-1)]; unchanged if whole."""
+    mass = inputs["mass"]
+    if problem.shards.is_whole or mass is None:
+        return inputs
+    own = jnp.sum(mass[:, : problem.draw.count], axis=1)
+    return inputs | {"mass": problem.shards.add(own)}
+
+
 def longest_kept(
     problem: Problem, refs: Refs, request: jax.Array, scores: Scores, uniforms: list[jax.Array]
 ) -> jax.Array:
@@ -97,6 +106,8 @@ def longest_kept(
         if length < K:
             if refs.mass is None:
                 remaining = keep * -expm1(jnp.minimum(scores.log_p[length], 0.0))
+            elif not problem.shards.is_whole:
+                remaining = refs.mass[request * (K - 1) + length - 1]
             else:
                 remaining = jnp.sum(
                     jnp.where(

@@ -16,6 +16,7 @@ from pallas_kernels.hopper import interpreting
 from pallas_kernels.pieces import LANES, Pieces
 from pallas_kernels.rejection_sampling.inputs import Rule
 from pallas_kernels.types import Ref
+from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Problem:
     draft_sweep:    pieces of a draft's row in the pass over all rows; None: one-hot drafts
     accept_stream, recover_stream: number of the random stream (noise.Stream); None: numbers are
                     given
+    shards:         how the rows are cut over devices; `sweep`, `draw` and `draft_sweep` cut the own
+                    piece of a row
+    gathers_draft:  whether `draft` becomes whole rows for the kernels that read it at the target's
+                    ids
+    one_draft_row:  whether these rows are only the rejected drafts', one for each request
     """
 
     batch: int
@@ -38,11 +44,28 @@ class Problem:
     draft_sweep: Pieces | None = None
     accept_stream: int | None = None
     recover_stream: int | None = None
+    shards: VocabShards = WHOLE
+    gathers_draft: bool = False
+    one_draft_row: bool = False
 
     @property
     def rows(self) -> int:
         return self.num_drafts + 1
 
+    @property
+    def vocab(self) -> int:
+        """Size of the target's vocabulary."""
+        return self.shards.total(self.sweep.vocab)
+
+    @property
+    def draft_width(self) -> int:
+        """Logits of a draft's row that is read at the target's ids."""
+        assert self.draft_sweep is not None
+        width = self.draft_sweep.vocab
+        return self.shards.total(width) if self.gathers_draft else width
+
+
+TARGET, DRAFT = 0, 1  # columns of `first_ids`, the first ids of the own pieces
 
 Arrays = dict[str, jax.Array | None]  # inputs of a kernel by name; None: not given
 
@@ -53,6 +76,11 @@ class Refs(SimpleNamespace):
     # Any: a name may be None, and each kernel knows which of its names are given.
     def __getattr__(self, name: str) -> Any:
         return None
+
+
+def first_id(problem: Problem, refs: Refs) -> jax.Array | None:
+    """Return the id of the first token of the own piece; None for whole rows, where it is 0."""
+    return None if problem.shards.is_whole else refs.first_ids[TARGET]
 
 
 def partials(rows: int, *dtypes: DTypeLike) -> list[jax.ShapeDtypeStruct]:

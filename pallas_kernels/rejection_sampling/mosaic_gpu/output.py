@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.pieces import combine_maximum
+from pallas_kernels.rejection_sampling.mosaic_gpu import exchange
 from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import (
     KNOWN,
     RESIDUAL,
@@ -14,6 +15,7 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import (
     match_target,
 )
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Arrays, Problem, Refs, launch
+from pallas_kernels.types import Ref
 
 
 def match(problem: Problem, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -34,11 +36,16 @@ def emit(problem: Problem, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
     count = problem.draw.count
 
     def body(refs: Refs, request: jax.Array) -> None:
+        def drawn(column: int, best_ref: Ref, index_ref: Ref) -> tuple[jax.Array, jax.Array]:
+            if problem.shards.is_whole:
+                return combine_maximum(best_ref, index_ref, request, count)
+            return exchange.winner(problem, refs, request, column)
+
         num_accepted, mode = decision(problem, refs, request)
-        _, token = combine_maximum(refs.best, refs.index, request, count)
+        _, token = drawn(exchange.WINNER, refs.best, refs.index)
         if refs.decided is not None:
-            highest, residual = combine_maximum(
-                refs.residual_best, refs.residual_index, request, count
+            highest, residual = drawn(
+                exchange.RESIDUAL_WINNER, refs.residual_best, refs.residual_index
             )
             token = jnp.where((mode == RESIDUAL) & (highest > -jnp.inf), residual, token)
             token = jnp.where(mode == KNOWN, refs.decided[request, TOKEN], token)

@@ -16,7 +16,7 @@ from jax.extend.mlir.dialects import arith, memref
 
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.pieces import Pieces
-from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, first_id
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
 from pallas_kernels.types import Ref
 
@@ -35,7 +35,9 @@ def log_residual(
     """
     rejected = request * problem.num_drafts + num_accepted
     if problem.draft_sweep is None:
-        return jnp.where(problem.draw.indices(piece) == refs.tokens[rejected], -jnp.inf, logits)
+        ids = problem.draw.indices(piece, first_id(problem, refs))
+        return jnp.where(ids == refs.tokens[rejected], -jnp.inf, logits)
+    rejected = request if problem.one_draft_row else rejected
     log_p = logits - refs.target_lse[request] + refs.log_joint[request]
     log_q = (
         draft_at_target(problem, refs, rejected, piece, divisor_of(refs, request))
@@ -51,10 +53,9 @@ def draft_at_target(
     pieces = problem.draw
     if refs.to_draft is None:
         return scaled(pieces.load(refs.draft.at[row], piece), divisor)
-    assert problem.draft_sweep is not None
-    own = pieces.load(refs.to_draft, piece)
+    own = pieces.load(refs.to_draft, piece, first_id(problem, refs))
     gathered = _gather(
-        pieces, refs.draft.at[row], jnp.minimum(jnp.maximum(own, 0), problem.draft_sweep.vocab - 1)
+        pieces, refs.draft.at[row], jnp.minimum(jnp.maximum(own, 0), problem.draft_width - 1)
     )
     return jnp.where(own >= 0, scaled(gathered, divisor), -jnp.inf)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rejection_sampling.mosaic_gpu import exchange
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
 from pallas_kernels.rejection_sampling.mosaic_gpu.row_reductions import combine_sum
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
@@ -28,23 +29,32 @@ class Scores:
 
 
 def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
-    K, vocab = problem.num_drafts, problem.sweep.vocab
+    K, vocab, whole = problem.num_drafts, problem.vocab, problem.shards.is_whole
     divisor = divisor_of(refs, request)
     valid, logits, draft_logits = [], [], []
     for i in range(K):  # dependent reads first, of all drafts at once: each waits for memory
         draft = refs.tokens[request * K + i]
         inside = (draft >= 0) & (draft < vocab)
         draft = jnp.where(inside, draft, 0)
-        logits.append(scaled(refs.target[request * problem.rows + i, draft], divisor))
+        logits.append(
+            scaled(refs.target[request * problem.rows + i, draft], divisor)
+            if whole
+            else exchange.target_at_draft(problem, refs, request, i)
+        )
         if problem.draft_sweep is not None:
             own = draft if refs.to_draft is None else refs.to_draft[draft]
             inside = inside & (own >= 0)
-            own = jnp.minimum(jnp.maximum(own, 0), problem.draft_sweep.vocab - 1)
-            draft_logits.append(scaled(refs.draft[request * K + i, own], divisor))
+            if whole:
+                own = jnp.minimum(jnp.maximum(own, 0), problem.draft_sweep.vocab - 1)
+                draft_logits.append(scaled(refs.draft[request * K + i, own], divisor))
+            else:
+                draft_logits.append(exchange.draft_at_draft(problem, refs, request, i))
         valid.append(inside)
     count = problem.sweep.count
     target_lse = [
         combine_sum(refs.best, refs.sum, request * problem.rows + i, count, divisor)
+        if whole
+        else exchange.target_log_sum_exp(problem, refs, request, i, divisor)
         for i in range(K + 1)
     ]
     log_p = [x - lse for x, lse in zip(logits, target_lse, strict=False)]
@@ -53,6 +63,8 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
         count = problem.draft_sweep.count
         draft_lse = [
             combine_sum(refs.draft_best, refs.draft_sum, request * K + i, count, divisor)
+            if whole
+            else exchange.draft_log_sum_exp(problem, refs, request, i, divisor)
             for i in range(K)
         ]
         log_q = [x - lse for x, lse in zip(draft_logits, draft_lse, strict=True)]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import noise, piece_noise
-from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
+from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, first_id
 
 
 def uniform(problem: Problem, refs: Refs, request: jax.Array, draft: int) -> jax.Array:
@@ -45,4 +45,5 @@ def recover_noise(problem: Problem, refs: Refs, request: jax.Array, piece: jax.A
         if folded
         else recover_key(problem, refs, request)
     )
-    return piece_noise.gumbel(problem.draw, key, problem.draw.indices(piece))
+    token_ids = problem.draw.indices(piece, first_id(problem, refs))
+    return piece_noise.gumbel(problem.draw, key, token_ids)
