@@ -18,13 +18,13 @@ from tests.support.slow import slow
 
 
 def printed_by(devices: int, module: str, *arguments: str) -> list[str]:
-    """What a module prints in a process with so many devices."""
+    """Return the lines that a module prints in a process with so many devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     settings = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",  # type: ignore[attr-defined]
+        "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"] or "",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     result = subprocess.run(

@@ -1,8 +1,9 @@
-"""What devices exchange that have pieces of each row's vocabulary, and how a kernel reads it.
+"""The words that devices exchange of rows whose vocabulary is cut over them.
 
-A warpgroup for each request folds the partial results of the device's own tokens into a few words,
-`fold_scores` of all rows and `fold_winners` of the draw. One all-gather takes them to all devices.
-Kernels read the words of all devices as scalars, and combine them in the devices' order.
+A warpgroup for each request folds the partial results of the device's own tokens into a few words.
+`fold_scores` makes those of all rows, `fold_winners` those of the draw. One all-gather takes them
+to all devices. Kernels read the words of all devices as scalars, and combine them in the devices'
+order.
 """
 
 from __future__ import annotations
