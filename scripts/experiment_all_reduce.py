@@ -19,11 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,16 +66,12 @@ def main() -> None:
         return
     found, failed = [], False
     for case in args.cases.split(","):
-        lines, reason = in_a_process(case, args)
-        found += lines
-        for line in lines:
+        for line in in_a_process(case, args):
+            found.append(line)
+            failed = failed or bool(line.get("failed"))
             print("  ".join(f"{name} {shown(value)}" for name, value in line.items()), flush=True)
-        if reason:
-            failed = True
-            found.append({"case": case, "failed": reason})
-            print(f"{case}: FAILED: {reason}", flush=True)
-        if args.output_json:
-            args.output_json.write_text(json.dumps(found, indent=1))
+            if args.output_json:
+                args.output_json.write_text(json.dumps(found, indent=1))
     sys.exit(failed)
 
 
@@ -80,23 +79,28 @@ def shown(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def in_a_process(case: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    """Run a case; return what it printed as JSON lines, and why it failed or ""."""
+def in_a_process(case: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run a case; yield what it prints as JSON lines, and a last line if it fails."""
     # NVLink's multicast is not used.
     env = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
     if args.cpu:
         flags = f"--xla_force_host_platform_device_count={args.devices}"
         env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, os.path.abspath(__file__), "--child", case, *sys.argv[1:]]
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CASES[case])
-        text, reason = done.stdout, done.stderr[-3000:] if done.returncode else ""
-    except subprocess.TimeoutExpired as late:
-        text = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        errors = late.stderr.decode() if isinstance(late.stderr, bytes) else late.stderr or ""
-        reason = f"no end after {CASES[case]} s: {errors[-1000:]}"
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return lines, reason or next((line["failed"] for line in lines if line.get("failed")), "")
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert child.stdout is not None
+        limit = threading.Timer(CASES[case], child.kill)
+        limit.start()
+        for line in child.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        status = child.wait()
+        limit.cancel()
+        if status:
+            late = f"no end after {CASES[case]} s: " if status == -signal.SIGKILL else ""
+            errors.seek(0)
+            yield {"case": case, "failed": f"{late}exit {status}: {errors.read()[-3000:]}"}
 
 
 class Experiment:
