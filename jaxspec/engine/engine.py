@@ -410,11 +410,14 @@ class Engine:
         """
         if not self.scheduler.waiting:
             return admit_any
-        running, features = list(self.scheduler.running), self._running_features()
+        others, needed = list(self.scheduler.running), self._running_features()
+        num_running = len(others)
 
         def may_admit(request: Request, admitted: Sequence[Request]) -> bool:
-            others = [*running, *admitted]
-            needed = features | features_of(r.params for r in admitted) if admitted else features
+            nonlocal needed
+            for new in admitted[len(others) - num_running :]:
+                others.append(new)
+                needed |= features_of([new.params])
             try:
                 return self.runner.may_admit(request, needed, others)
             except ConfigError as e:

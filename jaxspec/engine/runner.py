@@ -562,7 +562,7 @@ class ModelRunner:
         others it waits here for the programs that it has waited for. A shape that is compiled for
         no features yet delays nothing. Raises ConfigError if the programs did not compile.
         """
-        if not self._may_compile_aside:
+        if self._is_warm or not self._may_compile_aside:
             return True
         waits_for = self._waits_for.get(request)
         if not others and waits_for in self._background:
@@ -579,9 +579,17 @@ class ModelRunner:
     def _is_served(
         self, request: Request, features: SamplingFeatures, others: Sequence[Request]
     ) -> bool:
+        own = features_of([request.params])
+        # Most often all requests are of one kind. This runs for each admission.
+        if (
+            self._variants.are_all_of(features)
+            and features.holds(own)
+            and self._needed.has_room(request.params)
+            and request.max_drafts == self.num_speculative_tokens
+        ):
+            return True
         running = [*others, request]
         layout = self._needed.grown([request.params])
-        own = features_of([request.params])
         adds = not features.holds(own) or layout.sizes != self._needed.sizes
         features |= own
         buckets = self.config.batch_buckets

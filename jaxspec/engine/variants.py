@@ -126,9 +126,11 @@ class Variants:
 
     def __init__(self) -> None:
         self._compiled: dict[RoundShape | PrefillShape, list[Variant]] = {}
+        self._features: set[SamplingFeatures] = set()
 
     def add(self, shape: RoundShape | PrefillShape, variant: Variant) -> None:
         """Note that a program of this shape and variant is compiled."""
+        self._features.add(variant.features)
         known = self._compiled.setdefault(shape, [])
         if variant not in known:
             known.append(variant)
@@ -137,6 +139,10 @@ class Variants:
     def has(self, shape: RoundShape | PrefillShape, variant: Variant) -> bool:
         """Return whether a program of this shape and variant is compiled."""
         return variant in self._compiled.get(shape, ())
+
+    def are_all_of(self, features: SamplingFeatures) -> bool:
+        """Return whether every compiled variant has just these features."""
+        return self._features <= {features}
 
     def knows(self, shape: RoundShape | PrefillShape) -> bool:
         """Return whether some program of this shape is compiled."""

@@ -87,6 +87,18 @@ class StateLayout:
         sizes = {name: tuple(map(max, self.sizes[name], needed[name])) for name in needed}
         return replace(self, sizes=sizes)
 
+    def has_room(self, params: SamplingParams) -> bool:
+        """Return whether the state's arrays, once held, have room for a request."""
+        (stops,) = self.sizes[STOPS]
+        if len(end_token_ids(params, self.vocabulary.eos_token_ids)) > stops:
+            return False
+        return all(
+            n <= m
+            for p in SIZED
+            if p.needs(params)
+            for n, m in zip(p.sizes(params, self.vocabulary), self.sizes[p.name], strict=True)
+        )
+
     def full(self, features: SamplingFeatures) -> StateLayout:
         """Return the layout of these features with room for every request that limits allow."""
         most = _most_sizes(self.vocabulary)
