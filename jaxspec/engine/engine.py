@@ -369,7 +369,7 @@ class Engine:
             self._clock = time.perf_counter()
         runner.poll()
         refused: dict[Request, ConfigError] = {}
-        step = scheduler.schedule(self._admission_test(refused))
+        step = scheduler.schedule(self._admission_test(refused), self._may_shrink)
         for request, error in refused.items():
             self._fail(request, error)
         runner.deactivate(step.cleared)
@@ -425,6 +425,10 @@ class Engine:
                 return False
 
         return may_admit
+
+    def _may_shrink(self, size: int) -> bool:
+        running = list(self.scheduler.running)
+        return self.runner.may_shrink(size, self._running_features(), running)
 
     def _drop_idle_results(self) -> None:
         """Drop the rounds that were launched before the last request's end was read."""

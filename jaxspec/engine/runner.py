@@ -208,6 +208,7 @@ class ModelRunner:
         self._background: Background[list[Compiled]] = Background()
         # The job of each request that waits for one, and the error of each whose job has failed.
         self._waits_for: MutableMapping[Request, Hashable] = WeakKeyDictionary()
+        self._uncompilable: set[Hashable] = set()
         self._failed: MutableMapping[Request, Exception] = WeakKeyDictionary()
 
     # --- the state -------------------------------------------------------------------------------
@@ -540,6 +541,7 @@ class ModelRunner:
         for job, outcome in self._background.take():
             if isinstance(outcome, Exception):
                 logger.warning("a program did not compile in the background", exc_info=outcome)
+                self._uncompilable.add(job)
                 waiting = [r for r, waits_for in self._waits_for.items() if waits_for == job]
                 self._failed.update({request: outcome for request in waiting})
                 continue
@@ -575,6 +577,27 @@ class ModelRunner:
             self._waits_for.pop(request, None)
             return True
         return False
+
+    def may_shrink(
+        self, batch: int, features: SamplingFeatures, running: Sequence[Request]
+    ) -> bool:
+        """Return whether these requests can move to a smaller batch without such a compilation.
+
+        features: what they need. If not, they go on in the batch that they are in; see may_admit.
+        """
+        if self._is_warm or not self._may_compile_aside or not running:
+            return True
+        K = self.configs.num_drafts(len(running))
+        limits_drafts = any(request.max_drafts < K for request in running)
+        pages = self.buckets.pages(max(request.num_pages for request in running))
+        shape = RoundShape(batch, pages, K)
+        of_rounds = replace(features, prompt_logprobs=False)
+        needed = Variant.of(of_rounds, self._needed, limits_drafts=limits_drafts)
+        if self._variants.serving(shape, needed) or not self._variants.knows(shape):
+            return True
+        level = level_for(needed, self._needed, limits_drafts=self.speculative is not None)
+        job = self._compile_aside(level, False, shape, self._variants.prefills(batch))
+        return job in self._uncompilable
 
     def _is_served(
         self, request: Request, features: SamplingFeatures, others: Sequence[Request]
@@ -635,8 +658,11 @@ class ModelRunner:
         shape: RoundShape,
         prefills: Sequence[PrefillShape],
         request: Request | None = None,
-    ) -> None:
-        """Compile a variant's rounds and prefills in the background, for a request or for speed."""
+    ) -> Hashable:
+        """Compile a variant's rounds and prefills in the background, and return the job.
+
+        request: waits for them
+        """
         of_prefill = replace(
             variant,
             features=replace(variant.features, prompt_logprobs=prompt_logprobs),
@@ -645,8 +671,8 @@ class ModelRunner:
         job = (variant, of_prefill, shape, tuple(prefills), self.configs.version)
         if request is not None:
             self._waits_for[request] = job
-        if job in self._background:
-            return
+        if job in self._background or (request is None and job in self._uncompilable):
+            return job
         buckets = self.config.batch_buckets
         assert buckets is not None
         layout = variant.layout(self._needed)
@@ -666,6 +692,7 @@ class ModelRunner:
             ),
         )
         self._background.submit(job, rehearsal.run)
+        return job
 
     def _prefill_rehearsal(self, variant: Variant, shape: PrefillShape) -> PrefillRehearsal:
         tables = self.tables.idle(shape.tiles, shape.pages)

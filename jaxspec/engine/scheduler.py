@@ -32,6 +32,11 @@ def admit_any(request: Request, admitted: Sequence[Request]) -> bool:
     return True
 
 
+def shrink_always(size: int) -> bool:
+    """Return True: the batch may have any size."""
+    return True
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """The engine's limits and sizes.
@@ -162,14 +167,19 @@ class Scheduler:
 
     # --- before a step ---------------------------------------------------------------------------
 
-    def schedule(self, may_admit: AdmissionTest = admit_any) -> Step:
+    def schedule(
+        self,
+        may_admit: AdmissionTest = admit_any,
+        may_shrink: Callable[[int], bool] = shrink_always,
+    ) -> Step:
         """Admit the requests that there is room for, and choose the next tiles of prefill.
 
         may_admit: says of a waiting request, and those admitted in this step, whether it may be
             admitted now. Requests that may not stay in the queue, and others pass them.
+        may_shrink: says of a smaller batch whether the requests that run may move to it now
         """
         step = Step(admitted=self._admit(may_admit), cleared=self._take_cleared())
-        step.sources = self._arrange(len(step.admitted))
+        step.sources = self._arrange(len(step.admitted), may_shrink)
         free = (i for i, r in enumerate(self.rows) if r is None)
         for request, slot in zip(step.admitted, free, strict=False):
             self.rows[slot], request.slot = request, slot
@@ -279,7 +289,7 @@ class Scheduler:
         last_round = len(request.prompt_token_ids) + request.max_tokens + config.head_room - 1
         return -(-min(end, last_round, config.max_model_len) // config.block_size)
 
-    def _arrange(self, num_new: int) -> list[int] | None:
+    def _arrange(self, num_new: int, may_shrink: Callable[[int], bool]) -> list[int] | None:
         """Take the smallest batch that holds all requests; None if it is the present one.
 
         Requests in slots past its end move into free slots before it.
@@ -287,6 +297,8 @@ class Scheduler:
         needed = sum(1 for _ in self.running) + num_new
         size = next(b for b in self.config.buckets if b >= needed)
         if size == len(self.rows):
+            return None
+        if size < len(self.rows) and not num_new and not may_shrink(size):
             return None
         sources = [
             i if i < len(self.rows) and self.rows[i] is not None else -1 for i in range(size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -168,6 +169,34 @@ def test_a_mixture_that_lasts_gets_programs_of_its_own(monkeypatch: pytest.Monke
     wait_for(lambda: not llm.engine.step() and not llm.runner.state.sampling.processors)
     step_until(llm, lambda: first.finish_reason == "length")
     assert first.token_ids == engine().generate([[1, 2]], LONG)[0].token_ids
+
+
+def test_a_batch_shrinks_once_the_programs_of_its_features_are_compiled(
+    compiler: SlowCompiler,
+) -> None:
+    """The smaller batch is compiled for greedy requests alone."""
+    llm = engine(batch_buckets=(1, 2))
+    old = add(llm, [1, 2], LONG)
+    step_until(llm, lambda: old.num_generated > 2)
+    compiler.go.set()
+    new = add(llm, [3], replace(NEW, max_tokens=80))
+    step_until(llm, lambda: compiler.started == 1)
+    wait_for(lambda: compiler.ended == 1)
+    step_until(llm, lambda: new.num_generated > 0)
+    assert llm.runner.num_slots == 2
+    compiler.go.clear()
+    llm.engine.cancel(old)
+    before, started = new.num_generated, compiler.started
+    with counting_compilations() as compiled:
+        step_until(llm, lambda: new.num_generated > before + 9)
+    assert not compiled and llm.runner.num_slots == 2 and compiler.started == started + 1
+    compiler.go.set()
+    wait_for(lambda: compiler.ended == started + 1)
+    with counting_compilations() as compiled:
+        step_until(llm, lambda: new.finish_reason is not None)
+    assert not compiled and llm.runner.num_slots == 1
+    alone = engine().generate([[3]], replace(NEW, max_tokens=80))[0]
+    assert new.token_ids == alone.token_ids and all_free(llm)
 
 
 @pytest.mark.parametrize("count", [200, slow(10_000)])

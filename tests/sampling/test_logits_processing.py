@@ -357,12 +357,13 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_gets_the_same_tokens_in_a_program_of_all_features(kind: str) -> None:
     """In the last level, whose arrays hold whatever the limits allow; to the bit."""
-    batch, K, everything = 16, 3, ROUND_LEVELS[-1]
+    batch, K, everything = 32, 3, ROUND_LEVELS[-1]
     params = [(SAMPLED if i % 2 else GREEDY)(**KINDS[kind]) for i in range(batch)]
     requests = [SampledRequest(p, i, PROMPT, TEXT[: i % 6]) for i, p in enumerate(params)]
     q = jnp.asarray(random_logits(batch, K, V, seed=7))
-    drafts = jnp.asarray(np.random.default_rng(5).integers(-1, V, (batch, K)), jnp.int32)
-    logits = jnp.asarray(random_logits(batch, K + 1, V, seed=6))
+    raw = random_logits(batch, K + 1, V, seed=6)
+    raw[:, :, TEXT] += 4  # tokens that penalties would change
+    logits, drafts = jnp.asarray(raw), jnp.asarray(raw[:, :K].argmax(-1), jnp.int32)
     lengths = jnp.asarray([len(PROMPT) + i % 6 for i in range(batch)], jnp.int32)
     own = features_of(params)
     assert own.processors == {kind} - {"plain"}

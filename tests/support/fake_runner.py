@@ -169,6 +169,11 @@ class FakeRunner:
     ) -> bool:
         return True
 
+    def may_shrink(
+        self, batch: int, features: SamplingFeatures, running: Sequence[Request]
+    ) -> bool:
+        return True
+
     def deactivate(self, cleared: Sequence[int]) -> None:
         for slot in cleared:
             self._rows.pop(slot, None)
