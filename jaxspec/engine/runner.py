@@ -54,7 +54,6 @@ from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.engine.scheduler import Chunk
 from jaxspec.engine.variants import (
     PREFILL_LEVELS,
-    PROCESSED,
     ROUND_LEVELS,
     SAMPLED,
     TRUNCATED,
@@ -63,6 +62,7 @@ from jaxspec.engine.variants import (
     Variant,
     Variants,
     full_variant,
+    is_shared,
     level_for,
 )
 from jaxspec.layers.params import Params
@@ -748,7 +748,7 @@ class ModelRunner:
         for features in dict.fromkeys((*ROUND_LEVELS, *PREFILL_LEVELS)):
             of_rounds = of_prefill = None
             if features in ROUND_LEVELS:
-                limits = drafts and features.processors == PROCESSED.processors
+                limits = drafts and is_shared(features)
                 of_rounds = full_variant(features, self._needed, limits_drafts=limits)
             if features in PREFILL_LEVELS:
                 of_prefill = full_variant(features, self._needed)

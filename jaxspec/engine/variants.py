@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jaxspec.config import SamplingFeatures
 from jaxspec.engine.round_configs import GREEDY
-from jaxspec.sampling.processors import PROCESSORS
+from jaxspec.sampling.processors import BEFORE_TEMPERATURE, PROCESSORS
 from jaxspec.sampling.rows import Shapes as ArrayShapes
 from jaxspec.sampling.rows import StateLayout
 
@@ -19,6 +19,8 @@ from jaxspec.sampling.rows import StateLayout
 PASSES_OF_NOISE, PASSES_OF_LOGPROBS = 3, 23
 PASSES_OF_ALL = 1000  # the vocabulary is sorted and copied to the host; all rows of a prompt
 
+# Greedy requests need no noise and no truncation, which take most passes and most of compiling.
+CHANGED = SamplingFeatures(sampled=False, processors=frozenset(p.name for p in BEFORE_TEMPERATURE))
 SAMPLED = SamplingFeatures()
 TRUNCATED = SamplingFeatures(processors=frozenset({"truncation"}))
 SCORED = SamplingFeatures(logprobs=True)
@@ -26,6 +28,7 @@ PROCESSED = SamplingFeatures(processors=frozenset(p.name for p in PROCESSORS))
 EVERYTHING = replace(PROCESSED, logprobs=True, all_logprobs=True)
 ROUND_LEVELS = (
     GREEDY,
+    CHANGED,
     SAMPLED,
     TRUNCATED,
     SCORED,
@@ -37,6 +40,7 @@ ROUND_LEVELS = (
 # and a sorted vocabulary, are computed where a request reads them.
 PREFILL_LEVELS = (
     GREEDY,
+    CHANGED,
     SAMPLED,
     TRUNCATED,
     SCORED,
@@ -174,9 +178,14 @@ def level_for(needed: Variant, layout: StateLayout, *, limits_drafts: bool) -> V
     limits_drafts: whether rounds have drafts that could be limited
     """
     features = next(level for level in ROUND_LEVELS if level.holds(needed.features))
-    if features.processors == PROCESSED.processors:
+    if is_shared(features):
         return full_variant(features, layout, limits_drafts=limits_drafts)
     return Variant.of(features, layout, limits_drafts=needed.limits_drafts)
+
+
+def is_shared(features: SamplingFeatures) -> bool:
+    """Return whether a level computes features that few of its requests use."""
+    return bool(features.processors - TRUNCATED.processors)
 
 
 def full_variant(
