@@ -567,7 +567,9 @@ class ModelRunner:
         if self._is_warm or not self._may_compile_aside:
             return True
         waits_for = self._waits_for.get(request)
-        if not others and waits_for in self._background:
+        if waits_for in self._background:
+            if others:
+                return False
             self._background.wait(waits_for)
             self.poll()
         if request in self._failed:
