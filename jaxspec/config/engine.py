@@ -46,10 +46,11 @@ class EngineConfig:
         The Hopper kernels for attention take bfloat16 only.
     enable_prefix_caching: prompts with an equal prefix share its blocks.
     batch_invariant: rounds of one batch size, and prefill calls of one size, the largest, whatever
-        runs. The last bits of a product depend on its number of rows. In bfloat16 a request's text
-        can therefore depend on its neighbours where its logits tie. This setting prevents that,
-        unless a preempted request is prefilled again. It makes no difference in float32. A request
-        that runs alone takes the time of a full batch.
+        runs. In prefill, in rounds of more than 64 rows and without kernels, the last bits of a
+        product depend on its number of rows. In bfloat16 a request's text can therefore depend on
+        its neighbours where its logits tie. This setting prevents that, unless a preempted request
+        is prefilled again. It makes no difference in float32. A request that runs alone takes the
+        time of a full batch.
     """
 
     max_model_len: int = setting(2048, "Tokens a request may hold, prompt included.")
