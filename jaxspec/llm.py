@@ -35,6 +35,7 @@ from jaxspec.engine.warmup import compile_ahead, shapes_of, shapes_up_to
 from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
+from jaxspec.loading.placement import choose_placement, place_models
 from jaxspec.loading.pretrained import load_pretrained
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams, check_end_ids
@@ -104,18 +105,19 @@ class LLM:
         check_end_ids(self.eos_token_ids, self.target_config.vocab_size)
         self.dtype = jnp.dtype(dtype)
         self.cache_dtype = resolve_cache_dtype(self.config.kv_cache_dtype, self.dtype)
+        placement = choose_placement(self.config, speculative)
+        draft_config = self.draft_config
         self.kernels = op_choice.choose(
             self.config.kernels,
-            self.target_config,
-            self.draft_config,
+            placement.target(self.target_config).on_device(self.target_config),
+            draft_config and placement.draft(draft_config).on_device(draft_config),
             block_size=self.config.block_size,
             dtype=self.dtype,
             cache_dtype=self.cache_dtype,
+            devices=placement.devices if placement.size > 1 else (),
         )
-        self.params: Params = {
-            "target": target_params,
-            "draft": draft[1] if draft else {},
-        }
+        target_params, draft_params = place_models(placement, target, draft)
+        self.params: Params = {"target": target_params, "draft": draft_params}
         self.runner = ModelRunner(
             self.target_config,
             self.draft_config,
@@ -123,6 +125,7 @@ class LLM:
             speculative,
             self.config,
             ops=self.kernels,
+            placement=placement,
             dtype=self.dtype,
             acceptance_rates=synthetic.acceptance_rates(speculative) if speculative else None,
             eos_token_ids=self.eos_token_ids,

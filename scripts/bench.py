@@ -56,6 +56,12 @@ class CaseOptions:
     acceptance_length: tuple[float, ...] | None = flag(
         None, "Forced mean, bonus token included; 1 accepts nothing. [default: 2.56]"
     )
+    tensor_parallel_size: tuple[int, ...] | None = flag(
+        None, "Devices that share each model. [default: 1]"
+    )
+    enable_expert_parallel: tuple[bool, ...] | None = flag(
+        None, "Whether each device holds whole experts: false, true. [default: false]"
+    )
 
     def cases(self, preset: str | None) -> list[Case]:
         """Return the preset's cases that have these settings, or all combinations of them."""
@@ -168,7 +174,7 @@ def run_case(
             raise
         return {"skipped": str(e)}
     rates = {"bandwidth": record["bytes_per_second"], "matmul_rate": record["flops_per_second"]}
-    result: dict[str, Any] = {"implementations": asdict(workload.cfg.ops), "parts": found}
+    result: dict[str, Any] = {"implementations": workload.cfg.ops.names(), "parts": found}
     result["floor"] = workload.floor(plain=False, **rates)
     result["plain_floor"] = workload.floor(plain=True, **rates)
     if seconds := round_seconds(found):

@@ -146,6 +146,8 @@ def main(
             EngineConfig,
             "rounds_per_step",
             "kv_cache_dtype",
+            "tensor_parallel_size",
+            "enable_expert_parallel",
             max_model_len=Flag(
                 help="Tokens a request may hold. [default: what prompts and outputs need]"
             ),

@@ -11,7 +11,7 @@ texts, in windows of a few tokens. Each window starts from the text of the kerne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -79,7 +79,7 @@ def main(
             "kernels: expected an op that is not the reference already, "
             "got reference for all (on this device and dtype)"
         )
-    others = [f.name for f in fields(Ops) if getattr(llm.kernels, f.name) != "reference"]
+    others = [op for op, name in llm.kernels.names().items() if name != "reference"]
     ops = others if options.ops is None else split_names("--ops", options.ops, others)
     chats: list[Prompt] = [[{"role": "user", "content": text}] for text in texts]
     params = SamplingParams(0.0, max_tokens=options.max_tokens)
@@ -100,7 +100,7 @@ def main(
                 "max_tokens": options.max_tokens,
                 "window": options.window,
                 "dtype": llm.dtype.name,
-                "kernels": asdict(llm.kernels),
+                "kernels": llm.kernels.names(),
                 "ops": list(ops),
             }
             json_file.write(
@@ -142,7 +142,7 @@ def acceptance(
     loaded: LLM, kernels: Ops, starts: list[list[int]], window: int
 ) -> SpecDecodeMetrics:
     """Measure acceptance of the same weights and texts on these kernels."""
-    named = ",".join(f"{op}={name}" for op, name in asdict(kernels).items())
+    named = ",".join(f"{op}={name}" for op, name in kernels.names().items())
     llm = loaded.on_same_weights(kernels=named)
     llm.generate(starts, SamplingParams(0.0, max_tokens=window))
     return llm.metrics

@@ -46,6 +46,8 @@ ENGINE_FIELDS = (
     "rounds_per_step",
     "kernels",
     "kv_cache_dtype",
+    "tensor_parallel_size",
+    "enable_expert_parallel",
 )
 
 

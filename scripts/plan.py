@@ -46,6 +46,8 @@ def main(
             EngineConfig,
             "block_size",
             "kv_cache_dtype",
+            "tensor_parallel_size",
+            "enable_expert_parallel",
             max_model_len=Flag(
                 help="Tokens a request may hold. "
                 "[default: 8192, or the target's limit if that is less]"

@@ -28,8 +28,8 @@ ROOMS = (
     "layers",
     "cache",
     "sampling",
-    "parallel",
     "config",
+    "parallel",
 )
 KERNEL_CALLERS = ("decode", "layers", "cache", "sampling")  # the rooms that call kernels
 # Static descriptions beside the kernels, which any room may name.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from jaxspec.config.reading import ConfigError
 from jaxspec.config.rope import RopeConfig
+from jaxspec.parallel.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,8 @@ class AttentionConfig:
     sinks:           a learned logit for each head, in the softmax's denominator only (gpt-oss)
     rope_interleave: rotated pairs are adjacent in the checkpoint (Llama 4); loading reorders them
     """
+
+    AXES: ClassVar[Axes] = {"num_heads": "heads", "num_kv_heads": "kv_heads"}
 
     num_heads: int
     num_kv_heads: int
@@ -54,6 +58,8 @@ class MLAConfig:
     bias:            the projections from and to the residual stream have a bias
     num_kv_heads:    KV heads of the cache, as the attention op sees it
     """
+
+    AXES: ClassVar[Axes] = {"num_heads": "heads"}
 
     num_heads: int
     kv_lora_rank: int
@@ -98,6 +104,8 @@ class CompressedAttentionConfig:
     compressed_rope: rotary embedding of the other layers
     num_kv_heads:    1, since one vector of a token is key and value of all heads
     """
+
+    AXES: ClassVar[Axes] = {"num_heads": "heads", "o_groups": "heads"}
 
     num_heads: int
     head_dim: int

@@ -45,6 +45,10 @@ class EngineConfig:
     kv_cache_dtype: of keys and values in the caches of target and draft; "auto" is the weights'.
         The Hopper kernels for attention take bfloat16 only.
     enable_prefix_caching: prompts with an equal prefix share its blocks.
+    tensor_parallel_size: devices that share each model: each holds pieces of the weights and of
+        the KV cache, and all run one program.
+    enable_expert_parallel: with several devices, each holds whole experts instead of a piece of
+        every expert.
     batch_invariant: rounds of one batch size, and prefill calls of one size, the largest, whatever
         runs. In prefill, in rounds of more than 64 rows and without kernels, the last bits of a
         product depend on its number of rows. In bfloat16 a request's text can therefore depend on
@@ -79,6 +83,10 @@ class EngineConfig:
         "Dtype of keys and values: bfloat16, float32, or auto for that of the weights.",
     )
     enable_prefix_caching: bool = setting(True, "Share the blocks of equal prefixes.")
+    tensor_parallel_size: int = setting(1, "Devices that share each model.")
+    enable_expert_parallel: bool = setting(
+        False, "Give each device whole experts instead of a piece of every expert."
+    )
     batch_invariant: bool = setting(False, "Run programs of one batch size only.")
 
     def __post_init__(self) -> None:
@@ -95,10 +103,16 @@ class EngineConfig:
                 "num_gpu_blocks_override: expected an integer of at least 1, a tuple of them "
                 f"or None, got {blocks!r}"
             )
-        for name in ("enable_prefix_caching", "batch_invariant"):
+        for name in ("enable_prefix_caching", "enable_expert_parallel", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
-        for name in ("max_model_len", "max_num_seqs", "block_size", "max_num_batched_tokens"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "block_size",
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+        ):
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")

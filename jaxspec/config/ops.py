@@ -1,28 +1,48 @@
-"""Ops: the implementation of each op in pallas_kernels, and the consequences of that choice."""
+"""Ops: the implementation of each op, the devices that share the work, and the consequences."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from typing import Any
+
+from flax import struct
+
+from jaxspec.parallel.group import ONE_DEVICE, Group
 
 XlaFlags = tuple[tuple[str, str | bool], ...]
 
 
-@dataclass(frozen=True)
-class Ops:
-    """The implementation of each op, by name.
+def _name() -> Any:
+    return struct.field(pytree_node=False, default="reference")
 
-    jaxspec.layers.op_choice chooses it once, when the engine is built. Other code reads the
+
+@struct.dataclass
+class Ops:
+    """The implementation of each op, by name, and the devices that share the products.
+
+    jaxspec.layers.op_choice chooses the names once, when the engine is built. Other code reads the
     properties that follow from a choice, and compares no names.
+
+    layers:     the devices whose pieces of a layer's product add up to the whole
+    vocabulary: the devices that share embedding and head
     """
 
-    attention: str = "reference"
-    matmul: str = "reference"
-    rms_norm: str = "reference"
-    rope_cache: str = "reference"
-    step_metadata: str = "reference"
-    rejection_sampling: str = "reference"
-    gumbel_sample: str = "reference"
-    moe: str = "reference"
+    attention: str = _name()
+    matmul: str = _name()
+    rms_norm: str = _name()
+    rope_cache: str = _name()
+    step_metadata: str = _name()
+    rejection_sampling: str = _name()
+    gumbel_sample: str = _name()
+    moe: str = _name()
+    all_reduce: str = _name()
+    layers: Group = ONE_DEVICE
+    vocabulary: Group = ONE_DEVICE
+
+    def names(self) -> dict[str, str]:
+        """Return the implementation of each op."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {op: name for op, name in values.items() if isinstance(name, str)}
 
     @property
     def prefill_tile(self) -> int:
@@ -63,7 +83,7 @@ class Ops:
 
     def __str__(self) -> str:
         """Return the commonest name, then the other ops: "mosaic_gpu (rms_norm reference)"."""
-        chosen = {f.name: getattr(self, f.name) for f in fields(self)}
+        chosen = self.names()
         names = list(chosen.values())
         most = max(dict.fromkeys(names), key=names.count)
         others = ", ".join(f"{op} {name}" for op, name in chosen.items() if name != most)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+import jax
+
 from jaxspec.config.attention import CacheGroup
 from jaxspec.config.models import DraftConfig, TargetConfig
 from jaxspec.config.ops import Ops, XlaFlags
 from jaxspec.config.speculative import DraftSampling, RejectionRule
+from jaxspec.parallel.group import ONE_DEVICE, Group
+from jaxspec.parallel.layout import ONE_PLACE, Placement
+from jaxspec.parallel.mesh import MODEL
 from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 Table = TypeVar("Table")
@@ -62,6 +67,7 @@ class RoundConfig(SamplingFeatures):
         few that the products are our kernels (jaxspec.engine.round_configs).
     vocab_shards: how rows of logits are cut over devices, the target's and the draft's. The
         vocabularies of `target` and `draft` are whole; a device has `vocab_shards.piece` of them
+    placement: the devices; a program runs by the round of one of them (on_device)
     """
 
     target: TargetConfig
@@ -77,6 +83,7 @@ class RoundConfig(SamplingFeatures):
     draft_max_model_len: int | None = None
     cuda_graphs: bool = True
     vocab_shards: VocabShards = WHOLE
+    placement: Placement = ONE_PLACE
 
     @property
     def block_size(self) -> int:
@@ -146,6 +153,34 @@ class RoundConfig(SamplingFeatures):
     def draft_tables(self, block_tables: tuple[Table, ...]) -> tuple[Table, ...]:
         """Select the block tables of draft_groups from those of cache_groups."""
         return tuple(block_tables[pool] for pool in self.draft_pools)
+
+    def on_device(self, addresses: jax.Array | None = None) -> RoundConfig:
+        """Return the round as one of the devices runs it, inside jax.shard_map.
+
+        The models have the sizes of the device's pieces.
+
+        addresses: see Group
+        """
+        placement = self.placement
+        if placement.mesh is None:
+            return self
+        group = Group(MODEL, placement.size, addresses)
+        draft = self.draft
+        return replace(
+            self,
+            target=placement.target(self.target).on_device(self.target),
+            draft=None if draft is None else placement.draft(draft).on_device(draft),
+            ops=replace(self.ops, layers=group, vocabulary=group),
+            vocab_shards=VocabShards(MODEL, placement.size),
+            placement=replace(placement, mesh=None),
+        )
+
+    @property
+    def draft_ops(self) -> Ops:
+        """The ops of the draft, whose layers may be whole on each device."""
+        if self.placement.replicates_draft:
+            return replace(self.ops, layers=ONE_DEVICE)
+        return self.ops
 
     @property
     def _a_group(self) -> CacheGroup:

@@ -39,6 +39,8 @@ class SpeculativeConfig:
         sampled request then depends on the number of its neighbours.
     draft_max_model_len: the longest context, in tokens, that is drafted for; longer requests
         continue without drafts.
+    draft_tensor_parallel_size: devices that share the draft's layers: the engine's
+        tensor_parallel_size (None), or 1, where each of them runs the whole draft.
     prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens
         that is looked up.
     mtp_zero_first_embedding: whether an MTP module's row of position 0 has a zero embedding (None:
@@ -71,6 +73,7 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     draft_max_model_len: int | None = None
     mtp_zero_first_embedding: bool | None = None
+    draft_tensor_parallel_size: int | None = None
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
 
@@ -129,6 +132,12 @@ class SpeculativeConfig:
             raise ConfigError(
                 "draft_max_model_len: expected an integer of at least 1 or none, "
                 f"got {self.draft_max_model_len!r}"
+            )
+        size = self.draft_tensor_parallel_size
+        if size is not None and (not is_int(size) or size < 1):
+            raise ConfigError(
+                "draft_tensor_parallel_size: expected an integer of at least 1 or none, "
+                f"got {size!r}"
             )
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
         if not (is_int(longest) and is_int(shortest) and 1 <= shortest <= longest):

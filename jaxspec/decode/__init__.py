@@ -5,6 +5,8 @@ prefill         chunks of prompts through target and draft together
 round           propose, verify, commit; plain decoding is a round with K = 0
 verify          the target's pass over [next token, drafts], and rejection sampling
 slots           small programs that put requests into slots of the state, move and clear them
+spread          a program on several devices, and how they share its arrays
+mailboxes       the memory that devices write to each other
 programs        compilation modes: one program per round, one per draft step, or none
 several_rounds  several rounds as one program
 """

@@ -19,8 +19,10 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
+from jaxspec.decode.mailboxes import addresses_of
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round, verify_and_commit
+from jaxspec.decode.spread import EVERYWHERE, Specs, spread
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.drafter import DraftPart, PromptChunk
@@ -32,29 +34,43 @@ from jaxspec.sampling.state import SamplingState
 class Program:
     """A function(cfg, *args) that jax.jit compiles once for each set of compiler options of cfg.
 
-    The first `static` arguments are static, and argument `donate` is donated.
+    It runs on the devices of cfg.placement. The first `static` arguments are static, and argument
+    `donate` is donated.
+
+    results: see spread
     """
 
-    def __init__(self, function: Callable[..., Any], donate: int, static: int = 1) -> None:
-        self._function, self._donate, self._static = function, donate, tuple(range(static))
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        donate: int,
+        static: int = 1,
+        results: Callable[[tuple[Specs, ...]], Specs] | None = None,
+    ) -> None:
+        self.function = spread(function, static, results)
+        self._donate, self._static = donate, tuple(range(static))
         self._compiled: dict[tuple[tuple[str, Any], ...], Any] = {}
 
     def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
-        return self.jitted(cfg)(cfg, *args)
+        addresses = addresses_of(cfg)
+        given = {} if addresses is None else {"addresses": addresses}
+        return self.jitted(cfg)(cfg, *args, **given)
 
     def compile(self, cfg: RoundConfig, *args: Any) -> None:
         """Compile for arguments of these shapes; a later call with such arguments runs at once.
 
         args: arrays, or a ShapeDtypeStruct for each. Nothing is computed and nothing is donated.
         """
-        self.jitted(cfg).lower(cfg, *args).compile()
+        addresses = addresses_of(cfg)
+        given = {} if addresses is None else {"addresses": addresses}
+        self.jitted(cfg).lower(cfg, *args, **given).compile()
 
     def jitted(self, cfg: RoundConfig) -> Any:
         """Return the jitted function with the compiler options of cfg, its first argument."""
         options = cfg.compiler_options
         if options not in self._compiled:
             self._compiled[options] = jax.jit(
-                self._function,
+                self.function,
                 static_argnums=self._static,
                 donate_argnums=self._donate,
                 compiler_options=dict(options) or None,
@@ -143,9 +159,21 @@ def compile_round(
     round_program.compile(cfg, params, *split_donated(state), block_tables)
 
 
-prefill_program = Program(prefill, donate=2)
-round_program = Program(decode_round_in_place, donate=2)
-verify_program = Program(verify_and_commit, donate=2)
+def result_and_state(arguments: tuple[Specs, ...]) -> Specs:
+    """Return the partition of (Verification, state), for arguments (params, state, ...)."""
+    return EVERYWHERE, arguments[1]
+
+
+def result_and_parts(arguments: tuple[Specs, ...]) -> Specs:
+    """Return the partition of decode_round_in_place's results."""
+    return EVERYWHERE, arguments[1], EVERYWHERE
+
+
+prefill_program = Program(prefill, donate=2, results=result_and_state)
+round_program = Program(decode_round_in_place, donate=2, results=result_and_parts)
+verify_program = Program(verify_and_commit, donate=2, results=result_and_state)
+_eager_round = spread(decode_round, 1, result_and_state)
+_eager_prefill = spread(prefill, 1, result_and_state)
 
 
 @functools.cache
@@ -176,7 +204,7 @@ def run_round(
     """
     if compilation == "eager":
         with jax.disable_jit():
-            return decode_round(cfg, params, state, jax.tree.map(jnp.asarray, block_tables))
+            return _eager_round(cfg, params, state, jax.tree.map(jnp.asarray, block_tables))
     if compilation == "step":
         return _step_by_step(cfg, params, state, block_tables)
     return _run_round(cfg, params, state, block_tables)
@@ -195,7 +223,7 @@ def run_prefill(
     if compilation == "eager":
         with jax.disable_jit():
             tables, chunk = jax.tree.map(jnp.asarray, (block_tables, chunk))
-            return prefill(cfg, params, state, tables, chunk)
+            return _eager_prefill(cfg, params, state, tables, chunk)
     return prefill_program(cfg, params, state, block_tables, chunk)
 
 

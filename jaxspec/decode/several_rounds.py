@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import EngineConfig, RoundConfig
-from jaxspec.decode.programs import Program, compile_round, run_round
+from jaxspec.decode.programs import Program, compile_round, result_and_state, run_round
 from jaxspec.decode.round import decode_round
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
@@ -73,7 +73,7 @@ def _write(i: jax.Array, results: jax.Array, new: jax.Array) -> jax.Array:
 
 # The whole state is donated: it is a loop's carry, whose small arrays are copied once per program
 # in any case.
-_rounds = Program(decode_rounds, donate=3, static=2)
+_rounds = Program(decode_rounds, donate=3, static=2, results=result_and_state)
 
 
 def run_rounds(

@@ -226,8 +226,8 @@ def read_pending(
         attention=draft.attention,
         ops=cfg.ops,
     )
-    hidden = families.family(draft).fuse(params, draft, inputs.pending_hidden, cfg.ops)
-    return hidden, Pass(metadata, cfg.ops, last_row=last_row)
+    hidden = families.family(draft).fuse(params, draft, inputs.pending_hidden, cfg.draft_ops)
+    return hidden, Pass(metadata, cfg.draft_ops, last_row=last_row)
 
 
 def consume_pending(
@@ -280,7 +280,7 @@ def next_step(
         attention=draft.attention,
         ops=cfg.ops,
     )
-    pass_ = Pass(metadata, cfg.ops, last_row=jnp.zeros_like(carry.token))
+    pass_ = Pass(metadata, cfg.draft_ops, last_row=jnp.zeros_like(carry.token))
     logits, feedback, caches = draft_step(
         params, carry.token[:, None], carry.hidden, pass_, carry.caches, cfg=draft
     )
@@ -396,8 +396,8 @@ class Autoregressive:
             attention=draft.attention,
             ops=PREFILL_METADATA_OPS,
         )
-        fused = family.fuse(params, draft, hidden, cfg.ops)
-        pass_ = Pass(metadata, cfg.ops)
+        fused = family.fuse(params, draft, hidden, cfg.draft_ops)
+        pass_ = Pass(metadata, cfg.draft_ops)
         out = family.forward(params, draft, chunk.following, fused, pass_, state.caches)
         first_only = jnp.arange(state.pending_tokens.shape[1]) == 0
         return AutoregressiveState(

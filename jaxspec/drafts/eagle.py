@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +39,20 @@ from jaxspec.drafts.family import (
 from jaxspec.layers.attention import attention_specs
 from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
+from jaxspec.layers.embedding import embed
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import linear, project
 from jaxspec.models import TargetConfig
+from jaxspec.parallel.axes import Axes
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """Static shape of an EAGLE-1 head; it shares the target's hidden size, vocabulary and head."""
+
+    AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}
 
     hidden_size: int
     intermediate_size: int
@@ -118,7 +122,7 @@ def forward(
     A row's token is the one after the row's position.
     """
     pass_ = pass_.with_rope(cfg.attention)
-    embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
+    embedded = embed(tokens, params["embed_tokens"], pass_.ops).astype(hidden.dtype)
     joined = jnp.concatenate([embedded, hidden], axis=-1)
     if cfg.fc_bias:
         x = linear(joined, params["fc"], params["fc_bias"])

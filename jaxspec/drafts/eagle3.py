@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,14 @@ from jaxspec.drafts.family import (
 from jaxspec.layers.attention import attention_specs
 from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
+from jaxspec.layers.embedding import embed_norm
 from jaxspec.layers.mlp import mlp_specs
-from jaxspec.layers.norms import Norm, embed_norm, rms_norm
+from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import linear, project
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
+from jaxspec.parallel.axes import Axes
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class Eagle3Config:
     fc_norm:              an RMS norm over each hidden state before fc
     norm_output:          the recycled hidden state is the normed one
     """
+
+    AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}
 
     target_hidden_size: int
     hidden_size: int

@@ -31,6 +31,7 @@ from jaxspec.drafts.family import (
     same_name,
 )
 from jaxspec.layers.context import Pass
+from jaxspec.layers.embedding import embed
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import project
@@ -88,7 +89,7 @@ def forward(
 
     A row's token is the one after the row's position.
     """
-    embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
+    embedded = embed(tokens, params["embed_tokens"], pass_.ops).astype(hidden.dtype)
     x = project(jnp.concatenate([embedded, hidden], axis=-1), (params["fc"],), pass_.ops)
     rotation = llama4_text.layer_rotations(cfg.target, pass_.positions)[cfg.target.rope_layers[0]]
     x, cache = llama4_text.decoder_layer(

@@ -33,6 +33,7 @@ from jaxspec.drafts.family import (
     same_name,
 )
 from jaxspec.layers.context import Pass
+from jaxspec.layers.embedding import embed
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params, projection, vector
 from jaxspec.layers.products import project
@@ -166,7 +167,7 @@ def forward(
     A row's token is the one after the row's position.
     """
     pass_, ops = pass_.with_rope(cfg.attention), pass_.ops
-    embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
+    embedded = embed(tokens, params["embed_tokens"], ops).astype(hidden.dtype)
     if cfg.zero_first_embedding:
         zero = jnp.zeros((), embedded.dtype)
         embedded = jnp.where(pass_.positions[..., None] == 0, zero, embedded)

@@ -34,6 +34,7 @@ from jaxspec.drafts.family import (
     same_name,
 )
 from jaxspec.layers.context import Pass
+from jaxspec.layers.embedding import embed
 from jaxspec.layers.hyper_connections import collapse, head_specs
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, projection, vector
@@ -111,7 +112,7 @@ def forward(
     A row's token is the one after the row's position.
     """
     target, eps, ops = cfg.target, cfg.target.rms_norm_eps, pass_.ops
-    embedded = params["embed_tokens"][tokens].astype(hidden.dtype)
+    embedded = embed(tokens, params["embed_tokens"], ops).astype(hidden.dtype)
     if cfg.zero_first_embedding:
         zero = jnp.zeros((), embedded.dtype)
         embedded = jnp.where(pass_.positions[..., None] == 0, zero, embedded)

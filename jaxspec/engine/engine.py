@@ -42,6 +42,9 @@ from jaxspec.sampling.rows import features_of
 
 logger = logging.getLogger(__name__)
 
+# A wait for a result that is so long may be that of one device for another one.
+SUSPICIOUS_SECONDS = 5.0
+
 
 @dataclass
 class Stats:
@@ -489,8 +492,11 @@ class Engine:
     def _read(self) -> None:
         """Wait for the oldest result, here and nowhere else, and give each request its tokens."""
         result = self._in_flight.popleft()
+        begin = time.perf_counter()
         verification = jax.tree.map(np.asarray, result.verification)
         now = time.perf_counter()
+        if now - begin > SUSPICIOUS_SECONDS:
+            self.runner.check_devices()
         if result.is_round:
             self.stats.timings.decode_seconds += now - self._clock
         else:

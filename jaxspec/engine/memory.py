@@ -15,6 +15,7 @@ from jaxspec.cache import pool_sizes
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.round_configs import RoundConfigs
+from jaxspec.parallel.layout import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +26,13 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container (cgroup v2)
 
 
 def whole_memory() -> tuple[int, str]:
-    """Return the bytes of memory that arrays may take in all, and whose memory that is.
+    """Return the bytes of memory that one device's arrays may take, and whose memory that is.
 
-    It is that of all local devices, or the host's where these have none of their own.
+    It is that of the smallest local device, or the host's where these have none of their own.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all("bytes_limit" in each for each in stats):
-        return sum(each["bytes_limit"] for each in stats), "the devices"
+        return min(each["bytes_limit"] for each in stats), "a device"
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no container, or "max"
         size = min(size, int(CGROUP_LIMIT.read_text()))
@@ -39,7 +40,10 @@ def whole_memory() -> tuple[int, str]:
 
 
 class CacheMemory:
-    """The sizes of the KV cache's pools, decided once, from the memory that is free by then."""
+    """The sizes of the KV cache's pools, decided once, from the memory that is free by then.
+
+    Bytes are those of one device, which has its pieces of each block.
+    """
 
     def __init__(
         self,
@@ -59,11 +63,11 @@ class CacheMemory:
     @property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of a block of each KV-cache group, in all layers that the group serves."""
-        return pool_sizes.block_bytes(self._configs.greedy, self._cache_dtype)
+        return pool_sizes.block_bytes(self._configs.greedy.on_device(), self._cache_dtype)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the whole KV cache."""
+        """Bytes of the KV cache."""
         return sum(n * size for n, size in zip(self.num_blocks, self.block_bytes, strict=True))
 
     def demand(self, group: CacheGroup, max_model_len: int) -> pool_sizes.PoolDemand:
@@ -113,9 +117,10 @@ class CacheMemory:
         assert config.batch_buckets is not None
         batch = config.batch_buckets[-1]
         tables = 4 * self._buckets.max_pages * len(self._configs.cache_groups)
-        logits = 4 * self._rows_of_round * target.vocab_size
-        of_batch = batch * (slot_bytes + tables + logits)
+        logits = 4 * self._rows_of_round * target.vocab_size // self._placement.size
         limit, whose = whole_memory()
+        sharing = 1 if whose == "a device" else self._placement.size
+        of_batch = sharing * batch * (slot_bytes + tables + logits)
         advice = (
             f"lower num_gpu_blocks_override ({config.num_gpu_blocks_override}), batch_buckets, "
             f"max_num_seqs ({config.max_num_seqs}) or max_model_len ({config.max_model_len})"
@@ -126,7 +131,7 @@ class CacheMemory:
                 f"{of_batch / 1e9:.1f} GB for a batch of {batch}; {advice}"
             )
         blocks = sum(self.num_blocks)
-        of_blocks = self.cache_bytes + BOOK_BYTES * blocks
+        of_blocks = sharing * self.cache_bytes + BOOK_BYTES * blocks
         if of_blocks + of_batch > limit:
             raise ConfigError(
                 f"memory: expected at most the {limit / 1e9:.1f} GB of {whose}, got "
@@ -135,16 +140,22 @@ class CacheMemory:
             )
 
     @property
+    def _placement(self) -> Placement:
+        return self._configs.greedy.placement
+
+    @property
     def _rows_of_round(self) -> int:
         return self._configs.greedy.num_speculative_tokens + 1
 
     def _free_bytes(self) -> tuple[int, str]:
         """Return the bytes that the KV cache may take, and the origin of that number."""
-        stats = jax.local_devices()[0].memory_stats() if self._buckets.on_gpu else None
-        if not stats or "bytes_limit" not in stats:
-            return CPU_POOL_BYTES, f"{CPU_POOL_BYTES / 1e9:.1f} GB of host memory"
-        share, limit = self._config.gpu_memory_utilization, stats["bytes_limit"]
-        used, working = stats["bytes_in_use"], self._working_bytes()
+        devices = self._placement.devices if self._buckets.on_gpu else ()
+        stats = [device.memory_stats() or {} for device in devices]
+        if not stats or any("bytes_limit" not in each for each in stats):
+            room = CPU_POOL_BYTES // self._placement.size
+            return room, f"{room / 1e9:.1f} GB of host memory"
+        share, limit = self._config.gpu_memory_utilization, min(s["bytes_limit"] for s in stats)
+        used, working = max(s["bytes_in_use"] for s in stats), self._working_bytes()
         source = (
             f"gpu_memory_utilization {share} of {limit / 1e9:.1f} GB, of which {used / 1e9:.1f} GB "
             f"are in use and {working / 1e9:.1f} GB kept for computing"
@@ -156,10 +167,11 @@ class CacheMemory:
 
         That is logits with the sampler's copies, and prefill's rows.
         """
-        target, config = self._configs.greedy.target, self._config
+        cfg, config = self._configs.greedy.on_device(), self._config
+        target, vocab = cfg.target, cfg.vocab_shards.piece(cfg.target.vocab_size)
         round_rows = config.max_num_seqs * self._rows_of_round
-        logits = 4 * min(4 * round_rows * target.vocab_size, 1 << 30)
-        logits = max(logits, 4 * 4 * self._buckets.max_tiles * target.vocab_size)
+        logits = 4 * min(4 * round_rows * vocab, 1 << 30)
+        logits = max(logits, 4 * 4 * self._buckets.max_tiles * vocab)
         intermediate = getattr(target, "intermediate_size", 4 * target.hidden_size)
         width = 8 * target.hidden_size + 3 * intermediate
         prefill = 2 * config.max_num_batched_tokens * width * self._dtype.itemsize

@@ -17,6 +17,7 @@ from jaxspec.config import (
     SpeculativeConfig,
     TargetConfig,
 )
+from jaxspec.parallel.layout import Placement
 
 # A CUDA graph saves the host its launches, and the device a part of the gaps between them. But it
 # drops the kernels' early launches of their successors (programmatic dependent launch). So a target
@@ -45,6 +46,7 @@ class RoundConfigs:
         config: EngineConfig,
         *,
         ops: Ops,
+        placement: Placement,
         weight_bytes: int,
         acceptance_rates: tuple[float, ...] | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class RoundConfigs:
             max_model_len=config.max_model_len,
             draft_context=longest,
             ops=ops,
+            placement=placement,
         )
         if speculative is not None:
             assert draft is not None
@@ -103,7 +106,11 @@ class RoundConfigs:
         limits_drafts: whether some request is allowed fewer drafts
         """
         K = self._plain.num_speculative_tokens if num_drafts is None else num_drafts
-        graphs = self._weight_bytes < GRAPHS_BELOW_BYTES or batch * (K + 1) > GRAPHS_ABOVE_ROWS
+        graphs = (
+            self._weight_bytes < GRAPHS_BELOW_BYTES
+            or batch * (K + 1) > GRAPHS_ABOVE_ROWS
+            or self._plain.placement.size > 1  # the host launches for all devices
+        )
         key = (features, K, limits_drafts and K > 0, graphs)
         if key not in self._made:
             self._made[key] = self._make(*key)

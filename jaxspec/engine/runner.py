@@ -30,11 +30,12 @@ from jaxspec.config import (
     SpeculativeConfig,
     TargetConfig,
 )
-from jaxspec.decode import programs, slots
+from jaxspec.decode import mailboxes, programs, slots
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.several_rounds import RoundProgram
 from jaxspec.decode.slots import Admission
+from jaxspec.decode.spread import shardings, spread
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.drafter import PromptChunk
@@ -66,6 +67,7 @@ from jaxspec.engine.variants import (
     level_for,
 )
 from jaxspec.layers.params import Params
+from jaxspec.parallel.layout import ONE_PLACE, Placement, bytes_on_device
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import STOPS, StateLayout, features_of, sampling_rows
@@ -162,6 +164,7 @@ class ModelRunner:
         *,
         ops: Ops,
         dtype: DTypeLike,
+        placement: Placement = ONE_PLACE,
         acceptance_rates: tuple[float, ...] | None = None,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
@@ -174,7 +177,7 @@ class ModelRunner:
         self.prefill_tile = ops.prefill_tile
         self.round_program: RoundProgram = rounds.run_rounds
         self.buckets = Buckets(config, self.prefill_tile, self.on_gpu)
-        self.weight_bytes = sum(a.nbytes for a in jax.tree.leaves(params["target"]))
+        self.weight_bytes = bytes_on_device(params["target"])
         self.rounds_per_step = rounds.rounds_per_step(
             config, on_gpu=self.on_gpu, weight_bytes=self.weight_bytes
         )
@@ -184,6 +187,7 @@ class ModelRunner:
             speculative,
             config,
             ops=ops,
+            placement=placement,
             weight_bytes=self.weight_bytes,
             acceptance_rates=acceptance_rates,
         )
@@ -325,6 +329,13 @@ class ModelRunner:
                 failed[request] = _no_memory(request.params, e)
         return failed
 
+    def check_devices(self) -> None:
+        """Raise RuntimeError if a device has not answered another one."""
+        cfg = self.configs.greedy
+        if (reason := mailboxes.silent_rank(cfg)) is not None:
+            mailboxes.forget_mailboxes()
+            raise RuntimeError(f"tensor_parallel_size {cfg.placement.size}: {reason}")
+
     def _raise_unless_memory(self, error: Exception) -> None:
         """Raise an error other than a lack of memory, and any that has taken the state along."""
         is_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
@@ -364,6 +375,10 @@ class ModelRunner:
         state = self.state  # (its first use sets the layout)
         if not layout.has_shapes_of(self._layout):
             self.state = slots.relaid(state, layout)
+            cfg = self.configs.greedy
+            if cfg.placement.mesh is not None:
+                rows = slots.without_caches(self.state)
+                self._set_rows(jax.device_put(rows, shardings(cfg, rows)))
             self._prefills_served.clear()
         self._layout = layout
 
@@ -816,15 +831,19 @@ def _init_state(
 ) -> DecodeState:
     """Return idle rows over empty caches."""
     rows = sampling_rows(StateLayout(Vocabulary(cfg.target.vocab_size)), [], batch=batch)
-    return decode_state.init_state(
-        cfg,
-        jax.tree.map(jnp.asarray, rows),
-        jnp.zeros(batch, jnp.int32),
-        jnp.full((batch, stops), -1, jnp.int32),
-        num_blocks,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-    )
+
+    def init(cfg: RoundConfig) -> DecodeState:
+        return decode_state.init_state(
+            cfg,
+            jax.tree.map(jnp.asarray, rows),
+            jnp.zeros(batch, jnp.int32),
+            jnp.full((batch, stops), -1, jnp.int32),
+            num_blocks,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+        )
+
+    return spread(init, 1, None)(cfg)
 
 
 def _path(buckets: Sequence[int], start: int, end: int) -> list[int]:

@@ -10,8 +10,11 @@ moe                   routers and experts
 mxfp4                 4-bit weights
 hyper_connections     DeepSeek-V4's residual of several streams
 products              products with weights, and the residual stream that they add to
+sums                  sums over the devices that share a layer
+embedding             token embeddings, whole or cut by vocabulary
 norms                 RMS norms
 rope                  rotary position embedding
 params                parameter tables: checkpoint name, shape, logical axes
 op_choice             the choice of each op's implementation
+log_once              messages about decisions that every trace takes again
 """

@@ -46,7 +46,7 @@ def attention_specs(
     v = matrix(f"{prefix}.v_proj.weight", input_size, kv_size, ("embed", "kv_heads"))
     specs: dict[str, Any] = {
         "qkv_proj": weight(joined(f"{prefix}.{{q,k,v}}_proj.weight", (q, k, v))),
-        "o_proj": projection(f"{prefix}.o_proj.weight", q_size, output_size, ("heads", "embed")),
+        "o_proj": projection(f"{prefix}.o_proj.weight", q_size, output_size, ("head_out", "embed")),
     }
     if cfg.qkv_bias:
         assert not cfg.rope_interleave  # no family has both

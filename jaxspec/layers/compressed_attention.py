@@ -40,8 +40,9 @@ from jaxspec.config import REFERENCE_OPS, CompressedAttentionConfig, RopeConfig
 from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, matrix, projection, vector
-from jaxspec.layers.products import linear, project
+from jaxspec.layers.products import linear, project, project_part
 from jaxspec.layers.rope import RopeTables, rope_tables
+from jaxspec.layers.sums import sum_of_devices
 from pallas_kernels.dtypes import wider
 
 _MASKED = -1e30  # finite, so that a row that sees nothing (an idle request) stays free of NaN
@@ -72,7 +73,9 @@ def compressed_attention_specs(
             sources=((o_a, (group_out, group_in)),),
             build=partial(_by_group, groups=cfg.o_groups),
         ),
-        "o_b_proj": projection(f"{prefix}.wo_b.weight", group_out, hidden_size, (None, "embed")),
+        "o_b_proj": projection(
+            f"{prefix}.wo_b.weight", group_out, hidden_size, ("head_out", "embed")
+        ),
     }
     rate, sparse = cfg.rate(kind), kind == "compressed_sparse_attention"
     if rate is not None:
@@ -87,13 +90,13 @@ def compressed_attention_specs(
                 f"{prefix}.indexer.compressor", rate, cfg.index_head_dim, 2, hidden_size
             ),
             "q_b_proj": projection(
-                f"{prefix}.indexer.wq_b.weight", cfg.q_lora_rank, index_width, (None, "heads")
+                f"{prefix}.indexer.wq_b.weight", cfg.q_lora_rank, index_width, (None, None)
             ),
             "weights_proj": matrix(
                 f"{prefix}.indexer.weights_proj.weight",
                 hidden_size,
                 cfg.index_heads,
-                ("embed", "heads"),
+                ("embed", None),
             ),
         }
     return specs
@@ -183,7 +186,8 @@ def compressed_attention(
     low = jnp.einsum(
         "brgi,gio->brgo", grouped, params["o_a_proj"], preferred_element_type=jnp.float32
     ).astype(x.dtype)
-    out = project(low.reshape(batch, rows, -1), (params["o_b_proj"],), ops)
+    out = project_part(low.reshape(batch, rows, -1), params["o_b_proj"], ops)
+    out = sum_of_devices(out, ops.layers, ops).astype(x.dtype)
     return out, CompressedCache(pool, compressor, indexer)
 
 

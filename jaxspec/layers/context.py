@@ -17,7 +17,7 @@ class Pass:
     """One pass of a model over rows of tokens. It is passed to every layer, and never global.
 
     metadata: one AttentionMetadata per KV-cache group of the model
-    ops:      the implementation of each op (static)
+    ops:      the implementation of each op (static), and the devices that share the layers
     rope:     cos and sin float32 [batch, rows, 1, rotated / 2] of the layers' rotary embedding; the
               model's forward sets them
     last_row: int32 [batch], the only row of each request whose output is read, or None for all.
@@ -26,7 +26,7 @@ class Pass:
     """
 
     metadata: tuple[AttentionMetadata, ...]
-    ops: Ops = struct.field(pytree_node=False)
+    ops: Ops
     rope: RopeTables | None = None
     last_row: jax.Array | None = None
 

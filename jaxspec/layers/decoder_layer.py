@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import jax
-
 from jaxspec.cache.arrays import FullCache
 from jaxspec.config import AttentionConfig
 from jaxspec.layers.attention import attend
@@ -25,13 +23,13 @@ def add_attention(
     residual: Stream,
     group: int = 0,
     window: int | None = None,
-    next_gain: jax.Array | None = None,
+    next_norm: Norm | None = None,
 ) -> tuple[ResidualStream, FullCache]:
     """Return residual + attention of x [batch, rows, in], and the cache with these rows written.
 
     norm:          norm of x before the projections; None if x is normed
     group, window: see attend
-    next_gain:     the gain of the norm that follows attention (see add_projection)
+    next_norm:     the norm that follows attention (see add_projection)
     """
     attention = layer["self_attn"]
     attended, cache = attend(attention, cfg, x, cache, pass_, norm=norm, group=group, window=window)
@@ -41,7 +39,7 @@ def add_attention(
         attention["o_proj"],
         pass_.ops,
         bias=attention["o_bias"] if cfg.o_bias else None,
-        next_gain=next_gain,
+        next_norm=next_norm,
     )
     return stream, cache
 
@@ -57,7 +55,7 @@ def dense_layer(
     norm: Norm | None,
     residual: Stream,
     window: int | None = None,
-    next_gain: jax.Array | None = None,
+    next_norm: Norm | None = None,
 ) -> tuple[ResidualStream, FullCache]:
     """Run a layer: residual + attention of x [batch, rows, in], then the MLP.
 
@@ -66,7 +64,7 @@ def dense_layer(
     eps:       epsilon of the MLP's norm
     norm:      norm of x before the projections of attention; None if x is normed
     window:    see attend
-    next_gain: the gain of the norm that follows the layer (see add_projection)
+    next_norm: the norm that follows the layer (see add_projection)
     """
     stream, cache = add_attention(
         layer,
@@ -77,6 +75,6 @@ def dense_layer(
         norm=norm,
         residual=residual,
         window=window,
-        next_gain=layer["post_attention_layernorm"],
+        next_norm=Norm(layer["post_attention_layernorm"], eps),
     )
-    return add_mlp(layer, eps, stream, pass_.ops, next_gain=next_gain), cache
+    return add_mlp(layer, eps, stream, pass_.ops, next_norm=next_norm), cache

@@ -18,6 +18,7 @@ from jaxspec.cache.arrays import LatentCache
 from jaxspec.config import MLAConfig, Ops
 from jaxspec.layers.attention import halves_of_pairs, rotated_matrix
 from jaxspec.layers.context import Pass
+from jaxspec.layers.log_once import log_once
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import (
     AssembledSpec,
@@ -29,7 +30,7 @@ from jaxspec.layers.params import (
     vector,
     weight,
 )
-from jaxspec.layers.products import ResidualStream, add_projection, log_once, project
+from jaxspec.layers.products import ResidualStream, add_projection, project
 from pallas_kernels import head_matmul as head_matmul_op
 from pallas_kernels import latent_attention as attention_op
 from pallas_kernels import latent_cache as cache_op
@@ -73,7 +74,9 @@ def mla_specs(prefix: str, cfg: MLAConfig, hidden_size: int) -> dict[str, Any]:
             sources=kv_b,
             build=partial(split, part="v"),
         ),
-        "o_proj": projection(f"{prefix}.o_proj.weight", heads * v, hidden_size, ("heads", "embed")),
+        "o_proj": projection(
+            f"{prefix}.o_proj.weight", heads * v, hidden_size, ("head_out", "embed")
+        ),
     }
     latents, biases, names = [kv_a], [], "kv_a_proj_with_mqa"
     if cfg.bias:

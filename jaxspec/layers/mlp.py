@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import jax
-
 from jaxspec.config import Ops
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, Weight, projection
@@ -26,13 +24,13 @@ def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str
 
 
 def add_mlp(
-    layer: Params, eps: float, x: Stream, ops: Ops, *, next_gain: jax.Array | None = None
+    layer: Params, eps: float, x: Stream, ops: Ops, *, next_norm: Norm | None = None
 ) -> ResidualStream:
     """Add down(silu(gate(norm(x))) * up(norm(x))) to the stream x [batch, rows, D].
 
     eps:       epsilon of the MLP's norm, whose gain the layer holds
-    next_gain: see add_projection
+    next_norm: see add_projection
     """
     norm = Norm(layer["post_attention_layernorm"], eps)
     inner = project_swiglu(x, layer["gate_proj"], layer["up_proj"], ops, norm=norm)
-    return add_projection(x, inner, layer["down_proj"], ops, next_gain=next_gain)
+    return add_projection(x, inner, layer["down_proj"], ops, next_norm=next_norm)

@@ -8,8 +8,8 @@ follows from shapes alone (`experts`), so it is fixed when a program is compiled
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.config import Ops
+from jaxspec.layers.log_once import log_once
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, weight
@@ -25,10 +26,10 @@ from jaxspec.layers.products import (
     Stream,
     add_projection,
     add_to_stream,
-    log_once,
     project_swiglu,
     values_of,
 )
+from jaxspec.parallel.axes import Axes
 from pallas_kernels import moe as moe_op
 from pallas_kernels import router as router_op
 
@@ -52,6 +53,8 @@ class MoEConfig:
     num_groups, top_groups, routed_scaling: settings of the sigmoid router
     shared_size: width of the shared experts, which every row passes through
     """
+
+    AXES: ClassVar[Axes] = {"intermediate_size": "expert_mlp", "shared_size": "mlp"}
 
     num_experts: int
     top_k: int
@@ -176,14 +179,23 @@ def expert_specs(
             return np.stack([np.concatenate(pair).T for pair in pairs])
 
         shape = (count, checkpoint_shape[1], len(parts) * checkpoint_shape[0])
-        spec = AssembledSpec(f"{prefix}.*.{name}", shape, axes, sources=sources, build=build)
+        spec = AssembledSpec(
+            f"{prefix}.*.{name}",
+            shape,
+            axes,
+            side_by_side=len(parts),
+            sources=sources,
+            build=build,
+        )
         return weight(spec)
 
     return {
         "gate_up": one_by_one(
-            "gate_up", names[:2], (size, hidden_size), ("experts", "embed", "mlp")
+            "gate_up", names[:2], (size, hidden_size), ("experts", "embed", "expert_mlp")
         ),
-        "down": one_by_one("down", names[2:], (hidden_size, size), ("experts", "mlp", "embed")),
+        "down": one_by_one(
+            "down", names[2:], (hidden_size, size), ("experts", "expert_mlp", "embed")
+        ),
     }
 
 
@@ -193,14 +205,12 @@ def sigmoid_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str
     The names are those of DeepSeek-V3 and GLM.
     """
     return {
-        "router": matrix(
-            f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", "experts")
-        ),
+        "router": matrix(f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", None)),
         # A bias rounded to bfloat16 would choose other experts.
         "router_bias": ParamSpec(
             f"{prefix}.gate.e_score_correction_bias",
             (cfg.num_experts,),
-            ("experts",),
+            (None,),
             dtype="float32",
         ),
         "experts": expert_specs(f"{prefix}.experts", cfg, hidden_size),
@@ -211,9 +221,7 @@ def sigmoid_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str
 def softmax_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str, Any]:
     """Return the weights of `add_softmax_moe` under `prefix` ("...mlp"), by Qwen's names."""
     return {
-        "router": matrix(
-            f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", "experts")
-        ),
+        "router": matrix(f"{prefix}.gate.weight", hidden_size, cfg.num_experts, ("embed", None)),
         "experts": expert_specs(f"{prefix}.experts", cfg, hidden_size),
     }
 
@@ -234,7 +242,7 @@ def add_softmax_moe(
     flat = normed.reshape(-1, normed.shape[-1])
     chosen = route(flat, layer["router"], layer.get("router_bias"), cfg, "softmax", ops)
     routed = experts(layer["experts"], cfg, flat, *chosen, ops)
-    return add_to_stream(x, routed.reshape(normed.shape))
+    return add_to_stream(x, routed.reshape(normed.shape), ops)
 
 
 def add_sigmoid_moe(
@@ -247,11 +255,11 @@ def add_sigmoid_moe(
     normed = rms_norm(values_of(x), layer["post_attention_layernorm"], eps, ops)
     shared = layer["shared"]
     inner = project_swiglu(normed, shared["gate_proj"], shared["up_proj"], ops)
-    stream = add_projection(x, inner, shared["down_proj"], ops)
     flat = normed.reshape(-1, normed.shape[-1])
     ids, weights = route(flat, layer["router"], layer["router_bias"], cfg, "sigmoid", ops)
     routed = experts(layer["experts"], cfg, flat, ids, weights, ops)
-    return add_to_stream(stream, routed.reshape(normed.shape))
+    routed = routed.reshape(normed.shape)
+    return add_projection(x, inner, shared["down_proj"], ops, beside=routed)
 
 
 def experts(
@@ -263,6 +271,8 @@ def experts(
     ops: Ops,
 ) -> jax.Array:
     """Return the weighted sum over each row's experts, [rows, D].
+
+    Of several devices that each hold whole experts, a device returns the sum over its own.
 
     params:  gate_up [experts, D, 2 * intermediate] (gate first) and
              down [experts, intermediate, D], each a Weight or an Mxfp4Weight;
@@ -277,13 +287,40 @@ def experts(
     rows <= FEW_ROWS: about all experts are chosen; each is read once and multiplies every row.
     more rows (prefill): rows are sorted by expert, and each is multiplied by its chosen experts.
     """
+    held, first = _num_experts(params), None
+    if held < cfg.num_experts:
+        cfg = replace(cfg, num_experts=held)
+        first = ops.layers.rank.astype(jnp.int32) * held
     if ops.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS:
-        return _by_the_op(params, cfg, x, ids, weights, ops.moe)
+        return _by_the_op(params, cfg, x, ids, weights, ops.moe, first)
+    if first is not None:
+        ids, weights = own_routes(ids, weights, first, held)
     if weights.size < cfg.num_experts:
         return _gathered(params, cfg, x, ids, weights)
     if x.shape[0] <= FEW_ROWS:
-        return _by_the_op(params, cfg, x, ids, weights, "reference")
+        return _by_the_op(params, cfg, x, ids, weights, "reference", None)
     return _grouped(params, cfg, x, ids, weights)
+
+
+def own_routes(
+    ids: jax.Array, weights: jax.Array, first: jax.Array, held: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return routes within the `held` experts from `first` on, ids counted from it.
+
+    Another expert becomes one of these that some row has chosen, with weight 0. So no further
+    expert is read for it, unless no row has chosen any of these.
+
+    ids, weights: as `route` returns them
+    """
+    own = ids[:, : weights.shape[1]] - first
+    is_own = (own >= 0) & (own < held)
+    chosen = jnp.min(jnp.where(is_own, own, held))
+    other = jnp.where(chosen < held, chosen, 0)
+    return jnp.where(is_own, own, other), jnp.where(is_own, weights, 0.0)
+
+
+def _num_experts(params: Params) -> int:
+    return jax.tree.leaves(params["gate_up"])[0].shape[0]
 
 
 def _by_the_op(
@@ -293,6 +330,7 @@ def _by_the_op(
     ids: jax.Array,
     weights: jax.Array,
     implementation: str,
+    first_expert: jax.Array | None,
 ) -> jax.Array:
     gate_up, down = (params[name].to_array(x.dtype) for name in ("gate_up", "down"))
     inputs = moe_op.Inputs(
@@ -306,6 +344,7 @@ def _by_the_op(
         gate=cfg.gate,
         alpha=cfg.alpha,
         limit=cfg.limit,
+        first_expert=first_expert,
     )
     return moe_op.experts(inputs, implementation=implementation)
 

@@ -6,7 +6,7 @@ It is made once, when an engine is built, from the device, the dtypes and the mo
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from jaxspec.config import (
     Ops,
     TargetConfig,
 )
+from jaxspec.parallel.mesh import Device
 from pallas_kernels import (
+    all_reduce,
     attention,
     gumbel_sample,
     hopper,
@@ -35,6 +37,7 @@ from pallas_kernels import (
     rope_cache,
     step_metadata,
 )
+from pallas_kernels.all_reduce import mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
     text: one name for all ops, or "attention=reference,matmul=mosaic_gpu" (auto for the others).
     Later parts win.
     """
-    ops = [f.name for f in fields(Ops)]
+    ops = list(Ops().names())
     named = dict.fromkeys(ops, "auto")
     for part in text.split(","):
         op, equals, name = part.strip().rpartition("=")
@@ -69,6 +72,7 @@ def choose(
     block_size: int,
     dtype: DTypeLike,
     cache_dtype: DTypeLike,
+    devices: Sequence[Device] = (),
 ) -> Ops:
     """Return the Ops of an engine.
 
@@ -78,7 +82,9 @@ def choose(
     "auto": the kernel if it supports this device, these dtypes and models, else the reference. The
     reason is logged.
 
+    target, draft: as one device sees them (Layout.on_device)
     dtype, cache_dtype: of the weights and activations, and of keys and values in the cache
+    devices: those that share the models; none for one
     """
     wanted = parse(requested)
     if unknown := [name for name in wanted.values() if name not in CHOICES]:
@@ -87,7 +93,7 @@ def choose(
         return Ops()
     chosen = {}
     dtypes = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-    for op, reason in _reasons(target, draft, block_size, *dtypes).items():
+    for op, reason in _reasons(target, draft, block_size, *dtypes, devices).items():
         if reason is not None and wanted[op] == "mosaic_gpu":
             raise ConfigError(f"kernels 'mosaic_gpu': {op}: {reason}")
         if reason is not None and wanted[op] == "auto":
@@ -102,6 +108,7 @@ def _reasons(
     block_size: int,
     dtype: jnp.dtype,
     cache_dtype: jnp.dtype,
+    devices: Sequence[Device],
 ) -> dict[str, str | None]:
     """Return for each op the reason that its kernel cannot serve these models, None if it can."""
     device = hopper.missing()
@@ -115,6 +122,8 @@ def _reasons(
         if isinstance(target.attention, CompressedAttentionConfig)
         else None
     )
+
+    pieces = max(1, len(devices))  # of the vocabulary
 
     def first(reasons: Any) -> str | None:
         return device or next((r for r in reasons if r), None)
@@ -138,11 +147,12 @@ def _reasons(
                 (m.intermediate_size, m.hidden_size),
             )
         ),
-        "rejection_sampling": first([_rejection_sampling(target, layered)]),
+        "rejection_sampling": first([_rejection_sampling(target, layered, pieces)]),
         "gumbel_sample": first(
-            gumbel_sample.unsupported(vocab) for vocab in _vocabularies(target, layered)
+            gumbel_sample.unsupported(vocab) for vocab in _vocabularies(target, layered, pieces)
         ),
         "moe": first([_moe(target, dtype)]),  # a draft's experts are the target's
+        "all_reduce": device or _all_reduce(devices, target.hidden_size),
     }
 
 
@@ -212,13 +222,23 @@ def _moe(target: Any, dtype: DTypeLike) -> str | None:
     return moe.unsupported(FEW_ROWS, cfg.top_k, gate_up, down, dtype)
 
 
-def _rejection_sampling(target: Any, draft: Any) -> str | None:
-    logits: Any = jax.ShapeDtypeStruct((1, 2, target.vocab_size), jnp.float32)
-    draft_logits: Any = (
-        None if draft is None else jax.ShapeDtypeStruct((1, 1, draft.draft_vocab_size), jnp.float32)
+def _all_reduce(devices: Sequence[Device], width: int) -> str | None:
+    if len(devices) < 2:
+        return None  # it does not run
+    return mailbox.unreachable(devices) or all_reduce.unsupported(
+        FEW_ROWS, width, jnp.float32, len(devices)
     )
+
+
+def _rejection_sampling(target: Any, draft: Any, pieces: int) -> str | None:
+    logits: Any = jax.ShapeDtypeStruct((1, 2, target.vocab_size // pieces), jnp.float32)
+    draft_logits: Any = None
+    if draft is not None:
+        size = draft.draft_vocab_size // pieces
+        draft_logits = jax.ShapeDtypeStruct((1, 1, size), jnp.float32)
     return rejection_sampling.unsupported(logits, draft_logits)
 
 
-def _vocabularies(target: Any, draft: Any) -> tuple[int, ...]:
-    return (target.vocab_size,) if draft is None else (target.vocab_size, draft.draft_vocab_size)
+def _vocabularies(target: Any, draft: Any, pieces: int) -> tuple[int, ...]:
+    models = (target.vocab_size,) if draft is None else (target.vocab_size, draft.draft_vocab_size)
+    return tuple(vocab // pieces for vocab in models)

@@ -12,8 +12,6 @@ import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 
-from jaxspec.parallel.mesh import DeviceMesh
-
 Params = Any  # a pytree (dicts, lists and Weights) of arrays
 
 
@@ -28,6 +26,11 @@ class Weight:
     values: jax.Array
     transposed: bool = struct.field(pytree_node=False, default=False)
 
+    @property
+    def depth(self) -> int:
+        """Size of `in`."""
+        return self.values.shape[-1 if self.transposed else -2]
+
     def to_array(self, dtype: DTypeLike) -> jax.Array:
         """Return the matrix as [..., in, out], for activations of this dtype."""
         return jnp.swapaxes(self.values, -1, -2) if self.transposed else self.values
@@ -41,10 +44,12 @@ class ParamSpec:
 
     name:      the tensor's name in a Hugging Face checkpoint
     shape:     our shape; a matrix is [in, out]
-    axes:      a logical axis name per dimension, which places the array on a mesh
-               (jaxspec/parallel/mesh.py)
+    axes:      a logical axis name per dimension, by which a mesh cuts the array
+               (jaxspec/parallel/axes.py)
     transpose: the checkpoint stores the matrix as [out, in]
     dtype:     a fixed dtype ("float32", "uint8"); None for the model's
+    side_by_side: arrays of one width that stand side by side, such as gate and up; where a mesh
+               cuts their width, it cuts each of them
     """
 
     name: str
@@ -52,6 +57,7 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     transpose: bool = False
     dtype: str | None = None
+    side_by_side: int = 1
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
@@ -63,11 +69,13 @@ class ParamSpec:
         """Name and shape of every checkpoint tensor that the weight is made of."""
         return {self.name: self.checkpoint_shape}
 
-    def assemble(self, arrays: Sequence[np.ndarray], mesh: DeviceMesh) -> np.ndarray:
-        """Return our array, made of the arrays of `tensors` in their order.
+    def parts_along(self, dim: int) -> list[tuple[int, str | None]]:
+        """Return width and logical axis of each array that stands beside others along an axis."""
+        count = 1 if self.axes[dim] == "experts" else self.side_by_side
+        return [(self.shape[dim] // count, self.axes[dim])] * count
 
-        mesh: the devices that share it; it decides the order of columns in a joined array
-        """
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Return our array, made of the arrays of `tensors` in their order."""
         return arrays[0].T if self.transpose else arrays[0]
 
 
@@ -88,7 +96,7 @@ class AssembledSpec(ParamSpec):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return dict(self.sources)
 
-    def assemble(self, arrays: Sequence[np.ndarray], mesh: DeviceMesh) -> np.ndarray:
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         return self.build(arrays)
 
 
@@ -99,8 +107,7 @@ class JoinedSpec(ParamSpec):
     XLA joins products of one input itself, and then copies their weights together in every pass:
     25 us for a layer of Llama-3-8B on an H200.
 
-    The last axis is cut over the devices of a mesh. Each device's piece holds its pieces of all
-    parts: [q_0 | k_0 | v_0 | q_1 | k_1 | v_1] on two devices.
+    A mesh cuts each part along its last axis (jaxspec.parallel.layout).
 
     parts: the arrays by themselves, in their order
     """
@@ -111,15 +118,16 @@ class JoinedSpec(ParamSpec):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for part in self.parts for name, shape in part.tensors.items()}
 
-    def assemble(self, arrays: Sequence[np.ndarray], mesh: DeviceMesh) -> np.ndarray:
+    def parts_along(self, dim: int) -> list[tuple[int, str | None]]:
+        return [(part.shape[dim], part.axes[dim]) for part in self.parts]
+
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         left, made = list(arrays), []
         for part in self.parts:
             count = len(part.tensors)
-            made.append(part.assemble(left[:count], mesh))
+            made.append(part.assemble(left[:count]))
             del left[:count]
-        shards = mesh.num_shards(self.axes[-1])
-        pieces = zip(*(np.split(array, shards, axis=-1) for array in made), strict=True)
-        return np.concatenate([piece for device in pieces for piece in device], axis=-1)
+        return np.concatenate(made, axis=-1)
 
     def split(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """Return the parts of an array that one device holds."""

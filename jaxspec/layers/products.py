@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +11,11 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.config import Ops
+from jaxspec.layers.log_once import log_once
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Weight
+from jaxspec.layers.sums import add_sum, partial_dtype
 from pallas_kernels import matmul as matmul_op
-
-logger = logging.getLogger(__name__)
 
 
 @struct.dataclass
@@ -122,6 +120,8 @@ def project_swiglu(
 def vocab_logits(hidden: jax.Array, lm_head: Weight, ops: Ops) -> jax.Array:
     """Return float32 logits [..., vocab] of hidden [..., D].
 
+    Of a vocabulary that is cut over devices, these are the logits of the device's own tokens.
+
     The logits are the float32 accumulator. Rounding them to bfloat16 makes ties, and ties make
     greedy text depend on the path.
     """
@@ -135,15 +135,26 @@ def add_projection(
     ops: Ops,
     *,
     bias: jax.Array | None = None,
-    next_gain: jax.Array | None = None,
+    beside: jax.Array | None = None,
+    next_norm: Norm | None = None,
 ) -> ResidualStream:
     """Add x @ weight (+ bias) to the residual stream: the end of an attention or MLP block.
 
-    next_gain: the gain of the norm that follows. The sum comes prepared for it where the kernels
-    of product and norm are chosen and there is no bias.
+    A device of several multiplies its piece of x by its piece of the weight, and the stream gets
+    the sum of all devices' products. x may also be whole on each device.
+
+    beside:    another term of the block's output, [batch, rows, D], such as that of its experts
+    next_norm: the norm that follows. The sum comes prepared for it where the kernels of product and
+    norm are chosen and there is no bias, and under it where the devices' sums are added.
     """
+    if ops.layers.size > 1:
+        partial = project_part(x, weight, ops)
+        partial = partial if beside is None else partial + beside
+        return add_to_stream(stream, partial, ops, bias=bias, next_norm=next_norm)
+    if beside is not None:
+        return add_to_stream(add_projection(stream, x, weight, ops, bias=bias), beside, ops)
     if bias is not None:
-        return add_to_stream(stream, project(x, (weight,), ops, bias=bias))
+        return add_to_stream(stream, project(x, (weight,), ops, bias=bias), ops)
     *rows, width = values_of(stream).shape
     shared = ops.shares_norms and matmul_op.shares_norm(math.prod(rows), width)
     return _multiply(
@@ -152,13 +163,39 @@ def add_projection(
         ops,
         _Form(x.dtype),
         residual=values_of(stream),
-        next_gain=next_gain if shared else None,
+        next_gain=next_norm.gain if shared and next_norm is not None else None,
     )
 
 
-def add_to_stream(stream: Stream, delta: jax.Array) -> ResidualStream:
-    """Add a block's output delta [batch, rows, D] to the residual stream."""
-    return ResidualStream(values_of(stream) + delta)
+def project_part(x: jax.Array, weight: Weight, ops: Ops) -> jax.Array:
+    """Return the device's term of x @ weight, cut along its depth: [batch, rows, out].
+
+    x: [batch, rows, in], the device's piece of it or all of it
+    """
+    x = ops.layers.own_piece(x, weight.depth)
+    return _multiply(x, (weight,), ops, _Form(partial_dtype(x, ops.layers))).x
+
+
+def add_to_stream(
+    stream: Stream,
+    delta: jax.Array,
+    ops: Ops,
+    *,
+    bias: jax.Array | None = None,
+    next_norm: Norm | None = None,
+) -> ResidualStream:
+    """Add a block's output delta [batch, rows, D] (+ bias) to the residual stream.
+
+    delta: the device's term of it, where several devices share the layers
+    """
+    residual = values_of(stream)
+    if ops.layers.size > 1:
+        if bias is not None:
+            residual = residual + bias
+        x, normed = add_sum(residual, delta, ops, next_norm)
+        return ResidualStream(x, normed=normed)
+    assert bias is None  # a product adds its own
+    return ResidualStream(residual + delta)
 
 
 def _multiply(
@@ -255,9 +292,3 @@ def _choose_backend(
         return ops.matmul, padding
     log_once(f"XLA multiplies by {[w.values.shape for w in weights]}: the kernel {reason}")
     return "reference", 0
-
-
-@cache
-def log_once(message: str) -> None:
-    """Log a message once, although every trace of a program takes the same decision."""
-    logger.info("%s", message)

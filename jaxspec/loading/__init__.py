@@ -16,6 +16,7 @@ weights             tensors -> a pytree of jax arrays, strictly
 model               a folder -> a target, or a draft bound to its target
 template_limits     time and size of a chat template's rendering
 tokenizer           text and chats to token ids and back
+placement           the devices of an engine, and weights that go from one to all of them
 pretrained          target, draft, tokenizer and settings together, for LLM.from_pretrained
 """
 

@@ -7,21 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.reading import values_as_sentences
-from jaxspec.layers.params import Params
+from jaxspec.layers.params import Params, vector
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.weights import LazyTensor, load_params
 from jaxspec.models.decoder import lm_head
-from jaxspec.parallel.mesh import DEFAULT_DEVICE, DeviceMesh
+from jaxspec.parallel.layout import ONE_PLACE, Placement
 
 
 def load_target(
-    folder: Path, dtype: Any, mesh: DeviceMesh = DEFAULT_DEVICE, *, mxfp4: str = "dequantised"
+    folder: Path,
+    dtype: Any,
+    placement: Placement = ONE_PLACE,
+    *,
+    mxfp4: str = "dequantised",
 ) -> tuple[models.TargetConfig, Params]:
     """Load the target in a Hugging Face folder, with float tensors cast to dtype.
 
@@ -39,7 +42,12 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     return cfg, load_params(
-        family.param_specs(cfg), checkpoint.tensors, dtype, mesh, ignore=ignore, source=str(folder)
+        family.param_specs(cfg),
+        checkpoint.tensors,
+        dtype,
+        placement.target(cfg),
+        ignore=ignore,
+        source=str(folder),
     )
 
 
@@ -63,7 +71,7 @@ def load_draft(
     target_params: Params,
     speculative: SpeculativeConfig,
     dtype: Any,
-    mesh: DeviceMesh = DEFAULT_DEVICE,
+    placement: Placement = ONE_PLACE,
 ) -> tuple[drafts.LayeredConfig, Params]:
     """Load the draft head of speculative.method in a folder, and bind it to a loaded target."""
     checkpoint = open_checkpoint(folder)
@@ -90,12 +98,12 @@ def load_draft(
         family.param_specs(cfg),
         tensors,
         dtype,
-        mesh,
+        placement.draft(cfg),
         ignore=ignore,
         source=f"{speculative.method} draft {folder}",
     )
     draft_to_target = _draft_to_target(cfg, tensors, str(folder))
-    return cfg, bind_draft(cfg, params, target_params, draft_to_target)
+    return cfg, bind_draft(cfg, params, target_params, draft_to_target, placement)
 
 
 def bind_draft(
@@ -103,6 +111,7 @@ def bind_draft(
     params: Params,
     target_params: Params,
     draft_to_target: np.ndarray | None,
+    placement: Placement = ONE_PLACE,
 ) -> Params:
     """Return a draft's own weights, those that it shares with the target, and vocabulary maps.
 
@@ -118,8 +127,12 @@ def bind_draft(
         assert draft_to_target is not None
         target_to_draft = np.full(cfg.vocab_size, -1, np.int32)
         target_to_draft[draft_to_target] = np.arange(cfg.draft_vocab_size, dtype=np.int32)
-        bound["draft_to_target"] = jnp.asarray(draft_to_target, jnp.int32)
-        bound["target_to_draft"] = jnp.asarray(target_to_draft)
+        layout = placement.draft(cfg)
+        for name, table in (
+            ("draft_to_target", draft_to_target.astype(np.int32)),
+            ("target_to_draft", target_to_draft),
+        ):
+            bound[name] = layout.place(table, vector(name, len(table)))
     return bound
 
 

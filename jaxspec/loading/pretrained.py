@@ -16,6 +16,7 @@ from jaxspec.config import ConfigError, DraftConfig, EngineConfig, SpeculativeCo
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.model import load_draft, load_target
+from jaxspec.loading.placement import choose_placement
 from jaxspec.loading.resolve import resolve
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
 from jaxspec.sampling import synthetic
@@ -76,7 +77,8 @@ def load_pretrained(
         else DTYPES[dtype]
     )
     folder = resolve(target, kind="target")
-    loaded = load_target(folder, resolved, mxfp4=mxfp4)
+    placement = choose_placement(config, speculative)
+    loaded = load_target(folder, resolved, placement, mxfp4=mxfp4)
     if max_model_len is None:
         config = replace(
             config, max_model_len=min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
@@ -91,6 +93,7 @@ def load_pretrained(
             *loaded,
             speculative,
             resolved,
+            placement,
         )
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)

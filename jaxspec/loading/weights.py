@@ -16,7 +16,8 @@ from jaxspec.config import ConfigError
 from jaxspec.layers.params import Params, ParamSpec, is_spec
 from jaxspec.loading.checkpoint import LazyTensor
 from jaxspec.loading.weight_checks import check_weight
-from jaxspec.parallel.mesh import DEFAULT_DEVICE, DeviceMesh
+from jaxspec.parallel.axes import ONCE
+from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout
 
 SHOWN = 5  # names listed in a message
 
@@ -67,12 +68,12 @@ def load_params(
     specs: Params,
     tensors: Mapping[str, LazyTensor],
     dtype: jnp.dtype | type | str,
-    mesh: DeviceMesh = DEFAULT_DEVICE,
+    layout: Layout = ONE_DEVICE_LAYOUT,
     *,
     ignore: Callable[[str], bool] = ignore_nothing,
     source: str = "checkpoint",
 ) -> Params:
-    """Read every tensor of the table, checked as in check_shapes, and place it on the mesh.
+    """Read every tensor of the table, checked as in check_shapes, and place it by layout.
 
     Floats are cast to ``dtype``, and matrices transposed to our [in, out]. Integers become int32,
     jax's default; a value that does not fit is an error. Booleans and uint8 (packed weights) stay.
@@ -86,16 +87,17 @@ def load_params(
         source=source,
     )
 
+    check_cuts(specs, layout, source)
     loaded = 0
 
     def load(spec: ParamSpec) -> jax.Array:
         nonlocal loaded
         wanted, where = np.dtype(spec.dtype or dtype), f"{source}: {spec.name}"
         read = [tensors[name].read() for name in spec.tensors]
-        array = _cast(spec.assemble(read, mesh), wanted, where)
+        array = _cast(spec.assemble(read), wanted, where)
         check_weight(spec, array, wanted, where)
         try:  # waiting bounds the host copies in flight to one
-            on_device = jax.block_until_ready(mesh.place(array, spec.axes))
+            on_device = jax.block_until_ready(layout.place(array, spec))
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
@@ -109,6 +111,18 @@ def load_params(
         return on_device
 
     return jax.tree.map(load, specs, is_leaf=is_spec)
+
+
+def check_cuts(specs: Params, layout: Layout, source: str) -> None:
+    """Raise ConfigError unless the devices can share every array of the table evenly."""
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        for dim, axis in enumerate(spec.axes):
+            pieces = [(width, layout.num_pieces(own)) for width, own in spec.parts_along(dim)]
+            if layout.is_cut(axis) and axis != ONCE and any(w % n for w, n in pieces):
+                raise ConfigError(
+                    f"tensor_parallel_size: expected a divisor of {spec.shape[dim]}, the "
+                    f"{axis} axis of {spec.name} in {source}, got {layout.size}"
+                )
 
 
 def _num_bytes(spec: ParamSpec, dtype: jnp.dtype | type | str) -> int:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from jaxspec.cache.arrays import KVCache
 from jaxspec.config import Ops, TargetConfig
-from jaxspec.layers.norms import Norm, embed_norm, rms_norm
+from jaxspec.layers.embedding import embed, embed_norm
+from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, Weight, projection, vector
 from jaxspec.layers.products import ResidualStream, Stream, values_of, vocab_logits
 
@@ -71,22 +72,20 @@ def run_layers(
     *,
     aux_layers: tuple[int, ...],
     ops: Ops,
-    first_gain: jax.Array | None = None,
+    first_norm: Norm | None = None,
 ) -> TargetOutput:
     """Embed tokens [batch, rows], then run the layers, unrolled.
 
     run_layer(i, layer's weights, x, layer's cache) returns x and the cache.
     aux_layers: boundary ids; n is the residual stream that enters layer n, and n = num_layers the
         stream before the final norm (vLLM's and speculators' convention)
-    first_gain: the gain of layer 0's first norm, for layers that take a ResidualStream prepared
-        for it
+    first_norm: layer 0's first norm, for layers that take a ResidualStream prepared for it
     """
     x: Stream
-    if first_gain is None:
-        x = params["embed_tokens"][tokens]
+    if first_norm is None:
+        x = embed(tokens, params["embed_tokens"], ops)
     else:
-        norm = Norm(first_gain, cfg.rms_norm_eps)
-        embedded, normed = embed_norm(tokens, params["embed_tokens"], norm, ops)
+        embedded, normed = embed_norm(tokens, params["embed_tokens"], first_norm, ops)
         x = ResidualStream(embedded, normed=normed)
     aux: dict[int, jax.Array] = {}
     new_caches = []

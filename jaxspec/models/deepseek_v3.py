@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -32,6 +32,7 @@ from jaxspec.layers.params import Params, vector
 from jaxspec.layers.products import pick_row
 from jaxspec.models import decoder
 from jaxspec.models.decoder import TargetOutput, decoder_specs, logits, run_layers
+from jaxspec.parallel.axes import Axes
 
 __all__ = [
     "DeepseekV3Config",
@@ -55,6 +56,8 @@ class DeepseekV3Config:
     float8: whether the checkpoint holds matrices as float8 with scales (loading/fp8.py), which are
         dequantised at loading
     """
+
+    AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}
 
     model_type: str
     vocab_size: int

@@ -27,6 +27,7 @@ from jaxspec.config import (
 )
 from jaxspec.layers.compressed_attention import compressed_attention, compressed_attention_specs
 from jaxspec.layers.context import Pass
+from jaxspec.layers.embedding import embed
 from jaxspec.layers.hyper_connections import (
     HyperConnectionConfig,
     collapse,
@@ -45,8 +46,9 @@ from jaxspec.layers.moe import (
 )
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import IndexSpec, Params, ParamSpec, matrix, projection, vector
-from jaxspec.layers.products import pick_row, project
+from jaxspec.layers.products import pick_row, project, project_part
 from jaxspec.layers.rope import RopeTables, rope_tables
+from jaxspec.layers.sums import sum_of_devices
 from jaxspec.models.decoder import TargetOutput, logits
 
 __all__ = [
@@ -288,7 +290,7 @@ def layer_specs(
         "self_attn": compressed_attention_specs(f"{prefix}.attn", cfg.attention, kind, hidden),
         "mlp_connection": connection_specs(f"{prefix}.hc_ffn", cfg.residual, hidden),
         "post_attention_layernorm": vector(f"{prefix}.ffn_norm.weight", hidden),
-        "router": matrix(f"{ffn}.gate.weight", hidden, moe.num_experts, ("embed", "experts")),
+        "router": matrix(f"{ffn}.gate.weight", hidden, moe.num_experts, ("embed", None)),
         "experts": expert_specs(f"{ffn}.experts", moe, hidden, EXPERT_NAMES),
         "shared": {
             "gate_proj": projection(
@@ -305,11 +307,11 @@ def layer_specs(
     if hashed:
         table = f"{ffn}.gate.tid2eid"
         specs["expert_of_token"] = IndexSpec(
-            table, (cfg.vocab_size, moe.top_k), ("vocab", None), below=moe.num_experts
+            table, (cfg.vocab_size, moe.top_k), (None, None), below=moe.num_experts
         )
     else:
         specs["router_bias"] = ParamSpec(
-            f"{ffn}.gate.bias", (moe.num_experts,), ("experts",), dtype="float32"
+            f"{ffn}.gate.bias", (moe.num_experts,), (None,), dtype="float32"
         )
     return specs
 
@@ -369,7 +371,8 @@ def _moe(
     looked_up = layer["expert_of_token"][tokens.reshape(-1)] if "expert_of_token" in layer else None
     chosen = route_sqrt_softplus(scores, layer.get("router_bias"), cfg, looked_up)
     routed = experts(layer["experts"], cfg, flat, *chosen, ops)
-    return project(inner, (shared["down_proj"],), ops) + routed.reshape(normed.shape)
+    out = project_part(inner, shared["down_proj"], ops) + routed.reshape(normed.shape)
+    return sum_of_devices(out, ops.layers, ops).astype(normed.dtype)
 
 
 def forward(
@@ -387,7 +390,7 @@ def forward(
         streams * D wide
     """
     ops, ropes = pass_.ops, layer_ropes(cfg, pass_.positions)
-    embedded = params["embed_tokens"][tokens]
+    embedded = embed(tokens, params["embed_tokens"], ops)
     x = jnp.broadcast_to(
         embedded[:, :, None], (*tokens.shape, cfg.residual.streams, cfg.hidden_size)
     )

@@ -33,6 +33,7 @@ from jaxspec.layers.mxfp4 import BLOCK, Mxfp4Weight, dequantise_on_host
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, vector, weight
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
+from jaxspec.parallel.axes import ONCE
 
 __all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 
@@ -156,9 +157,9 @@ def param_specs(cfg: GptOssConfig) -> Params:
             "self_attn": attention_specs(f"{prefix}.self_attn", cfg.attention, hidden, hidden),
             "post_attention_layernorm": vector(f"{prefix}.post_attention_layernorm.weight", hidden),
             "router": matrix(
-                f"{prefix}.mlp.router.weight", hidden, cfg.moe.num_experts, ("embed", "experts")
+                f"{prefix}.mlp.router.weight", hidden, cfg.moe.num_experts, ("embed", None)
             ),
-            "router_bias": vector(f"{prefix}.mlp.router.bias", cfg.moe.num_experts, "experts"),
+            "router_bias": vector(f"{prefix}.mlp.router.bias", cfg.moe.num_experts),
             "experts": _expert_specs(f"{prefix}.mlp.experts", cfg),
         }
 
@@ -171,23 +172,28 @@ def _expert_specs(prefix: str, cfg: GptOssConfig) -> Params:
         cfg,
         f"{prefix}.gate_up_proj",
         (count, hidden, 2 * size),
-        ("experts", "embed", "mlp"),
+        ("experts", "embed", "expert_mlp"),
         interleaved=True,
     )
     bias = f"{prefix}.gate_up_proj_bias"
     return {
         "gate_up": gate_up,
         "gate_up_bias": _assembled(
-            bias, (count, 2 * size), ("experts", "mlp"), ((bias, (count, 2 * size)),), _halves
+            bias,
+            (count, 2 * size),
+            ("experts", "expert_mlp"),
+            ((bias, (count, 2 * size)),),
+            _halves,
+            2,
         ),
         "down": _weight_spec(
             cfg,
             f"{prefix}.down_proj",
             (count, size, hidden),
-            ("experts", "mlp", "embed"),
+            ("experts", "expert_mlp", "embed"),
             interleaved=False,
         ),
-        "down_bias": ParamSpec(f"{prefix}.down_proj_bias", (count, hidden), ("experts", "embed")),
+        "down_bias": ParamSpec(f"{prefix}.down_proj_bias", (count, hidden), ("experts", ONCE)),
     }
 
 
@@ -206,27 +212,32 @@ def _weight_spec(
     """
     if cfg.mxfp4 is None:
         return weight(
-            _assembled(name, shape, axes, ((name, shape),), _halves)
+            _assembled(name, shape, axes, ((name, shape),), _halves, 2)
             if interleaved
             else ParamSpec(name, shape, axes)
         )
     count, depth, width = shape
+    parts = 2 if interleaved else 1
     scales = (count, width, depth // BLOCK)
     sources = ((f"{name}_blocks", (*scales, BLOCK // 2)), (f"{name}_scales", scales))
     if cfg.mxfp4 == "dequantised":
         build = partial(_dequantised, interleaved=interleaved)
-        return weight(_assembled(name, shape, axes, sources, build))
+        return weight(_assembled(name, shape, axes, sources, build, parts))
     swapped = (axes[0], axes[2], axes[1])
     order = partial(_halves, axis=1) if interleaved else _as_it_is
 
     def packed(source: tuple[str, tuple[int, ...]], axes: tuple[str | None, ...]) -> Any:
-        return AssembledSpec(*source, axes, dtype="uint8", sources=(source,), build=order)
+        return AssembledSpec(
+            *source, axes, dtype="uint8", side_by_side=parts, sources=(source,), build=order
+        )
 
     return Mxfp4Weight(packed(sources[0], (*swapped, None)), packed(sources[1], swapped))
 
 
-def _assembled(name: str, shape: Any, axes: Any, sources: Any, build: Any) -> AssembledSpec:
-    return AssembledSpec(name, shape, axes, sources=sources, build=build)
+def _assembled(
+    name: str, shape: Any, axes: Any, sources: Any, build: Any, side_by_side: int
+) -> AssembledSpec:
+    return AssembledSpec(name, shape, axes, side_by_side=side_by_side, sources=sources, build=build)
 
 
 def _halves(arrays: Sequence[np.ndarray], axis: int = -1) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
@@ -31,6 +31,7 @@ from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, vector
 from jaxspec.layers.products import ResidualStream, Stream
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
+from jaxspec.parallel.axes import Axes
 
 __all__ = [
     "LlamaConfig",
@@ -52,6 +53,8 @@ __all__ = [
 @dataclass(frozen=True)
 class LlamaConfig:
     """Static shape of the decoder: everything that changes the maths, and nothing else."""
+
+    AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}
 
     model_type: str
     vocab_size: int
@@ -147,7 +150,7 @@ def decoder_layer(
     layer: Params, cfg: LlamaConfig, x: jax.Array, cache: FullCache, pass_: Pass
 ) -> tuple[jax.Array, FullCache]:
     """Run one layer by itself on x [batch, rows, D]: the decoder layer of a draft."""
-    stream, cache = target_layer(layer, cfg, x, cache, pass_, next_gain=None)
+    stream, cache = target_layer(layer, cfg, x, cache, pass_, next_norm=None)
     return stream.x, cache
 
 
@@ -158,7 +161,7 @@ def target_layer(
     cache: FullCache,
     pass_: Pass,
     *,
-    next_gain: jax.Array | None,
+    next_norm: Norm | None,
 ) -> tuple[ResidualStream, FullCache]:
     """Run one of the target's layers; see RunLayer."""
     norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
@@ -171,7 +174,7 @@ def target_layer(
         pass_,
         norm=norm,
         residual=x,
-        next_gain=next_gain,
+        next_norm=next_norm,
     )
 
 
@@ -186,12 +189,12 @@ class RunLayer(Protocol):
         cache: FullCache,
         pass_: Pass,
         *,
-        next_gain: jax.Array | None,
+        next_norm: Norm | None,
     ) -> tuple[ResidualStream, FullCache]:
         """Return the stream after the layer, and the cache with these rows written.
 
         cfg:       the family's own config
-        next_gain: the gain of the next layer's first norm, None for the last layer
+        next_norm: the next layer's first norm, None for the last layer
         """
         ...
 
@@ -223,8 +226,11 @@ def forward_with(
     pass_ = pass_.with_rope(cfg.attention)
 
     def run(i: int, layer: Params, x: Stream, cache: FullCache) -> tuple[ResidualStream, FullCache]:
-        next_gain = params["layers"][i + 1]["input_layernorm"] if i + 1 < cfg.num_layers else None
-        return run_layer(layer, cfg, x, cache, pass_, next_gain=next_gain)
+        next_norm = None
+        if i + 1 < cfg.num_layers:
+            gain = params["layers"][i + 1]["input_layernorm"]
+            next_norm = Norm(gain, cfg.attention.rms_norm_eps)
+        return run_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
 
     return run_layers(
         params,
@@ -234,5 +240,5 @@ def forward_with(
         run,
         aux_layers=aux_layers,
         ops=pass_.ops,
-        first_gain=params["layers"][0]["input_layernorm"],
+        first_norm=Norm(params["layers"][0]["input_layernorm"], cfg.rms_norm_eps),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,12 @@ from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, matrix, vector, weight
 from jaxspec.layers.products import (
     add_projection,
-    add_to_stream,
     pick_row,
     project_swiglu,
 )
 from jaxspec.layers.rope import RopeTables, rope_tables
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
+from jaxspec.parallel.axes import Axes
 
 __all__ = ["Llama4Config", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 
@@ -56,6 +56,8 @@ class Llama4Config:
     attn_scale, floor_scale: a query without rope is scaled by
         1 + attn_scale * log(1 + floor((position + 1) / floor_scale)); attn_scale 0: no scaling
     """
+
+    AXES: ClassVar[Axes] = {"dense_size": "mlp"}
 
     model_type: str
     vocab_size: int
@@ -179,20 +181,21 @@ def _dense_specs(prefix: str, cfg: Llama4Config) -> dict[str, Any]:
 def _moe_specs(prefix: str, cfg: Llama4Config) -> dict[str, Any]:
     count, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
     return {
-        "router": matrix(f"{prefix}.router.weight", hidden, count, ("embed", "experts")),
+        "router": matrix(f"{prefix}.router.weight", hidden, count, ("embed", None)),
         "experts": {
             "gate_up": weight(
                 ParamSpec(
                     f"{prefix}.experts.gate_up_proj",
                     (count, hidden, 2 * size),
-                    ("experts", "embed", "mlp"),
+                    ("experts", "embed", "expert_mlp"),
+                    side_by_side=2,
                 )
             ),
             "down": weight(
                 ParamSpec(
                     f"{prefix}.experts.down_proj",
                     (count, size, hidden),
-                    ("experts", "mlp", "embed"),
+                    ("experts", "expert_mlp", "embed"),
                 )
             ),
         },
@@ -283,7 +286,6 @@ def _add_moe(layer: Params, cfg: Llama4Config, x: jax.Array, ops: Ops) -> jax.Ar
     normed = rms_norm(x, layer["post_attention_layernorm"], cfg.rms_norm_eps, ops)
     shared = layer["shared"]
     inner = project_swiglu(normed, shared["gate_proj"], shared["up_proj"], ops)
-    stream = add_projection(x, inner, shared["down_proj"], ops)
     flat = normed.reshape(-1, cfg.hidden_size)
     scores, ids = jax.lax.top_k(router_logits(flat, layer["router"]), cfg.moe.top_k)
     # Each (row, expert) pair has its own input, so it becomes a row with one expert.
@@ -294,4 +296,5 @@ def _add_moe(layer: Params, cfg: Llama4Config, x: jax.Array, ops: Ops) -> jax.Ar
     weights = jnp.ones(ids.shape, jnp.float32)
     routed = experts(layer["experts"], cfg.moe, weighed, ids, weights, ops)
     routed = routed.reshape(*flat.shape[:1], cfg.moe.top_k, -1).sum(axis=1)
-    return add_to_stream(stream, routed.reshape(x.shape)).x
+    routed = routed.reshape(x.shape)
+    return add_projection(x, inner, shared["down_proj"], ops, beside=routed).x

@@ -114,11 +114,11 @@ def _layer(
     cache: FullCache,
     pass_: Pass,
     *,
-    next_gain: jax.Array | None,
+    next_norm: Norm | None,
 ) -> tuple[ResidualStream, FullCache]:
     """Run one layer, which is dense or has experts, as its weights say; see llama.RunLayer."""
     if "experts" not in layer:
-        return target_layer(layer, cfg, x, cache, pass_, next_gain=next_gain)
+        return target_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
     norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
     stream, cache = add_attention(layer, cfg.attention, x, cache, pass_, norm=norm, residual=x)
     return add_softmax_moe(layer, cfg.moe, cfg.rms_norm_eps, stream, pass_.ops), cache

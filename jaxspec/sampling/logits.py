@@ -85,7 +85,7 @@ def observe_tokens(
 
 
 def state_axes(sampling: SamplingState) -> SamplingState:
-    """Return the logical axes of each array (jaxspec.parallel.mesh) in the state's structure."""
+    """Return the logical axes of each array (jaxspec.parallel.axes) in the state's structure."""
     axes = {p.name: p.axes(sampling.processors[p.name]) for p in _held(sampling)}
     return replace(jax.tree.map(unsplit, replace(sampling, processors={})), processors=axes)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import resolve_cache_dtype
@@ -17,6 +18,9 @@ from jaxspec.config import CacheGroup, DraftConfig, EngineConfig, TargetConfig
 from jaxspec.decode.several_rounds import rounds_per_step
 from jaxspec.drafts.families import layered
 from jaxspec.layers.params import Params, is_spec
+from jaxspec.loading.weights import check_cuts
+from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
+from jaxspec.parallel.mesh import MODEL
 
 GIB = 1 << 30
 # Bytes of memory by the data sheets.
@@ -114,12 +118,21 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plan the memory of a target and a draft (None for plain decoding) on a GPU.
 
+    With tensor_parallel_size in config, it is the memory of each of so many GPUs.
+
     config: lengths, batch and block size, the caches' dtype, and the share of `memory` (in bytes)
         that may be used.
     dtype: of the weights.
     """
+    size = config.tensor_parallel_size
+    placement = Placement(
+        None if size == 1 else AbstractMesh((size,), (MODEL,)), config.enable_expert_parallel
+    )
+    layout = placement.target(target)
+    specs = models.family(target).param_specs(target)
+    check_cuts(specs, layout, "the target")
     K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
-    target_weights = weight_bytes(models.family(target).param_specs(target), dtype)
+    target_weights = weight_bytes(specs, dtype, layout)
     rows = {
         "max_model_len": config.max_model_len,
         "head_room": K + 1,
@@ -129,22 +142,25 @@ def memory_plan(
     num_requests, lengths = config.max_num_seqs, (config.block_size, config.max_model_len)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
     pools = partial(group_plans, cache_dtype=cache_dtype, max_num_seqs=num_requests, **rows)
-    groups = pools("target", target, target.cache_groups(*lengths))
+    groups = pools("target", layout.on_device(target), target.cache_groups(*lengths))
     draft_weights = buffers = 0
     if draft is not None:
-        groups += pools("draft", draft, draft.cache_groups(*lengths))
+        layout = placement.draft(draft)
+        groups += pools("draft", layout.on_device(draft), draft.cache_groups(*lengths))
     if draft is not None and draft.method in drafts.FAMILIES:
         cfg = layered(draft)
-        draft_weights = weight_bytes(drafts.family(cfg).param_specs(cfg), dtype)
+        specs = drafts.family(cfg).param_specs(cfg)
+        check_cuts(specs, layout, "the draft")
+        draft_weights = weight_bytes(specs, dtype, layout)
         width = drafts.hidden_width(cfg, target)
         pending = (K + 1) * (width * itemsize + 4)
-        buffers = num_requests * (pending + K * (cfg.draft_vocab_size * 4 + 4))
+        buffers = num_requests * (pending + K * (cfg.draft_vocab_size // size * 4 + 4))
     return MemoryPlan(
         target_weights=target_weights,
         draft_weights=draft_weights,
         groups=groups,
         draft_buffers=buffers,
-        logits=num_requests * (K + 1) * target.vocab_size * 4,
+        logits=num_requests * (K + 1) * target.vocab_size // size * 4,
         usable=int(memory * config.gpu_memory_utilization),
         block_size=config.block_size,
         max_model_len=config.max_model_len,
@@ -152,10 +168,13 @@ def memory_plan(
     )
 
 
-def weight_bytes(specs: Params, dtype: str) -> int:
-    """Return the bytes of the arrays of a parameter table."""
+def weight_bytes(specs: Params, dtype: str, layout: Layout = ONE_DEVICE_LAYOUT) -> int:
+    """Return the bytes that the arrays of a parameter table take on a device."""
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize for spec in leaves)
+    return sum(
+        math.prod(layout.piece_of(spec)) * jnp.dtype(spec.dtype or dtype).itemsize
+        for spec in leaves
+    )
 
 
 def group_plans(

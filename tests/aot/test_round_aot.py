@@ -8,7 +8,7 @@ import math
 import re
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ def configured(case: Round) -> RoundConfig:
     dimensions = replace(
         dimensions, target=replace(dimensions.target, num_layers=case.layers), aux_layers=(0, 1, 2)
     )
-    every = Ops(**{op.name: "mosaic_gpu" for op in fields(Ops)})
+    every = Ops(**dict.fromkeys(Ops().names(), "mosaic_gpu"))
     narrow = (
         rms_norm.unsupported(dimensions.target.hidden_size, jnp.bfloat16) is not None
     )  # then an engine's norms are XLA's

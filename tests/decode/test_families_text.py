@@ -55,4 +55,4 @@ def test_greedy_text_equals_plain_text(family: str, method: str, K: int, block_s
     assert [len(text) for text in plain] == list(MAX_TOKENS)
     assert run.token_ids == plain
     if method != "eagle3":  # its draft is not made to agree
-        assert run.mean_acceptance_length > 1.3
+        assert run.mean_acceptance_length > min(1.3, 1 + 0.2 * K)  # K = 1 accepts at most 2

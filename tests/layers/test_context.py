@@ -51,7 +51,7 @@ def test_ops_are_static_and_the_rest_of_a_pass_is_traced() -> None:
     pass_ = Pass(metadata_of([3, 7], 2), REFERENCE_OPS, last_row=jnp.asarray([0, 1], jnp.int32))
     leaves, structure = jax.tree.flatten(pass_)
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
-    assert jax.tree.unflatten(structure, leaves).ops is REFERENCE_OPS
+    assert jax.tree.unflatten(structure, leaves).ops == REFERENCE_OPS
     other = pass_.replace(ops=Ops(matmul="mosaic_gpu"))
     assert jax.tree.structure(other) != structure
     assert pass_.positions.tolist() == [[3, 4], [7, 8]]

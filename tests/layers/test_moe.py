@@ -15,15 +15,15 @@ import pytest
 
 from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import moe
+from jaxspec.layers.log_once import log_once
 from jaxspec.layers.moe import MoEConfig
 from jaxspec.layers.params import Weight
-from jaxspec.layers.products import log_once
 
 CFG = MoEConfig(num_experts=6, top_k=2, intermediate_size=10)
 DIM = 8
 WAYS = {
     "gathered": moe._gathered,
-    "all": partial(moe._by_the_op, implementation="reference"),
+    "all": partial(moe._by_the_op, implementation="reference", first_expert=None),
     "grouped": moe._grouped,
 }
 
@@ -102,7 +102,7 @@ def test_the_way_follows_from_the_shapes(
     ):
         monkeypatch.setattr(moe, function, lambda *args, name=name: taken.append(name))
     moe.experts(
-        {},
+        weights(np.random.default_rng(0), bias=False),
         CFG,
         jnp.zeros((rows, DIM)),
         jnp.zeros((rows, 2), jnp.int32),

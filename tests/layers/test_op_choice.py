@@ -4,7 +4,7 @@ models' shapes, and it says so."""
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS, draft_config
 from pallas_kernels import hopper
 from tests.support.tiny import tiny_model
 
-OPS = tuple(asdict(Ops()))
+OPS = tuple(Ops().names())
 EVERY = Ops(**dict.fromkeys(OPS, "mosaic_gpu"))
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}"

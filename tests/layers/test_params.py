@@ -21,9 +21,8 @@ from jaxspec.layers.params import (
     matrix,
     separate,
     separate_table,
-    vector,
 )
-from jaxspec.parallel.mesh import DEFAULT_DEVICE, MESH_AXIS_OF, DeviceMesh
+from jaxspec.parallel.axes import CUT, WHOLE
 from tests.support.families import PAIRS, family_model
 
 PARTS = (
@@ -35,32 +34,18 @@ SPEC = joined("qkv", PARTS)
 Q, K, V = (np.arange(3 * n, dtype=np.float32).reshape(n, 3) + 100 * n for n in (8, 4, 4))
 
 
-class _TwoDevices(DeviceMesh):
-    """The number of pieces is all that joining reads of a mesh."""
-
-    @property
-    def size(self) -> int:
-        return 2
-
-
 def test_one_device_holds_the_parts_side_by_side() -> None:
-    whole = SPEC.assemble([Q, K, V], DEFAULT_DEVICE)
+    whole = SPEC.assemble([Q, K, V])
     np.testing.assert_array_equal(whole, np.concatenate([Q.T, K.T, V.T], axis=1))
     assert SPEC.tensors == {"q": (8, 3), "k": (4, 3), "v": (4, 3)}
     assert (SPEC.shape, SPEC.axes) == ((3, 16), ("embed", "heads"))
 
 
-def test_each_device_holds_its_pieces_of_all_parts() -> None:
-    whole = SPEC.assemble([Q, K, V], _TwoDevices())
-    for device, piece in enumerate(np.split(whole, 2, axis=1)):
-        own = [np.split(part.T, 2, axis=1)[device] for part in (Q, K, V)]
-        np.testing.assert_array_equal(piece, np.concatenate(own, axis=1))
-
-
-def test_an_axis_that_all_devices_hold_is_not_cut() -> None:
-    spec = joined("latents", (vector("q", 8), vector("k", 4)))
-    made = spec.assemble([Q[:, 0], K[:, 0]], _TwoDevices())
-    np.testing.assert_array_equal(made, np.concatenate([Q[:, 0], K[:, 0]]))
+def test_a_mesh_cuts_each_part_by_itself() -> None:
+    assert SPEC.parts_along(1) == [(8, "heads"), (4, "kv_heads"), (4, "kv_heads")]
+    gate_up = ParamSpec("gate_up", (2, 3, 8), ("experts", "embed", "mlp"), side_by_side=2)
+    assert gate_up.parts_along(2) == [(4, "mlp"), (4, "mlp")]
+    assert gate_up.parts_along(0) == [(2, "experts")]
 
 
 def test_joining_undoes_separating() -> None:
@@ -83,7 +68,7 @@ def test_every_axis_of_every_table_has_a_rule_and_joined_parts_agree(pair: tuple
     assert specs and all(isinstance(spec, ParamSpec) for spec in specs)
     for spec in specs:
         assert len(spec.axes) == len(spec.shape), spec.name
-        assert {axis for axis in spec.axes if axis is not None} <= set(MESH_AXIS_OF), spec.name
+        assert {axis for axis in spec.axes if axis is not None} <= {*CUT, *WHOLE}, spec.name
         if isinstance(spec, JoinedSpec):
-            cut = {part.axes[-1] and MESH_AXIS_OF[part.axes[-1]] for part in spec.parts}
+            cut = {part.axes[-1] in CUT for part in spec.parts}
             assert len(cut) == 1, f"{spec.name}: some parts are cut and some are not"

@@ -13,6 +13,7 @@ import pytest
 from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import products as layers
 from jaxspec.layers.mlp import add_mlp
+from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Weight
 from pallas_kernels import matmul as matmul_op
 from tests.kernels.interpreter import interpreted
@@ -66,7 +67,7 @@ def test_other_products_of_many_rows_are_xlas(taken: list[tuple[int, str]]) -> N
     x, weight = jnp.zeros((64, 4, 128), jnp.bfloat16), Weight(jnp.zeros((128, 128), jnp.bfloat16))
     layers.project(x, (weight,), KERNEL)
     layers.project(x, (weight, weight), KERNEL)
-    layers.add_projection(x, x, weight, KERNEL, next_gain=weight.values[0])
+    layers.add_projection(x, x, weight, KERNEL, next_norm=Norm(weight.values[0], 1e-5))
     assert taken == [(256, "reference")] * 3
 
 

@@ -10,18 +10,20 @@ import itertools
 import json
 import re
 import types
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxspec import models
 from jaxspec.config import ConfigError, Ops
 from jaxspec.decode import programs
 from jaxspec.decode.verify import verify_rows
+from jaxspec.parallel.layout import Placement
 from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
 from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS
@@ -305,6 +307,17 @@ def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():
         == max(times["bytes_seconds"], times["arithmetic_seconds"])
         == times["arithmetic_seconds"]
     )
+
+
+def test_each_of_two_devices_reads_half_of_what_is_cut():
+    cfg, _ = configured(Case())
+    placed = replace(cfg, placement=Placement(AbstractMesh((2,), ("model",))))
+    one, two = (round_floor(each, 16, 400, **BF16) for each in (cfg, placed))
+    whole = 2 * (65 + 64) * 4096  # norms, and the rows of the embedding
+    assert two.target_weights == (one.target_weights - whole) // 2 + whole
+    assert (two.kv, two.logits) == (one.kv // 2, one.logits // 2)
+    assert 0.5 < two.flops / one.flops < 0.51  # fc is whole
+    assert 0.5 < two.draft_weights / one.draft_weights < 0.6
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "strict"])
@@ -598,7 +611,7 @@ def test_an_implementation_names_every_op_or_one():
         "rejection_sampling": "fast"
     }
     assert workload.implementations("fast,matmul=auto") == {
-        f.name: "fast" for f in fields(Ops) if f.name != "matmul"
+        op: "fast" for op in Ops().names() if op != "matmul"
     }
     for text in ("attention=", "attentions=fast"):
         with pytest.raises(ConfigError, match="op=name"):

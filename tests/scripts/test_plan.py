@@ -172,3 +172,27 @@ def test_a_mistake_is_one_sentence(
     cli, app = runner
     done = cli.invoke(app, ["--target", str(tmp_path), *arguments])
     assert done.exit_code == 2 and message in done.output
+
+
+def test_each_of_two_gpus_holds_half_of_what_is_cut() -> None:
+    one, two = (plan_of("Llama-3.1-8B", tensor_parallel_size=size) for size in (1, 2))
+    norms = 2 * (2 * 32 + 1) * 4096  # whole on both
+    assert two.target_weights == (one.target_weights - norms) // 2 + norms
+    assert (two.token_bytes, two.logits) == (one.token_bytes // 2, one.logits // 2)
+
+
+def test_more_gpus_than_kv_heads_hold_copies_of_them() -> None:
+    eight, sixteen = (plan_of("Llama-3.1-8B", tensor_parallel_size=size) for size in (8, 16))
+    assert eight.token_bytes == sixteen.token_bytes
+    assert eight.target_weights < 2 * sixteen.target_weights
+
+
+def test_whole_experts_take_the_bytes_of_their_pieces() -> None:
+    pieces, whole = (
+        plan_of("gpt-oss-20b", tensor_parallel_size=2, enable_expert_parallel=parallel)
+        for parallel in (False, True)
+    )
+    biases = (
+        2 * 24 * 32 * 2880
+    )  # of down: a piece of each expert has it, whole experts have it once
+    assert pieces.target_weights - whole.target_weights == biases // 2

@@ -64,7 +64,7 @@ class Window:
     shards: VocabShards = WHOLE
 
 
-Axes = tuple[str | None, ...]  # an array's logical axes (jaxspec.parallel.mesh)
+Axes = tuple[str | None, ...]  # an array's logical axes (jaxspec.parallel.axes)
 
 
 class LogitsProcessor(Protocol[State]):

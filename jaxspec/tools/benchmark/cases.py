@@ -18,6 +18,7 @@ class Case:
     """One round's settings.
 
     acceptance_length: the mean that acceptance is forced to, bonus token included; 1 accepts none
+    tensor_parallel_size, enable_expert_parallel: the engine's
     """
 
     model: str = "llama-3-8b"
@@ -29,6 +30,8 @@ class Case:
     rule: str = "probabilistic"
     compilation: str = "round"
     acceptance_length: float = 2.56
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -41,7 +44,7 @@ class Case:
                 raise ConfigError(
                     f"--{name}: expected among {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
-        for name in ("batch", "context", "num_speculative_tokens"):
+        for name in ("batch", "context", "num_speculative_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}"
@@ -60,6 +63,9 @@ class Case:
             else ""
         )
         mode = "" if self.compilation == "round" else f" {self.compilation}"
+        if self.tensor_parallel_size > 1:
+            experts = " EP" if self.enable_expert_parallel else ""
+            mode += f" TP{self.tensor_parallel_size}{experts}"
         return (
             f"{self.model} {self.method} b{self.batch} ctx {self.context} "
             f"K{self.num_speculative_tokens} T{self.temperature:g} {rule}{mode}{length}"

@@ -16,6 +16,7 @@ from jaxspec.config import RoundConfig
 from jaxspec.drafts import LayeredConfig
 from jaxspec.drafts.families import layered
 from jaxspec.layers.moe import MoEConfig
+from jaxspec.parallel.layout import Layout
 
 FLOAT32 = 4
 RESERVE = 1 << 30  # bytes for activations, programs and what the allocator cannot use
@@ -59,18 +60,22 @@ def round_floor(
 ) -> Floor:
     """Return the floor of a round of `batch` requests that hold `context` tokens each.
 
+    It is that of each device, with its pieces. What devices send each other is not in it.
+
     dtype, cache_dtype: of the weights, and of the caches.
     """
-    itemsize = jnp.dtype(dtype).itemsize
+    itemsize, devices = jnp.dtype(dtype).itemsize, cfg.placement.size
+    on_device = cfg.on_device()
     target: Any = cfg.target  # one with experts has `moe`
     K = cfg.num_speculative_tokens
     rows = batch * (K + 1)
-    vocabulary = batch * (K + 1) * target.vocab_size
+    vocabulary = batch * (K + 1) * target.vocab_size // devices
     weights, experts = _target_matrices(cfg)
     draft_bytes = kv_draft = draft_flops = draft_logits = 0
     if cfg.draft is not None:
         draft = layered(cfg.draft)
-        each, after, once, head, draft_experts = _draft_matrices(draft)
+        layout = cfg.placement.draft(draft)
+        each, after, once, head, draft_experts = _draft_matrices(draft, layout)
         # Step 0 reads K+1 rows a request; one of them goes on after the last attention.
         draft_bytes = itemsize * (
             K * (each + head) + once + (rows + (K - 1) * batch) * draft.hidden_size
@@ -84,12 +89,13 @@ def round_floor(
                 2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch
             )
         window = draft.sliding_window or context
-        block = sum(layer_block_bytes(draft, cfg.block_size, cache_dtype))
+        block = sum(layer_block_bytes(layered(on_device.draft), cfg.block_size, cache_dtype))
         kv_draft = K * batch * min(window, context) * block // cfg.block_size
-        draft_logits = batch * K * draft.draft_vocab_size
-    attention, tokens = target.attention, seen_tokens(cfg, context)
-    attention_flops = 4 * rows * sum(tokens) * attention.num_heads * attention.head_dim
-    blocks = layer_block_bytes(target, cfg.block_size, cache_dtype)
+        draft_logits = batch * K * draft.draft_vocab_size // devices
+    attended: Any = on_device.target.attention
+    tokens = seen_tokens(cfg, context)
+    attention_flops = 4 * rows * sum(tokens) * attended.num_heads * attended.head_dim
+    blocks = layer_block_bytes(on_device.target, cfg.block_size, cache_dtype)
     kv_target = sum(seen * block for seen, block in zip(tokens, blocks, strict=True))
     read, used = weights, float(weights)
     if experts:
@@ -152,22 +158,24 @@ def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
     The embedding counts where it is the head too.
     """
     specs = models.family(cfg.target).param_specs(cfg.target)
+    layout = cfg.placement.target(cfg.target)
     size = _size(
         {
             name: spec
             for name, spec in specs.items()
             if name != "embed_tokens" or cfg.target.tie_word_embeddings
-        }
+        },
+        layout,
     )
-    experts = _expert_size(specs)
+    experts = _expert_size(specs, layout)
     return size - experts, experts
 
 
-def _expert_size(specs: Any) -> int:
-    return sum(_size(layer["experts"]) for layer in specs["layers"] if "experts" in layer)
+def _expert_size(specs: Any, layout: Layout) -> int:
+    return sum(_size(layer["experts"], layout) for layer in specs["layers"] if "experts" in layer)
 
 
-def _draft_matrices(draft: LayeredConfig) -> tuple[int, int, int, int, int]:
+def _draft_matrices(draft: LayeredConfig, layout: Layout) -> tuple[int, int, int, int, int]:
     """Count a draft's numbers: (each, after, once, head, experts).
 
     each:    read by every draft step, without head and experts
@@ -183,24 +191,26 @@ def _draft_matrices(draft: LayeredConfig) -> tuple[int, int, int, int, int]:
         for name, spec in specs.items()
         if name not in (*fused, "embed_tokens", "lm_head")
     }
-    experts, head = _expert_size(specs), draft.hidden_size * draft.draft_vocab_size
+    experts = _expert_size(specs, layout)
+    head = draft.hidden_size * draft.draft_vocab_size // layout.num_pieces("vocab")
     last = specs["layers"][-1]
     after = _size(
         {
             name: spec
             for name, spec in last.items()
             if name not in ("self_attn", "input_layernorm", "experts")
-        }
+        },
+        layout,
     )
-    after += math.prod(last["self_attn"]["o_proj"].values.shape)
+    after += math.prod(layout.piece_of(last["self_attn"]["o_proj"].values))
     return (
-        _size(each) - experts,
+        _size(each, layout) - experts,
         after,
-        _size({n: s for n, s in specs.items() if n in fused}),
+        _size({n: s for n, s in specs.items() if n in fused}, layout),
         head,
         experts,
     )
 
 
-def _size(specs: Any) -> int:
-    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs))
+def _size(specs: Any, layout: Layout) -> int:
+    return sum(math.prod(layout.piece_of(spec)) for spec in jax.tree.leaves(specs))

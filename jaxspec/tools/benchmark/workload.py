@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
@@ -26,6 +27,7 @@ from jaxspec.cache.metadata import (
 from jaxspec.config import REFERENCE_OPS, ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
+from jaxspec.decode.spread import shardings
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts import LayeredConfig
@@ -43,6 +45,8 @@ from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
+from jaxspec.loading.placement import choose_placement
+from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.state import SamplingState
@@ -53,6 +57,7 @@ from jaxspec.tools.benchmark.timing import DISCARDED, Timing, back_to_back, time
 
 BLOCK_SIZE = 64
 PARTS = ("plain", "draft", "verify", "sampling", "round", "engine", "rebuild")
+ON_SEVERAL_DEVICES = ("plain", "verify", "round", "engine")  # parts that are programs of the engine
 REBUILDS, JUDGEMENTS = 16, 4  # metadata rebuilds, and calls of the sampler, in one program
 NEVER = 1 << 30  # max_tokens that no run reaches
 Figures = dict[str, Any]  # of a case or a part of its round, as JSON
@@ -79,15 +84,18 @@ class Effort:
 # --- weights ---------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnums=(0, 2))
-def _draw(spec: ParamSpec, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return init_random(spec, key, dtype)
+@cache
+def _draws(spec: ParamSpec, dtype: jnp.dtype, sharding: NamedSharding | None) -> Any:
+    """Return the program that draws the weights of a spec."""
+    return jax.jit(lambda key: init_random(spec, key, dtype), out_shardings=sharding)
 
 
-def random_params(specs: Params, key: jax.Array, dtype: DTypeLike) -> Params:
-    """Draw init_random's weights on the device, one array at a time, with one program a shape.
+def random_params(
+    specs: Params, key: jax.Array, dtype: DTypeLike, layout: Layout = ONE_DEVICE_LAYOUT
+) -> Params:
+    """Draw init_random's weights on the devices, one array at a time, with one program a shape.
 
-    Float32 copies of a whole model do not fit.
+    Float32 copies of a whole model do not fit. Each device draws its pieces.
     """
     leaves, treedef = jax.tree.flatten(specs)
 
@@ -95,13 +103,14 @@ def random_params(specs: Params, key: jax.Array, dtype: DTypeLike) -> Params:
     def name(spec: ParamSpec) -> str:
         return next((end for end in ("bias", "scales") if spec.name.endswith(end)), "weight")
 
-    kinds = [
-        ParamSpec(name(s), s.shape, (None,) * len(s.shape), s.transpose, s.dtype) for s in leaves
-    ]
+    def draw(spec: ParamSpec, key: jax.Array) -> jax.Array:
+        axes = spec.axes if layout.size > 1 else (None,) * len(spec.shape)
+        shape = layout.shape_of(spec)
+        kind = ParamSpec(name(spec), shape, axes, spec.transpose, spec.dtype)
+        return _draws(kind, jnp.dtype(dtype), layout.sharding(axes))(key)
+
     keys = jax.random.split(key, len(leaves))
-    return treedef.unflatten(
-        _draw(kind, k, jnp.dtype(dtype)) for kind, k in zip(kinds, keys, strict=True)
-    )
+    return treedef.unflatten(draw(spec, k) for spec, k in zip(leaves, keys, strict=True))
 
 
 class Weights:
@@ -109,29 +118,38 @@ class Weights:
 
     def __init__(self, dtype: DTypeLike) -> None:
         self.dtype = jnp.dtype(dtype)
-        self._model: str | None = None
+        self._made_for: tuple[str, Placement] | None = None
         self._target: Params = None
         self._drafts: dict[str, Params] = {}
 
     def get(self, case: Case) -> tuple[Params, Params]:
         """Return the weights of target and draft, the draft's bound to the target's."""
         dimensions = MODELS[case.model]
-        if case.model != self._model:
+        placement = choose_placement(_devices(case))
+        if (case.model, placement) != self._made_for:
             self._target, self._drafts = None, {}  # freed before the next ones are made
             specs = models.family(dimensions.target).param_specs(dimensions.target)
-            self._target, self._model = (
-                random_params(specs, jax.random.key(0), self.dtype),
-                case.model,
-            )
+            layout = placement.target(dimensions.target)
+            self._target = random_params(specs, jax.random.key(0), self.dtype, layout)
+            self._made_for = (case.model, placement)
         if case.method not in self._drafts:
             cfg = draft_config(dimensions, case.method)
-            own = random_params(drafts.family(cfg).param_specs(cfg), jax.random.key(1), self.dtype)
+            specs, layout = drafts.family(cfg).param_specs(cfg), placement.draft(cfg)
+            own = random_params(specs, jax.random.key(1), self.dtype, layout)
             # A trained head keeps the most frequent tokens, whose ids are not the first ones.
             chosen = np.random.default_rng(0).permutation(cfg.vocab_size)[: cfg.draft_vocab_size]
             self._drafts[case.method] = bind_draft(
-                cfg, own, self._target, np.sort(chosen) if cfg.maps_vocabulary else None
+                cfg, own, self._target, np.sort(chosen) if cfg.maps_vocabulary else None, placement
             )
         return self._target, self._drafts[case.method]
+
+
+def _devices(case: Case) -> EngineConfig:
+    """Return an engine's settings with the devices of a case."""
+    return EngineConfig(
+        tensor_parallel_size=case.tensor_parallel_size,
+        enable_expert_parallel=case.enable_expert_parallel,
+    )
 
 
 # --- a case ready to run ---------------------------------------------------------------------
@@ -183,6 +201,8 @@ def _engines(
         config = EngineConfig(
             max_model_len=pages * BLOCK_SIZE,
             max_num_seqs=case.batch,
+            tensor_parallel_size=case.tensor_parallel_size,
+            enable_expert_parallel=case.enable_expert_parallel,
             block_size=BLOCK_SIZE,
             compilation=case.compilation,  # type: ignore[arg-type]
             batch_buckets=(case.batch,),
@@ -231,6 +251,7 @@ def does_not_fit(
     cfg, _, pages = configure(case, dtype, chosen, effort)
     slots = pages * BLOCK_SIZE
     needed = memory_needed(cfg, case.batch, slots, dtype=dtype, cache_dtype=dtype)
+    needed //= cfg.placement.size
     if limit is None or needed <= limit:
         return None
     return f"needs {needed / 1e9:.1f} GB of device memory, {limit / 1e9:.1f} GB are there"
@@ -251,6 +272,8 @@ class Workload:
         self.block_tables = (jnp.asarray(self.host_table),) * len(self.cfg.cache_groups)
         dtypes = {"dtype": self.llm.dtype, "cache_dtype": self.llm.cache_dtype}
         self.state = random_state(case, self.cfg, blocks.size, **dtypes)
+        if self.cfg.placement.mesh is not None:
+            self.state = jax.device_put(self.state, shardings(self.cfg, self.state))
         self.proposal = self._random_proposal()
 
     @property
@@ -480,7 +503,12 @@ class Workload:
         return floor.to_dict(bandwidth, matmul_rate)
 
     def measure(self, parts: Sequence[str]) -> Figures:
-        """Return each part's timing by name, and the metadata's share of the round."""
+        """Return each part's timing by name, and the metadata's share of the round.
+
+        Several devices time the parts that are programs of the engine.
+        """
+        if self.cfg.placement.size > 1:
+            parts = [part for part in parts if part in ON_SEVERAL_DEVICES]
         found: Figures = {part: getattr(self, f"time_{part}")() for part in PARTS if part in parts}
         if "rebuild" in found and "round" in found:
             found["rebuild"]["share_of_round"] = (

@@ -1,0 +1,108 @@
+"""The devices of an engine, and weights that go from one device to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxspec import models
+from jaxspec.config import ConfigError, DraftConfig, EngineConfig, SpeculativeConfig, TargetConfig
+from jaxspec.drafts import families
+from jaxspec.layers.params import Params, ParamSpec, Weight, is_spec, vector
+from jaxspec.loading.weights import check_cuts
+from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
+from jaxspec.parallel.mesh import make_mesh
+
+# Arrays that a draft may share with its target, and their logical axes.
+SHARED_AXES = {"embed_tokens": ("vocab", "embed"), "lm_head": ("embed", "vocab")}
+
+
+def choose_placement(
+    config: EngineConfig, speculative: SpeculativeConfig | None = None
+) -> Placement:
+    """Return the placement of an engine's models on the first devices of this process.
+
+    ConfigError if there are too few devices, or the draft's number of them does not fit.
+    """
+    size = config.tensor_parallel_size
+    of_draft = speculative.draft_tensor_parallel_size if speculative else None
+    if of_draft not in (None, 1, size):
+        raise ConfigError(
+            f"draft_tensor_parallel_size: expected 1 or tensor_parallel_size {size}, got {of_draft}"
+        )
+    if size == 1:
+        return ONE_PLACE
+    devices = jax.devices()
+    if size > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size: expected at most the {len(devices)} devices of this machine, "
+            f"got {size}"
+        )
+    mesh = make_mesh(devices[:size])
+    return Placement(mesh, config.enable_expert_parallel, replicates_draft=of_draft == 1)
+
+
+def place_models(
+    placement: Placement,
+    target: tuple[TargetConfig, Params],
+    draft: tuple[DraftConfig, Params] | None,
+) -> tuple[Params, Params]:
+    """Return the params of target and draft on the devices of a placement; {} without a draft.
+
+    Params that are there already stay; others must be on one device.
+    """
+    target_config, target_params = target
+    draft_config, draft_params = draft or (None, {})
+    if placement.mesh is None:
+        return target_params, draft_params
+    placed = target_params
+    if not _is_placed(target_params, placement):
+        specs = models.family(target_config).param_specs(target_config)
+        placed = _place(specs, target_params, placement.target(target_config), "the target")
+    if draft_config is None or not draft_params or _is_placed(draft_params, placement):
+        return placed, draft_params
+    layout = placement.draft(draft_config)
+    layered: Any = draft_config
+    own = families.family(layered).param_specs(layered)
+    bound: dict[str, Any] = {}
+    for name, value in draft_params.items():
+        if name in own:
+            bound[name] = _place(own[name], value, layout, f"the {draft_config.method} draft")
+        elif name in SHARED_AXES:
+            bound[name] = _shared(name, value, target_params, placed, layout)
+        else:  # a vocabulary map
+            bound[name] = layout.place(value, vector(name, len(value)))
+    return placed, bound
+
+
+def _shared(
+    name: str, value: Any, target: Mapping[str, Any], placed: Mapping[str, Any], layout: Layout
+) -> Any:
+    """Return the target's placed array if the draft's is the target's, else a placed copy."""
+    array = value.values if isinstance(value, Weight) else value
+    for key in SHARED_AXES:
+        theirs = target.get(key)
+        if array is (theirs.values if isinstance(theirs, Weight) else theirs):
+            other = placed[key]
+            other = other.values if isinstance(other, Weight) else other
+            return Weight(other, value.transposed) if isinstance(value, Weight) else other
+    axes = SHARED_AXES[name]
+    if isinstance(value, Weight):
+        axes = axes[::-1] if value.transposed else axes
+        return Weight(layout.place(array, ParamSpec(name, array.shape, axes)), value.transposed)
+    return layout.place(array, ParamSpec(name, array.shape, axes))
+
+
+def _place(specs: Params, params: Params, layout: Layout, source: str) -> Params:
+    check_cuts(specs, layout, source)
+    return jax.tree.map(
+        lambda spec, array: layout.place(array, spec), specs, params, is_leaf=is_spec
+    )
+
+
+def _is_placed(params: Params, placement: Placement) -> bool:
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
+    return all(isinstance(s, NamedSharding) and s.mesh == placement.mesh for s in shardings)

@@ -1,0 +1,30 @@
+"""Logical axes: names of an array's dimensions that say how a mesh may cut it.
+
+vocab       tokens of the vocabulary, in the embedding and the head
+heads       query heads
+kv_heads    heads of keys and values
+head_out    the outputs of all query heads, which the projection after attention reads
+mlp         the width of an MLP, or of shared experts
+experts     whole experts
+expert_mlp  the width of one expert
+once        a bias that one device of a sum adds; the others hold zeros
+
+WHOLE names axes that each device holds whole, as it holds those without a name (None).
+
+A model's config names the axis of each of its sizes that a mesh may cut, in a class variable AXES.
+A device's own config holds the sizes of its pieces (jaxspec.parallel.layout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ONCE = "once"
+WHOLE = ("embed",)  # named axes that each device holds whole
+CUT = ("vocab", "heads", "kv_heads", "head_out", "mlp", "experts", "expert_mlp", ONCE)
+Axes = Mapping[str, str]  # field of a config -> its logical axis
+
+
+def axes_of(config: object) -> Axes:
+    """Return the logical axes of a config's sizes."""
+    return getattr(type(config), "AXES", {})

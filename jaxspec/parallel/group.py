@@ -1,0 +1,41 @@
+"""The devices that share a model, as code inside jax.shard_map sees them."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+import jax
+from flax import struct
+from jax import lax
+
+
+@struct.dataclass
+class Group:
+    """Devices that run one program, each with its pieces of the arrays.
+
+    axis:      the mesh axis; static
+    size:      number of devices; static. 1: the whole arrays are on one device
+    addresses: uint32 [2 * size], the mailboxes of the all-reduce kernel
+               (pallas_kernels.all_reduce); None where XLA's collective serves
+    """
+
+    axis: str = struct.field(pytree_node=False, default="")
+    size: int = struct.field(pytree_node=False, default=1)
+    addresses: jax.Array | None = field(default=None)
+
+    @property
+    def rank(self) -> jax.Array:
+        """int32 [], the index of this device."""
+        return lax.axis_index(self.axis)
+
+    def own_piece(self, x: jax.Array, size: int) -> jax.Array:
+        """Return this device's piece of the last axis of x, which every device holds whole.
+
+        Returns x itself if it has just this size: it is the piece already.
+        """
+        if x.shape[-1] == size:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.rank * size, size, axis=-1)
+
+
+ONE_DEVICE = Group()

@@ -1,0 +1,136 @@
+"""The round of several H200 is compiled without any: exchanges, graphs, and nothing copied."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxspec.decode import programs
+from jaxspec.decode.spread import partition
+from jaxspec.parallel.layout import Placement
+from tests.aot.test_round_aot import (
+    STEP_METADATA,
+    Round,
+    Thunk,
+    abstract_arguments,
+    configured,
+    parse_thunks,
+)
+from tests.support import h200
+from tests.support.slow import slow
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
+LAYERS, DRAFT_VOCABULARY = 3, 32000
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """hlo: optimised. thunks: what the host or a CUDA graph launches, in order."""
+
+    hlo: str
+    thunks: Thunk
+    ptxas: str
+    aliased: int
+    cache_bytes: int  # of one device
+
+
+@functools.cache
+def compiled(size: int, *, sampled: bool, batch: int = 1) -> Compiled:
+    case = Round("llama-3-8b", 3, sampled=sampled, layers=LAYERS, batch=batch)
+    mesh = h200.linked_mesh(size, "model")
+    cfg = replace(configured(case), placement=Placement(mesh))
+    params, state, tables = abstract_arguments(cfg, batch)
+    donated, rest = programs.split_donated(state)
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
+            partition(cfg, tree),
+        )
+
+    addresses = jax.ShapeDtypeStruct((2 * size,), jnp.uint32)
+    args = [placed(tree) for tree in (params, donated, rest, tables)]
+    with tempfile.TemporaryDirectory() as folder, h200.ptxas_report() as report:
+        options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
+        jitted = jax.jit(programs.round_program.function, static_argnums=0, donate_argnums=2)
+        executable = jitted.lower(cfg, *args, addresses=addresses).compile(compiler_options=options)
+        [thunks] = Path(folder).glob("*jit_decode_round*.thunk_sequence_after_thunk_passes.txt")
+        caches = sum(
+            x.size * x.dtype.itemsize // size for x in jax.tree.leaves(donated.target_caches)
+        )
+        return Compiled(
+            executable.as_text(),
+            parse_thunks(thunks.read_text()),
+            report(),
+            executable.memory_analysis().alias_size_in_bytes,
+            caches,
+        )
+
+
+CASES = pytest.mark.parametrize(
+    ("size", "sampled"), [(2, True), slow(2, False), slow(4, True)], ids=str
+)
+
+
+@CASES
+def test_each_block_ends_in_one_exchange_of_the_kernel(size: int, sampled: bool) -> None:
+    """Embedding, attention and MLP, of the target's layers and of the draft's: two passes of the
+    draft are in the program, and the embedding of each pass is exchanged too."""
+    made = compiled(size, sampled=sampled)
+    names = re.findall(r'mosaic_gpu_v2", .*op_name="[^"]*/(all_reduce\w*?)(?:/|")', made.hlo)
+    assert len(names) == (1 + 2 * LAYERS) + 2 * (1 + 2)
+    assert not re.findall(r" all-reduce(?:-start)?\(", made.hlo)
+
+
+@CASES
+def test_only_partial_results_of_rows_are_gathered(size: int, sampled: bool) -> None:
+    """And the draft's row at the rejected position: its vocabulary is cut at other tokens."""
+    made = compiled(size, sampled=sampled)
+    gathers = re.findall(r"= (\S+) all-gather\(|= \(\S+ (\S+)\) all-gather-start\(", made.hlo)
+    sizes = [
+        math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2].partition("]")[0])))
+        for found in gathers
+        for shape in found
+        if shape
+    ]
+    assert gathers and max(sizes) <= (DRAFT_VOCABULARY if sampled else 1024)
+    assert len(sizes) == (5 if sampled else 3)
+
+
+@CASES
+def test_caches_are_updated_in_place_and_weights_are_not_copied(size: int, sampled: bool) -> None:
+    made = compiled(size, sampled=sampled)
+    copies = re.findall(r"= \w+\[(\d[\d,]*)\]\S* copy(?:-start)?\(", made.hlo)
+    assert not copies
+    assert made.aliased >= made.cache_bytes
+
+
+@CASES
+def test_no_kernel_spills(size: int, sampled: bool) -> None:
+    report = h200.stack_and_spills(compiled(size, sampled=sampled).ptxas)
+    assert report and set(report) <= {(0, 0, 0), STEP_METADATA}
+
+
+@CASES
+def test_graphs_hold_all_kernels_but_those_around_a_gather(size: int, sampled: bool) -> None:
+    """XLA's gathers are outside of CUDA graphs, and end them."""
+    kinds = Counter(thunk.kind for thunk in compiled(size, sampled=sampled).thunks.inside)
+    assert kinds["kWhile"] == 1 and kinds["kCommandBuffer"] >= 2
+    assert sum(kinds.values()) <= 20

@@ -1,0 +1,111 @@
+"""Run engines on one device and on several, and compare tokens and counts.
+
+    python -m tests.parallel.engines_on_devices CASE...
+
+A case is a family, a draft, numbers of devices and settings: "mimo mtp 2,4 rule=block".
+Prints a line for each case and number of devices: "equal", or both results.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from tests.support.families import family_model
+from tests.support.tiny import tiny_model
+
+jax.config.update("jax_default_matmul_precision", "highest")
+Outcome = tuple[list[list[int]], Any]
+
+PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(8, 40, n)] for n in (5, 17, 9, 26, 3)]
+TEMPERATURES = (0.0, 1.0, 0.7, 1.0, 0.0)
+PLAIN: dict[str, Any] = {}
+EVERYTHING: dict[str, Any] = dict(
+    repetition_penalty=1.2,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={9: 1.0, 30: -1.0},
+    top_k=20,
+    top_p=0.9,
+    min_p=0.02,
+    min_tokens=4,
+    logprobs=3,
+    prompt_logprobs=2,
+)
+
+
+def sampling(settings: dict[str, str]) -> list[SamplingParams]:
+    more = EVERYTHING if "everything" in settings else PLAIN
+    return [
+        SamplingParams(temperature=t, seed=i, max_tokens=12, ignore_eos=True, **more)
+        for i, t in enumerate(TEMPERATURES)
+    ]
+
+
+def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Outcome:
+    """Tokens, and the counts of drafts, of an engine on `size` devices."""
+    K = int(settings.get("K", "3"))
+    if family == "tiny":
+        model = tiny_model(method, mapped="mapped" in settings)
+    else:
+        model = family_model(family, method)
+    draft: dict[str, Any] = dict(
+        model=None if method == "mtp" else "none",
+        method=method,
+        num_speculative_tokens=K,
+        rejection_sample_method=settings.get("rule", "probabilistic"),
+    )
+    if settings.get("rule") == "synthetic":
+        draft["synthetic_acceptance_length"] = 2.0
+    if "replicated" in settings and size > 1:
+        draft["draft_tensor_parallel_size"] = 1
+    drafts = method != "none" and K > 0
+    config = EngineConfig(
+        max_model_len=64,
+        max_num_seqs=4,
+        block_size=4,
+        max_num_batched_tokens=16,  # prompts are prefilled in chunks
+        batch_buckets=(4,),
+        rounds_per_step=int(settings.get("rounds", "1")),
+        num_gpu_blocks_override=int(settings.get("blocks", "64")),  # few: requests are preempted
+        compilation=settings.get("compilation", "round"),  # type: ignore[arg-type]
+        tensor_parallel_size=size,
+        enable_expert_parallel="expert" in settings and size > 1,
+    )
+    llm = LLM(
+        (model.target, model.params["target"]),
+        (model.draft, model.params["draft"]) if drafts else None,
+        SpeculativeConfig(**draft) if drafts else None,
+        config=config,
+        eos_token_ids=(7,),
+    )
+    texts = [list(o.token_ids) for o in llm.generate(PROMPTS, sampling(settings))]
+    if "again" in settings:  # prefixes are in the cache now
+        texts += [list(o.token_ids) for o in llm.generate(PROMPTS, sampling(settings))]
+        assert llm.scheduling.num_cached_tokens > 0
+    if "blocks" in settings:
+        assert llm.scheduling.num_preemptions > 0
+    if "streams" in settings:
+        texts += [
+            [t for increment in llm.stream(p, s) for t in increment.token_ids]
+            for p, s in zip(PROMPTS[:2], sampling(settings)[:2], strict=True)
+        ]
+    return texts, str(llm.metrics)
+
+
+def main() -> None:
+    for case in sys.argv[1:]:
+        family, method, sizes, *pairs = case.split()
+        settings = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+        expected = outcome(family, method, 1, settings)
+        for size in map(int, sizes.split(",")):
+            got = outcome(family, method, size, settings)
+            print(case, size, "equal" if got == expected else f"{expected} {got}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

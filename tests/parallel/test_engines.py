@@ -1,0 +1,38 @@
+"""Engines on several devices generate the tokens and the counts of one device, in float32."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.devices import run_on_devices
+from tests.support.slow import slow
+
+# (cases of tests.parallel.engines_on_devices that one process runs)
+PROCESSES = [
+    # A mapped vocabulary, fewer KV heads than devices, every sampling parameter; experts with
+    # biases, sinks and two cache groups.
+    ("tiny eagle3 4 mapped everything", "gpt_oss eagle3 2"),
+    ("gpt_oss eagle3 2,4 expert", "gpt_oss eagle 2 everything", "gpt_oss none 2"),
+    ("glm4_moe_lite mtp 2,4", "glm4_moe_lite mtp 2 expert"),
+    ("deepseek_v3 mtp 2,4", "deepseek_v3 mtp 4 expert rule=block"),
+    ("mimo mtp 2,4", "mimo mtp 2 replicated"),
+    ("deepseek_v4 mtp 2,4", "deepseek_v4 mtp 2 expert"),
+    ("llama4_text eagle_llama4 2,4", "llama4_text eagle_llama4 2 expert"),
+    tuple(f"tiny eagle3 2 mapped rule={rule}" for rule in ("strict", "block", "synthetic")),
+    tuple(f"tiny eagle3 2 everything rule={rule}" for rule in ("strict", "block")),
+    tuple(f"tiny eagle3 2 mapped K={K}" for K in (1, 2, 4, 5)),
+    ("tiny eagle3 2 compilation=step", "tiny eagle3 2 compilation=eager"),
+    ("tiny eagle3 2 rounds=3", "tiny eagle3 2 replicated mapped", "tiny eagle 2"),
+    ("tiny eagle3 2 blocks=20", "tiny eagle3 2 again streams", "tiny eagle3 8 mapped"),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(PROCESSES[0]), *(slow(cases) for cases in PROCESSES[1:])],
+    ids=lambda cases: cases[0].replace(" ", "-"),
+)
+def test_tokens_and_counts_are_those_of_one_device(cases: tuple[str, ...]) -> None:
+    lines = run_on_devices(8, "tests.parallel.engines_on_devices", *cases).splitlines()
+    expected = [f"{case} {size} equal" for case in cases for size in case.split()[2].split(",")]
+    assert lines == expected

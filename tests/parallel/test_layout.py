@@ -1,0 +1,145 @@
+"""Which piece of an array a device holds, and the config that describes the pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxspec import models
+from jaxspec.config import AttentionConfig, ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.layers.params import ParamSpec, joined, matrix
+from jaxspec.loading.placement import choose_placement
+from jaxspec.loading.weights import check_cuts
+from jaxspec.parallel.axes import ONCE
+from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
+from tests.support.families import target_config
+
+
+def mesh(size: int) -> Any:
+    """A mesh without devices: a layout reads its size alone."""
+    return AbstractMesh((size,), ("model",))
+
+
+def order(layout: Layout, array: np.ndarray, spec: ParamSpec) -> np.ndarray:
+    """The array as the devices hold it, one piece after another."""
+    for dim, axis in enumerate(spec.axes):
+        if layout.is_cut(axis):
+            array = layout.in_device_order(array, dim, spec.parts_along(dim))
+    return array
+
+
+def attention(heads: int, kv_heads: int) -> AttentionConfig:
+    return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=2)
+
+
+def qkv(cfg: AttentionConfig) -> ParamSpec:
+    sizes = [(n * cfg.head_dim, axis) for n, axis in (
+        (cfg.num_heads, "heads"), (cfg.num_kv_heads, "kv_heads"), (cfg.num_kv_heads, "kv_heads"),
+    )]  # fmt: skip
+    return joined("qkv", [matrix(f"part{i}", 1, n, ("embed", a)) for i, (n, a) in enumerate(sizes)])
+
+
+def test_the_default_device_leaves_arrays_uncommitted() -> None:
+    """A committed argument would make jit compile each program twice."""
+    spec = matrix("w", 2, 4, ("heads", None))
+    array = ONE_DEVICE_LAYOUT.place(np.ones((4, 2), np.float32), spec)
+    step = jax.jit(lambda w, x: w @ x)
+    x = jax.jit(lambda: jax.numpy.ones((2, 2)))()
+    for _ in range(3):
+        x = step(array, x)[:2]
+    assert step._cache_size() == 1
+    assert (ONE_DEVICE_LAYOUT.size, ONE_DEVICE_LAYOUT.is_cut("heads")) == (1, False)
+
+
+def test_each_device_holds_its_pieces_of_all_parts() -> None:
+    cfg = attention(4, 2)
+    layout = Layout.of(cfg, mesh(2))
+    made = order(layout, np.arange(16)[None], qkv(cfg))
+    # q is 0..7, k 8..11, v 12..15
+    assert made[0].tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
+    assert layout.partition(("embed", "heads")) == PartitionSpec(None, "model")
+    assert layout.on_device(cfg) == attention(2, 1)
+
+
+def test_devices_beyond_the_kv_heads_hold_copies() -> None:
+    cfg = attention(4, 2)
+    layout = Layout.of(cfg, mesh(4))
+    made = order(layout, np.arange(16)[None], qkv(cfg))
+    assert made.reshape(4, 6).tolist() == [
+        [0, 1, 8, 9, 12, 13],
+        [2, 3, 8, 9, 12, 13],
+        [4, 5, 10, 11, 14, 15],
+        [6, 7, 10, 11, 14, 15],
+    ]
+    assert layout.on_device(cfg) == attention(1, 1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 2), (6, 3, 2), (8, 8, 16)])
+def test_heads_that_do_not_divide_stay_whole(heads: int, kv_heads: int, size: int) -> None:
+    cfg = attention(heads, kv_heads)
+    layout = Layout.of(cfg, mesh(size))
+    assert not layout.is_cut("heads") and not layout.is_cut("kv_heads")
+    assert layout.is_cut("head_out")
+    assert layout.on_device(cfg) == cfg
+
+
+def test_gate_and_up_are_cut_one_by_one() -> None:
+    layout = Layout(mesh(2), (("expert_mlp", 2),))
+    spec = ParamSpec("gate_up", (1, 1, 8), (None, None, "expert_mlp"), side_by_side=2)
+    assert order(layout, np.arange(8)[None, None], spec).ravel().tolist() == [
+        0,
+        1,
+        4,
+        5,
+        2,
+        3,
+        6,
+        7,
+    ]
+
+
+def test_one_device_adds_a_bias() -> None:
+    spec = ParamSpec("bias", (1, 2), ("experts", ONCE))
+    made = order(Layout(mesh(2), ((ONCE, 2),)), np.array([[3, 4]]), spec)
+    assert made.tolist() == [[3, 4, 0, 0]]
+
+
+def test_experts_are_cut_by_width_or_given_whole() -> None:
+    cfg = target_config("gpt_oss")
+    by_width, whole = (
+        Layout.of(cfg, mesh(2), expert_parallel=parallel) for parallel in (False, True)
+    )
+    assert by_width.on_device(cfg).moe.intermediate_size == cfg.moe.intermediate_size // 2
+    assert whole.on_device(cfg).moe == cfg.moe
+    for layout, axis in ((by_width, "expert_mlp"), (whole, "experts")):
+        specs = models.family(cfg).param_specs(cfg)["layers"][0]["experts"]
+        assert layout.is_cut(axis) and axis in specs["gate_up"].values.axes
+
+
+def test_a_replicated_draft_has_whole_layers() -> None:
+    layout = Placement(mesh(2), replicates_draft=True).draft(attention(4, 2))
+    assert layout.on_device(attention(4, 2)) == attention(4, 2)
+    assert layout.partition(("vocab", "embed")) == PartitionSpec("model", None)
+
+
+def test_a_width_that_does_not_divide_is_one_sentence() -> None:
+    cfg = target_config("mimo")
+    specs = models.family(cfg).param_specs(cfg)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: expected a divisor of 48, the "):
+        check_cuts(specs, Layout.of(cfg, mesh(5)), "here")
+
+
+def test_sizes_that_this_machine_lacks_are_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="at most the 1 devices of this machine, got 64"):
+        choose_placement(EngineConfig(tensor_parallel_size=64))
+    with pytest.raises(ConfigError, match="expected 1 or tensor_parallel_size 1, got 2"):
+        choose_placement(EngineConfig(), SpeculativeConfig(draft_tensor_parallel_size=2))
+    for bad in (0, True, "2", 1.5):
+        with pytest.raises(ConfigError, match="tensor_parallel_size: expected an integer"):
+            EngineConfig(tensor_parallel_size=bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="draft_tensor_parallel_size: expected an integer"):
+            SpeculativeConfig(draft_tensor_parallel_size=bad)  # type: ignore[arg-type]
