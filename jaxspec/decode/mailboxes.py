@@ -1,8 +1,13 @@
-"""The mailboxes of the all-reduce kernel: one set for each group of devices of this process."""
+"""The mailboxes of the all-reduce kernel: one set for each group of devices of this process.
+
+Engines on the same devices share a set. The kernel counts exchanges by block, so all devices have
+to run the exchanges of all programs in one order: `launching` keeps threads from mixing theirs.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+import contextlib
+import threading
 from typing import NamedTuple
 
 import jax
@@ -23,12 +28,25 @@ class Mailboxes(NamedTuple):
     addresses: jax.Array
 
 
-@cache
+_LAUNCHES = threading.Lock()
+_MAKING = threading.Lock()
+_mailboxes: dict[Mesh, Mailboxes] = {}
+_retired: list[Mailboxes] = []  # programs in flight may still write to them
+
+
+def launching(cfg: RoundConfig) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which no other thread launches a program of several devices."""
+    return contextlib.nullcontext() if cfg.placement.mesh is None else _LAUNCHES
+
+
 def mailboxes_of(mesh: Mesh) -> Mailboxes:
     """Return the mailboxes of a mesh; the first call makes them."""
-    memory, addresses = mailbox.make_mailboxes(tuple(mesh.devices.flat))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return Mailboxes(memory, jax.device_put(addresses, everywhere))
+    with _MAKING:
+        if mesh not in _mailboxes:
+            memory, addresses = mailbox.make_mailboxes(tuple(mesh.devices.flat))
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            _mailboxes[mesh] = Mailboxes(memory, jax.device_put(addresses, everywhere))
+        return _mailboxes[mesh]
 
 
 def addresses_of(cfg: RoundConfig) -> jax.Array | None:
@@ -40,13 +58,15 @@ def addresses_of(cfg: RoundConfig) -> jax.Array | None:
 
 
 def silent_rank(cfg: RoundConfig) -> str | None:
-    """Return which device did not answer another one, as one sentence; None while all do."""
+    """Return which device did not answer another one, as one sentence; None while all do.
+
+    After an error the mailboxes answer no exchange, so the next program gets new ones.
+    """
     mesh = cfg.placement.mesh
     if not isinstance(mesh, Mesh) or cfg.ops.all_reduce == "reference":
         return None
-    return mailbox.mailbox_error(mailboxes_of(mesh).memory)
-
-
-def forget_mailboxes() -> None:
-    """Make new mailboxes at the next use: after an error, the old ones answer no exchange."""
-    mailboxes_of.cache_clear()
+    reason = mailbox.mailbox_error(mailboxes_of(mesh).memory)
+    if reason is not None:
+        with _MAKING:
+            _retired.append(_mailboxes.pop(mesh))
+    return reason

@@ -19,7 +19,7 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
-from jaxspec.decode.mailboxes import addresses_of
+from jaxspec.decode.mailboxes import addresses_of, launching
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round, verify_and_commit
 from jaxspec.decode.spread import EVERYWHERE, Specs, spread
@@ -54,7 +54,8 @@ class Program:
     def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
         addresses = addresses_of(cfg)
         given = {} if addresses is None else {"addresses": addresses}
-        return self.jitted(cfg)(cfg, *args, **given)
+        with launching(cfg):
+            return self.jitted(cfg)(cfg, *args, **given)
 
     def compile(self, cfg: RoundConfig, *args: Any) -> None:
         """Compile for arguments of these shapes; a later call with such arguments runs at once.

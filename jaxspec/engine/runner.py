@@ -333,7 +333,6 @@ class ModelRunner:
         """Raise RuntimeError if a device has not answered another one."""
         cfg = self.configs.greedy
         if (reason := mailboxes.silent_rank(cfg)) is not None:
-            mailboxes.forget_mailboxes()
             raise RuntimeError(f"tensor_parallel_size {cfg.placement.size}: {reason}")
 
     def _raise_unless_memory(self, error: Exception) -> None:

@@ -45,8 +45,8 @@ def embed_norm(
 
     norm_residual: the residual is the normed hidden.
 
-    The op's norm is rms_norm's, with the same limits, so it runs where rms_norm's kernel does. Of a
-    vocabulary that is cut over devices, it reads the rows that these have summed.
+    The op's norm is rms_norm's, with the same limits, so it runs where rms_norm's kernel does. With
+    a vocabulary that is cut over devices, it reads the rows that these have summed.
     """
     ids = tokens.reshape(-1)
     if ops.vocabulary.size > 1:

@@ -120,7 +120,7 @@ def project_swiglu(
 def vocab_logits(hidden: jax.Array, lm_head: Weight, ops: Ops) -> jax.Array:
     """Return float32 logits [..., vocab] of hidden [..., D].
 
-    Of a vocabulary that is cut over devices, these are the logits of the device's own tokens.
+    With a vocabulary that is cut over devices, they are those of the device's own tokens.
 
     The logits are the float32 accumulator. Rounding them to bfloat16 makes ties, and ties make
     greedy text depend on the path.
@@ -145,7 +145,7 @@ def add_projection(
 
     beside:    another term of the block's output, [batch, rows, D], such as that of its experts
     next_norm: the norm that follows. The sum comes prepared for it where the kernels of product and
-    norm are chosen and there is no bias, and under it where the devices' sums are added.
+    norm are chosen and there is no bias. The sum of several devices comes normed already.
     """
     if ops.layers.size > 1:
         partial = project_part(x, weight, ops)
@@ -170,6 +170,8 @@ def add_projection(
 def project_part(x: jax.Array, weight: Weight, ops: Ops) -> jax.Array:
     """Return the device's term of x @ weight, cut along its depth: [batch, rows, out].
 
+    The terms are not summed yet: add_to_stream or sum_of_devices has to follow.
+
     x: [batch, rows, in], the device's piece of it or all of it
     """
     x = ops.layers.own_piece(x, weight.depth)
@@ -190,8 +192,8 @@ def add_to_stream(
     """
     residual = values_of(stream)
     if ops.layers.size > 1:
-        if bias is not None:
-            residual = residual + bias
+        if bias is not None:  # one device's term has it
+            delta = delta + jnp.where(ops.layers.rank == 0, bias, 0).astype(delta.dtype)
         x, normed = add_sum(residual, delta, ops, next_norm)
         return ResidualStream(x, normed=normed)
     assert bias is None  # a product adds its own

@@ -58,15 +58,18 @@ def place_models(
     draft_config, draft_params = draft or (None, {})
     if placement.mesh is None:
         return target_params, draft_params
+    specs = models.family(target_config).param_specs(target_config)
+    layout = placement.target(target_config)
     placed = target_params
-    if not _is_placed(target_params, placement):
-        specs = models.family(target_config).param_specs(target_config)
-        placed = _place(specs, target_params, placement.target(target_config), "the target")
-    if draft_config is None or not draft_params or _is_placed(draft_params, placement):
+    if target_params and not _is_placed(specs, target_params, layout):
+        placed = _place(specs, target_params, layout, "the target")
+    if draft_config is None or not draft_params:
         return placed, draft_params
     layout = placement.draft(draft_config)
     layered: Any = draft_config
     own = families.family(layered).param_specs(layered)
+    if placed is target_params and _is_placed(own, {n: draft_params[n] for n in own}, layout):
+        return placed, draft_params
     bound: dict[str, Any] = {}
     for name, value in draft_params.items():
         if name in own:
@@ -90,10 +93,10 @@ def _shared(
             other = other.values if isinstance(other, Weight) else other
             return Weight(other, value.transposed) if isinstance(value, Weight) else other
     axes = SHARED_AXES[name]
-    if isinstance(value, Weight):
-        axes = axes[::-1] if value.transposed else axes
-        return Weight(layout.place(array, ParamSpec(name, array.shape, axes)), value.transposed)
-    return layout.place(array, ParamSpec(name, array.shape, axes))
+    if isinstance(value, Weight) and value.transposed:
+        axes = axes[::-1]
+    copied = _place(ParamSpec(name, array.shape, axes), array, layout, "the draft")
+    return Weight(copied, value.transposed) if isinstance(value, Weight) else copied
 
 
 def _place(specs: Params, params: Params, layout: Layout, source: str) -> Params:
@@ -103,6 +106,16 @@ def _place(specs: Params, params: Params, layout: Layout, source: str) -> Params
     )
 
 
-def _is_placed(params: Params, placement: Placement) -> bool:
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
-    return all(isinstance(s, NamedSharding) and s.mesh == placement.mesh for s in shardings)
+def _is_placed(specs: Params, params: Params, layout: Layout) -> bool:
+    """Return whether each array of a table lies on the devices as the layout has it."""
+
+    def has_layout(spec: ParamSpec, array: Any) -> bool:
+        sharding = getattr(array, "sharding", None)
+        return (
+            isinstance(sharding, NamedSharding)
+            and sharding.mesh == layout.mesh
+            and sharding.spec == layout.partition(spec.axes)
+            and array.shape == layout.shape_of(spec)
+        )
+
+    return all(jax.tree.leaves(jax.tree.map(has_layout, specs, params, is_leaf=is_spec)))

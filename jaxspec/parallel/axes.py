@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ONCE = "once"
+# A table may name these axes and no others (tests/layers/test_params.py).
 WHOLE = ("embed",)  # named axes that each device holds whole
 CUT = ("vocab", "heads", "kv_heads", "head_out", "mlp", "experts", "expert_mlp", ONCE)
 Axes = Mapping[str, str]  # field of a config -> its logical axis

@@ -13,6 +13,9 @@ from jax import lax
 class Group:
     """Devices that run one program, each with its pieces of the arrays.
 
+    Ops has two: the layers' and the vocabulary's. They differ for a draft whose layers are whole on
+    each device, while its embedding and head are the target's.
+
     axis:      the mesh axis; static
     size:      number of devices; static. 1: the whole arrays are on one device
     addresses: uint32 [2 * size], the mailboxes of the all-reduce kernel

@@ -64,10 +64,10 @@ class Layout:
         pieces = dict.fromkeys(("vocab", "head_out", "mlp"), size)
         pieces |= {"experts": size} if expert_parallel else {"expert_mlp": size, ONCE: size}
         kv_heads = sizes.get("kv_heads", [])
-        if all(n % size == 0 for n in sizes.get("heads", [])) and all(
-            n % size == 0 or size % n == 0 for n in kv_heads
-        ):
-            pieces |= {"heads": size, "kv_heads": min([size, *kv_heads])}
+        of_kv = {size if n % size == 0 else n for n in kv_heads if n % size == 0 or size % n == 0}
+        fit = all(n % size == 0 or size % n == 0 for n in kv_heads) and len(of_kv) <= 1
+        if fit and all(n % size == 0 for n in sizes.get("heads", [])):
+            pieces |= {"heads": size, "kv_heads": min(of_kv, default=size)}
         return cls(mesh, tuple(sorted(pieces.items())))
 
     @classmethod
@@ -185,7 +185,9 @@ def bytes_on_device(tree: Any) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the models of one engine are.
+    """Where the models of one engine are; a Layout says so of one model.
+
+    The round of one device (RoundConfig.on_device) has no mesh: its models are pieces already.
 
     mesh:             its devices; None for the default device
     expert_parallel:  each device holds whole experts, instead of a piece of every expert

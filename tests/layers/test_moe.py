@@ -112,6 +112,24 @@ def test_the_way_follows_from_the_shapes(
     assert taken == [way]
 
 
+@pytest.mark.parametrize(("rows", "way"), [(2, "gathered"), (3, "all"), (70, "grouped")])
+def test_two_halves_of_the_experts_add_up_to_all(rows: int, way: str) -> None:
+    """Each device has three of six experts, and the first row of the second case has none of the
+    first device's."""
+    rng = np.random.default_rng(rows)
+    params = weights(rng, bias=True)
+    x = jnp.asarray(rng.normal(size=(rows, DIM)), jnp.float32)
+    ids = jnp.asarray([rng.permutation(6)[:2] for _ in range(rows)], jnp.int32).at[0].set([4, 5])
+    share = jnp.asarray(rng.uniform(size=(rows, 2)), jnp.float32)
+    total = jnp.zeros_like(x)
+    for first in (0, 3):
+        part = jax.tree.map(lambda a, first=first: a[first : first + 3], params)
+        routes = moe.own_routes(ids, share, jnp.int32(first), 3)
+        total += WAYS[way](part, replace(CFG, num_experts=3), x, *routes)
+    whole = WAYS[way](params, CFG, x, ids, share)
+    np.testing.assert_allclose(total, whole, rtol=1e-5, atol=1e-5)
+
+
 def test_few_rows_gather_no_more_than_the_experts_they_chose() -> None:
     """No array of the size of all experts but the weights themselves is made."""
     params = weights(np.random.default_rng(0), bias=False)

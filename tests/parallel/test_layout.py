@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.layers.params import ParamSpec, joined, matrix
-from jaxspec.loading.placement import choose_placement
+from jaxspec.loading.placement import _is_placed, choose_placement
 from jaxspec.loading.weights import check_cuts
 from jaxspec.parallel.axes import ONCE
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
@@ -85,6 +86,24 @@ def test_heads_that_do_not_divide_stay_whole(heads: int, kv_heads: int, size: in
     assert not layout.is_cut("heads") and not layout.is_cut("kv_heads")
     assert layout.is_cut("head_out")
     assert layout.on_device(cfg) == cfg
+
+
+def test_kv_heads_of_several_numbers_that_need_other_cuts_stay_whole() -> None:
+    @dataclass(frozen=True)
+    class Two:
+        one: AttentionConfig
+        other: AttentionConfig
+
+    assert not Layout.of(Two(attention(8, 8), attention(8, 2)), mesh(4)).is_cut("heads")
+    assert Layout.of(Two(attention(8, 8), attention(8, 4)), mesh(4)).is_cut("heads")
+
+
+def test_arrays_of_another_layout_are_not_taken_for_placed() -> None:
+    spec = matrix("w", 2, 4, ("embed", "mlp"))
+    cut, whole = Layout(mesh(2), (("mlp", 2),)), Layout(mesh(2))
+    array = jax.ShapeDtypeStruct((2, 4), np.float32, sharding=cut.sharding(spec.axes))
+    assert _is_placed(spec, array, cut) and not _is_placed(spec, array, whole)
+    assert not _is_placed(spec, jax.numpy.ones((2, 4)), cut)
 
 
 def test_gate_and_up_are_cut_one_by_one() -> None:
