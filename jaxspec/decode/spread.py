@@ -81,8 +81,9 @@ def spread(
 def partition(cfg: RoundConfig, tree: Any) -> Specs:
     """Return how the devices share each array of an argument or a result of a round's functions.
 
-    tree: params (a dict, the target's and the draft's or the draft's alone), or anything that holds
-        caches, logits and sampling parameters
+    tree: params (the only argument that is a dict: {"target": ..., "draft": ...}, or the draft's
+        alone), or anything that holds caches, draft logits and sampling parameters. A field
+        `target_caches` holds the target's caches, a field `caches` the draft's.
     """
     if isinstance(tree, dict):
         both = "target" in tree
@@ -95,6 +96,7 @@ def partition(cfg: RoundConfig, tree: Any) -> Specs:
     def of_node(path: tuple[Any, ...], node: Any) -> Specs:
         if isinstance(node, LAYER_CACHES):
             names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+            assert "target_caches" in names or "caches" in names, names
             return (target if "target_caches" in names else draft)[path[-1].idx]
         if isinstance(node, Proposal):
             return Proposal(EVERYWHERE, None if node.draft_logits is None else DRAFT_LOGITS)  # type: ignore[arg-type]
