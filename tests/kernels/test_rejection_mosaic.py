@@ -77,7 +77,7 @@ def interpret(arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def rows(arguments: dict[str, Any], index: list[int]) -> dict[str, Any]:
     """The requests at `index` alone."""
-    shared = ("target_to_draft", "acceptance_rates", "rule", "sampled")
+    shared = ("target_to_draft", "acceptance_rates", "rule", "sampled", "shards")
     at = np.asarray(index)
     return {
         name: x if name in shared or x is None else jax.tree.map(lambda leaf: leaf[at], x)
