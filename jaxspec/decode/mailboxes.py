@@ -49,12 +49,10 @@ def mailboxes_of(mesh: Mesh) -> Mailboxes:
         return _mailboxes[mesh]
 
 
-def addresses_of(cfg: RoundConfig) -> jax.Array | None:
-    """Return the addresses that a round's programs take; None where no kernel reads them."""
-    mesh = cfg.placement.mesh
-    if not isinstance(mesh, Mesh) or cfg.ops.all_reduce == "reference":
-        return None
-    return mailboxes_of(mesh).addresses
+def given_addresses(cfg: RoundConfig) -> dict[str, jax.Array]:
+    """Return the keyword `addresses` of a round's programs, or none where no kernel reads them."""
+    mesh = _mesh_of_kernel(cfg)
+    return {} if mesh is None else {"addresses": mailboxes_of(mesh).addresses}
 
 
 def silent_rank(cfg: RoundConfig) -> str | None:
@@ -62,11 +60,17 @@ def silent_rank(cfg: RoundConfig) -> str | None:
 
     After an error the mailboxes answer no exchange, so the next program gets new ones.
     """
-    mesh = cfg.placement.mesh
-    if not isinstance(mesh, Mesh) or cfg.ops.all_reduce == "reference":
+    mesh = _mesh_of_kernel(cfg)
+    if mesh is None:
         return None
     reason = mailbox.mailbox_error(mailboxes_of(mesh).memory)
     if reason is not None:
         with _MAKING:
             _retired.append(_mailboxes.pop(mesh))
     return reason
+
+
+def _mesh_of_kernel(cfg: RoundConfig) -> Mesh | None:
+    """Return the devices that the all-reduce kernel serves; None where it does not run."""
+    mesh = cfg.placement.mesh
+    return mesh if isinstance(mesh, Mesh) and cfg.ops.all_reduce != "reference" else None

@@ -19,7 +19,7 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
-from jaxspec.decode.mailboxes import addresses_of, launching
+from jaxspec.decode.mailboxes import given_addresses, launching
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round, verify_and_commit
 from jaxspec.decode.spread import EVERYWHERE, Specs, spread
@@ -52,19 +52,15 @@ class Program:
         self._compiled: dict[tuple[tuple[str, Any], ...], Any] = {}
 
     def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
-        addresses = addresses_of(cfg)
-        given = {} if addresses is None else {"addresses": addresses}
         with launching(cfg):
-            return self.jitted(cfg)(cfg, *args, **given)
+            return self.jitted(cfg)(cfg, *args, **given_addresses(cfg))
 
     def compile(self, cfg: RoundConfig, *args: Any) -> None:
         """Compile for arguments of these shapes; a later call with such arguments runs at once.
 
         args: arrays, or a ShapeDtypeStruct for each. Nothing is computed and nothing is donated.
         """
-        addresses = addresses_of(cfg)
-        given = {} if addresses is None else {"addresses": addresses}
-        self.jitted(cfg).lower(cfg, *args, **given).compile()
+        self.jitted(cfg).lower(cfg, *args, **given_addresses(cfg)).compile()
 
     def jitted(self, cfg: RoundConfig) -> Any:
         """Return the jitted function with the compiler options of cfg, its first argument."""

@@ -24,7 +24,8 @@ from jaxspec.cache.arrays import (
 from jaxspec.config import AttentionKind, RoundConfig
 from jaxspec.drafts import families
 from jaxspec.drafts.drafter import Proposal
-from jaxspec.layers.params import Params, Weight, is_spec
+from jaxspec.layers.params import Params, is_spec
+from jaxspec.loading.placement import SHARED_AXES, shared_axes
 from jaxspec.parallel.layout import Layout
 from jaxspec.parallel.mesh import MODEL
 from jaxspec.sampling.logits import state_axes
@@ -126,19 +127,16 @@ def _of_params(cfg: RoundConfig, params: Params) -> Params:
     draft: Any = cfg.draft
     layout = cfg.placement.draft(draft)
     own = _of_table(families.family(draft).param_specs(draft), layout)
-    shared = {
-        "embed_tokens": layout.partition(("vocab", "embed")),
-        "lm_head": _head(params["draft"].get("lm_head"), layout),
-    }
-    found["draft"] = {name: own.get(name, shared.get(name, EVERYWHERE)) for name in params["draft"]}
+
+    def of(name: str, value: Any) -> Any:
+        if name in own:
+            return own[name]
+        if name not in SHARED_AXES:
+            return EVERYWHERE
+        return jax.tree.map(lambda _: layout.partition(shared_axes(name, value)), value)
+
+    found["draft"] = {name: of(name, value) for name, value in params["draft"].items()}
     return found
-
-
-def _head(head: Weight | None, layout: Layout) -> Any:
-    if head is None:
-        return None
-    axes = ("vocab", "embed") if head.transposed else ("embed", "vocab")
-    return Weight(layout.partition(axes), head.transposed)  # type: ignore[arg-type]
 
 
 def _of_table(specs: Params, layout: Layout) -> Params:

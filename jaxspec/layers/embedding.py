@@ -9,6 +9,7 @@ from jaxspec.config import Ops
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.sums import sum_of_devices
 from pallas_kernels import embed_norm as embed_norm_op
+from pallas_kernels.vocab_shards import VocabShards
 
 
 def embed(tokens: jax.Array, table: jax.Array, ops: Ops) -> jax.Array:
@@ -21,10 +22,9 @@ def embed(tokens: jax.Array, table: jax.Array, ops: Ops) -> jax.Array:
     if group.size == 1:
         return table[tokens]
     size = table.shape[0]
-    index = tokens - group.rank.astype(jnp.int32) * size
-    is_own = (index >= 0) & (index < size)
-    rows = table[jnp.clip(index, 0, size - 1)]
-    return sum_of_devices(jnp.where(is_own[..., None], rows, 0), group, ops)
+    index = VocabShards(group.axis, group.size).place(tokens, size)
+    rows = table[jnp.minimum(index, size - 1)]
+    return sum_of_devices(jnp.where((index < size)[..., None], rows, 0), group, ops)
 
 
 def embed_norm(

@@ -81,6 +81,12 @@ def place_models(
     return placed, bound
 
 
+def shared_axes(name: str, value: Any) -> tuple[str, ...]:
+    """Return the logical axes of an array of SHARED_AXES; a tied head is a transposed Weight."""
+    axes = SHARED_AXES[name]
+    return axes[::-1] if isinstance(value, Weight) and value.transposed else axes
+
+
 def _shared(
     name: str, value: Any, target: Mapping[str, Any], placed: Mapping[str, Any], layout: Layout
 ) -> Any:
@@ -92,10 +98,9 @@ def _shared(
             other = placed[key]
             other = other.values if isinstance(other, Weight) else other
             return Weight(other, value.transposed) if isinstance(value, Weight) else other
-    axes = SHARED_AXES[name]
-    if isinstance(value, Weight) and value.transposed:
-        axes = axes[::-1]
-    copied = _place(ParamSpec(name, array.shape, axes), array, layout, "the draft")
+    copied = _place(
+        ParamSpec(name, array.shape, shared_axes(name, value)), array, layout, "the draft"
+    )
     return Weight(copied, value.transposed) if isinstance(value, Weight) else copied
 
 

@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_kernels.all_reduce.inputs import Peers
 from pallas_kernels.rms_norm.reference import rms_norm
+from pallas_kernels.vocab_shards import add_in_order
 
 Result: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]  # the sum; with a gain (sum, normed)
 
@@ -23,10 +24,7 @@ def all_reduce(
     eps: float,
 ) -> Result:
     """Run the op; see pallas_kernels.all_reduce.all_reduce."""
-    partials = lax.all_gather(x, peers.axis).astype(jnp.float32)
-    total = partials[0]
-    for rank in range(1, peers.size):
-        total = total + partials[rank]
+    total = add_in_order(lax.all_gather(x, peers.axis).astype(jnp.float32))
     dtype = x.dtype if residual is None else residual.dtype
     total = _rounded(total, dtype)
     if residual is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from itertools import product
@@ -15,6 +14,7 @@ import pytest
 
 from pallas_kernels.all_reduce import Peers, all_reduce, mailbox, unsupported
 from pallas_kernels.all_reduce.mailbox import Failure
+from tests.support.devices import run_on_devices
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
@@ -23,14 +23,8 @@ needs_mosaic = pytest.mark.skipif(
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_reference_adds_in_rank_order_and_rounds_as_a_product_does(size: int) -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={size}"
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.all_reduce_on_devices"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
-    assert (result.returncode, result.stdout) == (0, f"equal on {size} devices\n"), result.stderr
+    printed = run_on_devices(size, "tests.kernels.all_reduce_on_devices")
+    assert printed == f"equal on {size} devices\n"
 
 
 @pytest.mark.parametrize("size", range(2, mailbox.MAX_DEVICES + 1))

@@ -6,35 +6,24 @@ One process runs all cases.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import pytest
 
 from pallas_kernels.vocab_shards import WHOLE, VocabShards
+from tests.support.devices import run_on_devices
 from tests.support.slow import slow
 
 
 def printed_by(devices: int, module: str, *arguments: str) -> list[str]:
     """Return the lines that a module prints in a process with so many devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     settings = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
         "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"] or "",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    result = subprocess.run(
-        [sys.executable, "-m", f"tests.parallel.{module}", *arguments],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+    printed = run_on_devices(devices, f"tests.parallel.{module}", *arguments, settings=settings)
+    return printed.splitlines()
 
 
 @pytest.fixture(scope="module")
