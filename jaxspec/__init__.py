@@ -11,6 +11,8 @@ from jaxspec.engine.outputs import (
 from jaxspec.llm import LLM
 from jaxspec.sampling.params import SamplingParams
 
+__version__ = "0.1.0"
+
 __all__ = [
     "LLM",
     "CompletionOutput",
@@ -22,4 +24,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
+    "__version__",
 ]

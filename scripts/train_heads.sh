@@ -19,8 +19,8 @@ draft() { # draft GPU LOG ARGUMENTS...
 }
 say() { echo "[$SECONDS s] $*"; }
 
-shared=(--chats "$work"/g0/chats.npz "$work"/g1/chats.npz "$work"/g2/chats.npz --max-minutes "$train_minutes" --evaluate-minutes 0.4
-  --buckets 256 384 512 --tokens-per-batch 16384 --argmax-weight 0.2)
+shared=(--chats "$work"/g0/chats.npz --chats "$work"/g1/chats.npz --chats "$work"/g2/chats.npz --max-minutes "$train_minutes" --evaluate-minutes 0.4
+  --buckets 256,384,512 --tokens-per-batch 16384 --argmax-weight 0.2)
 eagle3=(--method eagle3 --init "${INIT-checkpoints/smollm2-135m-instruct-eagle3}" --intermediate-size 2048 --ttt-steps 4 --decay 0.75)
 [ -n "$dry" ] && eagle3=(--method eagle3) # no head to continue from fits a random target
 

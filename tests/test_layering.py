@@ -17,6 +17,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "scripts", "tests")
 # The rooms of jaxspec, from the top down. A room imports from itself and from the rooms below it.
 # jaxspec/__init__.py only gathers names.
 ROOMS = (
+    "commands",
     "training",
     "tools",
     "llm",

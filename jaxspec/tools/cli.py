@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -57,12 +57,36 @@ Dtype = Annotated[str, option("float32, bfloat16, or auto: bfloat16 on a GPU.")]
 OutputJson = Annotated[Path | None, option("Write the figures to this file.")]
 
 
-def command(main: Callable[..., None]) -> typer.Typer:
-    """Return a script's main function as a command line; its groups of flags become flags.
+def plain_app(help: str | None = None) -> typer.Typer:
+    """Return an empty command line that prints plain text.
 
-    In plain text: rich would take "[default: ...]" in a flag's help for markup, and break the
-    sentence about a wrong flag into a box.
+    rich would take "[default: ...]" in a flag's help for markup, and break the sentence about a
+    wrong flag into a box.
     """
+    return typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        help=help,
+        no_args_is_help=help is not None,
+    )
+
+
+def command(main: Callable[..., None]) -> typer.Typer:
+    """Return a main function as a command line; its groups of flags become flags."""
+    app = plain_app()
+    app.command()(_with_sentences(main))
+    return app
+
+
+def commands(mains: Mapping[str, Callable[..., None]], *, help: str | None) -> typer.Typer:
+    """Return main functions as sub-commands by name. help: what they do together."""
+    app = plain_app(help)
+    for name, main in mains.items():
+        app.command(name)(_with_sentences(main))
+    return app
+
+
+def _with_sentences(main: Callable[..., None]) -> Callable[..., None]:
     run = expand(main)
 
     @functools.wraps(run)
@@ -70,13 +94,11 @@ def command(main: Callable[..., None]) -> typer.Typer:
         with errors_as_sentences():
             run(**values)
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(with_sentences)
-    return app
+    return with_sentences
 
 
-def run_program(main: Callable[..., None]) -> None:
-    """Run a script's main function.
+def run_program(program: Callable[..., None] | typer.Typer, name: str | None = None) -> None:
+    """Run a main function, or a command line under this name (None: the script's).
 
     After an interruption the process exits at once: XLA's threads may still run a program, and
     shutting the interpreter down under them can crash.
@@ -85,7 +107,8 @@ def run_program(main: Callable[..., None]) -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         with lasting_stdout():
-            command(main)()
+            app = program if isinstance(program, typer.Typer) else command(program)
+            app(prog_name=name)
     except SystemExit as e:
         if e.code in (INTERRUPTED, TERMINATED):
             sys.stdout.flush()
@@ -101,6 +124,12 @@ def _terminate(number: int, frame: object) -> NoReturn:
 def _exit(message: str, code: int) -> None:
     print(" ".join(message.split()), file=sys.stderr)
     raise SystemExit(code) from None
+
+
+def one_of(flag: str, given: str, known: Sequence[str]) -> None:
+    """Raise ConfigError if a flag's value is none of the known ones."""
+    if given not in known:
+        raise ConfigError(f"{flag}: expected one of {', '.join(known)}, got {given!r}")
 
 
 def dtype_of(name: str) -> jnp.dtype:

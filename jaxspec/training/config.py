@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxspec.config import ConfigError
+from jaxspec.config.settings import setting
 from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.drafts.eagle3 import Eagle3Config
 
@@ -28,21 +29,25 @@ class TrainConfig:
     remat:            recompute logits in the backward pass (less memory, one product more)
     """
 
-    num_steps: int = 5
-    decay: float = 0.8
-    argmax_weight: float = 0.0
-    feature_weight: float = 0.1
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 1e-3
+    num_steps: int = setting(5, "Draft steps of the training-time test.")
+    decay: float = setting(0.8, "Weight of each further draft step.")
+    argmax_weight: float = setting(0.0, "Share of the loss on the target's first choice alone.")
+    feature_weight: float = setting(0.1, "EAGLE-1: weight of the hidden state's smooth L1.")
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "adamw, or muon for the matrices but lm_head."
+    )
+    learning_rate: float = setting(1e-3, "The highest.")
     final_learning_rate: float = 1e-5
-    warmup_steps: int = 200
+    warmup_steps: int = setting(200, "Steps up to the highest learning rate.")
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.01
-    clip: float = 0.5
-    buckets: tuple[int, ...] = (256, 384, 512)
-    tokens_per_batch: int = 16384
-    accumulation: int = 1
-    remat: bool = False
+    weight_decay: float = setting(0.01, "Of the optimiser.")
+    clip: float = setting(0.5, "Global norm that gradients are clipped to.")
+    buckets: tuple[int, ...] = setting(
+        (256, 384, 512), "Sequence lengths that are compiled, with commas between them."
+    )
+    tokens_per_batch: int = setting(16384, "Tokens of a step, over all GPUs.")
+    accumulation: int = setting(1, "Micro-batches of a step, one after the other: less memory.")
+    remat: bool = setting(False, "Recompute logits in the backward pass.")
     seed: int = 0
     log_every: int = 50
 
@@ -52,6 +57,8 @@ class TrainConfig:
                 "training: expected at least 1 draft step and 1 micro-batch, "
                 f"got {self.num_steps} and {self.accumulation}"
             )
+        if self.optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer: expected adamw or muon, got {self.optimizer!r}")
         if not 0.0 <= self.argmax_weight <= 1.0:
             raise ConfigError(
                 f"argmax_weight: expected a share from 0 to 1, got {self.argmax_weight}"

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from jaxspec import models
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.config.settings import setting
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.layers.params import Params
 from jaxspec.llm import LLM
@@ -28,8 +29,8 @@ class EvaluationConfig:
     """prompts: texts, decoded greedily up to max_tokens; without any nothing is evaluated."""
 
     prompts: tuple[str, ...] = ()
-    num_speculative_tokens: int = 3
-    max_tokens: int = 256
+    num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
+    max_tokens: int = setting(256, "Tokens of an answer, at most.")
 
 
 def evaluate_head(

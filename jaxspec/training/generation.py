@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config.settings import setting
 from jaxspec.engine.request import Request
 from jaxspec.layers.params import Params
 from jaxspec.llm import LLM
@@ -43,16 +44,20 @@ class GenerationConfig:
     seed:         of all draws, below 2**32
     """
 
-    num_slots: int = 1024
-    max_len: int = 512
-    prefill_rows: int = 128
+    num_slots: int = setting(1024, "Turns that decode together.")
+    max_len: int = setting(512, "Tokens of a turn with its chat, at most.")
+    prefill_rows: int = setting(128, "Slots that are refilled together.")
     steps: int = 16
     block_size: int = 64
-    max_user_tokens: int = 160
-    max_answer_tokens: int = 320
-    greedy_share: float = 0.6
+    max_user_tokens: int = setting(160, "Tokens of a user's turn, at most.")
+    max_answer_tokens: int = setting(320, "Tokens of an answer, at most.")
+    greedy_share: float = setting(
+        0.6, "Share of answers decoded greedily; the rest at temperatures 0.6 to 1."
+    )
     file_share: float = 0.25
-    opened_share: float = 0.5
+    opened_share: float = setting(
+        0.5, "Share of user's turns that begin with one of jaxspec's openings."
+    )
     temperatures: tuple[float, float] = (0.6, 1.0)
     user_temperatures: tuple[float, float] = (0.8, 1.0)
     seed: int = 0

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig
+from jaxspec.config.settings import setting
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.params import Params, ParamSpec, Weight, init_random, is_spec
 from jaxspec.loading.model import load_draft
@@ -33,13 +34,21 @@ class HeadConfig:
     """
 
     method: str = "eagle3"
-    draft_vocab_size: int = 12_000
-    intermediate_size: int | None = None
-    aux_layers: tuple[int, ...] | None = None
-    norm_before_residual: bool = True
-    fc_norm: bool = True
-    norm_output: bool = True
-    init: Path | None = None
+    draft_vocab_size: int = setting(12_000, "Tokens that the draft may propose.")
+    intermediate_size: int | None = setting(
+        None, "Width of the draft's MLP. [default: the target's]"
+    )
+    aux_layers: tuple[int, ...] | None = setting(
+        None,
+        "Boundary ids of the target's layers, with commas between them. "
+        "[default: 2, n // 2, n - 3]",
+    )
+    norm_before_residual: bool = setting(True, "Start the residual from the normed hidden state.")
+    fc_norm: bool = setting(True, "Norm each hidden state before fc.")
+    norm_output: bool = setting(True, "Feed the normed output back.")
+    init: Path | None = setting(
+        None, "Continue from this head; the vocabulary may differ, the MLP be wider."
+    )
     seed: int = 0
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.config.settings import setting
 from jaxspec.layers.params import Params
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, save_draft, split_file
@@ -40,11 +41,13 @@ class RunConfig:
     head: HeadConfig
     train: TrainConfig
     evaluation: EvaluationConfig
-    held_out: int = 512
-    max_steps: int = 1_000_000
-    save_seconds: float = 150.0
-    keep_state: bool = False
-    resume: bool = False
+    held_out: int = setting(512, "Chats kept for validation.")
+    max_steps: int = setting(1_000_000, "Steps at most.")
+    save_seconds: float = setting(150.0, "How often the head is saved and evaluated.")
+    keep_state: bool = setting(False, "Save the optimiser's state beside the head (OUTPUT/state).")
+    resume: bool = setting(
+        False, "Go on from OUTPUT/state; the same curve, if --max-steps ends the run."
+    )
 
 
 def train_head(

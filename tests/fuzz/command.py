@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def import_all(folder: Path) -> None:
     """Import what the children need, so that each finds it in memory."""
-    modules = ["jaxspec.training.loop", "jaxspec.tools.cli", "scripts.plan"]
+    modules = ["jaxspec.training.loop", "jaxspec.tools.cli", "jaxspec.commands.plan"]
     modules += [f"{name}" for name in NEEDS.values() if importlib.util.find_spec(name)]
     if "orbax" in modules:
         modules.append("jaxspec.training.resume")

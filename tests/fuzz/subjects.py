@@ -403,9 +403,9 @@ def write_flags(folder: Path) -> None:
 
 
 def load_flags(folder: Path) -> bytes:
-    """Run scripts/plan.py; a wrong flag ends with code 2 and, after click's usage, a sentence."""
+    """Run `jaxspec plan`; a wrong flag ends with code 2 and, after click's usage, a sentence."""
+    from jaxspec.commands import plan
     from jaxspec.tools.cli import command
-    from scripts import plan
 
     flags = [str(flag) for flag in read_value(folder)["flags"] or ()]
     output, errors = io.StringIO(), io.StringIO()

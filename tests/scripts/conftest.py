@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
+from jaxspec.commands import generate
 from jaxspec.tools.cli import command
-from scripts import compare_compilation, generate
+from scripts import compare_compilation
 
 HIDDEN, HEADS, HEAD_DIM, INNER, LAYERS = 32, 2, 16, 48, 3
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec.commands import acceptance
 from jaxspec.tools.acceptance import show
 from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.tools.acceptance.summary import Case, Result, figures, length, rate, standard_error
-from scripts import acceptance
 from tests.scripts.conftest import runner
 
 PROMPTS = [

@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxspec import models
+from jaxspec.commands import bench
 from jaxspec.config import ConfigError, Ops
 from jaxspec.decode import programs
 from jaxspec.decode.verify import verify_rows
@@ -28,7 +29,7 @@ from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
 from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS
 from jaxspec.tools.benchmark.floor import memory_needed, round_floor
-from scripts import bench, bench_kernels
+from scripts import bench_kernels
 from tests.scripts.conftest import runner
 from tests.support.tiny import sampling_state
 

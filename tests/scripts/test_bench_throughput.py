@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
+from jaxspec.commands import throughput as bench_throughput
 from jaxspec.tools.benchmark import throughput
 from jaxspec.tools.benchmark.machine import print_table
-from scripts import bench_throughput
 from tests.scripts.conftest import runner
 
 run_bench = runner(bench_throughput.main)

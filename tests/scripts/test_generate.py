@@ -16,10 +16,10 @@ import jax
 import pytest
 
 from jaxspec import LLM, Interrupted
+from jaxspec.commands import generate
 from jaxspec.drafts import MODEL_FREE
 from jaxspec.loading.resolve import CHECKPOINTS
 from jaxspec.tools import prompts, report
-from scripts import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLED = ("--temperature", 1, "--max-tokens", 24)

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxspec import models
+from jaxspec.commands import plan as script
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafts import mtp
 from jaxspec.tools.cli import command
 from jaxspec.tools.memory_plan import MemoryPlan, memory_plan
-from scripts import plan as script
 from tests.support.full_size import CONFIGS, tensors
 
 

@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import models
+from jaxspec.commands.train import app
 from jaxspec.config import REFERENCE_OPS, ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
 from jaxspec.layers.params import Weight
@@ -29,7 +30,6 @@ from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
 from jaxspec.training.run_record import earlier_history
 from jaxspec.training.target import target_states
-from scripts.train_draft import main
 from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -356,7 +356,7 @@ def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Return what the command writes to stderr when it ends with code 2."""
     with pytest.raises(SystemExit) as stopped:
-        main(list(arguments))
+        app(list(arguments))
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
@@ -384,7 +384,8 @@ def test_a_method_that_cannot_be_trained_is_refused(
 ) -> None:
     arguments = ("all", "--dry-run", "--method", "mtp", "--output", str(tmp_path / "out"))
     error = refusal(capsys, *arguments)
-    assert "invalid choice: 'mtp'" in error and not (tmp_path / "out").exists()
+    expected = "error: --method: expected one of eagle, eagle3, got 'mtp'\n"
+    assert error == expected and not (tmp_path / "out").exists()
 
 
 def test_a_run_that_is_gone_on_with_keeps_its_record_up_to_there(tmp_path: Path) -> None:

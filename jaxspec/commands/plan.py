@@ -1,0 +1,195 @@
+"""Plan the memory of a target and a draft on a GPU, from their config.json alone.
+
+The tables list weights, keys and values and draft buffers; the last line says what fits.
+
+jaxspec plan --target openai/gpt-oss-20b --gpu h200
+jaxspec plan --target ~/models/glm-4.7-flash --method mtp --max-model-len 32768
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec import models
+from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
+from jaxspec.loading.checkpoint import open_checkpoint, read_json
+from jaxspec.loading.resolve import own_drafts, split_revision
+from jaxspec.tools.cli import command, option
+from jaxspec.tools.flags import Flag, Given, flags_of, given_of
+from jaxspec.tools.memory_plan import GIB, GPUS, MemoryPlan, memory_plan
+
+
+def main(
+    speculative: Annotated[
+        SpeculativeConfig,
+        flags_of(
+            SpeculativeConfig,
+            "method",
+            "num_speculative_tokens",
+            model=Flag(
+                help="The same, or a name under checkpoints/; with --method mtp the target's own.",
+                names=("--draft",),
+            ),
+        ),
+    ],
+    engine: Annotated[
+        Given,
+        given_of(
+            EngineConfig,
+            "block_size",
+            "kv_cache_dtype",
+            "tensor_parallel_size",
+            "enable_expert_parallel",
+            max_model_len=Flag(
+                help="Tokens a request may hold. "
+                "[default: 8192, or the target's limit if that is less]"
+            ),
+            max_num_seqs=Flag(16),
+            gpu_memory_utilization=Flag(0.9, names=("--utilization",)),
+        ),
+    ],
+    target: Annotated[str, option("Folder, config.json or hub id; no weights are read.")],
+    gpu: Annotated[str, option(f"One of {', '.join(GPUS)}, or its memory in GB.")] = "h200",
+    dtype: Annotated[str, option("bfloat16 or float32.")] = "bfloat16",
+    packed: Annotated[bool, option("Keep MXFP4 experts packed.")] = False,
+) -> None:
+    """Print the memory that a target and a draft take."""
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"dtype: expected bfloat16 or float32, got {dtype!r}")
+    target_cfg: Any = models.config_from_hf(read_config(target))
+    limit = target_cfg.max_position_embeddings
+    config = EngineConfig(**{"max_model_len": min(8192, limit), **engine})
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
+            f"got {config.max_model_len}"
+        )
+    if packed:
+        if getattr(target_cfg, "mxfp4", None) is None:
+            raise ConfigError("--packed: expected a target with MXFP4 weights, got one without")
+        target_cfg = replace(target_cfg, mxfp4="packed")
+    check_method(speculative.method)
+    draft_cfg = None
+    if speculative.method in MODEL_FREE:
+        draft_cfg = MODEL_FREE[speculative.method].config(target_cfg, speculative)
+    elif speculative.model is not None or speculative.method == "mtp":
+        draft_cfg = read_draft(speculative.model or target, target_cfg, speculative)
+    plan = memory_plan(
+        target_cfg,
+        draft_cfg,
+        config,
+        memory=gpu_memory(gpu),
+        dtype=dtype,
+        num_speculative_tokens=speculative.num_speculative_tokens,
+    )
+    show(plan, Console())
+
+
+def gpu_memory(name: str) -> float:
+    """Return the bytes of a GPU in the table, or of so many GB."""
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
+    try:
+        size = float(name)
+    except ValueError:
+        size = 0.0
+    if not (size > 0 and math.isfinite(size)):
+        raise ConfigError(
+            f"--gpu: expected one of {', '.join(GPUS)} or a number of GB, got {name!r}"
+        )
+    return size * 1e9
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Read the config.json of a folder, a file, a draft under checkpoints/ or a hub id."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return read_json(path)
+    folder = own_drafts().get(name, path)
+    if folder.is_dir():
+        return read_json(folder / "config.json")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        repository, revision = split_revision(name)
+        return read_json(Path(hf_hub_download(repository, "config.json", revision=revision)))
+    except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as e:
+        raise ConfigError(
+            f"{name}: expected a folder, a config.json or a hub id, got none that can be read ({e})"
+        ) from e
+
+
+def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
+    """Return a draft's config, by its tensors' shapes where its files are at hand."""
+    folder = own_drafts().get(name, Path(name).expanduser())
+    config = read_config(name)
+    family = family_of_checkpoint(speculative.method, config)
+    if folder.is_dir() and list(folder.glob("*.safetensors")):
+        shapes = {
+            family.canonical_name(n): shape for n, shape in open_checkpoint(folder).shapes.items()
+        }
+    elif speculative.method == "mtp":
+        shapes = {
+            f"{prefix}.": ()
+            for prefix in (f"model.layers.{target.num_layers}", "model.mtp_layers.0")
+        }
+    else:
+        shapes = {"d2t": (), "lm_head.weight": ()}
+    return family.config_from_checkpoint(config, shapes, target, speculative)
+
+
+def show(plan: MemoryPlan, console: Console) -> None:
+    """Print a table of the memory, one of the KV-cache groups, and a line that says what fits."""
+    table = Table("", "GiB", title="memory")
+    table.columns[1].justify = "right"
+    rows = (
+        ("target weights", plan.target_weights),
+        ("draft weights (what it shares with the target not counted)", plan.draft_weights),
+        ("draft buffers", plan.draft_buffers),
+        ("logits", plan.logits),
+        ("left for keys and values", plan.cache_bytes),
+        ("of which the pools of windows", plan.window_bytes),
+        ("usable", plan.usable),
+    )
+    for name, size in rows:
+        table.add_row(name, f"{size / GIB:.3f}")
+    console.print(table)
+    groups = Table(
+        "KV-cache group",
+        "layers",
+        "KiB a token",
+        "tokens a request holds",
+        "MiB a request",
+        title="keys and values",
+    )
+    for column in groups.columns[1:]:
+        column.justify = "right"
+    for group in plan.groups:
+        kib, mib = group.token_bytes / 1024, group.token_bytes * group.held / (1 << 20)
+        groups.add_row(
+            group.name, str(group.num_layers), f"{kib:.2f}", str(group.held), f"{mib:.1f}"
+        )
+    console.print(groups)
+    tokens = f"{plan.cache_tokens} tokens in blocks of {plan.block_size}"
+    length = plan.max_model_len
+    if plan.cache_bytes <= 0:
+        console.print(
+            "does not fit: weights, draft buffers and logits alone take more than is usable"
+        )
+        raise typer.Exit(1)
+    if plan.num_requests == 0:
+        console.print(f"does not fit: {tokens} are left, no request of {length}")
+        raise typer.Exit(1)
+    console.print(f"fits: {tokens}, that is {plan.num_requests} requests of {length} tokens")
+
+
+app = command(main)
