@@ -29,13 +29,14 @@ from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMe
 from jaxspec.engine.output_processor import Callback, request_outputs
 from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
 from jaxspec.engine.progress import no_progress, progress_bar
+from jaxspec.engine.replicas import Replicas
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
 from jaxspec.engine.warmup import compile_ahead, shapes_of, shapes_up_to
 from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
-from jaxspec.loading.placement import choose_placement, place_models
+from jaxspec.loading.placement import choose_placements, copy_weights, place_models
 from jaxspec.loading.pretrained import load_pretrained
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams, check_end_ids
@@ -52,6 +53,11 @@ class LLM:
     >>> llm.chat(hello, SamplingParams(temperature=0))[0].text  # doctest: +SKIP
 
     Any thread may call it: the requests of all calls run together (jaxspec.engine.driver).
+
+    engines: the engine of each replica (data_parallel_size). `engine` is the only one, for tools
+        that drive it.
+    serving: takes the requests: the engine, or the replicas behind their queue.
+    weights: of each replica, {"target": ..., "draft": ...} on its devices; `params` is the first.
 
     Over all requests so far:
     metrics: acceptance of the drafts.
@@ -70,11 +76,13 @@ class LLM:
         eos_token_ids: Sequence[int] | None = None,
         config: EngineConfig | None = None,
         dtype: Any = jnp.float32,
+        weights: Sequence[Params] = (),
     ) -> None:
         """Take loaded (config, params) pairs; from_pretrained is the usual way in.
 
         draft and speculative go together. Without a tokenizer, prompts are token ids and texts
-        stay empty. eos_token_ids: None for the tokenizer's.
+        stay empty. eos_token_ids: None for the tokenizer's. weights: those of another LLM with the
+        same models and devices, which both then share.
         """
         if not isinstance(target, tuple | list) or len(target) != 2:
             raise ConfigError(
@@ -105,7 +113,8 @@ class LLM:
         check_end_ids(self.eos_token_ids, self.target_config.vocab_size)
         self.dtype = jnp.dtype(dtype)
         self.cache_dtype = resolve_cache_dtype(self.config.kv_cache_dtype, self.dtype)
-        placement = choose_placement(self.config, speculative)
+        placements = choose_placements(self.config, speculative)
+        placement = placements[0]
         draft_config = self.draft_config
         self.kernels = op_choice.choose(
             self.config.kernels,
@@ -118,22 +127,32 @@ class LLM:
         )
         target_params, draft_params = place_models(placement, target, draft)
         self.params: Params = {"target": target_params, "draft": draft_params}
-        self.runner = ModelRunner(
-            self.target_config,
-            self.draft_config,
-            self.params,
-            speculative,
-            self.config,
-            ops=self.kernels,
-            placement=placement,
-            dtype=self.dtype,
-            acceptance_rates=synthetic.acceptance_rates(speculative) if speculative else None,
-            eos_token_ids=self.eos_token_ids,
-        )
+        if not weights or weights[0]["target"] is not target_params:
+            weights = [self.params]
+        others = (copy_weights(self.params, p) for p in placements[len(weights) :])
+        self.weights = (*weights[: len(placements)], *others)
+        runners = [
+            ModelRunner(
+                self.target_config,
+                self.draft_config,
+                params,
+                speculative,
+                self.config,
+                ops=self.kernels,
+                placement=placement,
+                dtype=self.dtype,
+                acceptance_rates=synthetic.acceptance_rates(speculative) if speculative else None,
+                eos_token_ids=self.eos_token_ids,
+            )
+            for params, placement in zip(self.weights, placements, strict=True)
+        ]
         if self.config.num_gpu_blocks_override is not None:
-            self.runner.memory.decide()  # ConfigError now, not with the first request
-        self.engine = Engine(self.runner)
-        self._driver = Driver(self.engine)
+            for runner in runners:
+                runner.memory.decide()  # ConfigError now, not with the first request
+        self.runner = runners[0]
+        self.engines = tuple(map(Engine, runners))
+        self.serving = self.engines[0] if len(self.engines) == 1 else Replicas(self.engines)
+        self._driver = Driver(self.serving)
         self._inputs = InputProcessor(
             tokenizer,
             self.eos_token_ids,
@@ -206,6 +225,7 @@ class LLM:
             eos_token_ids=self.eos_token_ids,
             config=replace(self.config, **changes),
             dtype=self.dtype,
+            weights=[w if drafts else {**w, "draft": {}} for w in self.weights],
         )
 
     def describe(self) -> str:
@@ -219,7 +239,8 @@ class LLM:
         lines = [
             f"target: {t.model_type}, {t.num_layers} layers, hidden size {t.hidden_size}, "
             f"vocabulary {t.vocab_size}, {dtypes} on {jax.devices()[0].device_kind}, "
-            f"kernels: {self.kernels}"
+            + (f"{len(self.engines)} replicas, " if len(self.engines) > 1 else "")
+            + f"kernels: {self.kernels}"
         ]
         s, d = self.speculative, self.draft_config
         if s and d:
@@ -243,31 +264,38 @@ class LLM:
                 )
         return "\n".join(lines)
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, for tools that drive a single one; ConfigError if there are several."""
+        if len(self.engines) != 1:
+            raise ConfigError(f"data_parallel_size: expected 1 here, got {len(self.engines)}")
+        return self.engines[0]
+
     # --- counts and times ---
 
     @property
     def metrics(self) -> SpecDecodeMetrics:
         """Acceptance of the drafts."""
-        return self.engine.stats.metrics
+        return self.serving.stats.metrics
 
     @property
     def timings(self) -> Timings:
         """Wall clock of prefill and decoding."""
-        return self.engine.stats.timings
+        return self.serving.stats.timings
 
     @property
     def latency(self) -> LatencyMetrics:
         """Waiting times of the requests."""
-        return self.engine.stats.latency
+        return self.serving.stats.latency
 
     @property
     def scheduling(self) -> SchedulerCounts:
         """Preemptions, and hits of the prefix cache."""
-        return self.engine.stats.scheduling
+        return self.serving.stats.scheduling
 
     def reset_metrics(self) -> None:
         """Set all counts and times to zero."""
-        self.engine.reset_stats()
+        self.serving.reset_stats()
 
     @property
     def _label(self) -> str:
@@ -379,7 +407,7 @@ class LLM:
     ) -> list[Request]:
         """Tokenise and check every prompt, and make n requests for each.
 
-        For callers that drive `engine` directly (jaxspec.tools.benchmark.throughput).
+        For callers that drive `serving` directly (jaxspec.tools.benchmark.throughput).
         """
         return self._inputs.make_requests(prompts, sampling_params, streams=streams)
 
@@ -419,14 +447,14 @@ class LLM:
         together than those of any of these kinds, and than 32. Meanwhile the others go on.
         """
 
-        def compile_programs() -> int:
-            shapes = shapes_up_to(self.runner, batch_sizes, lengths)
+        def compile_programs(engine: Engine) -> int:
+            shapes = shapes_up_to(engine.runner, batch_sizes, lengths)
             if sampling_params is None:
-                return self.engine.warm_levels(shapes)
+                return engine.warm_levels(shapes)
             kinds = [self._inputs.with_words(params) for params in sampling_params]
-            return compile_ahead(self.engine, kinds, shapes)
+            return compile_ahead(engine, kinds, shapes)
 
-        return self._driver.alone(compile_programs)
+        return self._for_each_engine(compile_programs)
 
     def warmup_for(
         self,
@@ -441,6 +469,10 @@ class LLM:
         if not requests:
             return 0
         kinds = [r.params for r in requests]
-        return self._driver.alone(
-            lambda: compile_ahead(self.engine, kinds, shapes_of(self.runner, requests))
+        return self._for_each_engine(
+            lambda engine: compile_ahead(engine, kinds, shapes_of(engine.runner, requests))
         )
+
+    def _for_each_engine(self, compile_programs: Callable[[Engine], int]) -> int:
+        """Compile the programs of each replica; return the number of all."""
+        return self._driver.alone(lambda: sum(map(compile_programs, self.engines)))

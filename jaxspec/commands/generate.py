@@ -42,6 +42,7 @@ ENGINE_FIELDS = (
     "kernels",
     "kv_cache_dtype",
     "tensor_parallel_size",
+    "data_parallel_size",
     "enable_expert_parallel",
 )
 

@@ -149,6 +149,7 @@ def main(
             "rounds_per_step",
             "kv_cache_dtype",
             "tensor_parallel_size",
+            "data_parallel_size",
             "enable_expert_parallel",
             max_model_len=Flag(
                 help="Tokens a request may hold. [default: what prompts and outputs need]"
@@ -180,7 +181,7 @@ def main(
         count = load.num_prompts or size
         llm = pair.load(rule, weights, engine_of(engine, pair, grid, load, min(size, count)))
         for length in grid.output_len:
-            llm.engine.reset()  # the next length's prompts are the same: no prefix may be cached
+            llm.serving.reset()  # the next length's prompts are the same: no prefix may be cached
             inputs = load.inputs(llm, texts, count, size)
             params = load.sampling(len(inputs), length)
             warm_up(llm, inputs, params, size)
@@ -193,7 +194,8 @@ def main(
             if json_file:
                 json_file.write(record)
             print(line(record["runs"][-1]), flush=True)
-        llm.runner.forget()  # the next engine's KV cache takes its place
+        for each in llm.engines:
+            each.runner.forget()  # the next engine's KV cache takes its place
     for size, length in itertools.product(grid.concurrency, grid.output_len):
         of_table = [
             r for r in record["runs"] if (r["concurrency"], r["output_len"]) == (size, length)
@@ -255,7 +257,8 @@ def random_llm(
         dtype=weights.dtype,
     )
     rates = synthetic.rates_from_length(pair.acceptance_length, speculative.num_speculative_tokens)
-    llm.runner.configs.override(acceptance_rates=synthetic.conditional_rates(rates))
+    for engine in llm.engines:
+        engine.runner.configs.override(acceptance_rates=synthetic.conditional_rates(rates))
     return llm
 
 

@@ -47,6 +47,9 @@ class EngineConfig:
     enable_prefix_caching: prompts with an equal prefix share its blocks.
     tensor_parallel_size: devices that share each model: each holds pieces of the weights and of
         the KV cache, and all run one program.
+    data_parallel_size: replicas of the engine behind one queue. Each has devices and a KV cache of
+        its own; a request runs on one of them. max_num_seqs, max_num_batched_tokens and
+        num_gpu_blocks_override are those of one replica.
     enable_expert_parallel: with several devices, each holds whole experts instead of a piece of
         every expert.
     batch_invariant: rounds of one batch size, and prefill calls of one size, the largest, whatever
@@ -84,6 +87,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = setting(True, "Share the blocks of equal prefixes.")
     tensor_parallel_size: int = setting(1, "Devices that share each model.")
+    data_parallel_size: int = setting(1, "Replicas behind one queue, each on devices of its own.")
     enable_expert_parallel: bool = setting(
         False, "Give each device whole experts instead of a piece of every expert."
     )
@@ -112,6 +116,7 @@ class EngineConfig:
             "block_size",
             "max_num_batched_tokens",
             "tensor_parallel_size",
+            "data_parallel_size",
         ):
             value = getattr(self, name)
             if not is_int(value) or value < 1:

@@ -164,6 +164,9 @@ class RoundConfig(SamplingFeatures):
         placement = self.placement
         if placement.mesh is None:
             return self
+        alone = replace(placement, mesh=None)
+        if placement.size == 1:
+            return replace(self, placement=alone)
         group = Group(MODEL, placement.size, addresses)
         draft = self.draft
         return replace(
@@ -172,7 +175,7 @@ class RoundConfig(SamplingFeatures):
             draft=None if draft is None else placement.draft(draft).on_device(draft),
             ops=replace(self.ops, layers=group, vocabulary=group),
             vocab_shards=VocabShards(MODEL, placement.size),
-            placement=replace(placement, mesh=None),
+            placement=alone,
         )
 
     @property

@@ -36,7 +36,7 @@ _retired: list[Mailboxes] = []  # programs in flight may still write to them
 
 def launching(cfg: RoundConfig) -> contextlib.AbstractContextManager[object]:
     """Return a context in which no other thread launches a program of several devices."""
-    return contextlib.nullcontext() if cfg.placement.mesh is None else _LAUNCHES
+    return contextlib.nullcontext() if cfg.placement.size == 1 else _LAUNCHES
 
 
 def mailboxes_of(mesh: Mesh) -> Mailboxes:

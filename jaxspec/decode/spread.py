@@ -117,6 +117,12 @@ def shardings(cfg: RoundConfig, tree: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_partition)
 
 
+def everywhere(cfg: RoundConfig) -> NamedSharding | None:
+    """Return the placement of an array that each device of cfg holds whole; None without a mesh."""
+    mesh = cfg.placement.mesh
+    return None if mesh is None else NamedSharding(mesh, EVERYWHERE)
+
+
 def _of_params(cfg: RoundConfig, params: Params) -> Params:
     found: dict[str, Any] = {}
     if "target" in params:

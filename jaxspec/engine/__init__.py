@@ -1,6 +1,7 @@
 """The host's side of generation: requests in, text out. No model mathematics.
 
 driver            calls of any thread share one engine
+replicas          several engines behind one queue
 engine            the loop: schedule, dispatch, read results; the only place that waits
 scheduler         admission, prefill chunks, reservation, preemption; no jax
 request           a request while it runs

@@ -7,16 +7,22 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxspec.cache.group_blocks import NULL_BLOCK, RequestBlocks
 from jaxspec.engine.request import Request
 
 
 class BlockTables:
-    """A block table per KV-cache group, with a row per slot. Programs take them as a tuple."""
+    """A block table per KV-cache group, with a row per slot. Programs take them as a tuple.
 
-    def __init__(self, num_groups: int, max_pages: int) -> None:
-        self.num_groups, self.max_pages = num_groups, max_pages
+    sharding: where the programs read them; None for the default device
+    """
+
+    def __init__(
+        self, num_groups: int, max_pages: int, sharding: NamedSharding | None = None
+    ) -> None:
+        self.num_groups, self.max_pages, self.sharding = num_groups, max_pages, sharding
         self.reset(0)
 
     def reset(self, num_rows: int) -> None:
@@ -50,8 +56,12 @@ class BlockTables:
         for group, table in enumerate(self._tables):
             copied = self._on_device[group]
             if copied is None or copied.shape != (table.shape[0], pages):
-                self._on_device[group] = jax.device_put(table[:, :pages].copy())
+                self._on_device[group] = self.put(table[:, :pages].copy())
         return tuple(self._on_device)
+
+    def put(self, tables: Any) -> Any:
+        """Copy tables to the devices that read them."""
+        return jax.device_put(tables, self.sharding)
 
     def for_prefill(self, owners: Sequence[Request], num_rows: int, pages: int) -> Any:
         """Return a row for each tile of a prefill call, whose requests are `owners`.

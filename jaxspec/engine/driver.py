@@ -13,6 +13,7 @@ from typing import TypeVar
 from jaxspec.engine.engine import Commands, Engine, refuse_inside_callback
 from jaxspec.engine.output_processor import OutputCollector
 from jaxspec.engine.outputs import EngineError, Increment
+from jaxspec.engine.replicas import Replicas
 from jaxspec.engine.request import Request
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Driver:
     Callbacks run in the thread of their call, and not while it steps.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | Replicas) -> None:
         self.engine = engine
         self._commands: Commands = deque()
         # {"turn": the call that may use the engine}. An interrupt may come right after any call of

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -48,18 +48,20 @@ SUSPICIOUS_SECONDS = 5.0
 
 @dataclass
 class Stats:
-    """Counts of an engine since it was made, or since reset_stats.
+    """Counts of an engine, or of several replicas, since it was made or since reset_stats.
 
     metrics: acceptance over all requests
     timings: the wall clock
     latency: latencies of the requests that finished
     scheduling: what the scheduler did
+    clock: the time up to which the wall clock is counted
     """
 
     metrics: SpecDecodeMetrics
     timings: Timings
     latency: LatencyMetrics
     scheduling: SchedulerCounts
+    clock: float = field(default_factory=time.perf_counter)
 
     @classmethod
     def new(cls, num_speculative_tokens: int) -> Stats:
@@ -100,6 +102,7 @@ class Engine:
         tokens: the Verification as numpy arrays (of several rounds with an axis of rounds in
         front), and the requests with their rows in it. Tools time and record rounds with it; None
         calls nothing.
+    others_run: whether requests run in other engines that the same thread steps
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -109,11 +112,11 @@ class Engine:
         # idle there. On a CPU both would share the cores.
         self.depth = steps_ahead(runner.rounds_per_step) if runner.on_gpu else 0
         self.on_rounds: RoundsObserver | None = None
+        self.others_run: Callable[[], bool] = lambda: False
         self._in_flight: deque[InFlight] = deque()
         self._scheduler: Scheduler | None = None
         self._features = GREEDY
         self._features_at = -1  # Scheduler.changes when _features was found
-        self._clock = 0.0
         self._logits_seen = False  # whether a prefill's logits were finite
         self._stepping = False
         self._live: dict[Request, None] = {}  # requests that have not ended, by arrival
@@ -158,14 +161,40 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Start to count anew."""
-        self.stats = Stats.new(self.runner.num_speculative_tokens)
+        self.count_in(Stats.new(self.runner.num_speculative_tokens))
+
+    def count_in(self, stats: Stats) -> None:
+        """Count in these Stats from here on."""
+        self.stats = stats
         if self._scheduler is not None:
-            self._scheduler.counts = self.stats.scheduling
+            self._scheduler.counts = stats.scheduling
 
     @property
     def has_requests(self) -> bool:
         """Whether some request waits or runs."""
         return bool(self._live)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether some request has a slot."""
+        return self._scheduler is not None and next(self._scheduler.running, None) is not None
+
+    @property
+    def num_free(self) -> int:
+        """Requests that could get a slot, beside those that have not ended.
+
+        Those that wait for a program to be compiled leave their slots to others.
+        """
+        waiting = self.runner.num_waiting_for_programs
+        return self.runner.config.max_num_seqs - len(self._live) + waiting
+
+    @property
+    def would_wait(self) -> bool:
+        """Whether the next step would wait for the device."""
+        if self.failed or not 0 < self.depth <= len(self._in_flight):
+            return False
+        oldest: Any = self._in_flight[0].verification.num_sampled
+        return not oldest.is_ready()
 
     def add(self, request: Request) -> None:
         """Queue a request; nothing happens to one that is queued or runs."""
@@ -368,8 +397,8 @@ class Engine:
     def _step(self) -> None:
         scheduler, runner = self.scheduler, self.runner
         self._drop_idle_results()
-        if not self._in_flight:
-            self._clock = time.perf_counter()
+        if not self._in_flight and not self.others_run():
+            self.stats.clock = time.perf_counter()
         runner.poll()
         refused: dict[Request, ConfigError] = {}
         step = scheduler.schedule(self._admission_test(refused), self._may_shrink)
@@ -414,7 +443,7 @@ class Engine:
         if not self.scheduler.waiting:
             return admit_any
         others, needed = list(self.scheduler.running), self._running_features()
-        num_running = len(others)
+        num_running, others_run = len(others), self.others_run()
 
         def may_admit(request: Request, admitted: Sequence[Request]) -> bool:
             nonlocal needed
@@ -422,7 +451,9 @@ class Engine:
                 others.append(new)
                 needed |= features_of([new.params])
             try:
-                return self.runner.may_admit(request, needed, others)
+                return self.runner.may_admit(
+                    request, needed, others, alone=not (others or others_run)
+                )
             except ConfigError as e:
                 refused[request] = e
                 return False
@@ -498,10 +529,10 @@ class Engine:
         if now - begin > SUSPICIOUS_SECONDS:
             self.runner.check_devices()
         if result.is_round:
-            self.stats.timings.decode_seconds += now - self._clock
+            self.stats.timings.decode_seconds += now - self.stats.clock
         else:
-            self.stats.timings.prefill_seconds += now - self._clock
-        self._clock = now
+            self.stats.timings.prefill_seconds += now - self.stats.clock
+        self.stats.clock = now
         if verification.overflowed is not None and not self._logits_seen:
             check_first_logits(verification, self.runner.params["target"])
             self._logits_seen = bool(verification.num_sampled.any())
@@ -607,7 +638,7 @@ class Engine:
 
     def _out_of_memory(self) -> str:
         runner, memory, config = self.runner, self.runner.memory, self.runner.config
-        stats = jax.local_devices()[0].memory_stats() or {}
+        stats = runner.configs.greedy.placement.devices[0].memory_stats() or {}
         limit = (
             f"{stats['bytes_limit'] / 1e9:.1f} GB"
             if "bytes_limit" in stats

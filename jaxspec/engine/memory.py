@@ -119,7 +119,7 @@ class CacheMemory:
         tables = 4 * self._buckets.max_pages * len(self._configs.cache_groups)
         logits = 4 * self._rows_of_round * target.vocab_size // self._placement.size
         limit, whose = whole_memory()
-        sharing = 1 if whose == "a device" else self._placement.size
+        sharing = 1 if whose == "a device" else self._num_devices
         of_batch = sharing * batch * (slot_bytes + tables + logits)
         advice = (
             f"lower num_gpu_blocks_override ({config.num_gpu_blocks_override}), batch_buckets, "
@@ -144,6 +144,11 @@ class CacheMemory:
         return self._configs.greedy.placement
 
     @property
+    def _num_devices(self) -> int:
+        """Devices of all replicas."""
+        return self._placement.size * self._config.data_parallel_size
+
+    @property
     def _rows_of_round(self) -> int:
         return self._configs.greedy.num_speculative_tokens + 1
 
@@ -152,7 +157,7 @@ class CacheMemory:
         devices = self._placement.devices if self._buckets.on_gpu else ()
         stats = [device.memory_stats() or {} for device in devices]
         if not stats or any("bytes_limit" not in each for each in stats):
-            room = CPU_POOL_BYTES // self._placement.size
+            room = CPU_POOL_BYTES // self._num_devices
             return room, f"{room / 1e9:.1f} GB of host memory"
         share, limit = self._config.gpu_memory_utilization, min(s["bytes_limit"] for s in stats)
         used, working = max(s["bytes_in_use"] for s in stats), self._working_bytes()

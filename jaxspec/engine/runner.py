@@ -35,7 +35,7 @@ from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.several_rounds import RoundProgram
 from jaxspec.decode.slots import Admission
-from jaxspec.decode.spread import shardings, spread
+from jaxspec.decode.spread import everywhere, shardings, spread
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.drafter import PromptChunk
@@ -199,7 +199,11 @@ class ModelRunner:
             cache_dtype=self.cache_dtype,
             rounds_per_step=self.rounds_per_step,
         )
-        self.tables = BlockTables(len(self.configs.cache_groups), self.buckets.max_pages)
+        self.tables = BlockTables(
+            len(self.configs.cache_groups),
+            self.buckets.max_pages,
+            everywhere(self.configs.greedy),
+        )
         vocabulary = Vocabulary(target_config.vocab_size, eos_token_ids)
         self._needed = StateLayout(vocabulary).fit(GREEDY)  # by the requests that run
         self._layout = self._needed  # of the state
@@ -567,29 +571,40 @@ class ModelRunner:
         self._rounds_served.clear()
         self._prefills_served.clear()
 
+    @property
+    def num_waiting_for_programs(self) -> int:
+        """Requests that may not be admitted until a program is compiled."""
+        return len(self._waits_for)
+
     def may_admit(
-        self, request: Request, features: SamplingFeatures, others: Sequence[Request]
+        self,
+        request: Request,
+        features: SamplingFeatures,
+        others: Sequence[Request],
+        *,
+        alone: bool,
     ) -> bool:
         """Return whether a request can run beside others without a compilation for its features.
 
         features: what the others need
+        alone: whether no request of any replica runs
 
-        If not, programs are compiled in the background, and the others go on meanwhile. Without
-        others it waits here for the programs that it has waited for. A shape that is compiled for
-        no features yet delays nothing. Raises ConfigError if the programs did not compile.
+        If not, programs are compiled in the background, and the others go on meanwhile. A request
+        that is alone waits here for the programs that it has waited for. A shape that is compiled
+        for no features yet delays nothing. Raises ConfigError if the programs did not compile.
         """
         if self._is_warm or not self._may_compile_aside:
             return True
         waits_for = self._waits_for.get(request)
         if waits_for in self._background:
-            if others:
+            if not alone:
                 return False
             self._background.wait(waits_for)
             self.poll()
         if request in self._failed:
             del self._waits_for[request]
             raise _not_compiled(self._failed.pop(request))
-        if not others or self._is_served(request, features, others):
+        if alone or self._is_served(request, features, others):
             self._waits_for.pop(request, None)
             return True
         return False
@@ -638,7 +653,7 @@ class ModelRunner:
         limits_drafts = any(r.max_drafts < K for r in running)
         rows = request.num_known + self.rounds_per_step * (self.num_speculative_tokens + 1)
         blocks = -(-min(rows, self.config.max_model_len) // self.config.block_size)
-        pages = self.buckets.pages(max(blocks, *(r.num_pages for r in others)))
+        pages = self.buckets.pages(max([blocks, *(r.num_pages for r in others)]))
 
         def prefills(tokens: Sequence[int]) -> list[PrefillShape]:
             """The shapes of the calls that prefill so many tokens of each request."""
@@ -802,7 +817,7 @@ class ModelRunner:
                 if of_rounds is None:
                     break
                 shape = RoundShape(batch, pages, K)
-                tables = jax.device_put(self.tables.idle(batch, pages))
+                tables = self.tables.put(self.tables.idle(batch, pages))
                 jax.block_until_ready(self._round(self._round_cfg(of_rounds, shape), tables))
                 self._variants.add(shape, of_rounds)
                 count += 1

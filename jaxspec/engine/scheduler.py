@@ -240,7 +240,7 @@ class Scheduler:
 
         False if too few are free. Blocks of a cached prefix are shared, the others new.
         """
-        count = self._find_prefix(request)
+        count = self.find_prefix(request)
         request.num_prefilled = request.num_consumed = count * self.config.block_size
         request.num_registered, request.num_cached = count, 0
         pages = [self._num_pages(request, g.group) for g in self.groups]
@@ -256,7 +256,7 @@ class Scheduler:
         self.counts.num_prefix_hits += request.num_prefilled
         return True
 
-    def _find_prefix(self, request: Request) -> int:
+    def find_prefix(self, request: Request) -> int:
         """Return how many cached blocks the request can start after.
 
         At least one token is left to compute, for the logits after it. (With a draft it is the

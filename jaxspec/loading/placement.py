@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspec import models
 from jaxspec.config import ConfigError, DraftConfig, EngineConfig, SpeculativeConfig, TargetConfig
@@ -23,26 +23,67 @@ SHARED_AXES = {"embed_tokens": ("vocab", "embed"), "lm_head": ("embed", "vocab")
 def choose_placement(
     config: EngineConfig, speculative: SpeculativeConfig | None = None
 ) -> Placement:
-    """Return the placement of an engine's models on the first devices of this process.
+    """Return the placement of the first replica; see choose_placements."""
+    return choose_placements(config, speculative)[0]
+
+
+def choose_placements(
+    config: EngineConfig, speculative: SpeculativeConfig | None = None
+) -> tuple[Placement, ...]:
+    """Return the placement of each replica's models, on the first devices of this process.
 
     ConfigError if there are too few devices, or the draft's number of them does not fit.
     """
-    size = config.tensor_parallel_size
+    size, replicas = config.tensor_parallel_size, config.data_parallel_size
     of_draft = speculative.draft_tensor_parallel_size if speculative else None
     if of_draft not in (None, 1, size):
         raise ConfigError(
             f"draft_tensor_parallel_size: expected 1 or tensor_parallel_size {size}, got {of_draft}"
         )
-    if size == 1:
-        return ONE_PLACE
+    if size == replicas == 1:
+        return (ONE_PLACE,)
     devices = jax.devices()
     if size > len(devices):
         raise ConfigError(
             f"tensor_parallel_size: expected at most the {len(devices)} devices of this machine, "
             f"got {size}"
         )
-    mesh = make_mesh(devices[:size])
-    return Placement(mesh, config.enable_expert_parallel, replicates_draft=of_draft == 1)
+    if size * replicas > len(devices):
+        raise ConfigError(
+            f"data_parallel_size: expected at most {len(devices) // size} replicas of {size} on "
+            f"the {len(devices)} devices of this machine, got {replicas}"
+        )
+    return tuple(
+        Placement(
+            make_mesh(devices[first : first + size]),
+            config.enable_expert_parallel,
+            replicates_draft=of_draft == 1,
+        )
+        for first in range(0, size * replicas, size)
+    )
+
+
+def copy_weights(params: Params, placement: Placement) -> Params:
+    """Return a copy of weights, placed for one replica, on the devices of another one.
+
+    Each piece goes from device to device. An array that occurs twice is copied once.
+    """
+    mesh, copies = placement.mesh, dict[int, jax.Array]()
+    assert isinstance(mesh, Mesh)
+
+    def copied(array: jax.Array) -> jax.Array:
+        if id(array) not in copies:
+            assert isinstance(array.sharding, NamedSharding)
+            theirs: Mesh = array.sharding.mesh  # type: ignore[assignment]
+            to = dict(zip(theirs.devices.flat, mesh.devices.flat, strict=True))
+            pieces = [jax.device_put(p.data, to[p.device]) for p in array.addressable_shards]
+            sharding = NamedSharding(mesh, array.sharding.spec)
+            copies[id(array)] = jax.make_array_from_single_device_arrays(
+                array.shape, sharding, pieces
+            )
+        return copies[id(array)]
+
+    return jax.tree.map(copied, params)
 
 
 def place_models(

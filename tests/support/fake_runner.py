@@ -58,11 +58,13 @@ class Result:
 
     requests: those that it holds tokens for
     num_rounds: 0 for a prefill
+    is_ready: whether the device has computed it
     """
 
     requests: list[Request]
     num_rounds: int
     is_read: bool = False
+    is_ready: bool = True
 
 
 class DeviceArray:
@@ -73,6 +75,9 @@ class DeviceArray:
 
     def copy_to_host_async(self) -> None:
         self._is_copied = True
+
+    def is_ready(self) -> bool:
+        return self._result.is_ready
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         assert self._is_copied, "expected a copy to the host that started at the launch"
@@ -108,10 +113,12 @@ class FakeRunner:
     prefills: the chunks of every prefill
     rounds: the requests of every step's rounds
     before_rounds: called with the requests of a step's rounds, before they run
+    is_slow: whether results stay unready
     """
 
     speculative = None
     on_gpu = False
+    num_waiting_for_programs = 0
 
     def __init__(
         self,
@@ -140,6 +147,7 @@ class FakeRunner:
         )
         self.memory = FakeMemory(tuple(num_blocks))
         self.before_rounds: Callable[[list[Request]], object] = lambda requests: None
+        self.is_slow = False
         self.prefills: list[list[Chunk]] = []
         self.rounds: list[list[Request]] = []
         self._results: list[Result] = []
@@ -165,7 +173,12 @@ class FakeRunner:
         """Do nothing: nothing compiles."""
 
     def may_admit(
-        self, request: Request, features: SamplingFeatures, others: Sequence[Request]
+        self,
+        request: Request,
+        features: SamplingFeatures,
+        others: Sequence[Request],
+        *,
+        alone: bool,
     ) -> bool:
         return True
 
@@ -306,6 +319,7 @@ class FakeRunner:
                 tokens[i, row, : len(sampled)], num_sampled[i, row] = sampled, len(sampled)
         if len(parts) == 1:
             tokens, num_sampled = tokens[0], num_sampled[0]
+        result.is_ready = not self.is_slow
         self._results.append(result)
         arrays: Any = [
             None if value is None else DeviceArray(value, result)

@@ -69,9 +69,9 @@ def run(llm: LLM, requests: Sequence[Request], load: Load) -> dict[str, Any]:
             _, request = waiting.popleft()
             request.on_tokens, request.times.arrival = meter.on_tokens, now
             meter.started()
-            llm.engine.add(request)
+            llm.serving.add(request)
         if meter.running:
-            llm.engine.step()
+            llm.serving.step()
         else:
             time.sleep(max(0.0, waiting[0][0] - (time.perf_counter() - began)))
     return results(llm, requests, load, meter, time.perf_counter() - began)
