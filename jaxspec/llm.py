@@ -176,7 +176,8 @@ class LLM:
     ) -> LLM:
         """Load a target and, with speculative, its draft.
 
-        target: a folder in Hugging Face's format, a .gguf file, a hub id, or None for
+        target: a folder in Hugging Face's format, a .gguf file, a hub id, a head that names its
+            target (both are loaded), or None for the target that the head names, else
             SmolLM2-135M-Instruct. A folder without a tokenizer takes token ids.
         speculative: a SpeculativeConfig or its keys; None decodes plainly.
         dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU).

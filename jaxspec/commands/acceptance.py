@@ -143,7 +143,7 @@ def run(
         "description": llm.describe().splitlines(),
         "settings": {
             "draft": speculative.model,
-            "method": speculative.method,
+            "method": llm.speculative.method if llm.speculative else None,
             "max_tokens": texts.max_tokens,
             "seed": texts.seed,
             **engine,

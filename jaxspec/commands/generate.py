@@ -21,10 +21,12 @@ from jaxspec.engine.inputs import Prompt
 from jaxspec.engine.outputs import Interrupted, RequestOutput
 from jaxspec.llm import LLM
 from jaxspec.loading.default_target import is_default_target
+from jaxspec.loading.pair import is_head
+from jaxspec.loading.resolve import read_config
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.tools import prompts, report
 from jaxspec.tools.cli import (
-    DEFAULT_DRAFT,
+    DEFAULT_DRAFTS,
     OutputJson,
     Target,
     command,
@@ -188,7 +190,8 @@ def read_speculative(
 ) -> SpeculativeConfig:
     """Return the settings of --speculative-config with the flags over them.
 
-    The default target gets the default draft if neither names one.
+    The default target gets the committed head of the method if neither names one. A target that is
+    a head itself, which names its target, needs none.
     """
     try:
         values = json.loads(text) if text is not None else {}
@@ -199,14 +202,15 @@ def read_speculative(
             f"--speculative-config: expected a JSON object, got a {type(values).__name__}"
         )
     values |= flags
-    if values.get("model") is None and needs_model(values.get("method", SpeculativeConfig.method)):
-        if not is_default_target(target):
+    config = SpeculativeConfig.from_dict(values)
+    check_method(config.method)
+    if config.model is None and needs_model(config.method):
+        if is_default_target(target):
+            return replace(config, model=DEFAULT_DRAFTS[config.method or "eagle3"])
+        if not is_head(read_config(str(target))):
             raise ConfigError(
                 f"--draft: expected a draft head for {target} (or --no-speculation), got none"
             )
-        values["model"] = DEFAULT_DRAFT
-    config = SpeculativeConfig.from_dict(values)
-    check_method(config.method)
     return config
 
 

@@ -20,8 +20,8 @@ from rich.table import Table
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
-from jaxspec.loading.checkpoint import open_checkpoint, read_json
-from jaxspec.loading.resolve import own_drafts, split_revision
+from jaxspec.loading.checkpoint import open_checkpoint
+from jaxspec.loading.resolve import own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
 from jaxspec.tools.memory_plan import GIB, GPUS, MemoryPlan, memory_plan
@@ -108,35 +108,16 @@ def gpu_memory(name: str) -> float:
     return size * 1e9
 
 
-def read_config(name: str) -> dict[str, Any]:
-    """Read the config.json of a folder, a file, a draft under checkpoints/ or a hub id."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return read_json(path)
-    folder = own_drafts().get(name, path)
-    if folder.is_dir():
-        return read_json(folder / "config.json")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        repository, revision = split_revision(name)
-        return read_json(Path(hf_hub_download(repository, "config.json", revision=revision)))
-    except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as e:
-        raise ConfigError(
-            f"{name}: expected a folder, a config.json or a hub id, got none that can be read ({e})"
-        ) from e
-
-
 def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     """Return a draft's config, by its tensors' shapes where its files are at hand."""
     folder = own_drafts().get(name, Path(name).expanduser())
     config = read_config(name)
-    family = family_of_checkpoint(speculative.method, config)
+    held: dict[str, tuple[int, ...]] = {}
     if folder.is_dir() and list(folder.glob("*.safetensors")):
-        shapes = {
-            family.canonical_name(n): shape for n, shape in open_checkpoint(folder).shapes.items()
-        }
+        held = open_checkpoint(folder).shapes
+    family = family_of_checkpoint(speculative.method, config, held)
+    if held:
+        shapes = {family.canonical_name(n): shape for n, shape in held.items()}
     elif speculative.method == "mtp":
         shapes = {
             f"{prefix}.": ()

@@ -25,6 +25,7 @@ class SpeculativeConfig:
         "mtp": the target's.
     method: "eagle" (EAGLE-1), "eagle3", "mtp" (the module of multi-token prediction in the target's
         own checkpoint), or "ngram" (prompt lookup, without a model); see jaxspec.drafts.METHODS.
+        None reads it from the head.
     num_speculative_tokens: K, the draft tokens of a round.
     rejection_sample_method: "strict", "probabilistic" (vLLM's "standard"), "block" or "synthetic".
     draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's
@@ -50,8 +51,10 @@ class SpeculativeConfig:
     model: str | None = setting(
         None, "Folder, name under checkpoints/ or hub id of the draft head."
     )
-    method: str = setting(
-        "eagle3", "eagle, eagle3, mtp (the module in the target's own folder) or ngram (no model)."
+    method: str | None = setting(
+        None,
+        "eagle, eagle3, mtp (the module in the target's own folder) or ngram (no model). "
+        "[default: the head's]",
     )
     num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
     rejection_sample_method: str = setting(
@@ -85,7 +88,7 @@ class SpeculativeConfig:
             set_field("model", fspath(self.model))
         for name in ("method", "rejection_sample_method", "draft_sample_method", "model"):
             if not isinstance(getattr(self, name), str) and not (
-                name == "model" and self.model is None
+                name in ("method", "model") and getattr(self, name) is None
             ):
                 raise ConfigError(f"{name}: expected a name, got {getattr(self, name)!r}")
         for name in (

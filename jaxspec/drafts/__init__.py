@@ -4,6 +4,7 @@ drafter          Drafter: how a method drafts, and the state that it keeps
 autoregressive   the drafter of methods with layers: the draft step, and a loop that runs it K times
 families         the methods with layers, by name
 family           DraftFamily: the functions of such a method; parts that families share
+head_layout      the method, the target and the layer that a published head's files name
 eagle            EAGLE-1
 eagle3           EAGLE-3
 eagle_llama4     EAGLE for Llama 4
@@ -46,18 +47,27 @@ __all__ = [
     "family",
     "family_of_checkpoint",
     "hidden_width",
+    "method_name",
     "needs_model",
 ]
 
 
-def check_method(method: str) -> None:
-    """Raise ConfigError unless this is a method that SpeculativeConfig may name."""
-    if method not in METHODS:
+def check_method(method: str | None) -> None:
+    """Raise ConfigError unless this is a method that SpeculativeConfig may name, or None."""
+    if method is not None and method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
 
 
-def needs_model(method: str) -> bool:
-    """Return whether a method drafts with a checkpoint of its own, SpeculativeConfig.model."""
+def method_name(cfg: DraftConfig) -> str:
+    """Return the method of a draft as SpeculativeConfig names it."""
+    return next(m for m in sorted(METHODS, key=len, reverse=True) if cfg.method.startswith(m))
+
+
+def needs_model(method: str | None) -> bool:
+    """Return whether a method drafts with a checkpoint of its own, SpeculativeConfig.model.
+
+    A method of None is read from that checkpoint.
+    """
     return method not in ("mtp", *MODEL_FREE)  # an MTP module is in the target's checkpoint
 
 

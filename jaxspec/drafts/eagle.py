@@ -22,20 +22,21 @@ from jaxspec.config import (
     SpeculativeConfig,
     read_bool,
     read_int,
-    read_number,
+    refuse_unless,
 )
 from jaxspec.drafts.family import (
     DraftOutput,
     Shapes,
     draft_attention,
+    draft_eps,
     draft_window,
     head_logits,
-    is_vocabulary_map,
+    is_no_weight,
     keep_features,
     keep_hidden,
     refuse_eagle3_switches,
-    same_name,
 )
+from jaxspec.drafts.head_layout import is_speculators, layer_config, without_prefix
 from jaxspec.layers.attention import attention_specs
 from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
@@ -50,7 +51,7 @@ from jaxspec.parallel.axes import Axes
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Static shape of an EAGLE-1 head; it shares the target's hidden size, vocabulary and head."""
+    """Static shape of an EAGLE-1 head; it shares the target's hidden size and vocabulary."""
 
     AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}
 
@@ -63,6 +64,7 @@ class EagleConfig:
     fc_bias: bool
     own_embedding: bool
     tied_lm_head: bool
+    own_lm_head: bool = False
     aux_layers: tuple[int, ...] = ()  # it reads the target's last hidden state
     sliding_window: int | None = None
     maps_vocabulary: bool = False
@@ -106,6 +108,8 @@ def param_specs(cfg: EagleConfig) -> Params:
         specs["embed_tokens"] = ParamSpec(
             "embed_tokens.weight", (cfg.vocab_size, hidden), ("vocab", "embed")
         )
+    if cfg.own_lm_head:
+        specs["lm_head"] = projection("lm_head.weight", hidden, cfg.vocab_size, ("embed", "vocab"))
     return specs
 
 
@@ -147,10 +151,18 @@ def forward(
     return DraftOutput(x, x, tuple(new_caches))
 
 
+def canonical_name(name: str) -> str:
+    """Return SafeAI's name of a tensor; speculators writes `fusion_fc` and `transformer`."""
+    name = without_prefix(name)
+    for old, new in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
 # Defaults of DraftFamily.
-canonical_name = same_name
 fuse = keep_features
-ignored_tensor = is_vocabulary_map
+ignored_tensor = is_no_weight
 logits = head_logits
 target_hidden = keep_hidden
 
@@ -158,33 +170,38 @@ target_hidden = keep_hidden
 def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> EagleConfig:
-    """Read the config from config.json and the tensors' shapes.
+    """Read the config from config.json and the tensors' shapes (canonical names) of any layout.
 
     fc has a bias if the file holds one. ConfigError if the config contradicts the file.
     """
+    refuse_unless(config, "layernorms", False)  # speculators' variant with three more norms
     fc_bias = "fc.bias" in shapes
-    if "bias" in config and read_bool(config, "bias", False) != fc_bias:
-        got = "one" if fc_bias else "none"
-        raise ConfigError(
-            f"fc.bias: expected what the draft's config says (bias {config['bias']}), got {got} "
-            "in the file"
-        )
+    for key in ("bias", "fusion_bias"):
+        if key in config and read_bool(config, key, False) != fc_bias:
+            got = "one" if fc_bias else "none"
+            raise ConfigError(
+                f"fc.bias: expected what the draft's config says ({key} {config[key]}), got {got} "
+                "in the file"
+            )
     refuse_eagle3_switches(overrides, "eagle")
+    layer = layer_config(config)
     for key, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if config.get(key) != ours:
+        if layer.get(key) != ours:
             raise ConfigError(
                 f"draft and target do not fit: expected {key} {ours} as the target has, got "
-                f"{config.get(key)}"
+                f"{layer.get(key)}"
             )
+    own_lm_head = "lm_head.weight" in shapes
     return EagleConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=read_int(config, "intermediate_size"),
-        num_layers=read_int(config, "num_hidden_layers", 1),
-        attention=draft_attention(config, shapes),
-        sliding_window=draft_window(config),
-        rms_norm_eps=read_number(config, "rms_norm_eps", 1e-6),
+        intermediate_size=read_int(layer, "intermediate_size"),
+        num_layers=1 if is_speculators(config) else read_int(layer, "num_hidden_layers", 1),
+        attention=draft_attention(layer, shapes),
+        sliding_window=draft_window(layer),
+        rms_norm_eps=draft_eps(layer),
         vocab_size=target.vocab_size,
         fc_bias=fc_bias,
         own_embedding="embed_tokens.weight" in shapes,
-        tied_lm_head=target.tie_word_embeddings,
+        tied_lm_head=not own_lm_head and target.tie_word_embeddings,
+        own_lm_head=own_lm_head,
     )

@@ -8,7 +8,7 @@ hidden states through `fuse`; later passes read the draft's own output.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,20 +22,28 @@ from jaxspec.config import (
     ConfigError,
     Ops,
     SpeculativeConfig,
-    read_bool,
+    is_int,
     read_int,
-    read_number,
     read_object,
-    refuse_unless,
 )
+from jaxspec.config.reading import shown
 from jaxspec.drafts.family import (
     DraftOutput,
     Shapes,
     draft_attention,
+    draft_eps,
     draft_window,
     head_logits,
-    is_vocabulary_map,
+    is_no_weight,
     keep_aux,
+    keep_hidden,
+)
+from jaxspec.drafts.head_layout import (
+    is_speculators,
+    layer_config,
+    read_nested_bool,
+    warn_of_guess,
+    without_prefix,
 )
 from jaxspec.layers.attention import attention_specs
 from jaxspec.layers.context import Pass
@@ -56,7 +64,8 @@ logger = logging.getLogger(__name__)
 class Eagle3Config:
     """Static shape of an EAGLE-3 head.
 
-    aux_layers:           boundary ids: the residual stream that enters each of these layers
+    aux_layers:           boundary ids: the residual stream that enters each of these layers; ()
+                          for a head without fc, which reads the target's last hidden state
     norm_before_residual: the residual of layer 0 is hidden_norm(g) instead of g
     norm_before_fc:       an RMS norm over the concatenated hidden states before fc
     fc_norm:              an RMS norm over each hidden state before fc
@@ -107,10 +116,11 @@ def param_specs(cfg: Eagle3Config) -> Params:
     """
     hidden, fused = cfg.hidden_size, len(cfg.aux_layers) * cfg.target_hidden_size
     specs: dict[str, Any] = {
-        "fc": projection("fc.weight", fused, hidden, (None, "embed")),
         "layers": [_layer_specs(f"layers.{i}", cfg, first=i == 0) for i in range(cfg.num_layers)],
         "norm": vector("norm.weight", hidden),
     }
+    if cfg.aux_layers:
+        specs["fc"] = projection("fc.weight", fused, hidden, (None, "embed"))
     if cfg.fc_bias:
         specs["fc_bias"] = vector("fc.bias", hidden)
     if cfg.norm_before_fc:
@@ -147,7 +157,12 @@ def _layer_specs(prefix: str, cfg: Eagle3Config, *, first: bool) -> Params:
 
 
 def fuse(params: Params, cfg: Eagle3Config, hidden: jax.Array, ops: Ops) -> jax.Array:
-    """Return g = fc(hidden): [batch, rows, aux_layers * target_hidden] -> [batch, rows, hidden]."""
+    """Return g = fc(hidden): [batch, rows, aux_layers * target_hidden] -> [batch, rows, hidden].
+
+    A head without aux layers has no fc: its g is the target's last hidden state.
+    """
+    if not cfg.aux_layers:
+        return hidden
     if cfg.norm_before_fc:
         hidden = rms_norm(hidden, params["input_norm"], cfg.rms_norm_eps, ops)
     if cfg.fc_norm:
@@ -232,9 +247,10 @@ def forward(
 def canonical_name(name: str) -> str:
     """Return speculators' name of a tensor.
 
-    SafeAI and SpecForge write `midlayer.*` for `layers.0.*`; SGLang's older aux norms are
-    fc_norm.0/1/2.
+    SafeAI, SpecForge and NVIDIA write `midlayer.*` for `layers.0.*`; NeMo writes `model.` before
+    its names; SGLang's older aux norms are fc_norm.0/1/2.
     """
+    name = without_prefix(name)
     for old, new in (
         ("midlayer.", "layers.0."),
         ("aux_norm_low.", "fc_norm.0."),
@@ -246,20 +262,24 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def target_hidden(cfg: Eagle3Config, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
+    """Return the target's hidden states at aux_layers, or its last one for a head without any."""
+    return keep_aux(cfg, hidden, aux) if cfg.aux_layers else keep_hidden(cfg, hidden, aux)
+
+
 # Defaults of DraftFamily.
-ignored_tensor = is_vocabulary_map
+ignored_tensor = is_no_weight
 logits = head_logits
-target_hidden = keep_aux
 
 
 def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> Eagle3Config:
-    """Read the config from config.json and the tensors' shapes (canonical names) of either layout.
+    """Read the config from config.json and the tensors' shapes (canonical names) of any layout.
 
-    SafeAI / SpecForge: a flat config whose rope_theta defaults to 10000, never to the target's.
-    speculators: the layer is under transformer_layer_config. The strict loading that follows
-    refuses tensors that contradict the result.
+    SafeAI, SpecForge, NVIDIA: a flat config whose rope_theta defaults to 10000, never to the
+    target's. speculators: the layer is under transformer_layer_config. A WARNING says what was
+    guessed. The strict loading that follows refuses tensors that contradict the result.
     """
     if isinstance(target, DeepseekV4Config):
         raise ConfigError(
@@ -267,17 +287,21 @@ def config_from_checkpoint(
             f"{target.model_type!r}, "
             f"which has {target.residual.streams}"
         )
-    speculators = "transformer_layer_config" in config
-    layer = read_object(config, "transformer_layer_config") if speculators else config
+    layer, nested = layer_config(config), read_object(config, "eagle_config")
+    refuse_other_layers(nested)
     hidden = read_int(layer, "hidden_size")
-    n = target.num_layers
-    aux_layers = _aux_layers(config, overrides, n)
+    aux_layers = _aux_layers(config, nested, overrides, target.num_layers)
     fc = shapes.get("fc.weight")
-    if fc is not None and fc[1] != len(aux_layers) * target.hidden_size:
+    if aux_layers and fc is not None and fc[1] != len(aux_layers) * target.hidden_size:
         raise ConfigError(
             f"draft fc.weight: expected [{hidden}, {len(aux_layers)} x {target.hidden_size}] for "
             f"aux layers {aux_layers} of this target "
             f"(hidden size {target.hidden_size}), got {list(fc)}"
+        )
+    if not aux_layers and hidden != target.hidden_size:
+        raise ConfigError(
+            f"use_aux_hidden_state: expected true in a draft of hidden size {hidden}, which cannot "
+            f"read the target's last hidden state of {target.hidden_size}, got false"
         )
     for key, ours in (
         ("target_hidden_size", target.hidden_size),
@@ -308,9 +332,15 @@ def config_from_checkpoint(
             "target's, got none"
         )
     switches: dict[str, Any] = {
-        name: _switch(name, config, overrides, speculators)
+        name: _switch(name, config, nested, shapes, overrides)
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     }
+    for name in ("norm_before_fc", "fc_norm"):
+        if switches[name] and not aux_layers:
+            raise ConfigError(
+                f"{name}: expected false in a head that reads the target's last hidden state "
+                "(use_aux_hidden_state false), got true"
+            )
     return Eagle3Config(
         target_hidden_size=target.hidden_size,
         hidden_size=hidden,
@@ -318,7 +348,7 @@ def config_from_checkpoint(
         num_layers=read_int(layer, "num_hidden_layers", 1),
         attention=draft_attention(layer, shapes),
         sliding_window=draft_window(layer),
-        rms_norm_eps=read_number(layer, "rms_norm_eps", 1e-6),
+        rms_norm_eps=draft_eps(layer),
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
         aux_layers=aux_layers,
@@ -330,29 +360,56 @@ def config_from_checkpoint(
     )
 
 
-def _aux_layers(
-    config: Mapping[str, Any], overrides: SpeculativeConfig, num_layers: int
-) -> tuple[int, ...]:
-    """Return boundary ids; the default is (2, n // 2, n - 3).
+def refuse_other_layers(nested: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a switch of NVIDIA's trainer that asks for another layer."""
+    for key, ours in (
+        ("use_input_layernorm_in_first_layer", True),
+        ("use_last_layernorm", True),
+        ("use_mtp_layernorm", False),
+        ("next_layer_regular", True),
+        ("eh_proj_before_attn", False),
+        ("parallel_draft_step", 1),
+        ("parallel_draft_heads_num_layers", 1),
+    ):
+        if nested.get(key) is not None and nested[key] != ours:
+            raise ConfigError(f"eagle_config.{key}: expected {ours!r}, got {shown(nested[key])}")
 
-    The top-level field holds boundary ids (vLLM, speculators). SpecForge's nested eagle_config
-    field holds the ids of the layers whose *output* is read, one lower.
+
+def _aux_layers(
+    config: Mapping[str, Any],
+    nested: Mapping[str, Any],
+    overrides: SpeculativeConfig,
+    num_layers: int,
+) -> tuple[int, ...]:
+    """Return boundary ids; () if the head reads the target's last hidden state instead.
+
+    The top-level field holds boundary ids (vLLM, speculators). The nested field of SpecForge's
+    eagle_config holds the ids of the layers whose *output* is read, one lower. NVIDIA writes
+    boundary ids there too; those that name the last boundary have no other reading. Without ids the
+    default is (2, n // 2, n - 3).
     """
-    eagle_config = read_object(config, "eagle_config")
-    refuse_unless(eagle_config, "use_aux_hidden_state", True)
-    nested = eagle_config.get("eagle_aux_hidden_state_layer_ids")
-    ids = overrides.eagle_aux_hidden_state_layer_ids or config.get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
-    for given in (ids, nested):
-        if given and not (
-            isinstance(given, list | tuple) and all(isinstance(i, int) for i in given)
-        ):
-            raise ConfigError(
-                f"eagle_aux_hidden_state_layer_ids: expected a list of integers, got {given!r:.200}"
-            )
+    key = "eagle_aux_hidden_state_layer_ids"
+    given = overrides.eagle_aux_hidden_state_layer_ids
+    if given is None and read_nested_bool(config, nested, "use_aux_hidden_state") is False:
+        return ()
+    default = [2, num_layers // 2, num_layers - 3]
+    ids, inner = given or config.get(key), nested.get(key)
+    for field in (ids, inner):
+        if field and not (isinstance(field, list | tuple) and all(map(is_int, field))):
+            raise ConfigError(f"{key}: expected a list of integers, got {field!r:.200}")
+    if not ids and inner:
+        ids = _nested_aux_layers(inner, default, num_layers)
+    elif ids and inner and given is None and list(inner) not in (list(ids), [i - 1 for i in ids]):
+        logger.warning(
+            "%s: %s beside eagle_config and %s in it, taken as the boundary ids %s",
+            key,
+            list(ids),
+            list(inner),
+            list(ids),
+        )
     if not ids:
-        ids = [i + 1 for i in nested] if nested else [2, num_layers // 2, num_layers - 3]
+        warn_of_guess(key, f"the default {default}, boundary ids of {num_layers} layers")
+        ids = default
     if any(not 0 <= i <= num_layers for i in ids) or sorted(set(ids)) != list(ids):
         raise ConfigError(
             f"aux layer ids: expected increasing boundary ids within 0..{num_layers} of the "
@@ -361,19 +418,52 @@ def _aux_layers(
     return tuple(ids)
 
 
-def _switch(
-    name: str, config: Mapping[str, Any], overrides: SpeculativeConfig, speculators: bool
-) -> bool:
-    value = getattr(overrides, name)
-    if value is None and config.get(name) is not None:
-        value = read_bool(config, name, False)
-    if value is None and name == "norm_before_residual" and speculators:
-        raise ConfigError(
-            "norm_before_residual: expected it in a speculators config (vLLM and speculators "
-            "disagree on its default), got none; "
-            "set it in the speculative config"
+def _nested_aux_layers(
+    inner: Sequence[int], default: Sequence[int], num_layers: int
+) -> Sequence[int]:
+    """Return the boundary ids of eagle_config's field, with a WARNING where both readings fit."""
+    if max(inner) == num_layers:
+        return inner
+    outputs = [i + 1 for i in inner]
+    if outputs != list(default) and max(inner) < num_layers:
+        logger.warning(
+            "eagle_config.eagle_aux_hidden_state_layer_ids: %s taken as the layers whose output is "
+            "read (SpecForge, SGLang), boundary ids %s; if they are boundary ids themselves, set "
+            "eagle_aux_hidden_state_layer_ids to %s in the speculative config",
+            list(inner),
+            outputs,
+            list(inner),
         )
-    if value and name == "norm_output" and not speculators and getattr(overrides, name) is None:
+    return outputs
+
+
+# Other names of a switch, in eagle_config: TensorRT-LLM's.
+_ALIASES = {"norm_output": "return_hidden_post_norm"}
+# Norms with weights of their own, by the tensor that shows one.
+_NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+
+
+def _switch(
+    name: str,
+    config: Mapping[str, Any],
+    nested: Mapping[str, Any],
+    shapes: Shapes,
+    overrides: SpeculativeConfig,
+) -> bool:
+    """Return a norm switch: the caller's, the config's, what a tensor shows, or the default."""
+    value = getattr(overrides, name)
+    if value is not None:
+        return value
+    value = read_nested_bool(config, nested, name)
+    if value is None and name in _ALIASES:
+        value = read_nested_bool({}, nested, _ALIASES[name])
+    if value is None and _NORM_TENSORS.get(name) in shapes:
+        warn_of_guess(name, f"true, as the head has {_NORM_TENSORS[name]}")
+        return True
+    if value is None and name == "norm_before_residual" and is_speculators(config):
+        warn_of_guess(name, "true, vLLM's default (that of speculators is false)")
+        return True
+    if value and name == "norm_output" and not is_speculators(config):
         logger.warning(
             "norm_output in a flat config: taken as vLLM takes it, the recycled hidden state is "
             "the normed one; if SpecForge wrote this "

@@ -24,7 +24,7 @@ from jaxspec.drafts.family import (
     ShapedLikeTarget,
     Shapes,
     head_logits,
-    is_vocabulary_map,
+    is_no_weight,
     keep_features,
     keep_hidden,
     refuse_eagle3_switches,
@@ -102,7 +102,7 @@ def forward(
 # Defaults of DraftFamily.
 canonical_name = same_name
 fuse = keep_features
-ignored_tensor = is_vocabulary_map
+ignored_tensor = is_no_weight
 logits = head_logits
 target_hidden = keep_hidden
 

@@ -5,12 +5,13 @@ A family is a module with DraftFamily's functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from jaxspec.config import DraftConfig
 from jaxspec.drafts import eagle, eagle3, eagle_llama4, mtp, mtp_deepseek_v4
 from jaxspec.drafts.family import DraftFamily, LayeredConfig
+from jaxspec.drafts.head_layout import check_method_of_head, head_method
 
 FAMILIES: dict[str, DraftFamily] = {
     "eagle": eagle,
@@ -32,14 +33,19 @@ def layered(draft: DraftConfig | None) -> LayeredConfig:
     return cast(LayeredConfig, draft)
 
 
-def family_of_checkpoint(method: str, config: Mapping[str, Any]) -> DraftFamily:
-    """Return the functions for a checkpoint with this config.json.
+def family_of_checkpoint(
+    method: str | None, config: Mapping[str, Any], names: Collection[str]
+) -> DraftFamily:
+    """Return the functions for a checkpoint with this config.json and tensors of these names.
 
-    Some targets have draft layers of their own kind.
+    method: None to read it from the checkpoint, which must be a head; no names if none are known.
+    Some targets have draft layers of their own kind. ConfigError if the head has another method.
     """
     model_type = config.get("model_type")
-    if method == "eagle" and model_type in eagle_llama4.MODEL_TYPES:
+    if method == "mtp":
+        return mtp_deepseek_v4 if model_type == mtp_deepseek_v4.MODEL_TYPE else mtp
+    found = head_method(config, names)
+    check_method_of_head(method, found)
+    if found == "eagle" and model_type in eagle_llama4.MODEL_TYPES:
         return eagle_llama4
-    if method == "mtp" and model_type == mtp_deepseek_v4.MODEL_TYPE:
-        return mtp_deepseek_v4
-    return FAMILIES[method]
+    return FAMILIES[found]

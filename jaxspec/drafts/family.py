@@ -22,8 +22,10 @@ from jaxspec.config import (
     SpeculativeConfig,
     read_int,
     read_number,
+    read_object,
     refuse_unless,
 )
+from jaxspec.drafts.head_layout import is_rope_table, warn_of_guess
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import vocab_logits
@@ -225,6 +227,8 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
                 "rows by the draft's config, "
                 f"got {shape[0]} rows"
             )
+    if _rope_theta(layer) is None:
+        warn_of_guess("rope_theta", "10000, Hugging Face's default")
     bias = bool(layer.get("attention_bias", False))
     return AttentionConfig(
         num_heads=num_heads,
@@ -236,6 +240,12 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
         o_bias=bias,
         rms_norm_eps=read_number(layer, "rms_norm_eps", 1e-6),
     )
+
+
+def _rope_theta(layer: Mapping[str, Any]) -> object:
+    """Return the rotation's base as the config has it, in any of its places; None if in none."""
+    places = (read_object(layer, "rope_parameters"), read_object(layer, "rope_scaling"), layer)
+    return next((p["rope_theta"] for p in places if p.get("rope_theta") is not None), None)
 
 
 def refuse_eagle3_switches(overrides: SpeculativeConfig, method: str) -> None:
@@ -271,9 +281,16 @@ def draft_window(layer: Mapping[str, Any]) -> int | None:
     return read_int(layer, "sliding_window")
 
 
-def is_vocabulary_map(cfg: Any, name: str) -> bool:
-    """Return whether a tensor is a vocabulary map.
+def draft_eps(layer: Mapping[str, Any]) -> float:
+    """Return the epsilon of the draft's norms; a WARNING says if it is the default."""
+    if layer.get("rms_norm_eps") is None:
+        warn_of_guess("rms_norm_eps", "1e-06")
+    return read_number(layer, "rms_norm_eps", 1e-6)
 
-    The maps are not weights of the draft's layers; loading reads them separately.
+
+def is_no_weight(cfg: Any, name: str) -> bool:
+    """Return whether a tensor is not a weight of the draft's layers.
+
+    Loading reads vocabulary maps separately, and the config implies rotation tables.
     """
-    return name in ("d2t", "t2d")
+    return name in ("d2t", "t2d") or is_rope_table(name)

@@ -73,9 +73,17 @@ def load_draft(
     dtype: Any,
     placement: Placement = ONE_PLACE,
 ) -> tuple[drafts.LayeredConfig, Params]:
-    """Load the draft head of speculative.method in a folder, and bind it to a loaded target."""
+    """Load the draft head in a folder, and bind it to a loaded target.
+
+    ConfigError if speculative.method is not the head's; None reads it from the head.
+    """
     checkpoint = open_checkpoint(folder)
-    family = drafts.family_of_checkpoint(speculative.method, checkpoint.config)
+    try:
+        family = drafts.family_of_checkpoint(
+            speculative.method, checkpoint.config, checkpoint.tensors
+        )
+    except ConfigError as e:
+        raise ConfigError(f"{folder}: {e}") from e
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         canonical = family.canonical_name(name)
@@ -90,8 +98,7 @@ def load_draft(
             cfg = family.config_from_checkpoint(checkpoint.config, shapes, target, speculative)
         except KeyError as e:
             raise ConfigError(
-                f"{folder}/config.json: expected the key {e} of an {speculative.method} draft, "
-                "got none"
+                f"{folder}/config.json: expected the key {e} of a draft, got none"
             ) from e
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     params = load_params(
@@ -100,7 +107,7 @@ def load_draft(
         dtype,
         placement.draft(cfg),
         ignore=ignore,
-        source=f"{speculative.method} draft {folder}",
+        source=f"{cfg.method} draft {folder}",
     )
     draft_to_target = _draft_to_target(cfg, tensors, str(folder))
     return cfg, bind_draft(cfg, params, target_params, draft_to_target, placement)

@@ -16,8 +16,8 @@ from jaxspec.config import ConfigError, DraftConfig, EngineConfig, SpeculativeCo
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.model import load_draft, load_target
+from jaxspec.loading.pair import resolve_pair
 from jaxspec.loading.placement import choose_placement
-from jaxspec.loading.resolve import resolve
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
 from jaxspec.sampling import synthetic
 
@@ -76,7 +76,8 @@ def load_pretrained(
         if dtype == "auto"
         else DTYPES[dtype]
     )
-    folder = resolve(target, kind="target")
+    names = resolve_pair(target, speculative)
+    folder, speculative = names.target, names.speculative
     placement = choose_placement(config, speculative)
     loaded = load_target(folder, resolved, placement, mxfp4=mxfp4)
     if max_model_len is None:
@@ -87,14 +88,11 @@ def load_pretrained(
     if speculative is not None and speculative.method in drafts.MODEL_FREE:
         draft = drafts.MODEL_FREE[speculative.method].config(loaded[0], speculative), {}
     elif speculative is not None:
-        own = speculative.model is None  # an MTP module is in the target's own checkpoint
-        draft = load_draft(
-            folder if own else resolve(speculative.model, kind="draft"),
-            *loaded,
-            speculative,
-            resolved,
-            placement,
-        )
+        # An MTP module is in the target's own checkpoint.
+        head = names.head or folder
+        draft = load_draft(head, *loaded, speculative, resolved, placement)
+        if speculative.method is None:
+            speculative = replace(speculative, method=drafts.method_name(draft[0]))
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
     return Pretrained(loaded, draft, speculative, tokenizer, eos, config, resolved)
@@ -117,7 +115,7 @@ def check_speculative(
 ) -> SpeculativeConfig | None:
     """Return the config, made from its keys if need be.
 
-    ConfigError if it names no draft, or rates that do not fit.
+    ConfigError for an unknown method, or rates that do not fit.
     """
     if isinstance(speculative, Mapping):
         speculative = SpeculativeConfig.from_dict(speculative)
@@ -128,10 +126,5 @@ def check_speculative(
                 f"got {speculative!r:.200}"
             )
         drafts.check_method(speculative.method)
-        if speculative.model is None and drafts.needs_model(speculative.method):
-            raise ConfigError(
-                "speculative model: expected a folder, a name under checkpoints/ or a hub id "
-                "of a draft head, got none"
-            )
         synthetic.acceptance_rates(speculative)
     return speculative

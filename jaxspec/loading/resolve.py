@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxspec.config import ConfigError
 from jaxspec.loading.cache import cached_gguf
+from jaxspec.loading.checkpoint import read_json
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
@@ -51,6 +52,39 @@ def resolve(name_or_path: str | Path | None, *, kind: Literal["target", "draft"]
             f"{kind} {name}: expected an existing folder, {_choices(known)}, got no such folder"
         )
     return _from_hub(name, kind, known)
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Return the config.json of a folder, a file, a name under checkpoints/ or a hub id.
+
+    No weights are downloaded. Empty for the default target and for a .gguf file, whose header is
+    its config. ConfigError if there is none.
+    """
+    from jaxspec.loading.default_target import is_default_target
+
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" or (is_default_target(name) and not path.exists()):
+        return {}
+    if path.is_file():
+        return read_json(path)
+    folder = own_drafts().get(name, path)
+    if folder.is_dir():
+        return read_json(folder / "config.json")
+    if not HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"{name}: expected a folder, a config.json or a hub id, got no such folder"
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    repository, revision = split_revision(name)
+    try:
+        return read_json(Path(hf_hub_download(repository, "config.json", revision=revision)))
+    except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as e:
+        raise ConfigError(
+            f"{name}: expected a folder, a config.json or a hub id, got none that can be read "
+            f"({_first_line(e)})"
+        ) from e
 
 
 def own_drafts() -> dict[str, Path]:

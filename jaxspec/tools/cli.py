@@ -22,7 +22,12 @@ from jaxspec.tools.lasting_stdout import lasting_stdout
 
 # Exit codes: as click's for a wrong flag; 128 + SIGINT; 128 + SIGTERM.
 BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
-DEFAULT_DRAFT = "smollm2-135m-instruct-eagle3"  # fits the default target only
+# The committed heads, by method; they fit the default target only.
+DEFAULT_DRAFTS = {
+    "eagle3": "smollm2-135m-instruct-eagle3",
+    "eagle": "smollm2-135m-instruct-eagle",
+}
+DEFAULT_DRAFT = DEFAULT_DRAFTS["eagle3"]
 DRAFT = Flag(DEFAULT_DRAFT, names=("--draft",))  # for SpeculativeConfig.model
 
 

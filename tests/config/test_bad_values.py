@@ -74,7 +74,11 @@ def test_target_config_names_the_wrong_value(changes: dict[str, Any], names: str
     "changes, names",
     [
         ({"eagle_config": [1]}, "eagle_config"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_config": {"use_aux_hidden_state": "no"}}, "use_aux_hidden_state"),
+        (
+            {"eagle_config": {"use_aux_hidden_state": False}, "hidden_size": 4},
+            "use_aux_hidden_state",
+        ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}},
             "eagle_aux_hidden_state_layer_ids",

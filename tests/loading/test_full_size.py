@@ -101,7 +101,7 @@ def test_a_head_of_one_llama_layer_fits_a_target_with_experts() -> None:
         "d2t": (32000,),
         "t2d": (151936,),
     }
-    family = drafts.family_of_checkpoint("eagle3", config)
+    family = drafts.family_of_checkpoint("eagle3", config, held)
     shapes = {family.canonical_name(name): shape for name, shape in held.items()}
     draft = family.config_from_checkpoint(
         config, shapes, target, SpeculativeConfig(method="eagle3")

@@ -151,7 +151,7 @@ def shared_weights(seed: int = 7) -> Params:
 
 def load(
     folder: Path,
-    method: str = "eagle3",
+    method: str | None = "eagle3",
     *,
     shared: Params | None = None,
     dtype: Any = jnp.float32,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts import hidden_width
 from tests.parity.oracles import (
     LLAMA3_ROPE,
     SAFEAI_CONFIG,
@@ -109,7 +110,7 @@ def assert_every_step_equals(
 ) -> None:
     """Greedy drafts and the logits of steps 0 .. K-1: the oracle's, the compiled propose's, and
     draft_step's alone if asked for."""
-    hidden, tokens = requests(oracle.module.fc.weight.shape[1])
+    hidden, tokens = requests(hidden_width(cfg, TARGET))
     draft = PagedDraft(cfg, params, hidden, tokens, PENDING, K, block_size)
     proposal = draft.propose()
     results = [("propose", np.asarray(proposal.draft_tokens), np.asarray(proposal.draft_logits))]

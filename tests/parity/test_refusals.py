@@ -100,11 +100,11 @@ EAGLE3: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
             f,
             lambda c: c.update(
                 eagle_aux_hidden_state_layer_ids=None,
-                eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 8]},
+                eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 9]},
             ),
         ),
         {},
-        r"aux layer ids: .*got \[2, 4, 9\]",
+        r"aux layer ids: .*got \[2, 4, 10\]",
     ),
     "another_number_of_aux_ids": (
         config(eagle_aux_hidden_state_layer_ids=[2, 7]),
@@ -186,11 +186,6 @@ EAGLE3: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
         r"expected one tensor named layers\.0\.hidden_norm\.weight",
     ),
     "fc_bias_misshapen": (tensors(fc_bias=zeros(65)), {}, r"misshapen: fc\.bias"),
-    "norm_before_residual_unsaid": (
-        lambda f: edit_config(f, lambda c: c.pop("norm_before_residual")),
-        {},
-        r"norm_before_residual: expected it",
-    ),
     "activation": (layer(hidden_act="gelu"), {}, r"hidden_act: expected 'silu' .*got 'gelu'"),
     "mixed_windows": (
         layer(layer_types=["chunked_attention"]),
@@ -207,7 +202,11 @@ EAGLE3: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
         {},
         r"expected intermediate_size to be an integer",
     ),
-    "not_this_method": (config(), dict(method="eagle"), r"hidden_size 64 .*got None"),
+    "not_this_method": (
+        config(),
+        dict(method="eagle"),
+        r"method: expected 'eagle3', which this head is by its files .*got 'eagle'",
+    ),
 }
 
 

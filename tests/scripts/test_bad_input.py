@@ -207,12 +207,6 @@ def test_a_wrong_setting_of_the_engine_is_refused(run_tiny, args, sentence):
             "draft and target do not fit: expected vocab_size 259 as the target has, got 300",
         ),
         ("draft", {"draft_vocab_size": 100}, None, "100"),
-        (
-            "draft",
-            {"norm_before_residual": None},
-            None,
-            "norm_before_residual: expected it in a speculators config",
-        ),
         ("draft", {"fc_norm": True}, None, "fc_norm"),
         (
             "draft",

@@ -18,10 +18,13 @@ import pytest
 from jaxspec import LLM, Interrupted
 from jaxspec.commands import generate
 from jaxspec.drafts import MODEL_FREE
+from jaxspec.drafts.head_layout import head_method
+from jaxspec.loading import open_checkpoint
 from jaxspec.loading.resolve import CHECKPOINTS
 from jaxspec.tools import prompts, report
 
 ROOT = Path(__file__).resolve().parents[2]
+HEAD = generate.DEFAULT_DRAFTS["eagle3"]
 SAMPLED = ("--temperature", 1, "--max-tokens", 24)
 
 
@@ -401,7 +404,7 @@ def test_the_demo_compares_and_has_the_default_models(run_generate, target, draf
     monkeypatch.setattr(LLM, "from_pretrained", tiny)
     result = run_generate()
     assert result.exit_code == 0, result.output
-    assert asked["target"] is None and asked["speculative"].model == generate.DEFAULT_DRAFT
+    assert asked["target"] is None and asked["speculative"].model == HEAD
     assert asked["speculative"].num_speculative_tokens == 3 and asked["dtype"] == "float32"
     assert all(f"prompt: {text}" in result.stdout for text in prompts.DEMO)
     assert "texts agree: yes" in result.stdout
@@ -409,8 +412,8 @@ def test_the_demo_compares_and_has_the_default_models(run_generate, target, draf
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not (CHECKPOINTS / generate.DEFAULT_DRAFT).is_dir(),
-    reason=f"no {generate.DEFAULT_DRAFT} under checkpoints/",
+    not (CHECKPOINTS / HEAD).is_dir(),
+    reason=f"no {HEAD} under checkpoints/",
 )
 def test_the_trained_head_speeds_the_demo_up(run_generate, tmp_path):
     result = run_generate("--max-tokens", 48, "--output-json", tmp_path / "run.json")
@@ -563,4 +566,31 @@ def test_an_mtp_module_needs_no_draft():
         generate.read_speculative('{"method": "mtp", "model": "elsewhere"}', {}, "somewhere").model
         == "elsewhere"
     )
-    assert generate.read_speculative(None, {}, None).model == generate.DEFAULT_DRAFT
+    assert generate.read_speculative(None, {}, None).model == HEAD
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_method_alone_gets_the_committed_head_of_that_method(method: str):
+    config = generate.read_speculative(None, {"method": method}, None)
+    assert config.model is not None
+    head = open_checkpoint(CHECKPOINTS / config.model)
+    assert head_method(head.config, head.tensors) == method
+
+
+def test_a_head_that_names_its_target_is_target_and_draft(
+    run_generate, target, draft, edited, tmp_path
+):
+    said = {"algorithm": "eagle3", "verifier": {"name_or_path": str(target)}}
+    head = edited(draft, {"speculators_config": said})
+    settings = ("--prompt", "Hello", "--max-tokens", 24, "--max-model-len", 256)
+    results = []
+    for name, *pair in (("one", head), ("two", target, "--draft", draft)):
+        path = tmp_path / f"{name}.json"
+        done = run_generate("--target", *pair, *settings, "--output-json", path)
+        assert done.exit_code == 0, done.output
+        results.append(outcome(path))
+    one, two = results
+    assert one["settings"]["speculative"]["method"] == "eagle3"
+    assert one["metrics"] == two["metrics"] and one["metrics"]["num_accepted_tokens"] > 0
+    texts = [[r["text"] for r in run["requests"]] for run in results]
+    assert texts[0] == texts[1]

@@ -1,0 +1,146 @@
+"""The method, the target and the layer of a published head, by its config.json and tensor names.
+
+SafeAI, SpecForge and NVIDIA write a flat config, the last two with a nested `eagle_config`.
+speculators puts the layer under `transformer_layer_config`, and the method and the verifier (the
+target) under `speculators_config`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxspec.config import ConfigError, read_bool, read_int, read_object
+from jaxspec.config.reading import shown
+
+logger = logging.getLogger(__name__)
+
+# Methods that a head's files can name; an MTP module is in the target's own checkpoint.
+HEAD_METHODS = ("eagle", "eagle3")
+# EAGLE-3's first layer norms the hidden state; EAGLE-1 has no such norm.
+EAGLE3_TENSORS = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
+EAGLE1_TENSORS = ("fc.weight", "fusion_fc.weight")
+
+
+def warn_of_guess(key: str, guess: str) -> None:
+    """Log a WARNING: the head's config lacks a key, and the value that stands in is a guess."""
+    logger.warning(
+        "%s: not in the head's config, taken as %s; if acceptance is low, compare the alternatives "
+        "with `jaxspec doctor`",
+        key,
+        guess,
+    )
+
+
+def without_prefix(name: str) -> str:
+    """Return a tensor's name without the `model.` that some trainers write before it."""
+    return name.removeprefix("model.")
+
+
+def is_rope_table(name: str) -> bool:
+    """Return whether a tensor is a table of rotation frequencies, which the config implies."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def is_speculators(config: Mapping[str, Any]) -> bool:
+    """Return whether speculators wrote this config of a head."""
+    return "transformer_layer_config" in config
+
+
+def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a head's config that describes its layer."""
+    if is_speculators(config):
+        return read_object(config, "transformer_layer_config")
+    return config
+
+
+def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return "eagle" or "eagle3", by what speculators wrote, else the tensors, else the config.
+
+    names: of the tensors; empty where no file is at hand. ConfigError for another kind of draft.
+    """
+    spoken = read_object(config, "speculators_config").get(
+        "algorithm", config.get("speculators_model_type")
+    )
+    if spoken is not None:
+        if spoken not in HEAD_METHODS:
+            raise ConfigError(
+                f"speculators_config.algorithm: expected one of {', '.join(HEAD_METHODS)}, "
+                f"got {shown(spoken)}"
+            )
+        return spoken
+    tensors = {without_prefix(name) for name in names}
+    if tensors:
+        if tensors.intersection(EAGLE3_TENSORS):
+            return "eagle3"
+        if tensors.intersection(EAGLE1_TENSORS):
+            return "eagle"
+        raise ConfigError(
+            f"model: expected a draft head, with {EAGLE1_TENSORS[0]} (EAGLE-1) or "
+            f"{EAGLE3_TENSORS[0]} (EAGLE-3) among its tensors, got {', '.join(sorted(names)[:3])} "
+            "and others"
+        )
+    is_eagle3 = "eagle3" in str(config.get("architectures")).lower() or any(
+        config.get(key) is not None
+        for key in ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+    )
+    return "eagle3" if is_eagle3 else "eagle"
+
+
+def check_method_of_head(given: str | None, found: str) -> None:
+    """Raise ConfigError if the method that a caller names is not the head's."""
+    if given is not None and given != found:
+        raise ConfigError(
+            f"method: expected {found!r}, which this head is by its files (or none, to read it "
+            f"from the head), got {given!r}"
+        )
+
+
+def verifier(config: Mapping[str, Any]) -> str | None:
+    """Return the target that a head names: a hub id or a path; None if it names none."""
+    name = read_object(read_object(config, "speculators_config"), "verifier").get("name_or_path")
+    if name is None or name == "":
+        return None
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"speculators_config.verifier.name_or_path: expected a name, got {shown(name)}"
+        )
+    return name
+
+
+def proposed_tokens(config: Mapping[str, Any]) -> int | None:
+    """Return the draft tokens of a round that a head proposes, None if it proposes no number."""
+    said = read_object(config, "speculators_config")
+    methods = said.get("proposal_methods")
+    if not isinstance(methods, list):
+        return None
+    chosen = [
+        m
+        for m in methods
+        if isinstance(m, Mapping) and m.get("proposal_type") == said.get("default_proposal_method")
+    ]
+    if not chosen or chosen[0].get("speculative_tokens") is None:
+        return None
+    return read_int(chosen[0], "speculative_tokens")
+
+
+def read_nested_bool(config: Mapping[str, Any], nested: Mapping[str, Any], key: str) -> bool | None:
+    """Return a switch of a head's eagle_config, or else of the config itself; None if in neither.
+
+    NVIDIA's heads have `norm_before_fc` in eagle_config, some with another value beside it. The
+    nested one is the trainer's own.
+    """
+    inner = read_bool(nested, key, False) if nested.get(key) is not None else None
+    outer = read_bool(config, key, False) if config.get(key) is not None else None
+    if inner is None:
+        return outer
+    if outer is not None and outer != inner:
+        logger.warning(
+            "%s: %s in the head's eagle_config and %s beside it, taken as %s",
+            key,
+            inner,
+            outer,
+            inner,
+        )
+    return inner

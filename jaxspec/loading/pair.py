@@ -1,0 +1,97 @@
+"""Names of a target and of a head -> their folders. A head may name its own target (verifier)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxspec import drafts
+from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.drafts.head_layout import proposed_tokens, verifier
+from jaxspec.loading.checkpoint import read_json
+from jaxspec.loading.resolve import own_drafts, read_config, resolve
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Local folders, and what to draft with.
+
+    head: None without a draft, and for a draft without a checkpoint of its own.
+    speculative: the caller's, or that of a head which the caller gave as the target.
+    """
+
+    target: Path
+    head: Path | None
+    speculative: SpeculativeConfig | None
+
+
+def resolve_pair(target: str | None, speculative: SpeculativeConfig | None) -> Pair:
+    """Return the folders of a target and its head.
+
+    A head of speculators as the target loads the target that it names, and itself. Without a
+    target, the one that the head names is taken, or else the default. ConfigError if a draft that
+    needs a checkpoint has none.
+    """
+    lacks_model = (
+        speculative is not None
+        and speculative.model is None
+        and drafts.needs_model(speculative.method)
+    )
+    if lacks_model and (target is None or not is_head(read_config(str(target)))):
+        raise ConfigError(
+            "speculative model: expected a folder, a name under checkpoints/ or a hub id "
+            "of a draft head, got none"
+        )
+    if target is None:
+        head = _head(speculative)
+        named = None if head is None else verifier(read_json(head / "config.json"))
+        folder = resolve(None, kind="target") if named is None else _verifier(head, named)
+        return Pair(folder, head, speculative)
+    folder = own_drafts().get(str(target)) or resolve(target, kind="target")
+    config = read_json(folder / "config.json")
+    if not is_head(config):
+        return Pair(folder, _head(speculative), speculative)
+    return _pair_of_head(target, folder, config, speculative)
+
+
+def is_head(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a draft head which says so."""
+    return "speculators_config" in config or "eagle3" in str(config.get("architectures")).lower()
+
+
+def _head(speculative: SpeculativeConfig | None) -> Path | None:
+    if speculative is None or speculative.model is None:
+        return None
+    return resolve(speculative.model, kind="draft")
+
+
+def _pair_of_head(
+    name: str, head: Path, config: Mapping[str, Any], speculative: SpeculativeConfig | None
+) -> Pair:
+    """Return the pair of a head that was given as the target."""
+    if speculative is not None and speculative.model is not None:
+        raise ConfigError(
+            f"target {name}: expected a model beside the head {speculative.model}, got a draft head"
+        )
+    named = verifier(config)
+    if named is None:
+        raise ConfigError(
+            f"target {name}: expected a model, got a draft head that names no target; name the "
+            "target, and the head as the speculative config's model"
+        )
+    if speculative is None:
+        K = proposed_tokens(config) or SpeculativeConfig.num_speculative_tokens
+        speculative = SpeculativeConfig(num_speculative_tokens=K)
+    return Pair(_verifier(head, named), head, replace(speculative, model=name))
+
+
+def _verifier(head: Path | None, name: str) -> Path:
+    try:
+        return resolve(name, kind="target")
+    except ConfigError as e:
+        raise ConfigError(
+            f"{head}/config.json: expected a verifier that can be loaded, or a target beside the "
+            f"head, got {name!r}: {e}"
+        ) from e
