@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxspec.config import (
     SpeculativeConfig,
     TargetConfig,
 )
+from jaxspec.config.keys import GENERATE, NO_FOREIGN_KEYS, keywords_of, own_keys
 from jaxspec.engine.driver import Driver
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.input_processor import InputProcessor
@@ -28,7 +30,7 @@ from jaxspec.engine.inputs import Message, Prompt, as_chats
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.engine.output_processor import Callback, request_outputs
 from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
-from jaxspec.engine.progress import no_progress, progress_bar
+from jaxspec.engine.progress import no_progress, progress_bar, shows_progress
 from jaxspec.engine.replicas import Replicas
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
@@ -36,8 +38,9 @@ from jaxspec.engine.warmup import compile_ahead, shapes_of, shapes_up_to
 from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
+from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions
 from jaxspec.loading.placement import choose_placements, copy_weights, place_models
-from jaxspec.loading.pretrained import load_pretrained
+from jaxspec.loading.pretrained import Parts, given_parts, load_pretrained
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams, check_end_ids
 
@@ -68,30 +71,60 @@ class LLM:
 
     def __init__(
         self,
-        target: tuple[TargetConfig, Params],
+        model: str | PathLike[str] | tuple[TargetConfig, Params] | None = None,
         draft: tuple[DraftConfig, Params] | None = None,
-        speculative: SpeculativeConfig | None = None,
+        speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
         *,
-        tokenizer: Tokenizer | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        tokenizer: Tokenizer | str | PathLike[str] | None = None,
         eos_token_ids: Sequence[int] | None = None,
         config: EngineConfig | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
         weights: Sequence[Params] = (),
+        **options: Any,
     ) -> None:
-        """Take loaded (config, params) pairs; from_pretrained is the usual way in.
+        """Load a target and its draft by name, as vLLM does, or take loaded ones.
 
-        draft and speculative go together. Without a tokenizer, prompts are token ids and texts
-        stay empty. eos_token_ids: None for the tokenizer's. weights: those of another LLM with the
-        same models and devices, which both then share.
+        LLM(model, speculative_config={...}, ...): see from_pretrained, whose arguments `options`
+        are. LLM((config, params), ...): with `draft` and `speculative`, which go together, the
+        engine's `config` and the `dtype` of weights and caches (None: float32). Without a
+        tokenizer, prompts are token ids and texts stay empty. eos_token_ids: None for the
+        tokenizer's. weights: those of another LLM with the same models and devices, which both
+        then share.
         """
-        if not isinstance(target, tuple | list) or len(target) != 2:
+        if speculative is not None and speculative_config is not None:
+            raise ConfigError("speculative_config: expected it or speculative, got both")
+        speculative = speculative_config if speculative is None else speculative
+        if not isinstance(weights, list | tuple) or not all(
+            isinstance(each, Mapping) and each.keys() == {"target", "draft"} for each in weights
+        ):
+            raise ConfigError(f"weights: expected those of another LLM, got {weights!r:.200}")
+        only_loaded = {
+            "draft": draft,
+            "eos_token_ids": eos_token_ids,
+            "config": config,
+            "weights": weights or None,
+        }
+        if isinstance(model, tuple | list):
+            own_keys("LLM of a loaded target", options, (*only_loaded, "dtype"), NO_FOREIGN_KEYS)
+            parts = given_parts(model, draft, speculative, tokenizer, eos_token_ids, config, dtype)
+        elif wrong := [name for name, value in only_loaded.items() if value is not None]:
             raise ConfigError(
-                "target: expected a (config, params) pair "
-                f"(LLM.from_pretrained takes a folder or hub id), got {target!r:.200}"
+                f"{wrong[0]}: expected it beside a (config, params) pair only, "
+                f"got it beside the model {model!r:.200}"
             )
-        if (draft is None) != (speculative is None):
-            raise ConfigError("draft and speculative: expected both or neither")
-        self.config = config or EngineConfig()
+        else:
+            dtype = "auto" if dtype is None else dtype
+            parts = load_pretrained(model, speculative, tokenizer=tokenizer, dtype=dtype, **options)
+        self._start(parts, weights)
+        if not isinstance(model, tuple | list) and self.config.num_gpu_blocks_override is not None:
+            self.runner.check_room()  # ConfigError now, not with the first request
+
+    def _start(self, parts: Parts, weights: Sequence[Params]) -> None:
+        """Make the engines."""
+        target, draft, speculative = parts.target, parts.draft, parts.speculative
+        tokenizer, dtype = parts.tokenizer, parts.dtype
+        self.config = parts.config
         self.target_config, target_params = target
         limit = self.target_config.max_position_embeddings
         if self.config.max_model_len > limit:
@@ -107,9 +140,7 @@ class LLM:
         self.draft_config = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
-        if eos_token_ids is None:
-            eos_token_ids = tokenizer.eos_token_ids if tokenizer else ()
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = parts.eos_token_ids
         check_end_ids(self.eos_token_ids, self.target_config.vocab_size)
         self.dtype = jnp.dtype(dtype)
         self.cache_dtype = resolve_cache_dtype(self.config.kv_cache_dtype, self.dtype)
@@ -165,9 +196,11 @@ class LLM:
     @classmethod
     def from_pretrained(
         cls,
-        target: str | None = None,
+        target: str | PathLike[str] | None = None,
         *,
         speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
+        revision: str | None = None,
+        tokenizer: str | PathLike[str] | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
         batch_buckets: Sequence[int] | None = None,
@@ -180,37 +213,30 @@ class LLM:
             target (both are loaded), or None for the target that the head names, else
             SmolLM2-135M-Instruct. A folder without a tokenizer takes token ids.
         speculative: a SpeculativeConfig or its keys; None decodes plainly.
+        revision: a commit, a tag or a branch of the target's repository on the hub.
+        tokenizer: the folder or hub id of another tokenizer than the target's.
         dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU).
         max_model_len: None for 2048, or the target's limit if that is less.
         mxfp4: "dequantised", or "packed" to keep MXFP4 experts (gpt-oss) as they are stored, in a
             quarter of the memory.
-        engine: the other fields of EngineConfig.
+        engine: the other fields of EngineConfig. vLLM's keywords without a setting here are
+            accepted with the values that change nothing (jaxspec/config/keys.py).
 
         Compiled programs are kept on disk (JAXSPEC_CACHE or ~/.cache/jaxspec), unless
         JAX_COMPILATION_CACHE_DIR names another folder. Raises ConfigError, one sentence, for
         anything that cannot be loaded or does not fit.
         """
-        loaded = load_pretrained(
+        return cls(
             target,
-            speculative,
+            speculative=speculative,
+            revision=revision,
+            tokenizer=tokenizer,
             dtype=dtype,
             max_model_len=max_model_len,
             batch_buckets=batch_buckets,
             mxfp4=mxfp4,
-            engine=engine,
+            **engine,
         )
-        llm = cls(
-            loaded.target,
-            loaded.draft,
-            loaded.speculative,
-            tokenizer=loaded.tokenizer,
-            eos_token_ids=loaded.eos_token_ids,
-            config=loaded.config,
-            dtype=loaded.dtype,
-        )
-        if llm.config.num_gpu_blocks_override is not None:
-            llm.runner.check_room()  # ConfigError now, not with the first request
-        return llm
 
     def on_same_weights(self, *, speculative: bool = True, **changes: Any) -> LLM:
         """Return another engine over these weights, with these fields of EngineConfig changed.
@@ -228,6 +254,9 @@ class LLM:
             dtype=self.dtype,
             weights=[w if drafts else {**w, "draft": {}} for w in self.weights],
         )
+
+    def __repr__(self) -> str:
+        return self.describe() if hasattr(self, "runner") else object.__repr__(self)
 
     def describe(self) -> str:
         """Describe models, kernels and speculation in at most three lines.
@@ -302,31 +331,61 @@ class LLM:
     def _label(self) -> str:
         return "speculative decoding" if self.speculative else "plain decoding"
 
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer as transformers has it; ConfigError without one."""
+        if self.tokenizer is None:
+            raise ConfigError("tokenizer: expected a target that comes with one, got none")
+        return self.tokenizer.hf
+
     # --- generating ---
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
         *,
         progress: bool = False,
         callback: Callback | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Generate for one chat (a list of {"role", "content"}) or several; see generate.
 
+        content: a text, a list of {"type": "text", "text"}, or None.
+        chat_template: in place of the checkpoint's.
+        add_generation_prompt, continue_final_message: whether the prompt ends with the start of
+            the assistant's turn, or leaves the last message open.
+        tools: descriptions of functions, for templates that list them.
+        chat_template_kwargs: further variables of the template, such as enable_thinking.
+
         ConfigError for a prompt of any other kind.
         """
-        return self.generate(
-            as_chats(messages), sampling_params, progress=progress, callback=callback
+        if options:
+            own_keys("LLM.chat", options, keywords_of(LLM.chat), GENERATE)
+        chat = ChatOptions(
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
         )
+        shows_bar = shows_progress(progress, use_tqdm)
+        return self._generate(as_chats(messages), sampling_params, shows_bar, callback, chat)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
         *,
         progress: bool = False,
         callback: Callback | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Return one output for each prompt, in the order of the prompts.
 
@@ -334,7 +393,8 @@ class LLM:
             {"role", "content"}, put through the chat template); vLLM's {"prompt": text} and
             {"prompt_token_ids": ids} work too.
         sampling_params: one for all prompts, or one for each.
-        progress: shows a bar on standard error.
+        progress: shows a bar on standard error. use_tqdm: the same in vLLM's words.
+        options: vLLM's other keywords, with the values that change nothing.
         callback: called with each Increment, in this thread. An exception in it ends that text
             (finish_reason "error") and no other.
 
@@ -343,10 +403,26 @@ class LLM:
         and the requests of other calls go on. An error that concerns one text alone ends that text:
         finish_reason "error", and the exception in `error`. EngineError if the engine itself fails.
         """
-        requests = self.make_requests(prompts, sampling_params, streams=callback is not None)
+        if options:
+            own_keys("LLM.generate", options, keywords_of(LLM.generate), GENERATE)
+        shows_bar = shows_progress(progress, use_tqdm)
+        return self._generate(prompts, sampling_params, shows_bar, callback, PLAIN_CHAT)
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        shows_bar: bool,
+        callback: Callback | None,
+        chat: ChatOptions,
+    ) -> list[RequestOutput]:
+        """Run generate with its arguments checked. chat: how chats are rendered."""
+        requests = self._inputs.make_requests(
+            prompts, sampling_params, streams=callback is not None, chat=chat
+        )
         with (
             progress_bar(self._label, len(requests))
-            if progress
+            if shows_bar
             else contextlib.nullcontext(no_progress) as advance
         ):
             try:

@@ -3,6 +3,9 @@
 jaxspec generate                                      # the demo
 jaxspec generate --prompt "Why is the sky blue?" --num-speculative-tokens 4
 jaxspec generate --dataset mt_bench.jsonl --temperature 0.7 --compare
+
+The flags of vLLM's example spec_decode.py work too: --model-dir, --eagle-dir, --method,
+--num-spec-tokens, --dataset-path, --num-prompts, --temp, --output-len, --tp and others.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import typer
 from rich.console import Console
 
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.config.keys import ENGINE
 from jaxspec.drafts import check_method, needs_model
 from jaxspec.engine.inputs import Prompt
 from jaxspec.engine.outputs import Interrupted, RequestOutput
@@ -28,7 +32,6 @@ from jaxspec.tools import prompts, report
 from jaxspec.tools.cli import (
     DEFAULT_DRAFTS,
     OutputJson,
-    Target,
     command,
     exact_float32,
     option,
@@ -46,6 +49,7 @@ ENGINE_FIELDS = (
     "tensor_parallel_size",
     "data_parallel_size",
     "enable_expert_parallel",
+    "gpu_memory_utilization",
 )
 
 
@@ -55,7 +59,10 @@ class PromptOptions:
 
     prompt: list[str] | None = flag(None, "A prompt; may be given several times.")
     dataset: str | None = flag(
-        None, "JSON Lines with turns, prompt or question, or a hub id such as philschmid/mt-bench."
+        None,
+        "JSON Lines with turns, prompt or question, or a hub id such as philschmid/mt-bench.",
+        "--dataset",
+        "--dataset-path",
     )
     num_prompts: int | None = flag(None, "At most this many of the prompts.")
     chat_template: bool = flag(True, "Give each prompt as a chat, or raw.")
@@ -79,6 +86,21 @@ class PromptOptions:
 
 
 @dataclass(frozen=True)
+class VllmOptions:
+    """Flags of vLLM's example that change nothing here."""
+
+    dataset_name: str | None = flag(None, "vLLM's; the data set's layout is read from its rows.")
+    print_output: bool = flag(False, "vLLM's; texts are printed without it too.")
+    enforce_eager: bool = flag(False, "vLLM's; --compilation chooses the programs.")
+    enable_chunked_prefill: bool = flag(False, "vLLM's; long prompts are always cut.")
+    trust_remote_code: bool = flag(False, "vLLM's; refused, no code of a checkpoint runs here.")
+
+    def check(self) -> None:
+        """Raise ConfigError for a flag that would change something."""
+        ENGINE.values["trust_remote_code"].check("--trust-remote-code", self.trust_remote_code)
+
+
+@dataclass(frozen=True)
 class SpeculationOptions:
     """Whether to draft, and what to compare with."""
 
@@ -97,12 +119,15 @@ def main(
         given_of(
             SpeculativeConfig,
             "method",
-            "num_speculative_tokens",
             "rejection_sample_method",
             "draft_sample_method",
             "synthetic_acceptance_rates",
             "synthetic_acceptance_length",
-            model=Flag(names=("--draft",)),
+            "draft_tensor_parallel_size",
+            "prompt_lookup_max",
+            "prompt_lookup_min",
+            num_speculative_tokens=Flag(names=("--num-speculative-tokens", "--num-spec-tokens")),
+            model=Flag(names=("--draft", "--eagle-dir", "--draft-model")),
         ),
     ],
     speculation: SpeculationOptions,
@@ -112,8 +137,8 @@ def main(
         flags_of(
             SamplingParams,
             leaving_out=("bad_words_token_ids", "num_speculative_tokens"),
-            temperature=Flag(0.0),
-            max_tokens=Flag(128),
+            temperature=Flag(0.0, names=("--temperature", "--temp")),
+            max_tokens=Flag(128, names=("--max-tokens", "--output-len")),
             seed=Flag(0, "Seed of the first prompt; the i-th has seed + i."),
             logprobs=Flag(
                 help="With --output-json: log-probabilities of each token and of this many of the "
@@ -131,9 +156,19 @@ def main(
                 "[default: 2048, or the target's limit if that is less]"
             ),
             max_num_seqs=Flag(help="Requests that run together. [default: 8; in the demo 1]"),
+            tensor_parallel_size=Flag(names=("--tensor-parallel-size", "--tp")),
         ),
     ],
-    target: Target = None,
+    vllm: VllmOptions,
+    target: Annotated[
+        str | None,
+        option(
+            "Folder, .gguf file or hub id of the target. [default: SmolLM2-135M-Instruct]",
+            "--target",
+            "--model",
+            "--model-dir",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         option("float32, bfloat16 or auto. [default: float32 with --compare, else auto]"),
@@ -145,6 +180,7 @@ def main(
 
     Without prompts this is the demo, which also decodes plainly and compares.
     """
+    vllm.check()
     compare = speculation.compare
     drafts = None
     if speculation.speculation:

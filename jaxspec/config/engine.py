@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from jaxspec.config.keys import ENGINE, checks_keywords
 from jaxspec.config.reading import (
     ConfigError,
     as_python,
@@ -19,6 +20,7 @@ Compilation = Literal["round", "step", "eager"]
 KVCacheDtype = Literal["auto", "bfloat16", "float32"]
 
 
+@checks_keywords(ENGINE)
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of the engine; but for kv_cache_dtype, none changes the distribution of a text.

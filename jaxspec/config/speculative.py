@@ -8,15 +8,20 @@ from itertools import pairwise
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
-from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers
+from jaxspec.config.keys import SPECULATIVE, checks_keywords, own_keys
+from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers, shown
 from jaxspec.config.settings import setting
 
 RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
 DraftSampling = Literal["greedy", "probabilistic"]
 _RULE_ALIASES = {"standard": "probabilistic"}  # vLLM's later name
 _DRAFT_ALIASES = {"gumbel": "probabilistic"}
+# vLLM names the module of multi-token prediction after its model too: deepseek_mtp, mimo_mtp.
+_MTP_SUFFIX = "_mtp"
+_NGRAM_MODELS = ("ngram", "[ngram]")  # models of vLLM's that mean the method
 
 
+@checks_keywords(SPECULATIVE)
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """The draft, its number of tokens, and how they are verified; the keys are vLLM's.
@@ -76,9 +81,11 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     draft_max_model_len: int | None = None
     mtp_zero_first_embedding: bool | None = None
-    draft_tensor_parallel_size: int | None = None
-    prompt_lookup_max: int = 5
-    prompt_lookup_min: int = 2
+    draft_tensor_parallel_size: int | None = setting(
+        None, "Devices that share the draft's layers: the engine's number (the default), or 1."
+    )
+    prompt_lookup_max: int = setting(5, "ngram: the longest run of tokens that is looked up.")
+    prompt_lookup_min: int = setting(2, "ngram: the shortest.")
 
     def __post_init__(self) -> None:
         def set_field(name: str, value: object) -> None:
@@ -87,10 +94,14 @@ class SpeculativeConfig:
         if isinstance(self.model, PathLike):
             set_field("model", fspath(self.model))
         for name in ("method", "rejection_sample_method", "draft_sample_method", "model"):
-            if not isinstance(getattr(self, name), str) and not (
-                name in ("method", "model") and getattr(self, name) is None
-            ):
-                raise ConfigError(f"{name}: expected a name, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (name in ("method", "model") and value is None):
+                raise ConfigError(f"{name}: expected a name, got {shown(value)}")
+        if self.method is None and self.model in _NGRAM_MODELS:
+            set_field("method", "ngram")
+            set_field("model", None)
+        if self.method is not None and self.method.endswith(_MTP_SUFFIX):
+            set_field("method", "mtp")
         for name in (
             "norm_before_residual",
             "norm_before_fc",
@@ -207,10 +218,5 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Read the JSON of vLLM's --speculative-config; ConfigError for an unknown key."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(
-                f"speculative config: expected keys among {sorted(known)}, got {unknown}"
-            )
-        return cls(**values)
+        known = sorted(f.name for f in fields(cls))
+        return cls(**own_keys("speculative config", values, known, SPECULATIVE))

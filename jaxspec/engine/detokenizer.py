@@ -18,6 +18,7 @@ class Detokenizer:
     stop: strings that end the text
     include_stop: whether the text keeps the stop string
     num_taken: characters of the text that were handed on
+    stop_string: the one that ended the text
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Detokenizer:
         self._prefix, self._read = 0, 0
         self._search_from = 0
         self.text = ""
-        self.stopped = False
+        self.stop_string: str | None = None
         for count, token in enumerate(token_ids, start=1):
             self.push(token, may_stop=count > min_tokens)
 
@@ -76,8 +77,13 @@ class Detokenizer:
         if found:
             at, stop = min(found)
             self.text = self.text[: at + len(stop) if self._include_stop else at]
-            self.stopped = True
+            self.stop_string = stop
         return bool(found)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.stop_string is not None
 
     def flush(self) -> None:
         """Add the text that waits for the rest of a character, as the request ends."""

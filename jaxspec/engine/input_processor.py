@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -10,8 +11,10 @@ from jaxspec.config import ConfigError
 from jaxspec.engine.detokenizer import Detokenizer
 from jaxspec.engine.inputs import Prompt, as_list, encode, encode_words
 from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.engine.output_processor import decoder
 from jaxspec.engine.request import Request, derive_seed
 from jaxspec.loading import Tokenizer
+from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions
 from jaxspec.sampling.params import SamplingParams, end_token_ids
 
 
@@ -37,6 +40,7 @@ class InputProcessor:
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.num_speculative_tokens = num_speculative_tokens
+        self._request_ids = itertools.count()
         # Many prompts have the same bad words.
         self._encode_words = lru_cache(maxsize=256)(partial(encode_words, tokenizer=tokenizer))
 
@@ -46,6 +50,7 @@ class InputProcessor:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         streams: bool,
+        chat: ChatOptions = PLAIN_CHAT,
     ) -> list[Request]:
         """Tokenise and check every prompt; n requests for each (LLM.make_requests)."""
         listed = as_list(prompts)
@@ -72,9 +77,10 @@ class InputProcessor:
                 params.check_vocabulary(self.vocab_size, self.eos_token_ids)
             except ConfigError as e:
                 raise ConfigError(f"prompt {index}: {e}") from None
-            token_ids = self._encode(index, prompt)
+            token_ids = self._encode(index, prompt, chat)
+            request_id = str(next(self._request_ids))
             requests += [
-                self._request(index, sample, prompt, token_ids, params, streams)
+                self._request(index, sample, prompt, token_ids, params, streams, request_id)
                 for sample in range(params.n)
             ]
         return requests
@@ -86,8 +92,8 @@ class InputProcessor:
         found = dict.fromkeys((*params.bad_words_token_ids, *self._encode_words(params.bad_words)))
         return replace(params, bad_words_token_ids=tuple(found))
 
-    def _encode(self, index: int, prompt: Prompt) -> list[int]:
-        token_ids = encode(index, prompt, self.tokenizer)
+    def _encode(self, index: int, prompt: Prompt, chat: ChatOptions) -> list[int]:
+        token_ids = encode(index, prompt, self.tokenizer, chat)
         if not token_ids:
             raise ConfigError(f"prompt {index}: expected at least one token, got an empty prompt")
         bad = [t for t in token_ids if not 0 <= t < self.vocab_size]
@@ -110,6 +116,7 @@ class InputProcessor:
         token_ids: list[int],
         params: SamplingParams,
         streams: bool,
+        request_id: str,
     ) -> Request:
         K, own = self.num_speculative_tokens, params.num_speculative_tokens
         detokenizer = None
@@ -120,7 +127,9 @@ class InputProcessor:
             )
         if self.tokenizer is not None and (params.stop or streams):
             detokenizer = Detokenizer(
-                self.tokenizer.decode, params.stop, include_stop=params.include_stop_str_in_output
+                decoder(self.tokenizer, params),
+                params.stop,
+                include_stop=params.include_stop_str_in_output,
             )
         return Request(
             prompt_token_ids=token_ids,
@@ -135,6 +144,7 @@ class InputProcessor:
             index=index,
             sample=sample,
             prompt=prompt,
+            request_id=request_id,
             metrics=SpecDecodeMetrics(K),
             detokenizer=detokenizer,
         )

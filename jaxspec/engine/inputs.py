@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from jaxspec.config import ConfigError, as_python
+from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # "role", "content" (a text, text parts or None), "tool_calls", ...
 # The mapping is vLLM's {"prompt": ...} or {"prompt_token_ids": ...}.
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 
@@ -20,7 +21,7 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Message], options: ChatOptions = ...) -> list[int]: ...
 
     def encode_word(self, text: str) -> list[int]: ...
 
@@ -59,10 +60,15 @@ def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[
     return chats
 
 
-def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
+def encode(
+    index: int,
+    prompt: Prompt,
+    tokenizer: Encoder | None,
+    chat: ChatOptions = PLAIN_CHAT,
+) -> list[int]:
     """Return the token ids of the index-th prompt.
 
-    ConfigError, with the index, if it is no prompt.
+    chat: how a chat is rendered. ConfigError, with the index, if it is no prompt.
     """
     if isinstance(prompt, Mapping):
         unknown = sorted(str(k) for k in prompt if k not in PROMPT_KEYS and prompt[k] is not None)
@@ -94,7 +100,7 @@ def encode(index: int, prompt: Prompt, tokenizer: Encoder | None) -> list[int]:
             f"prompt {index}: expected token ids (the target comes without a tokenizer), got text"
         )
     try:
-        return tokenizer.encode_chat(items) if is_chat else tokenizer.encode(str(prompt))
+        return tokenizer.encode_chat(items, chat) if is_chat else tokenizer.encode(str(prompt))
     except ConfigError as e:
         raise ConfigError(f"prompt {index}: {e}") from e
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from jaxspec.engine.outputs import CompletionOutput, Increment, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.loading import Tokenizer
+from jaxspec.sampling.params import SamplingParams
 
 Callback = Callable[[Increment], object]
 
@@ -73,10 +75,26 @@ def request_outputs(
             scores = (
                 group[0].prompt_logprobs if group[0].params.prompt_logprobs is not None else None
             )
+            first = group[0]
             outputs.append(
-                RequestOutput(group[0].prompt, group[0].prompt_token_ids, texts, index, scores)
+                RequestOutput(
+                    first.prompt,
+                    first.prompt_token_ids,
+                    texts,
+                    index,
+                    scores,
+                    first.request_id,
+                    first.num_prefix_hits,
+                )
             )
     return outputs
+
+
+def decoder(tokenizer: Tokenizer, params: SamplingParams) -> Callable[[list[int]], str]:
+    """Return what makes the text of a request's tokens. By default it is the tokenizer's own."""
+    if params.skip_special_tokens:
+        return tokenizer.decode
+    return partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
@@ -86,7 +104,7 @@ def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutp
         text = request.detokenizer.text
     elif tokenizer is not None:
         try:
-            text = tokenizer.decode(token_ids)
+            text = decoder(tokenizer, request.params)(token_ids)
         except Exception as e:  # the other texts of the call are fine
             error = error or e
     reason = "error" if error else request.finish_reason or "cancelled"
@@ -100,4 +118,13 @@ def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutp
         request.times,
         error,
         scores,
+        _stop_reason(request) if reason == "stop" else None,
     )
+
+
+def _stop_reason(request: Request) -> str | int | None:
+    """Return what ended the text, if the request's own parameters name it."""
+    if request.detokenizer is not None and request.detokenizer.stopped:
+        return request.detokenizer.stop_string
+    last = request.all_token_ids[-1]
+    return last if last in request.params.stop_token_ids else None

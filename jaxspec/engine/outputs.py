@@ -25,6 +25,8 @@ class CompletionOutput:
     error: that exception
     logprobs: of each generated token and of the likeliest alternatives, by token id; None unless
         SamplingParams.logprobs is set
+    stop_reason: the stop string, or the id among SamplingParams.stop_token_ids, that ended the
+        text; None for an end-of-text token and other ends
     """
 
     index: int
@@ -35,6 +37,7 @@ class CompletionOutput:
     times: RequestTimes
     error: BaseException | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    stop_reason: str | int | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -45,6 +48,10 @@ class CompletionOutput:
             place[token].logprob for token, place in zip(self.token_ids, self.logprobs, strict=True)
         )
 
+    def finished(self) -> bool:
+        """Return whether the text has come to an end."""
+        return self.finish_reason is not None
+
 
 @dataclass
 class RequestOutput:
@@ -54,6 +61,9 @@ class RequestOutput:
     prompt_token_ids: its tokens
     outputs: its n texts
     index: its number in the call
+    request_id: its number among all prompts of the LLM, as text
+    num_cached_tokens: prompt tokens that the prefix cache held when it was admitted; None if it
+        was not
     prompt_logprobs: of each prompt token (None for the first) and of the likeliest alternatives, by
         token id; None unless SamplingParams.prompt_logprobs is set
     """
@@ -63,6 +73,17 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     index: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    request_id: str = ""
+    num_cached_tokens: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all texts have come to an end."""
+        return all(text.finished() for text in self.outputs)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.outputs[0].stop_reason
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:

@@ -42,6 +42,8 @@ class Request:
     max_drafts: draft tokens of a round at most, the engine's K or fewer
     seed: 64 bits, drawn before the request runs, so that it goes on alike when prefilled again
     index, sample: the prompt's place in the call, and the text's among its n
+    request_id: the prompt's number among all of the LLM, as text
+    num_prefix_hits: prompt tokens that the prefix cache held at its first admission
     on_tokens: called with the request and the number of new tokens, once for each round
     num_delivered: generated tokens that a caller of LLM has been given, or that count as given
     ended: whether that caller has been given the end as well
@@ -73,6 +75,8 @@ class Request:
     index: int = 0
     sample: int = 0
     prompt: Any = None
+    request_id: str = ""
+    num_prefix_hits: int | None = None
     metrics: SpecDecodeMetrics = field(default_factory=lambda: SpecDecodeMetrics(0))
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.perf_counter()))
     detokenizer: Detokenizer | None = None

@@ -254,6 +254,8 @@ class Scheduler:
         ]
         self.counts.num_prefix_queries += request.num_known
         self.counts.num_prefix_hits += request.num_prefilled
+        if request.num_prefix_hits is None:
+            request.num_prefix_hits = request.num_prefilled
         return True
 
     def find_prefix(self, request: Request) -> int:

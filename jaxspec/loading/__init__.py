@@ -15,6 +15,7 @@ fp8                 DeepSeek-V3's blocks of float8 -> plain tensors
 weight_checks       weights that no model can have
 weights             tensors -> a pytree of jax arrays, strictly
 model               a folder -> a target, or a draft bound to its target
+chat                chats as callers write them, and as templates read them
 template_limits     time and size of a chat template's rendering
 tokenizer           text and chats to token ids and back
 placement           the devices of an engine, and weights that go from one to all of them

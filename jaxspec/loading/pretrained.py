@@ -1,10 +1,12 @@
-"""Arguments of LLM.from_pretrained -> the parts of an LLM."""
+"""Arguments of an LLM -> its parts: target, draft, tokenizer and settings."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,22 +14,34 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxspec import drafts
-from jaxspec.config import ConfigError, DraftConfig, EngineConfig, SpeculativeConfig, TargetConfig
+from jaxspec.config import (
+    ConfigError,
+    DraftConfig,
+    EngineConfig,
+    SpeculativeConfig,
+    TargetConfig,
+    as_python,
+    shown,
+)
+from jaxspec.config.keys import ENGINE, own_keys
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.pair import resolve_pair
 from jaxspec.loading.placement import choose_placement
+from jaxspec.loading.resolve import resolve
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
 from jaxspec.sampling import synthetic
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DEFAULT_MODEL_LEN = 2048
+# Keywords of LLM.from_pretrained that are no fields of EngineConfig.
+OWN_KEYWORDS = ("model", "speculative_config", "revision", "tokenizer", "dtype", "mxfp4")
 
 
 @dataclass(frozen=True)
-class Pretrained:
-    """The parts of an LLM.
+class Parts:
+    """The parts of an LLM, from files or as a caller has them.
 
     target, draft: (config, params).
     tokenizer: None where the target's folder has none.
@@ -45,25 +59,36 @@ class Pretrained:
 
 
 def load_pretrained(
-    target: str | None,
+    target: str | PathLike[str] | None,
     speculative: SpeculativeConfig | Mapping[str, Any] | None,
     *,
-    dtype: str,
-    max_model_len: int | None,
-    batch_buckets: Sequence[int] | None,
-    mxfp4: str,
-    engine: Mapping[str, Any],
-) -> Pretrained:
+    revision: str | None = None,
+    tokenizer: Tokenizer | str | PathLike[str] | None = None,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    batch_buckets: Sequence[int] | None = None,
+    mxfp4: str = "dequantised",
+    **engine: Any,
+) -> Parts:
     """Load the parts of an LLM; the arguments are those of LLM.from_pretrained.
 
     Errors that need no weights are raised before these are read.
     """
+    if not isinstance(target, str | PathLike | None):
+        raise ConfigError(
+            "model: expected a folder, a .gguf file, a hub id or a (config, params) pair, "
+            f"got {shown(target)}"
+        )
+    target = at_revision(None if target is None else fspath(target), revision)
     speculative = check_speculative(speculative)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {dtype!r}")
-    if mxfp4 not in ("dequantised", "packed"):
-        raise ConfigError(f"mxfp4: expected dequantised or packed, got {mxfp4!r}")
-    settings = dict(engine)
+    if not isinstance(dtype, str) or dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {shown(dtype)}")
+    if not isinstance(mxfp4, str) or mxfp4 not in ("dequantised", "packed"):
+        raise ConfigError(f"mxfp4: expected dequantised or packed, got {shown(mxfp4)}")
+    if not isinstance(tokenizer, Tokenizer | str | PathLike | None):
+        raise ConfigError(f"tokenizer: expected a folder or a hub id, got {shown(tokenizer)}")
+    known = (*OWN_KEYWORDS, *sorted(f.name for f in fields(EngineConfig)))
+    settings = own_keys("LLM", engine, known, ENGINE)
     if batch_buckets is not None:
         settings["batch_buckets"] = batch_buckets
     if max_model_len is not None:
@@ -93,9 +118,80 @@ def load_pretrained(
         draft = load_draft(head, *loaded, speculative, resolved, placement)
         if speculative.method is None:
             speculative = replace(speculative, method=drafts.method_name(draft[0]))
-    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(folder, None)
-    return Pretrained(loaded, draft, speculative, tokenizer, eos, config, resolved)
+    words = tokenizer if isinstance(tokenizer, Tokenizer) else None
+    if isinstance(tokenizer, str | PathLike):
+        words = load_tokenizer(resolve(fspath(tokenizer), kind="tokenizer"))
+    elif words is None and has_tokenizer(folder):
+        words = load_tokenizer(folder)
+    eos = words.eos_token_ids if words else eos_token_ids(folder, None)
+    return Parts(loaded, draft, speculative, words, eos, config, resolved)
+
+
+def given_parts(
+    target: Any,
+    draft: Any,
+    speculative: SpeculativeConfig | Mapping[str, Any] | None,
+    tokenizer: Any,
+    eos_token_ids: Sequence[int] | None,
+    config: EngineConfig | None,
+    dtype: DTypeLike | None,
+) -> Parts:
+    """Return the parts that a caller has loaded; ConfigError for anything else."""
+    if isinstance(speculative, Mapping):
+        speculative = SpeculativeConfig.from_dict(speculative)
+    for name, pair in (("target", target), ("draft", draft)):
+        if not _is_loaded(pair) and (name == "target" or pair is not None):
+            raise ConfigError(
+                f"{name}: expected a (config, params) pair "
+                f"(LLM.from_pretrained takes a folder or hub id), got {pair!r:.200}"
+            )
+    if (draft is None) != (speculative is None):
+        raise ConfigError("draft and speculative: expected both or neither")
+    for name, value, is_right in (
+        ("speculative", speculative, isinstance(speculative, SpeculativeConfig | None)),
+        ("tokenizer", tokenizer, tokenizer is None or hasattr(tokenizer, "decode")),
+        ("config", config, isinstance(config, EngineConfig | None)),
+    ):
+        if not is_right:
+            raise ConfigError(f"{name}: expected jaxspec's class or None, got {value!r:.200}")
+    if eos_token_ids is None:
+        eos_token_ids = getattr(tokenizer, "eos_token_ids", ())
+    eos_token_ids = as_python(eos_token_ids)
+    if not isinstance(eos_token_ids, Iterable):
+        raise ConfigError(f"eos_token_ids: expected token ids, got {shown(eos_token_ids)}")
+    try:
+        resolved = jnp.dtype(jnp.float32 if dtype is None else dtype)
+    except (TypeError, ValueError):
+        resolved = jnp.dtype(jnp.bool_)
+    if resolved not in map(jnp.dtype, DTYPES.values()):
+        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {shown(dtype)}")
+    return Parts(
+        target,
+        draft,
+        speculative,
+        tokenizer,
+        tuple(eos_token_ids),
+        config or EngineConfig(),
+        resolved,
+    )
+
+
+def _is_loaded(pair: Any) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and is_dataclass(pair[0])
+
+
+def at_revision(target: str | None, revision: str | None) -> str | None:
+    """Return a hub id with its revision: owner/name@revision."""
+    if revision is None:
+        return target
+    if not isinstance(revision, str) or not revision:
+        raise ConfigError(f"revision: expected a commit, a tag or a branch, got {shown(revision)}")
+    if not isinstance(target, str) or "@" in target or Path(target).expanduser().exists():
+        raise ConfigError(
+            f"revision: expected none, or a hub id without one beside it, got {shown(revision)} "
+            f"for {shown(target)}"
+        )
+    return f"{target}@{revision}"
 
 
 def check_platform() -> None:

@@ -10,14 +10,20 @@ from jaxspec.config import ConfigError
 from jaxspec.loading.cache import cached_gguf
 from jaxspec.loading.checkpoint import read_json
 
-CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# The trained heads: a wheel has them inside the package, a checkout beside it.
+_IN_WHEEL = _PACKAGE / "checkpoints"
+CHECKPOINTS = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "checkpoints"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Weights, configs, the tokenizer's files.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 PICKLES = ["pytorch_model.bin"]  # of drafts only (EAGLE-1)
 
 
-def resolve(name_or_path: str | Path | None, *, kind: Literal["target", "draft"]) -> Path:
+Kind = Literal["target", "draft", "tokenizer"]
+
+
+def resolve(name_or_path: str | Path | None, *, kind: Kind) -> Path:
     """Return a folder to open.
 
     The name is tried as a local folder, a .gguf file, the default target, a name under
@@ -42,7 +48,7 @@ def resolve(name_or_path: str | Path | None, *, kind: Literal["target", "draft"]
         return cached_gguf(path)
     if path.exists():
         raise ConfigError(f"{kind} {name}: expected a folder or a .gguf file, got another file")
-    if kind == "target" and is_default_target(name):
+    if kind != "draft" and is_default_target(name):
         return default_target()
     known = own_drafts() if kind == "draft" else {}
     if name in known:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError, is_int, shown
+from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions, template_messages
 from jaxspec.loading.checkpoint import read_json
 
 
@@ -33,27 +34,31 @@ class Tokenizer:
         """Encode a piece of a text, without special tokens."""
         return self._ids(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT
+    ) -> list[int]:
         """Encode a chat, rendered by the chat template up to the start of the assistant's turn."""
-        if not self.hf.chat_template:
+        template = options.chat_template or self.hf.chat_template
+        if not template:
             raise ConfigError(
                 f"{self.path}: expected a chat template in the tokenizer's files, got none; "
                 "give a plain prompt instead"
             )
-        if not messages or not all(
-            isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages
-        ):
-            raise ConfigError(
-                f"chat: expected a list of objects with 'role' and 'content', got {messages!r:.200}"
-            )
+        rendered = template_messages(messages)
         from jinja2 import TemplateError
 
         from jaxspec.loading.template_limits import TemplateLimitError, limited_template
 
         try:
-            with limited_template(str(self.hf.chat_template)):
+            with limited_template(str(template)):
                 text = self.hf.apply_chat_template(
-                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+                    rendered,
+                    tokenize=False,
+                    tools=list(options.tools) if options.tools else None,
+                    chat_template=options.chat_template,
+                    add_generation_prompt=options.add_generation_prompt,
+                    continue_final_message=options.continue_final_message,
+                    **(options.chat_template_kwargs or {}),
                 )
         except TemplateLimitError as e:
             raise ConfigError(

@@ -14,6 +14,7 @@ from jaxspec.config import (
     settle_integers,
     shown,
 )
+from jaxspec.config.keys import SAMPLING, checks_keywords
 from jaxspec.config.settings import setting
 from jaxspec.sampling import limits
 
@@ -22,6 +23,7 @@ MAX_INT32 = 2**31 - 1  # the device's counts are int32
 MAX_TEMPERATURE = 3.4e38  # and its temperatures float32
 
 
+@checks_keywords(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled. The defaults sample from the model's own distribution.
@@ -54,6 +56,7 @@ class SamplingParams:
         (0 to 20; -1: the whole vocabulary), of the model's own logits without processing; None: off
     prompt_logprobs: the same for the prompt's tokens, 0 to 20; None: off
     n: texts for each prompt
+    skip_special_tokens: leave special tokens out of the text
     num_speculative_tokens: draft tokens of a round at most, 0 for none; None, or more than the
         engine's K: the engine's K. vLLM has no such parameter.
     """
@@ -97,6 +100,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = setting(None, "The same for the tokens of the prompt.")
     n: int = setting(1, "Texts a prompt.")
+    skip_special_tokens: bool = setting(True, "Leave special tokens out of the text.")
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -189,7 +193,7 @@ class SamplingParams:
                     f"{name}: expected an integer from 0 to {MAX_LOGPROBS}{wanted} or None, "
                     f"got {shown(value)}"
                 )
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"{name}: expected true or false, got {shown(getattr(self, name))}"

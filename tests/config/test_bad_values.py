@@ -262,9 +262,9 @@ def test_settings_may_be_numpys_integers() -> None:
             "speculative: expected a SpeculativeConfig, its keys or None, got 'eagle3'",
         ),  # type: ignore[arg-type]
         (
-            lambda: LLM("a-folder"),
-            "target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got "
-            "'a-folder'",
+            lambda: LLM(("a-folder",)),
+            r"target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got "
+            r"\('a-folder',\)",
         ),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(model=["x"]), "model"),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(norm_output="yes"), "norm_output"),  # type: ignore[arg-type]

@@ -40,11 +40,13 @@ class Digits:
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
-    def encode_chat(self, messages: Any) -> list[int]:
+    def encode_chat(self, messages: Any, options: Any = None) -> list[int]:
+        del options
         return [t for message in messages for t in self.encode(message["content"])]
 
-    def decode(self, token_ids: list[int]) -> str:
-        return " ".join(str(t) for t in token_ids if t not in self.eos_token_ids)
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        left_out = self.eos_token_ids if skip_special_tokens else ()
+        return " ".join(str(t) for t in token_ids if t not in left_out)
 
 
 def engine(
@@ -289,8 +291,8 @@ SETTINGS: dict[str, Any] = {
         rejection_sample_method="lenient"
     ),
     "draft_sample_method: expected one of": lambda: SpeculativeConfig(draft_sample_method="beam"),
-    "speculative config: expected keys among": lambda: SpeculativeConfig.from_dict(
-        {"model": "x", "num_tokens": 3}
+    "speculative config: expected known settings, of which num_speculative_tokens is": lambda: (
+        SpeculativeConfig.from_dict({"model": "x", "num_tokens": 3})
     ),
     "compilation: expected one of round, step, eager, got 'fast'": lambda: EngineConfig(
         compilation="fast"

@@ -288,7 +288,7 @@ def test_an_eagle1_head_may_bring_its_lm_head(tmp_path: Path) -> None:
 
 
 def test_a_head_without_aux_layers_drafts_in_the_engine() -> None:
-    """Prefill and rounds keep the target's last hidden state for it; the text stays the target's."""
+    """Prefill and rounds keep the target's last hidden state for it; the text is the target's."""
     cfg = Eagle3Config(
         target_hidden_size=64,
         hidden_size=64,

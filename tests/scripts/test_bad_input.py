@@ -80,7 +80,10 @@ def check(result, sentence: str) -> None:
             ["--speculative-config", "[1]"],
             "--speculative-config: expected a JSON object, got a list",
         ),
-        (["--speculative-config", '{"num_spec": 3}'], "got ['num_spec']"),
+        (
+            ["--speculative-config", '{"num_spec": 3}'],
+            "num_speculative_tokens is the nearest, got 'num_spec'",
+        ),
         (
             ["--speculative-config", '{"num_speculative_tokens": "3"}'],
             "num_speculative_tokens: expected an integer of at least 1, got '3'",

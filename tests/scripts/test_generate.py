@@ -594,3 +594,25 @@ def test_a_head_that_names_its_target_is_target_and_draft(
     assert one["metrics"] == two["metrics"] and one["metrics"]["num_accepted_tokens"] > 0
     texts = [[r["text"] for r in run["requests"]] for run in results]
     assert texts[0] == texts[1]
+
+
+def test_the_flags_of_vllms_example_run(
+    run_generate, target: Path, draft: Path, tmp_path: Path
+) -> None:
+    """examples/offline_inference/spec_decode.py, with its own words."""
+    questions, record = tmp_path / "questions.jsonl", tmp_path / "record.json"
+    questions.write_text('{"turns": ["Hello there"]}\n{"turns": ["Why?"]}\n')
+    result = run_generate(
+        *("--model-dir", target, "--eagle-dir", draft, "--method", "eagle3"),
+        *("--num-spec-tokens", 2, "--dataset-name", "hf", "--dataset-path", questions),
+        *("--num-prompts", 1, "--temp", 0, "--top-p", 1.0, "--top-k", -1, "--output-len", 8),
+        *("--tp", 1, "--max-model-len", 128, "--gpu-memory-utilization", 0.5, "--seed", 0),
+        *("--enforce-eager", "--enable-chunked-prefill", "--print-output"),
+        *("--output-json", record),
+    )
+    assert result.exit_code == 0, result.output
+    assert "mean acceptance length" in result.stdout
+    settings = json.loads(record.read_text())["settings"]
+    assert settings["speculative"]["num_speculative_tokens"] == 2
+    assert settings["max_tokens"] == 8 and settings["max_model_len"] == 128
+    assert len(json.loads(record.read_text())["requests"]) == 1

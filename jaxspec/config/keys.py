@@ -1,0 +1,207 @@
+"""Keys of settings: unknown ones, other names of known ones, and vLLM's that have no setting here.
+
+vLLM's values that change nothing here are accepted, so that its scripts run as they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, TypeVar
+
+from jaxspec.config.reading import ConfigError, shown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key of vLLM's without a setting here.
+
+    accepted: the values that change nothing here; None: any value
+    why: what an error says about other values
+    """
+
+    accepted: tuple[object, ...] | None
+    why: str = ""
+
+    def check(self, key: str, value: object) -> None:
+        """Raise ConfigError for a value that is not accepted."""
+        # By type too: 1 == True, and an array has no truth value.
+        if self.accepted is not None and not any(
+            type(value) is type(each) and value == each for each in self.accepted
+        ):
+            wanted = " or ".join(map(repr, self.accepted))
+            why = f" ({self.why})" if self.why else ""
+            raise ConfigError(f"{key}: expected {wanted}{why}, got {shown(value)}")
+
+
+@dataclass(frozen=True)
+class ForeignKeys:
+    """The keys of vLLM's for one class of settings.
+
+    values: those without a setting here
+    names: vLLM's name -> the name of the same setting here
+    """
+
+    values: Mapping[str, Foreign]
+    names: Mapping[str, str]
+
+
+NO_FOREIGN_KEYS = ForeignKeys({}, {})
+_ANY, _OFF, _NONE = Foreign(None), Foreign((None, False)), Foreign((None,))
+_ONE_HOST = "one process runs the model"
+_NO_CODE = "no code of a checkpoint runs here"
+
+# Keywords of vLLM's LLM.
+ENGINE = ForeignKeys(
+    {
+        "async_scheduling": _ANY,
+        "compilation_config": Foreign((None, 0, 1, 2, 3), "`compilation` chooses the programs"),
+        "cpu_offload_gb": Foreign((None, 0, 0.0), "weights stay on the device"),
+        "data_parallel_size": Foreign((None, 1), "one engine runs in a process"),
+        "disable_custom_all_reduce": _ANY,
+        "disable_log_stats": _ANY,
+        "distributed_executor_backend": Foreign((None, "mp", "uni"), _ONE_HOST),
+        "enable_chunked_prefill": Foreign((None, True), "long prompts are always cut"),
+        "enable_lora": Foreign((None, False), "there are no adapters here"),
+        "enforce_eager": _ANY,
+        "hf_overrides": Foreign((None, {}), "the checkpoint's config.json is read as it is"),
+        "limit_mm_per_prompt": Foreign((None, {}), "prompts are text"),
+        "load_format": Foreign(("auto", "safetensors", "hf")),
+        "max_logprobs": Foreign((20,), "SamplingParams.logprobs takes up to 20, or -1"),
+        "pipeline_parallel_size": Foreign((None, 1), "tensor_parallel_size shares a model"),
+        "quantization": Foreign(
+            (None, "mxfp4", "fp8", "gguf"), "checkpoints in float8, MXFP4 and GGUF are read as such"
+        ),
+        "runner": Foreign(("auto", "generate"), "models generate text"),
+        "seed": Foreign((None, 0), "SamplingParams.seed is the seed of a request"),
+        "skip_tokenizer_init": Foreign((False,), "prompts may be token ids all the same"),
+        "swap_space": _ANY,
+        "task": Foreign((None, "auto", "generate"), "models generate text"),
+        "tokenizer_mode": Foreign(("auto", "hf"), "the checkpoint's own tokenizer is read"),
+        "tokenizer_revision": Foreign((None,), "`revision` holds for the tokenizer too"),
+        "trust_remote_code": Foreign((None, False), _NO_CODE),
+    },
+    {},
+)
+
+# Keys of vLLM's speculative_config.
+SPECULATIVE = ForeignKeys(
+    {
+        "attention_backend": _NONE,
+        "code_revision": Foreign((None,), _NO_CODE),
+        "disable_by_batch_size": Foreign(
+            (None,), "num_speculative_tokens_per_batch_size is a schedule"
+        ),
+        "disable_logprobs": _ANY,
+        "disable_padded_drafter_batch": _OFF,
+        "draft_load_config": _NONE,
+        "enforce_eager": _ANY,
+        "moe_backend": _NONE,
+        "parallel_drafting": _OFF,
+        "quantization": Foreign((None,), "a head's weights are floats"),
+        "revision": Foreign((None,), "a revision follows the model's name: owner/name@revision"),
+        "speculative_token_tree": _NONE,
+        "trust_remote_code": Foreign((None, False), _NO_CODE),
+        "use_heterogeneous_vocab": _OFF,
+    },
+    {"max_model_len": "draft_max_model_len"},
+)
+
+# Keywords of vLLM's SamplingParams.
+SAMPLING = ForeignKeys(
+    {
+        "best_of": Foreign((None, 1), "n texts are all returned"),
+        "detokenize": Foreign((True,), "texts are always made"),
+        "early_stopping": _OFF,
+        "extra_args": Foreign((None, {})),
+        "flat_logprobs": _OFF,
+        "guided_decoding": Foreign((None,), "there are no grammars here"),
+        "length_penalty": Foreign((1.0, 1)),
+        "logits_processors": Foreign((None, [], ()), "processors are part of the compiled round"),
+        "output_kind": _NONE,
+        "spaces_between_special_tokens": Foreign((True,)),
+        "structured_outputs": Foreign((None,), "there are no grammars here"),
+        "truncate_prompt_tokens": Foreign((None,), "a prompt is never cut"),
+        "use_beam_search": _OFF,
+    },
+    {},
+)
+
+# Keywords of vLLM's LLM.generate and LLM.chat.
+GENERATE = ForeignKeys(
+    {
+        "chat_template_content_format": Foreign(("auto", "string"), "content is given as text"),
+        "lora_request": Foreign((None,), "there are no adapters here"),
+        "mm_processor_kwargs": Foreign((None, {}), "prompts are text"),
+        "priority": Foreign((None,), "requests run in the order of their arrival"),
+        "tokenization_kwargs": Foreign((None, {}), "prompts are never cut"),
+    },
+    {},
+)
+
+
+def keywords_of(function: Callable[..., object]) -> list[str]:
+    """Return the names of the arguments that a method can be given by keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+
+
+def own_keys(
+    what: str, given: Mapping[Any, Any], known: Collection[str], foreign: ForeignKeys
+) -> dict[str, Any]:
+    """Return the given settings under the names of here.
+
+    ConfigError for a key that neither side knows, with the nearest known one, and for a value of
+    vLLM's that would change something. what: names the settings in such an error.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in given.items():
+        name = foreign.names.get(key, key) if isinstance(key, str) else key
+        if name in foreign.values and name not in known:
+            foreign.values[name].check(name, value)
+        elif name not in known:
+            [nearest] = difflib.get_close_matches(
+                str(key), (*known, *foreign.names), n=1, cutoff=0.0
+            )
+            raise ConfigError(
+                f"{what}: expected known settings, of which {nearest} is the nearest, "
+                f"got {key!r:.100}"
+            )
+        elif name in kept or (name != key and name in given):
+            raise ConfigError(f"{what}: expected {name} or {key}, got both")
+        else:
+            kept[name] = value
+    return kept
+
+
+def checks_keywords(foreign: ForeignKeys = NO_FOREIGN_KEYS) -> Callable[[type[T]], type[T]]:
+    """Decorate a dataclass: its constructor raises ConfigError for arguments that it lacks."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init: Callable[..., None] = cls.__init__
+        known = frozenset(field.name for field in fields(cls))  # pyright: ignore[reportArgumentType]
+
+        @wraps(init)
+        def checked(self: T, *values: Any, **keywords: Any) -> None:
+            if not keywords.keys() <= known:
+                keywords = own_keys(cls.__name__, keywords, sorted(known), foreign)
+            try:
+                init(self, *values, **keywords)
+            except TypeError as e:
+                try:
+                    inspect.signature(init).bind(self, *values, **keywords)
+                except TypeError:
+                    raise ConfigError(
+                        f"{cls.__name__}: expected each setting once, by keyword, got {e}"
+                    ) from None
+                raise
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate

@@ -1,0 +1,321 @@
+"""Calls in vLLM's shape, as its documentation has them: they run, or say in one sentence why not.
+
+Names of models and heads are those of tiny folders; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec import LLM, ConfigError, SamplingParams
+from tests.scripts.conftest import write_draft, write_target
+
+pytestmark = pytest.mark.once
+
+PROMPTS = ["Hello, my name is", "The future of AI is"]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_current_weather",
+            "description": "Get the current weather in a given location",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+TEMPLATE = (
+    "{% if tools %}tools {{ tools | map(attribute='function') | map(attribute='name') | join }}\n"
+    "{% endif %}{% if enable_thinking is defined %}thinking {{ enable_thinking }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_target(tmp_path_factory.mktemp("target") / "target"))
+
+
+@pytest.fixture(scope="session")
+def head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_draft(tmp_path_factory.mktemp("head") / "head"))
+
+
+@pytest.fixture(scope="session")
+def llm(target: str, head: str) -> LLM:
+    """The shared engine, made as vLLM's page on EAGLE makes it; the method is the head's own."""
+    return LLM(
+        model=target,
+        tensor_parallel_size=1,
+        trust_remote_code=False,
+        enforce_eager=True,
+        max_model_len=256,
+        gpu_memory_utilization=0.8,
+        max_num_seqs=2,
+        seed=0,
+        speculative_config={
+            "model": head,
+            "draft_tensor_parallel_size": 1,
+            "num_speculative_tokens": 2,
+            "max_model_len": 256,
+        },
+    )
+
+
+def rendered(llm: LLM, output: Any) -> str:
+    return llm.get_tokenizer().decode(output.prompt_token_ids)
+
+
+# --- calls that run
+
+
+def test_the_method_is_read_from_the_head(llm: LLM) -> None:
+    assert llm.speculative is not None and llm.speculative.method == "eagle3"
+    assert llm.speculative.draft_max_model_len == 256
+    assert repr(llm) == llm.describe() and "draft: eagle3" in repr(llm)
+
+
+def test_quickstart(llm: LLM) -> None:
+    """docs.vllm.ai, Quickstart: offline batched inference."""
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    outputs = llm.generate(PROMPTS, sampling_params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.prompt == prompt and output.finished
+        generated_text = output.outputs[0].text
+        assert isinstance(generated_text, str) and output.outputs[0].finished()
+        assert len(output.outputs[0].token_ids) == 16
+    first, second = (int(output.request_id) for output in outputs)
+    assert second == first + 1
+
+
+def test_chat_with_use_tqdm(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    """examples/offline_inference/basic/chat.py: a conversation, and a batch of them."""
+    conversation = [
+        {"role": "system", "content": "You are a helpful assistant"},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello! How can I assist you today?"},
+        {"role": "user", "content": "Write an essay about higher education."},
+    ]
+    params = SamplingParams(max_tokens=4)
+    outputs = llm.chat([conversation] * 2, params, use_tqdm=False)
+    assert len(outputs) == 2 and capfd.readouterr().err == ""
+    llm.chat(conversation, params, use_tqdm=True)
+    assert "1/1" in capfd.readouterr().err
+
+
+def test_chat_template_by_hand(llm: LLM) -> None:
+    """Quickstart: apply_chat_template of the tokenizer, then generate."""
+    tokenizer = llm.get_tokenizer()
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    by_hand = llm.generate(
+        {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}, params
+    )
+    assert by_hand[0].prompt_token_ids == llm.chat(messages, params)[0].prompt_token_ids
+
+
+def test_tools_and_template_kwargs(llm: LLM) -> None:
+    """examples/offline_inference/chat_with_tools.py, and Qwen3's switch of thinking."""
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "a1",
+                    "type": "function",
+                    "function": {"name": "get_current_weather", "arguments": '{"city": "Dallas"}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": "sunny", "tool_call_id": "a1"},
+    ]
+    [output] = llm.chat(
+        messages,
+        sampling_params=SamplingParams(max_tokens=1),
+        tools=TOOLS,
+        chat_template=TEMPLATE,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert rendered(llm, output) == (
+        "tools get_current_weather\nthinking False\nuser: Weather?\nassistant: Dallas\n"
+        "tool: sunny\nassistant: "
+    )
+
+
+def test_content_parts_are_lines(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    chats = [[{"role": "user", "content": content}] for content in (parts, "one\ntwo")]
+    a, b = llm.chat(chats, SamplingParams(max_tokens=1))
+    assert a.prompt_token_ids == b.prompt_token_ids
+    assert "one\ntwo" in rendered(llm, a)
+
+
+def test_the_last_message_is_continued(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "It is"}]
+    [output] = llm.chat(
+        messages,
+        SamplingParams(max_tokens=1),
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert rendered(llm, output).endswith("It is")
+
+
+def test_stop_reason_and_cached_tokens(llm: LLM) -> None:
+    """What ended a text, and the part of a prompt that the prefix cache held."""
+    prompt = "What a long prompt this is. " * 8
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    llm.generate(prompt, greedy)
+    [again] = llm.generate(prompt, greedy)
+    assert again.num_cached_tokens is not None and again.num_cached_tokens >= 64
+    assert again.num_cached_tokens % 64 == 0
+    assert (again.outputs[0].finish_reason, again.outputs[0].stop_reason) == ("length", None)
+    text, third = again.outputs[0].text, again.outputs[0].token_ids[2]
+    [by_text] = llm.generate(prompt, SamplingParams(temperature=0, stop=[text[1:3]]))
+    assert by_text.outputs[0].stop_reason == text[1:3]
+    [by_token] = llm.generate(prompt, SamplingParams(temperature=0, stop_token_ids=[third]))
+    assert by_token.outputs[0].stop_reason == third
+
+
+def test_special_tokens_are_kept_on_request(llm: LLM) -> None:
+    end = llm.eos_token_ids[0]
+    params = {"temperature": 0, "max_tokens": 2, "allowed_token_ids": [end], "ignore_eos": True}
+    [hidden] = llm.generate("Hello", SamplingParams(**params))
+    [shown] = llm.generate("Hello", SamplingParams(**params, skip_special_tokens=False))
+    assert hidden.text == "" and shown.text == 2 * llm.get_tokenizer().decode([end])
+    streamed = "".join(
+        i.text for i in llm.stream("Hello", SamplingParams(**params, skip_special_tokens=False))
+    )
+    assert streamed == shown.text
+
+
+def test_ngram(target: str) -> None:
+    """Speculating by matching n-grams in the prompt."""
+    llm = LLM(
+        model=target,
+        tensor_parallel_size=1,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 5,
+            "prompt_lookup_max": 4,
+        },
+        max_model_len=128,
+    )
+    assert llm.speculative is not None and llm.speculative.prompt_lookup_max == 4
+
+
+# --- calls that end in one sentence
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda target, head: LLM(target, tensor_parallel_size=4096),
+            "tensor_parallel_size: expected at most the",
+        ),
+        (
+            lambda target, head: LLM(
+                target, speculative_config={"model": head, "method": "draft_model"}
+            ),
+            "method: expected one of eagle, eagle3, mtp, ngram, got 'draft_model'",
+        ),
+        (
+            lambda target, head: LLM(
+                target, speculative_config={"method": "suffix", "num_speculative_tokens": 32}
+            ),
+            "method: expected one of eagle, eagle3, mtp, ngram, got 'suffix'",
+        ),
+        (
+            lambda target, head: LLM(
+                target, speculative_config={"method": "mtp", "num_speculative_tokens": 1}
+            ),
+            "mtp",
+        ),
+        (
+            lambda target, head: LLM(target, speculative_config={"model": head, "method": "eagle"}),
+            "method: expected 'eagle3', which this head is by its files",
+        ),
+        (
+            lambda target, head: LLM(target, speculative_config={"num_speculative_tokens": 3}),
+            "speculative model: expected a folder",
+        ),
+        (
+            lambda target, head: LLM(target, speculative_config={"model": head, "num_spec": 3}),
+            "num_speculative_tokens is the nearest, got 'num_spec'",
+        ),
+        (
+            lambda target, head: LLM(target, trust_remote_code=True),
+            "trust_remote_code: expected None or False (no code of a checkpoint runs here), got",
+        ),
+        (lambda target, head: LLM(target, enable_lora=True), "enable_lora: expected None or False"),
+        (
+            lambda target, head: LLM(target, max_num_seq=4),
+            "LLM: expected known settings, of which max_num_seqs is the nearest, got 'max_num_seq'",
+        ),
+        (
+            lambda target, head: LLM(target, runner="pooling"),
+            "runner: expected 'auto' or 'generate' (models generate text), got 'pooling'",
+        ),
+        (
+            lambda target, head: LLM(target, kv_cache_dtype="fp8"),
+            "kv_cache_dtype: expected one of auto, bfloat16, float32, got 'fp8'",
+        ),
+        (
+            lambda target, head: SamplingParams(structured_outputs={"choice": ["a", "b"]}),
+            "structured_outputs: expected None (there are no grammars here)",
+        ),
+        (
+            lambda target, head: SamplingParams(temprature=0.5),
+            "SamplingParams: expected known settings, of which temperature is the nearest",
+        ),
+        (
+            lambda target, head: LLM(target, revision="main"),
+            "revision: expected none, or a hub id without one beside it, got 'main'",
+        ),
+    ],
+)
+def test_one_sentence(
+    target: str, head: str, call: Callable[[str, str], object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        call(target, head)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lora_request": "adapter"}, "lora_request: expected None"),
+        ({"prefix_allowed": 1}, "LLM.chat: expected known settings, of which"),
+        ({"use_tqdm": "yes"}, "progress, use_tqdm: expected true or false, got 'yes'"),
+        ({"tools": "weather"}, "tools: expected a list of objects, got 'weather'"),
+        ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs: expected variables by name"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "variables of the template, got tokenize"),
+        ({"continue_final_message": True}, "or add_generation_prompt false, got both"),
+    ],
+)
+def test_a_wrong_option_of_chat(llm: LLM, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match="expected") as error:
+        llm.chat([{"role": "user", "content": "Hi"}], **options)
+    assert sentence in str(error.value)
+
+
+def test_an_image_is_refused(llm: LLM) -> None:
+    """docs.vllm.ai, Multimodal inputs."""
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/duck.jpg"}}
+    with pytest.raises(ConfigError, match="prompt 0: chat: expected text, or parts of type 'text'"):
+        llm.chat([{"role": "user", "content": [image]}])
+
+
+def test_the_file_of_a_head_is_no_target_of_a_revision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="revision: expected a commit, a tag or a branch, got 3"):
+        LLM(str(tmp_path), revision=3)
