@@ -6,31 +6,43 @@ those of all devices in the devices' order. So each device has the same bits. No
 a row is exchanged, except by `whole_rows`.
 
 An exchange costs a GPU some microseconds whatever it carries, so `gather` takes several arrays.
+With addresses it is the kernel of the all_gather op, up to its limits, else XLA's collective.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import logging
+import math
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import all_gather as all_gather_op
+from pallas_kernels.types import STATIC
+
+logger = logging.getLogger(__name__)
+
 Tree = TypeVar("Tree")
 Indexed = tuple[jax.Array, jax.Array]  # (value, token id)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VocabShards:
-    """How rows of logits are cut over devices. Static and hashable.
+    """How rows of logits are cut over devices. Hashable: the hash leaves out the addresses.
 
-    axis:  mesh axis of the jax.shard_map that runs the code; None: each device has whole rows
-    count: number of contiguous pieces of equal size; piece i is that of the axis' device i
+    axis:      mesh axis of the jax.shard_map that runs the code; None: each device has whole rows
+    count:     number of contiguous pieces of equal size; piece i is that of the axis' device i
+    addresses: the devices' mailboxes (all_reduce.Peers); None: XLA's collectives exchange
     """
 
-    axis: str | None = None
-    count: int = 1
+    axis: str | None = field(default=None, metadata=STATIC)
+    count: int = field(default=1, metadata=STATIC)
+    addresses: jax.Array | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.count < 1 or (self.axis is None) != (self.count == 1):
@@ -83,10 +95,9 @@ class VocabShards:
 
         parts: arrays of dtypes of 4 bytes.
         """
-        assert self.axis is not None
         leaves, structure = jax.tree.flatten(parts)
         words = [lax.bitcast_convert_type(leaf, jnp.int32).reshape(-1) for leaf in leaves]
-        gathered = lax.all_gather(jnp.concatenate(words), self.axis)
+        gathered = self.gather_words(jnp.concatenate(words))
         found, start = [], 0
         for leaf in leaves:
             end = start + leaf.size
@@ -95,12 +106,22 @@ class VocabShards:
             start = end
         return jax.tree.unflatten(structure, found)
 
+    def gather_words(self, words: jax.Array) -> jax.Array:
+        """Return int32 words [...] as [count, ...], those of all devices."""
+        assert self.axis is not None
+        if self.addresses is None or not _kernel_takes(math.prod(words.shape), self.count):
+            return lax.all_gather(words, self.axis)
+        peers = all_gather_op.Peers(addresses=self.addresses, axis=self.axis, size=self.count)
+        flat = all_gather_op.all_gather(words.reshape(-1), peers, implementation="mosaic_gpu")
+        return flat.reshape(self.count, *words.shape)
+
     def whole_rows(self, rows: jax.Array) -> jax.Array:
-        """Return rows [..., size] as [..., vocab]: an exchange of all that they hold."""
+        """Return float32 rows [..., size] as [..., vocab]: an exchange of all that they hold."""
         if self.axis is None:
             return rows
+        words = self.gather_words(lax.bitcast_convert_type(rows, jnp.int32))
         # Gathered along another axis than the first, XLA would transpose before and after.
-        pieces = jnp.moveaxis(lax.all_gather(rows, self.axis), 0, -2)
+        pieces = jnp.moveaxis(lax.bitcast_convert_type(words, rows.dtype), 0, -2)
         return pieces.reshape(*rows.shape[:-1], -1)
 
     def maximum(self, partial: jax.Array) -> jax.Array:
@@ -144,6 +165,15 @@ class VocabShards:
 
 
 WHOLE = VocabShards()
+
+
+@functools.cache
+def _kernel_takes(words: int, count: int) -> bool:
+    """Return whether the kernel exchanges so many words; the log says once why not."""
+    reason = all_gather_op.unsupported(words, count)
+    if reason is not None:
+        logger.info("XLA gathers the devices' %d words: the kernel %s", words, reason)
+    return reason is None
 
 
 def add_in_order(parts: jax.Array) -> jax.Array:

@@ -6,10 +6,11 @@ python scripts/experiment_all_reduce.py --cpu     # a dry run of the reference o
 
 Each case is a process of its own with a time limit:
 
-    check        its results against the reference, to the bit but for the norm
+    check        its results against the reference, to the bit but for the norm; the all-gather's
     time         microseconds of an all-reduce in chains of 64, with XLA's and a launch beside it
     threads      the same by the number of warpgroups
-    soak         rounds of 64 all-reduces of many shapes; every value is compared on each device
+    soak         rounds of 64 all-reduces of many shapes, and 8 all-gathers; every value is
+                 compared on each device
     independent  two chains in one program that do not depend on each other
     stopped      a rank that leaves out one all-reduce: how long the others wait, and what they say
 """
@@ -46,6 +47,7 @@ SOAK_SHAPES = (
     (33, 256, "bfloat16"),
     (4, 4096, "bfloat16"),
 )
+SOAK_WORDS = (2, 24, 1536, 16_000)  # of all-gathers between them
 
 
 def main() -> None:
@@ -166,6 +168,34 @@ class Experiment:
         for rows in (1, 4, 64):
             for kind in ("kernel", "kernel float32", "kernel + norm", "kernel + norm float32"):
                 self.compare(rows, kind)
+        for count in (1, 2, 24, 513, 16_000, 256_000):
+            self.compare_words(count)
+
+    def compare_words(self, count: int) -> None:
+        """Compare the all-gather of random words with what was sent."""
+        import jax
+        import numpy as np
+
+        from pallas_kernels.all_gather import all_gather
+        from pallas_kernels.all_gather.shapes import make_inputs
+
+        gather = self.program(
+            lambda addresses, words: all_gather(
+                words, self.peers(addresses=addresses), implementation=self.implementation
+            )
+        )
+        wrong = 0
+        for seed in range(3):  # both buffers, and the first once more
+            sent = make_inputs(count, self.size, seed)
+            found = np.asarray(gather(jax.device_put(sent, self.shard(self.each))))
+            wrong += int((found != np.asarray(sent)[None]).sum())
+        self.say(
+            case="check",
+            kind="all-gather",
+            words=count,
+            wrong_words=wrong,
+            failed=(f"all-gather of {count} words: {wrong} wrong" if wrong else "") or self.error(),
+        )
 
     def time(self) -> None:
         for rows in map(int, self.args.rows.split(",")):
@@ -349,6 +379,7 @@ class Experiment:
         import jax.numpy as jnp
         import numpy as np
 
+        from pallas_kernels.all_gather import all_gather
         from pallas_kernels.all_reduce import all_reduce
 
         def share(rank: Any, rows: int, width: int, salt: Any) -> jax.Array:
@@ -371,6 +402,13 @@ class Experiment:
                 wrong += (total.astype(jnp.float32) != expected.astype(jnp.float32)).sum(
                     dtype=jnp.int32
                 )
+                if i % len(SOAK_SHAPES):
+                    continue
+                count = SOAK_WORDS[i // len(SOAK_SHAPES) % len(SOAK_WORDS)]
+                words = share(rank, 1, count, salt + jnp.minimum(wrong, 0))[0]
+                found = all_gather(words, peers, implementation=self.implementation)
+                sent = [share(other, 1, count, salt)[0] for other in range(self.size)]
+                wrong += (found != jnp.stack(sent)).sum(dtype=jnp.int32)
             return number + 1, wrong
 
         def rounds_of(addresses: Any, number: Any, wrong: Any) -> Any:

@@ -174,7 +174,7 @@ class RoundConfig(SamplingFeatures):
             target=placement.target(self.target).on_device(self.target),
             draft=None if draft is None else placement.draft(draft).on_device(draft),
             ops=replace(self.ops, layers=group, vocabulary=group),
-            vocab_shards=VocabShards(MODEL, placement.size),
+            vocab_shards=VocabShards(MODEL, placement.size, addresses),
             placement=alone,
         )
 

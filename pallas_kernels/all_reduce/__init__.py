@@ -9,10 +9,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import hopper
 from pallas_kernels.all_reduce import inputs, reference
-from pallas_kernels.all_reduce.inputs import Peers
+from pallas_kernels.all_reduce.inputs import EarlyReads, Span
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
+from pallas_kernels.peers import Peers
 
-__all__ = ["IMPLEMENTATIONS", "Peers", "all_reduce", "unsupported"]
+__all__ = ["IMPLEMENTATIONS", "EarlyReads", "Peers", "Span", "all_reduce", "unsupported"]
 
 
 @overload
@@ -23,6 +24,7 @@ def all_reduce(
     residual: jax.Array | None = None,
     gain: None = None,
     eps: float = 0.0,
+    early_reads: EarlyReads = (),
     implementation: str,
 ) -> jax.Array: ...
 
@@ -35,6 +37,7 @@ def all_reduce(
     residual: jax.Array | None = None,
     gain: jax.Array,
     eps: float,
+    early_reads: EarlyReads = (),
     implementation: str,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -46,6 +49,7 @@ def all_reduce(
     residual: jax.Array | None = None,
     gain: jax.Array | None = None,
     eps: float = 0.0,
+    early_reads: EarlyReads = (),
     implementation: str,
 ) -> reference.Result:
     """Return the sum of x over peers.axis; with a gain also the sum's RMS norm: (sum, normed).
@@ -54,6 +58,7 @@ def all_reduce(
     residual: [rows, width], added to the sum; the same on all devices
     gain:     [width], of the norm
     eps:      of the norm
+    early_reads: what the kernel reads into L2 meanwhile, for the next one; the reference does not
 
     Shares are added in float32 and in rank order, so all devices get the same bits. The result has
     residual's dtype, without it x's. As with a product's residual, the sum is rounded to that dtype
@@ -77,7 +82,9 @@ def all_reduce(
         return reference.all_reduce(x, peers, residual=residual, gain=gain, eps=eps)
     from pallas_kernels.all_reduce import mosaic_gpu
 
-    return mosaic_gpu.all_reduce(x, peers, residual=residual, gain=gain, eps=eps)
+    return mosaic_gpu.all_reduce(
+        x, peers, residual=residual, gain=gain, eps=eps, early_reads=early_reads
+    )
 
 
 def unsupported(rows: int, width: int, dtype: DTypeLike, size: int) -> str | None:

@@ -2,12 +2,14 @@
 
 A mailbox is one array that XLA allocates and does not know to be written. From its start:
 
-    error     8 bytes: 0, or the first exchange that got no answer (see `Failure`)
-    counters  4 bytes a block: the epoch of the block's last exchange
-    slots     for each block, parity of the epoch and sender: one row, 4 bytes of data and 4 of
-              epoch in turn
+    error   8 bytes: 0, or the first exchange that got no answer (see `Failure`)
+    ROWS    the region of the all-reduce; a block exchanges one row
+    WORDS   the region of the all-gather; a block exchanges WORDS_A_BLOCK words
 
-A block's slots lie at the same place whatever the shape and the number of rows of a call.
+A region has a counter of 4 bytes a block, the epoch of the block's last exchange. Its slots follow,
+one for each block, parity of the epoch and sender. A slot of ROWS holds values and is EMPTY between
+exchanges; one of WORDS holds each word with its epoch. A block's slots lie at the same place
+whatever the shape and the number of rows of a call.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MAX_ROWS = 256  # a row is a block
 MAX_WIDTH = 8192
+WORDS_A_BLOCK = 512
+MAX_WORD_BLOCKS = 512
 MAX_DEVICES = 8
 TIMEOUT_SECONDS = 10
-
-COUNTERS = 128  # bytes from the start; the error lies before
-SLOTS = COUNTERS + 4 * MAX_ROWS
-SLOT_BYTES = 8 * MAX_WIDTH  # float32 values, each with an epoch
+EMPTY = 0xFFFFFFFF  # a word of ROWS that has not arrived; no number but a NaN has these bits
 
 _AXIS = "rank"
 
@@ -37,17 +39,50 @@ _AXIS = "rank"
 Devices: TypeAlias = "Sequence[jax.Device]"  # pyright: ignore[reportInvalidTypeForm]
 
 
-def slot_strides(size: int) -> tuple[int, int, int]:
-    """Return the bytes from a block's slots to the next block's, parity's and sender's.
+@dataclass(frozen=True)
+class Region:
+    """The part of a mailbox that one kind of exchange uses.
 
-    size: number of devices. A device has no slot for itself: senders are counted without it.
+    counters:   bytes from the mailbox's start to the first block's counter
+    num_blocks: most blocks of a call
+    slot_bytes: of one slot
     """
-    return 2 * (size - 1) * SLOT_BYTES, (size - 1) * SLOT_BYTES, SLOT_BYTES
+
+    counters: int
+    num_blocks: int
+    slot_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """Bytes from the mailbox's start to the first slot."""
+        return self.counters + 4 * self.num_blocks
+
+    def strides(self, size: int) -> tuple[int, int, int]:
+        """Return the bytes from a block's slots to the next block's, parity's and sender's.
+
+        size: number of devices. A device has no slot for itself: senders are counted without it.
+        """
+        return 2 * (size - 1) * self.slot_bytes, (size - 1) * self.slot_bytes, self.slot_bytes
+
+    def end(self, size: int) -> int:
+        """Return the bytes from the mailbox's start to the region's end, for so many devices."""
+        return self.slots + self.num_blocks * self.strides(size)[0]
+
+
+# The error lies before the first counter. WORDS comes first: its place depends on no size.
+def word_region() -> Region:
+    """Return the region of the all-gather: 4 bytes of data and 4 of epoch in turn."""
+    return Region(128, MAX_WORD_BLOCKS, 8 * WORDS_A_BLOCK)
+
+
+def row_region(size: int) -> Region:
+    """Return the region of the all-reduce between so many devices: rows of float32 values."""
+    return Region(word_region().end(size), MAX_ROWS, 4 * MAX_WIDTH)
 
 
 def num_bytes(size: int) -> int:
     """Return the bytes of one mailbox, for so many devices."""
-    return SLOTS + MAX_ROWS * slot_strides(size)[0]
+    return row_region(size).end(size)
 
 
 @dataclass(frozen=True)
@@ -56,7 +91,7 @@ class Failure:
 
     rank:   the device that waited
     silent: the rank that did not answer
-    block:  the row
+    block:  of the all-reduce, which is a row, or of the all-gather
     epoch:  number of the exchange, counted by block
     """
 
@@ -75,7 +110,7 @@ class Failure:
     def __str__(self) -> str:
         return (
             f"rank {self.silent} did not answer rank {self.rank} within {TIMEOUT_SECONDS} s "
-            f"(all-reduce {self.epoch} of row {self.block})"
+            f"(exchange {self.epoch} of block {self.block})"
         )
 
 
@@ -89,12 +124,17 @@ def make_mailboxes(devices: Devices) -> tuple[jax.Array, np.ndarray]:
     if reason := unreachable(devices):
         raise ValueError(f"all_reduce: {reason}")
     mesh = Mesh(np.array(devices), (_AXIS,))
-    sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
     _open_peer_access(mesh)
-    words = num_bytes(len(devices)) // 4
-    mailboxes = jax.jit(
-        lambda: jnp.zeros((len(devices), words), jnp.uint32), out_shardings=sharding
-    )()
+    words, empty = num_bytes(len(devices)) // 4, row_region(len(devices)).slots // 4
+
+    def new() -> jax.Array:
+        index = lax.broadcasted_iota(jnp.int32, (1, words), 1)
+        return jnp.where(index < empty, jnp.uint32(0), jnp.uint32(EMPTY))
+
+    one_each = jax.shard_map(
+        new, mesh=mesh, in_specs=(), out_specs=PartitionSpec(_AXIS), check_vma=False
+    )
+    mailboxes = jax.jit(one_each)()
     jax.block_until_ready(mailboxes)
     pointer_of = {
         shard.device: shard.data.unsafe_buffer_pointer() for shard in mailboxes.addressable_shards

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.all_reduce.inputs import Peers
+from pallas_kernels.peers import Peers
 from pallas_kernels.rms_norm.reference import rms_norm
 from pallas_kernels.vocab_shards import add_in_order
 

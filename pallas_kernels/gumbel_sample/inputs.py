@@ -36,7 +36,7 @@ class Inputs:
     offset: jax.Array
     token_ids: jax.Array | None = None
     stream: int = field(metadata=STATIC)
-    shards: VocabShards = field(default=WHOLE, metadata=STATIC)
+    shards: VocabShards = WHOLE
 
     def check(self) -> None:
         """Raise ValueError for shapes and dtypes that do not fit together."""

@@ -6,8 +6,8 @@ scores. A single launch would need a cluster for each row, whose eight multiproc
 the noise of 32,000 tokens for microseconds. An argmax has no order of summation, so the division
 of a row may depend on the number of rows.
 
-Of rows that are cut over devices, the second kernel takes the first of the own piece's scores. An
-all-gather takes them to all devices, and XLA compares one score of each.
+Of rows that are cut over devices, the second kernel takes the first of the own piece's scores. They
+are exchanged, and XLA compares one score of each device.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     (words,) = _launch(
         combine_piece, rows, (*parts, first), (jax.ShapeDtypeStruct((rows, 2), jnp.int32),)
     )
-    words = lax.all_gather(words, shards.axis)
+    words = shards.gather_words(words)
     values = lax.bitcast_convert_type(words[..., 0], jnp.float32)
     return first_highest(values, words[..., 1])[1]
 

@@ -60,7 +60,7 @@ class Inputs:
     temperature: jax.Array | None = None
     rule: Rule = field(metadata=STATIC)
     sampled: bool = field(default=True, metadata=STATIC)
-    shards: VocabShards = field(default=WHOLE, metadata=STATIC)
+    shards: VocabShards = WHOLE
 
     def check(self) -> None:
         """Raise ValueError for shapes, dtypes or arguments that do not fit together."""

@@ -29,26 +29,46 @@ def test_reference_adds_in_rank_order_and_rounds_as_a_product_does(size: int) ->
 
 @pytest.mark.parametrize("size", range(2, mailbox.MAX_DEVICES + 1))
 def test_slots_fill_the_mailbox_without_overlap(size: int) -> None:
-    strides = mailbox.slot_strides(size)
-    counts = mailbox.MAX_ROWS, 2, size - 1
-    starts = sorted(
-        mailbox.SLOTS + sum(n * stride for n, stride in zip(index, strides, strict=True))
-        for index in product(*map(range, counts))
-    )
-    ends = [start + 8 * mailbox.MAX_WIDTH for start in starts]  # float32 and epochs
-    assert starts[1:] == ends[:-1]
-    assert ends[-1] == mailbox.num_bytes(size) < 2**31  # the kernel counts in int32
-    # The error's 8 bytes, the counters, the slots; words of 16 bytes are read from the slots.
-    assert mailbox.COUNTERS >= 8
-    assert starts[0] >= mailbox.COUNTERS + 4 * mailbox.MAX_ROWS
-    assert {start % 128 for start in starts} == {0}
+    """The error's 8 bytes, and for words and for rows counters and slots."""
+    before = 8
+    for region, slot_bytes in (
+        (mailbox.word_region(), 8 * mailbox.WORDS_A_BLOCK),  # words and epochs
+        (mailbox.row_region(size), 4 * mailbox.MAX_WIDTH),  # float32
+    ):
+        strides, counts = region.strides(size), (region.num_blocks, 2, size - 1)
+        starts = sorted(
+            region.slots + sum(n * stride for n, stride in zip(index, strides, strict=True))
+            for index in product(*map(range, counts))
+        )
+        ends = [start + slot_bytes for start in starts]
+        assert starts[1:] == ends[:-1]
+        assert region.counters >= before
+        assert starts[0] >= region.counters + 4 * region.num_blocks
+        assert {start % 128 for start in starts} == {0}  # 16 bytes are read at once
+        assert region.end(size) == ends[-1]
+        before = ends[-1]
+    assert before == mailbox.num_bytes(size) < 2**31  # the kernel counts in int32
+
+
+def test_new_mailboxes_hold_zeros_and_empty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made without peers on one CPU device: the words' slots expect epoch 0, the rows' EMPTY."""
+    monkeypatch.setattr(mailbox, "unreachable", lambda _: None)
+    monkeypatch.setattr(mailbox, "_open_peer_access", lambda _: None)
+    monkeypatch.setattr(mailbox, "MAX_ROWS", 3)
+    region = mailbox.row_region(2)
+    monkeypatch.setattr(mailbox, "num_bytes", lambda _: region.end(2))
+    monkeypatch.setattr(mailbox, "row_region", lambda _: region)
+    found, _ = mailbox.make_mailboxes([jax.devices()[0]])
+    words, slots = np.asarray(found)[0], region.slots // 4
+    assert (words[:slots] == 0).all() and (words[slots:] == mailbox.EMPTY).all()
+    assert words[slots:].size == 3 * 2 * mailbox.MAX_WIDTH
 
 
 def test_an_error_word_becomes_one_sentence() -> None:
     assert Failure.of(0, 0, 0) is None
     failure = Failure.of(0, (3 << 8) + 1 + 1, 77)
     assert failure == Failure(rank=0, silent=1, block=3, epoch=77)
-    assert str(failure) == ("rank 1 did not answer rank 0 within 10 s (all-reduce 77 of row 3)")
+    assert str(failure) == ("rank 1 did not answer rank 0 within 10 s (exchange 77 of block 3)")
 
 
 def test_the_first_error_of_all_mailboxes_is_told() -> None:
@@ -105,8 +125,8 @@ def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: 
         ((4, 4096, jnp.bfloat16, 1), "expected 2 to 8 devices, got 1"),
         ((257, 256, jnp.bfloat16, 2), "expected at most 256 rows, got 257"),
         ((133, 256, jnp.bfloat16, 5), "expected at most 132 rows, got 133"),
-        ((4, 576, jnp.bfloat16, 2), "a multiple of 256 values up to 8192, got 576"),
-        ((4, 16384, jnp.bfloat16, 2), "a multiple of 256 values up to 8192, got 16384"),
+        ((4, 500, jnp.bfloat16, 2), "a multiple of 64 values up to 8192, got 500"),
+        ((4, 16384, jnp.bfloat16, 2), "a multiple of 64 values up to 8192, got 16384"),
     ],
 )
 def test_the_kernel_says_what_it_does_not_take(case: tuple[Any, ...], sentence: str) -> None:
@@ -125,13 +145,16 @@ def test_the_kernel_takes_the_rows_of_64_requests() -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("width", range(256, mailbox.MAX_WIDTH + 1, 256))
-def test_threads_divide_every_width(width: int) -> None:
-    from pallas_kernels.all_reduce.mosaic_gpu import threads_of
+@pytest.mark.parametrize("width", range(64, mailbox.MAX_WIDTH + 1, 64))
+def test_threads_divide_every_padded_width(width: int) -> None:
+    from pallas_kernels.all_reduce.mosaic_gpu import padded_width, threads_of
 
-    warpgroups, values = threads_of(width)
-    assert width % (128 * warpgroups * values) == 0
-    assert width // (128 * warpgroups) <= 62  # values of a thread: they stay in registers
+    padded = padded_width(width)
+    assert width <= padded <= min(width + 192, mailbox.MAX_WIDTH)
+    warpgroups, values = threads_of(padded)
+    assert padded % (128 * warpgroups * values) == 0
+    assert width % values == 0  # no register lies across the width's end
+    assert padded // (128 * warpgroups) <= 62  # values of a thread: they stay in registers
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from jax._src.lib.mlir.dialects import arith, gpu, memref, vector
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.all_reduce.mosaic_gpu.exchange import with_registers
+from pallas_kernels.all_reduce.mosaic_gpu.words import with_registers
 from pallas_kernels.types import Ref
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The words that devices exchange of rows whose vocabulary is cut over them.
 
 A warpgroup for each request folds the partial results of the device's own tokens into a few words.
-`fold_scores` makes those of all rows, `fold_winners` those of the draw. One all-gather takes them
-to all devices. Kernels read the words of all devices as scalars, and combine them in the devices'
+`fold_scores` makes those of all rows, `fold_winners` those of the draw. One exchange takes them to
+all devices. Kernels read the words of all devices as scalars, and combine them in the devices'
 order.
 """
 
@@ -41,7 +41,7 @@ def exchange_scores(problem: Problem, inputs: Arrays) -> Arrays:
     """
     if problem.shards.is_whole:
         return inputs
-    return inputs | {"scores": lax.all_gather(fold_scores(problem, inputs), problem.shards.axis)}
+    return inputs | {"scores": problem.shards.gather_words(fold_scores(problem, inputs))}
 
 
 def fold_scores(problem: Problem, inputs: Arrays) -> jax.Array:
@@ -107,7 +107,7 @@ def exchange_winners(problem: Problem, inputs: Arrays) -> Arrays:
     """
     if problem.shards.is_whole:
         return inputs
-    return inputs | {"winners": lax.all_gather(fold_winners(problem, inputs), problem.shards.axis)}
+    return inputs | {"winners": problem.shards.gather_words(fold_winners(problem, inputs))}
 
 
 def fold_winners(problem: Problem, inputs: Arrays) -> jax.Array:
