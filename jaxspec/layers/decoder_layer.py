@@ -6,7 +6,7 @@ from jaxspec.cache.arrays import FullCache
 from jaxspec.config import AttentionConfig
 from jaxspec.layers.attention import attend
 from jaxspec.layers.context import Pass
-from jaxspec.layers.mlp import add_mlp
+from jaxspec.layers.mlp import add_mlp, mlp_norm
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import ResidualStream, Stream, add_projection, pick_row, values_of
@@ -75,6 +75,6 @@ def dense_layer(
         norm=norm,
         residual=residual,
         window=window,
-        next_norm=Norm(layer["post_attention_layernorm"], eps),
+        next_norm=mlp_norm(layer, eps),
     )
     return add_mlp(layer, eps, stream, pass_.ops, next_norm=next_norm), cache

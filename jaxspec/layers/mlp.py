@@ -23,6 +23,12 @@ def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str
     }
 
 
+def mlp_norm(layer: Params, eps: float) -> Norm:
+    """Return the norm before the MLP of a layer."""
+    weights = layer["gate_proj"], layer["up_proj"]
+    return Norm(layer["post_attention_layernorm"], eps, weights)
+
+
 def add_mlp(
     layer: Params, eps: float, x: Stream, ops: Ops, *, next_norm: Norm | None = None
 ) -> ResidualStream:
@@ -31,6 +37,6 @@ def add_mlp(
     eps:       epsilon of the MLP's norm, whose gain the layer holds
     next_norm: see add_projection
     """
-    norm = Norm(layer["post_attention_layernorm"], eps)
+    norm = mlp_norm(layer, eps)
     inner = project_swiglu(x, layer["gate_proj"], layer["up_proj"], ops, norm=norm)
     return add_projection(x, inner, layer["down_proj"], ops, next_norm=next_norm)

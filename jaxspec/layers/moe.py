@@ -7,7 +7,7 @@ follows from shapes alone (`experts`), so it is fixed when a program is compiled
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from jax import lax
 from jaxspec.config import Ops
 from jaxspec.layers.log_once import log_once
 from jaxspec.layers.mlp import mlp_specs
-from jaxspec.layers.norms import rms_norm
+from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, weight
 from jaxspec.layers.products import (
     ResidualStream,
@@ -232,17 +232,27 @@ def router_logits(normed: jax.Array, router: jax.Array) -> jax.Array:
 
 
 def add_softmax_moe(
-    layer: Params, cfg: MoEConfig, eps: float, x: Stream, ops: Ops
+    layer: Params,
+    cfg: MoEConfig,
+    eps: float,
+    x: Stream,
+    ops: Ops,
+    *,
+    next_norm: Norm | None = None,
 ) -> ResidualStream:
     """Add experts(norm(x)) to the stream x [batch, rows, D], where add_mlp would add the MLP.
 
-    eps: epsilon of the norm, whose gain the layer holds. The router's bias is optional.
+    eps:       epsilon of the norm, whose gain the layer holds. The router's bias is optional.
+    next_norm: the norm that follows the layer (see add_projection)
     """
-    normed = rms_norm(values_of(x), layer["post_attention_layernorm"], eps, ops)
+    if isinstance(x, ResidualStream) and x.normed is not None:
+        normed = x.normed
+    else:
+        normed = rms_norm(values_of(x), layer["post_attention_layernorm"], eps, ops)
     flat = normed.reshape(-1, normed.shape[-1])
     chosen = route(flat, layer["router"], layer.get("router_bias"), cfg, "softmax", ops)
     routed = experts(layer["experts"], cfg, flat, *chosen, ops)
-    return add_to_stream(x, routed.reshape(normed.shape), ops)
+    return add_to_stream(x, routed.reshape(normed.shape), ops, next_norm=next_norm)
 
 
 def add_sigmoid_moe(
@@ -293,13 +303,14 @@ def experts(
         first = ops.layers.rank.astype(jnp.int32) * held
     if ops.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS:
         return _by_the_op(params, cfg, x, ids, weights, ops.moe, first)
-    if first is not None:
+    few = x.shape[0] <= FEW_ROWS or weights.size < cfg.num_experts
+    if first is not None and few:
         ids, weights = own_routes(ids, weights, first, held)
     if weights.size < cfg.num_experts:
         return _gathered(params, cfg, x, ids, weights)
-    if x.shape[0] <= FEW_ROWS:
+    if few:
         return _by_the_op(params, cfg, x, ids, weights, "reference", None)
-    return _grouped(params, cfg, x, ids, weights)
+    return _grouped(params, cfg, x, ids, weights, first)
 
 
 def own_routes(
@@ -365,16 +376,25 @@ def _gathered(
 
 
 def _grouped(
-    params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array
+    params: Params,
+    cfg: MoEConfig,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """Sort rows by expert, pad each expert's rows to whole blocks, and multiply block by block.
 
-    A block has BLOCK_ROWS rows and one expert.
+    A block has BLOCK_ROWS rows and one expert. A device with whole experts of its own, from `first`
+    on, makes no block for others': it sorts these pairs last, and gives them no place.
 
     lax.ragged_dot is no grouped product on a GPU: XLA multiplies every sorted row by every expert,
     with zeros in place of the other experts' rows.
     """
     rows, top_k = ids.shape
+    if first is not None:  # else the device has all experts
+        own = ids - first
+        ids = jnp.where((own >= 0) & (own < cfg.num_experts), own, cfg.num_experts)
     expert = ids.reshape(-1)
     order = jnp.argsort(expert)  # stable
     expert = expert[order]
@@ -390,6 +410,8 @@ def _grouped(
     of_block = jnp.minimum(
         jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), cfg.num_experts - 1
     )
+    if first is not None:
+        place = jnp.where(expert < cfg.num_experts, place, num_blocks * BLOCK_ROWS)
     row = jnp.zeros(num_blocks * BLOCK_ROWS, order.dtype).at[place].set(order // top_k)
 
     def run(block: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -403,16 +425,43 @@ def _grouped(
 
         return product(gated(cfg, product(x[row], "gate_up")), "down")
 
-    out = lax.map(
-        run, (of_block, row.reshape(num_blocks, BLOCK_ROWS)), batch_size=BLOCKS_AT_ONCE
-    ).reshape(-1, x.shape[-1])
+    blocks = of_block, row.reshape(num_blocks, BLOCK_ROWS)
+    if first is None:
+        out = lax.map(run, blocks, batch_size=BLOCKS_AT_ONCE).reshape(-1, x.shape[-1])
+        picked = out[place]
+    else:
+        out = _first_blocks(run, blocks, ends[-1], x.shape[-1]).reshape(-1, x.shape[-1])
+        picked = out.at[place].get(mode="fill", fill_value=0)
     unsorted = (
         jnp.zeros((rows * top_k, x.shape[-1]), x.dtype)
         .at[order]
-        .set(out[place])
+        .set(picked)
         .reshape(rows, top_k, -1)
     )
     return jnp.einsum("tk,tkd->td", weights, unsorted.astype(jnp.float32)).astype(x.dtype)
+
+
+def _first_blocks(
+    run: Callable[[tuple[jax.Array, jax.Array]], jax.Array],
+    blocks: tuple[jax.Array, jax.Array],
+    count: jax.Array,
+    width: int,
+) -> jax.Array:
+    """Return run's results [num_blocks, BLOCK_ROWS, width] of the first `count` blocks, else zeros.
+
+    The device chooses how many: the host reads the loop's condition back, which prefill can afford.
+    """
+    num_blocks = blocks[0].shape[0]
+    dtype = jax.eval_shape(run, jax.tree.map(lambda b: b[0], blocks)).dtype
+    at_once = min(BLOCKS_AT_ONCE, num_blocks)
+
+    def step(i: jax.Array, out: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * at_once, num_blocks - at_once)
+        some = jax.tree.map(lambda b: lax.dynamic_slice_in_dim(b, start, at_once), blocks)
+        return lax.dynamic_update_slice_in_dim(out, jax.vmap(run)(some), start, 0)
+
+    zeros = jnp.zeros((num_blocks, BLOCK_ROWS, width), dtype)
+    return lax.fori_loop(0, -(-count // at_once), step, zeros)
 
 
 def _with_bias(y: jax.Array, params: Params, name: str, expert: jax.Array) -> jax.Array:

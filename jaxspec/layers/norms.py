@@ -7,14 +7,22 @@ from typing import NamedTuple
 import jax
 
 from jaxspec.config import Ops
+from jaxspec.layers.params import Weight
 from pallas_kernels.rms_norm import rms_norm as rms_norm_op
 
 
 class Norm(NamedTuple):
-    """The RMS norm before a projection: its gain [D], and the epsilon under the root."""
+    """The RMS norm before a projection.
+
+    gain:    [D]
+    eps:     epsilon under the root
+    weights: of the projection; two are gate and up. Several devices begin to read them while they
+             exchange; () for none
+    """
 
     gain: jax.Array
     eps: float
+    weights: tuple[Weight, ...] = ()
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float, ops: Ops) -> jax.Array:

@@ -12,8 +12,11 @@ from jaxspec.layers.log_once import log_once
 from jaxspec.layers.norms import Norm
 from jaxspec.parallel.group import Group
 from pallas_kernels import all_reduce as all_reduce_op
+from pallas_kernels import matmul as matmul_op
 
 FEW_ROWS = 64  # rows whose partial sums are exchanged in float32
+# Of the next product's weights. An exchange ends when it has read them.
+EARLY_BYTES = 10 << 20
 
 
 def partial_dtype(x: jax.Array, group: Group) -> jnp.dtype:
@@ -37,6 +40,14 @@ def sum_of_devices(x: jax.Array, group: Group, ops: Ops) -> jax.Array:
     return summed.reshape(x.shape)
 
 
+def norm_of_sum(norm: Norm, ops: Ops) -> Norm | None:
+    """Return a norm that a block of experts takes with the sum before it; None on one device.
+
+    One device norms the stream when the experts read it.
+    """
+    return norm if ops.layers.size > 1 else None
+
+
 def add_sum(
     residual: jax.Array, x: jax.Array, ops: Ops, next_norm: Norm | None
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -53,12 +64,36 @@ def add_sum(
         residual=residual.reshape(flat.shape),
         gain=None if next_norm is None else next_norm.gain,
         eps=0.0 if next_norm is None else next_norm.eps,
+        early_reads=_early_reads(flat, next_norm, ops),
         implementation=implementation,
     )
     if not isinstance(summed, tuple):
         return summed.reshape(shape), None
     stream, normed = summed
     return stream.reshape(shape), normed.reshape(shape)
+
+
+def _early_reads(x: jax.Array, next_norm: Norm | None, ops: Ops) -> all_reduce_op.EarlyReads:
+    """Return what the product after a norm of x [rows, width] reads first.
+
+    A product of XLA's, and a weight that is not plain, gives none.
+    """
+    weights = () if next_norm is None else next_norm.weights
+    if ops.matmul == "reference" or not weights:
+        return ()
+    values = tuple(weight.values for weight in weights)
+    product = matmul_op.Product(
+        jax.ShapeDtypeStruct(x.shape, values[0].dtype),
+        values,
+        swiglu=len(values) == 2,
+        transposed=weights[0].transposed,
+    )
+    if weights[0].transposed or x.shape[0] > FEW_ROWS or matmul_op.unsupported(product):
+        return ()
+    return tuple(
+        (array, tuple(all_reduce_op.Span(*span) for span in spans))
+        for array, spans in zip(values, matmul_op.first_reads(product, EARLY_BYTES), strict=True)
+    )
 
 
 def _peers(x: jax.Array, group: Group, ops: Ops) -> tuple[all_reduce_op.Peers, str]:

@@ -32,6 +32,8 @@ from jaxspec.layers.moe import MoEConfig, add_softmax_moe
 from jaxspec.layers.mxfp4 import BLOCK, Mxfp4Weight, dequantise_on_host
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, vector, weight
+from jaxspec.layers.products import ResidualStream, Stream
+from jaxspec.layers.sums import norm_of_sum
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.parallel.axes import ONCE
 
@@ -269,9 +271,15 @@ def forward(
     pass_ = pass_.with_rope(cfg.attention)
 
     def run_layer(
-        i: int, layer: Params, x: jax.Array, cache: FullCache
-    ) -> tuple[jax.Array, FullCache]:
-        return _layer(layer, cfg, x, cache, pass_, group=cfg.group_of_layer[i])
+        i: int, layer: Params, x: Stream, cache: FullCache
+    ) -> tuple[ResidualStream, FullCache]:
+        next_norm = None
+        if i + 1 < cfg.num_layers:
+            following = params["layers"][i + 1]
+            weights = (following["self_attn"]["qkv_proj"],)
+            next_norm = Norm(following["input_layernorm"], cfg.attention.rms_norm_eps, weights)
+        group = cfg.group_of_layer[i]
+        return _layer(layer, cfg, x, cache, pass_, group=group, next_norm=next_norm)
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, ops=pass_.ops)
 
@@ -279,13 +287,18 @@ def forward(
 def _layer(
     layer: Params,
     cfg: GptOssConfig,
-    x: jax.Array,
+    x: Stream,
     cache: FullCache,
     pass_: Pass,
     *,
     group: int,
-) -> tuple[jax.Array, FullCache]:
-    """Run a layer of this KV-cache group: attention, then the experts."""
+    next_norm: Norm | None,
+) -> tuple[ResidualStream, FullCache]:
+    """Run a layer of this KV-cache group: attention, then the experts.
+
+    next_norm: the next layer's first norm, None for the last layer
+    """
+    before_experts = Norm(layer["post_attention_layernorm"], cfg.rms_norm_eps)
     stream, cache = add_attention(
         layer,
         cfg.attention,
@@ -296,5 +309,7 @@ def _layer(
         residual=x,
         group=group,
         window=(None, cfg.sliding_window)[group],
+        next_norm=norm_of_sum(before_experts, pass_.ops),
     )
-    return add_softmax_moe(layer, cfg.moe, cfg.rms_norm_eps, stream, pass_.ops).x, cache
+    x = add_softmax_moe(layer, cfg.moe, cfg.rms_norm_eps, stream, pass_.ops, next_norm=next_norm)
+    return x, cache

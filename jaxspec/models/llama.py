@@ -228,8 +228,9 @@ def forward_with(
     def run(i: int, layer: Params, x: Stream, cache: FullCache) -> tuple[ResidualStream, FullCache]:
         next_norm = None
         if i + 1 < cfg.num_layers:
-            gain = params["layers"][i + 1]["input_layernorm"]
-            next_norm = Norm(gain, cfg.attention.rms_norm_eps)
+            following = params["layers"][i + 1]
+            weights = (following["self_attn"]["qkv_proj"],)
+            next_norm = Norm(following["input_layernorm"], cfg.attention.rms_norm_eps, weights)
         return run_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
 
     return run_layers(

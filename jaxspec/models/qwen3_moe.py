@@ -19,6 +19,7 @@ from jaxspec.layers.moe import MoEConfig, add_softmax_moe, softmax_moe_specs
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import ResidualStream, Stream
+from jaxspec.layers.sums import norm_of_sum
 from jaxspec.models import qwen3
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits
 from jaxspec.models.llama import (
@@ -120,5 +121,16 @@ def _layer(
     if "experts" not in layer:
         return target_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
     norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
-    stream, cache = add_attention(layer, cfg.attention, x, cache, pass_, norm=norm, residual=x)
-    return add_softmax_moe(layer, cfg.moe, cfg.rms_norm_eps, stream, pass_.ops), cache
+    before_experts = Norm(layer["post_attention_layernorm"], cfg.rms_norm_eps)
+    stream, cache = add_attention(
+        layer,
+        cfg.attention,
+        x,
+        cache,
+        pass_,
+        norm=norm,
+        residual=x,
+        next_norm=norm_of_sum(before_experts, pass_.ops),
+    )
+    x = add_softmax_moe(layer, cfg.moe, cfg.rms_norm_eps, stream, pass_.ops, next_norm=next_norm)
+    return x, cache

@@ -6,9 +6,17 @@ from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.matmul import plan, reference
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.plan import Product
+from pallas_kernels.matmul.plan import Product, first_reads
 
-__all__ = ["IMPLEMENTATIONS", "Inputs", "Product", "matmul", "shares_norm", "unsupported"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Inputs",
+    "Product",
+    "first_reads",
+    "matmul",
+    "shares_norm",
+    "unsupported",
+]
 
 
 def matmul(inputs: Inputs, *, implementation: str = "reference") -> reference.Result:

@@ -23,6 +23,7 @@ residual sum here but follows attention.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ TILE_N = 64  # output columns of a tile: wgmma's M
 REDUCTION_BYTES = 1024  # for sums across warps
 RESIDENT_BYTES = 72 * 1024  # x up to this size stays in shared memory; a larger one streams
 SPLIT = 2  # CTAs for a tile where tiles are few and deep; 1 for none
+READ_BYTES = 4096  # see first_reads
 RING_DEPTH = 1536  # of a tile that a CTA's rings hold as a whole
 
 
@@ -162,6 +164,24 @@ class Tuning:
     split: int = 1
     launches_next: bool = True
     weights_first: bool = True
+
+
+def first_reads(product: Product, most_bytes: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return what the kernel for few rows reads first of each weight, at most so many bytes in all.
+
+    Each is (start, size) in bytes, multiples of READ_BYTES. All blocks begin at the first rows of
+    the weights; of a cluster, each CTA at those of its part of the depth.
+    """
+    order = Order.of(product)
+    assert order is not None and not product.transposed
+    found = []
+    for weight in product.weights:
+        part = math.prod(weight.shape) * weight.dtype.itemsize // order.split
+        size = min(part, most_bytes // len(product.weights) // order.split)
+        size = size // READ_BYTES * READ_BYTES
+        starts = (i * part // READ_BYTES * READ_BYTES for i in range(order.split))
+        found.append(tuple((start, size) for start in starts))
+    return found
 
 
 def padded_rows(rows: int) -> int:

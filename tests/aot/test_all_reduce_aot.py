@@ -77,16 +77,19 @@ def with_norm(peers: Peers, x: jax.Array, residual: jax.Array, gain: jax.Array) 
         (8, 128, 4096, jnp.float32),
         (2, 204, 5120, jnp.bfloat16),
         (2, 256, 3584, jnp.bfloat16),
-        (2, 256, 256, jnp.bfloat16),  # one word a thread, and one to fill the pair
+        (2, 256, 256, jnp.bfloat16),  # one word a thread
+        (2, 64, 2880, jnp.float32),  # padded to 3,072 values
+        (2, 256, 896, jnp.bfloat16),
     ],
 )
 def test_all_blocks_run_at_once_without_spills(
     size: int, rows: int, width: int, dtype: jax.typing.DTypeLike, tmp_path: Path
 ) -> None:
-    from pallas_kernels.all_reduce.mosaic_gpu import SMS, threads_of
+    from pallas_kernels.all_reduce.mosaic_gpu import SMS, padded_width, threads_of
 
     assert unsupported(rows, width, dtype, size) is None
-    assert rows == 256 or unsupported(rows + 1, width, dtype, size)  # the most rows
+    most = width % 256 or rows == 256 or unsupported(rows + 1, width, dtype, size)
+    assert most  # rows
     shapes = struct(rows, width, dtype=dtype), struct(rows, width), struct(width)
     with h200.ptxas_report() as report:
         compile_on(size, with_norm, *shapes, dump=tmp_path)
@@ -94,7 +97,7 @@ def test_all_blocks_run_at_once_without_spills(
     found = h200.stack_and_spills(said)
     assert found and not any(map(any, found))
     (registers,) = map(int, re.findall(r"Used (\d+) registers", said))
-    threads = 128 * threads_of(width)[0]
+    threads = 128 * threads_of(padded_width(width))[0]
     in_use = threads * -(-registers // 8) * 8  # a warp takes them by 256
     assert SMS * min(REGISTERS // in_use, THREADS // threads) >= rows
 

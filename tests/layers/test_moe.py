@@ -124,10 +124,44 @@ def test_two_halves_of_the_experts_add_up_to_all(rows: int, way: str) -> None:
     total = jnp.zeros_like(x)
     for first in (0, 3):
         part = jax.tree.map(lambda a, first=first: a[first : first + 3], params)
-        routes = moe.own_routes(ids, share, jnp.int32(first), 3)
-        total += WAYS[way](part, replace(CFG, num_experts=3), x, *routes)
+        held = replace(CFG, num_experts=3)
+        if way == "grouped":
+            total += moe._grouped(part, held, x, ids, share, jnp.int32(first))
+        else:
+            routes = moe.own_routes(ids, share, jnp.int32(first), 3)
+            total += WAYS[way](part, held, x, *routes)
     whole = WAYS[way](params, CFG, x, ids, share)
     np.testing.assert_allclose(total, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("favourite", "blocks"), [(0, 4), (3, 0), (2, 4)])
+def test_a_device_multiplies_no_block_of_other_devices_experts(
+    favourite: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has experts 0, 1 and 2; all rows choose one expert. Garbage fills other blocks."""
+    monkeypatch.setattr(moe, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(moe, "BLOCKS_AT_ONCE", 3)
+    counts, first_blocks = [], moe._first_blocks
+
+    def noted(run: Any, of_blocks: Any, count: jax.Array, width: int) -> jax.Array:
+        counts.append(int(count))
+        out = first_blocks(run, of_blocks, count, width)
+        computed = -(-int(count) // 3) * 3
+        assert not np.asarray(out[computed:]).any()
+        return out
+
+    monkeypatch.setattr(moe, "_first_blocks", noted)
+    rng = np.random.default_rng(favourite)
+    params, x = weights(rng, bias=True), rng.normal(size=(14, DIM)).astype(np.float32)
+    ids, weight = np.full((14, 1), favourite, np.int32), rng.random((14, 1)).astype(np.float32)
+    part = jax.tree.map(lambda a: a[:3], params)
+    cfg = replace(CFG, num_experts=3)
+    out = moe._grouped(
+        part, cfg, jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weight), jnp.int32(0)
+    )
+    assert counts == [blocks]
+    expected = by_hand(jax.tree.map(np.asarray, params), x, ids, weight)
+    np.testing.assert_allclose(out, expected if blocks else 0 * expected, rtol=1e-4, atol=1e-4)
 
 
 def test_few_rows_gather_no_more_than_the_experts_they_chose() -> None:
