@@ -105,6 +105,10 @@ HYBRID: dict[str, Dimensions] = {
     "glm-4.7-flash": Dimensions(models.config_from_hf(_GLM_4_7_FLASH), 154880, ()),
     "qwen3-30b-a3b": Dimensions(models.config_from_hf(_QWEN3_30B_A3B), 32000, (2, 24, 45)),
 }
+# One GPU does not hold them.
+LARGE: dict[str, Dimensions] = {
+    "llama-3-70b": _dimensions("llama", 80, 8192, 28672, (64, 8, 128), 128256, 32000, theta=5e5),
+}
 MODELS: dict[str, Dimensions] = {
     "llama-3-8b": _dimensions("llama", 32, 4096, 14336, (32, 8, 128), 128256, 32000, theta=5e5),
     "smollm2-135m": _dimensions(
@@ -117,6 +121,7 @@ MODELS: dict[str, Dimensions] = {
         "qwen2", 36, 4096, 11008, (32, 8, 128), 151680, 32000, theta=6.4e5, qkv_bias=True
     ),
     **HYBRID,
+    **LARGE,
     # For trying the scripts out: seconds on a CPU.
     "tiny": _dimensions("llama", 2, 32, 48, (4, 2, 8), 96, 64, theta=1e4, aux_layers=(0, 1, 2)),
 }
