@@ -52,7 +52,8 @@ from jaxspec.layers.embedding import embed_norm
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
-from jaxspec.layers.products import linear, project
+from jaxspec.layers.products import Stream, linear, normed_values, project, values_of
+from jaxspec.layers.sums import norm_of_sum
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
 from jaxspec.parallel.axes import Axes
@@ -196,15 +197,18 @@ def first_layer_input(
     )
 
 
-def output(
-    params: Params, cfg: Eagle3Config, x: jax.Array, caches: KVCache, ops: Ops
-) -> DraftOutput:
+def final_norm(params: Params, cfg: Eagle3Config) -> Norm:
+    """Return the norm after the last layer, before the head."""
+    return Norm(params["norm"], cfg.rms_norm_eps)
+
+
+def output(params: Params, cfg: Eagle3Config, x: Stream, caches: KVCache, ops: Ops) -> DraftOutput:
     """Return the outputs for the last layer's x.
 
     Logits read the normed x. The next step reads it only with norm_output.
     """
-    normed = rms_norm(x, params["norm"], cfg.rms_norm_eps, ops)
-    return DraftOutput(normed, normed if cfg.norm_output else x, caches)
+    normed = normed_values(x, final_norm(params, cfg), ops)
+    return DraftOutput(normed, normed if cfg.norm_output else values_of(x), caches)
 
 
 def forward(
@@ -222,9 +226,9 @@ def forward(
     """
     pass_ = pass_.with_rope(cfg.attention)
     x, attention_input = first_layer_input(params, cfg, tokens, hidden, pass_.ops)
-    new_caches = []
+    new_caches, stream = [], None
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        norm = None
+        norm, is_last = None, i == cfg.num_layers - 1
         if i > 0:
             attention_input = x
             norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
@@ -238,10 +242,12 @@ def forward(
             norm=norm,
             residual=x,
             window=cfg.sliding_window,
+            next_norm=norm_of_sum(final_norm(params, cfg), pass_.ops) if is_last else None,
         )
         x = stream.x
         new_caches.append(cache)
-    return output(params, cfg, x, tuple(new_caches), pass_.ops)
+    assert stream is not None  # there is a layer
+    return output(params, cfg, stream, tuple(new_caches), pass_.ops)
 
 
 def canonical_name(name: str) -> str:

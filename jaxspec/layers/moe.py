@@ -26,6 +26,7 @@ from jaxspec.layers.products import (
     Stream,
     add_projection,
     add_to_stream,
+    normed_values,
     project_swiglu,
     values_of,
 )
@@ -245,10 +246,7 @@ def add_softmax_moe(
     eps:       epsilon of the norm, whose gain the layer holds. The router's bias is optional.
     next_norm: the norm that follows the layer (see add_projection)
     """
-    if isinstance(x, ResidualStream) and x.normed is not None:
-        normed = x.normed
-    else:
-        normed = rms_norm(values_of(x), layer["post_attention_layernorm"], eps, ops)
+    normed = normed_values(x, Norm(layer["post_attention_layernorm"], eps), ops)
     flat = normed.reshape(-1, normed.shape[-1])
     chosen = route(flat, layer["router"], layer.get("router_bias"), cfg, "softmax", ops)
     routed = experts(layer["experts"], cfg, flat, *chosen, ops)

@@ -64,6 +64,13 @@ def values_of(x: Stream) -> jax.Array:
     return x.x if isinstance(x, ResidualStream) else x
 
 
+def normed_values(x: Stream, norm: Norm, ops: Ops) -> jax.Array:
+    """Return the norm of the stream [batch, rows, D], which may have been made together with it."""
+    if isinstance(x, ResidualStream) and x.normed is not None:
+        return x.normed
+    return rms_norm(values_of(x), norm.gain, norm.eps, ops)
+
+
 def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
     """Return row int32 [batch] of x [batch, rows, ...] as [batch, 1, ...].
 
@@ -233,10 +240,8 @@ def _multiply(
         operand = stream.x
     elif deferred is not None:
         operand = deferred.scaled
-    elif stream.normed is not None:
-        operand = stream.normed
     else:
-        operand = rms_norm(stream.x, norm.gain, norm.eps, ops)
+        operand = normed_values(stream, norm, ops)
 
     def flat(a: jax.Array) -> jax.Array:
         a = a.reshape(rows, -1)

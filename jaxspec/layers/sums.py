@@ -41,9 +41,9 @@ def sum_of_devices(x: jax.Array, group: Group, ops: Ops) -> jax.Array:
 
 
 def norm_of_sum(norm: Norm, ops: Ops) -> Norm | None:
-    """Return a norm that a block of experts takes with the sum before it; None on one device.
+    """Return a norm that several devices make together with the sum before it; None on one device.
 
-    One device norms the stream when the experts read it.
+    One device norms the stream when it is read: by experts, and before the head.
     """
     return norm if ops.layers.size > 1 else None
 

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 from jaxspec.cache.arrays import KVCache
 from jaxspec.config import Ops, TargetConfig
 from jaxspec.layers.embedding import embed, embed_norm
-from jaxspec.layers.norms import Norm, rms_norm
+from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, ParamSpec, Weight, projection, vector
-from jaxspec.layers.products import ResidualStream, Stream, values_of, vocab_logits
+from jaxspec.layers.products import (
+    ResidualStream,
+    Stream,
+    normed_values,
+    values_of,
+    vocab_logits,
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ def run_layers(
 ) -> TargetOutput:
     """Embed tokens [batch, rows], then run the layers, unrolled.
 
-    run_layer(i, layer's weights, x, layer's cache) returns x and the cache.
+    run_layer(i, layer's weights, x, layer's cache) returns x and the cache. The last layer may
+        have prepared x for the final norm.
     aux_layers: boundary ids; n is the residual stream that enters layer n, and n = num_layers the
         stream before the final norm (vLLM's and speculators' convention)
     first_norm: layer 0's first norm, for layers that take a ResidualStream prepared for it
@@ -95,10 +102,15 @@ def run_layers(
         with jax.named_scope(f"layer_{i}"):
             x, cache = run_layer(i, layer, x, cache)
         new_caches.append(cache)
-    aux[cfg.num_layers] = x = values_of(x)
-    hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps, ops)
+    aux[cfg.num_layers] = values_of(x)
+    hidden = normed_values(x, final_norm(params, cfg), ops)
     picked = jnp.concatenate([aux[i] for i in aux_layers], axis=-1) if aux_layers else None
     return TargetOutput(hidden, picked, tuple(new_caches))
+
+
+def final_norm(params: Params, cfg: TargetConfig) -> Norm:
+    """Return the norm after the last layer, before the head."""
+    return Norm(params["norm"], cfg.rms_norm_eps)
 
 
 def logits(params: Params, cfg: TargetConfig, hidden: jax.Array, ops: Ops) -> jax.Array:

@@ -34,7 +34,14 @@ from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, vector, weight
 from jaxspec.layers.products import ResidualStream, Stream
 from jaxspec.layers.sums import norm_of_sum
-from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
+from jaxspec.models.decoder import (
+    TargetOutput,
+    decoder_specs,
+    final_norm,
+    ignored_tensor,
+    logits,
+    run_layers,
+)
 from jaxspec.parallel.axes import ONCE
 
 __all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
@@ -273,7 +280,7 @@ def forward(
     def run_layer(
         i: int, layer: Params, x: Stream, cache: FullCache
     ) -> tuple[ResidualStream, FullCache]:
-        next_norm = None
+        next_norm = norm_of_sum(final_norm(params, cfg), pass_.ops)
         if i + 1 < cfg.num_layers:
             following = params["layers"][i + 1]
             weights = (following["self_attn"]["qkv_proj"],)
@@ -296,7 +303,7 @@ def _layer(
 ) -> tuple[ResidualStream, FullCache]:
     """Run a layer of this KV-cache group: attention, then the experts.
 
-    next_norm: the next layer's first norm, None for the last layer
+    next_norm: the norm that follows; None where the layer does not make it
     """
     before_experts = Norm(layer["post_attention_layernorm"], cfg.rms_norm_eps)
     stream, cache = add_attention(

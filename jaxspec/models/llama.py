@@ -30,7 +30,15 @@ from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, vector
 from jaxspec.layers.products import ResidualStream, Stream
-from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
+from jaxspec.layers.sums import norm_of_sum
+from jaxspec.models.decoder import (
+    TargetOutput,
+    decoder_specs,
+    final_norm,
+    ignored_tensor,
+    logits,
+    run_layers,
+)
 from jaxspec.parallel.axes import Axes
 
 __all__ = [
@@ -194,7 +202,7 @@ class RunLayer(Protocol):
         """Return the stream after the layer, and the cache with these rows written.
 
         cfg:       the family's own config
-        next_norm: the next layer's first norm, None for the last layer
+        next_norm: the norm that follows; None where the layer does not make it
         """
         ...
 
@@ -226,7 +234,7 @@ def forward_with(
     pass_ = pass_.with_rope(cfg.attention)
 
     def run(i: int, layer: Params, x: Stream, cache: FullCache) -> tuple[ResidualStream, FullCache]:
-        next_norm = None
+        next_norm = norm_of_sum(final_norm(params, cfg), pass_.ops)
         if i + 1 < cfg.num_layers:
             following = params["layers"][i + 1]
             weights = (following["self_attn"]["qkv_proj"],)
