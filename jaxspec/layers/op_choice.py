@@ -6,7 +6,8 @@ It is made once, when an engine is built, from the device, the dtypes and the mo
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jaxspec.config import (
     Ops,
     TargetConfig,
 )
+from jaxspec.parallel.gpus import gpu_names
 from jaxspec.parallel.mesh import Device
 from pallas_kernels import (
     all_reduce,
@@ -80,7 +82,7 @@ def choose(
     "reference": plain jnp.
     "mosaic_gpu": the kernel; ConfigError with the reason if it does not support this case.
     "auto": the kernel if it supports this device, these dtypes and models, else the reference. The
-    reason is logged.
+    reason is logged: as a WARNING with the remedy where a GPU is present.
 
     target, draft: as one device sees them (Layout.on_device)
     dtype, cache_dtype: of the weights and activations, and of keys and values in the cache
@@ -91,15 +93,54 @@ def choose(
         raise ConfigError(f"kernels: expected one of {', '.join(CHOICES)}, got {unknown[0]!r}")
     if set(wanted.values()) == {"reference"}:
         return Ops()
-    chosen = {}
+    chosen, missed = {}, {}
     dtypes = jnp.dtype(dtype), jnp.dtype(cache_dtype)
     for op, reason in _reasons(target, draft, block_size, *dtypes, devices).items():
         if reason is not None and wanted[op] == "mosaic_gpu":
             raise ConfigError(f"kernels 'mosaic_gpu': {op}: {reason}")
         if reason is not None and wanted[op] == "auto":
             logger.info("%s: reference (the kernel %s)", op, reason)
+            missed.setdefault(reason, []).append(op)
         chosen[op] = "mosaic_gpu" if reason is None and wanted[op] != "reference" else "reference"
+    if missed:
+        _warn_on_a_gpu(missed, *dtypes)
     return Ops(**chosen)
+
+
+def _warn_on_a_gpu(
+    missed: Mapping[str, Sequence[str]], dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> None:
+    """Log a WARNING for kernels that are not used although this machine has a GPU.
+
+    missed: ops by the reason. A caller who chose JAX_PLATFORMS=cpu gets none.
+    """
+    if jax.default_backend() != "gpu":
+        names = [] if os.environ.get("JAX_PLATFORMS") else gpu_names()
+        if names:
+            logger.warning(
+                "%s is present, but jax computes on %s, without kernels: "
+                "install jaxspec[cuda] (or jaxspec[cuda12] for a driver older than 580)",
+                names[0],
+                jax.default_backend(),
+            )
+        return
+    for reason, ops in missed.items():
+        logger.warning(
+            "no kernel for %s: %s; %s", ", ".join(ops), reason, _remedy(dtype, cache_dtype)
+        )
+
+
+def _remedy(dtype: jnp.dtype, cache_dtype: jnp.dtype) -> str:
+    """Return what a user can do about a kernel that is not used."""
+    if hopper.too_old() is not None:
+        return "use Python 3.12 or later with jax 0.11 or later"
+    if hopper.missing() is not None:
+        return "kernels run on Hopper GPUs (H100, H200); plain JAX runs on this one"
+    if dtype != jnp.bfloat16:
+        return "dtype='bfloat16' has kernels"
+    if cache_dtype != jnp.bfloat16:
+        return "kv_cache_dtype='bfloat16' has kernels"
+    return "plain JAX runs this part of the model"
 
 
 def _reasons(

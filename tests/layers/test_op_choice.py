@@ -330,3 +330,71 @@ def test_latent_attention_has_kernels_of_its_own_under_the_names_of_the_ops(
     assert (
         "rope_cache: reference (the kernel expected a rope_head_dim of 64, got 32)" in caplog.text
     )
+
+
+# --- what a user with a GPU is told
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("too_old", "missing", "dtype", "expected"),
+    [
+        (
+            "expected jax 0.11 or later, got 0.10.2",
+            None,
+            jnp.bfloat16,
+            ["expected jax 0.11 or later, got 0.10.2; use Python 3.12 or later with jax 0.11"],
+        ),
+        (
+            None,
+            "expected compute capability 9.0 (Hopper), got 8.0",
+            jnp.bfloat16,
+            ["expected compute capability 9.0 (Hopper), got 8.0; kernels run on Hopper GPUs"],
+        ),
+        (
+            None,
+            None,
+            jnp.float32,
+            ["expected bfloat16 operands, got float32 and float32; dtype='bfloat16' has kernels"],
+        ),
+    ],
+)
+def test_a_gpu_without_kernels_is_a_warning_with_reason_and_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    too_old: str | None,
+    missing: str | None,
+    dtype: Any,
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(hopper, "missing", lambda: missing)
+    monkeypatch.setattr(hopper, "too_old", lambda: too_old)
+    assert choose("auto", dtype=dtype).matmul == "reference"
+    said = warnings_of(caplog)
+    assert all(any(part in line for line in said) for part in expected), said
+    caplog.clear()
+    choose("reference", dtype=dtype)
+    assert warnings_of(caplog) == []  # the caller chose it
+
+
+def test_a_gpu_that_jax_does_not_see_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(op_choice, "gpu_names", lambda: ["NVIDIA H100"])
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    choose("auto")
+    assert warnings_of(caplog) == [
+        "NVIDIA H100 is present, but jax computes on cpu, without kernels: install jaxspec[cuda] "
+        "(or jaxspec[cuda12] for a driver older than 580)"
+    ]
+    caplog.clear()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    choose("auto")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(op_choice, "gpu_names", list)
+    choose("auto")
+    assert warnings_of(caplog) == []

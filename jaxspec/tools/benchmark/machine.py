@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.parallel.gpus import first_gpu
 from jaxspec.tools import report
 from jaxspec.tools.benchmark.timing import measure_bandwidth, measure_matmul_rate
 
@@ -26,22 +26,7 @@ def environment() -> dict[str, Any]:
         for name, value in sorted(os.environ.items())
         if name.startswith(("XLA_", "JAX_"))
     }
-    return common | {"driver": driver(), "flags": flags, "memory_limit": limit}
-
-
-def driver() -> str | None:
-    """GPU, driver, clocks and power limit as nvidia-smi gives them; None without one."""
-    query = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
-    try:
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        return (
-            subprocess.run(
-                command, capture_output=True, text=True, timeout=20, check=True
-            ).stdout.strip()
-            or None
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return common | {"driver": first_gpu(), "flags": flags, "memory_limit": limit}
 
 
 def measure_rates() -> dict[str, float]:
