@@ -107,6 +107,7 @@ def test_every_command_runs_in_an_empty_folder(installed: Path, tmp_path: Path) 
         "for name in sys.argv[1:] + ['']:\n"
         "    sys.argv = ['jaxspec', *([name] if name else []), '--help']\n"
         "    try:\n        main()\n    except SystemExit as e:\n        assert not e.code, name\n"
+        "assert 'gguf' not in sys.modules\n"  # no GGUF file was read
     )
     text = run(installed, tmp_path, "-c", program, *COMMANDS)
     assert all(f"Usage: jaxspec {name} " in text for name in COMMANDS)

@@ -24,7 +24,6 @@ pretrained          target, draft, tokenizer and settings together, for LLM.from
 
 from jaxspec.loading.cache import cache_dir, keep_compiled_programs
 from jaxspec.loading.checkpoint import Checkpoint, LazyTensor, open_checkpoint, read_json
-from jaxspec.loading.gguf_file import convert_gguf
 from jaxspec.loading.resolve import resolve
 from jaxspec.loading.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.loading.weights import check_shapes, load_params
@@ -35,7 +34,6 @@ __all__ = [
     "Tokenizer",
     "cache_dir",
     "check_shapes",
-    "convert_gguf",
     "keep_compiled_programs",
     "load_params",
     "load_tokenizer",

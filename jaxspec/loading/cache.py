@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import jax
+from filelock import FileLock
 
 from jaxspec.config import ConfigError
 from jaxspec.loading import compilation_cache
-from jaxspec.loading.gguf_file import convert_gguf
 
 CONVERSION = 1  # raise it when the conversion's output changes: older results are made again
 MARKER = "jaxspec_conversion.json"
@@ -53,8 +52,7 @@ def keep_compiled_programs() -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a cache entry; the system frees it if the process dies."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+    with FileLock(folder.parent / f".{folder.name}.lock"):
         yield
 
 
@@ -74,6 +72,9 @@ def is_converted(folder: Path, sha256: str) -> bool:
 
 def convert_into(folder: Path, gguf_path: Path, sha256: str) -> Path:
     """Convert into a cache entry whose lock the caller holds; replace another version's result."""
+    # Imports the gguf library, which other checkpoints do not need.
+    from jaxspec.loading.gguf_file import convert_gguf
+
     staging = folder.with_name(f"{folder.name}.new")
     # Left by a process that was killed: this one holds the lock.
     left_over = folder.parent.glob(f".{staging.name}-*")

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard, ModelCardData
+
 from jaxspec.config import ConfigError
 from jaxspec.loading.checkpoint import read_json
+from jaxspec.loading.resolve import HUB_ID
 from jaxspec.training.files import write_text
 
 FORMATS = {
@@ -53,13 +56,21 @@ def card(
     licence: str = "Apache-2.0",
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the card as Markdown.
+    """Return the card as Markdown, with the hub's metadata as YAML before it.
 
     record: training.json; its "evaluations" came after the run, for example with another dtype
     about_target: follows the target's name
     notes: paragraphs
     """
-    method = record["head"]["method"]
+    method, target = record["head"]["method"], record["head"]["target"]
+    about = ModelCardData(
+        base_model=target if HUB_ID.fullmatch(target) else None,
+        language="en",
+        library_name="jaxspec",
+        license=licence.lower(),
+        pipeline_tag="text-generation",
+        tags=[method, "speculative-decoding"],
+    )
     found = ([record["evaluation"]] if "evaluation" in record else []) + record.get(
         "evaluations", []
     )
@@ -67,9 +78,7 @@ def card(
         f"# {TITLES[method]} head for {record['head']['target'].rpartition('/')[2]}",
         _head_table(record, about_target, licence),
         *(f"{note}\n" for note in notes),
-        f"    python scripts/generate.py --draft {name}"
-        + ("" if method == "eagle3" else f" --method {method}")
-        + "\n",
+        f"    jaxspec generate --draft {name}\n",
         "## Acceptance\n",
         _acceptance(found),
         _held_out(record),
@@ -78,7 +87,8 @@ def card(
         "## Recipe and cost\n",
         _recipe(record),
     ]
-    return "\n".join(part for part in parts if part).rstrip() + "\n"
+    page = "\n".join(part for part in parts if part).rstrip() + "\n"
+    return str(ModelCard(f"---\n{about.to_yaml()}\n---\n\n{page}"))
 
 
 def _head_table(record: Record, about_target: str, licence: str) -> str:
@@ -138,7 +148,7 @@ def _acceptance(found: Sequence[Record]) -> str:
     K = found[0]["num_speculative_tokens"]
     return (
         f"MT-bench's first turns, chat template, at most 256 tokens, temperature 0, K = {K}, "
-        "`train_draft.py evaluate`:\n\n" + "\n".join(lines) + "\n"
+        "`jaxspec train evaluate`:\n\n" + "\n".join(lines) + "\n"
     )
 
 
@@ -216,7 +226,7 @@ def _recipe(record: Record) -> str:
         else ""
     )
     return (
-        f"    python scripts/train_draft.py {shlex.join(record['command'])}\n\n"
+        f"    jaxspec train {shlex.join(record['command'])}\n\n"
         f"Training-time test over {cfg['num_steps']} steps. {loss} {rule} learning rate "
         f"{cfg['learning_rate']:g} with {cfg['warmup_steps']} warm-up steps and a cosine over the "
         f"time budget, {cfg['tokens_per_batch']:,} tokens a step, float32 masters.{start} "

@@ -20,7 +20,8 @@ import numpy as np
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.engine.input_processor import InputProcessor
-from jaxspec.loading import convert_gguf, load_tokenizer, open_checkpoint
+from jaxspec.loading import load_tokenizer, open_checkpoint
+from jaxspec.loading.gguf_file import convert_gguf
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.pretrained import check_speculative
 from jaxspec.sampling.params import SamplingParams

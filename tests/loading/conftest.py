@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.loading import convert_gguf
 from jaxspec.loading.default_target import default_target
+from jaxspec.loading.gguf_file import convert_gguf
 from tests.support import gguf_files
 from tests.support.smollm2 import gguf_file
 

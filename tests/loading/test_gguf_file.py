@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError, RopeConfig
-from jaxspec.loading import convert_gguf, gguf_file, open_checkpoint
+from jaxspec.loading import gguf_file, open_checkpoint
 from jaxspec.loading.cache import MARKER
+from jaxspec.loading.gguf_file import convert_gguf
 
 
 def transformers_weights(path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError
-from jaxspec.loading import convert_gguf
+from jaxspec.loading.gguf_file import convert_gguf
 from jaxspec.loading.gguf_header import read_header
 
 EXTRA = {"general.u": 7, "general.f": 0.25, "general.s": "é", "general.b": True}

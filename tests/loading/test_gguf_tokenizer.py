@@ -9,7 +9,8 @@ from itertools import groupby
 import pytest
 
 from jaxspec.config import ConfigError
-from jaxspec.loading import convert_gguf, load_tokenizer
+from jaxspec.loading import load_tokenizer
+from jaxspec.loading.gguf_file import convert_gguf
 from jaxspec.loading.tokenizer import Tokenizer
 from tests.support import gguf_files
 from tests.support.gguf_files import sentencepiece

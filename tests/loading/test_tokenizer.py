@@ -13,7 +13,8 @@ import pytest
 
 from jaxspec.config import ConfigError
 from jaxspec.engine import inputs
-from jaxspec.loading import convert_gguf, load_tokenizer
+from jaxspec.loading import load_tokenizer
+from jaxspec.loading.gguf_file import convert_gguf
 
 
 @pytest.fixture
