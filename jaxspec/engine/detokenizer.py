@@ -14,6 +14,9 @@ class Detokenizer:
     tokenizer may write a token differently after others (a leading blank, the rest of a character).
     Text that ends inside a character waits for the rest of it.
 
+    tokenizers' DecodeStream is no replacement: it never gives the text of bytes that make no
+    character, and needs a tokenizer of that library, where any object with `decode` does here.
+
     decode: ids to text
     stop: strings that end the text
     include_stop: whether the text keeps the stop string
