@@ -18,6 +18,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "scripts", "tests")
 # jaxspec/__init__.py only gathers names.
 ROOMS = (
     "commands",
+    "doctor",
     "training",
     "tools",
     "llm",

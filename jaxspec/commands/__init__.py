@@ -6,6 +6,7 @@ bench       time rounds
 throughput  run the engine under load
 train       train a draft head
 acceptance  measure acceptance, and compare it with what theory expects
+doctor      find out why a head's drafts are rejected
 plan        plan the memory of a target and a draft on a GPU
 
 A module has `app`, its command line, and a line in COMMANDS of `program`.

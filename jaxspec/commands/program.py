@@ -20,6 +20,7 @@ COMMANDS = {
     "throughput": "Measure throughput and latency under load.",
     "train": "Train a draft head on the target's own text.",
     "acceptance": "Measure how many drafts are accepted.",
+    "doctor": "Find out why a head's drafts are rejected, and what to set.",
     "plan": "Plan the memory of a target and a draft on a GPU.",
 }
 # The sub-command reads its own flags, --help among them.
