@@ -9,7 +9,9 @@ jaxspec plan --target ~/models/glm-4.7-flash --method mtp --max-model-len 32768
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +26,10 @@ from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.resolve import own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
+from jaxspec.tools.known_models import known_config
 from jaxspec.tools.memory_plan import GIB, GPUS, MemoryPlan, memory_plan
+
+HOST_SIZES = (1, 2, 4, 8)  # GPUs of one host
 
 
 def main(
@@ -64,7 +69,7 @@ def main(
     """Print the memory that a target and a draft take."""
     if dtype not in ("bfloat16", "float32"):
         raise ConfigError(f"dtype: expected bfloat16 or float32, got {dtype!r}")
-    target_cfg: Any = models.config_from_hf(read_config(target))
+    target_cfg: Any = models.config_from_hf(config_of(target))
     limit = target_cfg.max_position_embeddings
     config = EngineConfig(**{"max_model_len": min(8192, limit), **engine})
     if config.max_model_len > limit:
@@ -82,15 +87,41 @@ def main(
         draft_cfg = MODEL_FREE[speculative.method].config(target_cfg, speculative)
     elif speculative.model is not None or speculative.method == "mtp":
         draft_cfg = read_draft(speculative.model or target, target_cfg, speculative)
-    plan = memory_plan(
+    plan_on = partial(
+        memory_plan,
         target_cfg,
         draft_cfg,
-        config,
         memory=gpu_memory(gpu),
         dtype=dtype,
         num_speculative_tokens=speculative.num_speculative_tokens,
     )
-    show(plan, Console())
+    plan, console = plan_on(config), Console()
+    show_tables(plan, console)
+    console.print(gpus_line(plan_on, config, gpu), soft_wrap=True)
+    show_fit(plan, console)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Return a target's config.json; of the common models without a hub."""
+    if Path(name).expanduser().exists():
+        return read_config(name)
+    return known_config(name) or read_config(name)
+
+
+def gpus_line(plan_on: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, gpu: str) -> str:
+    """Return a sentence with the number of GPUs of one host that hold a request of full length."""
+    for size in HOST_SIZES:
+        try:
+            plan = plan_on(replace(config, tensor_parallel_size=size))
+        except ConfigError:  # so many devices cannot share these arrays
+            continue
+        if plan.cache_bytes > 0 and plan.num_requests > 0:
+            needs = "1 GPU" if size == 1 else f"{size} GPUs (--tensor-parallel-size {size})"
+            return (
+                f"needs {needs} of {gpu}: {plan.num_requests} requests of {plan.max_model_len} "
+                "tokens"
+            )
+    return f"needs more than the {HOST_SIZES[-1]} GPUs of one host, of {gpu}"
 
 
 def gpu_memory(name: str) -> float:
@@ -128,8 +159,8 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     return family.config_from_checkpoint(config, shapes, target, speculative)
 
 
-def show(plan: MemoryPlan, console: Console) -> None:
-    """Print a table of the memory, one of the KV-cache groups, and a line that says what fits."""
+def show_tables(plan: MemoryPlan, console: Console) -> None:
+    """Print a table of the memory of a GPU, and one of the KV-cache groups."""
     table = Table("", "GiB", title="memory")
     table.columns[1].justify = "right"
     rows = (
@@ -160,6 +191,10 @@ def show(plan: MemoryPlan, console: Console) -> None:
             group.name, str(group.num_layers), f"{kib:.2f}", str(group.held), f"{mib:.1f}"
         )
     console.print(groups)
+
+
+def show_fit(plan: MemoryPlan, console: Console) -> None:
+    """Print a line that says what fits on the GPUs that were named; exit code 1 if nothing does."""
     tokens = f"{plan.cache_tokens} tokens in blocks of {plan.block_size}"
     length = plan.max_model_len
     if plan.cache_bytes <= 0:

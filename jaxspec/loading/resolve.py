@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from jaxspec.config import ConfigError
 from jaxspec.loading.cache import cached_gguf
@@ -17,6 +20,9 @@ CHECKPOINTS = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "checkpoint
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Weights, configs, the tokenizer's files.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
+CONNECT_SECONDS = 5.0
+NO_ANSWER = "not in the local cache, and the hub's host does not answer"
 PICKLES = ["pytorch_model.bin"]  # of drafts only (EAGLE-1)
 
 
@@ -84,13 +90,36 @@ def read_config(name: str) -> dict[str, Any]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     repository, revision = split_revision(name)
+    offline = not hub_is_reachable()
     try:
-        return read_json(Path(hf_hub_download(repository, "config.json", revision=revision)))
+        file = hf_hub_download(
+            repository, "config.json", revision=revision, local_files_only=offline
+        )
+        return read_json(Path(file))
     except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as e:
         raise ConfigError(
             f"{name}: expected a folder, a config.json or a hub id, got none that can be read "
-            f"({_first_line(e)})"
+            f"({NO_ANSWER if offline else _first_line(e)})"
         ) from e
+
+
+def hub_is_reachable() -> bool:
+    """Return whether the hub's host answers; what lies in the local cache needs no hub.
+
+    huggingface_hub tries five times, over half a minute. A proxy may answer for the host, so with
+    one the host is not tried.
+    """
+    from huggingface_hub.constants import ENDPOINT
+
+    if any(os.environ.get(name) for name in PROXIES):
+        return True
+    url = urlsplit(ENDPOINT)
+    try:
+        address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+        socket.create_connection(address, timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def own_drafts() -> dict[str, Path]:
@@ -113,10 +142,15 @@ def _from_hub(name: str, kind: str, known: dict[str, Path]) -> Path:
 
     files = HUB_FILES + (PICKLES if kind == "draft" else [])
     repository, revision = split_revision(name)
+    offline = not hub_is_reachable()
     try:
         return Path(
             snapshot_download(
-                repository, revision=revision, allow_patterns=files, ignore_patterns=["*/*"]
+                repository,
+                revision=revision,
+                allow_patterns=files,
+                ignore_patterns=["*/*"],
+                local_files_only=offline,
             )
         )
     except (RepositoryNotFoundError, HFValidationError) as e:
@@ -127,7 +161,8 @@ def _from_hub(name: str, kind: str, known: dict[str, Path]) -> Path:
     except HfHubHTTPError as e:
         reason, error = f"an error from the hub: {_first_line(e)}", e
     except (OSError, RuntimeError) as e:  # no network or offline mode, and not in the local cache
-        reason = f"no local folder of that name and no hub that can be reached ({_first_line(e)})"
+        why = NO_ANSWER if offline else _first_line(e)
+        reason = f"no local folder of that name and no hub that can be reached ({why})"
         error = e
     raise ConfigError(
         f"{kind} {name}: expected a hub id, {_choices(known)}, got {reason}"

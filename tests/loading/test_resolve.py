@@ -128,6 +128,7 @@ def test_each_failure_of_the_hub_has_its_sentence(monkeypatch, error, message, k
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(module, "hub_is_reachable", lambda: True)
     with pytest.raises(ConfigError, match=f"^{kind} someone/model: .*{message}"):
         resolve("someone/model", kind=kind)
 
@@ -183,3 +184,30 @@ def test_a_hub_id_may_name_its_revision(hub, name, repository, revision):
     resolve(name, kind="target")
     [(asked, options)] = hub
     assert (asked, options["revision"]) == (repository, revision)
+
+
+def test_a_hub_that_does_not_answer_is_not_tried_again(monkeypatch, tmp_path):
+    """What the cache has is used; the library's own attempts take half a minute."""
+    for name in module.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+
+    def refuse(address, timeout):
+        raise OSError("no route")
+
+    monkeypatch.setattr(module.socket, "create_connection", refuse)
+    assert not module.hub_is_reachable()
+    asked = []
+
+    def download(repo, *, local_files_only, **kwargs):
+        asked.append(local_files_only)
+        if repo == "someone/cached":
+            return str(tmp_path)
+        raise LocalEntryNotFoundError("outgoing traffic has been disabled")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("someone/cached", kind="target") == tmp_path
+    with pytest.raises(ConfigError, match="the hub's host does not answer"):
+        resolve("someone/model", kind="target")
+    assert asked == [True, True]
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    assert module.hub_is_reachable()

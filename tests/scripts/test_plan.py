@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ from jaxspec.commands import plan as script
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafts import mtp
 from jaxspec.tools.cli import command
+from jaxspec.tools.known_models import known_config
 from jaxspec.tools.memory_plan import MemoryPlan, memory_plan
 from tests.support.full_size import CONFIGS, tensors
+
+resolve_module = importlib.import_module("jaxspec.loading.resolve")  # the package has a function
 
 
 def plan_of(name: str, *, draft: object = None, **changes: Any) -> MemoryPlan:
@@ -196,3 +201,51 @@ def test_whole_experts_take_the_bytes_of_their_pieces() -> None:
         2 * 24 * 32 * 2880
     )  # of down: a piece of each expert has it, whole experts have it once
     assert pieces.target_weights - whole.target_weights == biases // 2
+
+
+def test_common_models_need_no_hub(runner: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their hub ids or without the owner, with the dimensions of their published config.json."""
+    monkeypatch.setattr(script, "read_config", None)
+    cli, app = runner
+    for name in ("meta-llama/Llama-3.1-8B-Instruct", "qwen3-8b", "openai/gpt-oss-20b"):
+        done = cli.invoke(app, ["--target", name])
+        assert done.exit_code == 0 and "needs 1 GPU of h200" in done.output, done.output
+    for name, config in CONFIGS.items():
+        assert known_config(name) in (config, None)
+    assert {name for name in CONFIGS if known_config(name)} >= {"Qwen3-8B", "gpt-oss-20b"}
+
+
+@pytest.mark.parametrize(
+    ("target", "gpu", "needs"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", "h100", "needs 2 GPUs (--tensor-parallel-size 2)"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "h200", "needs 2 GPUs (--tensor-parallel-size 2)"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "b200", "needs 1 GPU of b200"),
+        ("deepseek-ai/DeepSeek-V3", "h100", "needs more than the 8 GPUs of one host, of h100"),
+    ],
+)
+def test_the_plan_says_how_many_gpus_a_model_needs(
+    target: str, gpu: str, needs: str, runner: tuple
+) -> None:
+    cli, app = runner
+    done = cli.invoke(app, ["--target", target, "--gpu", gpu])
+    assert needs in done.output, done.output
+
+
+def test_without_a_network_it_fails_at_once(
+    runner: tuple, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """huggingface_hub alone tries for half a minute."""
+    for name in resolve_module.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+    def refuse(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(resolve_module.socket, "create_connection", refuse)
+    cli, app = runner
+    begin = time.perf_counter()
+    done = cli.invoke(app, ["--target", "someone/some-model"])
+    assert time.perf_counter() - begin < 5
+    assert done.exit_code == 2 and "the hub's host does not answer" in done.output
