@@ -184,7 +184,16 @@ Training = Annotated[
     ),
 ]
 Run = Annotated[
-    Given, given_of(RunConfig, "max_steps", "held_out", "save_seconds", "keep_state", "resume")
+    Given,
+    given_of(
+        RunConfig,
+        "max_steps",
+        "held_out",
+        "data_parallel_size",
+        "save_seconds",
+        "keep_state",
+        "resume",
+    ),
 ]
 Evaluation = Annotated[
     Given,

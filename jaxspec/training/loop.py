@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +23,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import drafts
+from jaxspec.config import ConfigError, is_int
 from jaxspec.layers.params import Params
+from jaxspec.parallel.mesh import DATA, make_mesh
 from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Batch, Chats, batch_of, batches
 from jaxspec.training.objective import (
@@ -36,7 +38,6 @@ from jaxspec.training.objective import (
 )
 from jaxspec.training.optimizer import learning_rate, optimizer
 
-DATA = "data"  # the mesh's one axis
 Tree = TypeVar("Tree")
 Entry = dict[str, Any]  # of a run's record: what JSON may hold
 
@@ -93,9 +94,18 @@ class Budget:
         return max(step / self.max_steps, (now - start) / seconds)
 
 
-def data_mesh(devices: Sequence[object] | None = None) -> Mesh:
-    """Return a mesh of these devices (None: all visible ones) along one axis."""
-    return Mesh(np.asarray(jax.devices() if devices is None else devices), (DATA,))
+def data_mesh(size: int | None = None) -> Mesh:
+    """Return the mesh of the first devices, which share each batch; None: all of them.
+
+    ConfigError if there are fewer.
+    """
+    devices = jax.devices()
+    if size is not None and not (is_int(size) and 1 <= size <= len(devices)):
+        raise ConfigError(
+            f"data_parallel_size: expected 1 to {len(devices)}, the devices of this machine, "
+            f"got {size!r}"
+        )
+    return make_mesh(devices[:size], DATA)
 
 
 def replicate(mesh: Mesh, tree: Tree) -> Tree:

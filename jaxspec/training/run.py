@@ -33,6 +33,7 @@ class RunConfig:
     """Settings of a run.
 
     held_out:     chats kept for validation
+    data_parallel_size: devices that share each batch; None: all
     save_seconds: time between two saves of the head, each with an evaluation
     keep_state:   save the optimiser's state beside the head
     resume:       go on from that state
@@ -43,6 +44,7 @@ class RunConfig:
     evaluation: EvaluationConfig
     held_out: int = setting(512, "Chats kept for validation.")
     max_steps: int = setting(1_000_000, "Steps at most.")
+    data_parallel_size: int | None = setting(None, "Devices that share each batch. [default: all]")
     save_seconds: float = setting(150.0, "How often the head is saved and evaluated.")
     keep_state: bool = setting(False, "Save the optimiser's state beside the head (OUTPUT/state).")
     resume: bool = setting(
@@ -64,6 +66,7 @@ def train_head(
 
     folder gets head/, pieces/, loss.png and, with keep_state, state/.
     """
+    mesh = data_mesh(cfg.data_parallel_size)
     if len(chats) <= cfg.held_out:
         raise ConfigError(
             f"training data: expected more than the {cfg.held_out} held-out chats, got {len(chats)}"
@@ -85,7 +88,7 @@ def train_head(
     )
     log(
         f"train: vocabulary {record.entries['vocabulary']}, "
-        f"{record.entries['head']['parameters']} parameters, {jax.device_count()} devices"
+        f"{record.entries['head']['parameters']} parameters, {mesh.size} devices"
     )
     log(f"train: {draft}")
 
@@ -116,7 +119,7 @@ def train_head(
         state,
         training,
         held_out,
-        mesh=data_mesh(),
+        mesh=mesh,
         budget=Budget(cfg.max_steps, deadline),
         save=save,
         save_every_seconds=cfg.save_seconds,

@@ -33,6 +33,7 @@ from jaxspec.training.loop import (
     train_step,
 )
 from jaxspec.training.objective import TrainingPair
+from tests.support.slow import slow
 from tests.training.conftest import VOCAB, Pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def fresh(pair: Pair, cfg: TrainConfig) -> TrainState:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_micro_batches_equal_one_batch(pair: Pair, optimizer: str) -> None:
-    mesh = data_mesh(jax.devices()[:1])
+    mesh = data_mesh(1)
     batch = batch_of(some_chats(), np.arange(4), 24)
     results = []
     for parts in (1, 4):
@@ -100,7 +101,7 @@ def losses(
         state,
         some_chats(),
         some_chats().select(np.arange(0)),
-        mesh=data_mesh(jax.devices()[:1]),
+        mesh=data_mesh(1),
         budget=Budget(max_steps, time.monotonic() + 1e6),
         log=lambda line: None,
         save=save,
@@ -132,20 +133,20 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(pair: Pair, tmp_path: Pa
         restore_state(tmp_path / "nothing", fresh(pair, CFG))
 
 
-@pytest.mark.slow
-def test_four_devices_follow_the_curve_of_one() -> None:
-    """In a process of its own, where the CPU poses as four devices."""
+@pytest.mark.parametrize(("count", "steps"), [(2, 4), slow(4, 12)])
+def test_several_devices_follow_the_curve_of_one(count: int, steps: int) -> None:
     program = """
-import json, time
+import json, sys, time
 import jax, numpy as np
 from jaxspec.training.loop import Budget, data_mesh, train
 from tests.training.conftest import make_pair
 from tests.training.test_parallel import CFG, fresh, some_chats, training_pair
 pair, curves = make_pair(), []
-for count in (1, 4):
+several, steps = map(int, sys.argv[1:])
+for count in (1, several):
     _, history = train(
         CFG, training_pair(pair), fresh(pair, CFG), some_chats(), some_chats(),
-        mesh=data_mesh(jax.devices()[:count]), budget=Budget(12, time.monotonic() + 1e6),
+        mesh=data_mesh(count), budget=Budget(steps, time.monotonic() + 1e6),
         save=lambda state, step: {}, log=lambda line: None,
     )
     names = ("loss", "agreement", "accepted")
@@ -153,10 +154,10 @@ for count in (1, 4):
     curves.append([*curve, history[-1]["held_out_loss"]])
 print(json.dumps(curves))
 """
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, str(count), str(steps)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -164,6 +165,14 @@ print(json.dumps(curves))
         env=env,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    one, four = json.loads(done.stdout)
-    assert len(one) == 13
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), one, four)
+    one, several = json.loads(done.stdout)
+    assert len(one) == steps + 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), one, several)
+
+
+def test_more_devices_than_there_are_is_an_error() -> None:
+    count = len(jax.devices())
+    assert data_mesh().size == count
+    for size in (0, count + 1, 1.5):
+        with pytest.raises(ConfigError, match=f"data_parallel_size: expected 1 to {count}, the"):
+            data_mesh(size)  # type: ignore[arg-type]
