@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -177,13 +178,16 @@ class LLM:
             )
             for params, placement in zip(self.weights, placements, strict=True)
         ]
-        if self.config.num_gpu_blocks_override is not None:
+        if self.config.num_gpu_blocks_override is not None or placement.spans_processes:
             for runner in runners:
                 runner.memory.decide()  # ConfigError now, not with the first request
         self.runner = runners[0]
         self.engines = tuple(map(Engine, runners))
         self.serving = self.engines[0] if len(self.engines) == 1 else Replicas(self.engines)
         self._driver = Driver(self.serving)
+        self._channel = self.runner.channel
+        if self._channel is not None and self._channel.leads:
+            weakref.finalize(self, self._channel.close, "its leader has ended")
         self._inputs = InputProcessor(
             tokenizer,
             self.eos_token_ids,
@@ -301,6 +305,27 @@ class LLM:
             raise ConfigError(f"data_parallel_size: expected 1 here, got {len(self.engines)}")
         return self.engines[0]
 
+    # --- several processes ---
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process schedules this engine, so that it can only `follow`."""
+        return self._channel is not None and not self._channel.leads
+
+    def follow(self) -> None:
+        """Run what process 0 runs, until it closes its LLM.
+
+        Every process makes the same LLM. Process 0 generates, the others follow. Returns at once
+        in process 0, and where there are no others.
+        """
+        if self.follows:
+            self.runner.follow()
+
+    def close(self) -> None:
+        """Let the processes that follow this one go on with what comes after `follow`."""
+        if self._channel is not None and self._channel.leads:
+            self._channel.close("its leader has closed it")
+
     # --- counts and times ---
 
     @property
@@ -417,6 +442,7 @@ class LLM:
         chat: ChatOptions,
     ) -> list[RequestOutput]:
         """Run generate with its arguments checked. chat: how chats are rendered."""
+        self._refuse_unless_leading()
         requests = self._inputs.make_requests(
             prompts, sampling_params, streams=callback is not None, chat=chat
         )
@@ -486,6 +512,7 @@ class LLM:
 
         For callers that drive `serving` directly (jaxspec.tools.benchmark.throughput).
         """
+        self._refuse_unless_leading()
         return self._inputs.make_requests(prompts, sampling_params, streams=streams)
 
     # --- compiling ahead ---
@@ -550,6 +577,14 @@ class LLM:
             lambda engine: compile_ahead(engine, kinds, shapes_of(engine.runner, requests))
         )
 
+    def _refuse_unless_leading(self) -> None:
+        if self.follows:
+            raise ConfigError(
+                "process: expected 0, which alone takes requests, "
+                f"got {jax.process_index()}, which may call follow()"
+            )
+
     def _for_each_engine(self, compile_programs: Callable[[Engine], int]) -> int:
         """Compile the programs of each replica; return the number of all."""
+        self._refuse_unless_leading()
         return self._driver.alone(lambda: sum(map(compile_programs, self.engines)))

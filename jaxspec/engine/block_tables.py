@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxspec.cache.group_blocks import NULL_BLOCK, RequestBlocks
 from jaxspec.engine.request import Request
+from jaxspec.parallel.layout import put
 
 
 class BlockTables:
@@ -47,21 +47,23 @@ class BlockTables:
                     write_row(self._tables[group][request.slot], held)
                     self._rows[group][request.slot], self._on_device[group] = row, None
 
-    def for_round(self, pages: int) -> Any:
-        """Return all rows and the first `pages` columns on the device.
+    def changed(self, pages: int) -> dict[int, np.ndarray]:
+        """Return the tables that the device does not have: all rows, the first `pages` columns.
 
-        A copy to the device costs as much as a small model's round, so only a table that has
-        changed is copied. The array is copied first, since the device may read it later.
+        By group. A copy to the device costs as much as a small model's round, so only these are
+        copied. The arrays are copies, since the device may read them later.
         """
-        for group, table in enumerate(self._tables):
-            copied = self._on_device[group]
-            if copied is None or copied.shape != (table.shape[0], pages):
-                self._on_device[group] = self.put(table[:, :pages].copy())
-        return tuple(self._on_device)
+        return {
+            group: table[:, :pages].copy()
+            for group, table in enumerate(self._tables)
+            if (copied := self._on_device[group]) is None or copied.shape != (table.shape[0], pages)
+        }
 
-    def put(self, tables: Any) -> Any:
-        """Copy tables to the devices that read them."""
-        return jax.device_put(tables, self.sharding)
+    def on_device(self, changed: Mapping[int, np.ndarray]) -> Any:
+        """Return the tables of all groups on the device, after copying those that have changed."""
+        for group, table in changed.items():
+            self._on_device[group] = put(table, self.sharding)
+        return tuple(self._on_device)
 
     def for_prefill(self, owners: Sequence[Request], num_rows: int, pages: int) -> Any:
         """Return a row for each tile of a prefill call, whose requests are `owners`.

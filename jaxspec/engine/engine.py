@@ -36,6 +36,7 @@ from jaxspec.engine.scheduler import (
     SchedulerConfig,
     admit_any,
 )
+from jaxspec.parallel.processes import ProcessError
 from jaxspec.sampling.logprobs import Scores, logprobs_of
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.rows import features_of
@@ -296,7 +297,8 @@ class Engine:
         live = [r for r in self._live if not r.ended]
         running = [r for r in live if r.slot is not None or r.blocks]
         scheduler = self._scheduler
-        if scheduler is None or isinstance(error, jax.errors.JaxRuntimeError | ConfigError):
+        of_all = jax.errors.JaxRuntimeError | ConfigError | ProcessError
+        if scheduler is None or isinstance(error, of_all):
             self._end_all(running or live, error)
             return
         if not scheduler.is_trial_over():

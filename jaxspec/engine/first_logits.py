@@ -28,7 +28,7 @@ def largest_weight(params: Params) -> tuple[str, float]:
     """Return the path of the array with the largest magnitude, and that magnitude."""
     found = {
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".values"): float(
-            jnp.abs(leaf).max()
+            max(jnp.abs(piece.data).max() for piece in leaf.addressable_shards)
         )
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         if jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jaxspec.cache import pool_sizes
@@ -96,6 +98,9 @@ class CacheMemory:
             self._num_blocks = pool_sizes.decide_pool_sizes(
                 config, groups, demands, self.block_bytes, self._free_bytes
             )
+            if self._placement.spans_processes:  # each has looked at its own devices
+                of_all = multihost_utils.process_allgather(np.array(self._num_blocks))
+                self._num_blocks = tuple(map(int, of_all.min(axis=0)))
             counts = zip(self._num_blocks, groups, strict=True)
             logger.info(
                 "KV cache: blocks of %d tokens, %s, %.2f GB",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxspec import drafts
 from jaxspec.config import (
@@ -26,6 +26,19 @@ from jaxspec.parallel.layout import Placement
 # (docs/performance.md has figures).
 GRAPHS_BELOW_BYTES, GRAPHS_ABOVE_ROWS = 4 << 30, 64
 GREEDY = SamplingFeatures(sampled=False)
+
+
+class ConfigKey(NamedTuple):
+    """What tells the configs of one engine apart.
+
+    features, num_drafts, limits_drafts: see RoundConfigs.get
+    cuda_graphs: as in RoundConfig
+    """
+
+    features: SamplingFeatures
+    num_drafts: int
+    limits_drafts: bool
+    cuda_graphs: bool
 
 
 def _draft_sampling(draft: DraftConfig, speculative: SpeculativeConfig) -> DraftSampling:
@@ -73,7 +86,7 @@ class RoundConfigs:
             )
         self.version = 0  # counts calls of override
         self._overrides: dict[str, Any] = {}
-        self._made: dict[tuple[SamplingFeatures, int, bool, bool], RoundConfig] = {}
+        self._made: dict[ConfigKey, RoundConfig] = {}
 
     def override(
         self,
@@ -111,10 +124,7 @@ class RoundConfigs:
             or batch * (K + 1) > GRAPHS_ABOVE_ROWS
             or self._plain.placement.size > 1  # the host launches for all devices
         )
-        key = (features, K, limits_drafts and K > 0, graphs)
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        return self._made[key]
+        return self.at(ConfigKey(features, K, limits_drafts and K > 0, graphs))
 
     def _make(
         self, features: SamplingFeatures, K: int, limits_drafts: bool, cuda_graphs: bool
@@ -131,6 +141,16 @@ class RoundConfigs:
                 "draft_max_model_len": speculative.draft_max_model_len,
             }
         return replace(self._plain.with_features(features), **(values | self._overrides))
+
+    def key_of(self, cfg: RoundConfig) -> ConfigKey:
+        """Return the plain data of which `at` makes this config, in another process too."""
+        return next(ConfigKey(*key) for key, made in self._made.items() if made is cfg)
+
+    def at(self, key: ConfigKey) -> RoundConfig:
+        """Return the config of a key."""
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
 
     @property
     def greedy(self) -> RoundConfig:

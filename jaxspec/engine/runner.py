@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ from jaxspec.engine.rehearsal import (
     shape_of,
 )
 from jaxspec.engine.request import Request
-from jaxspec.engine.round_configs import GREEDY, RoundConfigs
+from jaxspec.engine.round_configs import GREEDY, ConfigKey, RoundConfigs
 from jaxspec.engine.scheduler import Chunk
 from jaxspec.engine.variants import (
     PREFILL_LEVELS,
@@ -68,6 +68,7 @@ from jaxspec.engine.variants import (
 )
 from jaxspec.layers.params import Params
 from jaxspec.parallel.layout import ONE_PLACE, Placement, bytes_on_device
+from jaxspec.parallel.processes import Channel, ProcessError
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import STOPS, StateLayout, features_of, sampling_rows
@@ -77,6 +78,18 @@ logger = logging.getLogger(__name__)
 ADMISSIONS = 8  # slots that one call of slots.admit fills
 # Rounds that a mixture of features runs in a program with more of them, before its own is compiled.
 EXACT_AFTER = 256
+# The methods of ModelRunner that use the devices. Their arguments are plain data.
+FOLLOWED = (
+    "_begin",
+    "_compile_begin",
+    "_drop_state",
+    "_change_layout",
+    "_write_rows",
+    "move",
+    "_deactivate",
+    "_prefill",
+    "_round",
+)
 OUT_OF_MEMORY = (MemoryError, jax.errors.JaxRuntimeError)  # of the host, of the device
 
 
@@ -211,6 +224,7 @@ class ModelRunner:
         self._variants = Variants()
         self._variants_of = self.configs.version
         self._is_warm = False  # every request is served, so nothing is compiled to be faster
+        self._relays: dict[Hashable, Callable[[DecodeState], DecodeState]] = {}
         self._rounds_served: dict[Any, Serving] = {}
         self._prefills_served: dict[Any, Serving] = {}
         self._background: Background[list[Compiled]] = Background()
@@ -218,6 +232,47 @@ class ModelRunner:
         self._waits_for: MutableMapping[Request, Hashable] = WeakKeyDictionary()
         self._uncompilable: set[Hashable] = set()
         self._failed: MutableMapping[Request, Exception] = WeakKeyDictionary()
+        self.channel = Channel() if placement.spans_processes else None
+        if self.channel is not None and self.channel.leads:
+            for name in FOLLOWED:
+                setattr(self, name, self._led(self.channel, name))
+
+    # --- several processes -----------------------------------------------------------------------
+
+    def _led(self, channel: Channel, name: str) -> Callable[..., Any]:
+        """Return a method that the followers run too, with the same arguments."""
+        method = getattr(self, name)
+
+        def run(*args: Any) -> Any:
+            if name not in ("_begin", "_drop_state"):
+                _ = self.state  # the followers need one first
+            sent = [self.configs.key_of(a) if isinstance(a, RoundConfig) else a for a in args]
+            try:
+                channel.tell((name, sent))
+                return method(*args)
+            except ProcessError:
+                raise
+            except BaseException as e:  # they may have launched what is not launched here
+                reason = (str(e).splitlines() or [""])[0]
+                channel.close(f"{type(e).__name__}: {reason:.300}")
+                if not isinstance(e, Exception):
+                    raise
+                raise ProcessError(
+                    f"processes: expected {name.strip('_')} to run on all, "
+                    f"got {type(e).__name__}: {reason:.300}"
+                ) from e
+
+        return run
+
+    def follow(self) -> None:
+        """Run what the leading process runs, until it closes the channel."""
+        assert self.channel is not None and not self.channel.leads
+        while (message := self.channel.receive()) is not None:
+            name, sent = message
+            assert name in FOLLOWED, name
+            getattr(self, name)(
+                *(self.configs.at(a) if isinstance(a, ConfigKey) else a for a in sent)
+            )
 
     # --- the state -------------------------------------------------------------------------------
 
@@ -225,29 +280,38 @@ class ModelRunner:
     def state(self) -> DecodeState:
         """The resident state; the first use makes it, idle and with empty caches."""
         if self._state is None:
-            self._layout = self._needed.fit(GREEDY)
-            self._state = _init_state(*self._first_state(), **self._caches())
-            self.tables.reset(self._first_state()[1])
+            self._begin(self._needed.fit(GREEDY), self.memory.num_blocks)
         assert self._state is not None
         return self._state
 
-    def _first_state(self) -> tuple[RoundConfig, int, int]:
+    def _begin(self, layout: StateLayout, num_blocks: tuple[int, ...]) -> None:
+        """Make the state, idle and with empty caches of so many blocks."""
+        self._layout = layout
+        cfg, batch, stops = self._first_state(layout)
+        self._state = _init_state(cfg, batch, stops, **self._caches(num_blocks))
+        self.tables.reset(batch)
+
+    def _compile_begin(self, layout: StateLayout, num_blocks: tuple[int, ...]) -> None:
+        """Compile what the next _begin runs."""
+        _init_state.lower(*self._first_state(layout), **self._caches(num_blocks)).compile()
+
+    def _first_state(self, layout: StateLayout) -> tuple[RoundConfig, int, int]:
         """The config, slots and stop tokens of the state that the first use makes."""
         assert self.config.batch_buckets is not None
-        (stops,) = self._needed.fit(GREEDY).sizes[STOPS]
+        (stops,) = layout.sizes[STOPS]
         return self.configs.greedy, self.config.batch_buckets[0], stops
 
-    def _caches(self, num_blocks: tuple[int, ...] | None = None) -> dict[str, Any]:
-        """The keywords of _init_state; num_blocks None for those of the memory."""
+    def _caches(self, num_blocks: tuple[int, ...]) -> dict[str, Any]:
+        """The keywords of _init_state."""
         return {
-            "num_blocks": num_blocks or self.memory.num_blocks,
+            "num_blocks": num_blocks,
             "dtype": self.dtype.name,
             "cache_dtype": self.cache_dtype.name,
         }
 
     def check_room(self) -> None:
         """Raise ConfigError for sizes that exceed the whole memory; allocate nothing."""
-        cfg, _, stops = self._first_state()
+        cfg, _, stops = self._first_state(self._needed.fit(GREEDY))
         one_block = self._caches((1,) * len(self.configs.cache_groups))
         slot = jax.eval_shape(partial(_init_state, cfg, 1, stops, **one_block))
         rows = jax.tree.leaves(slots.without_caches(slot))
@@ -272,6 +336,10 @@ class ModelRunner:
 
     def forget(self) -> None:
         """Drop the state, caches included."""
+        if self.channel is None or self.channel.is_open:
+            self._drop_state()
+
+    def _drop_state(self) -> None:
         self._state = None
 
     @property
@@ -302,9 +370,12 @@ class ModelRunner:
     def deactivate(self, cleared: Sequence[int]) -> None:
         """Stop these slots from generating."""
         if cleared:
-            ended = np.zeros(self.num_slots, bool)
-            ended[list(cleared)] = True
-            self.state = replace(self.state, active=slots.deactivate(self.state.active, ended))
+            self._deactivate(list(cleared))
+
+    def _deactivate(self, cleared: list[int]) -> None:
+        ended = np.zeros(self.num_slots, bool)
+        ended[cleared] = True
+        self.state = replace(self.state, active=slots.deactivate(self.state.active, ended))
 
     def admit(
         self, added: Sequence[Request], running: Sequence[Request]
@@ -373,22 +444,33 @@ class ModelRunner:
 
     def _set_layout(self, layout: StateLayout) -> None:
         """Give the state the arrays of a layout; without memory for them, nothing changes."""
-        if layout is self._layout:
-            return
+        if layout is not self._layout:
+            self._change_layout(layout)
+
+    def _change_layout(self, layout: StateLayout) -> None:
         state = self.state  # (its first use sets the layout)
         if not layout.has_shapes_of(self._layout):
-            self.state = slots.relaid(state, layout)
-            cfg = self.configs.greedy
-            if cfg.placement.mesh is not None:
-                rows = slots.without_caches(self.state)
-                self._set_rows(jax.device_put(rows, shardings(cfg, rows)))
+            self._set_rows(self._relaid(slots.without_caches(state), layout))
             self._prefills_served.clear()
         self._layout = layout
+
+    def _relaid(self, rows: DecodeState, layout: StateLayout) -> DecodeState:
+        cfg = self.configs.greedy
+        if cfg.placement.mesh is None:
+            return slots.relaid(rows, layout)
+        key = layout.held, tuple(sorted(layout.sizes.items()))
+        if key not in self._relays:
+            relaid = partial(slots.relaid, layout=layout)
+            out = shardings(cfg, jax.eval_shape(relaid, rows))
+            self._relays[key] = jax.jit(relaid, out_shardings=out)
+        return self._relays[key](rows)
 
     def _admit(self, requests: Sequence[Request]) -> None:
         idle = ADMISSIONS - len(requests)
         at = np.asarray([*map(slot_of, requests), *[self.num_slots] * idle], np.int32)
-        new = self._admission(requests, self._layout)
+        self._write_rows(at, self._admission(requests, self._layout))
+
+    def _write_rows(self, at: np.ndarray, new: Admission) -> None:
         self._set_rows(slots.admit(slots.without_caches(self.state), at, new))
 
     def _admission(self, requests: Sequence[Request], layout: StateLayout) -> Admission:
@@ -480,7 +562,7 @@ class ModelRunner:
         shape = RoundShape(self.num_slots, pages, num_drafts)
         serving = self._serve_round(features, shape, limits_drafts)
         self._set_layout(serving.layout)
-        verification = self._round(serving.cfg, self.tables.for_round(pages))
+        verification = self._round(serving.cfg, self.tables.changed(pages))
         serving.noted()
         if not serving.is_exact:
             serving.num_rounds += 1
@@ -488,8 +570,9 @@ class ModelRunner:
                 self._compile_exact(features, shape, limits_drafts)
         return verification
 
-    def _round(self, cfg: RoundConfig, tables: Any) -> Verification:
-        args = self.params, self.state, tables, self.config.compilation
+    def _round(self, cfg: RoundConfig, changed: Mapping[int, np.ndarray]) -> Verification:
+        """Dispatch a step's rounds, after copying the block tables that have changed."""
+        args = self.params, self.state, self.tables.on_device(changed), self.config.compilation
         verification, self.state = self.round_program(cfg, self.rounds_per_step, *args)
         return verification
 
@@ -552,7 +635,11 @@ class ModelRunner:
     @property
     def _may_compile_aside(self) -> bool:
         """Whether the programs are those that a Rehearsal compiles."""
-        return self.config.compilation == "round" and self.round_program is rounds.run_rounds
+        return (
+            self.config.compilation == "round"
+            and self.round_program is rounds.run_rounds
+            and self.channel is None  # all processes compile together
+        )
 
     def poll(self) -> None:
         """Take over the programs that were compiled in the background since the last call."""
@@ -788,7 +875,7 @@ class ModelRunner:
             for features in (GREEDY, SAMPLED, TRUNCATED):
                 variant = full_variant(features, self._needed, limits_drafts=True)
                 count += self._warm(variant, None, shapes)
-        _init_state.lower(*self._first_state(), **self._caches()).compile()
+        self._compile_begin(self._needed.fit(GREEDY), self.memory.num_blocks)
         self._is_warm = True
         return count
 
@@ -817,7 +904,7 @@ class ModelRunner:
                 if of_rounds is None:
                     break
                 shape = RoundShape(batch, pages, K)
-                tables = self.tables.put(self.tables.idle(batch, pages))
+                tables = dict(enumerate(self.tables.idle(batch, pages)))
                 jax.block_until_ready(self._round(self._round_cfg(of_rounds, shape), tables))
                 self._variants.add(shape, of_rounds)
                 count += 1

@@ -14,7 +14,7 @@ from jaxspec.drafts import families
 from jaxspec.layers.params import Params, ParamSpec, Weight, is_spec, vector
 from jaxspec.loading.weights import check_cuts
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.mesh import Device, make_mesh
 
 # Arrays that a draft may share with its target, and their logical axes.
 SHARED_AXES = {"embed_tokens": ("vocab", "embed"), "lm_head": ("embed", "vocab")}
@@ -42,6 +42,12 @@ def choose_placements(
         )
     if size == replicas == 1:
         return (ONE_PLACE,)
+    processes = jax.process_count()
+    if processes > 1:
+        devices = _of_processes(size, replicas, processes)
+        mesh = make_mesh(devices)
+        experts = config.enable_expert_parallel
+        return (Placement(mesh, experts, replicates_draft=of_draft == 1),)
     devices = jax.devices()
     if size > len(devices):
         raise ConfigError(
@@ -61,6 +67,25 @@ def choose_placements(
         )
         for first in range(0, size * replicas, size)
     )
+
+
+def _of_processes(size: int, replicas: int, processes: int) -> list[Device]:
+    """Return the first devices of each process, in the order of the processes."""
+    own = len(jax.local_devices())
+    if replicas > 1:
+        raise ConfigError(
+            f"data_parallel_size: expected 1 with {processes} processes, got {replicas}"
+        )
+    if size % processes or size > own * processes:
+        raise ConfigError(
+            f"tensor_parallel_size: expected a multiple of the {processes} processes, at most "
+            f"their {own * processes} devices, got {size}"
+        )
+    of_each = [
+        [d for d in jax.devices() if d.process_index == i][: size // processes]
+        for i in range(processes)
+    ]
+    return [device for devices in of_each for device in devices]
 
 
 def copy_weights(params: Params, placement: Placement) -> Params:

@@ -31,6 +31,7 @@ from jaxspec.loading.pair import resolve_pair
 from jaxspec.loading.placement import choose_placement
 from jaxspec.loading.resolve import resolve
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
+from jaxspec.parallel.processes import join_processes
 from jaxspec.sampling import synthetic
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -94,6 +95,10 @@ def load_pretrained(
     if max_model_len is not None:
         settings["max_model_len"] = max_model_len
     config = EngineConfig(**settings)
+    try:
+        join_processes()
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
     check_platform()
     keep_compiled_programs()
     resolved = (

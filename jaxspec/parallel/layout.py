@@ -137,7 +137,7 @@ class Layout:
         for dim, axis in enumerate(spec.axes):
             if self.is_cut(axis):
                 array = self.in_device_order(np.asarray(array), dim, spec.parts_along(dim))
-        return jax.device_put(array, NamedSharding(self.mesh, self.partition(spec.axes)))
+        return put(array, NamedSharding(self.mesh, self.partition(spec.axes)))
 
     def in_device_order(self, array: np.ndarray, dim: int, parts: Parts) -> np.ndarray:
         """Return an array with the pieces of `parts`, along an axis, in the devices' order."""
@@ -161,6 +161,17 @@ class Layout:
 
 
 ONE_DEVICE_LAYOUT = Layout()
+
+
+def put(array: Any, sharding: NamedSharding | None) -> jax.Array:
+    """Copy an array, which every process has whole, to devices; None: to the default device.
+
+    device_put would compare the copies of several processes, which takes a collective.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
 def _sizes(config: Any) -> dict[str, list[int]]:
@@ -210,6 +221,13 @@ class Placement:
             return (jax.local_devices()[0],)
         assert isinstance(self.mesh, Mesh)
         return tuple(self.mesh.devices.flat)
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether several processes have the devices, so that each runs the same programs."""
+        if not isinstance(self.mesh, Mesh):
+            return False
+        return any(d.process_index != jax.process_index() for d in self.mesh.devices.flat)
 
     def target(self, config: Any) -> Layout:
         """Return the layout of the target's arrays."""

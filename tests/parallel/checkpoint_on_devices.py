@@ -1,17 +1,27 @@
-"""Load a checkpoint on one device and on two, and compare texts and the arrays' pieces."""
+"""Load a checkpoint on one device and on two, and compare texts and the arrays' pieces.
+
+Then load a model of many layers onto two devices, and look at the host's memory.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import LLM, EngineConfig, SamplingParams
+from jaxspec import LLM, EngineConfig, SamplingParams, models
+from jaxspec.layers.params import is_spec
 from jaxspec.loading.model import load_target
 from jaxspec.loading.placement import choose_placement, place_models
+from jaxspec.loading.weights import load_params
+from jaxspec.parallel import layout
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -37,4 +47,40 @@ for size in (1, 2):
     [output] = llm.generate([[3, 5, 7]], SamplingParams(temperature=0, max_tokens=12))
     texts.append(list(output.token_ids))
 assert texts[0] == texts[1], texts
+
+
+class Tensor:
+    """A tensor of a checkpoint, made when it is read."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def read(self) -> np.ndarray:
+        return np.ones(self.shape, np.float32)
+
+
+def copied(array: Any, sharding: Any) -> jax.Array:
+    """As put, but a CPU's array would be the host's own memory."""
+    return jax.block_until_ready(jnp.copy(jax.device_put(array, sharding)))
+
+
+# As Llama-3-70B: the embedding is larger than a layer.
+shape: Any = cfg
+large = replace(shape, num_layers=12, hidden_size=128, intermediate_size=448, vocab_size=2048)
+specs = models.llama.param_specs(large)
+of_layer, *_ = [
+    sum(4 * math.prod(s.shape) for s in jax.tree.leaves(layer, is_leaf=is_spec))
+    for layer in specs["layers"]
+]
+tensors: Any = {
+    name: Tensor(shape)
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec)
+    for name, shape in spec.tensors.items()
+}
+layout.put = copied
+load_params(specs, tensors, jnp.float32, placement.target(large))  # compiles the copies
+tracemalloc.start()
+loaded = load_params(specs, tensors, jnp.float32, placement.target(large))
+_, peak = tracemalloc.get_traced_memory()
+assert peak < 2 * of_layer, f"expected less than two layers, got {peak / of_layer:.2f}"
 print("equal")
