@@ -2,7 +2,8 @@
 
     python -m tests.parallel.engines_on_devices CASE...
 
-A case is a family, a draft, numbers of devices and settings: "mimo mtp 2,4 rule=block".
+A case is a family, a draft, numbers of devices and settings: "mimo mtp 2,4 rule=block". With
+replicas=n, each of n replicas has so many devices.
 Prints a line for each case and number of devices: "equal", or both results.
 """
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec.drafts import MODEL_FREE
 from tests.support.families import family_model
 from tests.support.tiny import tiny_model
 
@@ -40,8 +42,9 @@ EVERYTHING: dict[str, Any] = dict(
 
 def sampling(settings: dict[str, str]) -> list[SamplingParams]:
     more = EVERYTHING if "everything" in settings else PLAIN
+    tokens = int(settings.get("tokens", "12"))
     return [
-        SamplingParams(temperature=t, seed=i, max_tokens=12, ignore_eos=True, **more)
+        SamplingParams(temperature=t, seed=i, max_tokens=tokens, ignore_eos=True, **more)
         for i, t in enumerate(TEMPERATURES)
     ]
 
@@ -49,12 +52,13 @@ def sampling(settings: dict[str, str]) -> list[SamplingParams]:
 def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Outcome:
     """Tokens, and the counts of drafts, of an engine on `size` devices."""
     K = int(settings.get("K", "3"))
+    with_layers = "eagle3" if method == "ngram" else method
     if family == "tiny":
-        model = tiny_model(method, mapped="mapped" in settings)
+        model = tiny_model(with_layers, mapped="mapped" in settings)
     else:
-        model = family_model(family, method)
+        model = family_model(family, with_layers)
     draft: dict[str, Any] = dict(
-        model=None if method == "mtp" else "none",
+        model=None if method in ("mtp", "ngram") else "none",
         method=method,
         num_speculative_tokens=K,
         rejection_sample_method=settings.get("rule", "probabilistic"),
@@ -74,19 +78,25 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         num_gpu_blocks_override=int(settings.get("blocks", "64")),  # few: requests are preempted
         compilation=settings.get("compilation", "round"),  # type: ignore[arg-type]
         tensor_parallel_size=size,
+        data_parallel_size=int(settings.get("replicas", "1")) if size > 1 else 1,
         enable_expert_parallel="expert" in settings and size > 1,
     )
+    speculative = SpeculativeConfig(**draft) if drafts else None
+    drafting: Any = (model.draft, model.params["draft"]) if drafts else None
+    if speculative is not None and method == "ngram":
+        drafting = (MODEL_FREE["ngram"].config(model.target, speculative), {})
     llm = LLM(
         (model.target, model.params["target"]),
-        (model.draft, model.params["draft"]) if drafts else None,
-        SpeculativeConfig(**draft) if drafts else None,
+        drafting,
+        speculative,
         config=config,
         eos_token_ids=(7,),
     )
-    texts = [list(o.token_ids) for o in llm.generate(PROMPTS, sampling(settings))]
+    count = 2 if "few" in settings else len(PROMPTS)
+    texts = [list(o.token_ids) for o in llm.generate(PROMPTS[:count], sampling(settings)[:count])]
     if "again" in settings:  # prefixes are in the cache now
         texts += [list(o.token_ids) for o in llm.generate(PROMPTS, sampling(settings))]
-        assert llm.scheduling.num_cached_tokens > 0
+        assert llm.scheduling.num_prefix_hits > 0
     if "blocks" in settings:
         assert llm.scheduling.num_preemptions > 0
     if "streams" in settings:
