@@ -62,7 +62,9 @@ def test_links_lead_to_files(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:jaxspec|pallas_kernels|scripts|tests|docs)/[\w./-]+)`", text)
+    named = re.findall(
+        r"`((?:jaxspec|pallas_kernels|scripts|tests|docs)/[\w./-]+)(?:::\w+)?`", text
+    )
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -75,3 +77,27 @@ def test_pages_that_the_code_names_exist() -> None:
     }
     assert named
     assert [(path, page) for path, page in sorted(named) if not (ROOT / page).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_tests_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    missing = [
+        f"{file}::{test}"
+        for file, test in named
+        if f"\ndef {test}(" not in (ROOT / file).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
+def test_known_problems_each_have_a_test() -> None:
+    """Every row of the page has an upstream number and a test of ours."""
+    page = (ROOT / "docs" / "known-problems.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| [")]
+    numbers = {number for row in rows for number in re.findall(r"^\| \[[\w-]+ #(\d+)\]", row)}
+    assert numbers == {
+        *("47386", "50438", "53670", "52522", "53436", "42744", "34497", "52258", "53458"),
+        *("31", "613", "2819"),
+    }
+    assert [row for row in rows if not re.search(r"`tests/[\w/]+\.py::\w+`", row)] == []

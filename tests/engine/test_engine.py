@@ -189,6 +189,19 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(rule: str) ->
     assert text(None) != text(None)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_requests_take_the_same_rounds_and_drafts_again(temperature: float) -> None:
+    rng = np.random.default_rng(0)
+    llm = engine(target={"table": jnp.asarray(rng.normal(size=(V, V)), jnp.float32)})
+    params = SamplingParams(temperature, seed=5, max_tokens=20)
+    runs = []
+    for _ in range(2):
+        llm.reset_metrics()
+        outputs = llm.generate([[1], [2], [3]], params)
+        runs.append((llm.metrics.to_dict(), [o.token_ids for o in outputs], llm.timings.num_rounds))
+    assert runs[0] == runs[1] and runs[0][0]["num_drafts"] > 0
+
+
 # ---- metrics
 
 

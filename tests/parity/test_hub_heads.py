@@ -244,6 +244,7 @@ def test_switches_are_read_from_their_place_and_guesses_are_warnings(
             r"unexpected: fc\.weight",
         ),
         ({}, {"use_mtp_layernorm": True}, {}, None, "use_mtp_layernorm: expected False, got True"),
+        ({"partial_rotary_factor": 0.5}, {}, {}, None, "partial_rotary_factor: expected 1.0"),
         (
             {},
             {"parallel_draft_step": 4},
@@ -265,6 +266,27 @@ def test_another_kind_of_head_is_one_sentence(
     with pytest.raises(ConfigError, match=message) as error:
         read(folders[NVIDIA_HEAD], tmp_path, changes, nested, tensors, method)
     assert "\n" not in str(error.value)
+
+
+def test_a_whole_vocabulary_is_not_mapped() -> None:
+    """Neither at loading, nor by an identity that every step would gather through."""
+    sizes = dict(
+        target_hidden_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=1,
+        attention=TARGET.attention,
+        rms_norm_eps=1e-5,
+        vocab_size=TARGET.vocab_size,
+        aux_layers=(2, 4, 5),
+        own_embedding=True,
+    )
+    for size in (TARGET.vocab_size, 48):
+        cfg = Eagle3Config(**sizes, draft_vocab_size=size)
+        params = dict.fromkeys(("embed_tokens", "lm_head"))
+        bound = bind_draft(cfg, params, {}, None if size == TARGET.vocab_size else np.arange(48))
+        has_map = {"draft_to_target", "target_to_draft"} & bound.keys()
+        assert bool(has_map) == cfg.maps_vocabulary == (size == 48)
 
 
 def test_a_rotation_table_in_the_file_is_no_weight(

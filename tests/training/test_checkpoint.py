@@ -324,8 +324,7 @@ def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
     """The whole command, in a process of its own, as a newcomer runs it."""
     command = [
         sys.executable,
-        "scripts/train_draft.py",
-        "all",
+        "docs/examples/train_head.py",
         "--dry-run",
         "--output",
         str(tmp_path),
