@@ -81,3 +81,17 @@ def test_which_launch_the_next_kernel_early_and_which_load_weights_first(name: s
     tuning, _ = chosen(SHAPES[name], SHAPES[name].rows)
     product = name.rpartition(" rows ")[0].split()[-1]
     assert (tuning.launches_next, tuning.weights_first) == ORDER[product]
+
+
+@pytest.mark.parametrize("most", [1 << 20, 10 << 20, 1 << 30])
+def test_what_is_read_first_is_the_beginning_of_each_cta_s_part(most: int) -> None:
+    """Gate and up share the bytes; a cluster of two begins at the top and in the middle of qkv."""
+    x, wide, joined = struct(4, 4096), struct(4096, 7168), struct(4096, 3072)
+    gate_up = plan.first_reads(plan.Product(x, (wide, wide), swiglu=True), most)
+    assert gate_up == [((0, min(most // 2, 4096 * 7168 * 2)),)] * 2
+    half = 4096 * 3072
+    (qkv,) = plan.first_reads(plan.Product(x, (joined,)), most)
+    assert qkv == ((0, min(most // 2, half)), (half, min(most // 2, half)))
+    ragged = plan.first_reads(plan.Product(struct(4, 576), (struct(576, 448),)), most)
+    assert all(value % plan.READ_BYTES == 0 for spans in ragged for span in spans for value in span)
+    assert 0 < sum(size for spans in ragged for _, size in spans) <= 576 * 448 * 2
