@@ -1,7 +1,7 @@
 """The words that devices exchange of rows whose vocabulary is cut over them.
 
-A warpgroup for each request folds the partial results of the device's own tokens into a few words.
-`fold_scores` makes those of all rows, `fold_winners` those of the draw. One exchange takes them to
+A warpgroup folds partial results of the device's own tokens into a few words. `fold_scores` makes
+those of a row in each block, `fold_winners` those of a request's draw. One exchange takes them to
 all devices. Kernels read the words of all devices as scalars, and combine them in the devices'
 order.
 """
@@ -25,7 +25,7 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.launch import (
     launch,
 )
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import LARGEST, divisor_of, scaled
-from pallas_kernels.types import Ref
+from pallas_kernels.types import Index, Ref
 
 # Words of a target's row, then of a draft: its target logit, and of draft logits three more.
 BEST, SUM, INDEX, ROW_WORDS = 0, 1, 2, 3
@@ -50,54 +50,51 @@ def fold_scores(problem: Problem, inputs: Arrays) -> jax.Array:
     Words that a request does not need (a greedy one's sums) have no meaning.
     """
 
-    def body(refs: Refs, request: jax.Array) -> None:
-        def store(column: int, value: jax.Array) -> None:
+    def body(refs: Refs, block: jax.Array) -> None:
+        request, i = block // problem.rows, block % problem.rows
+
+        def store(column: Index, value: jax.Array) -> None:
             refs.words[request, column] = _as_word(value)
 
-        @pl.when(refs.active[request])
-        def _() -> None:
+        def fold_row() -> None:
             divisor = divisor_of(refs, request)
-            for i in range(problem.rows):
-                row, column = request * problem.rows + i, i * ROW_WORDS
-                best, index = combine_maximum(refs.best, refs.index, row, problem.sweep.count)
-                store(column + BEST, best)
-                store(column + INDEX, index + refs.first_ids[TARGET])
-                if problem.sampled:
-                    total = _sum_of_pieces(
-                        refs.best, refs.sum, row, problem.sweep.count, best, divisor
-                    )
-                    store(column + SUM, total)
+            column = i * ROW_WORDS
+            best, index = combine_maximum(refs.best, refs.index, block, problem.sweep.count)
+            store(column + BEST, best)
+            store(column + INDEX, index + refs.first_ids[TARGET])
             if problem.sampled:
-                for i in range(problem.num_drafts):
-                    column = _draft_column(problem, i)
-                    token = refs.tokens[request * problem.num_drafts + i]
-                    index = token - refs.first_ids[TARGET]
-                    row = request * problem.rows + i
-                    store(
-                        column + TARGET_AT,
-                        _at(refs.target, row, index, problem.sweep.vocab, divisor),
-                    )
-                    if problem.draft_sweep is None:
-                        continue
-                    if refs.to_draft is not None:
-                        token = refs.to_draft[_inside(token, problem.vocab)]
-                    index = token - refs.first_ids[DRAFT]
-                    row, count = request * problem.num_drafts + i, problem.draft_sweep.count
-                    store(
-                        column + DRAFT_AT,
-                        _at(refs.draft, row, index, problem.draft_sweep.vocab, divisor),
-                    )
-                    best = _best_of_pieces(refs.draft_best, row, count)
-                    total = _sum_of_pieces(
-                        refs.draft_best, refs.draft_sum, row, count, best, divisor
-                    )
-                    store(column + DRAFT_BEST, best)
-                    store(column + DRAFT_SUM, total)
+                count = problem.sweep.count
+                total = _sum_of_pieces(refs.best, refs.sum, block, count, best, divisor)
+                store(column + SUM, total)
+
+        def fold_draft() -> None:
+            divisor = divisor_of(refs, request)
+            column, draft = _draft_column(problem, i), request * problem.num_drafts + i
+            token = refs.tokens[draft]
+            index = token - refs.first_ids[TARGET]
+            vocab = problem.sweep.vocab
+            store(column + TARGET_AT, _at(refs.target, block, index, vocab, divisor))
+            if problem.draft_sweep is None:
+                return
+            if refs.to_draft is not None:
+                token = refs.to_draft[_inside(token, problem.vocab)]
+            index = token - refs.first_ids[DRAFT]
+            vocab, count = problem.draft_sweep.vocab, problem.draft_sweep.count
+            store(column + DRAFT_AT, _at(refs.draft, draft, index, vocab, divisor))
+            best = _best_of_pieces(refs.draft_best, draft, count)
+            total = _sum_of_pieces(refs.draft_best, refs.draft_sum, draft, count, best, divisor)
+            store(column + DRAFT_BEST, best)
+            store(column + DRAFT_SUM, total)
+
+        pl.when(refs.active[request])(fold_row)
+        if problem.sampled and problem.num_drafts:
+            pl.when(refs.active[request] & (i < problem.num_drafts))(fold_draft)
 
     words = jax.ShapeDtypeStruct(
         (problem.batch, _draft_column(problem, problem.num_drafts)), jnp.int32
     )
-    return launch("fold_scores", body, problem.batch, inputs, {"words": words})["words"]
+    blocks = problem.batch * problem.rows
+    return launch("fold_scores", body, blocks, inputs, {"words": words})["words"]
 
 
 def exchange_winners(problem: Problem, inputs: Arrays) -> Arrays:
@@ -167,13 +164,13 @@ def draft_at_draft(problem: Problem, refs: Refs, request: jax.Array, draft: int)
     return _owners(problem, refs, request, _draft_column(problem, draft) + DRAFT_AT)
 
 
-def _draft_column(problem: Problem, draft: int) -> int:
+def _draft_column(problem: Problem, draft: Index) -> Index:
     words = 1 if problem.draft_sweep is None else 4
     return problem.rows * ROW_WORDS + draft * words * problem.sampled
 
 
 def _log_sum_exp(
-    problem: Problem, refs: Refs, request: jax.Array, column: int, divisor: jax.Array | None
+    problem: Problem, refs: Refs, request: jax.Array, column: Index, divisor: jax.Array | None
 ) -> jax.Array:
     """Return the log-sum-exp of the devices' maxima, in a column, and sums, in the next."""
     devices = range(problem.shards.count)
@@ -190,7 +187,7 @@ def _log_sum_exp(
     return jnp.where(highest > -jnp.inf, top + jnp.log(total), 0.0)
 
 
-def _owners(problem: Problem, refs: Refs, request: jax.Array, column: int) -> jax.Array:
+def _owners(problem: Problem, refs: Refs, request: jax.Array, column: Index) -> jax.Array:
     """Return the value of the device that has the token; it is -inf on the others."""
     devices = range(problem.shards.count)
     return reduce(jnp.maximum, [_as_float(refs.scores[d, request, column]) for d in devices])
