@@ -165,8 +165,9 @@ def draft_at_draft(problem: Problem, refs: Refs, request: jax.Array, draft: int)
 
 
 def _draft_column(problem: Problem, draft: Index) -> Index:
-    words = 1 if problem.draft_sweep is None else 4
-    return problem.rows * ROW_WORDS + draft * words * problem.sampled
+    if not problem.sampled:
+        return problem.rows * ROW_WORDS
+    return problem.rows * ROW_WORDS + draft * (1 if problem.draft_sweep is None else 4)
 
 
 def _log_sum_exp(
