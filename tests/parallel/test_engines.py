@@ -13,6 +13,7 @@ PROCESSES = [
     # biases, sinks and two cache groups.
     ("tiny eagle3 4 mapped everything", "gpt_oss eagle3 2"),
     ("gpt_oss eagle3 2,4 expert", "gpt_oss eagle 2 everything", "gpt_oss none 2"),
+    ("qwen3_moe eagle 2", "qwen3_moe eagle 2,4 expert"),
     ("glm4_moe_lite mtp 2,4", "glm4_moe_lite mtp 2 expert"),
     ("deepseek_v3 mtp 2,4", "deepseek_v3 mtp 4 expert rule=block"),
     ("mimo mtp 2,4", "mimo mtp 2 replicated"),
