@@ -17,7 +17,6 @@ Each case is a process of its own with a time limit:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -28,9 +27,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import typer
+
+from jaxspec.tools.cli import run_program
+from jaxspec.tools.flags import flag
 
 # The seconds that each may take.
 CASES = {"check": 60, "time": 120, "threads": 60, "stopped": 60, "independent": 60, "soak": 110}
@@ -50,38 +55,42 @@ SOAK_SHAPES = (
 SOAK_WORDS = (2, 24, 1536, 16_000)  # of all-gathers between them
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--rows", default="4,16,64,128,256")
-    parser.add_argument("--rounds", type=int, default=100_000, help="of the soak")
-    parser.add_argument("--seconds", type=float, default=70.0, help="of the soak, at most")
-    parser.add_argument("--cpu", action="store_true", help="the reference on forced CPU devices")
-    parser.add_argument("--output-json", type=Path)
-    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+@dataclass(frozen=True)
+class Options:
+    """What is run, and where."""
+
+    cases: tuple[str, ...] = flag(tuple(CASES), "What to run.", among=tuple(CASES))
+    devices: int = flag(2, "GPUs, or CPU devices.")
+    rows: tuple[int, ...] = flag((4, 16, 64, 128, 256), "Of the timed calls.", least=1)
+    rounds: int = flag(100_000, "Of the soak.")
+    seconds: float = flag(70.0, "Of the soak, at most.")
+    cpu: bool = flag(False, "Run the reference on forced CPU devices.")
+    output_json: Path | None = flag(None, "Write the lines to this file, after each of them.")
+    child: str | None = flag(None, "A case to run in this process, for the script's own calls.")
+
+
+def main(args: Options) -> None:
+    """Measure and test the all-reduce kernel."""
     if args.child:
         Experiment(args).run(args.child)
         return
     found, failed = [], False
-    for case in args.cases.split(","):
+    for case in args.cases:
         for line in in_a_process(case, args):
             found.append(line)
             failed = failed or bool(line.get("failed"))
             print("  ".join(f"{name} {shown(value)}" for name, value in line.items()), flush=True)
             if args.output_json:
                 args.output_json.write_text(json.dumps(found, indent=1))
-    sys.exit(failed)
+    if failed:
+        raise typer.Exit(1)
 
 
 def shown(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def in_a_process(case: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def in_a_process(case: str, args: Options) -> Iterator[dict[str, Any]]:
     """Run a case; yield what it prints as JSON lines, and a last line if it fails."""
     # NVLink's multicast is not used.
     env = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
@@ -108,7 +117,7 @@ def in_a_process(case: str, args: argparse.Namespace) -> Iterator[dict[str, Any]
 class Experiment:
     """One process: devices, mailboxes, and programs under shard_map."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Options) -> None:
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -198,7 +207,7 @@ class Experiment:
         )
 
     def time(self) -> None:
-        for rows in map(int, self.args.rows.split(",")):
+        for rows in self.args.rows:
             kinds = ("launch", "kernel", "kernel float32", "kernel + norm")
             for kind in (*kinds, "kernel + norm all float32"):
                 self.time_one(rows, kind, {})
@@ -526,4 +535,4 @@ class Experiment:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -10,31 +10,39 @@ and the exit code is 1.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
+from jaxspec.tools.cli import one_of
+from jaxspec.tools.flags import flag
 from tests.fuzz.runner import FAILURE, Runner
 from tests.fuzz.subjects import SUBJECTS, read_tokenizer, write_target
 
 NEEDS = {"pickle": "torch", "state": "orbax"}  # optional modules
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--subject", action="append", choices=sorted(SUBJECTS), help="repeatable (default: all)")
-    add("--seed", type=int, default=0)
-    add("--first", type=int, default=0, help="number of the first case")
-    add("--cases", type=int, default=20, help="of each subject; with --seconds: a turn")
-    add("--seconds", type=float, help="go on with further cases until then")
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Options:
+    """Which cases are run."""
+
+    subject: list[str] | None = flag(None, f"{', '.join(sorted(SUBJECTS))}. [default: all]")
+    seed: int = flag(0, "Of the damage.")
+    first: int = flag(0, "Number of the first case.")
+    cases: int = flag(20, "Of each subject; with --seconds: a turn.")
+    seconds: float | None = flag(None, "Go on with further cases until then.")
+
+
+def main(args: Options) -> None:
+    """Damage input of all kinds; the exit code is 1 after a failure."""
+    for name in args.subject or ():
+        one_of("--subject", name, sorted(SUBJECTS))
     names = [name for name in args.subject or SUBJECTS if _can_run(name)]
     start, failures, kinds = time.monotonic(), 0, Counter[str]()
     with tempfile.TemporaryDirectory(prefix="jaxspec-fuzz-") as temp:
@@ -55,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
                 break
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     print(f"fuzz: {len(names)} subjects, {counts}, {time.monotonic() - start:.0f} s")
-    return 1 if failures else 0
+    if failures:
+        raise typer.Exit(1)
 
 
 def import_all(folder: Path) -> None:
