@@ -15,7 +15,7 @@ NAME = "jaxspec"
 SUMMARY = "Speculative decoding of large language models in JAX."
 # The name of a module of this room, and its line in `jaxspec --help`.
 COMMANDS = {
-    "generate": "Generate text with speculative decoding; without flags, a demo.",
+    "generate": "Generate text; without flags, a demo.",
     "bench": "Time rounds, part by part, against what the device allows.",
     "throughput": "Measure throughput and latency under load.",
     "train": "Train a draft head on the target's own text.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -62,7 +62,6 @@ ENGINE = ForeignKeys(
         "async_scheduling": _ANY,
         "compilation_config": Foreign((None, 0, 1, 2, 3), "`compilation` chooses the programs"),
         "cpu_offload_gb": Foreign((None, 0, 0.0), "weights stay on the device"),
-        "data_parallel_size": Foreign((None, 1), "one engine runs in a process"),
         "disable_custom_all_reduce": _ANY,
         "disable_log_stats": _ANY,
         "distributed_executor_backend": Foreign((None, "mp", "uni"), _ONE_HOST),
@@ -184,7 +183,7 @@ def checks_keywords(foreign: ForeignKeys = NO_FOREIGN_KEYS) -> Callable[[type[T]
 
     def decorate(cls: type[T]) -> type[T]:
         init: Callable[..., None] = cls.__init__
-        known = frozenset(field.name for field in fields(cls))  # pyright: ignore[reportArgumentType]
+        known = frozenset(inspect.signature(init).parameters) - {"self"}
 
         @wraps(init)
         def checked(self: T, *values: Any, **keywords: Any) -> None:
