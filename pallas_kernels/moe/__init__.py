@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.inputs import GATES, Inputs
+from pallas_kernels.moe.mxfp4 import Mxfp4Weight
 from pallas_kernels.types import Shaped
 
-__all__ = ["GATES", "IMPLEMENTATIONS", "MAX_ROWS", "Inputs", "experts", "unsupported"]
+__all__ = [
+    "GATES",
+    "IMPLEMENTATIONS",
+    "MAX_ROWS",
+    "Inputs",
+    "Mxfp4Weight",
+    "dequantise",
+    "experts",
+    "unsupported",
+]
 
 MAX_ROWS = 256  # that the kernel takes
 
@@ -38,8 +52,42 @@ def experts(inputs: Inputs, *, implementation: str = "reference") -> jax.Array:
     return mosaic_gpu.experts(inputs)
 
 
+def dequantise(
+    weight: Mxfp4Weight, expert: jax.Array, dtype: DTypeLike, *, implementation: str = "reference"
+) -> jax.Array:
+    """Return the matrix [in, out] of an expert, int32 scalar, in dtype.
+
+    The kernel makes bfloat16. vmap gives it several experts at once.
+    """
+
+    def reason() -> str | None:
+        wanted = "expected bfloat16" if dtype != jnp.bfloat16 else None
+        return hopper.missing() or hopper.too_old() or wanted
+
+    if not runs_kernel("moe", implementation, reason):
+        return Mxfp4Weight(weight.units[expert], weight.wide).to_array(dtype)
+    from pallas_kernels.moe.mosaic_gpu import dequantise as kernel
+
+    @custom_vmap
+    def one(weight: Mxfp4Weight, expert: jax.Array) -> jax.Array:
+        return kernel.dequantise(weight, expert[None])[0]
+
+    @one.def_vmap
+    def several(
+        _: int, batched: list[Any], weight: Mxfp4Weight, experts: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        assert not batched[0].units  # each of the batch reads the same experts
+        return kernel.dequantise(weight, experts), True
+
+    return one(weight, expert)
+
+
 def unsupported(
-    rows: int, top_k: int, gate_up: Shaped, down: Shaped, dtype: DTypeLike
+    rows: int,
+    top_k: int,
+    gate_up: Shaped | Mxfp4Weight,
+    down: Shaped | Mxfp4Weight,
+    dtype: DTypeLike,
 ) -> str | None:
     """Return why the Mosaic kernel cannot run, None if it can. rows, dtype: of x."""
     if old := hopper.too_old():

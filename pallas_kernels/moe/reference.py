@@ -9,12 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.moe.inputs import Gate, Inputs
+from pallas_kernels.moe.mxfp4 import Mxfp4Weight
 
 
 def experts(inputs: Inputs) -> jax.Array:
     """Run the op; see pallas_kernels.moe.experts."""
     x, weights, ids = inputs.x, inputs.weights, inputs.ids[:, : inputs.top_k]
-    count = inputs.gate_up.shape[0]
+    gate_up_weight, down_weight = (
+        w.to_array(x.dtype) if isinstance(w, Mxfp4Weight) else w
+        for w in (inputs.gate_up, inputs.down)
+    )
+    count = gate_up_weight.shape[0]
     if inputs.first_expert is not None:
         ids = ids - inputs.first_expert
 
@@ -24,9 +29,9 @@ def experts(inputs: Inputs) -> jax.Array:
 
     # A copy of the rows for each expert: for one shared operand, XLA transposes the weights.
     spread = jnp.broadcast_to(x, (count, *x.shape))
-    gate_up = product(spread, inputs.gate_up, inputs.gate_up_bias)
+    gate_up = product(spread, gate_up_weight, inputs.gate_up_bias)
     inner = gated(gate_up, inputs.gate, alpha=inputs.alpha, limit=inputs.limit)
-    out = product(inner, inputs.down, inputs.down_bias)
+    out = product(inner, down_weight, inputs.down_bias)
     # [experts, rows]: 0 for experts that a row did not choose; ids of others match none
     of_expert = jnp.where(ids == jnp.arange(count)[:, None, None], weights, 0.0).sum(-1)
     return jnp.einsum("et,etd->td", of_expert, out.astype(jnp.float32)).astype(x.dtype)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.moe.inputs import Gate, Inputs
+from pallas_kernels.moe.mxfp4 import Mxfp4Weight, random_weight
 
 ROWS = (1, 4, 6, 16, 64, 96)  # a draft step, K + 1 of K = 3 and 5; the same of 16 requests
 
@@ -23,7 +24,7 @@ class Shape:
 
     gate_up is [experts, hidden, 2 * size] and down [experts, size, hidden]. routing: "random"
     (each row its own experts), "same" (all rows the same ones) or "spread" (one after the other:
-    every expert is hit if rows * top_k suffice).
+    every expert is hit if rows * top_k suffice). mxfp4: weights are packed.
     """
 
     rows: int
@@ -34,10 +35,12 @@ class Shape:
     gate: Gate = "silu"
     bias: bool = False
     routing: str = "random"
+    mxfp4: bool = False
 
 
 _MODELS = {
     "gpt-oss-20b": Shape(0, 32, 4, 2880, 2880, gate="clamped", bias=True),
+    "gpt-oss-20b mxfp4": Shape(0, 32, 4, 2880, 2880, gate="clamped", bias=True, mxfp4=True),
     "glm-4.7-flash": Shape(0, 64, 4, 2048, 1536),
     "qwen3-30b-a3b": Shape(0, 128, 8, 2048, 768),
 }
@@ -68,13 +71,20 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
         return jax.random.normal(key, dims, jnp.bfloat16) * jnp.asarray(scale, jnp.bfloat16)
 
     count, hidden, size = shape.num_experts, shape.hidden, shape.size
+
+    def matrices(key: jax.Array, depth: int, width: int) -> jax.Array | Mxfp4Weight:
+        if shape.mxfp4:  # a code's root mean square is about 3
+            exponent = round(-math.log2(3 * math.sqrt(depth)))
+            return random_weight(key, (count, depth, width), exponent)
+        return normal(key, count, depth, width, scale=1 / math.sqrt(depth))
+
     logits = jax.random.normal(keys[1], (shape.rows, shape.top_k), jnp.float32)
     return Inputs(
         x=normal(keys[0], shape.rows, hidden),
         ids=jnp.asarray(route(shape, seed)),
         weights=jax.nn.softmax(logits),
-        gate_up=normal(keys[2], count, hidden, 2 * size, scale=1 / math.sqrt(hidden)),
-        down=normal(keys[3], count, size, hidden, scale=1 / math.sqrt(size)),
+        gate_up=matrices(keys[2], hidden, 2 * size),
+        down=matrices(keys[3], size, hidden),
         gate_up_bias=normal(keys[4], count, 2 * size) if shape.bias else None,
         down_bias=normal(keys[5], count, hidden) if shape.bias else None,
         gate=shape.gate,
@@ -87,7 +97,8 @@ def bytes_moved(shape: Shape) -> int:
     Each expert that make_inputs hits with seed 0 is read once; rows are read and written.
     """
     hit = len(np.unique(route(shape, 0)))
-    per_expert = 3 * shape.hidden * shape.size + (
-        2 * shape.size + shape.hidden if shape.bias else 0
-    )
-    return 2 * (hit * per_expert + 2 * shape.rows * shape.hidden) + 8 * shape.rows * shape.top_k
+    weights = 3 * shape.hidden * shape.size
+    biases = 2 * shape.size + shape.hidden if shape.bias else 0
+    per_expert = (weights * 17 // 32 if shape.mxfp4 else 2 * weights) + 2 * biases
+    rows = 4 * shape.rows * shape.hidden
+    return hit * per_expert + rows + 8 * shape.rows * shape.top_k

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import IMPLEMENTATIONS, MAX_ROWS, Inputs, experts, unsupported
+from pallas_kernels.moe import (
+    IMPLEMENTATIONS,
+    MAX_ROWS,
+    Inputs,
+    Mxfp4Weight,
+    experts,
+    unsupported,
+)
 from pallas_kernels.moe.shapes import SHAPES, Shape, bytes_moved, make_inputs, route
 from tests.kernels.interpreter import call, interpreted
 
@@ -65,8 +72,19 @@ def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
         return np.asarray(experts(inputs, implementation=implementation)).astype(np.float32)
 
 
+def plain(inputs: Inputs) -> Inputs:
+    """The same inputs, with packed experts dequantised."""
+    weights = {name: getattr(inputs, name) for name in ("gate_up", "down")}
+    arrays = {
+        name: weight.to_array(inputs.x.dtype) if isinstance(weight, Mxfp4Weight) else weight
+        for name, weight in weights.items()
+    }
+    return dataclasses.replace(inputs, **arrays)
+
+
 def ground_truth(inputs: Inputs) -> np.ndarray:
     """float64 [rows, D]; nothing is rounded on the way."""
+    inputs = plain(inputs)
     x, weights, gate_up, down = (
         np.asarray(a).astype(np.float64)
         for a in (inputs.x, inputs.weights, inputs.gate_up, inputs.down)
@@ -290,6 +308,18 @@ def test_tuning_fits(name: str) -> None:
 
     shape = SHAPES[name]
     few = shape.rows <= mosaic_gpu.FEW_ROWS
+    if shape.mxfp4:
+        for depth, width, products in (
+            (shape.hidden, shape.size, 2),
+            (shape.size, shape.hidden, 1),
+            (64, 64, 1),
+        ):
+            tuning = mosaic_gpu.choose_packed_tuning(depth, width, products, few)
+            assert tuning.stages >= 2 and depth % tuning.tile_k == 0
+            assert tuning.tiles * 64 <= width
+            used = mosaic_gpu.smem_bytes(tuning, products, few, packed=True)
+            assert used <= mosaic_gpu.MAX_SMEM // (tuning.ctas // 132)
+        return
     for ctas_an_sm in (1, 2):
         for depth, products in ((shape.hidden, 2), (shape.size, 1)):
             tuning = mosaic_gpu.choose_tuning(depth, products, few, ctas_an_sm)
@@ -381,6 +411,7 @@ def test_equals_the_float32_experts_at_real_sizes(name: str, routing: str) -> No
     shape = dataclasses.replace(SHAPES[name], routing=routing)
     inputs = make_inputs(shape, seed=4)
     got = run(inputs)
+    inputs = plain(inputs)
     hit = np.unique(inputs.ids)  # in float32 no more than these fit beside the rest
     narrow = {
         key: None if getattr(inputs, key) is None else getattr(inputs, key)[hit].astype(jnp.float32)

@@ -11,11 +11,16 @@ from the chosen ids. If there are more, XLA gathers the rows of each expert, pad
 An expert with more than 32 rows has several blocks, next to each other in time: the second one
 finds the weights in the L2 cache.
 
+Weights in MXFP4 are decoded in registers and multiplied by mma.sync, whose sums have wgmma's bits.
+
 One accumulator runs through the whole depth, and a row's experts are summed in the order of its
 ids. So a row's bits depend on the row alone.
 
-    blocks.py    the blocks of many rows, made by XLA
-    grouped.py   the kernel
+    blocks.py      the blocks of many rows, made by XLA
+    grouped.py     the kernel
+    tuning.py      its static choices
+    units.py       weights in MXFP4, decoded by the threads that multiply
+    dequantise.py  weights in MXFP4 as plain arrays, for more rows
 """
 
 from __future__ import annotations
@@ -35,16 +40,16 @@ from pallas_kernels.moe.mosaic_gpu.blocks import (
     padded_table,
     plan_blocks,
 )
-from pallas_kernels.moe.mosaic_gpu.grouped import (
+from pallas_kernels.moe.mosaic_gpu.grouped import Activation, Table, multiply_blocks
+from pallas_kernels.moe.mosaic_gpu.tuning import (
     FEW_ROWS,
     MAX_SMEM,
-    Activation,
-    Table,
     Tuning,
+    choose_packed_tuning,
     choose_tuning,
-    multiply_blocks,
     smem_bytes,
 )
+from pallas_kernels.moe.mxfp4 import Mxfp4Weight
 from pallas_kernels.types import Shaped
 
 __all__ = [
@@ -52,6 +57,7 @@ __all__ = [
     "MAX_SMEM",
     "SIZES",
     "Tuning",
+    "choose_packed_tuning",
     "choose_tuning",
     "experts",
     "num_blocks",
@@ -65,7 +71,11 @@ MAX_EXPERTS = 1024
 
 
 def unsupported(
-    rows: int, top_k: int, gate_up: Shaped, down: Shaped, dtype: DTypeLike
+    rows: int,
+    top_k: int,
+    gate_up: Shaped | Mxfp4Weight,
+    down: Shaped | Mxfp4Weight,
+    dtype: DTypeLike,
 ) -> str | None:
     """Return why the kernel cannot run, None if it can. rows, dtype: of x."""
     count, size, depth = down.shape

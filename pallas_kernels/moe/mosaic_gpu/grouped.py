@@ -14,56 +14,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.moe.inputs import Gate
+from pallas_kernels.moe.mosaic_gpu import units
 from pallas_kernels.moe.mosaic_gpu.blocks import SIZE_SHIFT, SIZES, START_SHIFT, num_blocks
+from pallas_kernels.moe.mosaic_gpu.tuning import (
+    FEW_ROWS,
+    TILE_N,
+    Tuning,
+    choose_packed_tuning,
+    choose_tuning,
+)
+from pallas_kernels.moe.mosaic_gpu.units import LAYOUT, TRANSFORMS
+from pallas_kernels.moe.mxfp4 import BLOCK, COLUMNS, UNIT, Mxfp4Weight
 from pallas_kernels.moe.reference import activated
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Accumulator, Barrier, Ref, Slice
 
 T = TypeVar("T")  # a ref, or its type
-FEW_ROWS = 8
-MAX_SMEM = 227 * 1024
-NUM_SMS = 132
-TILE_N = 64  # output columns of an item: wgmma's M
 WORD = 32  # experts for which a word holds flags
-LAYOUT = plgpu.Layout.WGMMA
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Static choices that change no bits.
-
-    tile_k: depth of a step, a multiple of 64. stages: of the ring, at least 2. ctas: most CTAs at
-    once, one or two for each SM. pdl: programmatic dependent launch, which CUDA graphs ignore and
-    the interpreter does not know.
-    """
-
-    tile_k: int = 64
-    stages: int = 4
-    ctas: int = NUM_SMS
-    pdl: bool = True
-
-
-def smem_bytes(tuning: Tuning, products: int, few: bool) -> int:
-    """Return the shared memory of a CTA, to within the barriers and the table."""
-    sizes = SIZES[:1] if few else SIZES
-    step = tuning.tile_k * 2 * (products * TILE_N + sizes[-1])
-    return tuning.stages * step + sum(sizes) * TILE_N * 2 + 4096
-
-
-def choose_tuning(depth: int, products: int, few: bool, ctas_an_sm: int = 1) -> Tuning | None:
-    """Return the deepest steps of which four stages fit, else two; None if nothing fits.
-
-    There are as many stages as fit.
-    """
-    for fewest in (4, 2):
-        for tile_k in (256, 192, 128, 64):
-            if depth % tile_k:
-                continue
-            for stages in range(12, fewest - 1, -1):
-                tuning = Tuning(tile_k, stages, NUM_SMS * ctas_an_sm)
-                if smem_bytes(tuning, products, few) <= MAX_SMEM // ctas_an_sm:
-                    return tuning
-    return None
 
 
 class Activation(NamedTuple):
@@ -110,6 +77,8 @@ class Sizes:
     depth: int
     width: int
     activation: Activation | None
+    packed: bool
+    wide: bool
 
     def __post_init__(self) -> None:
         tuning = self.tuning
@@ -120,8 +89,19 @@ class Sizes:
         return 2 if self.activation else 1
 
     @property
-    def tiles(self) -> int:
-        return self.width // TILE_N
+    def columns(self) -> int:
+        """Columns of the result of an item."""
+        return self.tuning.tiles * TILE_N
+
+    @property
+    def items(self) -> int:
+        """Items of a block."""
+        return -(-self.width // self.columns)
+
+    @property
+    def parts(self) -> int:
+        """Tiles of weights of an item."""
+        return self.products * self.tuning.tiles
 
     @property
     def steps(self) -> int:
@@ -132,7 +112,7 @@ class Sizes:
     def ctas(self) -> int:
         slots = self.table.slots
         most = min(slots, self.count) if self.table.few else num_blocks(slots, self.count)
-        return min(self.tuning.ctas, most * self.tiles)
+        return min(self.tuning.ctas, most * self.items)
 
     @property
     def all_rows(self) -> bool:
@@ -183,8 +163,11 @@ class Ring:
 
     def block_of(self, item: jax.Array) -> Place:
         sizes, scratch = self.sizes, self.scratch
-        index = lax.div(item, sizes.tiles)
-        column = (item - index * sizes.tiles) * TILE_N
+        index = lax.div(item, sizes.items)
+        column = (item - index * sizes.items) * sizes.columns
+        if sizes.width % sizes.columns:  # the last item takes columns of the one before too
+            column = jnp.minimum(column, sizes.width - sizes.columns)
+            column = pl.multiple_of(column, TILE_N)
         if scratch.experts is not None:
             expert = scratch.experts[index]
             x_row = 0 * expert if sizes.all_rows else expert * FEW_ROWS
@@ -207,12 +190,18 @@ class Ring:
     def load_weights(self, turn: jax.Array) -> None:
         item, depths, slot = self.place(turn)
         block = self.block_of(item)
-        for product in range(self.sizes.products):
-            columns = pl.ds(product * self.sizes.width + block.column, TILE_N)
+        sizes = self.sizes
+        for part in range(sizes.parts):
+            product, tile = divmod(part, sizes.tuning.tiles)
+            column = product * sizes.width + block.column + tile * TILE_N
+            if sizes.packed:
+                columns = pl.ds(lax.div(column, COLUMNS), TILE_N // COLUMNS)
+                blocks = pl.ds(lax.div(depths.start, BLOCK), sizes.tuning.tile_k // BLOCK)
+                source = self.w.at[block.expert, columns, blocks]
+            else:
+                source = self.w.at[block.expert, depths, pl.ds(column, TILE_N)]
             plgpu.copy_gmem_to_smem(
-                self.w.at[block.expert, depths, columns],
-                self.scratch.w.at[slot, product],
-                self.scratch.full.at[slot],
+                source, self.scratch.w.at[slot, part], self.scratch.full.at[slot]
             )
 
     def load_x(self, turn: jax.Array) -> None:
@@ -233,7 +222,7 @@ class Ring:
 def multiply_blocks(
     x: jax.Array,
     table: Table,
-    weight: jax.Array,
+    weight: jax.Array | Mxfp4Weight,
     bias: jax.Array | None,
     activation: Activation | None,
     tuning: Tuning | None,
@@ -246,9 +235,14 @@ def multiply_blocks(
     """
     count, depth, width = weight.shape
     products = 2 if activation else 1
+    packed = isinstance(weight, Mxfp4Weight)
+    if tuning is None and packed:
+        tuning = choose_packed_tuning(depth, width // products, products, table.few)
     tuning = tuning or choose_tuning(depth, products, table.few)
     assert tuning is not None  # two stages of the smallest steps always fit
-    sizes = Sizes(table, tuning, count, depth, width // products, activation)
+    sizes = Sizes(
+        table, tuning, count, depth, width // products, activation, packed, packed and weight.wide
+    )
 
     def body(
         x_gmem: Ref,
@@ -270,7 +264,7 @@ def multiply_blocks(
             found = _list_experts(sizes, scratch.table, scratch.experts)
         else:
             found = scratch.table[0]
-        items_here = lax.div(found * sizes.tiles - cta + (sizes.ctas - 1), sizes.ctas)
+        items_here = lax.div(found * sizes.items - cta + (sizes.ctas - 1), sizes.ctas)
         turns = items_here * sizes.steps
 
         for turn in range(tuning.stages):
@@ -300,21 +294,26 @@ def multiply_blocks(
         kernel_name=name,
         scratch_types=[_scratch(sizes, x.dtype)],
     )
-    return call(x, table.array, weight, bias)
+    return call(x, table.array, weight.units if packed else weight, bias)
 
 
 def _scratch(sizes: Sizes, dtype: jnp.dtype) -> Scratch[pl.MemoryRef]:
     tuning, table = sizes.tuning, sizes.table
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     x = (tuning.stages, table.sizes[-1], tuning.tile_k)
-    w = (tuning.stages, sizes.products, tuning.tile_k, TILE_N)
+    w: pl.MemoryRef
+    if sizes.packed:
+        shape = (TILE_N // COLUMNS, tuning.tile_k // BLOCK, UNIT)
+        w = plgpu.SMEM((tuning.stages, sizes.parts, *shape), jnp.int32)
+    else:
+        shape = (tuning.stages, sizes.parts, tuning.tile_k, TILE_N)
+        w = plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
     return Scratch(
-        x=plgpu.SMEM(x, dtype, transforms=transforms),
-        w=plgpu.SMEM(w, dtype, transforms=transforms),
+        x=plgpu.SMEM(x, dtype, transforms=TRANSFORMS),
+        w=w,
         table=plgpu.SMEM(table.array.shape, jnp.int32),
         experts=plgpu.SMEM((table.slots,), jnp.int32) if table.few else None,
-        outs=[plgpu.SMEM((rows, TILE_N), dtype) for rows in table.sizes],
-        full=plgpu.Barrier(num_barriers=tuning.stages, num_arrivals=sizes.products + 1),
+        outs=[plgpu.SMEM((rows, sizes.columns), dtype) for rows in table.sizes],
+        full=plgpu.Barrier(num_barriers=tuning.stages, num_arrivals=sizes.parts + 1),
         table_ready=plgpu.Barrier(),
     )
 
@@ -332,15 +331,30 @@ def _multiply(
 
     turns: of the CTA through all items. size: index of the block's size.
     """
-    sizes, scratch, products = ring.sizes, ring.scratch, ring.sizes.products
+    sizes, scratch, parts = ring.sizes, ring.scratch, ring.sizes.parts
     steps, stages, dtype = sizes.steps, sizes.tuning.stages, ring.x.dtype
     expert, _, start, _, column = ring.block_of(ring.cta + index * sizes.ctas)
     out_smem = scratch.outs[size]
     biases = []
     if bias is not None:  # loads start here; the values are used after the last step
-        for product in range(products):
-            source = bias.at[expert, pl.ds(product * sizes.width + column, TILE_N)]
+        for part in range(parts):
+            product, tile = divmod(part, sizes.tuning.tiles)
+            first = product * sizes.width + column + tile * TILE_N
+            source = bias.at[expert, pl.ds(first, TILE_N)]
             biases.append(load(source, LAYOUT.reduce(1), optimized=False))
+
+    def launch_next(turn: jax.Array) -> None:
+        if sizes.pdl:
+            # When the last copy has started: the next kernel's would compete with this one's.
+            pl.when(turn == jnp.maximum(turns - stages, 0))(plgpu.griddepcontrol_launch_dependents)
+
+    def refill(freed: jax.Array) -> None:
+        """Load into the slot of a turn that is done."""
+
+        @pl.when((freed >= 0) & (freed + stages < turns))
+        def _refill() -> None:
+            ring.load_weights(freed + stages)
+            ring.load_x(freed + stages)
 
     def accumulate(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
         @pl.loop(0, steps)
@@ -349,37 +363,47 @@ def _multiply(
             slot = lax.rem(turn, stages)
             plgpu.barrier_wait(scratch.full.at[slot])
             x_tile = scratch.x.at[slot, pl.ds(0, rows)].transpose((1, 0))
-            for product, acc in enumerate(accumulators):
-                plgpu.wgmma(acc, scratch.w.at[slot, product].transpose((1, 0)), x_tile)
-            plgpu.wgmma_wait(products)  # the step before is done: refill its slot
-
-            @pl.when((turn > 0) & (turn - 1 + stages < turns))
-            def _refill() -> None:
-                ring.load_weights(turn - 1 + stages)
-                ring.load_x(turn - 1 + stages)
-
-            if sizes.pdl:
-                # When the last copy has started: the next kernel's would compete with this one's.
-                pl.when(turn == jnp.maximum(turns - stages, 0))(
-                    plgpu.griddepcontrol_launch_dependents
-                )
+            for part, acc in enumerate(accumulators):
+                plgpu.wgmma(acc, scratch.w.at[slot, part].transpose((1, 0)), x_tile)
+            plgpu.wgmma_wait(parts)  # the step before is done
+            refill(turn - 1)
+            launch_next(turn)
 
         return tuple(acc[...] for acc in accumulators)
 
-    accumulators = [plgpu.ACC((TILE_N, rows), jnp.float32)] * products
-    totals = list(pl.run_scoped(accumulate, *accumulators))
-    for product, vector in enumerate(biases):
+    def accumulate_packed(step: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        turn = step + index * steps
+        slot = lax.rem(turn, stages)
+        plgpu.barrier_wait(scratch.full.at[slot])
+        x_tile = scratch.x.at[slot, pl.ds(0, rows)]
+        totals = units.multiply(totals, scratch.w.at[slot], x_tile, wide=sizes.wide)
+        refill(turn)
+        launch_next(turn)
+        return totals
+
+    if sizes.packed:
+        zeros = plgpu.layout_cast(jnp.zeros((TILE_N, rows), jnp.float32), LAYOUT)
+        totals = list(lax.fori_loop(0, steps, accumulate_packed, (zeros,) * parts))
+    else:
+        accumulators = [plgpu.ACC((TILE_N, rows), jnp.float32)] * parts
+        totals = list(pl.run_scoped(accumulate, *accumulators))
+    for part, vector in enumerate(biases):
         added = lax.broadcast_in_dim(vector.astype(jnp.float32), (TILE_N, rows), (0,))
-        totals[product] += added
+        totals[part] += added
     totals = [total.astype(dtype) for total in totals]
     if sizes.activation is not None:
         kind, alpha, limit = sizes.activation
-        gate, up = (total.astype(jnp.float32) for total in totals)
-        totals = [activated(gate, up, kind, alpha=alpha, limit=limit).astype(dtype)]
+        wide = [total.astype(jnp.float32) for total in totals]
+        tiles = sizes.tuning.tiles
+        totals = [
+            activated(gate, up, kind, alpha=alpha, limit=limit).astype(dtype)
+            for gate, up in zip(wide[:tiles], wide[tiles:], strict=True)
+        ]
     plgpu.wait_smem_to_gmem(0)  # the item before has left out_smem
-    out_smem.transpose((1, 0))[...] = totals[0]
+    for tile, total in enumerate(totals):
+        out_smem.at[:, pl.ds(tile * TILE_N, TILE_N)].transpose((1, 0))[...] = total
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem, out.at[pl.ds(start, rows), pl.ds(column, TILE_N)])
+    plgpu.copy_smem_to_gmem(out_smem, out.at[pl.ds(start, rows), pl.ds(column, sizes.columns)])
 
 
 def _list_experts(sizes: Sizes, table: Ref, experts: Ref) -> jax.Array:
