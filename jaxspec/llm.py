@@ -208,7 +208,7 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = None,
         batch_buckets: Sequence[int] | None = None,
-        mxfp4: str = "dequantised",
+        mxfp4: str = "packed",
         **engine: Any,
     ) -> LLM:
         """Load a target and, with speculative, its draft.
@@ -221,8 +221,8 @@ class LLM:
         tokenizer: the folder or hub id of another tokenizer than the target's.
         dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU).
         max_model_len: None for 2048, or the target's limit if that is less.
-        mxfp4: "dequantised", or "packed" to keep MXFP4 experts (gpt-oss) as they are stored, in a
-            quarter of the memory.
+        mxfp4: "packed" keeps MXFP4 experts (gpt-oss) as they are stored, "dequantised" takes four
+            times their memory.
         engine: the other fields of EngineConfig. vLLM's keywords without a setting here are
             accepted with the values that change nothing (jaxspec/config/keys.py).
 

@@ -64,7 +64,7 @@ def main(
     target: Annotated[str, option("Folder, config.json or hub id; no weights are read.")],
     gpu: Annotated[str, option(f"One of {', '.join(GPUS)}, or its memory in GB.")] = "h200",
     dtype: Annotated[str, option("bfloat16 or float32.")] = "bfloat16",
-    packed: Annotated[bool, option("Keep MXFP4 experts packed.")] = False,
+    dequantised: Annotated[bool, option("Dequantise MXFP4 experts.")] = False,
 ) -> None:
     """Print the memory that a target and a draft take."""
     if dtype not in ("bfloat16", "float32"):
@@ -77,10 +77,11 @@ def main(
             f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
             f"got {config.max_model_len}"
         )
-    if packed:
+    if dequantised:
         if getattr(target_cfg, "mxfp4", None) is None:
-            raise ConfigError("--packed: expected a target with MXFP4 weights, got one without")
-        target_cfg = replace(target_cfg, mxfp4="packed")
+            expected = "a target with MXFP4 weights"
+            raise ConfigError(f"--dequantised: expected {expected}, got one without")
+        target_cfg = replace(target_cfg, mxfp4="dequantised")
     check_method(speculative.method)
     draft_cfg = None
     if speculative.method in MODEL_FREE:

@@ -7,7 +7,7 @@ mla                   multi-head latent attention with absorbed projections
 compressed_attention  DeepSeek-V4's attention over a window and compressed entries
 mlp                   the gated MLP
 moe                   routers and experts
-mxfp4                 4-bit weights
+mxfp4                 MXFP4 experts of a checkpoint, packed or dequantised
 hyper_connections     DeepSeek-V4's residual of several streams
 products              products with weights, and the residual stream that they add to
 sums                  sums over the devices that share a layer

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxspec.config import Ops
 from jaxspec.layers.log_once import log_once
 from jaxspec.layers.mlp import mlp_specs
+from jaxspec.layers.mxfp4 import Mxfp4Weight
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, weight
 from jaxspec.layers.products import (
@@ -308,7 +310,7 @@ def experts(
         return _gathered(params, cfg, x, ids, weights)
     if few:
         return _by_the_op(params, cfg, x, ids, weights, "reference", None)
-    return _grouped(params, cfg, x, ids, weights, first)
+    return _grouped(params, cfg, x, ids, weights, first, implementation=ops.moe)
 
 
 def own_routes(
@@ -341,7 +343,7 @@ def _by_the_op(
     implementation: str,
     first_expert: jax.Array | None,
 ) -> jax.Array:
-    gate_up, down = (params[name].to_array(x.dtype) for name in ("gate_up", "down"))
+    gate_up, down = (_as_stored(params[name], x.dtype) for name in ("gate_up", "down"))
     inputs = moe_op.Inputs(
         x=x,
         ids=ids,
@@ -356,6 +358,10 @@ def _by_the_op(
         first_expert=first_expert,
     )
     return moe_op.experts(inputs, implementation=implementation)
+
+
+def _as_stored(weight: Weight | Mxfp4Weight, dtype: DTypeLike) -> jax.Array | Mxfp4Weight:
+    return weight if isinstance(weight, Mxfp4Weight) else weight.to_array(dtype)
 
 
 def _gathered(
@@ -380,11 +386,14 @@ def _grouped(
     ids: jax.Array,
     weights: jax.Array,
     first: jax.Array | None = None,
+    *,
+    implementation: str,
 ) -> jax.Array:
     """Sort rows by expert, pad each expert's rows to whole blocks, and multiply block by block.
 
     A block has BLOCK_ROWS rows and one expert. A device with whole experts of its own, from `first`
-    on, makes no block for others': it sorts these pairs last, and gives them no place.
+    on, makes no block for others': it sorts these pairs last, and gives them no place. Packed
+    experts are dequantised for BLOCKS_AT_ONCE blocks at a time, by this implementation of the op.
 
     lax.ragged_dot is no grouped product on a GPU: XLA multiplies every sorted row by every expert,
     with zeros in place of the other experts' rows.
@@ -416,7 +425,7 @@ def _grouped(
         expert, row = block
 
         def product(x: jax.Array, name: str) -> jax.Array:
-            weight = jax.tree.map(lambda w: w[expert], params[name]).to_array(x.dtype)
+            weight = _matrix_of(params[name], expert, x.dtype, implementation)
             return _with_bias(
                 jnp.matmul(x, weight, preferred_element_type=jnp.float32), params, name, expert
             ).astype(x.dtype)
@@ -460,6 +469,15 @@ def _first_blocks(
 
     zeros = jnp.zeros((num_blocks, BLOCK_ROWS, width), dtype)
     return lax.fori_loop(0, -(-count // at_once), step, zeros)
+
+
+def _matrix_of(
+    weight: Weight | Mxfp4Weight, expert: jax.Array, dtype: DTypeLike, implementation: str
+) -> jax.Array:
+    """Return one expert's matrix [in, out]."""
+    if isinstance(weight, Mxfp4Weight):
+        return moe_op.dequantise(weight, expert, dtype, implementation=implementation)
+    return jax.tree.map(lambda w: w[expert], weight).to_array(dtype)
 
 
 def _with_bias(y: jax.Array, params: Params, name: str, expert: jax.Array) -> jax.Array:

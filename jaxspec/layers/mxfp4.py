@@ -1,21 +1,46 @@
-"""MXFP4 weights: blocks of 32 4-bit floats that share a power of two.
+"""MXFP4 experts of a checkpoint: packed for the kernel, or dequantised.
 
-The format is that of OCP microscaling formats 1.0, as gpt-oss ships it. Every value is exact in
-bfloat16.
+A checkpoint (gpt-oss) stores a matrix of each expert as `blocks` and `scales`:
+
+blocks: uint8 [..., out, in / 32, 16], two codes a byte, the low nibble first
+scales: uint8 [..., out, in / 32], the exponent of the power of two, biased by 127; 255 is NaN
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax import lax
 from jax.typing import DTypeLike
 
-BLOCK = 32
+from jaxspec.config import ConfigError
+from jaxspec.layers.params import AssembledSpec
+from pallas_kernels.moe.mxfp4 import (
+    BLOCK,
+    COLUMNS,
+    LARGEST_NARROW,
+    NAN,
+    UNIT,
+    Mxfp4Weight,
+    pack,
+    random_weight,
+    scales_of,
+)
+
+__all__ = [
+    "BLOCK",
+    "LARGEST_NARROW",
+    "NAN",
+    "VALUES",
+    "Mxfp4Spec",
+    "Mxfp4Weight",
+    "dequantise",
+    "packed_weight",
+]
+
 VALUES = (
     0.0,
     0.5,
@@ -36,34 +61,82 @@ VALUES = (
 )  # by code: sign, 2 exponent, 1 mantissa
 
 
-@struct.dataclass
-class Mxfp4Weight:
-    """A matrix in MXFP4, which a program dequantises where a product reads it.
+@dataclass(frozen=True)
+class Mxfp4Spec(AssembledSpec):
+    """The units of packed matrices, int32 [experts, out / 16, in / 32, 68].
 
-    blocks: uint8 [..., out, in / 32, 16], two codes a byte, the low nibble first
-    scales: uint8 [..., out, in / 32], the exponent of the power of two, biased by 127
+    WEIGHTS: of a unit. WORDS: of a unit.
     """
 
-    blocks: jax.Array
-    scales: jax.Array
+    WEIGHTS: ClassVar[int] = BLOCK * COLUMNS
+    WORDS: ClassVar[int] = UNIT
 
-    def to_array(self, dtype: DTypeLike) -> jax.Array:
-        """Return the matrix as [..., in, out] in dtype.
+    dtype: str | None = "int32"
 
-        The result is exact for scales from 2 to 254. Below 2, values under 2 ** -126 count as 0.
-        A scale of 255 is NaN.
-        """
-        codes = jnp.stack([self.blocks & 0xF, self.blocks >> 4], axis=-1)
-        codes = codes.reshape(*self.scales.shape, BLOCK)
-        power = lax.bitcast_convert_type(self.scales.astype(jnp.uint32) << 23, jnp.float32)
-        values = jnp.asarray(VALUES, jnp.float32)[codes] * power[..., None]
-        values = values.reshape(*self.scales.shape[:-1], -1)
-        return jnp.swapaxes(values, -1, -2).astype(dtype)
+    def scales(self, units: np.ndarray) -> np.ndarray:
+        """Return the scales of units, uint8 [experts, out / 16, in / 32, 16]."""
+        return scales_of(units)
+
+    def draw(self, key: jax.Array, dtype: DTypeLike, scale: float | None) -> jax.Array:
+        """Return all codes, and scales that give weights of about 1/8."""
+        *experts, columns, blocks, _ = self.shape
+        shape = (*experts, blocks * BLOCK, columns * COLUMNS)
+        return random_weight(key, shape, exponent=-4).units
 
 
-def dequantise_on_host(blocks_and_scales: Sequence[np.ndarray]) -> np.ndarray:
-    """Return (blocks, scales) of Mxfp4Weight as float32 [..., in, out], at loading."""
+def packed_weight(
+    name: str,
+    shape: tuple[int, int, int],
+    axes: tuple[str | None, str | None, str | None],
+    *,
+    side_by_side: int = 1,
+    order: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Mxfp4Weight:
+    """Return the entry of a packed matrix of experts in a parameter table.
+
+    shape, axes: of the matrix, [experts, in, out]
+    order: sorts blocks and scales along `out`, their second axis
+    """
+    count, depth, width = shape
+
+    def build(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        check_bytes(name, arrays)
+        blocks, scales = map(order, arrays) if order else arrays
+        return pack(blocks, scales)
+
+    spec = Mxfp4Spec(
+        name,
+        (count, width // COLUMNS, depth // BLOCK, UNIT),
+        (axes[0], axes[2], axes[1], None),
+        side_by_side=side_by_side,
+        sources=sources(name, shape),
+        build=build,
+    )
+    return Mxfp4Weight(cast(Any, spec), wide=False)  # check_weight refuses others
+
+
+def sources(
+    name: str, shape: tuple[int, int, int]
+) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
+    """Return names and shapes of the tensors of a matrix [experts, in, out]: blocks, scales."""
+    count, depth, width = shape
+    scales = (count, width, depth // BLOCK)
+    return (f"{name}_blocks", (*scales, BLOCK // 2)), (f"{name}_scales", scales)
+
+
+def check_bytes(name: str, arrays: Sequence[np.ndarray]) -> None:
+    """Raise ConfigError unless blocks and scales are bytes."""
+    if any(array.dtype != np.uint8 for array in arrays):
+        got = " and ".join(array.dtype.name for array in arrays)
+        raise ConfigError(f"{name}: expected uint8 blocks and scales, got {got}")
+
+
+def dequantise(blocks_and_scales: Sequence[np.ndarray]) -> np.ndarray:
+    """Return blocks and scales as float32 [..., in, out]. A scale of 255 gives NaN."""
     blocks, scales = blocks_and_scales
     codes = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
-    values = np.ldexp(np.array(VALUES, np.float32)[codes], scales[..., None].astype(np.int32) - 127)
+    values = np.array(VALUES, np.float32)[codes]
+    with np.errstate(over="ignore"):  # the caller refuses infinite weights
+        values = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
+    values = np.where(scales[..., None] == NAN, np.float32(np.nan), values)
     return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2)

@@ -47,7 +47,7 @@ class ParamSpec:
     axes:      a logical axis name per dimension, by which a mesh cuts the array
                (jaxspec/parallel/axes.py)
     transpose: the checkpoint stores the matrix as [out, in]
-    dtype:     a fixed dtype ("float32", "uint8"); None for the model's
+    dtype:     a fixed dtype ("float32", "int32"); None for the model's
     side_by_side: arrays of one width that stand side by side, such as gate and up; where a mesh
                cuts their width, it cuts each of them
     """
@@ -77,6 +77,16 @@ class ParamSpec:
     def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Return our array, made of the arrays of `tensors` in their order."""
         return arrays[0].T if self.transpose else arrays[0]
+
+    def draw(self, key: jax.Array, dtype: DTypeLike, scale: float | None) -> jax.Array:
+        """Return random numbers in our shape; see init_random."""
+        own = self.dtype or dtype
+        noise = jax.random.normal(key, self.shape, jnp.float32)
+        bias = self.name.endswith("bias")
+        if bias or len(self.shape) == 1:
+            return ((0.0 if bias else 1.0) + 0.1 * noise).astype(own)
+        fan_in = self.shape[0] if self.transpose else self.shape[-2 if len(self.shape) > 2 else -1]
+        return (noise * (scale or fan_in**-0.5)).astype(own)
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,9 @@ class IndexSpec(ParamSpec):
 
     below: int = 1
     dtype: str | None = "int32"
+
+    def draw(self, key: jax.Array, dtype: DTypeLike, scale: float | None) -> jax.Array:
+        return jax.random.randint(key, self.shape, 0, self.below)
 
 
 def matrix(
@@ -216,20 +229,7 @@ def init_random(
     """
     leaves, treedef = jax.tree.flatten(specs)
 
-    def draw(spec: ParamSpec, key: jax.Array) -> jax.Array:
-        if spec.dtype == "uint8":  # MXFP4: all codes, and exponents that give weights of about 1/8
-            low, high = (122, 125) if spec.name.endswith("scales") else (0, 256)
-            return jax.random.randint(key, spec.shape, low, high).astype(jnp.uint8)
-        if isinstance(spec, IndexSpec):
-            return jax.random.randint(key, spec.shape, 0, spec.below)
-        own = spec.dtype or dtype
-        noise = jax.random.normal(key, spec.shape, jnp.float32)
-        bias = spec.name.endswith("bias")
-        if bias or len(spec.shape) == 1:
-            return ((0.0 if bias else 1.0) + 0.1 * noise).astype(own)
-        fan_in = spec.shape[0] if spec.transpose else spec.shape[-2 if len(spec.shape) > 2 else -1]
-        return (noise * (scale or fan_in**-0.5)).astype(own)
-
     return treedef.unflatten(
-        draw(s, k) for s, k in zip(leaves, jax.random.split(key, len(leaves)), strict=True)
+        spec.draw(k, dtype, scale)
+        for spec, k in zip(leaves, jax.random.split(key, len(leaves)), strict=True)
     )

@@ -24,19 +24,19 @@ def load_target(
     dtype: Any,
     placement: Placement = ONE_PLACE,
     *,
-    mxfp4: str = "dequantised",
+    mxfp4: str = "packed",
 ) -> tuple[models.TargetConfig, Params]:
     """Load the target in a Hugging Face folder, with float tensors cast to dtype.
 
-    mxfp4 "packed" keeps MXFP4 experts as they are stored.
+    mxfp4 "packed" keeps MXFP4 experts as they are stored, "dequantised" does not.
     """
     checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = models.config_from_hf(checkpoint.config)
-    if mxfp4 == "packed":
+    if mxfp4 != "packed":
         if getattr(cfg, "mxfp4", None) is None:
             raise ConfigError(
-                f"mxfp4 'packed': expected a target with MXFP4 weights, got none in {folder}"
+                f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
             )
         cfg = replace(cfg, mxfp4=mxfp4)
     family = models.family(cfg)

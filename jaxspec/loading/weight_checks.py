@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.layers.mxfp4 import LARGEST_NARROW, NAN, Mxfp4Spec
 from jaxspec.layers.params import IndexSpec, ParamSpec
 
 CHUNK = 1 << 18  # numbers that are read twice while they are in the processor's cache
-MXFP4_NAN = 255  # the exponent that stands for NaN in a block's scale (OCP MX, E8M0)
 
 
 def check_weight(spec: ParamSpec, array: np.ndarray, dtype: np.dtype, where: str) -> None:
@@ -40,8 +40,15 @@ def check_weight(spec: ParamSpec, array: np.ndarray, dtype: np.dtype, where: str
                 f"{where}: expected finite numbers, got {wrong} in "
                 f"{np.count_nonzero(~np.isfinite(numbers))} of {array.size} places"
             )
-    elif dtype == np.uint8 and spec.name.endswith("scales") and (array == MXFP4_NAN).any():
-        raise ConfigError(f"{where}: expected scales that are numbers, got NaN ({MXFP4_NAN})")
+    elif isinstance(spec, Mxfp4Spec):
+        largest = int(spec.scales(array).max(initial=0))
+        if largest == NAN:
+            raise ConfigError(f"{where}: expected scales that are numbers, got NaN ({NAN})")
+        if largest > LARGEST_NARROW:
+            raise ConfigError(
+                f"{where}: expected scales of at most {LARGEST_NARROW}, got {largest}; "
+                "mxfp4 'dequantised' takes larger ones"
+            )
 
 
 def is_finite(array: np.ndarray) -> bool:

@@ -105,7 +105,7 @@ def load_params(
             raise ConfigError(
                 f"{source}: expected {total / 1e9:.1f} GB of free device memory for its weights, "
                 f"got room for {loaded / 1e9:.1f} GB of them; take a smaller target, "
-                "dtype bfloat16, or mxfp4 'packed' where they are stored so"
+                "dtype bfloat16, or more devices"
             ) from e
         loaded += array.nbytes
         return on_device

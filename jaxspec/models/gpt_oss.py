@@ -29,7 +29,7 @@ from jaxspec.layers.attention import attention_specs
 from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import add_attention
 from jaxspec.layers.moe import MoEConfig, add_softmax_moe
-from jaxspec.layers.mxfp4 import BLOCK, Mxfp4Weight, dequantise_on_host
+from jaxspec.layers.mxfp4 import Mxfp4Weight, check_bytes, dequantise, packed_weight, sources
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, vector, weight
 from jaxspec.layers.products import ResidualStream, Stream
@@ -63,8 +63,8 @@ class GptOssConfig:
     layer_types: one of KINDS per layer; each kind is a KV-cache group
     mxfp4: the storage of the experts
         None: plain arrays in the checkpoint
-        "dequantised": MXFP4 in the checkpoint, dequantised at loading
-        "packed": MXFP4 in memory too, a quarter of the bytes, dequantised at use
+        "packed": MXFP4 in the checkpoint and in memory
+        "dequantised": MXFP4 in the checkpoint, four times the bytes in memory
     """
 
     model_type: str
@@ -100,7 +100,7 @@ class GptOssConfig:
 def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
     """Read a checkpoint's config.json.
 
-    MXFP4 experts are dequantised. To keep them packed, replace mxfp4 in the result.
+    MXFP4 experts stay packed. To dequantise them, replace mxfp4 in the result.
     """
     refuse_unless(config, "hidden_act", "silu")
     num_layers = read_int(config, "num_hidden_layers")
@@ -152,7 +152,7 @@ def config_from_hf(config: Mapping[str, Any]) -> GptOssConfig:
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings", 131072),
         tie_word_embeddings=read_bool(config, "tie_word_embeddings", False),
-        mxfp4="dequantised" if quantization else None,
+        mxfp4="packed" if quantization else None,
     )
 
 
@@ -209,8 +209,8 @@ def _expert_specs(prefix: str, cfg: GptOssConfig) -> Params:
 def _weight_spec(
     cfg: GptOssConfig,
     name: str,
-    shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
+    shape: tuple[int, int, int],
+    axes: tuple[str | None, str | None, str | None],
     *,
     interleaved: bool,
 ) -> Weight | Mxfp4Weight:
@@ -225,22 +225,12 @@ def _weight_spec(
             if interleaved
             else ParamSpec(name, shape, axes)
         )
-    count, depth, width = shape
     parts = 2 if interleaved else 1
-    scales = (count, width, depth // BLOCK)
-    sources = ((f"{name}_blocks", (*scales, BLOCK // 2)), (f"{name}_scales", scales))
     if cfg.mxfp4 == "dequantised":
-        build = partial(_dequantised, interleaved=interleaved)
-        return weight(_assembled(name, shape, axes, sources, build, parts))
-    swapped = (axes[0], axes[2], axes[1])
-    order = partial(_halves, axis=1) if interleaved else _as_it_is
-
-    def packed(source: tuple[str, tuple[int, ...]], axes: tuple[str | None, ...]) -> Any:
-        return AssembledSpec(
-            *source, axes, dtype="uint8", side_by_side=parts, sources=(source,), build=order
-        )
-
-    return Mxfp4Weight(packed(sources[0], (*swapped, None)), packed(sources[1], swapped))
+        build = partial(_dequantised, name=name, interleaved=interleaved)
+        return weight(_assembled(name, shape, axes, sources(name, shape), build, parts))
+    order = partial(_halves_of, axis=1) if interleaved else None
+    return packed_weight(name, shape, axes, side_by_side=parts, order=order)
 
 
 def _assembled(
@@ -249,20 +239,22 @@ def _assembled(
     return AssembledSpec(name, shape, axes, side_by_side=side_by_side, sources=sources, build=build)
 
 
-def _halves(arrays: Sequence[np.ndarray], axis: int = -1) -> np.ndarray:
-    """Move every other entry to the front: [gate, up, gate, up, ...] -> [gates, ups]."""
+def _halves(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Build an array whose checkpoint has gate and up in turn along the last axis."""
     (array,) = arrays
+    return _halves_of(array, axis=-1)
+
+
+def _halves_of(array: np.ndarray, axis: int) -> np.ndarray:
+    """Move every other entry to the front: [gate, up, gate, up, ...] -> [gates, ups]."""
     moved = np.moveaxis(array, axis, 0)
     return np.moveaxis(np.concatenate([moved[0::2], moved[1::2]]), 0, axis)
 
 
-def _dequantised(arrays: Sequence[np.ndarray], *, interleaved: bool) -> np.ndarray:
-    array = dequantise_on_host(arrays)
+def _dequantised(arrays: Sequence[np.ndarray], *, name: str, interleaved: bool) -> np.ndarray:
+    check_bytes(name, arrays)
+    array = dequantise(arrays)
     return _halves([array]) if interleaved else array
-
-
-def _as_it_is(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0]
 
 
 def forward(

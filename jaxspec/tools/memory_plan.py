@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
+from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import resolve_cache_dtype
@@ -168,7 +169,7 @@ def memory_plan(
     )
 
 
-def weight_bytes(specs: Params, dtype: str, layout: Layout = ONE_DEVICE_LAYOUT) -> int:
+def weight_bytes(specs: Params, dtype: DTypeLike, layout: Layout = ONE_DEVICE_LAYOUT) -> int:
     """Return the bytes that the arrays of a parameter table take on a device."""
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     return sum(

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.config import REFERENCE_OPS, Ops
-from jaxspec.layers.moe import MoEConfig, experts, route
+from jaxspec.layers.moe import BLOCKS_AT_ONCE, MoEConfig, experts, route
 from jaxspec.layers.params import Weight
+from pallas_kernels.moe.mxfp4 import BLOCK, COLUMNS, UNIT, Mxfp4Weight
 from pallas_kernels.moe.shapes import SHAPES as EXPERTS
 from pallas_kernels.router.shapes import SHAPES as ROUTERS
 from tests.support import h200
@@ -28,6 +29,8 @@ MODELS = {
     "glm-4.7-flash": (2048, MoEConfig(64, 4, 1536), "sigmoid", False),
     "qwen3-30b-a3b": (2048, MoEConfig(128, 8, 768), "softmax", False),
 }
+PACKED = "gpt-oss-20b mxfp4"
+WITH_PACKED = MODELS | {PACKED: MODELS["gpt-oss-20b"]}
 # Temporary memory by rows, in units of two thirds of an expert: for 64 rows the activations of
 # every expert, for 2048 those of each (row, expert) pair, and the weights of a few blocks.
 MEMORY = {
@@ -43,10 +46,14 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
 
 
 def weights_of(model: str) -> dict[str, Any]:
-    hidden, cfg, _, bias = MODELS[model]
+    hidden, cfg, _, bias = WITH_PACKED[model]
     count, size = cfg.num_experts, cfg.intermediate_size
     shapes = {"gate_up": (count, hidden, 2 * size), "down": (count, size, hidden)}
-    params = {name: Weight(array(*shape)) for name, shape in shapes.items()}
+    params: dict[str, Any] = {name: Weight(array(*shape)) for name, shape in shapes.items()}
+    if model == PACKED:
+        for name, (_, depth, width) in shapes.items():
+            units = array(count, width // COLUMNS, depth // BLOCK, UNIT, dtype=jnp.int32)
+            params[name] = Mxfp4Weight(units, wide=False)
     return params | (
         {"gate_up_bias": array(count, 2 * size), "down_bias": array(count, hidden)} if bias else {}
     )
@@ -73,12 +80,12 @@ MORE_LAUNCHES = {("qwen3-30b-a3b", 64): 1, ("qwen3-30b-a3b", 96): 1}
 
 
 @pytest.mark.parametrize("rows", LAUNCHES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", WITH_PACKED)
 def test_kernels_leave_the_weights_alone_and_launch_little(model: str, rows: int) -> None:
     """No copy, gather or transpose of anything expert-shaped, no sort, no XLA product, no
     spills."""
-    hidden, cfg, kind, _ = MODELS[model]
-    bias_dtype = ROUTERS[f"{model} rows 4"].bias_dtype
+    hidden, cfg, kind, _ = WITH_PACKED[model]
+    bias_dtype = ROUTERS[f"{model.removesuffix(' mxfp4')} rows 4"].bias_dtype
     kernels = Ops(moe="mosaic_gpu")
 
     def block(p: Any, router: Any, bias: Any, x: Any) -> jax.Array:
@@ -110,6 +117,25 @@ def test_kernels_leave_the_weights_alone_and_launch_little(model: str, rows: int
         compiled.memory_analysis().temp_size_in_bytes
         < 2 * places * (2 * hidden + cfg.intermediate_size) + 1e6
     )
+
+
+def test_packed_experts_of_many_rows_become_plain_a_few_blocks_at_a_time() -> None:
+    """With the kernel, whose array is cuBLAS's operand; the memory is that of plain experts."""
+    hidden, cfg, _, _ = WITH_PACKED[PACKED]
+    chosen = array(2048, cfg.top_k, dtype=jnp.int32), array(2048, cfg.top_k, dtype=jnp.float32)
+    multiply = lambda p, x, ids, w: experts(p, cfg, x, ids, w, Ops(moe="mosaic_gpu"))  # noqa: E731
+    with h200.ptxas_report() as report:
+        compiled = compile_for_h200(
+            multiply, weights_of(PACKED), array(2048, hidden), *chosen, options=OPTIONS
+        )
+        assert h200.stack_and_spills(report()) == [(0, 0, 0)] * 2
+    expert = 2 * hidden * 2 * cfg.intermediate_size
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < MEMORY["gpt-oss-20b"][2048] * expert
+    blocks = (
+        rf"bf16\[{BLOCKS_AT_ONCE},{hidden},\d+\]\S* (?!custom-call|bitcast|get-tuple|parameter)"
+    )
+    assert not re.search(rf"= {blocks}", compiled.as_text())
 
 
 def test_a_softmax_over_128_experts_does_not_spill() -> None:

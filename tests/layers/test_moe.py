@@ -24,7 +24,7 @@ DIM = 8
 WAYS = {
     "gathered": moe._gathered,
     "all": partial(moe._by_the_op, implementation="reference", first_expert=None),
-    "grouped": moe._grouped,
+    "grouped": partial(moe._grouped, implementation="reference"),
 }
 
 
@@ -83,7 +83,8 @@ def test_grouped_rows_fill_whole_blocks_and_parts_of_them(
     params, x = weights(rng, bias=True), rng.normal(size=(14, DIM)).astype(np.float32)
     ids = np.stack([[favourite, (favourite + 1 + i % 2) % 6] for i in range(14)]).astype(np.int32)
     weight = rng.random((14, 2)).astype(np.float32)
-    out = moe._grouped(params, CFG, jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weight))
+    inputs = (jnp.asarray(a) for a in (x, ids, weight))
+    out = moe._grouped(params, CFG, *inputs, implementation="reference")
     host = jax.tree.map(np.asarray, params)
     np.testing.assert_allclose(out, by_hand(host, x, ids, weight), rtol=1e-4, atol=1e-4)
 
@@ -100,7 +101,7 @@ def test_the_way_follows_from_the_shapes(
         ("all", "_by_the_op"),
         ("grouped", "_grouped"),
     ):
-        monkeypatch.setattr(moe, function, lambda *args, name=name: taken.append(name))
+        monkeypatch.setattr(moe, function, lambda *_, name=name, **__: taken.append(name))
     moe.experts(
         weights(np.random.default_rng(0), bias=False),
         CFG,
@@ -126,7 +127,9 @@ def test_two_halves_of_the_experts_add_up_to_all(rows: int, way: str) -> None:
         part = jax.tree.map(lambda a, first=first: a[first : first + 3], params)
         held = replace(CFG, num_experts=3)
         if way == "grouped":
-            total += moe._grouped(part, held, x, ids, share, jnp.int32(first))
+            total += moe._grouped(
+                part, held, x, ids, share, jnp.int32(first), implementation="reference"
+            )
         else:
             routes = moe.own_routes(ids, share, jnp.int32(first), 3)
             total += WAYS[way](part, held, x, *routes)
@@ -156,9 +159,8 @@ def test_a_device_multiplies_no_block_of_other_devices_experts(
     ids, weight = np.full((14, 1), favourite, np.int32), rng.random((14, 1)).astype(np.float32)
     part = jax.tree.map(lambda a: a[:3], params)
     cfg = replace(CFG, num_experts=3)
-    out = moe._grouped(
-        part, cfg, jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weight), jnp.int32(0)
-    )
+    inputs = (jnp.asarray(a) for a in (x, ids, weight))
+    out = moe._grouped(part, cfg, *inputs, jnp.int32(0), implementation="reference")
     assert counts == [blocks]
     expected = by_hand(jax.tree.map(np.asarray, params), x, ids, weight)
     np.testing.assert_allclose(out, expected if blocks else 0 * expected, rtol=1e-4, atol=1e-4)
@@ -197,7 +199,7 @@ def test_with_the_kernel_its_rows_are_its_own_and_more_are_grouped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken = []
-    monkeypatch.setattr(moe, "_grouped", lambda *_: taken.append("grouped"))
+    monkeypatch.setattr(moe, "_grouped", lambda *_, **__: taken.append("grouped"))
     monkeypatch.setattr(
         moe.moe_op, "experts", lambda *_, implementation, **__: taken.append(implementation)
     )

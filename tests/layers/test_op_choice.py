@@ -276,19 +276,23 @@ def test_single_ops_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
 
 @needs_mosaic
 @pytest.mark.usefixtures("on_a_hopper")
-def test_experts_run_on_the_kernel_unless_they_are_packed() -> None:
+def test_experts_run_on_the_kernel_packed_or_not() -> None:
     def chosen(requested: str, target: Any) -> str:
         return op_choice.choose(
             requested, target, None, block_size=64, dtype=jnp.bfloat16, cache_dtype=jnp.bfloat16
         ).moe
 
-    packed = replace(HYBRID["gpt-oss-20b"].target, mxfp4="packed")
-    assert [chosen("auto", model.target) for model in HYBRID.values()] == ["mosaic_gpu"] * 3
-    assert chosen("auto", packed) == "reference"
+    assert {name: chosen("auto", model.target) for name, model in HYBRID.items()} == dict.fromkeys(
+        HYBRID, "mosaic_gpu"
+    )
+    packed = HYBRID["gpt-oss-20b-mxfp4"].target
+    narrow = replace(packed, moe=replace(packed.moe, intermediate_size=96))
+    assert chosen("auto", narrow) == "reference"
     with pytest.raises(
-        ConfigError, match="^kernels 'mosaic_gpu': moe: expected plain experts, got packed MXFP4$"
+        ConfigError,
+        match="^kernels 'mosaic_gpu': moe: expected .* multiples of 64, got 2880 and 96$",
     ):
-        chosen("moe=mosaic_gpu", packed)
+        chosen("moe=mosaic_gpu", narrow)
 
 
 @needs_mosaic

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.config import ConfigError
+from jaxspec.layers.mxfp4 import packed_weight
 from jaxspec.layers.params import IndexSpec, ParamSpec, matrix
 from jaxspec.loading import load_params, open_checkpoint
 from jaxspec.loading.weight_checks import CHUNK, is_finite
@@ -71,12 +72,37 @@ def test_floats_are_no_packed_weights_and_no_indices(tmp_path: Path) -> None:
             load(tmp_path, ParamSpec("w", (3,), (None,), dtype=wanted), np.ones(3, np.float32))
 
 
-def test_indices_out_of_their_table_and_scales_that_are_nan_are_refused(tmp_path: Path) -> None:
+def test_indices_out_of_their_table_are_refused(tmp_path: Path) -> None:
     spec = IndexSpec("table", (2,), (None,), below=4)
     assert load(tmp_path, spec, np.array([0, 3]))["w"].tolist() == [0, 3]
     for wrong in (4, -1):
         with pytest.raises(ConfigError, match=r"table: expected indices in 0\.\.3, got"):
             load(tmp_path, spec, np.array([1, wrong]))
-    scales = ParamSpec("blocks_scales", (2,), (None,), dtype="uint8")
-    with pytest.raises(ConfigError, match=r"expected scales that are numbers, got NaN \(255\)"):
-        load(tmp_path, scales, np.array([127, 255], np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (255, r"expected scales that are numbers, got NaN \(255\)"),
+        (129, "expected scales of at most 128, got 129; mxfp4 'dequantised' takes larger ones"),
+    ],
+)
+def test_scales_that_the_kernel_cannot_read_are_refused(
+    tmp_path: Path, scale: int, message: str
+) -> None:
+    entry = packed_weight("w", (1, 32, 16), (None, None, None))
+    tensors = {
+        "w_blocks": np.zeros((1, 16, 1, 16), np.uint8),
+        "w_scales": np.full((1, 16, 1), 128, np.uint8),
+    }
+
+    def read() -> Any:
+        (tmp_path / "config.json").write_text("{}")
+        save_file(tensors, tmp_path / "model.safetensors")
+        opened = open_checkpoint(tmp_path).tensors
+        return load_params({"w": entry}, opened, np.float32, source="target")
+
+    assert read()["w"].units.dtype == np.int32
+    tensors["w_scales"][0, 7, 0] = scale
+    with pytest.raises(ConfigError, match=f"^target: w: {message}$"):
+        read()

@@ -1,8 +1,9 @@
-"""gpt-oss checkpoints in MXFP4: read from the original names, dequantised to the bits that
-transformers gives, or kept packed."""
+"""gpt-oss checkpoints in MXFP4: read from the original names and packed, or dequantised, with the
+bits that transformers gives."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, models
 from jaxspec.config import ConfigError
-from jaxspec.layers.mxfp4 import VALUES, Mxfp4Weight, dequantise_on_host
 from jaxspec.loading import load_params, open_checkpoint
 from jaxspec.loading.model import load_target
 from tests.parity.oracles import TOLERANCE, edit_config, edit_tensors, hf_outputs, hf_target
@@ -58,17 +58,18 @@ def oracle(checkpoint: Path) -> Any:
 
 
 @pytest.mark.oracle("transformers")
-def test_dequantised_experts_have_the_bits_of_transformers(checkpoint: Path, oracle: Any) -> None:
-    _, params = load_target(checkpoint, jnp.float32)
+@pytest.mark.parametrize("kept", ["packed", "dequantised"])
+def test_experts_have_the_bits_of_transformers(kept: str, checkpoint: Path, oracle: Any) -> None:
+    _, params = load_target(checkpoint, jnp.float32, mxfp4=kept)
     for ours, theirs in zip(params["layers"], oracle.model.layers, strict=True):
         experts = theirs.mlp.experts
         gate_up = experts.gate_up_proj.detach().numpy()
         np.testing.assert_array_equal(
-            ours["experts"]["gate_up"].values,
+            ours["experts"]["gate_up"].to_array(jnp.float32),
             np.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1),
         )
         np.testing.assert_array_equal(
-            ours["experts"]["down"].values, experts.down_proj.detach().numpy()
+            ours["experts"]["down"].to_array(jnp.float32), experts.down_proj.detach().numpy()
         )
 
 
@@ -82,7 +83,7 @@ def test_logits_equal_transformers_dequantised_or_packed(
     params = load_params(models.family(cfg).param_specs(cfg), opened.tensors, jnp.float32)
     if kept == "packed":
         assert {a.dtype for a in jax.tree.leaves(params["layers"][0]["experts"]["down"])} == {
-            jnp.dtype("uint8")
+            jnp.dtype("int32")
         }
     tokens = np.random.default_rng(1).integers(0, cfg.vocab_size, 20).tolist()
     target = PagedTarget(cfg, params, 1, block_size=4)
@@ -95,38 +96,46 @@ def test_logits_equal_transformers_dequantised_or_packed(
 
 
 @pytest.mark.oracle("transformers")
-def test_an_engine_keeps_experts_packed_where_asked(checkpoint: Path, oracle: Any) -> None:
+def test_an_engine_keeps_experts_packed(checkpoint: Path, oracle: Any) -> None:
     llm = LLM.from_pretrained(
-        str(checkpoint),
-        mxfp4="packed",
-        dtype="float32",
-        max_model_len=32,
-        max_num_seqs=1,
-        block_size=16,
+        str(checkpoint), dtype="float32", max_model_len=32, max_num_seqs=1, block_size=16
     )
     assert {
         a.dtype for a in jax.tree.leaves(llm.params["target"]["layers"][0]["experts"]["down"])
-    } == {jnp.dtype("uint8")}
+    } == {jnp.dtype("int32")}
     (output,) = llm.generate([[5, 6, 7]], SamplingParams(0.0, max_tokens=4, ignore_eos=True))
     text = [5, 6, 7, *output.token_ids]
     assert hf_outputs(oracle, np.array(text)).logits[2:6].argmax(-1).tolist() == output.token_ids
     edit_config(checkpoint, lambda c: c.pop("quantization_config"))
     with pytest.raises(
-        ConfigError, match="mxfp4 'packed': expected a target with MXFP4 weights, got none"
+        ConfigError, match="mxfp4 'dequantised': expected a target with MXFP4 weights, got none"
     ):
-        load_target(checkpoint, jnp.float32, mxfp4="packed")
+        load_target(checkpoint, jnp.float32, mxfp4="dequantised")
     edit_config(checkpoint, lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
 
 
-def test_both_dequantisations_agree_on_every_code_and_exponent() -> None:
-    scales = np.arange(2, 253, dtype=np.uint8)[:, None, None]  # normal float32 numbers all
-    blocks = np.random.default_rng(0).integers(0, 256, (251, 1, 1, 16)).astype(np.uint8)
-    expected = dequantise_on_host([blocks, scales])
-    np.testing.assert_array_equal(
-        Mxfp4Weight(jnp.asarray(blocks), jnp.asarray(scales)).to_array(jnp.float32), expected
-    )
-    first = expected[125, :2, 0]  # the exponent 127 is 2 ** 0; the low nibble comes first
-    assert first.tolist() == [VALUES[blocks[125, 0, 0, 0] & 15], VALUES[blocks[125, 0, 0, 0] >> 4]]
+@pytest.mark.parametrize("kept", ["packed", "dequantised"])
+def test_blocks_that_are_no_bytes_and_scales_that_are_no_numbers_are_refused(
+    kept: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.experts.down_proj"
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors[f"{name}_scales"][3, 2, 0] = 255
+
+    edit_tensors(tmp_path, spoil)
+    with pytest.raises(ConfigError, match=f"{name}.*: expected .* numbers, got NaN"):
+        load_target(tmp_path, jnp.float32, mxfp4=kept)
+
+    def retype(tensors: dict[str, Any]) -> None:
+        tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"].astype(np.int32)
+
+    edit_tensors(tmp_path, retype)
+    with pytest.raises(
+        ConfigError, match=f"{name}: expected uint8 blocks and scales, got int32 and uint8$"
+    ):
+        load_target(tmp_path, jnp.float32, mxfp4=kept)
 
 
 @pytest.mark.parametrize(

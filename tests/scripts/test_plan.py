@@ -161,7 +161,7 @@ def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_pa
             ["--max-model-len", "1000000"],
             "--max-model-len: expected at most the target's max_position_embeddings",
         ),
-        (["--packed"], "--packed: expected a target with MXFP4 weights"),
+        (["--dequantised"], "--dequantised: expected a target with MXFP4 weights"),
         (["--dtype", "int8"], "dtype: expected bfloat16 or float32"),
         (["--utilization", "0"], "gpu_memory_utilization: expected a number in (0, 1], got 0.0"),
         (

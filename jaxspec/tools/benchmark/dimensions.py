@@ -55,7 +55,7 @@ def _dimensions(
     return Dimensions(target, draft_vocab_size, aux_layers or (2, num_layers // 2, num_layers - 3))
 
 
-# Published dimensions; the experts of gpt-oss dequantised.
+# Published dimensions.
 _GPT_OSS_20B = dict(
     model_type="gpt_oss",
     num_hidden_layers=24,
@@ -66,6 +66,7 @@ _GPT_OSS_20B = dict(
     intermediate_size=2880,
     max_position_embeddings=POSITIONS,
 )
+_GPT_OSS_20B_MXFP4 = _GPT_OSS_20B | {"quantization_config": {"quant_method": "mxfp4"}}
 _GLM_4_7_FLASH = dict(
     model_type="glm4_moe_lite",
     num_hidden_layers=47,
@@ -101,7 +102,9 @@ _QWEN3_30B_A3B = dict(
 )
 # Experts, and attention of several types or of latents.
 HYBRID: dict[str, Dimensions] = {
+    # Experts in bfloat16, and in MXFP4.
     "gpt-oss-20b": Dimensions(models.config_from_hf(_GPT_OSS_20B), 64000, (2, 12, 21)),
+    "gpt-oss-20b-mxfp4": Dimensions(models.config_from_hf(_GPT_OSS_20B_MXFP4), 64000, (2, 12, 21)),
     "glm-4.7-flash": Dimensions(models.config_from_hf(_GLM_4_7_FLASH), 154880, ()),
     "qwen3-30b-a3b": Dimensions(models.config_from_hf(_QWEN3_30B_A3B), 32000, (2, 24, 45)),
 }

@@ -16,7 +16,10 @@ from jaxspec.config import RoundConfig
 from jaxspec.drafts import LayeredConfig
 from jaxspec.drafts.families import layered
 from jaxspec.layers.moe import MoEConfig
+from jaxspec.layers.mxfp4 import Mxfp4Spec
+from jaxspec.layers.params import ParamSpec
 from jaxspec.parallel.layout import Layout
+from jaxspec.tools.memory_plan import weight_bytes
 
 FLOAT32 = 4
 RESERVE = 1 << 30  # bytes for activations, programs and what the allocator cannot use
@@ -71,6 +74,7 @@ def round_floor(
     rows = batch * (K + 1)
     vocabulary = batch * (K + 1) * target.vocab_size // devices
     weights, experts = _target_matrices(cfg)
+    expert_bytes = _expert_bytes(cfg, dtype)
     draft_bytes = kv_draft = draft_flops = draft_logits = 0
     if cfg.draft is not None:
         draft = layered(cfg.draft)
@@ -97,12 +101,12 @@ def round_floor(
     attention_flops = 4 * rows * sum(tokens) * attended.num_heads * attended.head_dim
     blocks = layer_block_bytes(on_device.target, cfg.block_size, cache_dtype)
     kv_target = sum(seen * block for seen, block in zip(tokens, blocks, strict=True))
-    read, used = weights, float(weights)
+    read, used = itemsize * (weights + rows * target.hidden_size), float(weights)
     if experts:
-        read += int(experts * share_hit(target.moe, rows))
+        read += int(expert_bytes * share_hit(target.moe, rows))
         used += experts * target.moe.top_k / target.moe.num_experts
     return Floor(
-        target_weights=itemsize * (read + rows * target.hidden_size),
+        target_weights=read,
         draft_weights=draft_bytes,
         kv=batch * kv_target // cfg.block_size + kv_draft,
         logits=2 * FLOAT32 * (vocabulary + draft_logits),
@@ -132,24 +136,18 @@ def memory_needed(
     They are those of weights, caches of `slots` tokens a request, the logits with the sampler's
     copies, and a reserve.
     """
-    weights = sum(
-        math.prod(s.shape)
-        for s in jax.tree.leaves(models.family(cfg.target).param_specs(cfg.target))
-    )
+    weights = weight_bytes(models.family(cfg.target).param_specs(cfg.target), dtype)
     layers = layer_block_bytes(cfg.target, cfg.block_size, cache_dtype)
     block = sum(layers)
     if cfg.draft is not None:
-        weights += sum(
-            math.prod(s.shape)
-            for s in jax.tree.leaves(drafts.family(layered(cfg.draft)).param_specs(cfg.draft))
-        )
+        weights += weight_bytes(drafts.family(layered(cfg.draft)).param_specs(cfg.draft), dtype)
         block += sum(layer_block_bytes(cfg.draft, cfg.block_size, cache_dtype))
     logits = FLOAT32 * batch * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size
     if cfg.ops.attention == "reference":
         # One layer's keys and values at a time are gathered, and again in float32.
         block += max(layers) + max(layer_block_bytes(cfg.target, cfg.block_size, jnp.float32))
     caches = batch * slots * block // cfg.block_size
-    return jnp.dtype(dtype).itemsize * weights + caches + 4 * logits + RESERVE
+    return weights + caches + 4 * logits + RESERVE
 
 
 def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
@@ -173,6 +171,13 @@ def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
 
 def _expert_size(specs: Any, layout: Layout) -> int:
     return sum(_size(layer["experts"], layout) for layer in specs["layers"] if "experts" in layer)
+
+
+def _expert_bytes(cfg: RoundConfig, dtype: DTypeLike) -> int:
+    """Return the bytes of all experts of the target."""
+    specs = models.family(cfg.target).param_specs(cfg.target)
+    layers = [layer["experts"] for layer in specs["layers"] if "experts" in layer]
+    return weight_bytes(layers, dtype, cfg.placement.target(cfg.target))
 
 
 def _draft_matrices(draft: LayeredConfig, layout: Layout) -> tuple[int, int, int, int, int]:
@@ -213,4 +218,9 @@ def _draft_matrices(draft: LayeredConfig, layout: Layout) -> tuple[int, int, int
 
 
 def _size(specs: Any, layout: Layout) -> int:
-    return sum(math.prod(layout.piece_of(spec)) for spec in jax.tree.leaves(specs))
+    return sum(_numbers(spec, layout) for spec in jax.tree.leaves(specs))
+
+
+def _numbers(spec: ParamSpec, layout: Layout) -> int:
+    stored = math.prod(layout.piece_of(spec))
+    return stored * Mxfp4Spec.WEIGHTS // Mxfp4Spec.WORDS if isinstance(spec, Mxfp4Spec) else stored

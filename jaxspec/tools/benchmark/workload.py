@@ -42,6 +42,7 @@ from jaxspec.drafts.families import layered
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
 from jaxspec.layers import op_choice
+from jaxspec.layers.mxfp4 import Mxfp4Spec
 from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
@@ -101,12 +102,13 @@ def random_params(
 
     # The name says whether a vector is a bias. Arrays of one shape and kind share a program.
     def name(spec: ParamSpec) -> str:
-        return next((end for end in ("bias", "scales") if spec.name.endswith(end)), "weight")
+        return "bias" if spec.name.endswith("bias") else "weight"
 
     def draw(spec: ParamSpec, key: jax.Array) -> jax.Array:
         axes = spec.axes if layout.size > 1 else (None,) * len(spec.shape)
         shape = layout.shape_of(spec)
-        kind = ParamSpec(name(spec), shape, axes, spec.transpose, spec.dtype)
+        kind_of = Mxfp4Spec if isinstance(spec, Mxfp4Spec) else ParamSpec
+        kind = kind_of(name(spec), shape, axes, spec.transpose, spec.dtype)
         return _draws(kind, jnp.dtype(dtype), layout.sharding(axes))(key)
 
     keys = jax.random.split(key, len(leaves))
