@@ -104,6 +104,7 @@ class Engine:
         front), and the requests with their rows in it. Tools time and record rounds with it; None
         calls nothing.
     others_run: whether requests run in other engines that the same thread steps
+    is_replica: whether there are such engines, so that no wait for a result may hold them up
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -114,6 +115,7 @@ class Engine:
         self.depth = steps_ahead(runner.rounds_per_step) if runner.on_gpu else 0
         self.on_rounds: RoundsObserver | None = None
         self.others_run: Callable[[], bool] = lambda: False
+        self.is_replica = False
         self._in_flight: deque[InFlight] = deque()
         self._scheduler: Scheduler | None = None
         self._features = GREEDY
@@ -416,7 +418,9 @@ class Engine:
             if failed
             else self._running_features()
         )
+        hands_out_now = False
         if step.chunks:
+            was_idle = not self._in_flight
             verification, rows = runner.prefill(features, step.chunks)
             chunks = list(zip(step.chunks, rows, strict=True))
             new = [
@@ -429,10 +433,18 @@ class Engine:
                 for c, tiles in chunks
                 if c.request.params.prompt_logprobs is not None and c.request not in failed
             ]
+            others = len(list(scheduler.running)) + len(scheduler.waiting) - len(new)
+            hands_out_now = was_idle and others == 0 and self.depth > 0 and not self.is_replica
             self._launched(InFlight(verification, new, is_round=False, prompts=prompts))
         # After prefill, since other prompts may already share the blocks that it fills.
         for request, error in failed.items():
             self._fail(request, error)
+        if hands_out_now:
+            # Launching a round takes the host longer than the device needs for these prompts. So
+            # the device waits a millisecond for its first round, and first tokens do not.
+            if self._in_flight:
+                self._read()
+            return
         launched = self._launch_rounds() or bool(step.chunks)
         if not launched and self._in_flight:
             self._read()
@@ -519,8 +531,21 @@ class Engine:
         for array in jax.tree.leaves(result.verification):
             array.copy_to_host_async()
         self._in_flight.append(result)
-        while len(self._in_flight) > self.depth:
+        while len(self._in_flight) > self.depth or self._has_first_tokens():
             self._read()
+
+    def _has_first_tokens(self) -> bool:
+        """Return whether first tokens are there, which are read and handed out at once.
+
+        Rounds wait until `depth` more results are in flight. Their tokens are on the host by then;
+        fetching them sooner takes the host a tenth of a millisecond in every round. Several
+        processes must launch the same programs, so none may go by its own clock.
+        """
+        if jax.process_count() > 1:
+            return False
+        prefills = [each for each in self._in_flight if each.rows and not each.is_round]
+        arrays: list[Any] = [each.verification.num_sampled for each in prefills]
+        return any(array.is_ready() for array in arrays)
 
     def _read(self) -> None:
         """Wait for the oldest result, here and nowhere else, and give each request its tokens."""

@@ -37,6 +37,7 @@ class Replicas:
         self._homes: MutableMapping[Request, Engine] = WeakKeyDictionary()
         for engine in self.engines:
             engine.others_run = self._others_of(engine)
+            engine.is_replica = len(self.engines) > 1
         self.reset_stats()
 
     def _others_of(self, engine: Engine) -> Callable[[], bool]:

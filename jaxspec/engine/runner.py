@@ -405,10 +405,10 @@ class ModelRunner:
         return failed
 
     def check_devices(self) -> None:
-        """Raise RuntimeError if a device has not answered another one."""
+        """Raise JaxRuntimeError if a device has not answered another one."""
         cfg = self.configs.greedy
         if (reason := mailboxes.silent_rank(cfg)) is not None:
-            raise RuntimeError(f"tensor_parallel_size {cfg.placement.size}: {reason}")
+            raise jax.errors.JaxRuntimeError(f"tensor_parallel_size {cfg.placement.size}: {reason}")
 
     def _raise_unless_memory(self, error: Exception) -> None:
         """Raise an error other than a lack of memory, and any that has taken the state along."""

@@ -207,6 +207,25 @@ def test_an_xla_error_is_raised_in_each_call_and_the_llm_goes_on(
     assert [o.token_ids for o in llm.generate(OTHERS, LONG)] == alone and all_free(llm)
 
 
+def test_a_silent_device_is_named_in_each_call_and_the_llm_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result comes late, without an error of XLA's: the kernel bounds its waits."""
+    alone = [o.token_ids for o in llm.generate(OTHERS, GREEDY)]
+    stream = llm.stream([VICTIM], LONG)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "SUSPICIOUS_SECONDS", -1.0)
+        patch.setattr(
+            runner_module.mailboxes, "silent_rank", lambda _: "expected device 1 to answer 0"
+        )
+        with pytest.raises(EngineError, match="expected device 1 to answer 0"):
+            llm.generate(OTHERS, GREEDY)
+        with pytest.raises(EngineError, match="expected device 1 to answer 0"):
+            list(stream)
+    assert [o.token_ids for o in llm.generate(OTHERS, GREEDY)] == alone and all_free(llm)
+
+
 def test_a_fault_of_no_single_request_ends_all_that_run(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

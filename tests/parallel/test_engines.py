@@ -24,11 +24,11 @@ PROCESSES = [
     tuple(f"tiny eagle3 2 mapped K={K}" for K in (1, 2, 4, 5)),
     ("tiny eagle3 2,4 compilation=step", "tiny eagle3 2 compilation=eager few tokens=3"),
     ("tiny eagle3 2 rounds=3", "tiny eagle3 2 replicated mapped", "tiny eagle 2"),
-    ("tiny eagle3 2 blocks=20", "tiny eagle3 2 again streams", "tiny eagle3 8 mapped"),
+    ("tiny eagle3 2 blocks=20", "tiny eagle3 2 again streams", "tiny eagle3 8"),
     ("qwen2 eagle3 2,4", "qwen3 eagle3 2,4", "tiny ngram 2", "tiny none 4 everything"),
-    ("qwen3_moe eagle3 2,4,8", "qwen3_moe eagle3 2,4 expert", "gpt_oss eagle3 8"),
+    ("qwen3_moe eagle3 8", "gpt_oss eagle3 8"),
     ("deepseek_v3 mtp 8", "deepseek_v4 mtp 8", "llama4_text eagle_llama4 8", "mimo mtp 8"),
-    ("tiny eagle3 2 mapped replicas=2", "tiny eagle3 2 replicas=4 blocks=20 again streams"),
+    ("tiny eagle3 2 mapped replicas=2", "tiny eagle3 2 replicas=4 again streams"),
 ]
 
 
@@ -38,6 +38,7 @@ PROCESSES = [
     ids=lambda cases: cases[0].replace(" ", "-"),
 )
 def test_tokens_and_counts_are_those_of_one_device(cases: tuple[str, ...]) -> None:
-    lines = run_on_devices(8, "tests.parallel.engines_on_devices", *cases).splitlines()
+    module = "tests.parallel.engines_on_devices"
+    lines = run_on_devices(8, module, *cases, timeout=3000).splitlines()  # eager is slow
     expected = [f"{case} {size} equal" for case in cases for size in case.split()[2].split(",")]
     assert lines == expected

@@ -64,20 +64,23 @@ class Result:
     requests: list[Request]
     num_rounds: int
     is_read: bool = False
-    is_ready: bool = True
+    is_ready: bool = False
 
 
 class DeviceArray:
     """An array of a result, with what the engine uses of a JAX array."""
 
-    def __init__(self, value: np.ndarray, result: Result) -> None:
+    def __init__(
+        self, value: np.ndarray, result: Result, is_ready: Callable[[Result], bool]
+    ) -> None:
         self._value, self._result, self._is_copied = value, result, False
+        self._is_ready = is_ready
 
     def copy_to_host_async(self) -> None:
         self._is_copied = True
 
     def is_ready(self) -> bool:
-        return self._result.is_ready
+        return self._is_ready(self._result)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         assert self._is_copied, "expected a copy to the host that started at the launch"
@@ -114,6 +117,7 @@ class FakeRunner:
     rounds: the requests of every step's rounds
     before_rounds: called with the requests of a step's rounds, before they run
     is_slow: whether results stay unready
+    finishes: says of a result whether it has become ready, each time that the engine asks
     """
 
     speculative = None
@@ -148,6 +152,7 @@ class FakeRunner:
         self.memory = FakeMemory(tuple(num_blocks))
         self.before_rounds: Callable[[list[Request]], object] = lambda requests: None
         self.is_slow = False
+        self.finishes: Callable[[Result], bool] = lambda _: self._rng.random() < 1 / 3
         self.prefills: list[list[Chunk]] = []
         self.rounds: list[list[Request]] = []
         self._results: list[Result] = []
@@ -319,13 +324,16 @@ class FakeRunner:
                 tokens[i, row, : len(sampled)], num_sampled[i, row] = sampled, len(sampled)
         if len(parts) == 1:
             tokens, num_sampled = tokens[0], num_sampled[0]
-        result.is_ready = not self.is_slow
         self._results.append(result)
         arrays: Any = [
-            None if value is None else DeviceArray(value, result)
+            None if value is None else DeviceArray(value, result, self._is_ready)
             for value in (tokens, num_sampled, overflowed)
         ]
         return Verification(arrays[0], arrays[1], overflowed=arrays[2])
+
+    def _is_ready(self, result: Result) -> bool:
+        result.is_ready = result.is_ready or (not self.is_slow and self.finishes(result))
+        return result.is_ready
 
     # --- the caches ------------------------------------------------------------------------------
 
