@@ -1,8 +1,8 @@
 """Units of MXFP4 in shared memory: a warp decodes them in registers and multiplies or stores them.
 
-A weight takes two instructions of the integer unit and one product of bfloat16 pairs for two. So an
-SM decodes faster than its share of the memory bandwidth brings units. The products are mma.sync's:
-wgmma with its operand A in registers holds up the warps that decode.
+Two weights take two integer instructions and one product of bfloat16 pairs. The products are those
+of mma.sync, which gives the bits of wgmma. wgmma with its operand A in registers took longer
+(docs/notes/mxfp4-experts.md).
 """
 
 from __future__ import annotations
