@@ -124,14 +124,14 @@ def test_calls_of_8_threads_have_their_own_texts_and_errors(
     expected = [llm.generate([prompt], params)[0] for prompt, params in cases]
     shared: Counter[int] = Counter()  # rounds by the number of threads whose requests they have
     owners: dict[Any, int] = {}
-    make_requests = llm.make_requests
+    make_requests = llm._inputs.make_requests
 
     def owned(*args: Any, **kwargs: Any) -> Any:
         requests = make_requests(*args, **kwargs)
         owners.update(dict.fromkeys(requests, threading.get_ident()))
         return requests
 
-    monkeypatch.setattr(llm, "make_requests", owned)
+    monkeypatch.setattr(llm._inputs, "make_requests", owned)
     monkeypatch.setattr(
         llm.engine, "on_rounds", lambda _, rows: shared.update([len({owners[r] for r, _ in rows})])
     )

@@ -38,7 +38,7 @@ def is_victim(request: Any) -> bool:
 
 # Stage: the function that fails, and whether a call of it works for the victim.
 STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "input": (InputProcessor, "_encode", lambda _s, _i, prompt: list(prompt) == VICTIM),
+    "input": (InputProcessor, "_encode", lambda _s, _i, prompt, _chat: list(prompt) == VICTIM),
     "admission": (Scheduler, "_give_blocks", lambda _s, request, **_: is_victim(request)),
     "sampling state": (
         runner_module,
