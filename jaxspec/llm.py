@@ -187,7 +187,8 @@ class LLM:
         self._driver = Driver(self.serving)
         self._channel = self.runner.channel
         if self._channel is not None and self._channel.leads:
-            weakref.finalize(self, self._channel.close, "its leader has ended")
+            # Streams hold the driver, so it may outlive this object.
+            weakref.finalize(self._driver, self._channel.close, "its leader has ended")
         self._inputs = InputProcessor(
             tokenizer,
             self.eos_token_ids,
@@ -208,7 +209,7 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = None,
         batch_buckets: Sequence[int] | None = None,
-        mxfp4: str = "packed",
+        mxfp4: str = "auto",
         **engine: Any,
     ) -> LLM:
         """Load a target and, with speculative, its draft.
@@ -222,7 +223,7 @@ class LLM:
         dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU).
         max_model_len: None for 2048, or the target's limit if that is less.
         mxfp4: "packed" keeps MXFP4 experts (gpt-oss) as they are stored, "dequantised" takes four
-            times their memory.
+            times their memory. "auto" is "packed", unless devices share the width of each expert.
         engine: the other fields of EngineConfig. vLLM's keywords without a setting here are
             accepted with the values that change nothing (jaxspec/config/keys.py).
 

@@ -97,7 +97,7 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if not isinstance(value, str) and not (name in ("method", "model") and value is None):
                 raise ConfigError(f"{name}: expected a name, got {shown(value)}")
-        if self.method is None and self.model in _NGRAM_MODELS:
+        if self.method in (None, "ngram") and self.model in _NGRAM_MODELS:
             set_field("method", "ngram")
             set_field("model", None)
         if self.method is not None and self.method.endswith(_MTP_SUFFIX):

@@ -80,6 +80,7 @@ class InFlight:
 
     rows: the requests that it holds tokens for, and their rows in it
     num_drafts: the rounds' K
+    launched: when, as time.perf_counter() says
     prompts: chunks of prefill whose tokens need log-probabilities, and the rows of their tiles
     """
 
@@ -87,6 +88,7 @@ class InFlight:
     rows: list[tuple[Request, int]]
     is_round: bool
     num_drafts: int = 0
+    launched: float = field(default_factory=time.perf_counter)
     prompts: list[tuple[Chunk, range]] = field(default_factory=list)
 
 
@@ -359,6 +361,7 @@ class Engine:
         """End one request with an error of its own; nothing happens to one that has ended."""
         if request in self._live:
             request.finish_reason, request.error = None, error
+            del request.logprobs[request.num_generated :]
             self.scheduler.finish(request, "error")
             self._end(request, error)
 
@@ -550,10 +553,10 @@ class Engine:
     def _read(self) -> None:
         """Wait for the oldest result, here and nowhere else, and give each request its tokens."""
         result = self._in_flight.popleft()
-        begin = time.perf_counter()
         verification = jax.tree.map(np.asarray, result.verification)
         now = time.perf_counter()
-        if now - begin > SUSPICIOUS_SECONDS:
+        # Counted from the launch: while other engines step, the wait is not here.
+        if now - result.launched > SUSPICIOUS_SECONDS:
             self.runner.check_devices()
         if result.is_round:
             self.stats.timings.decode_seconds += now - self.stats.clock

@@ -86,6 +86,9 @@ class Replicas:
         A failure concerns the requests of the replica in which it happened.
         """
         try:
+            for engine in self.engines:  # commands need whole books, as in Engine.advance
+                if engine.failed:
+                    engine.advance(deque(), step=False)
             while commands:
                 commands[0]()
                 commands.popleft()

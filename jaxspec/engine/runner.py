@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,7 +69,7 @@ from jaxspec.engine.variants import (
 )
 from jaxspec.layers.params import Params
 from jaxspec.parallel.layout import ONE_PLACE, Placement, bytes_on_device
-from jaxspec.parallel.processes import Channel, ProcessError
+from jaxspec.parallel.processes import Channel, ProcessError, end_process
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import STOPS, StateLayout, features_of, sampling_rows
@@ -267,12 +268,18 @@ class ModelRunner:
     def follow(self) -> None:
         """Run what the leading process runs, until it closes the channel."""
         assert self.channel is not None and not self.channel.leads
-        while (message := self.channel.receive()) is not None:
-            name, sent = message
-            assert name in FOLLOWED, name
-            getattr(self, name)(
-                *(self.configs.at(a) if isinstance(a, ConfigKey) else a for a in sent)
-            )
+        try:
+            while (message := self.channel.receive()) is not None:
+                name, sent = message
+                assert name in FOLLOWED, name
+                getattr(self, name)(
+                    *(self.configs.at(a) if isinstance(a, ConfigKey) else a for a in sent)
+                )
+        except ProcessError:
+            raise
+        except BaseException:  # the leader waits for this process, which an exit would not end
+            traceback.print_exc()
+            end_process(f"processes: process {jax.process_index()} failed; it ends")
 
     # --- the state -------------------------------------------------------------------------------
 
@@ -661,7 +668,7 @@ class ModelRunner:
     @property
     def num_waiting_for_programs(self) -> int:
         """Requests that may not be admitted until a program is compiled."""
-        return len(self._waits_for)
+        return sum(request.finish_reason is None for request in self._waits_for)
 
     def may_admit(
         self,

@@ -68,7 +68,7 @@ def load_pretrained(
     dtype: str = "auto",
     max_model_len: int | None = None,
     batch_buckets: Sequence[int] | None = None,
-    mxfp4: str = "packed",
+    mxfp4: str = "auto",
     **engine: Any,
 ) -> Parts:
     """Load the parts of an LLM; the arguments are those of LLM.from_pretrained.
@@ -84,8 +84,8 @@ def load_pretrained(
     speculative = check_speculative(speculative)
     if not isinstance(dtype, str) or dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {shown(dtype)}")
-    if not isinstance(mxfp4, str) or mxfp4 not in ("packed", "dequantised"):
-        raise ConfigError(f"mxfp4: expected packed or dequantised, got {shown(mxfp4)}")
+    if not isinstance(mxfp4, str) or mxfp4 not in ("auto", "packed", "dequantised"):
+        raise ConfigError(f"mxfp4: expected auto, packed or dequantised, got {shown(mxfp4)}")
     if not isinstance(tokenizer, Tokenizer | str | PathLike | None):
         raise ConfigError(f"tokenizer: expected a folder or a hub id, got {shown(tokenizer)}")
     known = (*OWN_KEYWORDS, *sorted(f.name for f in fields(EngineConfig)))
@@ -97,8 +97,8 @@ def load_pretrained(
     config = EngineConfig(**settings)
     try:
         join_processes()
-    except ValueError as e:
-        raise ConfigError(str(e)) from e
+    except (ValueError, RuntimeError) as e:  # jax's own, if it was used before
+        raise ConfigError(str(e).splitlines()[0]) from e
     check_platform()
     keep_compiled_programs()
     resolved = (

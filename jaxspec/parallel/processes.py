@@ -14,12 +14,15 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 BEAT_SECONDS = 1.0  # between two signs of life of a process
@@ -46,10 +49,11 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> None:
     if not given or jax.distributed.is_initialized():
         return
     numbers = [environment.get(name, "") for name in ENVIRONMENT[1:]]
-    if len(given) < len(ENVIRONMENT) or not all(map(str.isdecimal, numbers)):
+    port = environment.get(ENVIRONMENT[0], "").rpartition(":")[2]
+    if len(given) < len(ENVIRONMENT) or not all(map(str.isdecimal, [port, *numbers])):
         found = ", ".join(f"{name}={environment.get(name)!r}" for name in ENVIRONMENT)
         raise ValueError(
-            f"{ENVIRONMENT[0]}: expected an address, with a number of processes and an own number "
+            f"{ENVIRONMENT[0]}: expected host:port, with a number of processes and an own number "
             f"in {' and '.join(ENVIRONMENT[1:])}, got {found}"
         )
     count, own = map(int, numbers)
@@ -94,37 +98,50 @@ class Channel:
         """Wait until the followers have read the first `count` messages, and drop the last ones."""
         for rank in self._others:
             key = f"{self._name}/read/{rank}/{count}"
-            _client().blocking_key_value_get(key, 1000 * 3600)
+            _wait_for(partial(_client().blocking_key_value_get, key, POLL_MS))
             _client().key_value_delete(key)
         for i in range(count - ACK_EVERY, count):
             _client().key_value_delete(f"{self._name}/{i}")
 
     def close(self, reason: str) -> None:
         """Tell the followers that nothing follows; only the first call does."""
-        if self._broken is None:
+        if self._broken is not None:
+            return
+        self._broken, end = reason, zlib.compress(pickle.dumps(None))
+        for _ in range(2):  # an interrupt may come after a message is set and before it is counted
             try:
-                self.tell(None)
-            except jax.errors.JaxRuntimeError:  # the coordinator is gone, and they know
-                logger.info("the followers were not told: %s", reason)
-            self._broken = reason
+                _client().key_value_set_bytes(f"{self._name}/{self._count}", end)
+                return
+            except jax.errors.JaxRuntimeError as e:
+                if "ALREADY_EXISTS" not in str(e):  # the coordinator is gone, and they know
+                    logger.info("the followers were not told: %s", reason)
+                    return
+                self._count += 1
 
     def receive(self) -> Any:
         """Wait for the next message of the leader; None is the last."""
-        while True:
-            try:
-                key = f"{self._name}/{self._count}"
-                data = _client().blocking_key_value_get_bytes(key, POLL_MS)
-                break
-            except jax.errors.JaxRuntimeError as e:
-                if "DEADLINE_EXCEEDED" not in str(e):
-                    raise ProcessError(
-                        f"processes: expected process 0 to lead, got {str(e).splitlines()[0]:.200}"
-                    ) from e
+        key = f"{self._name}/{self._count}"
+        try:
+            data = _wait_for(partial(_client().blocking_key_value_get_bytes, key, POLL_MS))
+        except jax.errors.JaxRuntimeError as e:
+            raise ProcessError(
+                f"processes: expected process 0 to lead, got {str(e).splitlines()[0]:.200}"
+            ) from e
         self._count += 1
         if self._count % ACK_EVERY == 0:
             key = f"{self._name}/read/{jax.process_index()}/{self._count}"
             _client().key_value_set(key, "")
         return pickle.loads(zlib.decompress(data))
+
+
+def _wait_for(get: Callable[[], T]) -> T:
+    """Call get until it returns within its time limit; an interrupt comes between two calls."""
+    while True:
+        try:
+            return get()
+        except jax.errors.JaxRuntimeError as e:
+            if "DEADLINE_EXCEEDED" not in str(e):
+                raise
 
 
 def _client() -> Any:
@@ -164,8 +181,12 @@ def _exchange_signs(own: int, last_seen: dict[int, tuple[str, float]]) -> None:
                 found = _sign_of(rank)
                 if found != sign:
                     last_seen[rank] = (found, time.monotonic())
-        except (jax.errors.JaxRuntimeError, AttributeError):
-            return  # jax.distributed was shut down, here or at the coordinator
+        except AttributeError:
+            return  # jax.distributed was shut down
+        except jax.errors.JaxRuntimeError as e:  # a call that failed, or the coordinator is gone
+            logger.debug("no signs of life were exchanged: %s", e)
+            if not jax.distributed.is_initialized():
+                return
         time.sleep(BEAT_SECONDS)
 
 

@@ -326,7 +326,9 @@ SETTINGS: dict[str, Any] = {
     "dtype: expected one of auto, float32, bfloat16, got 'int8'": lambda: LLM.from_pretrained(
         dtype="int8"
     ),
-    "mxfp4: expected packed or dequantised, got 'no'": lambda: LLM.from_pretrained(mxfp4="no"),
+    "mxfp4: expected auto, packed or dequantised, got 'no'": lambda: LLM.from_pretrained(
+        mxfp4="no"
+    ),
     "sampling_params: expected one for all or one for each of 2": lambda: engine().generate(
         [[1], [2]], [GREEDY]
     ),

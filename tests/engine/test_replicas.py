@@ -17,7 +17,7 @@ from jaxspec.engine import replicas as replicas_module
 from jaxspec.engine.engine import Commands
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.replicas import Replicas
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import FinishReason, Request
 from jaxspec.engine.scheduler import SchedulerConfig
 from tests.support.fake_runner import VOCAB, FakeRunner, engine_of, next_token
 
@@ -209,6 +209,31 @@ def test_an_interrupt_between_queue_and_replica_loses_no_request(
     advance_to_the_end(replicas, deque())
     for each in requests:
         assert each.all_token_ids == text_of(each.prompt_token_ids, 12)
+
+
+def test_an_interrupt_of_a_cancellation_ends_the_request_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas, _ = make(2)
+    victim, other = request([1], 36), request([2], 12)
+    replicas.add(victim)
+    replicas.add(other)
+    replicas.step()
+    scheduler = replicas._homes[victim].scheduler
+    usual = scheduler.finish
+
+    def interrupted(request: Request, reason: FinishReason) -> None:
+        usual(request, reason)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, "finish", interrupted)
+    commands: Commands = deque([lambda: replicas.cancel(victim)])
+    with pytest.raises(KeyboardInterrupt):
+        replicas.advance(commands)
+    advance_to_the_end(replicas, commands)
+    assert victim.finish_reason == "cancelled" and victim.num_generated < 36
+    assert other.all_token_ids == text_of([2], 12)
 
 
 def test_a_replica_whose_result_is_not_ready_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec import LLM, ConfigError, SamplingParams
+from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig
 from tests.scripts.conftest import write_draft, write_target
 
 pytestmark = pytest.mark.once
@@ -210,6 +210,8 @@ def test_ngram(target: str) -> None:
         max_model_len=128,
     )
     assert llm.speculative is not None and llm.speculative.prompt_lookup_max == 4
+    for method in (None, "ngram"):
+        assert SpeculativeConfig(method=method, model="[ngram]").model is None
 
 
 # --- calls that end in one sentence

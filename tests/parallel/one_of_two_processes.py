@@ -91,7 +91,7 @@ def compare(llm: LLM, one: LLM) -> None:
 
 
 def lose() -> None:
-    """One process stops or dies in the midst of a text."""
+    """One process stops, dies or fails in the midst of a text."""
     usual, rounds = ModelRunner._round, 0
 
     def failing(self: ModelRunner, *args: Any) -> Any:
@@ -100,6 +100,8 @@ def lose() -> None:
         if CASE[-1] == RANK and rounds == 4:
             if CASE.startswith("die"):
                 os._exit(9)
+            if CASE.startswith("fail"):
+                raise RuntimeError("no more rounds here")
             os.kill(os.getpid(), signal.SIGSTOP)
         return usual(self, *args)
 

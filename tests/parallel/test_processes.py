@@ -61,6 +61,7 @@ def test_two_processes_give_the_tokens_of_one(case: str, kinds: list[str]) -> No
     ("case", "sentences"),
     [
         ("stop1", ["expected a sign of life of process 1 within 10 s, got none; process 0 ends"]),
+        slow("fail1", ["EngineError: engine: expected prefill and rounds that run, got"]),
         slow("die1", ["EngineError: engine: expected prefill and rounds that run, got"]),
         slow(
             "stop0", ["expected a sign of life of process 0 within 10 s, got none; process 1 end"]
@@ -90,7 +91,8 @@ class Store:
         self.values: dict[str, bytes] = {}
 
     def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        assert key not in self.values
+        if key in self.values:
+            raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
         self.values[key] = value
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
@@ -152,6 +154,26 @@ def test_a_follower_reads_each_message_once_and_the_store_stays_small(
         leader.tell(1)
 
 
+def test_a_channel_closes_although_a_message_was_not_counted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = store.key_value_set_bytes
+
+    def interrupted(key: str, value: bytes) -> None:
+        monkeypatch.setattr(store, "key_value_set_bytes", usual)
+        usual(key, value)
+        raise KeyboardInterrupt
+
+    leader = Channel()
+    monkeypatch.setattr(store, "key_value_set_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        leader.tell("sent")
+    leader.close("an interrupt")
+    monkeypatch.setattr(processes, "_channels", 0)
+    follower = Channel()
+    assert [follower.receive(), follower.receive()] == ["sent", None]
+
+
 def test_a_follower_whose_leader_is_gone_gets_a_sentence(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,10 +195,12 @@ def test_an_environment_without_a_number_is_an_error(monkeypatch: pytest.MonkeyP
         "JAX_PROCESS_ID": "1",
     }
     for name in full:
-        with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS: expected an address, with"):
+        with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS: expected host:port, with"):
             join_processes({k: v for k, v in full.items() if k != name})
     with pytest.raises(ValueError, match="got .*JAX_PROCESS_ID='one'"):
         join_processes(full | {"JAX_PROCESS_ID": "one"})
+    with pytest.raises(ValueError, match="got JAX_COORDINATOR_ADDRESS='localhost'"):
+        join_processes(full | {"JAX_COORDINATOR_ADDRESS": "localhost"})
     assert not called
     join_processes(full)
     assert called == [(("host:1",), {"num_processes": 2, "process_id": 1})]
