@@ -9,12 +9,13 @@ jaxspec plan --target ~/models/glm-4.7-flash --method mtp --max-model-len 32768
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -22,12 +23,14 @@ from rich.table import Table
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
+from jaxspec.layers.params import is_spec
 from jaxspec.loading.checkpoint import open_checkpoint
+from jaxspec.loading.model import with_expert_storage
 from jaxspec.loading.resolve import own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
 from jaxspec.tools.known_models import known_config
-from jaxspec.tools.memory_plan import GIB, GPUS, MemoryPlan, memory_plan
+from jaxspec.tools.memory_plan import GIB, GPUS, MemoryPlan, memory_plan, planned_placement
 
 HOST_SIZES = (1, 2, 4, 8)  # GPUs of one host
 
@@ -77,28 +80,32 @@ def main(
             f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
             f"got {config.max_model_len}"
         )
-    if dequantised:
-        if getattr(target_cfg, "mxfp4", None) is None:
-            expected = "a target with MXFP4 weights"
-            raise ConfigError(f"--dequantised: expected {expected}, got one without")
-        target_cfg = replace(target_cfg, mxfp4="dequantised")
+    if dequantised and getattr(target_cfg, "mxfp4", None) is None:
+        raise ConfigError("--dequantised: expected a target with MXFP4 weights, got one without")
     check_method(speculative.method)
     draft_cfg = None
     if speculative.method in MODEL_FREE:
         draft_cfg = MODEL_FREE[speculative.method].config(target_cfg, speculative)
     elif speculative.model is not None or speculative.method == "mtp":
         draft_cfg = read_draft(speculative.model or target, target_cfg, speculative)
-    plan_on = partial(
-        memory_plan,
-        target_cfg,
-        draft_cfg,
-        memory=gpu_memory(gpu),
-        dtype=dtype,
-        num_speculative_tokens=speculative.num_speculative_tokens,
-    )
+
+    def plan_on(config: EngineConfig) -> MemoryPlan:
+        layout = planned_placement(config).target(target_cfg)
+        return memory_plan(
+            with_expert_storage(target_cfg, "dequantised" if dequantised else "auto", layout),
+            draft_cfg,
+            config,
+            memory=gpu_memory(gpu),
+            dtype=dtype,
+            num_speculative_tokens=speculative.num_speculative_tokens,
+        )
+
     plan, console = plan_on(config), Console()
     show_tables(plan, console)
-    console.print(gpus_line(plan_on, config, gpu), soft_wrap=True)
+    specs = models.family(target_cfg).param_specs(target_cfg)
+    has_experts = any("experts" in s.axes for s in jax.tree.leaves(specs, is_leaf=is_spec))
+    ways = (config.enable_expert_parallel, *([True] if has_experts else []))
+    console.print(gpus_line(plan_on, config, gpu, ways), soft_wrap=True)
     show_fit(plan, console)
 
 
@@ -109,15 +116,28 @@ def config_of(name: str) -> dict[str, Any]:
     return known_config(name) or read_config(name)
 
 
-def gpus_line(plan_on: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, gpu: str) -> str:
-    """Return a sentence with the number of GPUs of one host that hold a request of full length."""
-    for size in HOST_SIZES:
+def gpus_line(
+    plan_on: Callable[[EngineConfig], MemoryPlan],
+    config: EngineConfig,
+    gpu: str,
+    ways: Sequence[bool],
+) -> str:
+    """Return a sentence with the number of GPUs of one host that hold a request of full length.
+
+    ways: the values of enable_expert_parallel to try on each number
+    """
+    for size, experts in product(HOST_SIZES, ways):
+        on_devices = replace(
+            config, tensor_parallel_size=size, enable_expert_parallel=experts and size > 1
+        )
         try:
-            plan = plan_on(replace(config, tensor_parallel_size=size))
+            plan = plan_on(on_devices)
         except ConfigError:  # so many devices cannot share these arrays
             continue
         if plan.cache_bytes > 0 and plan.num_requests > 0:
-            needs = "1 GPU" if size == 1 else f"{size} GPUs (--tensor-parallel-size {size})"
+            flags = f"--tensor-parallel-size {size}"
+            flags += " --enable-expert-parallel" if experts else ""
+            needs = "1 GPU" if size == 1 else f"{size} GPUs ({flags})"
             return (
                 f"needs {needs} of {gpu}: {plan.num_requests} requests of {plan.max_model_len} "
                 "tokens"

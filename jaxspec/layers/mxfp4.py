@@ -65,7 +65,8 @@ VALUES = (
 class Mxfp4Spec(AssembledSpec):
     """The units of packed matrices, int32 [experts, out / 16, in / 32, 68].
 
-    WEIGHTS: of a unit. WORDS: of a unit.
+    WEIGHTS: weights in a unit, 32 of depth by 16 columns
+    WORDS:   int32 words in a unit: its codes and scales
     """
 
     WEIGHTS: ClassVar[int] = BLOCK * COLUMNS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from jaxspec.layers.params import Params, vector
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.weights import LazyTensor, load_params
 from jaxspec.models.decoder import lm_head
-from jaxspec.parallel.layout import ONE_PLACE, Placement
+from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
+
+log = logging.getLogger(__name__)
 
 
 def load_target(
@@ -24,21 +27,25 @@ def load_target(
     dtype: Any,
     placement: Placement = ONE_PLACE,
     *,
-    mxfp4: str = "packed",
+    mxfp4: str = "auto",
 ) -> tuple[models.TargetConfig, Params]:
     """Load the target in a Hugging Face folder, with float tensors cast to dtype.
 
-    mxfp4 "packed" keeps MXFP4 experts as they are stored, "dequantised" does not.
+    mxfp4: see with_expert_storage
     """
     checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = models.config_from_hf(checkpoint.config)
-    if mxfp4 != "packed":
-        if getattr(cfg, "mxfp4", None) is None:
-            raise ConfigError(
-                f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
-            )
-        cfg = replace(cfg, mxfp4=mxfp4)
+    if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
+        raise ConfigError(
+            f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
+        )
+    cfg = with_expert_storage(cfg, mxfp4, placement.target(cfg))
+    if mxfp4 == "auto" and getattr(cfg, "mxfp4", None) == "dequantised":
+        log.warning(
+            "MXFP4 experts are dequantised, in four times the memory, because the devices share "
+            "the width of each expert; enable_expert_parallel=True keeps them packed"
+        )
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     return cfg, load_params(
@@ -49,6 +56,19 @@ def load_target(
         ignore=ignore,
         source=str(folder),
     )
+
+
+def with_expert_storage(cfg: Any, mxfp4: str, layout: Layout) -> Any:
+    """Return a target's config that says how MXFP4 experts are kept; others stay as they are.
+
+    mxfp4: "packed" keeps them as they are stored, "dequantised" does not. "auto" keeps them unless
+        devices share the width of each expert: the kernel takes no piece of gpt-oss's.
+    """
+    if getattr(cfg, "mxfp4", None) is None:
+        return cfg
+    if mxfp4 == "auto":
+        mxfp4 = "dequantised" if layout.is_cut("expert_mlp") else "packed"
+    return replace(cfg, mxfp4=mxfp4)
 
 
 def check_counts(config: Mapping[str, Any], num_tensors: int, source: str) -> None:

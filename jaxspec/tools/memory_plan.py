@@ -108,6 +108,13 @@ class MemoryPlan:
         return -(-self.max_model_len // self.block_size) * self.block_size
 
 
+def planned_placement(config: EngineConfig) -> Placement:
+    """Return the placement of an engine whose devices need not exist."""
+    size = config.tensor_parallel_size
+    mesh = None if size == 1 else AbstractMesh((size,), (MODEL,))
+    return Placement(mesh, config.enable_expert_parallel)
+
+
 def memory_plan(
     target: TargetConfig,
     draft: DraftConfig | None,
@@ -125,10 +132,7 @@ def memory_plan(
         that may be used.
     dtype: of the weights.
     """
-    size = config.tensor_parallel_size
-    placement = Placement(
-        None if size == 1 else AbstractMesh((size,), (MODEL,)), config.enable_expert_parallel
-    )
+    size, placement = config.tensor_parallel_size, planned_placement(config)
     layout = placement.target(target)
     specs = models.family(target).param_specs(target)
     check_cuts(specs, layout, "the target")

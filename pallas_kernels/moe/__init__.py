@@ -61,8 +61,14 @@ def dequantise(
     """
 
     def reason() -> str | None:
-        wanted = "expected bfloat16" if dtype != jnp.bfloat16 else None
-        return hopper.missing() or hopper.too_old() or wanted
+        if old := hopper.missing() or hopper.too_old():
+            return old
+        if dtype != jnp.bfloat16:
+            return f"expected bfloat16, got {jnp.dtype(dtype)}"
+        _, depth, width = weight.shape
+        if depth % 64 or width % 64:
+            return f"expected matrices of multiples of 64, got {depth} x {width}"
+        return None
 
     if not runs_kernel("moe", implementation, reason):
         return Mxfp4Weight(weight.units[expert], weight.wide).to_array(dtype)

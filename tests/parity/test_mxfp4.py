@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxspec import LLM, SamplingParams, models
 from jaxspec.config import ConfigError
 from jaxspec.loading import load_params, open_checkpoint
-from jaxspec.loading.model import load_target
+from jaxspec.loading.model import load_target, with_expert_storage
+from jaxspec.parallel.layout import Placement
+from jaxspec.parallel.mesh import MODEL
 from tests.parity.oracles import TOLERANCE, edit_config, edit_tensors, hf_outputs, hf_target
 from tests.parity.ours import PagedTarget, by_position
 from tests.parity.test_families import GPT_OSS
@@ -112,6 +115,20 @@ def test_an_engine_keeps_experts_packed(checkpoint: Path, oracle: Any) -> None:
     ):
         load_target(checkpoint, jnp.float32, mxfp4="dequantised")
     edit_config(checkpoint, lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
+
+
+@pytest.mark.parametrize(
+    ("devices", "expert_parallel", "kept"),
+    [(1, False, "packed"), (2, True, "packed"), (2, False, "dequantised")],
+)
+def test_experts_stay_packed_unless_devices_share_their_width(
+    devices: int, expert_parallel: bool, kept: str, checkpoint: Path
+) -> None:
+    cfg = models.config_from_hf(open_checkpoint(checkpoint).config)
+    mesh = None if devices == 1 else AbstractMesh((devices,), (MODEL,))
+    layout = Placement(mesh, expert_parallel).target(cfg)
+    assert with_expert_storage(cfg, "auto", layout).mxfp4 == kept
+    assert with_expert_storage(cfg, "packed", layout).mxfp4 == "packed"
 
 
 @pytest.mark.parametrize("kept", ["packed", "dequantised"])

@@ -221,6 +221,11 @@ def test_common_models_need_no_hub(runner: tuple, monkeypatch: pytest.MonkeyPatc
         ("meta-llama/Llama-3.3-70B-Instruct", "h100", "needs 2 GPUs (--tensor-parallel-size 2)"),
         ("meta-llama/Llama-3.3-70B-Instruct", "h200", "needs 2 GPUs (--tensor-parallel-size 2)"),
         ("meta-llama/Llama-3.3-70B-Instruct", "b200", "needs 1 GPU of b200"),
+        (
+            "openai/gpt-oss-120b",
+            "24",
+            "needs 4 GPUs (--tensor-parallel-size 4 --enable-expert-parallel)",
+        ),
         ("deepseek-ai/DeepSeek-V3", "h100", "needs more than the 8 GPUs of one host, of h100"),
     ],
 )
