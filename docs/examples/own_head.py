@@ -13,6 +13,7 @@ logging.basicConfig(level=logging.WARNING)
 target, head = sys.argv[1:] or [None, "smollm2-135m-instruct-eagle"]
 llm = LLM(target, speculative_config={"model": head, "num_speculative_tokens": 3})
 print(llm.describe())
-outputs = llm.generate(["The sky is blue because"], SamplingParams(temperature=0, max_tokens=48))
+question = [{"role": "user", "content": "Why is the sky blue?"}]
+outputs = llm.chat(question, SamplingParams(temperature=0, max_tokens=48))
 rates = ", ".join(f"{rate:.2f}" for rate in llm.metrics.per_position_acceptance)
 print(f"{outputs[0].text}\naccepted at each position: {rates}")

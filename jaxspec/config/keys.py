@@ -53,7 +53,7 @@ class ForeignKeys:
 
 NO_FOREIGN_KEYS = ForeignKeys({}, {})
 _ANY, _OFF, _NONE = Foreign(None), Foreign((None, False)), Foreign((None,))
-_ONE_HOST = "one process runs the model"
+_ONE_HOST = "jax.distributed joins the processes of several hosts"
 _NO_CODE = "no code of a checkpoint runs here"
 
 # Keywords of vLLM's LLM.
@@ -73,9 +73,7 @@ ENGINE = ForeignKeys(
         "load_format": Foreign(("auto", "safetensors", "hf")),
         "max_logprobs": Foreign((20,), "SamplingParams.logprobs takes up to 20, or -1"),
         "pipeline_parallel_size": Foreign((None, 1), "tensor_parallel_size shares a model"),
-        "quantization": Foreign(
-            (None, "mxfp4", "fp8", "gguf"), "checkpoints in float8, MXFP4 and GGUF are read as such"
-        ),
+        "quantization": Foreign((None,), "a checkpoint's own format is read from its config.json"),
         "runner": Foreign(("auto", "generate"), "models generate text"),
         "seed": Foreign((None, 0), "SamplingParams.seed is the seed of a request"),
         "skip_tokenizer_init": Foreign((False,), "prompts may be token ids all the same"),

@@ -22,6 +22,7 @@ from jaxspec.drafts import mtp_deepseek_v4
 from jaxspec.layers import compressed_attention
 from jaxspec.layers.params import Params, Weight, is_spec
 from jaxspec.loading.model import load_target
+from jaxspec.loading.resolve import resolve
 from jaxspec.models import config_from_hf, deepseek_v4
 from tests.parity import test_rounds
 from tests.parity.deepseek_v4 import CONFIG, YARN, save_module, save_target, streams
@@ -374,10 +375,11 @@ def test_a_module_that_does_not_fit_is_refused(case: str, checkpoint: Any, tmp_p
 
 def test_a_head_of_eagle3_is_refused(checkpoint: Any) -> None:
     target, params = load_target(checkpoint[0], jnp.float32)
+    head = resolve("smollm2-135m-instruct-eagle3", kind="draft")
     with pytest.raises(
         ConfigError,
         match=(
             "expected a target with one residual stream, got model_type 'deepseek_v4', which has 3"
         ),
     ):
-        load(checkpoint[0], "eagle3", shared=params, target=target)
+        load(head, "eagle3", shared=params, target=target)

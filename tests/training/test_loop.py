@@ -42,7 +42,7 @@ CFG = TrainConfig(
     log_every=10,
 )
 
-ONE = data_mesh(jax.devices()[:1])
+ONE = data_mesh(1)
 
 
 def batch(seed: int = 0) -> Batch[jax.Array]:
