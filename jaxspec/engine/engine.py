@@ -6,6 +6,7 @@ The only place with a Python loop over rounds, and the only one that waits for t
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -276,8 +277,21 @@ class Engine:
             self._stepping = False
 
     def _refuse_inside_step(self) -> None:
-        if self._stepping:
+        if self._stepping and self._is_inside_step():
             refuse_inside_callback()
+
+    def _is_inside_step(self) -> bool:
+        """Return whether a step of this engine is on the stack.
+
+        An interrupt at the last line of a step leaves `_stepping` set.
+        """
+        steps = (Engine.step.__code__, Engine.advance.__code__)
+        frame = sys._getframe(2).f_back  # the caller of the step that asks
+        while frame is not None:
+            if frame.f_code in steps and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def reset(self) -> None:
         """Cancel every request and forget the device's state."""

@@ -153,6 +153,13 @@ def test_calls_of_8_threads_have_their_own_texts_and_errors(
     assert all_free(llm)
 
 
+def test_an_interrupt_at_the_last_line_of_a_step_refuses_no_later_call(llm: LLM) -> None:
+    expected = [o.token_ids for o in llm.generate([[9]], GREEDY)]
+    llm.engine._stepping = True  # what the interrupt leaves
+    assert [o.token_ids for o in llm.generate([[9]], GREEDY)] == expected
+    assert not llm.engine._stepping
+
+
 def test_a_thread_that_is_interrupted_while_it_steps_leaves_the_others_their_texts(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_an_engine_keeps_experts_packed(checkpoint: Path, oracle: Any) -> None:
     edit_config(checkpoint, lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
 
 
+@pytest.mark.oracle("transformers")  # writes the checkpoint
 @pytest.mark.parametrize(
     ("devices", "expert_parallel", "kept"),
     [(1, False, "packed"), (2, True, "packed"), (2, False, "dequantised")],
@@ -131,6 +132,7 @@ def test_experts_stay_packed_unless_devices_share_their_width(
     assert with_expert_storage(cfg, "packed", layout).mxfp4 == "packed"
 
 
+@pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("kept", ["packed", "dequantised"])
 def test_blocks_that_are_no_bytes_and_scales_that_are_no_numbers_are_refused(
     kept: str, checkpoint: Path, tmp_path: Path
