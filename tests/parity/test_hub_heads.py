@@ -268,9 +268,9 @@ def test_another_kind_of_head_is_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_a_whole_vocabulary_is_not_mapped() -> None:
-    """Neither at loading, nor by an identity that every step would gather through."""
-    sizes = dict(
+def small_head(**values: Any) -> Eagle3Config:
+    """A head of one layer for TARGET."""
+    return Eagle3Config(
         target_hidden_size=64,
         hidden_size=64,
         intermediate_size=96,
@@ -278,11 +278,14 @@ def test_a_whole_vocabulary_is_not_mapped() -> None:
         attention=TARGET.attention,
         rms_norm_eps=1e-5,
         vocab_size=TARGET.vocab_size,
-        aux_layers=(2, 4, 5),
-        own_embedding=True,
+        **values,
     )
+
+
+def test_a_whole_vocabulary_is_not_mapped() -> None:
+    """Neither at loading, nor by an identity that every step would gather through."""
     for size in (TARGET.vocab_size, 48):
-        cfg = Eagle3Config(**sizes, draft_vocab_size=size)
+        cfg = small_head(draft_vocab_size=size, aux_layers=(2, 4, 5), own_embedding=True)
         params = dict.fromkeys(("embed_tokens", "lm_head"))
         bound = bind_draft(cfg, params, {}, None if size == TARGET.vocab_size else np.arange(48))
         has_map = {"draft_to_target", "target_to_draft"} & bound.keys()
@@ -311,18 +314,7 @@ def test_an_eagle1_head_may_bring_its_lm_head(tmp_path: Path) -> None:
 
 def test_a_head_without_aux_layers_drafts_in_the_engine() -> None:
     """Prefill and rounds keep the target's last hidden state for it; the text is the target's."""
-    cfg = Eagle3Config(
-        target_hidden_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=1,
-        attention=TARGET.attention,
-        rms_norm_eps=1e-5,
-        vocab_size=TARGET.vocab_size,
-        draft_vocab_size=TARGET.vocab_size,
-        aux_layers=(),
-        own_lm_head=False,
-    )
+    cfg = small_head(draft_vocab_size=TARGET.vocab_size, aux_layers=(), own_lm_head=False)
     target = init_random(models.family(TARGET).param_specs(TARGET), jax.random.key(0), jnp.float32)
     head = init_random(eagle3.param_specs(cfg), jax.random.key(1), jnp.float32)
     llm = LLM(
