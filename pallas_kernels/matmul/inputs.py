@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,22 @@ from jax.typing import DTypeLike
 from pallas_kernels.types import STATIC
 
 
+class Matrix(Protocol):
+    """An array, or a quantised weight of the shape [depth, width]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> jnp.dtype: ...
+
+
+W = TypeVar("W", bound=Matrix)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(Generic[W]):
     """Rows, the weights that multiply them, and what is fused with the product.
 
     x:          [rows, depth]
@@ -34,7 +48,7 @@ class Inputs:
     """
 
     x: jax.Array
-    weights: tuple[jax.Array, ...]
+    weights: tuple[W, ...]
     squares: jax.Array | None = None
     residual: jax.Array | None = None
     gain: jax.Array | None = None

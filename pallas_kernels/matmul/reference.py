@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from pallas_kernels.matmul.inputs import Inputs
 Result: TypeAlias = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
 
 
-def matmul(inputs: Inputs) -> Result:
+def matmul(inputs: Inputs[jax.Array]) -> Result:
     """Run the op; see pallas_kernels.matmul.matmul."""
     x, squares, out_dtype = inputs.x, inputs.squares, inputs.out_dtype
 
@@ -32,14 +32,18 @@ def matmul(inputs: Inputs) -> Result:
     # would cost another kernel for the cast.
     is_wide = out_dtype != jnp.bfloat16 or squares is not None
     accumulator = jnp.float32 if is_wide or jax.default_backend() == "cpu" else out_dtype
-    results = [product(w).astype(out_dtype) for w in inputs.weights]
-    if inputs.swiglu:
-        result = jax.nn.silu(results[0]) * results[1]
-    else:
-        result = jnp.concatenate(results, axis=-1)
-    result = result if inputs.residual is None else inputs.residual + result
+    result = finish(inputs, [product(w).astype(out_dtype) for w in inputs.weights])
     if inputs.gain is None:
         return result
     value = result.astype(jnp.float32)
     scaled = (value * inputs.gain.astype(jnp.float32)).astype(out_dtype)
     return result, scaled, jnp.sum(value * value, axis=1)[None]
+
+
+def finish(inputs: Inputs[Any], results: list[jax.Array]) -> jax.Array:
+    """Return the op's result from its products: with SwiGLU and the residual sum."""
+    if inputs.swiglu:
+        result = jax.nn.silu(results[0]) * results[1]
+    else:
+        result = jnp.concatenate(results, axis=-1)
+    return result if inputs.residual is None else inputs.residual + result

@@ -1,0 +1,73 @@
+"""Products with weights in fp8 (e4m3), of rows that are quantised to fp8 as well."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.fp8_matmul import reference
+from pallas_kernels.fp8_matmul.rows import Rows, quantise
+from pallas_kernels.fp8_matmul.weight import ACTIVATIONS, BLOCK, LARGEST, Activation, Fp8Weight
+from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
+from pallas_kernels.matmul.inputs import Inputs
+from pallas_kernels.matmul.plan import Product
+
+__all__ = [
+    "ACTIVATIONS",
+    "BLOCK",
+    "IMPLEMENTATIONS",
+    "LARGEST",
+    "Activation",
+    "Fp8Weight",
+    "Inputs",
+    "Product",
+    "Rows",
+    "fp8_matmul",
+    "quantise",
+    "unsupported",
+]
+
+
+def fp8_matmul(inputs: Inputs[Fp8Weight], *, implementation: str = "reference") -> jax.Array:
+    """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
+
+    Rows are quantised as the weights say (`quantise`). Codes are multiplied, sums are float32, and
+    the scales of weights and rows multiply them: after the product, or after each 128 depths where
+    blocks have scales. The result is cast to out_dtype.
+
+    Raises ValueError for shapes that do not fit together and for inputs that the implementation
+    does not support.
+    """
+    check(inputs)
+    if not runs_kernel("fp8_matmul", implementation, lambda: unsupported(Product.of(inputs))):
+        return reference.fp8_matmul(inputs)
+    raise NotImplementedError
+
+
+def unsupported(product: Product) -> str | None:
+    """Return why no Mosaic kernel can make this product, None if one can."""
+    return "has no kernel for fp8 weights"
+
+
+def check(inputs: Inputs[Fp8Weight]) -> None:
+    """Raise ValueError for weights and inputs that do not fit together."""
+    inputs.check()
+    if inputs.squares is not None or inputs.gain is not None or inputs.transposed:
+        raise ValueError("fp8_matmul: expected no squares, gain or transposed weights")
+    kinds = {weight.activation for weight in inputs.weights}
+    if len(kinds) != 1 or not kinds <= set(ACTIVATIONS):
+        raise ValueError(
+            f"activation: expected one of {', '.join(ACTIVATIONS)} for all weights, "
+            f"got {', '.join(sorted(kinds))}"
+        )
+    for weight in inputs.weights:
+        depth, width = weight.shape
+        shapes = [(), (width,), (-(-width // BLOCK), -(-depth // BLOCK))]
+        if weight.scales.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"scales: expected {expected}, got {weight.scales.shape}")
+        is_static = weight.activation == "static"
+        if is_static != (weight.activation_scale is not None):
+            expected = "a scale" if is_static else "none"
+            raise ValueError(
+                f"activation_scale: expected {expected} with {weight.activation!r} activations"
+            )

@@ -1,0 +1,62 @@
+"""Rows of activations in fp8: the definition, in plain jnp."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation, spread
+
+
+class Rows(NamedTuple):
+    """Quantised rows.
+
+    codes:  float8_e4m3fn [rows, depth]
+    scales: float32 [rows] ("token"), [rows, depth / 128] rounded up ("block"), [] ("static")
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+
+    def spread(self) -> jax.Array:
+        """Return the scales in a shape that broadcasts over the codes."""
+        if self.scales.ndim == 2:
+            return spread(self.scales, 1, self.codes.shape[1])
+        return self.scales[:, None] if self.scales.ndim else self.scales
+
+
+def quantise(x: jax.Array, activation: Activation, scale: jax.Array | None = None) -> Rows:
+    """Return x [rows, depth] in fp8; scale: of "static" activations.
+
+    A dynamic scale is the largest magnitude over 448. Values are divided by it in float32, clipped
+    to 448, and rounded to the nearest code, ties to even. A row of zeros has the scale 1.
+    """
+    values = x.astype(jnp.float32)
+    if activation == "static":
+        assert scale is not None
+        rows = Rows(values, scale.astype(jnp.float32))
+    elif activation == "token":
+        rows = Rows(values, _scale(values))
+    else:
+        depth = x.shape[1]
+        blocks = jnp.pad(values, ((0, 0), (0, -depth % BLOCK))).reshape(x.shape[0], -1, BLOCK)
+        rows = Rows(values, _scale(blocks))
+    codes = jnp.clip(_divide(values, rows.spread()), -LARGEST, LARGEST).astype(DTYPE)
+    return rows._replace(codes=codes)
+
+
+def _scale(values: jax.Array) -> jax.Array:
+    """Return the scale of values that share one along the last axis."""
+    largest = jnp.max(jnp.abs(values), axis=-1)
+    return jnp.where(largest == 0, 1.0, _divide(largest, jnp.float32(LARGEST)))
+
+
+def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """Return x / divisor, correctly rounded.
+
+    XLA multiplies by the inverse where it sees a broadcast, so the bits would depend on the shape.
+    """
+    return x / lax.optimization_barrier(jnp.broadcast_to(divisor, x.shape))

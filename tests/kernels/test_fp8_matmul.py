@@ -1,0 +1,153 @@
+"""Products of fp8 weights and rows equal float64 products of what their codes stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.fp8_matmul import Fp8Weight, Inputs, fp8_matmul, quantise
+
+FORMS = ("channel", "scalar", "block", "static")
+# Largest error, in units of the value's size plus the root mean square of the result: one rounding
+# of the result to bfloat16, four with SwiGLU, or float32 sums of 300 terms.
+TOLERANCE = {"bfloat16": 2 * 2.0**-8, "swiglu": 5 * 2.0**-8, "float32": 1e-6}
+
+
+def fp8_weight(seed: int, width: int, depth: int, form: str) -> Fp8Weight:
+    """All finite codes, with scales that differ by up to a factor of 4."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (width, depth), np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    shapes = {"channel": (width,), "block": (-(-width // 128), -(-depth // 128))}
+    scales = rng.uniform(0.5, 2.0, shapes.get(form, ())).astype(np.float32) / depth
+    static = form == "static"
+    return Fp8Weight(
+        jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn)),
+        jnp.asarray(scales),
+        jnp.float32(0.01) if static else None,
+        "static" if static else "block" if form == "block" else "token",
+    )
+
+
+def rows_of(seed: int, rows: int, depth: int, dtype: Any) -> jax.Array:
+    """Rows of different sizes, one of zeros, and one with a value far above the others."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, depth)) * 2.0 ** rng.integers(-6, 6, (rows, 1))
+    x[0, 0] = 1000.0
+    x[-1] = 0.0
+    return jnp.asarray(x, dtype)
+
+
+def quantised(x: jax.Array, weight: Fp8Weight) -> np.ndarray:
+    """float64 values of the rows' codes times scales, from numpy alone."""
+    values = np.asarray(x).astype(np.float32)
+    if weight.activation_scale is not None:
+        scale = np.full((len(values), 1), np.asarray(weight.activation_scale))
+    elif weight.activation == "token":
+        scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(448)
+    else:
+        parts = [np.abs(values[:, i : i + 128]) for i in range(0, values.shape[1], 128)]
+        largest = [part.max(axis=1, keepdims=True).repeat(part.shape[1], axis=1) for part in parts]
+        scale = np.concatenate(largest, axis=1) / np.float32(448)
+    scale = np.where(scale == 0, np.float32(1), scale).astype(np.float32)
+    codes = np.clip(values / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float64) * scale.astype(np.float64)
+
+
+def dequantised(weight: Fp8Weight) -> np.ndarray:
+    """float64 [out, in]."""
+    codes = np.asarray(weight.codes).astype(np.float64)
+    scales = np.asarray(weight.scales).astype(np.float64)
+    if scales.ndim == 2:
+        scales = scales.repeat(128, axis=0).repeat(128, axis=1)[: len(codes), : codes.shape[1]]
+    elif scales.ndim == 1:
+        scales = scales[:, None]
+    return codes * scales
+
+
+def ground_truth(inputs: Inputs[Fp8Weight]) -> np.ndarray:
+    """float64 [rows, width]; nothing but the operands is rounded."""
+    results = [quantised(inputs.x, w) @ dequantised(w).T for w in inputs.weights]
+    if inputs.swiglu:
+        gate, up = results
+        results = [gate / (1 + np.exp(np.minimum(-gate, 700.0))) * up]
+    result = np.concatenate(results, axis=1)
+    if inputs.residual is None:
+        return result
+    return result + np.asarray(inputs.residual).astype(np.float64)
+
+
+def assert_close(inputs: Inputs[Fp8Weight], got: Any) -> None:
+    expected, got = ground_truth(inputs), np.asarray(got).astype(np.float64)
+    assert got.shape == expected.shape and np.isfinite(got).all()
+    kind = "swiglu" if inputs.swiglu else jnp.dtype(inputs.out_dtype).name
+    error = np.abs(got - expected) / (np.abs(expected) + np.sqrt(np.square(expected).mean()))
+    assert error.max() <= TOLERANCE[kind], error.max()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_equals_float64(form: str, dtype: str) -> None:
+    weights = fp8_weight(0, 200, 300, form), fp8_weight(1, 128, 300, form)
+    x = rows_of(2, 5, 300, dtype)
+    inputs = Inputs(x=x, weights=weights, out_dtype=jnp.dtype(dtype))
+    assert_close(inputs, fp8_matmul(inputs))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reference_fuses_swiglu_and_residual(form: str) -> None:
+    weights = fp8_weight(0, 64, 300, form), fp8_weight(1, 64, 300, form)
+    residual = jax.random.normal(jax.random.key(0), (5, 64), jnp.bfloat16)
+    x = rows_of(2, 5, 300, jnp.bfloat16)
+    inputs = Inputs(x=x, weights=weights, residual=residual, swiglu=True)
+    assert_close(inputs, fp8_matmul(inputs))
+
+
+def test_codes_of_nan_give_nan_in_their_column_alone() -> None:
+    weight = fp8_weight(0, 64, 128, "channel")
+    for code in (0x7F, 0xFF):
+        codes = np.asarray(weight.codes).view(np.uint8).copy()
+        codes[3, 5] = code
+        damaged = dataclasses.replace(
+            weight, codes=jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn))
+        )
+        x = jnp.ones((2, 128), jnp.float32)
+        got = fp8_matmul(Inputs(x=x, weights=(damaged,), out_dtype=jnp.float32))
+        assert (np.isnan(got) == (np.arange(64) == 3)).all()
+
+
+@pytest.mark.parametrize("activation", ["token", "block"])
+def test_a_row_is_quantised_alike_beside_any_other(activation: Any) -> None:
+    x = rows_of(0, 8, 300, jnp.bfloat16)
+    together = quantise(x, activation)
+    for row in range(8):
+        alone = quantise(x[row : row + 1], activation)
+        for one, all_rows in zip(alone, together, strict=True):
+            assert (np.asarray(one[0], np.float64) == np.asarray(all_rows[row], np.float64)).all()
+
+
+def test_values_past_the_largest_saturate_and_ties_go_to_even() -> None:
+    x = jnp.asarray([[448.0, 464.0, 465.0, -1e9, 17.0, 19.0]], jnp.float32)
+    codes = np.asarray(quantise(x, "static", jnp.float32(1.0)).codes).astype(np.float64)
+    assert codes.tolist() == [[448.0, 448.0, 448.0, -448.0, 16.0, 20.0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": jnp.ones((3,))}, r"scales: expected \(\) or \(64,\) or \(1, 2\), got \(3,\)"),
+        ({"activation_scale": jnp.float32(1)}, "activation_scale: expected none with 'token'"),
+        ({"activation": "static"}, "activation_scale: expected a scale with 'static'"),
+        ({"activation": "tensor"}, "activation: expected one of token, block, static"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    weight = dataclasses.replace(fp8_weight(0, 64, 256, "channel"), **change)
+    with pytest.raises(ValueError, match=message):
+        fp8_matmul(Inputs(x=jnp.ones((1, 256), jnp.bfloat16), weights=(weight,)))

@@ -1,0 +1,104 @@
+"""Products of int4 weights equal float64 products of what their codes stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.int4_matmul import Inputs, Int4Weight, int4_matmul, pack
+
+# Largest error, in units of the value's size plus the root mean square of the result: one rounding
+# of the result to bfloat16, four with SwiGLU, or float32 sums of 256 terms.
+TOLERANCE = {"bfloat16": 2 * 2.0**-8, "swiglu": 5 * 2.0**-8, "float32": 1e-6}
+
+
+def int4_weight(
+    seed: int, width: int, depth: int, *, group: int, zeros: bool, scale_dtype: Any = jnp.bfloat16
+) -> tuple[Int4Weight, np.ndarray]:
+    """A random weight, and its values in float64 [in, out]."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16, (width, depth)).astype(np.uint8)
+    scales = rng.uniform(0.5, 2.0, (depth // group, width)) / depth**0.5 / 4
+    scales = jnp.asarray(scales, scale_dtype)
+    offsets = rng.integers(0, 17, (depth // group, width)).astype(np.uint8)
+    weight = Int4Weight(jnp.asarray(pack(codes)), scales, jnp.asarray(offsets) if zeros else None)
+    zero = offsets.repeat(group, axis=0).astype(np.float64) if zeros else 8.0
+    exact = np.asarray(scales).astype(np.float64).repeat(group, axis=0)
+    return weight, (codes.T.astype(np.float64) - zero) * exact
+
+
+def assert_close(inputs: Inputs[Int4Weight], arrays: list[np.ndarray], got: Any) -> None:
+    results = [np.asarray(inputs.x).astype(np.float64) @ array for array in arrays]
+    if inputs.swiglu:
+        gate, up = results
+        results = [gate / (1 + np.exp(-gate)) * up]
+    expected = np.concatenate(results, axis=1)
+    if inputs.residual is not None:
+        expected = expected + np.asarray(inputs.residual).astype(np.float64)
+    got = np.asarray(got).astype(np.float64)
+    assert got.shape == expected.shape and np.isfinite(got).all()
+    kind = "swiglu" if inputs.swiglu else jnp.dtype(inputs.out_dtype).name
+    error = np.abs(got - expected) / (np.abs(expected) + np.sqrt(np.square(expected).mean()))
+    assert error.max() <= TOLERANCE[kind], error.max()
+
+
+def test_units_keep_every_code_in_its_place() -> None:
+    codes = np.random.default_rng(0).integers(0, 16, (2, 32, 192)).astype(np.uint8)
+    weight = Int4Weight(jnp.asarray(pack(codes)), jnp.ones((2, 3, 32)))
+    assert weight.shape == (2, 192, 32) and weight.group == 64
+    assert (np.asarray(weight.codes()) == codes.swapaxes(1, 2)).all()
+
+
+def test_a_word_holds_what_a_thread_multiplies() -> None:
+    """Lane 4 * g + t, word j: columns g and g + 8, depths 16 * j + 2 * t and on."""
+    g, t, j = 3, 2, 1
+    codes = np.zeros((16, 64), np.uint8)
+    expected = 0
+    for k in range(2):
+        for h in range(2):
+            for pair in range(2):
+                code = 1 + 4 * k + 2 * h + pair
+                codes[g + 8 * h, 16 * j + 8 * k + 2 * t + pair] = code
+                expected |= code << (4 * (2 * k + h) + 16 * pair)
+    words = pack(codes).view(np.uint32).reshape(8, 4, 4)
+    assert words[g, t, j] == expected and np.count_nonzero(words) == 1
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [64, 128])
+def test_the_reference_equals_float64(group: int, dtype: str, zeros: bool) -> None:
+    made = [int4_weight(seed, 80, 256, group=group, zeros=zeros) for seed in (0, 1)]
+    weights, arrays = tuple(w for w, _ in made), [a for _, a in made]
+    x = jax.random.normal(jax.random.key(0), (5, 256), jnp.dtype(dtype))
+    inputs = Inputs(x=x, weights=weights, out_dtype=jnp.dtype(dtype))
+    assert_close(inputs, arrays, int4_matmul(inputs))
+
+
+def test_the_reference_fuses_swiglu_and_residual() -> None:
+    made = [int4_weight(seed, 64, 256, group=128, zeros=True) for seed in (0, 1)]
+    weights, arrays = tuple(w for w, _ in made), [a for _, a in made]
+    x, residual = (
+        jax.random.normal(jax.random.key(i), (5, n), jnp.bfloat16) for i, n in ((0, 256), (1, 64))
+    )
+    inputs = Inputs(x=x, weights=weights, residual=residual, swiglu=True)
+    assert_close(inputs, arrays, int4_matmul(inputs))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": jnp.ones((3, 64))}, r"scales: expected \[groups that divide 256, 64\]"),
+        ({"scales": jnp.ones((2, 32))}, r"scales: expected \[groups that divide 256, 64\]"),
+        ({"zeros": jnp.ones((1, 64), jnp.uint8)}, r"zeros: expected \(2, 64\), got \(1, 64\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    weight = dataclasses.replace(int4_weight(0, 64, 256, group=128, zeros=True)[0], **change)
+    with pytest.raises(ValueError, match=message):
+        int4_matmul(Inputs(x=jnp.ones((1, 256), jnp.bfloat16), weights=(weight,)))
