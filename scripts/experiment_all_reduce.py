@@ -121,7 +121,7 @@ class Experiment:
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        from pallas_kernels.all_reduce import Peers, mailbox
+        from pallas_kernels.peers import Peers, mailbox
 
         self.args, self.size = args, args.devices
         self.implementation = "reference" if args.cpu else "mosaic_gpu"
@@ -169,7 +169,7 @@ class Experiment:
         )
 
     def error(self) -> str | None:
-        from pallas_kernels.all_reduce import mailbox
+        from pallas_kernels.peers import mailbox
 
         return None if self.mailboxes is None else mailbox.mailbox_error(self.mailboxes)
 

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import RoundConfig
-from pallas_kernels.all_reduce import mailbox
+from pallas_kernels.peers import mailbox
 
 
 class Mailboxes(NamedTuple):

@@ -39,7 +39,7 @@ from pallas_kernels import (
     rope_cache,
     step_metadata,
 )
-from pallas_kernels.all_reduce import mailbox
+from pallas_kernels.peers import mailbox
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The all-gather on Hopper, over the peer memory of the all-reduce.
+"""The all-gather on Hopper, over peer memory.
 
 XLA's own is no part of a CUDA graph: each would end the round's graph. A block sends its words to
 each peer's mailbox, each with the number of the exchange (NCCL's "low latency" protocol), and waits
@@ -21,22 +21,10 @@ from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.all_reduce import mailbox
-from pallas_kernels.all_reduce.mosaic_gpu.exchange import (
-    WARPGROUP,
-    Devices,
-    Turn,
-    Value,
-    address_of,
-    at,
-    below,
-    c32,
-    i32,
-    inline_ptx,
-    wait_for,
-)
 from pallas_kernels.hopper import interpreting
-from pallas_kernels.peers import Peers
+from pallas_kernels.peers import Peers, mailbox
+from pallas_kernels.peers.ptx import Value, address_of, at, below, c32, i32, inline_ptx, load_if
+from pallas_kernels.peers.turn import WARPGROUP, Devices, Turn, wait_for
 
 if TYPE_CHECKING:
     from pallas_kernels.types import Ref
@@ -101,7 +89,10 @@ def _exchange(
     inside = [below(column, c32(count)) for column in columns]
     places = [arith.muli(column, c32(4)) for column in columns]
     source = address_of(words)
-    own = [_load_if(here, at(source, place)) for here, place in zip(inside, places, strict=True)]
+    own = [
+        load_if(here, at(source, place), 0, 1)[0]
+        for here, place in zip(inside, places, strict=True)
+    ]
 
     def store(of: Value, values: list[Value]) -> None:
         row = at(address_of(out), arith.muli(of, c32(4 * count)))
@@ -149,21 +140,4 @@ def _receive(devices: Devices, turn: Turn, k: int, in_slot: Value) -> list[Value
         count=count,
         registers=[f".reg .u32 epoch{i};" for i in range(count)],
         look=look,
-    )
-
-
-def _load_if(condition: Value, address: Value) -> Value:
-    """Return the word at an address, 0 unless the condition holds."""
-    lines = [
-        "{ .reg .pred here;",
-        "setp.ne.u32 here, $2, 0;",
-        "mov.u32 $0, 0;",
-        "@here ld.global.u32 $0, [$1];",
-        "}",
-    ]
-    return inline_ptx(
-        "\n".join(lines),
-        *(address, arith.extui(i32(), condition)),
-        result_types=i32(),
-        has_side_effects=True,
     )

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.all_reduce import Peers, all_reduce, mailbox, unsupported
-from pallas_kernels.all_reduce.mailbox import Failure
+from pallas_kernels.all_reduce import Peers, all_reduce, unsupported
+from pallas_kernels.peers import mailbox
+from pallas_kernels.peers.mailbox import Failure
 from tests.support.devices import run_on_devices
 
 needs_mosaic = pytest.mark.skipif(

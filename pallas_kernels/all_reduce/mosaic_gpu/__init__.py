@@ -1,6 +1,6 @@
 """The all-reduce on Hopper, one block for each row, over peer memory.
 
-Every block sends its row to each peer's mailbox (mailbox.py), waits for the peers' rows in its own,
+Every block sends its row to each peer's mailbox, waits for the peers' rows in its own (peers/),
 and adds them. A word of 4 bytes is its own flag: a slot is EMPTY until the word has arrived, and
 the thread that reads it leaves it EMPTY. ("Lamport" in TensorRT-LLM's all-reduce; NCCL's "low
 latency" protocol sends an epoch with each word, twice the bytes.) There is no flag, no fence and no
@@ -40,12 +40,13 @@ are meaningless from then on, and so are the slots.
 **Early reads.** A few rows leave most SMs idle, and memory too. Blocks after those of the rows ask
 L2 for what the next kernel reads first.
 
-    exchange.py      what a block counts and waits for
-    row_exchange.py  what it sends and receives of a row
+    row_exchange.py  what a block sends and receives of a row
     early_reads.py   reads for the next kernel
     ragged_row.py    loads and stores of a row that the threads do not divide
     row_sum.py       the norm's sum over a row
     words.py         arrays as 32-bit words
+
+A block counts and waits in pallas_kernels/peers/turn.py.
 """
 
 from __future__ import annotations
@@ -60,16 +61,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.all_reduce import mailbox
 from pallas_kernels.all_reduce.inputs import EarlyReads, Span
 from pallas_kernels.all_reduce.mosaic_gpu.early_reads import early_reads as read_early
-from pallas_kernels.all_reduce.mosaic_gpu.exchange import WARPGROUP
 from pallas_kernels.all_reduce.mosaic_gpu.ragged_row import load_row, store_row
 from pallas_kernels.all_reduce.mosaic_gpu.row_exchange import exchange
 from pallas_kernels.all_reduce.mosaic_gpu.row_sum import WARPS, row_sum
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.mosaic import load
-from pallas_kernels.peers import Peers
+from pallas_kernels.peers import Peers, mailbox
+from pallas_kernels.peers.turn import WARPGROUP
 from pallas_kernels.types import Ref
 
 if TYPE_CHECKING:

@@ -12,15 +12,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.all_reduce.inputs import Span
-from pallas_kernels.all_reduce.mosaic_gpu.exchange import (
-    Value,
-    address_of,
-    at,
-    below,
-    c32,
-    i32,
-    inline_ptx,
-)
+from pallas_kernels.peers.ptx import Value, address_of, at, below, c32, i32, inline_ptx
 
 CHUNK = 4096  # bytes that a thread asks for at once
 

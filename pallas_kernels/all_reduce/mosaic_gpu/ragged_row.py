@@ -14,8 +14,8 @@ from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.all_reduce.mosaic_gpu.exchange import (
-    WARPGROUP,
+from pallas_kernels.all_reduce.mosaic_gpu.words import strided_array, to_words
+from pallas_kernels.peers.ptx import (
     Value,
     address_of,
     at,
@@ -23,8 +23,10 @@ from pallas_kernels.all_reduce.mosaic_gpu.exchange import (
     c32,
     i32,
     inline_ptx,
+    load_if,
+    vector_of,
 )
-from pallas_kernels.all_reduce.mosaic_gpu.words import strided_array, to_words, vector_of
+from pallas_kernels.peers.turn import WARPGROUP
 from pallas_kernels.types import Ref
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def load_row(
             row = _row(array, 0 if is_shared else width * itemsize)
             address = at(row, arith.muli(place, c32(itemsize)))
             for first in range(0, size, 4):
-                words += _load_if(inside, address, 4 * first, min(4, size - first))
+                words += load_if(inside, address, 4 * first, min(4, size - first))
         return strided_array(words, piece, values, dtype)
 
     return plgpu.inline_mgpu(
@@ -104,22 +106,3 @@ def _row(array: Value, row_bytes: int) -> Value:
     """Return the address of the block's row."""
     block = arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x))
     return at(address_of(array), arith.muli(block, c32(row_bytes)))
-
-
-def _load_if(inside: Value, address: Value, offset: int, count: int) -> list[Value]:
-    """Return `count` words from an address on, zeros unless `inside`."""
-    suffix, registers = vector_of([f"${i}" for i in range(count)])
-    lines = [
-        "{ .reg .pred here;",
-        f"setp.ne.u32 here, ${count + 1}, 0;",
-        *(f"mov.u32 ${i}, 0;" for i in range(count)),
-        f"@here ld.global.{suffix} {registers}, [${count} + {offset}];",
-        "}",
-    ]
-    found = inline_ptx(
-        "\n".join(lines),
-        *(address, arith.extui(i32(), inside)),
-        result_types=[i32()] * count,
-        has_side_effects=True,
-    )
-    return list(found)

@@ -13,24 +13,10 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.all_reduce import mailbox
-from pallas_kernels.all_reduce.mosaic_gpu.exchange import (
-    WARPGROUP,
-    Devices,
-    Turn,
-    Value,
-    at,
-    c32,
-    equal,
-    inline_ptx,
-    wait_for,
-)
-from pallas_kernels.all_reduce.mosaic_gpu.words import (
-    from_words,
-    to_words,
-    vector_of,
-    with_registers,
-)
+from pallas_kernels.all_reduce.mosaic_gpu.words import from_words, to_words, with_registers
+from pallas_kernels.peers import mailbox
+from pallas_kernels.peers.ptx import Value, at, c32, equal, inline_ptx, vector_of
+from pallas_kernels.peers.turn import WARPGROUP, Devices, Turn, wait_for
 from pallas_kernels.types import Ref
 
 if TYPE_CHECKING:

@@ -9,14 +9,8 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import llvm
 from jax.experimental.mosaic.gpu import FragmentedArray, WGStridedFragLayout, utils
 
-from pallas_kernels.all_reduce.mosaic_gpu.exchange import WARPGROUP, Value, c32, i32
-
-
-def vector_of(names: Sequence[str]) -> tuple[str, str]:
-    """Return the suffix of a PTX load or store of these registers, and the registers."""
-    if len(names) == 1:
-        return "u32", names[0]
-    return f"v{len(names)}.u32", "{" + ", ".join(names) + "}"
+from pallas_kernels.peers.ptx import Value, c32, i32
+from pallas_kernels.peers.turn import WARPGROUP
 
 
 def to_words(array: FragmentedArray) -> list[Value]:

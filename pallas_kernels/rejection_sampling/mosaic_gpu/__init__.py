@@ -16,13 +16,13 @@ registers and writes a partial result; a block for each request combines the par
                                                  in registers
   draw                   next_token.py           argmax of the one row that is drawn from
   match, emit            output.py               the output; of greedy batches from the rows' argmax
-  fold_scores,           exchange.py             the own words of each request, before an all-gather
+  fold_scores,           shard_words.py          the own words of each request, before an all-gather
   fold_winners                                   takes them to the other devices
 
-Rows that are cut over devices (exchange.py) take a launch more before each all-gather: fold_scores
-after the pass over all rows, fold_winners after draw. A draft with a vocabulary of its own takes
-one more all-gather, of the rejected draft's row of each request; block verification of several
-drafts takes it of all rows, and one of the residual mass.
+Rows that are cut over devices (shard_words.py) take a launch more before each all-gather:
+fold_scores after the pass over all rows, fold_winners after draw. A draft with a vocabulary of its
+own takes one more all-gather, of the rejected draft's row of each request; block verification of
+several drafts takes it of all rows, and one of the residual mass.
 
 No array of size [B, K, V] is written. Every kernel launches the next one early and waits for the
 one before it (programmatic dependent launch, PDL). reference.py names the sources of the rules.
@@ -44,14 +44,14 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import (
     mass,
     prefixes,
 )
-from pallas_kernels.rejection_sampling.mosaic_gpu.exchange import (
-    exchange_scores,
-    exchange_winners,
-)
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Arrays, Problem
 from pallas_kernels.rejection_sampling.mosaic_gpu.next_token import draw
 from pallas_kernels.rejection_sampling.mosaic_gpu.output import emit, match
 from pallas_kernels.rejection_sampling.mosaic_gpu.row_reductions import row_maxima, row_sums
+from pallas_kernels.rejection_sampling.mosaic_gpu.shard_words import (
+    exchange_scores,
+    exchange_winners,
+)
 from pallas_kernels.types import Shaped
 
 

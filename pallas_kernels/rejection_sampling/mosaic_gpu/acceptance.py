@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.pieces import combine_maximum
-from pallas_kernels.rejection_sampling.mosaic_gpu import exchange
+from pallas_kernels.rejection_sampling.mosaic_gpu import shard_words
 from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import longest_kept
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Arrays, Problem, Refs, launch
 from pallas_kernels.rejection_sampling.mosaic_gpu.scores import count_leading, pick, score_drafts
@@ -81,7 +81,7 @@ def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.
             for i in range(problem.rows)
         ]
     else:
-        maxima = [exchange.row_argmax(problem, refs, request, i) for i in range(problem.rows)]
+        maxima = [shard_words.row_argmax(problem, refs, request, i) for i in range(problem.rows)]
     drafts = [refs.tokens[request * problem.num_drafts + i] for i in range(problem.num_drafts)]
     num_accepted = count_leading(
         [draft == token for draft, token in zip(drafts, maxima, strict=False)]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.pieces import combine_maximum
-from pallas_kernels.rejection_sampling.mosaic_gpu import exchange
+from pallas_kernels.rejection_sampling.mosaic_gpu import shard_words
 from pallas_kernels.rejection_sampling.mosaic_gpu.acceptance import (
     KNOWN,
     RESIDUAL,
@@ -39,13 +39,13 @@ def emit(problem: Problem, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
         def drawn(column: int, best_ref: Ref, index_ref: Ref) -> tuple[jax.Array, jax.Array]:
             if problem.shards.is_whole:
                 return combine_maximum(best_ref, index_ref, request, count)
-            return exchange.winner(problem, refs, request, column)
+            return shard_words.winner(problem, refs, request, column)
 
         num_accepted, mode = decision(problem, refs, request)
-        _, token = drawn(exchange.WINNER, refs.best, refs.index)
+        _, token = drawn(shard_words.WINNER, refs.best, refs.index)
         if refs.decided is not None:
             highest, residual = drawn(
-                exchange.RESIDUAL_WINNER, refs.residual_best, refs.residual_index
+                shard_words.RESIDUAL_WINNER, refs.residual_best, refs.residual_index
             )
             token = jnp.where((mode == RESIDUAL) & (highest > -jnp.inf), residual, token)
             token = jnp.where(mode == KNOWN, refs.decided[request, TOKEN], token)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rejection_sampling.mosaic_gpu import exchange
+from pallas_kernels.rejection_sampling.mosaic_gpu import shard_words
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
 from pallas_kernels.rejection_sampling.mosaic_gpu.row_reductions import combine_sum
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
@@ -39,7 +39,7 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
         logits.append(
             scaled(refs.target[request * problem.rows + i, draft], divisor)
             if whole
-            else exchange.target_at_draft(problem, refs, request, i)
+            else shard_words.target_at_draft(problem, refs, request, i)
         )
         if problem.draft_sweep is not None:
             own = draft if refs.to_draft is None else refs.to_draft[draft]
@@ -48,13 +48,13 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
                 own = jnp.minimum(jnp.maximum(own, 0), problem.draft_sweep.vocab - 1)
                 draft_logits.append(scaled(refs.draft[request * K + i, own], divisor))
             else:
-                draft_logits.append(exchange.draft_at_draft(problem, refs, request, i))
+                draft_logits.append(shard_words.draft_at_draft(problem, refs, request, i))
         valid.append(inside)
     count = problem.sweep.count
     target_lse = [
         combine_sum(refs.best, refs.sum, request * problem.rows + i, count, divisor)
         if whole
-        else exchange.target_log_sum_exp(problem, refs, request, i, divisor)
+        else shard_words.target_log_sum_exp(problem, refs, request, i, divisor)
         for i in range(K + 1)
     ]
     log_p = [x - lse for x, lse in zip(logits, target_lse, strict=False)]
@@ -64,7 +64,7 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
         draft_lse = [
             combine_sum(refs.draft_best, refs.draft_sum, request * K + i, count, divisor)
             if whole
-            else exchange.draft_log_sum_exp(problem, refs, request, i, divisor)
+            else shard_words.draft_log_sum_exp(problem, refs, request, i, divisor)
             for i in range(K)
         ]
         log_q = [x - lse for x, lse in zip(draft_logits, draft_lse, strict=True)]

@@ -1,4 +1,9 @@
-"""Where the devices of an exchange reach each other."""
+"""What the kernels share that exchange between devices: where devices reach each other, and how.
+
+mailbox.py  the memory of each device that its peers write to
+turn.py     one exchange of a block: what it counts and waits for
+ptx.py      loads, addresses and comparisons of one thread
+"""
 
 from __future__ import annotations
 

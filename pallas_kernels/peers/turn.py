@@ -1,26 +1,18 @@
-"""What the exchanges of rows and of words share, in PTX where Pallas has no word for it.
-
-A block begins a turn, sends, counts the turn, and waits. Values are MLIR's: of one thread.
-"""
+"""What the exchanges of rows and of words share: a block begins a turn, sends, counts and waits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
-from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, gpu, llvm
 from jax.experimental.mosaic.gpu import utils
 
-from pallas_kernels.all_reduce import mailbox
+from pallas_kernels.peers import mailbox
+from pallas_kernels.peers.ptx import Value, at, c32, equal, i32, i64, inline_ptx, load
 
 WARPGROUP = 128  # threads
 POLLS_PER_LOOK_AT_CLOCK = 1024
-
-Value: TypeAlias = Any  # an ir.Value, whose operands' types MLIR checks
-
-inline_ptx = utils.inline_ptx  # pyright: ignore[reportAttributeAccessIssue]  # new in jax 0.11
 
 
 @dataclass(frozen=True)
@@ -188,37 +180,3 @@ def wait_for(
         has_side_effects=True,
     )
     return [llvm.extractvalue(i32(), result, [i]) for i in range(count)]
-
-
-def load(kind: str, pointer: Value, offset: int, result: ir.Type) -> Value:
-    text = f"ld.{kind} $0, [$1 + {offset}];"
-    return inline_ptx(text, pointer, result_types=result, has_side_effects=True)
-
-
-def address_of(array: Value) -> Value:
-    """Return the address of an array's first element, i64."""
-    return llvm.ptrtoint(i64(), utils.memref_ptr(array))
-
-
-def at(address: Value, offset: Value) -> Value:
-    return arith.addi(address, arith.extui(i64(), offset))
-
-
-def equal(a: Value, b: Value) -> Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
-
-
-def below(a: Value, b: Value) -> Value:
-    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
-
-
-def i32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)
-
-
-def i64() -> ir.Type:
-    return ir.IntegerType.get_signless(64)
-
-
-def c32(number: int) -> Value:
-    return utils.c(number, i32())
