@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jaxspec.config import Ops
-from jaxspec.layers.params import Weight
+from jaxspec.layers.params import AnyWeight
 from pallas_kernels.rms_norm import rms_norm as rms_norm_op
 
 
@@ -22,7 +22,7 @@ class Norm(NamedTuple):
 
     gain: jax.Array
     eps: float
-    weights: tuple[Weight, ...] = ()
+    weights: tuple[AnyWeight, ...] = ()
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float, ops: Ops) -> jax.Array:

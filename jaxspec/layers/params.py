@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
+
+from pallas_kernels.fp8_matmul import Fp8Weight
+from pallas_kernels.int4_matmul import Int4Weight
 
 Params = Any  # a pytree (dicts, lists and Weights) of arrays
 
@@ -34,6 +37,10 @@ class Weight:
     def to_array(self, dtype: DTypeLike) -> jax.Array:
         """Return the matrix as [..., in, out], for activations of this dtype."""
         return jnp.swapaxes(self.values, -1, -2) if self.transposed else self.values
+
+
+# What products multiply by. Weights of one product are of the same type.
+AnyWeight: TypeAlias = Weight | Fp8Weight | Int4Weight
 
 
 @dataclass(frozen=True)

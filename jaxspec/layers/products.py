@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,13 @@ from jax.typing import DTypeLike
 from jaxspec.config import Ops
 from jaxspec.layers.log_once import log_once
 from jaxspec.layers.norms import Norm, rms_norm
-from jaxspec.layers.params import Weight
+from jaxspec.layers.params import AnyWeight, Weight
 from jaxspec.layers.sums import add_sum, partial_dtype
+from pallas_kernels import fp8_matmul as fp8_op
+from pallas_kernels import int4_matmul as int4_op
 from pallas_kernels import matmul as matmul_op
+from pallas_kernels.fp8_matmul import Fp8Weight
+from pallas_kernels.int4_matmul import Int4Weight
 
 
 @struct.dataclass
@@ -45,6 +50,49 @@ class ResidualStream:
 
 
 Stream = jax.Array | ResidualStream  # [batch, rows, D], prepared for the next norm or not
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Weights of one product, as their op takes them.
+
+    kind:       type of the weights
+    matrices:   arrays, or quantised weights
+    transposed: the arrays are [out, in]
+    """
+
+    kind: type[AnyWeight]
+    matrices: tuple[Any, ...]
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, weights: tuple[AnyWeight, ...]) -> _Operands:
+        first = weights[0]
+        if isinstance(first, Weight):
+            values = tuple(weight.values for weight in weights if isinstance(weight, Weight))
+            return cls(Weight, values, first.transposed)
+        return cls(type(first), weights)
+
+    @property
+    def takes_norms(self) -> bool:
+        """Whether the op shares norms with the products around it."""
+        return self.kind is Weight
+
+    def unsupported(self, product: matmul_op.Product) -> str | None:
+        """Return why the op's kernel cannot make this product, None if it can."""
+        if self.kind is Fp8Weight:
+            return fp8_op.unsupported(product)
+        if self.kind is Int4Weight:
+            return int4_op.unsupported(product)
+        return matmul_op.unsupported(product)
+
+    def multiply(self, inputs: matmul_op.Inputs[Any], implementation: str) -> matmul_op.Result:
+        """Run the op."""
+        if self.kind is Fp8Weight:
+            return fp8_op.fp8_matmul(inputs, implementation=implementation)
+        if self.kind is Int4Weight:
+            return int4_op.int4_matmul(inputs, implementation=implementation)
+        return matmul_op.matmul(inputs, implementation=implementation)
 
 
 @dataclass(frozen=True)
@@ -94,7 +142,7 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
 
 def project(
     x: Stream,
-    weights: tuple[Weight, ...],
+    weights: tuple[AnyWeight, ...],
     ops: Ops,
     *,
     norm: Norm | None = None,
@@ -114,7 +162,7 @@ def project(
 
 
 def project_swiglu(
-    x: Stream, gate: Weight, up: Weight, ops: Ops, *, norm: Norm | None = None
+    x: Stream, gate: AnyWeight, up: AnyWeight, ops: Ops, *, norm: Norm | None = None
 ) -> jax.Array:
     """Return silu(x @ gate) * (x @ up) of (the norm of) x [batch, rows, in].
 
@@ -124,7 +172,7 @@ def project_swiglu(
     return _multiply(x, (gate, up), ops, form, norm=norm).x
 
 
-def vocab_logits(hidden: jax.Array, lm_head: Weight, ops: Ops) -> jax.Array:
+def vocab_logits(hidden: jax.Array, lm_head: AnyWeight, ops: Ops) -> jax.Array:
     """Return float32 logits [..., vocab] of hidden [..., D].
 
     With a vocabulary that is cut over devices, they are those of the device's own tokens.
@@ -138,7 +186,7 @@ def vocab_logits(hidden: jax.Array, lm_head: Weight, ops: Ops) -> jax.Array:
 def add_projection(
     stream: Stream,
     x: jax.Array,
-    weight: Weight,
+    weight: AnyWeight,
     ops: Ops,
     *,
     bias: jax.Array | None = None,
@@ -152,7 +200,8 @@ def add_projection(
 
     beside:    another term of the block's output, [batch, rows, D], such as that of its experts
     next_norm: the norm that follows. The sum comes prepared for it where the kernels of product and
-    norm are chosen and there is no bias. The sum of several devices comes normed already.
+    norm are chosen, the weight is plain and there is no bias. The sum of several devices comes
+    normed already.
     """
     if ops.layers.size > 1:
         partial = project_part(x, weight, ops)
@@ -163,7 +212,11 @@ def add_projection(
     if bias is not None:
         return add_to_stream(stream, project(x, (weight,), ops, bias=bias), ops)
     *rows, width = values_of(stream).shape
-    shared = ops.shares_norms and matmul_op.shares_norm(math.prod(rows), width)
+    shared = (
+        ops.shares_norms
+        and _Operands.of((weight,)).takes_norms
+        and matmul_op.shares_norm(math.prod(rows), width)
+    )
     return _multiply(
         x,
         (weight,),
@@ -174,7 +227,7 @@ def add_projection(
     )
 
 
-def project_part(x: jax.Array, weight: Weight, ops: Ops) -> jax.Array:
+def project_part(x: jax.Array, weight: AnyWeight, ops: Ops) -> jax.Array:
     """Return the device's term of x @ weight, cut along its depth: [batch, rows, out].
 
     The terms are not summed yet: add_to_stream or sum_of_devices has to follow.
@@ -209,7 +262,7 @@ def add_to_stream(
 
 def _multiply(
     x: Stream,
-    weights: tuple[Weight, ...],
+    weights: tuple[AnyWeight, ...],
     ops: Ops,
     form: _Form,
     *,
@@ -217,17 +270,18 @@ def _multiply(
     residual: jax.Array | None = None,
     next_gain: jax.Array | None = None,
 ) -> ResidualStream:
-    """Run the matmul op on (the norm of) x [batch, rows, depth].
+    """Run the weights' op on (the norm of) x [batch, rows, depth].
 
-    See the op for residual and next_gain.
+    See the matmul op for residual and next_gain.
     """
     stream = x if isinstance(x, ResidualStream) else ResidualStream(x)
     *shape, depth = stream.x.shape
     rows = math.prod(shape)
-    deferred = stream.deferred_norm if norm is not None else None
+    operands = _Operands.of(weights)
+    deferred = stream.deferred_norm if norm is not None and operands.takes_norms else None
     implementation, padding = _choose_backend(
         jax.ShapeDtypeStruct((rows, depth), stream.x.dtype),
-        weights,
+        operands,
         ops,
         form,
         has_residual=residual is not None,
@@ -249,16 +303,16 @@ def _multiply(
 
     inputs = matmul_op.Inputs(
         x=flat(operand),
-        weights=tuple(weight.values for weight in weights),
+        weights=operands.matrices,
         squares=None if deferred is None else deferred.squares,
         eps=0.0 if norm is None else norm.eps,
         residual=None if residual is None else flat(residual),
         gain=next_gain,
         swiglu=form.swiglu,
-        transposed=weights[0].transposed,
+        transposed=operands.transposed,
         out_dtype=form.out_dtype,
     )
-    made = matmul_op.matmul(inputs, implementation=implementation)
+    made = operands.multiply(inputs, implementation)
     if not isinstance(made, tuple):
         return ResidualStream(made[:rows].reshape(*shape, -1))
     out, scaled, squares = made
@@ -267,7 +321,7 @@ def _multiply(
 
 def _choose_backend(
     x: jax.ShapeDtypeStruct,
-    weights: tuple[Weight, ...],
+    operands: _Operands,
     ops: Ops,
     form: _Form,
     *,
@@ -275,7 +329,7 @@ def _choose_backend(
     is_normed: bool,
     prepares_norm: bool,
 ) -> tuple[str, int]:
-    """Return the matmul op's implementation for this product, and the rows of padding it needs.
+    """Return the op's implementation for this product, and the rows of padding it needs.
 
     The kernels serve the few rows of a decode step, and gate and up of 128 or 256 rows. XLA
     multiplies more rows, and widths that no kernel takes; the log says so once, with the reason.
@@ -286,16 +340,16 @@ def _choose_backend(
     padding = -rows % 8 if rows > 8 else 0
     product = matmul_op.Product(
         jax.ShapeDtypeStruct((rows + padding, depth), x.dtype),
-        tuple(weight.values for weight in weights),
+        operands.matrices,
         residual=has_residual,
         normed=is_normed,
         norms=prepares_norm,
         swiglu=form.swiglu,
-        transposed=weights[0].transposed,
+        transposed=operands.transposed,
         out_dtype=form.out_dtype,
     )
-    reason = matmul_op.unsupported(product)
+    reason = operands.unsupported(product)
     if reason is None:
         return ops.matmul, padding
-    log_once(f"XLA multiplies by {[w.values.shape for w in weights]}: the kernel {reason}")
+    log_once(f"XLA multiplies by {[w.shape for w in operands.matrices]}: the kernel {reason}")
     return "reference", 0

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxspec.config import Ops
 from jaxspec.layers.log_once import log_once
 from jaxspec.layers.norms import Norm
+from jaxspec.layers.params import Weight
 from jaxspec.parallel.group import Group
 from pallas_kernels import all_reduce as all_reduce_op
 from pallas_kernels import matmul as matmul_op
@@ -79,16 +80,17 @@ def _early_reads(x: jax.Array, next_norm: Norm | None, ops: Ops) -> all_reduce_o
     A product of XLA's, and a weight that is not plain, gives none.
     """
     weights = () if next_norm is None else next_norm.weights
-    if ops.matmul == "reference" or not weights:
+    plain = [weight for weight in weights if isinstance(weight, Weight)]
+    if ops.matmul == "reference" or not plain or len(plain) < len(weights):
         return ()
-    values = tuple(weight.values for weight in weights)
+    values = tuple(weight.values for weight in plain)
     product = matmul_op.Product(
         jax.ShapeDtypeStruct(x.shape, values[0].dtype),
         values,
         swiglu=len(values) == 2,
-        transposed=weights[0].transposed,
+        transposed=plain[0].transposed,
     )
-    if weights[0].transposed or x.shape[0] > FEW_ROWS or matmul_op.unsupported(product):
+    if plain[0].transposed or x.shape[0] > FEW_ROWS or matmul_op.unsupported(product):
         return ()
     return tuple(
         (array, tuple(all_reduce_op.Span(*span) for span in spans))

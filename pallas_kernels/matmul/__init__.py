@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import jax
+
 from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.matmul import plan, reference
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import Product, first_reads
+from pallas_kernels.matmul.reference import Result
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Inputs",
     "Product",
+    "Result",
     "first_reads",
     "matmul",
     "shares_norm",
@@ -19,7 +23,7 @@ __all__ = [
 ]
 
 
-def matmul(inputs: Inputs, *, implementation: str = "reference") -> reference.Result:
+def matmul(inputs: Inputs[jax.Array], *, implementation: str = "reference") -> Result:
     """Return [x @ w for w in weights] side by side, accumulated in float32, cast to out_dtype.
 
     The result is [rows, sum of widths] ([rows, width] with swiglu). With gain, returns (result,

@@ -1,0 +1,78 @@
+"""Layers multiply by quantised weights with the ops of their type, and share no norm with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import REFERENCE_OPS, Ops
+from jaxspec.layers import products as layers
+from jaxspec.layers.norms import Norm, rms_norm
+from jaxspec.layers.params import AnyWeight, Weight
+from pallas_kernels import fp8_matmul, int4_matmul, matmul
+from tests.kernels.test_fp8_matmul import fp8_weight
+from tests.kernels.test_int4_matmul import int4_weight
+
+D = 128
+OPS = {"fp8": fp8_matmul.fp8_matmul, "int4": int4_matmul.int4_matmul}
+
+
+def weight(kind: str, seed: int = 0) -> AnyWeight:
+    if kind == "fp8":
+        return fp8_weight(seed, D, D, "channel")
+    return int4_weight(seed, D, D, group=64, zeros=True)[0]
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_products_are_those_of_the_weights_op(kind: str) -> None:
+    x, gain = normal(0, 2, 3, D), 1 + normal(1, D)
+    two = weight(kind, 0), weight(kind, 1)
+    flat = rms_norm(x, gain, 1e-5, REFERENCE_OPS).reshape(6, D)
+
+    def op(**changes: Any) -> np.ndarray:
+        inputs: Any = matmul.Inputs(x=flat, weights=two, out_dtype=jnp.float32)
+        return np.asarray(OPS[kind](dataclasses.replace(inputs, **changes))).reshape(2, 3, -1)
+
+    norm = Norm(gain, 1e-5)
+    assert (layers.project(x, two, REFERENCE_OPS, norm=norm) == op()).all()
+    assert (layers.project_swiglu(x, *two, REFERENCE_OPS, norm=norm) == op(swiglu=True)).all()
+    assert (
+        layers.vocab_logits(x, two[0], REFERENCE_OPS) == op(x=x.reshape(6, D), weights=two[:1])
+    ).all()
+    stream = normal(2, 2, 3, D)
+    added = layers.add_projection(stream, x, two[0], REFERENCE_OPS, next_norm=norm)
+    expected = op(x=x.reshape(6, D), weights=two[:1], residual=stream.reshape(6, D))
+    assert (added.x == expected).all() and added.deferred_norm is None
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need jax 0.11")
+@pytest.mark.parametrize("kind", ["plain", *OPS])
+def test_only_plain_products_share_norms(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product prepares no norm with a quantised weight, and takes none that another prepared."""
+    plain = Weight(jnp.zeros((D, D), jnp.bfloat16))
+    chosen = plain if kind == "plain" else weight(kind)
+    seen: list[tuple[bool, bool]] = []
+
+    def note(inputs: matmul.Inputs, *, implementation: str) -> Any:
+        seen.append((inputs.squares is not None, inputs.gain is not None))
+        return jnp.zeros((inputs.x.shape[0], D), inputs.x.dtype)
+
+    for module in (matmul, fp8_matmul, int4_matmul):
+        monkeypatch.setattr(module, module.__name__.rpartition(".")[2], note)
+        monkeypatch.setattr(module, "unsupported", lambda product: None)
+    x, norm = jnp.ones((1, 4, D), jnp.bfloat16), Norm(jnp.ones((D,), jnp.bfloat16), 1e-5)
+    ops = Ops(matmul="mosaic_gpu", rms_norm="mosaic_gpu")
+    layers.add_projection(x, x, chosen, ops, next_norm=norm)
+    prepared = layers.ResidualStream(x, layers.DeferredNorm(x[0], jnp.ones((64, 8))), normed=x)
+    layers.project(prepared, (chosen,), ops, norm=norm)
+    is_plain = kind == "plain"
+    assert seen == [(False, is_plain), (is_plain, False)]
