@@ -28,6 +28,7 @@ from jaxspec.engine.driver import Driver
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.input_processor import InputProcessor
 from jaxspec.engine.inputs import Message, Prompt, as_chats
+from jaxspec.engine.memory import CacheMemory
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.engine.output_processor import Callback, request_outputs
 from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
@@ -178,10 +179,10 @@ class LLM:
             )
             for params, placement in zip(self.weights, placements, strict=True)
         ]
-        if self.config.num_gpu_blocks_override is not None or placement.spans_processes:
-            for runner in runners:
-                runner.memory.decide()  # ConfigError now, not with the first request
+        CacheMemory.size_alike([runner.memory for runner in runners])
         self.runner = runners[0]
+        if self.config.num_gpu_blocks_override is not None or placement.spans_processes:
+            self.runner.memory.decide()  # ConfigError now, not with the first request
         self.engines = tuple(map(Engine, runners))
         self.serving = self.engines[0] if len(self.engines) == 1 else Replicas(self.engines)
         self._driver = Driver(self.serving)

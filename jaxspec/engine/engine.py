@@ -108,6 +108,7 @@ class Engine:
         calls nothing.
     others_run: whether requests run in other engines that the same thread steps
     is_replica: whether there are such engines, so that no wait for a result may hold them up
+    must_wait: whether the next step of a replica may wait for a result all the same
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -119,6 +120,8 @@ class Engine:
         self.on_rounds: RoundsObserver | None = None
         self.others_run: Callable[[], bool] = lambda: False
         self.is_replica = False
+        self.must_wait = False
+        self._lacks_result = False  # the last step had nothing to launch before a result is ready
         self._in_flight: deque[InFlight] = deque()
         self._scheduler: Scheduler | None = None
         self._features = GREEDY
@@ -197,15 +200,23 @@ class Engine:
     @property
     def would_wait(self) -> bool:
         """Whether the next step would wait for the device."""
-        if self.failed or not 0 < self.depth <= len(self._in_flight):
+        is_full = 0 < self.depth <= len(self._in_flight)
+        if self.failed or not (is_full or self._lacks_result):
             return False
+        return not self._is_oldest_ready()
+
+    def _is_oldest_ready(self) -> bool:
+        """Return whether the result that is read next needs no wait."""
+        if not self._in_flight:
+            return True
         oldest: Any = self._in_flight[0].verification.num_sampled
-        return not oldest.is_ready()
+        return oldest.is_ready()
 
     def add(self, request: Request) -> None:
         """Queue a request; nothing happens to one that is queued or runs."""
         scheduler = self.scheduler
         if request not in self._live:
+            self._lacks_result = False
             self._live[request] = None
             scheduler.add(request)
 
@@ -217,6 +228,7 @@ class Engine:
     ) -> None:
         """End a request; nothing happens to one that has ended."""
         if request.finish_reason is None:
+            self._lacks_result = False
             if self._scheduler is not None:
                 self._scheduler.finish(request, reason)
             request.finish_reason, request.error = reason, error
@@ -417,6 +429,7 @@ class Engine:
 
     def _step(self) -> None:
         scheduler, runner = self.scheduler, self.runner
+        self._lacks_result = False
         self._drop_idle_results()
         if not self._in_flight and not self.others_run():
             self.stats.clock = time.perf_counter()
@@ -464,7 +477,8 @@ class Engine:
             return
         launched = self._launch_rounds() or bool(step.chunks)
         if not launched and self._in_flight:
-            self._read()
+            self._read_unless_others_wait()
+        self.must_wait = False
 
     def _admission_test(self, refused: dict[Request, ConfigError]) -> AdmissionTest:
         """Return the test of a waiting request whether programs that serve it are compiled.
@@ -511,7 +525,8 @@ class Engine:
         scheduler, runner = self.scheduler, self.runner
         found = scheduler.schedule_rounds()
         while found.wait:
-            self._read()
+            if not self._read_unless_others_wait():
+                return False
             found = scheduler.schedule_rounds()
         runner.deactivate(found.cleared)
         if not found.requests:
@@ -563,6 +578,17 @@ class Engine:
         prefills = [each for each in self._in_flight if each.rows and not each.is_round]
         arrays: list[Any] = [each.verification.num_sampled for each in prefills]
         return any(array.is_ready() for array in arrays)
+
+    def _read_unless_others_wait(self) -> bool:
+        """Read the oldest result, and return whether that was done.
+
+        A replica reads none that is not ready. It is passed by until then (would_wait).
+        """
+        if self.is_replica and not self.must_wait and not self._is_oldest_ready():
+            self._lacks_result = True
+            return False
+        self._read()
+        return True
 
     def _read(self) -> None:
         """Wait for the oldest result, here and nowhere else, and give each request its tokens."""

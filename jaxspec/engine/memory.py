@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -61,6 +62,16 @@ class CacheMemory:
         self._dtype, self._cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
         self._rounds_per_step = rounds_per_step
         self._num_blocks: tuple[int, ...] | None = None
+        self._alike: Sequence[CacheMemory] = (self,)
+
+    @staticmethod
+    def size_alike(memories: Sequence[CacheMemory]) -> None:
+        """Let replicas have pools of the same sizes: those of the one with the least memory.
+
+        So each of them takes every request that another one takes.
+        """
+        for memory in memories:
+            memory._alike = memories
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -93,22 +104,31 @@ class CacheMemory:
         ConfigError if they are too small for one request.
         """
         if self._num_blocks is None:
-            config, groups = self._config, self._configs.cache_groups
-            demands = [self.demand(group, config.max_model_len) for group in groups]
-            self._num_blocks = pool_sizes.decide_pool_sizes(
-                config, groups, demands, self.block_bytes, self._free_bytes
-            )
-            if self._placement.spans_processes:  # each has looked at its own devices
-                of_all = multihost_utils.process_allgather(np.array(self._num_blocks))
-                self._num_blocks = tuple(map(int, of_all.min(axis=0)))
-            counts = zip(self._num_blocks, groups, strict=True)
+            fitting = [memory._find_fitting() for memory in self._alike]
+            least = tuple(map(min, zip(*fitting, strict=True)))
+            for memory in self._alike:
+                memory._num_blocks = least
+            counts = zip(least, self._configs.cache_groups, strict=True)
             logger.info(
                 "KV cache: blocks of %d tokens, %s, %.2f GB",
-                config.block_size,
+                self._config.block_size,
                 ", ".join(f"{n} for {group}" for n, group in counts),
                 self.cache_bytes / 1e9,
             )
+            return least
         return self._num_blocks
+
+    def _find_fitting(self) -> tuple[int, ...]:
+        """Return the blocks of each group that fit on these devices."""
+        config, groups = self._config, self._configs.cache_groups
+        demands = [self.demand(group, config.max_model_len) for group in groups]
+        found = pool_sizes.decide_pool_sizes(
+            config, groups, demands, self.block_bytes, self._free_bytes
+        )
+        if self._placement.spans_processes:  # each has looked at its own devices
+            of_all = multihost_utils.process_allgather(np.array(found))
+            found = tuple(map(int, of_all.min(axis=0)))
+        return found
 
     def check_room(self, slot_bytes: int) -> None:
         """Raise ConfigError if the KV cache and the largest batch exceed the whole memory.

@@ -25,8 +25,8 @@ class Replicas:
     one has a queue. It goes to the replica with the fewest requests, or to one that has its prefix
     in the cache. It stays there until it ends. Its tokens do not depend on the replica.
 
-    The replicas take their steps in turn. On a GPU one whose oldest result is not ready is passed
-    by, so that a long prefill delays no other replica.
+    The replicas take their steps in turn. On a GPU one that needs a result which is not ready is
+    passed by, so that a long prefill delays no other replica.
 
     stats: the counts of all replicas together
     """
@@ -154,6 +154,7 @@ class Replicas:
         end = time.perf_counter() + LONGEST
         while not (due := [engine for engine in busy if not engine.would_wait]) and busy:
             if time.perf_counter() > end:
+                busy[0].must_wait = True
                 return busy[:1]
             time.sleep(SHORTEST)
         return due

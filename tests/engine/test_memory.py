@@ -15,6 +15,7 @@ from jaxspec import LLM, ConfigError, EngineConfig
 from jaxspec.decode.slots import without_caches
 from jaxspec.engine import memory
 from jaxspec.engine.runner import ModelRunner
+from tests.support.tiny import tiny_model
 from tests.support.toys import ToyTarget
 
 V = 24
@@ -61,6 +62,21 @@ def test_the_check_counts_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(memory, "whole_memory", lambda: (needed - 1, "the host"))
     with pytest.raises(ConfigError, match="lower num_gpu_blocks_override \\(6\\), batch_buckets"):
         runner.check_room()
+
+
+def test_replicas_have_the_pools_of_the_one_with_the_least_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("eagle3")
+    config = EngineConfig(max_model_len=64, block_size=16, max_num_seqs=8)
+    target = model.target, model.params["target"]
+    sizes = [LLM(target, eos_token_ids=(), config=config).runner.memory for _ in range(3)]
+    for each, blocks in zip(sizes, (9, 7, 8), strict=True):
+        free = blocks * sum(each.block_bytes)
+        monkeypatch.setattr(each, "_free_bytes", lambda free=free: (free, "a test"))
+    memory.CacheMemory.size_alike(sizes)
+    assert sizes[2].decide() == (7,)
+    assert [each.num_blocks for each in sizes] == [(7,)] * 3
 
 
 def test_the_whole_memory_is_that_of_the_container(

@@ -253,6 +253,47 @@ def test_a_replica_whose_result_is_not_ready_is_passed_by(monkeypatch: pytest.Mo
     assert slow.all_token_ids == text_of([1], 40)
 
 
+@pytest.mark.parametrize(("max_tokens", "blocks"), [(1, 40), (40, 16)], ids=["ends", "few blocks"])
+def test_a_replica_without_work_before_a_result_is_passed_by(
+    max_tokens: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a prompt of one token to generate, or no block for a round before others are read."""
+    replicas, runners = make(2, depth=9, blocks=blocks)
+    slow, quick = [request([i] * 20, max_tokens) for i in range(2)], request([2], 20)
+    runners[0].is_slow = True
+    runners[1].finishes = lambda _: True
+    engine = replicas.engines[0]
+    for each in slow:
+        engine.add(each)
+    replicas.add(quick)
+    for _ in range(100):
+        if quick.finish_reason is None:
+            replicas.step()
+    assert quick.finish_reason == "length" and ran_on(runners, quick) == [1]
+    assert not any(each.num_generated for each in slow)  # nothing was read
+    assert engine.would_wait
+    monkeypatch.setattr(replicas_module, "LONGEST", 0.01)
+    finish(replicas)  # and with no other to step, its result is waited for
+    assert [each.all_token_ids for each in slow] == [
+        text_of(each.prompt_token_ids, max_tokens) for each in slow
+    ]
+
+
+def test_a_request_that_comes_meanwhile_is_launched_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas, runners = make(2, depth=9)
+    runners[0].is_slow = True
+    replicas.add(request([1], 1))
+    for _ in range(2):
+        replicas.step()
+    assert replicas.engines[0].would_wait
+    monkeypatch.setattr(replicas_module.time, "sleep", lambda _: pytest.fail("waits"))
+    replicas.engines[0].add(late := request([2], 20))
+    replicas.step()
+    assert ran_on(runners, late) == [0]
+
+
 def test_too_small_a_pool_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas, runners = make(2)
     replicas.engines[1].reset()  # the next use makes its pools anew

@@ -3,8 +3,8 @@
     python -m tests.parallel.one_of_two_processes RANK PORT CASE
 
 CASE: "tokens" (process 0 compares with an engine of its own), "more" (plain too, other features, a
-warm-up), or what a process does in the midst
-of a text: "stop0" (process 0 gets SIGSTOP), "die1" (process 1 ends) and so on.
+warm-up), or what a process does in the midst of a text: "stop0" (process 0 gets SIGSTOP), "die1"
+(process 1 ends) and so on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, ConfigError, SamplingParams
 from jaxspec.engine.runner import ModelRunner
 from jaxspec.parallel.processes import join_processes
 
@@ -32,6 +32,7 @@ join_processes()
 jax.config.update("jax_default_matmul_precision", "highest")
 
 from tests.parallel.engines_on_devices import PROMPTS, sampling  # noqa: E402
+from tests.parallel.tiny_pair import make_llm  # noqa: E402
 from tests.support.tiny import tiny_model  # noqa: E402
 
 MODEL = tiny_model("eagle3", mapped=True)
@@ -40,23 +41,8 @@ LONG = SamplingParams(1.0, seed=1, max_tokens=50, ignore_eos=True)
 
 
 def make(drafts: bool, **config: Any) -> LLM:
-    values: dict[str, Any] = dict(
-        max_model_len=64,
-        max_num_seqs=4,
-        block_size=4,
-        max_num_batched_tokens=16,
-        batch_buckets=(4,),
-        num_gpu_blocks_override=40,
-    )
-    return LLM(
-        (MODEL.target, MODEL.params["target"]),
-        (MODEL.draft, MODEL.params["draft"]) if drafts else None,
-        SpeculativeConfig(method="eagle3", model="none", num_speculative_tokens=3)
-        if drafts
-        else None,
-        config=EngineConfig(**(values | config)),
-        eos_token_ids=(7,),
-    )
+    sizes: dict[str, Any] = dict(max_num_seqs=4, batch_buckets=(4,), num_gpu_blocks_override=40)
+    return make_llm(MODEL, drafts=drafts, **sizes, **config)
 
 
 def compare(llm: LLM, one: LLM) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, SamplingParams
 from jaxspec.engine.runner import ModelRunner
 from tests.parallel.engines_on_devices import PROMPTS, sampling
+from tests.parallel.tiny_pair import make_llm
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import tiny_model
 
@@ -28,21 +29,8 @@ Tokens = list[list[int]]
 
 
 def make(**config: Any) -> LLM:
-    values: dict[str, Any] = dict(
-        max_model_len=64,
-        max_num_seqs=2,
-        block_size=4,
-        max_num_batched_tokens=16,
-        batch_buckets=(2,),
-        num_gpu_blocks_override=20,
-    )
-    return LLM(
-        (MODEL.target, MODEL.params["target"]),
-        (MODEL.draft, MODEL.params["draft"]),
-        SpeculativeConfig(method="eagle3", model="none", num_speculative_tokens=3),
-        config=EngineConfig(**(values | config)),
-        eos_token_ids=(7,),
-    )
+    sizes: dict[str, Any] = dict(max_num_seqs=2, batch_buckets=(2,), num_gpu_blocks_override=20)
+    return make_llm(MODEL, **(sizes | config))
 
 
 def rounds_of_each(llm: LLM) -> list[int]:
@@ -86,6 +74,13 @@ def tokens_and_counts_are_those_of_one_device(one: LLM, llm: LLM, expected: Toke
     assert llm.timings.num_output_tokens == one.timings.num_output_tokens
     assert llm.latency.num_requests == len(PROMPTS)
     assert all_free(llm)
+
+
+def pools_are_those_of_the_least_memory(one: LLM, llm: LLM, expected: Tokens) -> None:
+    sized = make(data_parallel_size=2, tensor_parallel_size=SIZE, num_gpu_blocks_override=None)
+    memories: list[Any] = [engine.runner.memory for engine in sized.engines]
+    memories[1]._free_bytes = lambda: (23 * sum(memories[1].block_bytes), "a test")
+    assert [memory.num_blocks for memory in memories] == [(23,), (23,)]
 
 
 def nothing_compiles_after_warmup(one: LLM, llm: LLM, expected: Tokens) -> None:
@@ -151,6 +146,7 @@ def a_preempted_request_goes_on(one: LLM, llm: LLM, expected: Tokens) -> None:
 CHECKS: tuple[Callable[[LLM, LLM, Tokens], None], ...] = (
     tokens_and_counts_are_those_of_one_device,
     weights_are_copies,
+    pools_are_those_of_the_least_memory,
     nothing_compiles_after_warmup,
     calls_of_threads_have_their_own_tokens,
     a_fault_in_one_request_ends_it_alone,
