@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from os import PathLike
 from typing import Any
 
@@ -160,8 +161,8 @@ class LLM:
         )
         target_params, draft_params = place_models(placement, target, draft)
         self.params: Params = {"target": target_params, "draft": draft_params}
-        if not weights or weights[0]["target"] is not target_params:
-            weights = [self.params]
+        if not weights or not _are_same_arrays(weights[0], self.params):
+            weights = [self.params]  # those of other devices
         others = (copy_weights(self.params, p) for p in placements[len(weights) :])
         self.weights = (*weights[: len(placements)], *others)
         runners = [
@@ -590,3 +591,8 @@ class LLM:
         """Compile the programs of each replica; return the number of all."""
         self._refuse_unless_leading()
         return self._driver.alone(lambda: sum(map(compile_programs, self.engines)))
+
+
+def _are_same_arrays(params: Params, others: Params) -> bool:
+    (arrays, tree), (other_arrays, other_tree) = map(jax.tree.flatten, (params, others))
+    return tree == other_tree and all(map(is_, arrays, other_arrays))

@@ -31,7 +31,6 @@ class Mailboxes(NamedTuple):
 _LAUNCHES = threading.Lock()
 _MAKING = threading.Lock()
 _mailboxes: dict[Mesh, Mailboxes] = {}
-_retired: list[Mailboxes] = []  # programs in flight may still write to them
 
 
 def launching(cfg: RoundConfig) -> contextlib.AbstractContextManager[object]:
@@ -58,15 +57,19 @@ def given_addresses(cfg: RoundConfig) -> dict[str, jax.Array]:
 def silent_rank(cfg: RoundConfig) -> str | None:
     """Return which device did not answer another one, as one sentence; None while all do.
 
-    After an error the mailboxes answer no exchange, so the next program gets new ones.
+    After an error the mailboxes answer no exchange, so the next program gets new ones. The old ones
+    are freed once no program that writes to them is in flight.
     """
     mesh = _mesh_of_kernel(cfg)
     if mesh is None:
         return None
-    reason = mailbox.mailbox_error(mailboxes_of(mesh).memory)
+    memory = mailboxes_of(mesh).memory
+    reason = mailbox.mailbox_error(memory)
     if reason is not None:
-        with _MAKING:
-            _retired.append(_mailboxes.pop(mesh))
+        with _LAUNCHES, _MAKING:  # no program is between the read of its addresses and its launch
+            if mesh in _mailboxes and _mailboxes[mesh].memory is memory:
+                del _mailboxes[mesh]
+        mailbox.mailbox_error(memory)  # waits for the programs that were launched
     return reason
 
 

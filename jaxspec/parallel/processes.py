@@ -63,7 +63,8 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> None:
 class Channel:
     """What the leader of an engine tells its followers, in order.
 
-    Every process makes its engines in the same order; their numbers name the channels.
+    Every process makes its engines in the same order; their numbers name the channels. One thread
+    tells at a time; any other one may close.
     """
 
     def __init__(self) -> None:
@@ -71,6 +72,7 @@ class Channel:
         _channels += 1
         self._name, self._count = f"jaxspec/{_channels}", 0
         self._broken: str | None = None
+        self._sending = threading.RLock()  # the garbage collector may close inside `tell`
         self._others = [i for i in range(jax.process_count()) if i != jax.process_index()]
         watch()
 
@@ -86,13 +88,18 @@ class Channel:
 
     def tell(self, message: object) -> None:
         """Send a message to the followers; ProcessError once the channel is closed."""
-        if self._broken is not None:
-            raise ProcessError(f"processes: expected {self._others} to follow, got {self._broken}")
+        self._refuse_if_closed()  # before a wait for followers that have left
         data = zlib.compress(pickle.dumps(message), level=1)
         if self._count % ACK_EVERY == 0 and self._count > ACK_EVERY:
             self._forget_read(self._count - ACK_EVERY)
-        _client().key_value_set_bytes(f"{self._name}/{self._count}", data)
-        self._count += 1
+        with self._sending:
+            self._refuse_if_closed()
+            _client().key_value_set_bytes(f"{self._name}/{self._count}", data)
+            self._count += 1
+
+    def _refuse_if_closed(self) -> None:
+        if self._broken is not None:
+            raise ProcessError(f"processes: expected {self._others} to follow, got {self._broken}")
 
     def _forget_read(self, count: int) -> None:
         """Wait until the followers have read the first `count` messages, and drop the last ones."""
@@ -105,16 +112,20 @@ class Channel:
 
     def close(self, reason: str) -> None:
         """Tell the followers that nothing follows; only the first call does."""
-        if self._broken is not None:
-            return
-        self._broken, end = reason, zlib.compress(pickle.dumps(None))
+        with self._sending:
+            if self._broken is None:
+                self._broken = reason
+                self._send_end()
+
+    def _send_end(self) -> None:
+        end = zlib.compress(pickle.dumps(None))
         for _ in range(2):  # an interrupt may come after a message is set and before it is counted
             try:
                 _client().key_value_set_bytes(f"{self._name}/{self._count}", end)
                 return
             except jax.errors.JaxRuntimeError as e:
                 if "ALREADY_EXISTS" not in str(e):  # the coordinator is gone, and they know
-                    logger.info("the followers were not told: %s", reason)
+                    logger.info("the followers were not told: %s", self._broken)
                     return
                 self._count += 1
 

@@ -174,6 +174,28 @@ def test_a_channel_closes_although_a_message_was_not_counted(
     assert [follower.receive(), follower.receive()] == ["sent", None]
 
 
+def test_a_channel_that_another_thread_closes_sends_every_message_and_then_the_end(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, leader = store.key_value_set_bytes, Channel()
+    closer = threading.Thread(target=leader.close, args=("closed",))
+
+    def between_check_and_message(key: str, value: bytes) -> None:
+        monkeypatch.setattr(store, "key_value_set_bytes", usual)
+        closer.start()
+        closer.join(0.1)
+        usual(key, value)
+
+    monkeypatch.setattr(store, "key_value_set_bytes", between_check_and_message)
+    leader.tell("sent")
+    closer.join(10)
+    with pytest.raises(ProcessError, match=r"expected \[1\] to follow, got closed"):
+        leader.tell("late")
+    monkeypatch.setattr(processes, "_channels", 0)
+    follower = Channel()
+    assert [follower.receive(), follower.receive()] == ["sent", None]
+
+
 def test_a_follower_whose_leader_is_gone_gets_a_sentence(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
