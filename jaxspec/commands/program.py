@@ -22,6 +22,7 @@ COMMANDS = {
     "acceptance": "Measure how many drafts are accepted.",
     "doctor": "Find out why a head's drafts are rejected, and what to set.",
     "plan": "Plan the memory of a target and a draft on a GPU.",
+    "convert": "Quantise a checkpoint to fp8 or int4.",
 }
 # The sub-command reads its own flags, --help among them.
 PASS_ON = {

@@ -3,6 +3,7 @@
 reading      keys of a checkpoint's config.json; ConfigError
 settings     setting: a field with a line of help
 keys         unknown keys of settings, and vLLM's keys that have no setting here
+quantization/  forms of quantised checkpoints, and their quantization_config
 attention    attention's dimensions, groups of layers that share a block table
 models       TargetConfig, DraftConfig: the members that every family's config has
 rope         rotary embedding: its settings and frequencies

@@ -24,6 +24,7 @@ from jaxspec.config import (
     read_int,
     refuse_unless,
 )
+from jaxspec.config.quantization import Quantization, read_quantization
 from jaxspec.drafts.family import (
     DraftOutput,
     Shapes,
@@ -45,6 +46,7 @@ from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import linear, project
+from jaxspec.layers.quantized import stored
 from jaxspec.models import TargetConfig
 from jaxspec.parallel.axes import Axes
 
@@ -69,6 +71,7 @@ class EagleConfig:
     sliding_window: int | None = None
     maps_vocabulary: bool = False
     method: str = "eagle"
+    quantization: Quantization | None = None  # which matrices are stored as codes
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
@@ -110,7 +113,7 @@ def param_specs(cfg: EagleConfig) -> Params:
         )
     if cfg.own_lm_head:
         specs["lm_head"] = projection("lm_head.weight", hidden, cfg.vocab_size, ("embed", "vocab"))
-    return specs
+    return stored(specs, cfg.quantization)
 
 
 def forward(
@@ -204,4 +207,5 @@ def config_from_checkpoint(
         own_embedding="embed_tokens.weight" in shapes,
         tied_lm_head=not own_lm_head and target.tie_word_embeddings,
         own_lm_head=own_lm_head,
+        quantization=read_quantization(config),
     )

@@ -26,6 +26,7 @@ from jaxspec.config import (
     read_int,
     read_object,
 )
+from jaxspec.config.quantization import Quantization, read_quantization
 from jaxspec.config.reading import shown
 from jaxspec.drafts.family import (
     DraftOutput,
@@ -53,6 +54,7 @@ from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import Stream, linear, normed_values, project, values_of
+from jaxspec.layers.quantized import stored
 from jaxspec.layers.sums import norm_of_sum
 from jaxspec.models import TargetConfig
 from jaxspec.models.deepseek_v4 import DeepseekV4Config
@@ -71,6 +73,7 @@ class Eagle3Config:
     norm_before_fc:       an RMS norm over the concatenated hidden states before fc
     fc_norm:              an RMS norm over each hidden state before fc
     norm_output:          the recycled hidden state is the normed one
+    quantization:         which matrices are stored as codes; None for plain weights
     """
 
     AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}
@@ -94,6 +97,7 @@ class Eagle3Config:
     sliding_window: int | None = None  # of the draft's own KV-cache group
     tied_lm_head: bool = False  # only with the target's head: it is the target's embedding
     method: str = "eagle3"
+    quantization: Quantization | None = None
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
@@ -139,7 +143,7 @@ def param_specs(cfg: Eagle3Config) -> Params:
         specs["lm_head"] = projection(
             "lm_head.weight", hidden, cfg.draft_vocab_size, ("embed", "vocab")
         )
-    return specs
+    return stored(specs, cfg.quantization)
 
 
 def _layer_specs(prefix: str, cfg: Eagle3Config, *, first: bool) -> Params:
@@ -362,6 +366,7 @@ def config_from_checkpoint(
         own_embedding=own_embedding,
         own_lm_head=own_lm_head,
         tied_lm_head=not own_lm_head and target.tie_word_embeddings,
+        quantization=read_quantization(config),
         **switches,
     )
 

@@ -37,6 +37,7 @@ from jaxspec.layers.embedding import embed
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params, projection, vector
 from jaxspec.layers.products import project
+from jaxspec.layers.quantized import stored
 from jaxspec.models import TargetConfig, deepseek_v3, glm4_moe_lite, mimo
 from jaxspec.models.family import FamilyWithMtp
 
@@ -131,7 +132,7 @@ class MtpConfig(ShapedLikeTarget):
 def param_specs(cfg: MtpConfig) -> Params:
     """Return the weights by the names of the target's checkpoint."""
     prefix, names, hidden = cfg.prefix, cfg.layout, cfg.hidden_size
-    return {
+    specs = {
         "embedding_norm": vector(f"{prefix}.{names.embedding_norm}.weight", hidden),
         "hidden_norm": vector(f"{prefix}.{names.hidden_norm}.weight", hidden),
         "projection": projection(
@@ -140,6 +141,7 @@ def param_specs(cfg: MtpConfig) -> Params:
         "layers": [FAMILIES[cfg.target.model_type].layer_specs(cfg.target, prefix)],
         "norm": vector(f"{prefix}.{names.output_norm}.weight", hidden),
     }
+    return stored(specs, getattr(cfg.target, "quantization", None))
 
 
 def ignored_tensor(cfg: MtpConfig, name: str) -> bool:

@@ -8,6 +8,7 @@ compressed_attention  DeepSeek-V4's attention over a window and compressed entri
 mlp                   the gated MLP
 moe                   routers and experts
 mxfp4                 MXFP4 experts of a checkpoint, packed or dequantised
+quantized/            quantised linear modules: their tensors in each format, their tables
 hyper_connections     DeepSeek-V4's residual of several streams
 products              products with weights, and the residual stream that they add to
 sums                  sums over the devices that share a layer

@@ -14,6 +14,7 @@ from jaxspec.config import AttentionConfig, MLAConfig, Ops
 from jaxspec.layers.context import Pass
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import (
+    AnyWeight,
     AssembledSpec,
     Params,
     ParamSpec,
@@ -74,7 +75,16 @@ def project_qkv(
     Returns [batch, rows, (num_heads + 2 num_kv_heads) head_dim].
     """
     bias = params["qkv_bias"] if cfg.qkv_bias else None
-    return project(x, (params["qkv_proj"],), ops, norm=norm, bias=bias)
+    return project(x, qkv_weights(params), ops, norm=norm, bias=bias)
+
+
+def qkv_weights(params: Params) -> tuple[AnyWeight, ...]:
+    """Return the projections to queries, keys and values: one matrix, or several side by side.
+
+    Blocks of fp8 that do not end where a projection ends keep the projections apart.
+    """
+    weights = params["qkv_proj"]
+    return weights if isinstance(weights, tuple) else (weights,)
 
 
 def rotated_matrix(

@@ -10,8 +10,11 @@ gguf_header         the header of a GGUF, checked against the file
 gguf_metadata       its values, of types that are checked
 gguf_tokenizer      a GGUF's metadata -> tokenizer.json
 gguf_sentencepiece  the tokenizer of a SentencePiece vocabulary
+shards              safetensors files, one or several with an index
+conversion          a checkpoint of plain weights -> a quantised one
 checkpoint          an opened folder: config.json and lazily read tensors
 fp8                 DeepSeek-V3's blocks of float8 -> plain tensors
+quantized           the tensors of a quantised checkpoint, as tables name them
 weight_checks       weights that no model can have
 weights             tensors -> a pytree of jax arrays, strictly
 model               a folder -> a target, or a draft bound to its target

@@ -16,10 +16,12 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, shown
 from jaxspec.loading.fp8 import ScaledTensor, with_scales
+from jaxspec.loading.quantized import Scalar
 
 SAFE_TORCH = (2, 6)  # before, torch.load could run code with weights_only too
+MODELOPT = "hf_quant_config.json"
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 # Importing ml_dtypes adds bfloat16 to numpy, and so to safetensors.
 DTYPES = {
@@ -70,7 +72,7 @@ class PickledTensor:
         return t.numpy()
 
 
-LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor
+LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor | Scalar
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,10 @@ class Checkpoint:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
+def open_checkpoint(folder: str | Path, *, as_stored: bool = False) -> Checkpoint:
     """Open a folder of safetensors (one file or shards) or EAGLE-1's pickle.
+
+    as_stored: matrices in float8 stay apart from their scales; else reading one multiplies them
 
     ConfigError names a file that is missing or wrong.
     """
@@ -101,7 +105,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     if not folder.is_dir():
         got = "a file" if folder.exists() else "nothing there"
         raise ConfigError(f"{folder}: expected a checkpoint folder, got {got}")
-    config = read_json(folder / "config.json")
+    config = read_model_config(folder)
     if (folder / SINGLE).is_file():
         tensors: Mapping[str, LazyTensor] = _open_safetensors(folder / SINGLE)
     elif (folder / INDEX).is_file():
@@ -111,7 +115,21 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     else:
         found = sorted(p.name for p in folder.iterdir())[:8]
         raise ConfigError(f"{folder}: expected {SINGLE}, {INDEX} or {PICKLE}, got {found}")
+    if as_stored:
+        return Checkpoint(folder, config, tensors)
     return Checkpoint(folder, config, with_scales(tensors, config, str(folder)))
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json, with the quantisation that ModelOpt writes beside it."""
+    config = read_json(folder / "config.json")
+    beside = folder / MODELOPT
+    if config.get("quantization_config") or not beside.is_file():
+        return config
+    quantization = read_json(beside).get("quantization")
+    if not isinstance(quantization, Mapping):
+        raise ConfigError(f"{beside}: expected an object 'quantization', got {shown(quantization)}")
+    return config | {"quantization_config": {"quant_method": "modelopt", **quantization}}
 
 
 def read_json(path: Path) -> dict[str, Any]:

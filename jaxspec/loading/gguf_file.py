@@ -5,7 +5,6 @@ The folder has dequantised safetensors, config.json and the tokenizer's files.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tempfile
@@ -16,13 +15,12 @@ from typing import Any
 import numpy as np
 from gguf.quants import dequantize
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from jaxspec import models
 from jaxspec.config import ConfigError
-from jaxspec.loading.checkpoint import INDEX, SINGLE
 from jaxspec.loading.gguf_header import GGUFHeader, read_header
 from jaxspec.loading.gguf_tokenizer import read_vocabulary, write_tokenizer
+from jaxspec.loading.shards import write_json, write_shards
 from jaxspec.loading.weights import check_shapes
 
 ARCHITECTURES = {
@@ -30,7 +28,6 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-SHARD_BYTES = 2 * 1024**3
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -67,13 +64,13 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
     temp = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:
         write_tokenizer(header.metadata, vocabulary, temp)
-        _write_json(temp / "config.json", config)
+        write_json(temp / "config.json", config)
         ids = [vocabulary.special[kind] for kind in ("eos", "eot") if kind in vocabulary.special]
-        _write_json(
+        write_json(
             temp / "generation_config.json",
             {"bos_token_id": config["bos_token_id"], "eos_token_id": list(dict.fromkeys(ids))},
         )
-        _write_weights(temp, hf_tensors(header, config))
+        write_shards(temp, hf_tensors(header, config))
         for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read
             path.chmod(0o755 if path.is_dir() else 0o644)
         temp.rename(out_dir)
@@ -241,31 +238,3 @@ def _llama3_scaling(
         "high_freq_factor": high,
     }
     return scaling | {"original_max_position_embeddings": original}
-
-
-def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Write shards of at most SHARD_BYTES, or one file: memory holds one shard, not the model."""
-    shards: list[list[str]] = []
-    pending: dict[str, np.ndarray] = {}
-
-    def flush() -> None:
-        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
-    for name, array in tensors:
-        if pending and sum(a.nbytes for a in pending.values()) + array.nbytes > SHARD_BYTES:
-            flush()
-        pending[name] = np.ascontiguousarray(array)
-    flush()
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{i}").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -14,7 +14,9 @@ from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.layers.params import Params, vector
-from jaxspec.loading.checkpoint import open_checkpoint
+from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxspec.loading.fp8 import with_scales
+from jaxspec.loading.quantized import stored_tensors
 from jaxspec.loading.weights import LazyTensor, load_params
 from jaxspec.models.decoder import lm_head
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
@@ -33,7 +35,7 @@ def load_target(
 
     mxfp4: see with_expert_storage
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, as_stored=True)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = models.config_from_hf(checkpoint.config)
     if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
@@ -50,12 +52,23 @@ def load_target(
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     return cfg, load_params(
         family.param_specs(cfg),
-        checkpoint.tensors,
+        table_tensors(checkpoint, cfg),
         dtype,
         placement.target(cfg),
         ignore=ignore,
         source=str(folder),
     )
+
+
+def table_tensors(checkpoint: Checkpoint, cfg: Any) -> Mapping[str, LazyTensor]:
+    """Return the tensors of a checkpoint, opened as it is stored, that the table of cfg names.
+
+    A config that knows no quantisation has matrices in float8 dequantised as they are read.
+    """
+    quantization = getattr(cfg, "quantization", None)
+    if quantization is not None:
+        return stored_tensors(checkpoint.tensors, quantization)
+    return with_scales(checkpoint.tensors, checkpoint.config, str(checkpoint.path))
 
 
 def with_expert_storage(cfg: Any, mxfp4: str, layout: Layout) -> Any:
@@ -97,7 +110,7 @@ def load_draft(
 
     ConfigError if speculative.method is not the head's; None reads it from the head.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, as_stored=True)
     try:
         family = drafts.family_of_checkpoint(
             speculative.method, checkpoint.config, checkpoint.tensors
@@ -121,9 +134,10 @@ def load_draft(
                 f"{folder}/config.json: expected the key {e} of a draft, got none"
             ) from e
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
+    quantized = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
     params = load_params(
         family.param_specs(cfg),
-        tensors,
+        table_tensors(replace(checkpoint, tensors=tensors), quantized),
         dtype,
         placement.draft(cfg),
         ignore=ignore,

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from jaxspec.config import ConfigError
 from jaxspec.loading.cache import cached_gguf
-from jaxspec.loading.checkpoint import read_json
+from jaxspec.loading.checkpoint import read_json, read_model_config
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The trained heads: a wheel has them inside the package, a checkout beside it.
@@ -81,7 +81,7 @@ def read_config(name: str) -> dict[str, Any]:
         return read_json(path)
     folder = own_drafts().get(name, path)
     if folder.is_dir():
-        return read_json(folder / "config.json")
+        return read_model_config(folder)
     if not HUB_ID.fullmatch(name):
         raise ConfigError(
             f"{name}: expected a folder, a config.json or a hub id, got no such folder"

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.layers.params import Params, ParamSpec, is_spec
+from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.checkpoint import LazyTensor
 from jaxspec.loading.weight_checks import check_weight
 from jaxspec.parallel.axes import ONCE
@@ -117,6 +118,16 @@ def check_cuts(specs: Params, layout: Layout, source: str) -> None:
     """Raise ConfigError unless the devices can share every array of the table evenly."""
     for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         for dim, axis in enumerate(spec.axes):
+            unit = (
+                spec.uneven_pieces(dim, layout.num_pieces)
+                if isinstance(spec, QuantizedSpec)
+                else None
+            )
+            if unit is not None:
+                raise ConfigError(
+                    f"tensor_parallel_size: expected pieces of whole blocks of {unit} weights "
+                    f"along the {axis} axis of {spec.name} in {source}, got {layout.size} devices"
+                )
             pieces = [(width, layout.num_pieces(own)) for width, own in spec.parts_along(dim)]
             if layout.is_cut(axis) and axis != ONCE and any(w % n for w, n in pieces):
                 raise ConfigError(

@@ -25,7 +25,7 @@ from jaxspec.config import (
     read_object,
     refuse_unless,
 )
-from jaxspec.layers.attention import attention_specs
+from jaxspec.layers.attention import attention_specs, qkv_weights
 from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import add_attention
 from jaxspec.layers.moe import MoEConfig, add_softmax_moe
@@ -275,7 +275,7 @@ def forward(
         next_norm = norm_of_sum(final_norm(params, cfg), pass_.ops)
         if i + 1 < cfg.num_layers:
             following = params["layers"][i + 1]
-            weights = (following["self_attn"]["qkv_proj"],)
+            weights = qkv_weights(following["self_attn"])
             next_norm = Norm(following["input_layernorm"], cfg.attention.rms_norm_eps, weights)
         group = cfg.group_of_layer[i]
         return _layer(layer, cfg, x, cache, pass_, group=group, next_norm=next_norm)

@@ -7,7 +7,7 @@ weights and a paged cache. Layers are unrolled, one dict of arrays each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -23,13 +23,15 @@ from jaxspec.config import (
     read_number,
     refuse_unless,
 )
-from jaxspec.layers.attention import attention_specs
+from jaxspec.config.quantization import Quantization, read_quantization
+from jaxspec.layers.attention import attention_specs, qkv_weights
 from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, vector
 from jaxspec.layers.products import ResidualStream, Stream
+from jaxspec.layers.quantized import stored
 from jaxspec.layers.sums import norm_of_sum
 from jaxspec.models.decoder import (
     TargetOutput,
@@ -60,7 +62,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Static shape of the decoder: everything that changes the maths, and nothing else."""
+    """Static shape of the decoder: everything that changes the maths, and nothing else.
+
+    quantization: which matrices are stored as codes; None for plain weights
+    """
 
     AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}
 
@@ -73,6 +78,7 @@ class LlamaConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    quantization: Quantization | None = field(default=None, kw_only=True)
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
@@ -101,7 +107,6 @@ def decoder_config(
 ) -> LlamaConfig:
     """Read the keys that the Llama-like families share, with each family's switches."""
     refuse_unless(config, "hidden_act", "silu")
-    refuse_unless(config, "quantization_config", None)
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise ConfigError(
             "layer_types: expected full_attention in every layer of model_type "
@@ -130,12 +135,14 @@ def decoder_config(
         rms_norm_eps=eps,
         max_position_embeddings=read_int(config, "max_position_embeddings", 2048),
         tie_word_embeddings=read_bool(config, "tie_word_embeddings", False),
+        quantization=read_quantization(config),
     )
 
 
 def param_specs(cfg: LlamaConfig) -> Params:
     """Return the weights: a ParamSpec per array, in the structure of the params."""
-    return decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, prefix))
+    specs = decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, prefix))
+    return stored(specs, cfg.quantization)
 
 
 def layer_specs(cfg: LlamaConfig, prefix: str) -> Params:
@@ -237,7 +244,7 @@ def forward_with(
         next_norm = norm_of_sum(final_norm(params, cfg), pass_.ops)
         if i + 1 < cfg.num_layers:
             following = params["layers"][i + 1]
-            weights = (following["self_attn"]["qkv_proj"],)
+            weights = qkv_weights(following["self_attn"])
             next_norm = Norm(following["input_layernorm"], cfg.attention.rms_norm_eps, weights)
         return run_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
 

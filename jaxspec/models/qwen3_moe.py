@@ -19,6 +19,7 @@ from jaxspec.layers.moe import MoEConfig, add_softmax_moe, softmax_moe_specs
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import ResidualStream, Stream
+from jaxspec.layers.quantized import stored
 from jaxspec.layers.sums import norm_of_sum
 from jaxspec.models import qwen3
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits
@@ -92,7 +93,7 @@ def param_specs(cfg: Qwen3MoeConfig) -> Params:
         block = softmax_moe_specs(f"{prefix}.mlp", cfg.moe, cfg.hidden_size)
         return {**attention_block_specs(cfg, prefix), **block}
 
-    return decoder_specs(cfg, specs)
+    return stored(decoder_specs(cfg, specs), cfg.quantization)
 
 
 def forward(

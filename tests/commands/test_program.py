@@ -60,7 +60,15 @@ def test_scripts_of_sub_commands_only_call_them() -> None:
             assert f"from jaxspec.commands.{found[1]} import app\n" in text, path
             assert len(text.splitlines()) < 10, path
             called.add(found[1])
-    assert called == {"generate", "bench", "throughput", "train", "acceptance", "plan"}
+    assert called == {
+        "generate",
+        "bench",
+        "throughput",
+        "train",
+        "acceptance",
+        "plan",
+        "convert",
+    }
 
 
 def test_a_script_runs_the_sub_command() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError, RopeConfig
-from jaxspec.loading import gguf_file, open_checkpoint
+from jaxspec.loading import gguf_file, open_checkpoint, shards
 from jaxspec.loading.cache import MARKER
 from jaxspec.loading.gguf_file import convert_gguf
 
@@ -118,7 +118,7 @@ def test_config_holds_what_the_metadata_says(write_gguf, tmp_path):
 def test_a_large_model_is_written_in_shards_that_open(write_gguf, tmp_path, monkeypatch, limit):
     path = write_gguf()
     whole = open_checkpoint(convert_gguf(path, tmp_path / "whole"))
-    monkeypatch.setattr(gguf_file, "SHARD_BYTES", limit)
+    monkeypatch.setattr(shards, "SHARD_BYTES", limit)
     out = convert_gguf(path, tmp_path / "sharded")
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 3
     written = sum(p.stat().st_size for p in out.glob("*.safetensors"))
@@ -210,7 +210,7 @@ def test_a_conversion_that_dies_leaves_no_folder(write_gguf, tmp_path, monkeypat
     def fail(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gguf_file, "save_file", fail)
+    monkeypatch.setattr(shards, "save_file", fail)
     with pytest.raises(KeyboardInterrupt):
         convert_gguf(write_gguf(), tmp_path / "made" / "out")
     assert list((tmp_path / "made").iterdir()) == []

@@ -152,7 +152,7 @@ def test_a_full_disk_is_one_sentence(write_gguf, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxspec.loading.gguf_file.save_file", full)
+    monkeypatch.setattr("jaxspec.loading.shards.save_file", full)
     with pytest.raises(ConfigError, match="expected room to write 0.0 GB .* got No space left"):
         convert_gguf(write_gguf(), tmp_path / "made" / "out")
     assert list((tmp_path / "made").iterdir()) == []

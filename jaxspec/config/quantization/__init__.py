@@ -1,0 +1,65 @@
+"""Quantised checkpoints: the quantization_config of each published format, read and checked.
+
+forms               Fp8Form, Int4Form: the numbers of a linear module; Quantization: which has which
+compressed_tensors  llm-compressor's float-quantized and pack-quantized
+fp8                 DeepSeek's and Qwen's blocks, and one static scale a tensor
+modelopt            NVIDIA's FP8, in config.json or hf_quant_config.json
+gptq                GPTQ's 4 bits
+awq                 AWQ's 4 bits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxspec.config.quantization import awq, compressed_tensors, fp8, gptq, modelopt
+from jaxspec.config.quantization.forms import (
+    BLOCK,
+    GROUPS,
+    Form,
+    Fp8Form,
+    Int4Form,
+    Quantization,
+    fp8_while_loading,
+)
+from jaxspec.config.reading import ConfigError, read_object, shown
+
+__all__ = [
+    "BLOCK",
+    "GROUPS",
+    "Form",
+    "Fp8Form",
+    "Int4Form",
+    "Quantization",
+    "fp8_while_loading",
+    "read_quantization",
+]
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "compressed-tensors": compressed_tensors.read,
+    "fp8": fp8.read,
+    "modelopt": modelopt.read,
+    "gptq": gptq.read,
+    "awq": awq.read,
+}
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """Return the quantisation of a checkpoint by its config.json, None for plain weights.
+
+    ConfigError for a format, or a setting of one, that is not implemented.
+    """
+    settings = read_object(config, "quantization_config")
+    if not settings:
+        return None
+    method = settings.get("quant_method")
+    if method is None and "quant_algo" in settings:
+        method = "modelopt"
+    if not isinstance(method, str) or method not in METHODS:
+        raise ConfigError(
+            f"quantization_config: expected quant_method to be one of {', '.join(METHODS)}, "
+            f"got {shown(method)}"
+        )
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return METHODS[method]({**settings, "dtype": dtype})

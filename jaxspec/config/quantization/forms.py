@@ -1,0 +1,140 @@
+"""Forms of quantised linear modules, and the modules of a model that have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from jaxspec.config.reading import ConfigError, shown
+
+BLOCK = 128  # rows and columns that share a scale, and activations that do
+GROUPS = (32, 64, 128)  # sizes of groups of 4-bit weights
+LONGEST_PATTERN = 500
+SCALE_DTYPES = ("bfloat16", "float16", "float32")
+
+Fp8Source = Literal["compressed-tensors", "fp8", "modelopt", "floats"]
+Int4Source = Literal["compressed-tensors", "gptq", "awq", "floats"]
+
+
+@dataclass(frozen=True)
+class Fp8Form:
+    """Weights in e4m3, multiplied by activations in e4m3.
+
+    scales:     the weights that share a scale: all, an output channel's, or BLOCK x BLOCK
+    activation: the activations that share a scale: a token's, BLOCK of a token, or all by a scale
+                of the checkpoint
+    source:     the layout of the tensors in the checkpoint; "floats": quantised while they load
+    """
+
+    scales: Literal["tensor", "channel", "block"]
+    activation: Literal["token", "block", "static"]
+    source: Fp8Source
+
+
+@dataclass(frozen=True)
+class Int4Form:
+    """Weights in 4 bits, multiplied by plain activations: (code - zero) * scale.
+
+    group_size:  weights of an output channel that share a scale
+    has_zeros:   whether each group has a zero; else all are 8
+    zeros_from:  added to the checkpoint's zeros (GPTQ stores them less one)
+    scale_dtype: of the scales in the checkpoint
+    source:      the layout of the tensors in the checkpoint; "floats": quantised while they load
+    """
+
+    group_size: int
+    has_zeros: bool
+    source: Int4Source
+    zeros_from: int = 0
+    scale_dtype: str = "float32"
+
+
+Form = Fp8Form | Int4Form
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The linear modules of a model that are quantised, and their forms.
+
+    rules:     (pattern, form) pairs; the first pattern that matches a module's name from its start
+               gives the form. None: plain weights, as where no pattern matches
+    kv_scales: whether the checkpoint may hold scales of a quantised KV cache
+    """
+
+    rules: tuple[tuple[str, Form | None], ...]
+    kv_scales: bool = False
+
+    def form_of(self, module: str) -> Form | None:
+        """Return the form of a module, None for plain weights."""
+        for pattern, form in self.rules:
+            if _compiled(pattern).match(module):
+                return form
+        return None
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """All forms that modules may have."""
+        return tuple(dict.fromkeys(form for _, form in self.rules if form is not None))
+
+
+def fp8_while_loading() -> Quantization:
+    """Return the quantisation of `quantize="fp8"`: all products of the layers, but not the head."""
+    form = Fp8Form("channel", "token", "floats")
+    return Quantization(((exactly("lm_head"), None), (".*", form)))
+
+
+def exactly(name: str) -> str:
+    """Return the pattern of one module."""
+    return re.escape(name) + r"\Z"
+
+
+def checked_pattern(pattern: str, key: str) -> str:
+    """Return a regular expression of a checkpoint; ConfigError if it is none."""
+    try:
+        if len(pattern) > LONGEST_PATTERN:
+            raise ValueError(f"one of {len(pattern)} characters")
+        _compiled(pattern)
+    except (re.error, ValueError, RecursionError, OverflowError) as e:
+        raise ConfigError(
+            f"quantization_config.{key}: expected regular expressions of at most "
+            f"{LONGEST_PATTERN} characters, got {shown(pattern)}: {e}"
+        ) from e
+    return pattern
+
+
+def read_names(settings: Mapping[str, Any], *keys: str) -> Sequence[str]:
+    """Return the list of names under the first of these keys that is there."""
+    for key in keys:
+        names = settings.get(key)
+        if names is not None:
+            if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+                raise ConfigError(
+                    f"quantization_config.{key}: expected a list of names, got {shown(names)}"
+                )
+            return names
+    return ()
+
+
+def expect(settings: Mapping[str, Any], key: str, *values: object, where: str = "") -> Any:
+    """Return a setting; ConfigError unless it is one of these values, or absent where None is."""
+    value = settings.get(key)
+    if not any(type(value) is type(each) and value == each for each in values):
+        wanted = " or ".join(map(repr, values))
+        raise ConfigError(
+            f"quantization_config{where}: expected {key} {wanted}, got {shown(value)}"
+        )
+    return value
+
+
+def scale_dtype_of(settings: Mapping[str, Any]) -> str:
+    """Return the dtype of the scales of 4-bit weights: the checkpoint's own, if it is known."""
+    dtype = settings.get("dtype")
+    return dtype if dtype in SCALE_DTYPES else "float32"
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)

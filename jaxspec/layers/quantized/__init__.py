@@ -1,0 +1,10 @@
+"""Quantised linear modules in parameter tables.
+
+files     the tensors of a module in each format, and the codes and scales that they hold
+rounding  floats -> codes and scales
+table     a table of plain weights -> that of a quantised checkpoint
+"""
+
+from jaxspec.layers.quantized.table import dequantised, stored
+
+__all__ = ["dequantised", "stored"]

@@ -1,0 +1,244 @@
+"""The tensors of one quantised linear module in a checkpoint, and what they hold.
+
+A module of `out` rows and `in` columns has parts: "codes", "scales", "zeros" and
+"activation_scale". `tensors` names those of a part; `read` returns its values in one layout,
+whatever the format:
+
+codes:            [out, in], float8_e4m3fn or uint8 (0 .. 15)
+scales:           [out, 1], or [out, columns of blocks] with the rows of blocks repeated;
+                  4 bits: [out, in / group_size]
+zeros:            uint8 [out, in / group_size]
+activation_scale: float32 []
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jaxspec.config import ConfigError
+from jaxspec.config.quantization import BLOCK, Form, Fp8Form, Int4Form
+from jaxspec.layers.quantized import rounding
+
+Part = Literal["codes", "scales", "zeros", "activation_scale"]
+Shape = tuple[int, int]  # [out, in]
+
+NIBBLES = 8  # codes in an int32
+# The position of each column of 8 in AWQ's words.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def parts_of(form: Form) -> tuple[Part, ...]:
+    """Return the parts that a module of this form has."""
+    if isinstance(form, Fp8Form):
+        return (
+            ("codes", "scales", "activation_scale")
+            if form.activation == "static"
+            else ("codes", "scales")
+        )
+    return ("codes", "scales", "zeros") if form.has_zeros else ("codes", "scales")
+
+
+def tensors(form: Form, part: Part, module: str, shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of each tensor of a part.
+
+    ConfigError for a module whose columns do not fill whole groups.
+    """
+    if form.source == "floats":
+        return {f"{module}.weight": shape}
+    if isinstance(form, Fp8Form):
+        return _fp8_tensors(form, part, module, shape)
+    return _int4_tensors(form, part, module, shape)
+
+
+def read(
+    form: Form, part: Part, module: str, shape: Shape, arrays: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Return a part of a module; arrays: those of `tensors`, in their order.
+
+    ConfigError for values that the format does not have.
+    """
+    if form.source == "floats":
+        return _rounded(form, part, arrays[0])
+    if isinstance(form, Fp8Form):
+        return _fp8_part(part, module, shape, arrays)
+    return _int4_part(form, part, module, shape, arrays)
+
+
+def dequantise(parts: Mapping[Part, np.ndarray]) -> np.ndarray:
+    """Return the weight float32 [out, in] of a module's parts."""
+    codes, scales = parts["codes"], parts["scales"].astype(np.float32)
+    values = codes.astype(np.float32)
+    if codes.dtype == np.uint8:
+        zeros = parts.get("zeros")
+        repeats = codes.shape[1] // scales.shape[1]
+        values -= 8 if zeros is None else np.repeat(zeros.astype(np.float32), repeats, axis=1)
+        return values * np.repeat(scales, repeats, axis=1)
+    if scales.shape[1] > 1:
+        scales = np.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
+    return values * scales
+
+
+def _fp8_tensors(
+    form: Fp8Form, part: Part, module: str, shape: Shape
+) -> dict[str, tuple[int, ...]]:
+    if part == "codes":
+        return {f"{module}.weight": shape}
+    if part == "activation_scale":
+        return {f"{module}.input_scale": (1,)}
+    of_blocks = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
+    name = "weight_scale_inv" if form.source == "fp8" and form.scales == "block" else "weight_scale"
+    shapes: dict[str, tuple[int, ...]] = {
+        "tensor": (1,),
+        "channel": (shape[0], 1),
+        "block": of_blocks,
+    }
+    return {f"{module}.{name}": shapes[form.scales]}
+
+
+def _fp8_part(part: Part, module: str, shape: Shape, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    (array,) = arrays
+    if part == "codes":
+        if array.dtype != rounding.FP8:
+            raise ConfigError(
+                f"{module}.weight: expected float8_e4m3fn by quantization_config, got {array.dtype}"
+            )
+        return array
+    array = array.astype(np.float32)
+    if part == "activation_scale":
+        return array.reshape(())
+    if array.shape == (1,):
+        return np.broadcast_to(array[:, None], (shape[0], 1))
+    if array.shape == (shape[0], 1):
+        return array
+    return np.repeat(array, BLOCK, axis=0)[: shape[0]]
+
+
+def _int4_tensors(
+    form: Int4Form, part: Part, module: str, shape: Shape
+) -> dict[str, tuple[int, ...]]:
+    rows, columns = shape
+    if columns % form.group_size or columns % NIBBLES or rows % NIBBLES:
+        raise ConfigError(
+            f"{module}: expected columns in whole groups of {form.group_size} and rows in eights, "
+            f"got {columns} columns and {rows} rows"
+        )
+    groups = columns // form.group_size
+    if form.source == "compressed-tensors":
+        named: dict[Part, dict[str, tuple[int, ...]]] = {
+            "codes": {"weight_packed": (rows, columns // NIBBLES), "weight_shape": (2,)},
+            "scales": {"weight_scale": (rows, groups)},
+            "zeros": {"weight_zero_point": (rows // NIBBLES, groups)},
+        }
+    else:
+        zeros: dict[str, tuple[int, ...]] = {"qzeros": (groups, rows // NIBBLES)}
+        packed = (columns // NIBBLES, rows) if form.source == "gptq" else (columns, rows // NIBBLES)
+        codes: dict[str, tuple[int, ...]] = {"qweight": packed}
+        if form.source == "gptq":
+            codes |= {"g_idx": (columns,)}
+        if not form.has_zeros:  # the file has them all the same
+            codes |= zeros
+        named = {"codes": codes, "scales": {"scales": (groups, rows)}, "zeros": zeros}
+    return {f"{module}.{name}": each for name, each in named[part].items()}
+
+
+def _int4_part(
+    form: Int4Form, part: Part, module: str, shape: Shape, arrays: Sequence[np.ndarray]
+) -> np.ndarray:
+    transposed = form.source != "compressed-tensors"
+    if part == "scales":
+        return _exact(arrays[0].T if transposed else arrays[0], form.scale_dtype, module)
+    if part == "zeros":
+        return _zeros(form, arrays[0])
+    if transposed:
+        if form.source == "gptq":
+            _check_order(form, module, arrays[1])
+        if not form.has_zeros:
+            _check_middle(form, module, _zeros(form, arrays[-1]))
+    elif arrays[1].tolist() != list(shape):
+        raise ConfigError(
+            f"{module}.weight_shape: expected {list(shape)}, got {arrays[1].tolist()}"
+        )
+    if form.source == "gptq":
+        return unpacked(arrays[0], axis=0).T
+    if form.source == "awq":
+        return in_awq_order(unpacked(arrays[0], axis=1)).T
+    return unpacked(arrays[0], axis=1)
+
+
+def unpacked(words: np.ndarray, *, axis: int) -> np.ndarray:
+    """Return the 8 codes of each int32, the lowest four bits first, along this axis as uint8."""
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    moved = np.moveaxis(words.view(np.uint32), axis, -1)
+    codes = (moved[..., None] >> shifts & 15).astype(np.uint8)
+    return np.moveaxis(codes.reshape(*moved.shape[:-1], -1), -1, axis)
+
+
+def packed(codes: np.ndarray) -> np.ndarray:
+    """Return uint8 codes [rows, columns] as int32 [rows, columns / 8], the lowest bits first."""
+    eights = codes.reshape(codes.shape[0], -1, NIBBLES).astype(np.uint32)
+    words = np.zeros(eights.shape[:-1], np.uint32)
+    for i in range(NIBBLES):
+        words |= eights[..., i] << np.uint32(4 * i)
+    return words.view(np.int32)
+
+
+def in_awq_order(codes: np.ndarray) -> np.ndarray:
+    """Return the columns of codes in their own order; AWQ's words hold 0, 2, 4, 6, 1, 3, 5, 7."""
+    eights = codes.reshape(*codes.shape[:-1], -1, NIBBLES)
+    return eights[..., AWQ_ORDER].reshape(codes.shape)
+
+
+def _zeros(form: Int4Form, array: np.ndarray) -> np.ndarray:
+    """Return zeros uint8 [out, groups] of the format's own tensor."""
+    if form.source == "compressed-tensors":
+        return unpacked(array, axis=0)
+    codes = unpacked(array, axis=1)
+    return (in_awq_order(codes) if form.source == "awq" else codes + np.uint8(form.zeros_from)).T
+
+
+def _check_order(form: Int4Form, module: str, group_of: np.ndarray) -> None:
+    if not np.array_equal(group_of, np.arange(len(group_of)) // form.group_size):
+        raise ConfigError(
+            f"{module}.g_idx: expected groups of {form.group_size} neighbours, "
+            "got another order (desc_act)"
+        )
+
+
+def _check_middle(form: Int4Form, module: str, zeros: np.ndarray) -> None:
+    if (zeros != 8).any():
+        raise ConfigError(
+            f"{module}.qzeros: expected zeros of 8 in a symmetric checkpoint, "
+            f"got {int(zeros[zeros != 8][0])}"
+        )
+
+
+def _exact(scales: np.ndarray, dtype: str, module: str) -> np.ndarray:
+    """Return scales in the checkpoint's dtype; ConfigError where that changes one."""
+    wanted = rounding.dtype_of(dtype)
+    with np.errstate(over="ignore"):
+        cast = scales.astype(wanted)
+    if not np.array_equal(cast.astype(np.float32), scales.astype(np.float32), equal_nan=True):
+        raise ConfigError(
+            f"{module}: expected scales in config.json's dtype {dtype}, got {scales.dtype}"
+        )
+    return cast
+
+
+def _rounded(form: Form, part: Part, weight: np.ndarray) -> np.ndarray:
+    """Return a part of a plain weight that is quantised while it loads."""
+    if isinstance(form, Int4Form):
+        dtype = rounding.dtype_of(form.scale_dtype)
+        scales = rounding.int4_scales(weight, form.group_size, dtype)
+        return scales if part == "scales" else rounding.int4_codes(weight, scales)
+    if form.scales == "block":
+        scales = rounding.fp8_block_scales(weight)
+        if part == "scales":
+            return np.repeat(scales, BLOCK, axis=0)[: weight.shape[0]]
+    else:
+        scales = rounding.fp8_scales(weight)
+        if part == "scales":
+            return scales
+    return rounding.fp8_codes(weight, scales)

@@ -1,0 +1,303 @@
+"""Parameter tables of quantised checkpoints, made from those of plain weights.
+
+A family's table says which matrices it has, how they are joined, and how a mesh cuts them. Here a
+Weight of the table becomes an Fp8Weight or an Int4Weight, whose arrays are specs of codes and
+scales. Matrices that no product reads as codes (experts, latent attention's absorbed projections)
+stay plain, and are dequantised while they load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxspec.config import ConfigError
+from jaxspec.config.quantization import BLOCK, Form, Fp8Form, Quantization
+from jaxspec.layers.params import JoinedSpec, Params, ParamSpec, Weight, is_spec
+from jaxspec.layers.quantized import files
+from jaxspec.layers.quantized.files import Part, Shape
+from pallas_kernels.fp8_matmul import Fp8Weight
+from pallas_kernels.int4_matmul import Int4Weight, pack
+from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, UNIT
+
+SUFFIX = ".weight"
+
+
+@dataclass(frozen=True)
+class QuantizedSpec(ParamSpec):
+    """Codes, scales or zeros of a matrix, or of several that are joined.
+
+    base:  the plain matrix [in, out]
+    form:  of its modules
+    part:  the part of each module that this array holds
+    along: (axis of the array, axis of the matrix, weights for each entry); an axis of the matrix
+           that the array lacks is not named
+    """
+
+    base: ParamSpec = field(default=cast(ParamSpec, None))
+    form: Form = field(default=cast(Form, None))
+    part: Part = "codes"
+    along: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: shape
+            for module, size in modules_of(self.base).items()
+            for name, shape in files.tensors(self.form, self.part, module, size).items()
+        }
+
+    def parts_along(self, dim: int) -> list[tuple[int, str | None]]:
+        for own, of_base, unit in self.along:
+            if own == dim:
+                parts = self.base.parts_along(of_base)
+                return [(-(-width // unit), axis) for width, axis in parts]
+        return [(self.shape[dim], None)]
+
+    def uneven_pieces(self, dim: int, num_pieces: Callable[[str | None], int]) -> int | None:
+        """Return the unit of weights that the pieces of an axis do not fill; None if they do."""
+        for own, of_base, unit in self.along:
+            for width, axis in self.base.parts_along(of_base) if own == dim else ():
+                if unit > 1 and num_pieces(axis) > 1 and width % (num_pieces(axis) * unit):
+                    return unit
+        return None
+
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        made = _of_modules(self.form, self.part, self.base, arrays)
+        if self.part == "activation_scale":
+            return self._only(made)
+        whole = self.base.assemble(made)  # [in, out], or rows of scales [.., out]
+        if isinstance(self.form, Fp8Form):
+            return self._fp8(whole)
+        return pack(whole.T) if self.part == "codes" else np.ascontiguousarray(whole)
+
+    def _only(self, scales: Sequence[np.ndarray]) -> np.ndarray:
+        if len({float(scale) for scale in scales}) > 1:
+            raise ConfigError(
+                f"{self.name}: expected one input_scale for projections of one input, "
+                f"got {', '.join(str(float(scale)) for scale in scales)}"
+            )
+        return scales[0]
+
+    def _fp8(self, whole: np.ndarray) -> np.ndarray:
+        if self.part == "codes":
+            return np.ascontiguousarray(whole.T)
+        assert isinstance(self.form, Fp8Form)
+        if self.form.scales != "block":
+            return np.ascontiguousarray(whole[0])
+        scales = np.ascontiguousarray(whole.T[::BLOCK])
+        if not np.array_equal(np.repeat(scales, BLOCK, axis=0)[: self.base.shape[1]], whole.T):
+            raise ConfigError(f"{self.name}: expected blocks of {BLOCK} rows after reordering")
+        return scales
+
+    def draw(self, key: jax.Array, dtype: DTypeLike, scale: float | None) -> jax.Array:
+        """Return random codes, and scales that give weights of about 1/sqrt(in)."""
+        std = scale or self.base.shape[0] ** -0.5
+        if self.part == "activation_scale":
+            return jnp.float32(0.1)
+        if self.part == "zeros":
+            return jax.random.randint(key, self.shape, 6, 11).astype(jnp.uint8)
+        if self.part == "scales":
+            largest = 120.0 if isinstance(self.form, Fp8Form) else 4.6
+            noise = jax.random.uniform(key, self.shape, jnp.float32, 0.5, 1.5)
+            return (noise * std / largest).astype(self.dtype or dtype)
+        if isinstance(self.form, Fp8Form):
+            noise = 120 * jax.random.normal(key, self.shape, jnp.float32)
+            return jnp.clip(noise, -448, 448).astype(jnp.float8_e4m3fn)
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, self.shape, jnp.uint32), jnp.int32)
+
+
+@dataclass(frozen=True)
+class DequantisedSpec(ParamSpec):
+    """A plain array made of quantised modules.
+
+    base:  the array as the family has it
+    forms: of the modules, in their order; None for one with plain weights
+    """
+
+    base: ParamSpec = field(default=cast(ParamSpec, None))
+    forms: tuple[Form | None, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for each in self._stored() for name, shape in each.items()}
+
+    def _stored(self) -> list[dict[str, tuple[int, ...]]]:
+        """Return names and shapes of each module's tensors."""
+        found: list[dict[str, tuple[int, ...]]] = []
+        for (module, size), form in zip(modules_of(self.base).items(), self.forms, strict=True):
+            if form is None:
+                found.append({f"{module}{SUFFIX}": size})
+                continue
+            parts = [files.tensors(form, part, module, size) for part in files.parts_of(form)]
+            found.append({name: shape for part in parts for name, shape in part.items()})
+        return found
+
+    def parts_along(self, dim: int) -> list[tuple[int, str | None]]:
+        return self.base.parts_along(dim)
+
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        left, made = list(arrays), []
+        for (module, size), form in zip(modules_of(self.base).items(), self.forms, strict=True):
+            if form is None:
+                made.append(left.pop(0))
+                continue
+            parts: dict[Part, np.ndarray] = {}
+            for part in files.parts_of(form):
+                count = len(files.tensors(form, part, module, size))
+                parts[part] = files.read(form, part, module, size, left[:count])
+                del left[:count]
+            made.append(files.dequantise(parts))
+        return self.base.assemble(made)
+
+    def draw(self, key: jax.Array, dtype: DTypeLike, scale: float | None) -> jax.Array:
+        return self.base.draw(key, dtype, scale)
+
+
+def stored(table: Params, quantization: Quantization | None) -> Params:
+    """Return a family's table as that of a checkpoint with this quantisation.
+
+    ConfigError for a module whose shape its form does not take, and for projections of one input
+    that differ in form.
+    """
+    if quantization is None:
+        return table
+
+    def entry(each: Any) -> Any:
+        if isinstance(each, Weight):
+            return _weight(each, quantization)
+        return _plain(each, quantization)
+
+    return jax.tree.map(entry, table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
+
+
+def dequantised(table: Params, quantization: Quantization | None) -> Params:
+    """Return the table of plain weights that are made of a quantised checkpoint's."""
+    if quantization is None:
+        return table
+    return jax.tree.map(lambda spec: _plain(spec, quantization), table, is_leaf=is_spec)
+
+
+def modules_of(spec: ParamSpec) -> dict[str, Shape]:
+    """Return name and shape [out, in] of each linear module that an array is made of."""
+    return {
+        name.removesuffix(SUFFIX): (shape[0], shape[1])
+        for name, shape in spec.tensors.items()
+        if _is_linear(name, shape) and spec.axes != ("vocab", "embed")  # an embedding is a table
+    }
+
+
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    return name.endswith(SUFFIX) and len(shape) == 2
+
+
+def _of_modules(
+    form: Form, part: Part, base: ParamSpec, arrays: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    left, made = list(arrays), []
+    for module, size in modules_of(base).items():
+        count = len(files.tensors(form, part, module, size))
+        made.append(files.read(form, part, module, size, left[:count]))
+        del left[:count]
+    return made
+
+
+def _plain(spec: ParamSpec, quantization: Quantization) -> ParamSpec:
+    """Return the spec of a plain array, dequantised if its modules are stored as codes."""
+    forms = tuple(map(quantization.form_of, modules_of(spec)))
+    if not any(form is not None and form.source != "floats" for form in forms):
+        return spec
+    return DequantisedSpec(
+        spec.name,
+        spec.shape,
+        spec.axes,
+        dtype=spec.dtype,
+        side_by_side=spec.side_by_side,
+        base=spec,
+        forms=forms,
+    )
+
+
+def _weight(entry: Weight, quantization: Quantization) -> Any:
+    """Return the entry of a matrix: plain, dequantised, or of codes."""
+    spec: ParamSpec = cast(Any, entry.values)
+    forms = {quantization.form_of(module) for module in modules_of(spec)}
+    if forms == {None}:
+        return entry
+    if len(spec.shape) != 2:  # experts
+        return replace(entry, values=cast(Any, _plain(spec, quantization)))
+    if len(forms) > 1:
+        raise ConfigError(
+            f"quantization_config: expected one form for {spec.name}, the projections of one "
+            f"input, got {' and '.join('plain weights' if f is None else str(f) for f in forms)}"
+        )
+    (form,) = forms
+    assert form is not None
+    if isinstance(form, Fp8Form):
+        parts = spec.parts if isinstance(spec, JoinedSpec) else (spec,)
+        if form.scales == "block" and any(part.shape[1] % BLOCK for part in parts[:-1]):
+            return tuple(_fp8(part, form) for part in parts)
+        return _fp8(spec, form)
+    return _int4(spec, form)
+
+
+def _fp8(base: ParamSpec, form: Fp8Form) -> Fp8Weight:
+    depth, width = base.shape
+    of_depth, of_width = base.axes
+
+    def spec(part: Part, shape: tuple[int, ...], axes: Any, along: Any, dtype: str) -> Any:
+        return QuantizedSpec(
+            base.name, shape, axes, dtype=dtype, base=base, form=form, part=part, along=along
+        )
+
+    codes = spec(
+        "codes", (width, depth), (of_width, of_depth), ((0, 1, 1), (1, 0, 1)), "float8_e4m3fn"
+    )
+    if form.scales == "block":
+        shape = (-(-width // BLOCK), -(-depth // BLOCK))
+        along = ((0, 1, BLOCK), (1, 0, BLOCK))
+        scales = spec("scales", shape, (of_width, of_depth), along, "float32")
+    else:
+        scales = spec("scales", (width,), (of_width,), ((0, 1, 1),), "float32")
+    given = None
+    if form.activation == "static":
+        given = spec("activation_scale", (), (), (), "float32")
+    return Fp8Weight(codes, scales, given, activation=form.activation)
+
+
+def _int4(base: ParamSpec, form: Any) -> Int4Weight:
+    depth, width = base.shape
+    of_depth, of_width = base.axes
+    parts = base.parts if isinstance(base, JoinedSpec) else (base,)
+    if depth % DEPTHS or any(part.shape[1] % COLUMNS for part in parts):
+        raise ConfigError(
+            f"{base.name}: expected columns in {DEPTHS}s and rows in {COLUMNS}s for 4-bit weights, "
+            f"got {depth} columns and {', '.join(str(part.shape[1]) for part in parts)} rows"
+        )
+
+    def spec(part: Part, shape: tuple[int, ...], axes: Any, along: Any, dtype: str) -> Any:
+        return QuantizedSpec(
+            base.name, shape, axes, dtype=dtype, base=base, form=form, part=part, along=along
+        )
+
+    words = spec(
+        "codes",
+        (width // COLUMNS, depth // DEPTHS, UNIT),
+        (of_width, of_depth, None),
+        ((0, 1, COLUMNS), (1, 0, DEPTHS)),
+        "int32",
+    )
+    grouped: Any = (
+        (depth // form.group_size, width),
+        (of_depth, of_width),
+        ((0, 0, form.group_size), (1, 1, 1)),
+    )
+    scales = spec("scales", *grouped, form.scale_dtype)
+    zeros = spec("zeros", *grouped, "uint8") if form.has_zeros else None
+    return Int4Weight(words, scales, zeros)

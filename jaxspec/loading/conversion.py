@@ -1,0 +1,209 @@
+"""A checkpoint of plain weights -> a quantised one in the compressed-tensors format.
+
+It quantises the matrices of the layers' products. The head, routers and experts keep
+their weights; the new config names them as ignored.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+
+from jaxspec import models
+from jaxspec.config import ConfigError
+from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form
+from jaxspec.layers.params import Weight
+from jaxspec.layers.quantized import files, rounding
+from jaxspec.layers.quantized.files import Shape
+from jaxspec.layers.quantized.table import modules_of
+from jaxspec.loading.cache import MARKER
+from jaxspec.loading.checkpoint import INDEX, SINGLE, Checkpoint, LazyTensor, open_checkpoint
+from jaxspec.loading.shards import write_json, write_shards
+
+Format = Literal["fp8", "fp8-block", "int4"]
+FORMATS: tuple[Format, ...] = ("fp8", "fp8-block", "int4")
+# Files beside the weights that the new folder has too.
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+OWN = ("config.json", INDEX, SINGLE)
+EXPERT = re.compile(r".*\.experts\.")
+
+
+def convert_checkpoint(
+    source: Path, out: Path, format: Format, *, group_size: int | None = None
+) -> Path:
+    """Write the target in `source`, quantised, into `out`, which must not exist.
+
+    The folder appears whole or not at all.
+
+    group_size: weights that share a scale, for int4 alone; None: 128
+
+    ConfigError for a source that is quantised already, and for shapes that the format does not
+    take.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
+    if group_size is not None and (format != "int4" or group_size not in GROUPS):
+        raise ConfigError(
+            f"group_size: expected one of {', '.join(map(str, GROUPS))} with format 'int4', got "
+            f"{group_size!r} with {format!r}"
+        )
+    if out.exists():
+        raise ConfigError(f"{out}: expected a folder that does not exist yet, got one that does")
+    checkpoint = open_checkpoint(source)
+    if checkpoint.config.get("quantization_config"):
+        raise ConfigError(f"{source}: expected plain weights, got a quantised checkpoint")
+    modules = product_modules(checkpoint)
+    form = _form(format, checkpoint, modules, group_size or BLOCK)
+    check_modules(modules, form, source)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temp = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _copy_files(source, temp)
+        ignored = _ignored(checkpoint, modules)
+        quantization = {"quantization_config": compressed_tensors_config(form, ignored)}
+        write_json(temp / "config.json", checkpoint.config | quantization)
+        write_shards(temp, _tensors(checkpoint, modules, form))
+        for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        temp.rename(out)
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(temp, ignore_errors=True)
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
+        raise ConfigError(
+            f"{out}: expected room to write the quantised weights, got {reason}"
+        ) from e
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+    return out
+
+
+def product_modules(checkpoint: Checkpoint) -> dict[str, Shape]:
+    """Return the linear modules of the layers, by name, with their shapes [out, in]."""
+    cfg = models.config_from_hf(checkpoint.config)
+    table: Any = models.family(cfg).param_specs(cfg)
+    if not hasattr(cfg, "quantization"):
+        raise ConfigError(
+            f"{checkpoint.path}: expected a model whose products read quantised weights, got "
+            f"model_type {cfg.model_type!r}"
+        )
+    entries: list[Any] = jax.tree.leaves(
+        table["layers"], is_leaf=lambda entry: isinstance(entry, Weight)
+    )
+    return {
+        module: shape
+        for entry in entries
+        if isinstance(entry, Weight) and len(entry.values.shape) == 2
+        for module, shape in modules_of(entry.values).items()  # type: ignore[arg-type]
+    }
+
+
+def check_modules(modules: Mapping[str, Shape], form: Form, source: Path) -> None:
+    """Raise ConfigError for a module that other readers of the format do not take."""
+    unit = form.group_size if isinstance(form, Int4Form) else BLOCK
+    grouped = isinstance(form, Int4Form) or form.scales == "block"
+    for module, (_, columns) in modules.items():
+        if grouped and columns % unit:
+            smaller = [str(g) for g in GROUPS if columns % g == 0 and isinstance(form, Int4Form)]
+            hint = f"; a group_size of {smaller[-1]} fits" if smaller else ""
+            raise ConfigError(
+                f"{source} {module}: expected columns in multiples of {unit}, got {columns}{hint}"
+            )
+
+
+def compressed_tensors_config(form: Form, ignored: list[str]) -> dict[str, Any]:
+    """Return the quantization_config of all linear modules but those that are ignored."""
+    weights: dict[str, Any] = {"symmetric": True, "dynamic": False, "observer": "minmax"}
+    inputs: dict[str, Any] | None = None
+    if isinstance(form, Int4Form):
+        weights |= {"num_bits": 4, "type": "int", "strategy": "group"}
+        weights |= {"group_size": form.group_size}
+        name = "pack-quantized"
+    else:
+        name = "float-quantized"
+        weights |= {"num_bits": 8, "type": "float", "strategy": form.scales}
+        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
+        if form.scales == "block":
+            weights |= {"block_structure": [BLOCK, BLOCK]}
+            inputs |= {"strategy": "group", "group_size": BLOCK}
+        else:
+            inputs |= {"strategy": "token"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"output_activations": None, "format": name}},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _form(
+    format: Format, checkpoint: Checkpoint, modules: Mapping[str, Shape], group_size: int
+) -> Form:
+    if format == "fp8":
+        return Fp8Form("channel", "token", "floats")
+    if format == "fp8-block":
+        return Fp8Form("block", "block", "floats")
+    # Scales have the dtype of the weights, as llm-compressor's.
+    first = checkpoint.tensors[f"{next(iter(modules))}.weight"].read().dtype
+    return Int4Form(group_size, has_zeros=False, source="floats", scale_dtype=first.name)
+
+
+def _ignored(checkpoint: Checkpoint, modules: Mapping[str, Shape]) -> list[str]:
+    """Return the names, or patterns, of all linear modules that stay as they are."""
+    names: dict[str, None] = {"lm_head": None}
+    for tensor, shape in checkpoint.shapes.items():
+        module = tensor.removesuffix(".weight")
+        if module == tensor or len(shape) != 2 or module in modules:
+            continue
+        if EXPERT.match(module):
+            names[r"re:.*\.experts\..*"] = None
+        elif not module.endswith("embed_tokens"):
+            names[module] = None
+    return list(names)
+
+
+def _tensors(
+    checkpoint: Checkpoint, modules: Mapping[str, Shape], form: Form
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each tensor of the new checkpoint."""
+    for name, tensor in checkpoint.tensors.items():
+        module = name.removesuffix(".weight")
+        if module == name or module not in modules:
+            yield name, tensor.read()
+        else:
+            yield from _module(module, tensor, form)
+
+
+def _module(module: str, tensor: LazyTensor, form: Form) -> Iterator[tuple[str, np.ndarray]]:
+    weight = tensor.read()
+    if isinstance(form, Int4Form):
+        scales = rounding.int4_scales(weight, form.group_size, rounding.dtype_of(form.scale_dtype))
+        yield f"{module}.weight_packed", files.packed(rounding.int4_codes(weight, scales))
+        yield f"{module}.weight_scale", scales
+        yield f"{module}.weight_shape", np.array(weight.shape, np.int64)
+        return
+    scales = (
+        rounding.fp8_block_scales(weight) if form.scales == "block" else rounding.fp8_scales(weight)
+    )
+    yield f"{module}.weight", rounding.fp8_codes(weight, scales)
+    yield f"{module}.weight_scale", scales
+
+
+def _copy_files(source: Path, out: Path) -> None:
+    """Copy the tokenizer's and other files beside the weights."""
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.name not in (*OWN, MARKER) and file.is_file():
+                shutil.copyfile(file, out / file.name)

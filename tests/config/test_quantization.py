@@ -1,0 +1,195 @@
+"""quantization_config of each published format: what is read, and what is refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from jaxspec.config import ConfigError
+from jaxspec.config.quantization import Fp8Form, Int4Form, read_quantization
+from tests.support import quantized
+
+Q_PROJ = "model.layers.3.self_attn.q_proj"
+TOKEN = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "token",
+    "symmetric": True,
+    "dynamic": True,
+}
+CHANNEL = TOKEN | {"strategy": "channel", "dynamic": False}
+DYNAMIC = quantized.compressed(CHANNEL, TOKEN, "float-quantized")
+BLOCK = quantized.compressed(
+    CHANNEL | {"strategy": "block", "block_structure": [128, 128]},
+    TOKEN | {"strategy": "group", "group_size": 128},
+    "float-quantized",
+)
+W4 = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": 128,
+    "symmetric": True,
+    "dynamic": False,
+    "actorder": None,
+}
+PACKED = quantized.compressed(W4, None, "pack-quantized")
+STATIC_FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+MODELOPT = {"quant_method": "modelopt", **quantized.MODELOPT["quantization"]}
+
+FORMS: dict[str, tuple[dict[str, Any], Any]] = {
+    "per channel": (DYNAMIC, Fp8Form("channel", "token", "compressed-tensors")),
+    "blocks": (BLOCK, Fp8Form("block", "block", "compressed-tensors")),
+    "static": (quantized.STATIC, Fp8Form("tensor", "static", "compressed-tensors")),
+    "DeepSeek": (quantized.DEEPSEEK_FP8, Fp8Form("block", "block", "fp8")),
+    "static fp8": (STATIC_FP8, Fp8Form("tensor", "static", "fp8")),
+    "ModelOpt": (MODELOPT, Fp8Form("tensor", "static", "modelopt")),
+    "packed": (PACKED, Int4Form(128, False, "compressed-tensors", scale_dtype="bfloat16")),
+    "GPTQ": (
+        quantized.GPTQ | {"sym": False},
+        Int4Form(128, True, "gptq", zeros_from=1, scale_dtype="bfloat16"),
+    ),
+    "GPTQ symmetric": (
+        quantized.GPTQ | {"sym": True, "checkpoint_format": "gptq_v2"},
+        Int4Form(128, False, "gptq", scale_dtype="bfloat16"),
+    ),
+    "AWQ": (quantized.AWQ, Int4Form(128, True, "awq", scale_dtype="bfloat16")),
+    "AWQ in capitals": (
+        quantized.AWQ | {"version": "GEMM"},
+        Int4Form(128, True, "awq", scale_dtype="bfloat16"),
+    ),
+}
+
+
+def read(settings: dict[str, Any]) -> Any:
+    return read_quantization({"torch_dtype": "bfloat16", "quantization_config": settings})
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_published_form_is_read_and_the_head_is_left(name: str) -> None:
+    settings, form = FORMS[name]
+    found = read(settings)
+    assert found.form_of(Q_PROJ) == form
+    assert found.form_of("lm_head") is None
+    assert hash(found) == hash(read(settings))  # part of a static config
+
+
+def test_no_quantization_config_is_plain() -> None:
+    assert read_quantization({}) is None
+    assert read_quantization({"quantization_config": None}) is None
+
+
+def test_names_come_before_patterns_and_these_before_classes() -> None:
+    settings = copy.deepcopy(DYNAMIC)
+    one = {"weights": W4, "input_activations": None, "format": "pack-quantized"}
+    groups = settings["config_groups"]
+    groups["group_1"] = one | {"targets": [r"re:.*layers\.3\..*"]}
+    groups["group_2"] = one | {"targets": [Q_PROJ], "weights": W4 | {"group_size": 64}}
+    settings["ignore"] += [r"re:.*\.gate$", "model.layers.3.mlp.up_proj"]
+    found = read(settings)
+    assert found.form_of(Q_PROJ).group_size == 64
+    assert found.form_of("model.layers.3.mlp.down_proj").group_size == 128
+    assert found.form_of("model.layers.2.mlp.down_proj").scales == "channel"
+    assert found.form_of("model.layers.3.mlp.up_proj") is None
+    assert found.form_of("model.layers.2.mlp.gate") is None
+    assert found.form_of("model.layers.2.mlp.gate_proj") is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "names"),
+    [
+        (quantized.DEEPSEEK_FP8, "modules_to_not_convert", ["model.layers.3.mlp.gate", "fc"]),
+        (quantized.DEEPSEEK_FP8, "ignored_layers", [r"model.layers.\d.mlp.gate", "fc"]),
+        (MODELOPT, "exclude_modules", ["lm_head", "*.mlp.gate", "fc"]),
+        (quantized.AWQ, "modules_to_not_convert", ["mlp.gate.", "fc"]),
+    ],
+)
+def test_ignored_modules_are_named_as_each_format_does(
+    settings: dict[str, Any], key: str, names: list[str]
+) -> None:
+    found = read(settings | {key: names})
+    assert found.form_of("fc") is None
+    assert found.form_of("model.layers.3.mlp.gate_proj") is not None
+    if "gate." not in names[0]:
+        assert found.form_of("model.layers.3.mlp.gate") is None
+
+
+def test_gptq_may_list_its_modules() -> None:
+    listed = {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]}
+    found = read(quantized.GPTQ | listed)
+    assert found.form_of(Q_PROJ) is not None
+    assert found.form_of("model.layers.3.mlp.down_proj") is None
+
+
+def changed(settings: dict[str, Any], *path: Any) -> dict[str, Any]:
+    """A copy with another value: changed(settings, "key", ..., value)."""
+    copied = copy.deepcopy(settings)
+    *keys, last, value = path
+    inner = copied
+    for key in keys:
+        inner = inner[key]
+    inner[last] = value
+    return copied
+
+
+GROUP = ("config_groups", "group_0")
+NEIGHBOURS = "a request's text would depend on its neighbours"
+REFUSED: dict[str, dict[str, Any]] = {
+    rf"one dynamic scale for all tokens, with which {NEIGHBOURS}": changed(
+        DYNAMIC, *GROUP, "input_activations", "strategy", "tensor"
+    ),
+    rf"quantization_config: .* {NEIGHBOURS}": changed(STATIC_FP8, "activation_scheme", "dynamic"),
+    "quant_method to be one of compressed-tensors, fp8, .*, got 'bitsandbytes'": {
+        "quant_method": "bitsandbytes"
+    },
+    "expected config_groups as an object": changed(DYNAMIC, "config_groups", []),
+    "expected format float-quantized or .*, got 'nvfp4-pack-quantized'": changed(
+        DYNAMIC, "format", "nvfp4-pack-quantized"
+    ),
+    "group_0.weights: expected num_bits 4 or 8, got 2": changed(
+        DYNAMIC, *GROUP, "weights", "num_bits", 2
+    ),
+    "group_0.weights: expected type 'float', got 'int'": changed(
+        DYNAMIC, *GROUP, "weights", "type", "int"
+    ),
+    "expected input_activations beside float weights of 8 bits, got none": changed(
+        DYNAMIC, *GROUP, "input_activations", None
+    ),
+    "expected no input_activations beside int weights": changed(
+        PACKED, *GROUP, "input_activations", TOKEN
+    ),
+    r"expected block_structure \[128, 128\], got \[64, 64\]": changed(
+        BLOCK, *GROUP, "weights", "block_structure", [64, 64]
+    ),
+    "expected group_size 32 or 64 or 128, got -1": changed(
+        PACKED, *GROUP, "weights", "group_size", -1
+    ),
+    "expected actorder None or .*, got 'group'": changed(
+        PACKED, *GROUP, "weights", "actorder", "group"
+    ),
+    "expected no sparsity_config": changed(DYNAMIC, "sparsity_config", {"format": "sparse-24"}),
+    r"ignore: expected regular expressions .*, got '\('": changed(DYNAMIC, "ignore", ["re:("]),
+    "ignore: expected a list of names, got 7": changed(DYNAMIC, "ignore", 7),
+    r"weight_block_size \[128, 128\], got \[64, 64\]": changed(
+        quantized.DEEPSEEK_FP8, "weight_block_size", [64, 64]
+    ),
+    "expected scale_fmt 'float' or None, got 'ue8m0'": changed(
+        quantized.DEEPSEEK_FP8, "scale_fmt", "ue8m0"
+    ),
+    "expected quant_algo 'FP8' or .*, got 'NVFP4'": changed(MODELOPT, "quant_algo", "NVFP4"),
+    "expected desc_act false, .* got True": changed(quantized.GPTQ, "desc_act", True),
+    "expected bits 4, got 8": changed(quantized.GPTQ, "bits", 8),
+    "expected one setting for all modules, got dynamic": changed(
+        quantized.GPTQ, "dynamic", {"-:.*": {}}
+    ),
+    "expected lm_head False or None, got True": changed(quantized.GPTQ, "lm_head", True),
+    "expected version 'gemm' or None, got 'gemv'": changed(quantized.AWQ, "version", "GEMV"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_implemented_is_one_sentence(message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(REFUSED[message])

@@ -1,0 +1,231 @@
+"""Tables of quantised checkpoints: strict names and shapes, joined projections, several devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from safetensors.numpy import save_file
+
+from jaxspec import models
+from jaxspec.config import ConfigError
+from jaxspec.config.quantization import BLOCK, Fp8Form, Int4Form, Quantization
+from jaxspec.layers.params import init_random, is_spec, joined, matrix, weight
+from jaxspec.layers.quantized import stored
+from jaxspec.loading.conversion import convert_checkpoint
+from jaxspec.loading.model import load_target
+from jaxspec.loading.weights import check_cuts
+from jaxspec.parallel.layout import Placement
+from jaxspec.parallel.mesh import MODEL
+from pallas_kernels.fp8_matmul import Fp8Weight
+from tests.support import quantized
+
+FORMS = {
+    "fp8": Fp8Form("channel", "token", "compressed-tensors"),
+    "blocks": Fp8Form("block", "block", "fp8"),
+    "static": Fp8Form("tensor", "static", "modelopt"),
+    "int4": Int4Form(64, True, "awq", scale_dtype="float16"),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantized.plain_checkpoint(tmp_path_factory.mktemp("plain") / "wide", quantized.WIDE)
+
+
+def quantised_config(form: Any, config: dict[str, Any] = quantized.WIDE) -> Any:
+    rules = ((r"lm_head\Z", None), (".*", form))
+    cfg: Any = models.config_from_hf(config)
+    return replace(cfg, quantization=Quantization(rules))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_random_weights_have_the_shapes_and_dtypes_of_the_table(form: str) -> None:
+    cfg = quantised_config(FORMS[form])
+    specs = models.family(cfg).param_specs(cfg)
+    params = init_random(specs, jax.random.key(0), jnp.dtype(jnp.bfloat16))
+
+    def compare(spec: Any, array: jax.Array) -> None:
+        assert array.shape == spec.shape, spec.name
+        assert array.dtype == jnp.dtype(spec.dtype or jnp.bfloat16), spec.name
+
+    jax.tree.map(compare, specs, params, is_leaf=is_spec)
+    down = params["layers"][0]["down_proj"].to_array(jnp.float32)
+    assert 0.5 < float(down.std()) * 16 < 2  # 1/sqrt(256)
+
+
+def test_blocks_that_do_not_end_with_a_projection_keep_it_apart(source: Path) -> None:
+    parts = [matrix(f"{n}.weight", 256, n, (None, None)) for n in (128, 64, 64)]
+    quantization = Quantization(((".*", FORMS["blocks"]),))
+    whole = stored({"qkv": weight(joined("qkv", parts[:2]))}, quantization)["qkv"]
+    assert isinstance(whole, Fp8Weight) and whole.scales.shape == (2, 2)
+    apart = stored({"qkv": weight(joined("qkv", parts))}, quantization)["qkv"]
+    assert [each.codes.shape for each in apart] == [(128, 256), (64, 256), (64, 256)]
+
+
+def test_projections_of_one_input_have_one_form() -> None:
+    parts = [matrix(f"{n}.weight", 256, 128, (None, None)) for n in "qk"]
+    quantization = Quantization((("q", FORMS["fp8"]),))
+    with pytest.raises(ConfigError, match="expected one form for qkv, .* plain weights"):
+        stored({"qkv": weight(joined("qkv", parts))}, quantization)
+
+
+@pytest.mark.parametrize(
+    ("width", "form", "message"),
+    [
+        (192, Int4Form(128, False, "awq"), "whole groups of 128 .*, got 192 columns"),
+        (96, Int4Form(32, False, "awq"), "columns in 64s and rows in 16s .*, got 96 columns"),
+    ],
+)
+def test_shapes_that_a_form_does_not_take_are_one_sentence(
+    width: int, form: Any, message: str
+) -> None:
+    table = {"w": weight(matrix("w.weight", width, 32, (None, None)))}
+    with pytest.raises(ConfigError, match=message):
+        specs = stored(table, Quantization(((".*", form),)))
+        [spec.tensors for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
+
+
+def rewrite(folder: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> Path:
+    tensors = quantized.tensors_of(folder)
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+FAULTS: dict[str, tuple[str, Callable[[dict[str, np.ndarray]], Any]]] = {
+    f"1 missing: {DOWN}.weight_scale": ("fp8", lambda t: t.pop(f"{DOWN}.weight_scale")),
+    f"1 unexpected: {DOWN}.weight_extra": (
+        "fp8",
+        lambda t: t.update({f"{DOWN}.weight_extra": np.zeros(1, np.float32)}),
+    ),
+    rf"misshapen: {DOWN}.weight_scale \(expected \(128, 1\), got \(127, 1\)\)": (
+        "fp8",
+        lambda t: t.update({f"{DOWN}.weight_scale": t[f"{DOWN}.weight_scale"][1:]}),
+    ),
+    f"{DOWN}.weight: expected float8_e4m3fn by quantization_config, got float32": (
+        "fp8",
+        lambda t: t.update({f"{DOWN}.weight": np.zeros((128, 256), np.float32)}),
+    ),
+    f"{DOWN}.weight: expected finite numbers, got NaN in 1 of": (
+        "fp8",
+        lambda t: t[f"{DOWN}.weight"].view(np.uint8).__setitem__((3, 5), 0x7F),
+    ),
+    rf"{DOWN}.weight_shape: expected \[128, 256\], got \[256, 128\]": (
+        "int4",
+        lambda t: t.update({f"{DOWN}.weight_shape": np.array([256, 128])}),
+    ),
+    f"1 missing: {DOWN}.g_idx": ("gptq", lambda t: t.pop(f"{DOWN}.g_idx")),
+    rf"{DOWN}.g_idx: expected groups of 128 neighbours, got another order \(desc_act\)": (
+        "gptq",
+        lambda t: t.update({f"{DOWN}.g_idx": t[f"{DOWN}.g_idx"][::-1].copy()}),
+    ),
+    f"{DOWN}.qzeros: expected zeros of 8 in a symmetric checkpoint, got 9": (
+        "gptq",
+        lambda t: t[f"{DOWN}.qzeros"].__setitem__((0, 0), 0x77777778),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_tensor_that_is_wrong_is_named(message: str, source: Path, tmp_path: Path) -> None:
+    form, edit = FAULTS[message]
+    out = tmp_path / "out"
+    if form == "gptq":
+        quantized.gptq(source, out, sym=True)
+    else:
+        convert_checkpoint(source, out, form)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        load_target(rewrite(out, edit), jnp.float32)
+
+
+def test_inputs_of_joined_projections_share_a_scale(source: Path, tmp_path: Path) -> None:
+    uneven = quantized.INPUT_SCALES | {"k_proj": 0.02}
+    out = quantized.modelopt_fp8(source, tmp_path / "out", uneven)
+    with pytest.raises(ConfigError, match="expected one input_scale for projections of one input"):
+        load_target(out, jnp.float32)
+
+
+def test_scales_of_another_dtype_than_the_config_says_are_not_rounded(
+    source: Path, tmp_path: Path
+) -> None:
+    out = quantized.with_dtype(quantized.awq(source, tmp_path / "out"), "bfloat16")
+    with pytest.raises(ConfigError, match="scales in config.json's dtype bfloat16, got float16"):
+        load_target(out, jnp.float32)
+
+
+# --- several devices
+
+
+def cuts(form: str, size: int, **dimensions: int) -> None:
+    cfg = quantised_config(FORMS[form], quantized.WIDE | dimensions)
+    layout = Placement(AbstractMesh((size,), (MODEL,))).target(cfg)
+    check_cuts(models.family(cfg).param_specs(cfg), layout, "the target")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_devices_hold_pieces_of_codes_and_scales_alike(form: str) -> None:
+    wider = {"intermediate_size": 512, "head_dim": 128}
+    cfg = quantised_config(FORMS[form], quantized.WIDE | wider)
+    layout = Placement(AbstractMesh((2,), (MODEL,))).target(cfg)
+    specs = models.family(cfg).param_specs(cfg)
+    check_cuts(specs, layout, "the target")
+    half = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(layout.piece_of(s), jnp.dtype(s.dtype or jnp.float32)),
+        specs["layers"][0],
+        is_leaf=is_spec,
+    )
+    assert half["down_proj"].shape == (256, 128)
+    assert half["gate_proj"].shape == (128, 256)
+    assert half["self_attn"]["qkv_proj"].shape == (128, 512)
+    if form == "int4":
+        assert half["down_proj"].scales.shape == (4, 128)
+        assert half["gate_proj"].zeros.shape == (2, 256)
+    elif form == "blocks":
+        assert half["down_proj"].scales.shape == (1, 2)
+    else:  # every device has the scales of all outputs of a product that is cut along its depth
+        assert half["down_proj"].scales.shape == (128,)
+        assert half["gate_proj"].scales.shape == (256,)
+
+
+def test_pieces_of_joined_codes_are_pieces_of_each_part() -> None:
+    cfg = quantised_config(FORMS["fp8"])
+    layout = Placement(AbstractMesh((2,), (MODEL,))).target(cfg)
+    codes = models.family(cfg).param_specs(cfg)["layers"][0]["self_attn"]["qkv_proj"].codes
+    rows = np.arange(512)[:, None]  # 256 of q, 128 of k and of v
+    first, second = np.split(layout.in_device_order(rows, 0, codes.parts_along(0)), 2)
+    np.testing.assert_array_equal(first[:, 0], [*range(128), *range(256, 320), *range(384, 448)])
+    assert second[0, 0] == 128
+
+
+@pytest.mark.parametrize(
+    ("form", "dimensions"),
+    [
+        ("blocks", {"head_dim": 128, "intermediate_size": 384}),
+        ("blocks", {"head_dim": 128, "intermediate_size": 192}),
+        ("blocks", {"head_dim": 64}),
+    ],
+)
+def test_blocks_that_devices_would_share_are_one_sentence(
+    form: str, dimensions: dict[str, int]
+) -> None:
+    with pytest.raises(ConfigError, match="pieces of whole blocks of 128 weights .*, got 2"):
+        cuts(form, 2, **dimensions)
+    assert BLOCK == 128
+
+
+def test_config_json_alone_says_what_is_stored(source: Path, tmp_path: Path) -> None:
+    """Plans read no weights."""
+    out = convert_checkpoint(source, tmp_path / "out", "fp8")
+    cfg = models.config_from_hf(json.loads((out / "config.json").read_text()))
+    leaves = jax.tree.leaves(models.family(cfg).param_specs(cfg), is_leaf=is_spec)
+    assert sum(leaf.dtype == "float8_e4m3fn" for leaf in leaves) == 2 * 5

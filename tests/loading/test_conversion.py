@@ -1,0 +1,152 @@
+"""Plain checkpoints -> quantised ones: codes, names, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.config import ConfigError
+from jaxspec.config.quantization import read_quantization
+from jaxspec.loading import conversion
+from jaxspec.loading.conversion import FORMATS, convert_checkpoint
+from jaxspec.loading.model import load_target
+from tests.support import quantized
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = quantized.plain_checkpoint(tmp_path_factory.mktemp("plain") / "source")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def codes_of(folder: Path, format: str) -> dict[str, np.ndarray]:
+    """Codes 0 .. 15 or float8 of each module, read without jaxspec."""
+    tensors = load_file(folder / "model.safetensors") if format == "int4" else {}
+    found = {}
+    for name, words in tensors.items():
+        if name.endswith(".weight_packed"):
+            nibbles = [words.view(np.uint32) >> np.uint32(4 * i) & 15 for i in range(8)]
+            found[name] = np.stack(nibbles, -1).reshape(words.shape[0], -1)
+    return found
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_converted_checkpoint_reads_the_codes_that_were_written(
+    format: Any, source: Path, tmp_path: Path
+) -> None:
+    out = convert_checkpoint(source, tmp_path / "out", format)
+    _, params = load_target(out, jnp.float32)
+    layer = params["layers"][1]
+    if format == "int4":
+        written = codes_of(out, format)["model.layers.1.mlp.down_proj.weight_packed"]
+        np.testing.assert_array_equal(layer["down_proj"].codes(), written.T)
+        parts = [f"model.layers.1.self_attn.{p}_proj.weight_packed" for p in "qkv"]
+        joined = np.concatenate([codes_of(out, format)[name] for name in parts])
+        np.testing.assert_array_equal(layer["self_attn"]["qkv_proj"].codes(), joined.T)
+    again = convert_checkpoint(source, tmp_path / "again", format)
+    for file in ("model.safetensors", "config.json"):
+        assert (out / file).read_bytes() == (again / file).read_bytes()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_each_weight_is_within_half_a_code_of_the_plain_one(
+    format: Any, source: Path, tmp_path: Path
+) -> None:
+    out = convert_checkpoint(source, tmp_path / "out", format)
+    plain = load_file(source / "model.safetensors")
+    _, params = load_target(out, jnp.float32)
+    weight = plain["model.layers.0.mlp.down_proj.weight"]
+    stored = np.asarray(params["layers"][0]["down_proj"].to_array(jnp.float32)).T
+    if format == "int4":
+        largest = np.abs(weight.reshape(len(weight), -1, 128)).max(-1)
+        step = np.repeat(largest / 7.5, 128, axis=1)
+        # The largest magnitude of a group, if it is positive, has no code of its own.
+        assert (np.abs(stored - weight) <= 0.5 * step * (1 + 1e-5)).all()
+    else:
+        # Three bits of mantissa: half a step is 1/16. Below 2 ** -6 steps are even.
+        scale = np.abs(weight).max() / 448
+        assert (np.abs(stored - weight) <= np.abs(weight) / 16 + scale * 2.0**-9).all()
+
+
+def test_head_and_files_beside_the_weights_are_kept(source: Path, tmp_path: Path) -> None:
+    out = convert_checkpoint(source, tmp_path / "out", "fp8")
+    assert (out / "tokenizer.json").read_text() == "{}"
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    found = read_quantization(config)
+    assert found is not None and found.form_of("lm_head") is None
+    plain, stored = quantized.tensors_of(source), quantized.tensors_of(out)
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        np.testing.assert_array_equal(plain[name], stored[name])
+
+
+def test_experts_and_routers_keep_their_weights(tmp_path: Path) -> None:
+    """They are named as ignored, so that other readers leave them too."""
+    pytest.importorskip("torch")
+    from tests.parity.oracles import hf_target
+
+    moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    hf_target(tmp_path / "moe", model_type="qwen3_moe", hidden_size=128, **moe)
+    out = convert_checkpoint(tmp_path / "moe", tmp_path / "out", "fp8")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == [
+        "lm_head",
+        r"re:.*\.experts\..*",
+        *(f"model.layers.{i}.mlp.gate" for i in (0, 1)),
+    ]
+    _, params = load_target(out, jnp.float32)
+    layer = params["layers"][0]
+    assert layer["experts"]["gate_up"].values.dtype == layer["router"].dtype == jnp.float32
+    assert layer["self_attn"]["o_proj"].codes.dtype == jnp.float8_e4m3fn
+
+
+def test_scales_of_four_bits_have_the_weights_dtype(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "bf16")
+    from safetensors.numpy import save_file
+
+    tensors = load_file(source / "model.safetensors")
+    save_file(
+        {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors.items()},
+        tmp_path / "bf16" / "model.safetensors",
+    )
+    quantized.with_dtype(tmp_path / "bf16", "bfloat16")
+    out = convert_checkpoint(tmp_path / "bf16", tmp_path / "out", "int4", group_size=64)
+    _, params = load_target(out, jnp.float32)
+    weight = params["layers"][0]["down_proj"]
+    assert (weight.group, weight.scales.dtype) == (64, jnp.bfloat16)
+
+
+def test_what_cannot_be_converted_is_one_sentence(source: Path, tmp_path: Path) -> None:
+    fp8 = convert_checkpoint(source, tmp_path / "fp8", "fp8")
+    with pytest.raises(ConfigError, match="expected plain weights, got a quantised checkpoint"):
+        convert_checkpoint(fp8, tmp_path / "twice", "fp8")
+    with pytest.raises(ConfigError, match="expected a folder that does not exist yet"):
+        convert_checkpoint(source, fp8, "fp8")
+    with pytest.raises(ConfigError, match="group_size: expected one of .*, got 64 with 'fp8'"):
+        convert_checkpoint(source, tmp_path / "out", "fp8", group_size=64)
+    odd = quantized.plain_checkpoint(tmp_path / "odd", quantized.NARROW | {"hidden_size": 192})
+    for format, hint in (("int4", "; a group_size of 64 fits"), ("fp8-block", "$")):
+        with pytest.raises(ConfigError, match=f"in multiples of 128, got 192{hint}"):
+            convert_checkpoint(odd, tmp_path / "out", format)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failure_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversion, "write_shards", full)
+    with pytest.raises(ConfigError, match="expected room to write .* got No space left on device"):
+        convert_checkpoint(source, tmp_path / "made" / "out", "fp8")
+    assert list((tmp_path / "made").iterdir()) == []
