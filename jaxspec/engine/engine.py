@@ -192,10 +192,11 @@ class Engine:
     def num_free(self) -> int:
         """Requests that could get a slot, beside those that have not ended.
 
-        Those that wait for a program to be compiled leave their slots to others.
+        Those that wait for a program to be compiled leave their slots to others, which may turn out
+        to wait for it too. So no more than one for each slot does.
         """
-        waiting = self.runner.num_waiting_for_programs
-        return self.runner.config.max_num_seqs - len(self._live) + waiting
+        slots = self.runner.config.max_num_seqs
+        return slots - len(self._live) + min(self.runner.num_waiting_for_programs, slots)
 
     @property
     def would_wait(self) -> bool:

@@ -294,6 +294,30 @@ def test_a_request_that_comes_meanwhile_is_launched_at_once(
     assert ran_on(runners, late) == [0]
 
 
+def test_a_replica_that_compiles_takes_no_more_than_twice_its_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others run on the replica whose programs are there."""
+    replicas, runners = make(2)
+    waiting: dict[Request, None] = {}
+
+    def may_admit(one: Request, *_: object, **__: object) -> bool:
+        waiting[one] = None
+        monkeypatch.setattr(runners[1], "num_waiting_for_programs", len(waiting))
+        return False
+
+    monkeypatch.setattr(runners[1], "may_admit", may_admit)
+    requests = [request([i], 8) for i in range(12)]
+    for each in requests:
+        replicas.add(each)
+    for _ in range(100):
+        replicas.step()
+    assert [len(ran_on(runners, each)) for each in requests].count(1) == 12 - 2 * SLOTS
+    monkeypatch.undo()
+    finish(replicas)
+    assert all(each.num_generated == 8 for each in requests)
+
+
 def test_too_small_a_pool_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas, runners = make(2)
     replicas.engines[1].reset()  # the next use makes its pools anew
