@@ -13,11 +13,13 @@ from jaxspec.config.reading import (
     is_int,
     is_number,
     settle_integers,
+    shown,
 )
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
 KVCacheDtype = Literal["auto", "bfloat16", "float32"]
+MAX_INT32 = 2**31 - 1  # the device's positions, slots and counts are int32
 
 
 @checks_keywords(ENGINE)
@@ -122,7 +124,9 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if not is_int(value) or value < 1:
-                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+                raise ConfigError(f"{name}: expected an integer of at least 1, got {shown(value)}")
+            if value > MAX_INT32:
+                raise ConfigError(f"{name}: expected at most 2**31 - 1, got {shown(value)}")
         if self.compilation not in get_args(Compilation):
             raise ConfigError(
                 f"compilation: expected one of {', '.join(get_args(Compilation))}, "

@@ -23,6 +23,7 @@ TARGET: dict[str, Any] = {
     "num_hidden_layers": 8,
     "num_attention_heads": 2,
 }
+LARGEST = 2**31 - 1  # of int32
 HEAD = {**{k: v for k, v in TARGET.items() if k != "model_type"}, "num_hidden_layers": 1}
 
 
@@ -326,3 +327,17 @@ def test_a_platform_that_is_not_there_is_named(
         ConfigError, match=f"JAX_PLATFORMS: expected a platform .*, got 'cuda': {reason}$"
     ):
         LLM.from_pretrained("somewhere")
+
+
+@pytest.mark.parametrize(
+    "name", ["max_model_len", "block_size", "max_num_batched_tokens", "tensor_parallel_size"]
+)
+def test_sizes_that_int32_does_not_hold_are_refused(name: str) -> None:
+    settings: dict[str, Any] = {name: LARGEST}
+    assert getattr(EngineConfig(**settings), name) == LARGEST
+    for value, shown in ((LARGEST + 1, "2147483648"), (10**5000, "one int of too many digits")):
+        settings = {name: value}
+        with pytest.raises(
+            ConfigError, match=rf"{name}: expected at most 2\*\*31 - 1, got {shown}"
+        ):
+            EngineConfig(**settings)
