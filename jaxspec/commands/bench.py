@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import jax
 from rich.table import Table
 
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config import ConfigError, EngineConfig, KVCacheDtype
 from jaxspec.loading import keep_compiled_programs
 from jaxspec.tools import report
 from jaxspec.tools.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_of
@@ -55,6 +55,9 @@ class CaseOptions:
     compilation: tuple[str, ...] | None = flag(None, "round, step. [default: round]")
     acceptance_length: tuple[float, ...] | None = flag(
         None, "Forced mean, bonus token included; 1 accepts nothing. [default: 2.56]"
+    )
+    kv_cache_dtype: tuple[str, ...] | None = flag(
+        None, f"Of keys and values: {', '.join(get_args(KVCacheDtype))}. [default: auto]"
     )
     tensor_parallel_size: tuple[int, ...] | None = flag(
         None, "Devices that share each model. [default: 1]"

@@ -156,6 +156,28 @@ def test_weights_are_shared_between_the_cases_of_a_model(weights):
     assert head.std() == pytest.approx(head.shape[0] ** -0.5, rel=0.1)
 
 
+def test_caches_have_a_dtype_of_their_own(weights):
+    """It is counted, named and in the engine; float32 weights keep their dtype."""
+    narrow = replace(TINY, kv_cache_dtype="bfloat16")
+    loads = [workload.Workload(case, weights, {}, EFFORT) for case in (TINY, narrow)]
+    bytes_of = [sum(x.nbytes for x in jax.tree.leaves(load.state.target_caches)) for load in loads]
+    assert bytes_of[0] == 2 * bytes_of[1]
+    kv = [load.floor(bandwidth=1.0, matmul_rate=1.0, plain=False)["kv"] for load in loads]
+    assert kv[0] == 2 * kv[1]
+    assert "KV bfloat16" in narrow.name and "KV" not in TINY.name
+    large = Case(batch=64, context=32768)
+    reasons = [
+        workload.does_not_fit(replace(large, kv_cache_dtype=dtype), jnp.bfloat16, {}, EFFORT, 1)
+        for dtype in ("auto", "float32")
+    ]
+    narrow_gb, wide_gb = (
+        float(re.findall(r"needs (\S+) GB", reason or "")[0]) for reason in reasons
+    )
+    assert narrow_gb > 200 and wide_gb > 1.8 * narrow_gb
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: expected among auto, .*, got 'int8'"):
+        Case("tiny", kv_cache_dtype="int8")  # type: ignore[arg-type]
+
+
 def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "environment", lambda: bench_environment(memory_limit=2 << 30))
     monkeypatch.setattr(

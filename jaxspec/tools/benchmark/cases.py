@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from jaxspec.config import Compilation, ConfigError, is_number
+from jaxspec.config import Compilation, ConfigError, KVCacheDtype, is_number
 from jaxspec.tools.benchmark.dimensions import MODELS
 
 RULES = ("strict", "probabilistic", "block")
@@ -18,7 +18,7 @@ class Case:
     """One round's settings.
 
     acceptance_length: the mean that acceptance is forced to, bonus token included; 1 accepts none
-    tensor_parallel_size, enable_expert_parallel: the engine's
+    kv_cache_dtype, tensor_parallel_size, enable_expert_parallel: the engine's
     """
 
     model: str = "llama-3-8b"
@@ -30,6 +30,7 @@ class Case:
     rule: str = "probabilistic"
     compilation: str = "round"
     acceptance_length: float = 2.56
+    kv_cache_dtype: KVCacheDtype = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
 
@@ -39,10 +40,12 @@ class Case:
             ("method", ("eagle", "eagle3", "mtp")),
             ("rule", RULES),
             ("compilation", get_args(Compilation)),
+            ("kv_cache_dtype", get_args(KVCacheDtype)),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
-                    f"--{name}: expected among {', '.join(allowed)}, got {getattr(self, name)!r}"
+                    f"--{name.replace('_', '-')}: expected among {', '.join(allowed)}, "
+                    f"got {getattr(self, name)!r}"
                 )
         for name in ("batch", "context", "num_speculative_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
@@ -63,6 +66,8 @@ class Case:
             else ""
         )
         mode = "" if self.compilation == "round" else f" {self.compilation}"
+        if self.kv_cache_dtype != "auto":
+            mode += f" KV {self.kv_cache_dtype}"
         if self.tensor_parallel_size > 1:
             experts = " EP" if self.enable_expert_parallel else ""
             mode += f" TP{self.tensor_parallel_size}{experts}"

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
-from jaxspec.cache.arrays import KVCache, cache_specs
+from jaxspec.cache.arrays import KVCache, cache_specs, resolve_cache_dtype
 from jaxspec.cache.metadata import (
     AttentionMetadata,
     BlockTables,
@@ -203,6 +203,7 @@ def _engines(
         config = EngineConfig(
             max_model_len=pages * BLOCK_SIZE,
             max_num_seqs=case.batch,
+            kv_cache_dtype=case.kv_cache_dtype,
             tensor_parallel_size=case.tensor_parallel_size,
             enable_expert_parallel=case.enable_expert_parallel,
             block_size=BLOCK_SIZE,
@@ -252,7 +253,8 @@ def does_not_fit(
     """
     cfg, _, pages = configure(case, dtype, chosen, effort)
     slots = pages * BLOCK_SIZE
-    needed = memory_needed(cfg, case.batch, slots, dtype=dtype, cache_dtype=dtype)
+    cache_dtype = resolve_cache_dtype(case.kv_cache_dtype, dtype)
+    needed = memory_needed(cfg, case.batch, slots, dtype=dtype, cache_dtype=cache_dtype)
     needed //= cfg.placement.size
     if limit is None or needed <= limit:
         return None
