@@ -10,9 +10,11 @@ the attention and rotation kernels. In jnp these are about ten launches of 2 us 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.config import (
@@ -23,7 +25,7 @@ from jaxspec.config import (
     Ops,
     rope_frequencies,
 )
-from pallas_kernels.step_metadata import Inputs, step_metadata, unsupported
+from pallas_kernels.step_metadata import Inputs, last_keys, step_metadata, unsupported
 
 BlockTables = tuple[jax.Array, ...]  # int32 [batch, pages] of each KV-cache group
 
@@ -44,6 +46,7 @@ class AttentionMetadata:
     bounds:       key bounds for the attention kernel (pallas_kernels.attention.bounds); None: the
                   attention op makes them
     rope:         cos and sin (jaxspec.layers.rope.rope_tables); None: the layers make them
+    last_keys:    [batch, rows] last position that each row sees; None: its own
     """
 
     positions: jax.Array
@@ -54,6 +57,22 @@ class AttentionMetadata:
     num_pages: jax.Array
     bounds: jax.Array | None = None
     rope: tuple[jax.Array, jax.Array] | None = None
+    last_keys: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys the rows of a pass see in one KV-cache group, besides the group's window.
+
+    causal:     a row sees no later row; else every row sees all real rows
+    one_window: every row's window begins where the first row's does
+    """
+
+    causal: bool = True
+    one_window: bool = False
+
+
+CAUSAL = Visibility()
 
 
 def build_metadata(
@@ -74,7 +93,34 @@ def build_metadata(
     num_rows, past the block table, or at max_model_len and beyond write nothing. A request with
     num_rows 0 is idle. attention and ops are those of the layers that read the metadata.
     """
-    return _build(groups, block_tables, start, num_rows, 0, rows, attention, ops)
+    seen = (CAUSAL,) * len(groups)
+    return _build(groups, block_tables, start, num_rows, 0, rows, seen, attention, ops)
+
+
+def block_metadata(
+    groups: tuple[CacheGroup, ...],
+    block_tables: BlockTables,
+    seq_lens: jax.Array,
+    active: jax.Array,
+    rows: int,
+    *,
+    seen: tuple[Visibility, ...],
+    attention: AttentionKind,
+    ops: Ops,
+) -> tuple[AttentionMetadata, ...]:
+    """Build the metadata of a block of drafts: `rows` rows per request, right after its context.
+
+    seq_lens int32 [batch] are the tokens in the cache, which become the context. Rows have their
+    true positions. A request that is not active [batch] is idle. Rows at max_model_len and beyond
+    write nothing.
+
+    seen: for each group, which of the block's rows see each other
+
+    The block's keys lie past the request's tokens, as those of rejected rows do, so the next round
+    overwrites them. The other arguments are build_metadata's.
+    """
+    num_rows = jnp.where(active, jnp.int32(rows), 0)
+    return _build(groups, block_tables, seq_lens, num_rows, 0, rows, seen, attention, ops)
 
 
 def rebuild_draft_metadata(
@@ -93,7 +139,8 @@ def rebuild_draft_metadata(
     int32 [batch] rows. A request with num_pending 0 stays idle. At max_model_len the row's write
     is dropped and the length stays. The other arguments are build_metadata's.
     """
-    return _build(groups, block_tables, seq_lens, num_pending, step - 1, 1, attention, ops)
+    seen = (CAUSAL,) * len(groups)
+    return _build(groups, block_tables, seq_lens, num_pending, step - 1, 1, seen, attention, ops)
 
 
 def cache_slots(
@@ -104,7 +151,7 @@ def cache_slots(
     rows: int,
 ) -> jax.Array:
     """Return build_metadata's slot_mapping int32 [batch, rows] alone, for one group."""
-    inputs = _inputs(group, block_table, start, num_rows, 0, rows)
+    inputs = _inputs(group, block_table, start, num_rows, 0, rows, CAUSAL)
     return step_metadata(inputs, implementation="reference").slot_mapping
 
 
@@ -115,6 +162,7 @@ def _build(
     num_rows: jax.Array,
     step: jax.Array | int,
     rows: int,
+    seen: tuple[Visibility, ...],
     attention: AttentionKind,
     ops: Ops,
 ) -> tuple[AttentionMetadata, ...]:
@@ -122,8 +170,8 @@ def _build(
     # tables made once, in jnp, for all of them.
     kernel_attention = attention if len(groups) == 1 else None
     return tuple(
-        _build_group(group, table, start, num_rows, step, rows, kernel_attention, ops)
-        for group, table in zip(groups, block_tables, strict=True)
+        _build_group(group, table, start, num_rows, step, rows, rule, kernel_attention, ops)
+        for group, table, rule in zip(groups, block_tables, seen, strict=True)
     )
 
 
@@ -134,6 +182,7 @@ def _build_group(
     num_rows: jax.Array,
     step: jax.Array | int,
     rows: int,
+    seen: Visibility,
     attention: AttentionKind | None,
     ops: Ops,
 ) -> AttentionMetadata:
@@ -147,7 +196,7 @@ def _build_group(
             "frequencies": frequencies,
             "attention_factor": rope.attention_factor,
         }
-    inputs = _inputs(group, block_table, start, num_rows, step, rows, **options)
+    inputs = _inputs(group, block_table, start, num_rows, step, rows, seen, **options)
     made = step_metadata(inputs, implementation=ops.step_metadata if options else "reference")
     window_start = made.window_start
     if group.chunk is not None:
@@ -164,6 +213,7 @@ def _build_group(
         num_pages=-(-made.seq_lens // group.block_size),
         bounds=made.bounds,
         rope=rope_tables,
+        last_keys=None if seen.causal else last_keys(made.positions, made.seq_lens, causal=False),
     )
 
 
@@ -174,6 +224,7 @@ def _inputs(
     num_rows: jax.Array,
     step: jax.Array | int,
     rows: int,
+    seen: Visibility,
     **options: Any,
 ) -> Inputs:
     """Return the inputs of step_metadata for one group; options are those of the kernel alone."""
@@ -186,6 +237,8 @@ def _inputs(
         block_size=group.block_size,
         max_model_len=group.max_model_len,
         window=group.window,
+        one_window=seen.one_window,
+        causal=seen.causal,
         **options,
     )
 

@@ -191,7 +191,7 @@ def attend_qkv(
         k_cache=k_cache,
         v_cache=v_cache,
         block_table=metadata.block_table,
-        positions=metadata.positions,
+        positions=metadata.positions if metadata.last_keys is None else metadata.last_keys,
         seq_lens=metadata.seq_lens,
         window_start=metadata.window_start,
         sinks=params["sinks"] if cfg.sinks else None,

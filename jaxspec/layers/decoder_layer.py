@@ -54,6 +54,7 @@ def dense_layer(
     *,
     norm: Norm | None,
     residual: Stream,
+    group: int = 0,
     window: int | None = None,
     next_norm: Norm | None = None,
 ) -> tuple[ResidualStream, FullCache]:
@@ -61,10 +62,10 @@ def dense_layer(
 
     Returns the stream, and the cache with these rows written.
 
-    eps:       epsilon of the MLP's norm
-    norm:      norm of x before the projections of attention; None if x is normed
-    window:    see attend
-    next_norm: the norm that follows the layer (see add_projection)
+    eps:           epsilon of the MLP's norm
+    norm:          norm of x before the projections of attention; None if x is normed
+    group, window: see attend
+    next_norm:     the norm that follows the layer (see add_projection)
     """
     stream, cache = add_attention(
         layer,
@@ -74,6 +75,7 @@ def dense_layer(
         pass_,
         norm=norm,
         residual=residual,
+        group=group,
         window=window,
         next_norm=mlp_norm(layer, eps),
     )

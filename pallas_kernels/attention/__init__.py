@@ -16,7 +16,7 @@ __all__ = ["IMPLEMENTATIONS", "Heads", "Inputs", "packs", "paged_attention", "un
 
 
 def paged_attention(inputs: Inputs, *, implementation: str = "reference") -> jax.Array:
-    """Run causal grouped-query attention over cached keys and values.
+    """Run grouped-query attention over cached keys and values, up to each row's last key.
 
     Returns [batch, rows, num_heads, head_dim] in q's dtype. Raises ValueError for shapes that do
     not fit together and for inputs that the implementation does not support.

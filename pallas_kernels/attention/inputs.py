@@ -45,7 +45,8 @@ class Inputs:
                       already written
     block_table:      int32 [batch, pages], the blocks that hold a request's tokens in order
     positions:        int32 [batch, rows]; a row sees the keys window_start .. position, below
-                      seq_lens
+                      seq_lens. It is the row's own position, or a later one of the same pass where
+                      rows see each other (a block of drafts)
     seq_lens:         int32 [batch], tokens in the cache; 0 for an idle request, whose output is
                       finite and meaningless
     window_start:     int32 [batch, rows]

@@ -24,7 +24,7 @@ class Inputs:
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
     q_norm, k_norm:   [head_dim], the gains of RMS norms of every query and key head before the
                       rotation (Qwen3); both or neither
-    num_heads:        query heads
+    num_heads:        query heads; 0 for rows that only write keys and values
     eps:              of the norms
     pack:             query rows of each request, to return the queries packed for attention; None
                       to return them by row
@@ -62,5 +62,7 @@ class Inputs:
                 raise ValueError(f"{name}: expected {expected}, got {array.dtype} {array.shape}")
         if (self.q_norm is None) != (self.k_norm is None):
             raise ValueError("q_norm and k_norm: expected both or neither")
+        if self.pack is not None and not self.num_heads:
+            raise ValueError(f"pack: expected None without query heads, got {self.pack}")
         if self.pack is not None and (self.pack < 1 or rows % self.pack):
             raise ValueError(f"pack: expected a divisor of {rows} rows, got {self.pack}")

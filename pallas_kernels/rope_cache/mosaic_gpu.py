@@ -8,7 +8,7 @@ output, and keys and values to their slot of the paged cache.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic import load
 from pallas_kernels.packing import packed_size
 from pallas_kernels.rope_cache.inputs import Inputs
-from pallas_kernels.types import Barrier, Ref
+from pallas_kernels.types import Ref
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic import Layout
@@ -80,10 +80,9 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         k_norm_gmem: Ref | None,
         k_gmem: Ref,
         v_gmem: Ref,
-        q_gmem: Ref,
-        smem: Ref,
-        barrier: Barrier,
+        *rest: Any,
     ) -> None:
+        *queries, smem, barrier = rest  # one output, or none without query heads
         row = lax.axis_index("row")
         if pdl:
             plgpu.griddepcontrol_launch_dependents()
@@ -124,9 +123,10 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
             rotates, (second * cosine + first * sine).astype(qkv.dtype), raw_second
         )
         plgpu.commit_smem()
-        if pack is None:
-            plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, num_heads)], q_gmem.at[row])
-        else:
+        for q_gmem in queries:
+            if pack is None:
+                plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, num_heads)], q_gmem.at[row])
+                continue
             request, column = lax.div(row, pack), lax.rem(row, pack) * queries_per_kv
             for i in range(num_kv_heads):
                 plgpu.copy_smem_to_gmem(
@@ -151,9 +151,10 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         if pack is None
         else (rows // pack, num_kv_heads, packed_size(pack * queries_per_kv))
     )
+    q_type = jax.ShapeDtypeStruct((*q_shape, head_dim), qkv.dtype)
     call = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((*q_shape, head_dim), qkv.dtype),
+        out_type=(q_type,) if num_heads else (),
         grid=(rows,),
         grid_names=("row",),
         kernel_name=f"rope_and_write_{num_heads}_{num_kv_heads}_{head_dim}",
@@ -164,7 +165,7 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
     )
     # The caches are updated in place: the kernel takes references to them.
     k_ref, v_ref = jax.new_ref(inputs.k_cache), jax.new_ref(inputs.v_cache)
-    q = call(
+    made = call(
         qkv.reshape(rows, total, head_dim),
         inputs.cos,
         inputs.sin,
@@ -174,4 +175,5 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         k_ref,
         v_ref,
     )
+    q = made[0] if num_heads else jnp.zeros(q_type.shape, q_type.dtype)
     return q, jax.freeze(k_ref), jax.freeze(v_ref)

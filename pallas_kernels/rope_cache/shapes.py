@@ -50,6 +50,9 @@ SHAPES = {
     "8b, prefill of 2048 rows": _of(_LLAMA_8B, rows=2048, packed=False),
     "qwen3-8b, batch 16, Q 4": _of(_QWEN3_8B, batch=16, masked=2),
     "qwen3-0.6b, batch 16, Q 8": _of(_QWEN3_0_6B, batch=16, rows=8, masked=2),
+    "qwen3-8b, batch 16, context of a block": _of(
+        _QWEN3_8B, batch=16, rows=8, num_heads=0, packed=False, masked=2
+    ),
     "smollm2, batch 1, Q 4": _SMOLLM2,
     "smollm2, batch 64, Q 3": _of(_SMOLLM2, batch=64, rows=3, masked=8),
 }

@@ -6,13 +6,14 @@ from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.step_metadata import reference
 from pallas_kernels.step_metadata.inputs import Inputs
-from pallas_kernels.step_metadata.reference import PAD_SLOT, StepMetadata
+from pallas_kernels.step_metadata.reference import PAD_SLOT, StepMetadata, last_keys
 
 __all__ = [
     "IMPLEMENTATIONS",
     "PAD_SLOT",
     "Inputs",
     "StepMetadata",
+    "last_keys",
     "step_metadata",
     "unsupported",
 ]

@@ -24,6 +24,8 @@ class Inputs:
     max_model_len:    no row at this position or past it is written; the end of the block table is
                       a limit too
     window:           keys that a row sees, its own among them; None for all
+    one_window:       every row's window begins where the first row's does
+    causal:           a row sees no later row; else every row sees all real rows
     queries_per_kv:   query heads for each KV head, for `bounds`; None leaves them out
     frequencies:      the rotation's inverse frequencies, rope_dim / 2 of them, in float32's
                       precision; None leaves cos and sin out
@@ -38,6 +40,8 @@ class Inputs:
     block_size: int = field(metadata=STATIC)
     max_model_len: int = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
+    one_window: bool = field(default=False, metadata=STATIC)
+    causal: bool = field(default=True, metadata=STATIC)
     queries_per_kv: int | None = field(default=None, metadata=STATIC)
     frequencies: tuple[float, ...] | None = field(default=None, metadata=STATIC)
     attention_factor: float = field(default=1.0, metadata=STATIC)

@@ -77,15 +77,15 @@ def step_metadata(inputs: Inputs) -> StepMetadata:
         def position_of(row: Index) -> jax.Array:
             return jnp.minimum(first + row, limit)
 
-        def window_start(position: jax.Array) -> jax.Array:
+        def window_start(row: Index) -> jax.Array:
             if window is None:
-                return jnp.zeros_like(position)
-            return jnp.maximum(position - (window - 1), 0)
+                return jnp.zeros_like(position_of(row))
+            return jnp.maximum(position_of(0 if inputs.one_window else row) - (window - 1), 0)
 
         def keys_of(row: Index) -> tuple[jax.Array, jax.Array]:
             """Return a row's first key, and the key after its last."""
-            last = jnp.minimum(position_of(row) + 1, length)
-            return jnp.minimum(window_start(position_of(row)), last), last
+            last = jnp.minimum(position_of(row) + 1, length) if inputs.causal else length
+            return jnp.minimum(window_start(row), last), last
 
         slots = []  # all loads before the first store, which waits
         for row in range(rows):
@@ -124,7 +124,7 @@ def step_metadata(inputs: Inputs) -> StepMetadata:
         for row in range(rows):
             positions_gmem[request, row] = position_of(row)
             slots_gmem[request, row] = slots[row]
-            window_gmem[request, row] = window_start(position_of(row))
+            window_gmem[request, row] = window_start(row)
         plgpu.wait_smem_to_gmem(0)
 
     by_row = jax.ShapeDtypeStruct((batch, rows), jnp.int32)

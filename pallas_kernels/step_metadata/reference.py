@@ -47,11 +47,12 @@ def step_metadata(inputs: Inputs) -> StepMetadata:
     seq_lens = jnp.where(num_rows > 0, jnp.minimum(start + num_rows, limit), 0)
     window_start = jnp.zeros_like(positions)
     if window is not None:
-        window_start = jnp.maximum(positions - window + 1, 0)
+        anchors = positions[:, :1] if inputs.one_window else positions
+        window_start = jnp.broadcast_to(jnp.maximum(anchors - window + 1, 0), positions.shape)
     bounds = cos = sin = None
     if inputs.queries_per_kv is not None:
         bounds = key_bounds(
-            positions,
+            last_keys(positions, seq_lens, causal=inputs.causal),
             seq_lens,
             window_start,
             queries_per_kv=inputs.queries_per_kv,
@@ -61,6 +62,14 @@ def step_metadata(inputs: Inputs) -> StepMetadata:
         cos, sin = rotation(positions, inputs.frequencies, inputs.attention_factor)
     slot_mapping = jnp.where(written, slots, PAD_SLOT)
     return StepMetadata(positions, seq_lens, slot_mapping, window_start, bounds, cos, sin)
+
+
+def last_keys(positions: jax.Array, seq_lens: jax.Array, *, causal: bool) -> jax.Array:
+    """Return the last position that each row sees, int32 [batch, rows].
+
+    It is the row's own, or without causality the last token in the cache (-1 for an idle request).
+    """
+    return positions if causal else jnp.broadcast_to(seq_lens[:, None] - 1, positions.shape)
 
 
 def rotation(

@@ -13,7 +13,10 @@ from pallas_kernels.step_metadata.inputs import Inputs
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A pass of `rows` rows for each of `batch` requests; the last `masked` are idle."""
+    """A pass of `rows` rows for each of `batch` requests; the last `masked` are idle.
+
+    one_window, causal: see Inputs
+    """
 
     batch: int
     rows: int
@@ -24,6 +27,8 @@ class Shape:
     pages: int = 32
     block_size: int = 64
     max_model_len: int = 2048
+    one_window: bool = False
+    causal: bool = True
 
 
 _LLAMA_8B = Shape(1, 4, queries_per_kv=4, head_dim=128)
@@ -36,6 +41,10 @@ SHAPES = {
     "8b, batch 16, Q 4, window": _of(_LLAMA_8B, batch=16, window=512, masked=2),
     "8b, batch 64, Q 8": _of(_LLAMA_8B, batch=64, rows=8, masked=8),
     "8b, batch 16, 131,072 tokens": _of(_LLAMA_8B, batch=16, pages=2048, max_model_len=131072),
+    "8b, batch 16, a block of 7": _of(_LLAMA_8B, batch=16, rows=7, causal=False),
+    "8b, batch 16, a block of 8, window": _of(
+        _LLAMA_8B, batch=16, rows=8, window=2049, one_window=True
+    ),
     "smollm2, batch 1, Q 4": _SMOLLM2,
     "smollm2, batch 64, Q 1": _of(_SMOLLM2, batch=64, rows=1, masked=8),
 }
@@ -60,6 +69,8 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
         block_size=shape.block_size,
         max_model_len=shape.max_model_len,
         window=shape.window,
+        one_window=shape.one_window,
+        causal=shape.causal,
         queries_per_kv=shape.queries_per_kv,
         frequencies=tuple((500000.0**exponents).astype(np.float32).tolist()),
     )

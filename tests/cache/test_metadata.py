@@ -15,7 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxspec.cache.arrays import PAD_SLOT
-from jaxspec.cache.metadata import AttentionMetadata, build_metadata, rebuild_draft_metadata
+from jaxspec.cache.metadata import (
+    AttentionMetadata,
+    Visibility,
+    block_metadata,
+    build_metadata,
+    rebuild_draft_metadata,
+)
 from jaxspec.config import (
     REFERENCE_OPS,
     AttentionConfig,
@@ -31,8 +37,8 @@ from tests.kernels.interpreter import interpreted
 from tests.support.tiny import ATTENTION
 
 FIELDS = tuple(
-    f.name for f in fields(AttentionMetadata) if f.name not in ("bounds", "rope")
-)  # those are a kernel's, or None
+    f.name for f in fields(AttentionMetadata) if f.name not in ("bounds", "rope", "last_keys")
+)  # those are a kernel's, or None but for a block of drafts
 BLOCK_SIZES = (1, 2, 16)
 IN_JNP: Any = {"attention": ATTENTION, "ops": REFERENCE_OPS}
 LIMIT = 40  # max_model_len: a multiple of no block size but 1 and 2
@@ -323,3 +329,35 @@ def test_rejected_rows_are_masked_and_the_last_real_row_is_sampled() -> None:
     ]
     assert (jnp.arange(3) * 3 + kept - 1).tolist() == [1, 5, 6]
     assert metadata.seq_lens.tolist() == [12, 23, 31]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_a_block_of_drafts_lies_after_its_context_and_sees_all_of_itself(
+    block_size: int, window: int | None, causal: bool
+) -> None:
+    """Every length at once, idle requests and max_model_len among them, by counting keys."""
+    group, rows = CacheGroup(block_size, LIMIT, window), 6
+    seq_lens = np.arange(LIMIT + 1, dtype=np.int32)
+    active = seq_lens % 7 != 3
+    table = shuffled_table(group, len(seq_lens))
+    (made,) = block_metadata(
+        (group,),
+        (jnp.asarray(table),),
+        jnp.asarray(seq_lens),
+        jnp.asarray(active),
+        rows,
+        seen=(Visibility(causal=causal, one_window=True),),
+        **IN_JNP,
+    )
+    num_rows = np.where(active, rows, 0).tolist()
+    expected = from_scratch(group, table, seq_lens.tolist(), num_rows, rows)
+    first = np.zeros(LIMIT + 1) if window is None else np.maximum(seq_lens - window + 1, 0)
+    expected["window_start"] = np.tile(first[:, None], (1, rows)).astype(np.int32)
+    assert not differing(made, expected)
+    if causal:
+        assert made.last_keys is None
+    else:
+        whole = np.where(active, np.minimum(seq_lens + rows, LIMIT), 0) - 1
+        np.testing.assert_array_equal(made.last_keys, np.tile(whole[:, None], (1, rows)))

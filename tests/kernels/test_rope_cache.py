@@ -35,6 +35,9 @@ SMALL = {
     "unpacked prefill over three blocks": Shape(
         1, 20, num_heads=4, num_kv_heads=2, head_dim=64, block_size=8, packed=False
     ),
+    "no queries": Shape(
+        2, 3, num_heads=0, num_kv_heads=2, head_dim=128, block_size=8, qk_norm=True, packed=False
+    ),
     "more than 64 heads": Shape(1, 2, num_heads=64, num_kv_heads=8, head_dim=64, block_size=8),
 }
 
@@ -110,7 +113,7 @@ def assert_close(got: np.ndarray, expected: np.ndarray, rounding: float) -> None
     mixed = np.maximum(np.abs(expected), np.roll(np.abs(expected), half, axis=-1))
     scale = np.where(mixed > 0, mixed, 1.0)
     error = np.abs(got - expected) / scale
-    assert error.max() <= rounding, (
+    assert error.max(initial=0) <= rounding, (
         f"expected at most {rounding}, got {error.max()} at "
         f"{np.unravel_index(error.argmax(), error.shape)}"
     )
@@ -166,6 +169,10 @@ def test_packed_queries_are_the_unpacked_ones(implementation: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (
+            {"pack": 4, "num_heads": 0, "qkv": jnp.zeros((12, 512))},
+            "pack: expected None without query heads, got 4",
+        ),
         ({"pack": 5}, "pack: expected a divisor of 12 rows, got 5"),
         ({"q_norm": jnp.ones(128)}, "q_norm and k_norm: expected both or neither"),
         ({"num_heads": 9}, "qkv: expected [rows, 13 x 128] for these caches, got (12, 1536)"),

@@ -69,6 +69,42 @@ SMALL = {
     "the table ends before the longest context": Shape(
         8, 4, queries_per_kv=8, head_dim=64, pages=4, block_size=16, max_model_len=1000
     ),
+    "a block": Shape(
+        8,
+        5,
+        queries_per_kv=4,
+        head_dim=64,
+        pages=5,
+        block_size=16,
+        max_model_len=70,
+        masked=2,
+        causal=False,
+    ),
+    "a block with one window": Shape(
+        8,
+        4,
+        queries_per_kv=3,
+        head_dim=64,
+        window=3,
+        pages=5,
+        block_size=16,
+        max_model_len=70,
+        masked=1,
+        one_window=True,
+    ),
+    "a block with one window, not causal": Shape(
+        8,
+        4,
+        queries_per_kv=8,
+        head_dim=64,
+        window=20,
+        pages=5,
+        block_size=16,
+        max_model_len=70,
+        masked=1,
+        one_window=True,
+        causal=False,
+    ),
     "one request": Shape(
         1, 4, queries_per_kv=3, head_dim=64, pages=3, block_size=64, max_model_len=150
     ),
@@ -101,7 +137,9 @@ def in_plain_python(shape: Shape, inputs: Inputs) -> dict[str, np.ndarray]:
     ):
         rows = [min(start + i, limit) for i in range(shape.rows)]
         length = min(start + min(real, shape.rows), limit) if real else 0
-        seen_from = [0 if shape.window is None else max(p - shape.window + 1, 0) for p in rows]
+        anchors = [rows[0]] * len(rows) if shape.one_window else rows
+        seen_from = [0 if shape.window is None else max(p - shape.window + 1, 0) for p in anchors]
+        last = rows if shape.causal else [length - 1] * len(rows)
         out["positions"].append(rows)
         out["seq_lens"].append(length)
         out["window_start"].append(seen_from)
@@ -111,7 +149,7 @@ def in_plain_python(shape: Shape, inputs: Inputs) -> dict[str, np.ndarray]:
         )
         keys = [
             range(min(s, p + 1, length), min(p + 1, length))
-            for s, p in zip(seen_from, rows, strict=True)
+            for s, p in zip(seen_from, last, strict=True)
         ]
         columns = -(-shape.rows * shape.queries_per_kv // 8) * 8
         limits = [
