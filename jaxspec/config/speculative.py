@@ -28,9 +28,9 @@ class SpeculativeConfig:
 
     model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; None with
         "mtp": the target's.
-    method: "eagle" (EAGLE-1), "eagle3", "mtp" (the module of multi-token prediction in the target's
-        own checkpoint), or "ngram" (prompt lookup, without a model); see jaxspec.drafts.METHODS.
-        None reads it from the head.
+    method: "eagle" (EAGLE-1), "eagle3", "dflash" or "dspark" (a block of drafts a pass), "mtp" (the
+        module of multi-token prediction in the target's own checkpoint), or "ngram" (prompt lookup,
+        without a model); see jaxspec.drafts.METHODS. None reads it from the head.
     num_speculative_tokens: K, the draft tokens of a round.
     rejection_sample_method: "strict", "probabilistic" (vLLM's "standard"), "block" or "synthetic".
     draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's
@@ -45,6 +45,9 @@ class SpeculativeConfig:
         sampled request then depends on the number of its neighbours.
     draft_max_model_len: the longest context, in tokens, that is drafted for; longer requests
         continue without drafts.
+    draft_confidence_threshold: with a DSpark head that has a confidence head, a request's drafts of
+        a round end before the first that reaches acceptance with less than this chance, by the
+        head's estimate; None for no end.
     draft_tensor_parallel_size: devices that share the draft's layers: the engine's
         tensor_parallel_size (None), or 1, where each of them runs the whole draft.
     prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens
@@ -58,7 +61,8 @@ class SpeculativeConfig:
     )
     method: str | None = setting(
         None,
-        "eagle, eagle3, mtp (the module in the target's own folder) or ngram (no model). "
+        "eagle, eagle3, dflash, dspark, mtp (the module in the target's own folder) or ngram "
+        "(no model). "
         "[default: the head's]",
     )
     num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
@@ -80,6 +84,7 @@ class SpeculativeConfig:
     norm_output: bool | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     draft_max_model_len: int | None = None
+    draft_confidence_threshold: float | None = None
     mtp_zero_first_embedding: bool | None = None
     draft_tensor_parallel_size: int | None = setting(
         None, "Devices that share the draft's layers: the engine's number (the default), or 1."
@@ -146,6 +151,12 @@ class SpeculativeConfig:
             raise ConfigError(
                 "draft_max_model_len: expected an integer of at least 1 or none, "
                 f"got {self.draft_max_model_len!r}"
+            )
+        chance = self.draft_confidence_threshold
+        if chance is not None and not (is_number(chance) and 0 < chance <= 1):
+            raise ConfigError(
+                "draft_confidence_threshold: expected a number above 0 and at most 1, or none, "
+                f"got {shown(chance)}"
             )
         size = self.draft_tensor_parallel_size
         if size is not None and (not is_int(size) or size < 1):

@@ -227,8 +227,8 @@ def force_acceptance(
     uniform = ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
     rates = jnp.asarray(np.cumprod(cfg.acceptance_rates or ()), jnp.float32)
     num_accepted = (uniform[:, None] < rates).sum(axis=1, dtype=jnp.int32)
-    has_placeholders = cfg.limits_drafts or (cfg.draft is not None and drafter(cfg.draft).one_hot)
-    if has_placeholders:  # they come last
+    may_stop = cfg.draft is not None and drafter(cfg.draft).may_stop(cfg)
+    if cfg.limits_drafts or may_stop:  # they come last
         num_accepted = jnp.minimum(num_accepted, (draft_tokens >= 0).sum(axis=1, dtype=jnp.int32))
     active = verification.num_sampled > 0
     last = jnp.take_along_axis(

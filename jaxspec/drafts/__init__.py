@@ -1,13 +1,17 @@
 """Draft methods, one file each.
 
 drafter          Drafter: how a method drafts, and the state that it keeps
-autoregressive   the drafter of methods with layers: the draft step, and a loop that runs it K times
+autoregressive   the drafter of methods that draft a token a pass: a loop that runs a step K times
+block            the drafter of methods that draft a block a pass, and draw its tokens in turn
+columns          how both draw a draft token and write it into the proposal
 families         the methods with layers, by name
 family           DraftFamily: the functions of such a method; parts that families share
 head_layout      the method, the target and the layer that a published head's files name
 eagle            EAGLE-1
 eagle3           EAGLE-3
 eagle_llama4     EAGLE for Llama 4
+dflash           DFlash: a block of tokens in one pass
+dspark           DSpark: DFlash, with heads that draft from left to right
 mtp              multi-token prediction layers of a checkpoint
 mtp_deepseek_v4  the MTP layer of DeepSeek-V4
 ngram            prompt lookup: drafts from the request's own text, without a model
@@ -18,22 +22,34 @@ from __future__ import annotations
 from jaxspec.config import ConfigError, DraftConfig
 from jaxspec.drafts import ngram
 from jaxspec.drafts.autoregressive import Autoregressive
+from jaxspec.drafts.block import BlockDrafter
+from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.drafter import Drafter, ModelFreeDrafter
+from jaxspec.drafts.dspark import DSparkConfig
 from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.drafts.eagle3 import Eagle3Config
-from jaxspec.drafts.families import FAMILIES, family, family_of_checkpoint
+from jaxspec.drafts.families import BLOCKS, FAMILIES, family, family_of_checkpoint
 from jaxspec.drafts.family import DraftFamily, DraftOutput, LayeredConfig, hidden_width
 from jaxspec.drafts.mtp import MtpConfig
 
 # Methods that need no checkpoint, by name. A method with layers is registered in families.py.
 MODEL_FREE: dict[str, ModelFreeDrafter] = {"ngram": ngram.NgramDrafter()}
-METHODS = ("eagle", "eagle3", "mtp", *MODEL_FREE)  # as SpeculativeConfig.method names them
-AUTOREGRESSIVE = Autoregressive()
+METHODS = (
+    "eagle",
+    "eagle3",
+    "dflash",
+    "dspark",
+    "mtp",
+    *MODEL_FREE,
+)  # as SpeculativeConfig.method names them
+AUTOREGRESSIVE, BLOCK = Autoregressive(), BlockDrafter()
 
 __all__ = [
     "FAMILIES",
     "METHODS",
     "MODEL_FREE",
+    "DFlashConfig",
+    "DSparkConfig",
     "DraftConfig",
     "DraftFamily",
     "DraftOutput",
@@ -73,4 +89,6 @@ def needs_model(method: str | None) -> bool:
 
 def drafter(cfg: DraftConfig) -> Drafter:
     """Return the drafter of a config's method."""
+    if cfg.method in BLOCKS:
+        return BLOCK
     return MODEL_FREE.get(cfg.method, AUTOREGRESSIVE)

@@ -31,6 +31,7 @@ from jaxspec.cache.metadata import (
 )
 from jaxspec.config import RoundConfig
 from jaxspec.drafts import families
+from jaxspec.drafts.columns import empty_proposal, write_step
 from jaxspec.drafts.drafter import (
     DraftContext,
     DraftPart,
@@ -44,7 +45,7 @@ from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import pick_row
 from jaxspec.models import TargetOutput
-from jaxspec.sampling.state import SamplingState, draw, sample, scale_by_temperature
+from jaxspec.sampling.state import SamplingState
 
 
 @struct.dataclass
@@ -128,88 +129,11 @@ def draft_step(
     Returns the float32 logits [batch, draft_vocab] and the feedback [batch, 1, D] of the pass's
     last_row, and the caches.
     """
-    family = families.family(cfg)
+    family = families.step_family(cfg)
     out = family.forward(params, cfg, tokens, hidden, pass_, caches)
     head_input = pick_row(out.head_input, pass_.last_row)
     feedback = pick_row(out.feedback, pass_.last_row)
     return family.logits(params, cfg, head_input[:, 0], pass_.ops), feedback, out.caches
-
-
-def noise_key(
-    cfg: RoundConfig, seq_lens: jax.Array, step: jax.Array | int
-) -> tuple[str, jax.Array, jax.Array | int]:
-    """Return stream, position int32 [batch] and offset of a step's noise.
-
-    The strict rule shares the target's own "sample" noise, keyed by the drafted token's position
-    and its id in the target's vocabulary. This makes a sampled draft match the target's token. The
-    other rules draw from the "draft" stream.
-    """
-    return ("sample", seq_lens + 1 + step, 0) if cfg.rule == "strict" else ("draft", seq_lens, step)
-
-
-def draw_draft(
-    cfg: RoundConfig, params: Params, inputs: DraftInputs, step: jax.Array | int, logits: jax.Array
-) -> jax.Array:
-    """Draw a step's token [batch] in the draft's vocabulary from logits [batch, draft_vocab].
-
-    The token is the same on all devices, of which each has a piece of the logits.
-    """
-    sampling, shards = inputs.sampling, cfg.vocab_shards
-    if cfg.draft_sampling == "greedy" or not cfg.sampled:
-        scaled = scale_by_temperature(logits, sampling.temperature)
-        return sample(scaled, None, sampling.greedy, shards)
-    token_ids = (
-        params["draft_to_target"]
-        if cfg.rule == "strict" and families.layered(cfg.draft).maps_vocabulary
-        else None
-    )
-    key = noise_key(cfg, inputs.seq_lens, step)
-    return draw(
-        logits,
-        sampling.temperature,
-        sampling.keys,
-        *key,
-        token_ids,
-        shards=shards,
-        implementation=cfg.ops.gumbel_sample,
-    )
-
-
-def write_step(
-    cfg: RoundConfig,
-    params: Params,
-    inputs: DraftInputs,
-    step: jax.Array | int,
-    logits: jax.Array,
-    proposal: Proposal,
-) -> tuple[Proposal, jax.Array]:
-    """Draw the step's draft token from logits [batch, draft_vocab] and write both into its column.
-
-    Returns the proposal and the token [batch], an id of the target's vocabulary.
-    """
-    drafted = draw_draft(cfg, params, inputs, step, logits)
-    token = (
-        params["draft_to_target"][drafted]
-        if families.layered(cfg.draft).maps_vocabulary
-        else drafted
-    )
-    # A step that might be a negative index would be read both before and after the loop increments
-    # it, which takes a copy of it.
-    into_column = partial(lax.dynamic_update_slice, allow_negative_indices=False)
-    tokens = into_column(proposal.draft_tokens, token[:, None], (0, step))
-    draft_logits = proposal.draft_logits
-    if draft_logits is not None:
-        draft_logits = into_column(draft_logits, logits[:, None], (0, step, 0))
-    return Proposal(tokens, draft_logits), token
-
-
-def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
-    """Return the preallocated buffers; every column is written by its own step."""
-    K, logits = cfg.num_speculative_tokens, None
-    if cfg.keeps_draft_logits:
-        vocab = cfg.vocab_shards.piece(families.layered(cfg.draft).draft_vocab_size)
-        logits = jnp.zeros((batch, K, vocab), jnp.float32)
-    return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
 
 
 def read_pending(
@@ -236,7 +160,7 @@ def consume_pending(
     """Run step 0 over the pending rows without drafting: the caches of a round with K = 0."""
     draft = families.layered(cfg.draft)
     hidden, pass_ = read_pending(cfg, params, inputs, None)
-    forward = families.family(draft).forward
+    forward = families.step_family(draft).forward
     return forward(params, draft, inputs.pending_tokens, hidden, pass_, caches).caches
 
 
@@ -346,6 +270,10 @@ class Autoregressive:
     lookahead: int = 1  # row p reads token p+1
     one_hot: bool = False
 
+    def may_stop(self, cfg: RoundConfig) -> bool:
+        """Return False: every step drafts; see Drafter."""
+        return False
+
     def init(
         self,
         cfg: RoundConfig,
@@ -385,7 +313,7 @@ class Autoregressive:
         The row of a prompt's last token stays pending, until the token after it is sampled.
         """
         draft = families.layered(cfg.draft)
-        family, ends = families.family(draft), chunk.ends
+        family, ends = families.step_family(draft), chunk.ends
         hidden = family.target_hidden(draft, target.hidden, target.aux)
         metadata = build_metadata(
             cfg.draft_groups,

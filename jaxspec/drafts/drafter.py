@@ -150,6 +150,10 @@ class Drafter(Protocol):
     @property
     def one_hot(self) -> bool: ...
 
+    def may_stop(self, cfg: RoundConfig) -> bool:
+        """Return whether a request may get fewer than K drafts, with -1 for the others."""
+        ...
+
     def init(
         self,
         cfg: RoundConfig,

@@ -9,22 +9,46 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from jaxspec.config import DraftConfig
-from jaxspec.drafts import eagle, eagle3, eagle_llama4, mtp, mtp_deepseek_v4
-from jaxspec.drafts.family import DraftFamily, LayeredConfig
+from jaxspec.drafts import dflash, dspark, eagle, eagle3, eagle_llama4, mtp, mtp_deepseek_v4
+from jaxspec.drafts.family import (
+    BlockConfig,
+    BlockFamily,
+    DraftFamily,
+    LayeredConfig,
+    StepFamily,
+)
 from jaxspec.drafts.head_layout import check_method_of_head, head_method
 
-FAMILIES: dict[str, DraftFamily] = {
+STEPS: dict[str, StepFamily] = {
     "eagle": eagle,
     "eagle3": eagle3,
     "eagle_llama4": eagle_llama4,
     "mtp": mtp,
     "mtp_deepseek_v4": mtp_deepseek_v4,
 }
+BLOCKS: dict[str, BlockFamily] = {"dflash": dflash, "dspark": dspark}
+FAMILIES: dict[str, DraftFamily] = {**STEPS, **BLOCKS}
 
 
 def family(cfg: LayeredConfig) -> DraftFamily:
     """Return the functions of a config's method."""
     return FAMILIES[cfg.method]
+
+
+def step_family(cfg: LayeredConfig) -> StepFamily:
+    """Return the functions of a method that drafts a token a pass."""
+    return cast(StepFamily, FAMILIES[cfg.method])
+
+
+def block_family(cfg: BlockConfig) -> BlockFamily:
+    """Return the functions of a method that drafts a block a pass."""
+    return BLOCKS[cfg.method]
+
+
+def block(draft: DraftConfig | None) -> BlockConfig:
+    """Return a draft that makes blocks with all members of its config, for the type checker."""
+    assert draft is not None and draft.method in BLOCKS, draft
+    return cast(BlockConfig, draft)
 
 
 def layered(draft: DraftConfig | None) -> LayeredConfig:

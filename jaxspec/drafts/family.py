@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxspec.cache.arrays import KVCache
+from jaxspec.cache.metadata import Visibility
 from jaxspec.config import (
     AttentionConfig,
     ConfigError,
@@ -59,8 +60,37 @@ class LayeredConfig(DraftConfig, Protocol):
         ...
 
 
+class BlockConfig(LayeredConfig, Protocol):
+    """The static shape of a draft that makes a block of tokens in one pass."""
+
+    @property
+    def mask_token_id(self) -> int:
+        """The token of the block's rows whose own token is not known."""
+        ...
+
+    @property
+    def sample_from_anchor(self) -> bool:
+        """Whether the block's first row, which reads the last known token, drafts too."""
+        ...
+
+    @property
+    def visibility(self) -> tuple[Visibility, ...]:
+        """For each of cache_groups, which of the block's rows see each other."""
+        ...
+
+    @property
+    def corrects_logits(self) -> bool:
+        """Whether a token's logits depend on the drafts before it (see step_logits)."""
+        ...
+
+    @property
+    def confidence_threshold(self) -> float:
+        """Chance of acceptance below which a request's drafts end; 0 for no end."""
+        ...
+
+
 class DraftFamily(Protocol):
-    """The functions of a family; cfg is the family's own config, a LayeredConfig."""
+    """The functions of every family; cfg is the family's own config, a LayeredConfig."""
 
     def config_from_checkpoint(
         self,
@@ -95,6 +125,14 @@ class DraftFamily(Protocol):
         """Map target features [batch, rows, width] to the draft's hidden state [batch, rows, D]."""
         ...
 
+    def logits(self, params: Params, cfg: Any, head_input: jax.Array, ops: Ops) -> jax.Array:
+        """Return float32 logits [..., draft_vocab] of head_input [..., D]."""
+        ...
+
+
+class StepFamily(DraftFamily, Protocol):
+    """A family that drafts a token a pass (jaxspec.drafts.autoregressive)."""
+
     def forward(
         self,
         params: Params,
@@ -110,8 +148,58 @@ class DraftFamily(Protocol):
         """
         ...
 
-    def logits(self, params: Params, cfg: Any, head_input: jax.Array, ops: Ops) -> jax.Array:
-        """Return float32 logits [..., draft_vocab] of head_input [..., D]."""
+
+class BlockFamily(DraftFamily, Protocol):
+    """A family that drafts a block of tokens a pass (jaxspec.drafts.block)."""
+
+    def write_context(
+        self, params: Params, cfg: Any, hidden: jax.Array, pass_: Pass, caches: KVCache
+    ) -> KVCache:
+        """Write keys and values of hidden [batch, rows, D], `fuse`'s output, into the caches."""
+        ...
+
+    def forward(
+        self, params: Params, cfg: Any, tokens: jax.Array, pass_: Pass, caches: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Run the draft over a block's tokens [batch, rows].
+
+        Returns the head's input [batch, rows, D], and the caches with these rows written.
+        """
+        ...
+
+    def first_head_state(self, cfg: Any, hidden: jax.Array) -> jax.Array | None:
+        """Return what the head carries from one draft to the next, before the first; or None.
+
+        hidden: [batch, K, D], the head's inputs
+        """
+        ...
+
+    def step_logits(
+        self,
+        params: Params,
+        cfg: Any,
+        base: jax.Array,
+        hidden: jax.Array,
+        token: jax.Array,
+        head_state: jax.Array | None,
+        ops: Ops,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the logits [batch, draft_vocab] of a draft whose predecessor is token [batch].
+
+        base:   [batch, draft_vocab], the logits of `logits`
+        hidden: [batch, D], the head's input
+
+        The second result is the next head_state.
+        """
+        ...
+
+    def confidence(
+        self, params: Params, cfg: Any, hidden: jax.Array, token: jax.Array
+    ) -> jax.Array:
+        """Return the chance float32 [batch] that a draft will be accepted if those before it are.
+
+        It depends on the head's input hidden [batch, D] and the token [batch] before the draft.
+        """
         ...
 
 

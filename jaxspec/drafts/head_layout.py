@@ -1,8 +1,8 @@
 """The method, the target and the layer of a published head, by its config.json and tensor names.
 
-SafeAI, SpecForge and NVIDIA write a flat config, the last two with a nested `eagle_config`.
-speculators puts the layer under `transformer_layer_config`, and the method and the verifier (the
-target) under `speculators_config`.
+SafeAI, SpecForge and NVIDIA write a flat config, the last two with a nested `eagle_config`. z-lab's
+is flat with a nested `dflash_config`, DeepSpec's is flat. speculators puts the layer under
+`transformer_layer_config`, and the method and the verifier (the target) under `speculators_config`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from jaxspec.config.reading import shown
 logger = logging.getLogger(__name__)
 
 # Methods that a head's files can name; an MTP module is in the target's own checkpoint.
-HEAD_METHODS = ("eagle", "eagle3")
+HEAD_METHODS = ("eagle", "eagle3", "dflash", "dspark")
 # EAGLE-3's first layer norms the hidden state; EAGLE-1 has no such norm.
 EAGLE3_TENSORS = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
 EAGLE1_TENSORS = ("fc.weight", "fusion_fc.weight")
+# A draft of blocks norms the target's features once for all layers, and DSpark's has a Markov head.
+BLOCK_TENSOR = "hidden_norm.weight"
+DSPARK_TENSOR = "markov_head.markov_w1.weight"
 
 
 def warn_of_guess(key: str, guess: str) -> None:
@@ -56,7 +59,7 @@ def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """Return "eagle" or "eagle3", by what speculators wrote, else the tensors, else the config.
+    """Return one of HEAD_METHODS, by what speculators wrote, else the tensors, else the config.
 
     names: of the tensors; empty where no file is at hand. ConfigError for another kind of draft.
     """
@@ -71,21 +74,34 @@ def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
             )
         return spoken
     tensors = {without_prefix(name) for name in names}
+    if BLOCK_TENSOR in tensors or (not tensors and drafts_blocks(config)):
+        is_dspark = DSPARK_TENSOR in tensors or "dspark" in _architectures(config)
+        return "dspark" if is_dspark else "dflash"
     if tensors:
         if tensors.intersection(EAGLE3_TENSORS):
             return "eagle3"
         if tensors.intersection(EAGLE1_TENSORS):
             return "eagle"
         raise ConfigError(
-            f"model: expected a draft head, with {EAGLE1_TENSORS[0]} (EAGLE-1) or "
-            f"{EAGLE3_TENSORS[0]} (EAGLE-3) among its tensors, got {', '.join(sorted(names)[:3])} "
-            "and others"
+            f"model: expected a draft head, with {EAGLE1_TENSORS[0]} (EAGLE-1), "
+            f"{EAGLE3_TENSORS[0]} (EAGLE-3) or {BLOCK_TENSOR} (DFlash, DSpark) among its tensors, "
+            f"got {', '.join(sorted(names)[:3])} and others"
         )
-    is_eagle3 = "eagle3" in str(config.get("architectures")).lower() or any(
+    is_eagle3 = "eagle3" in _architectures(config) or any(
         config.get(key) is not None
         for key in ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
     )
     return "eagle3" if is_eagle3 else "eagle"
+
+
+def drafts_blocks(config: Mapping[str, Any]) -> bool:
+    """Return whether a flat config is that of a DFlash or DSpark head."""
+    named = _architectures(config)
+    return "dflash_config" in config or "dflash" in named or "dspark" in named
+
+
+def _architectures(config: Mapping[str, Any]) -> str:
+    return str(config.get("architectures")).lower()
 
 
 def check_method_of_head(given: str | None, found: str) -> None:

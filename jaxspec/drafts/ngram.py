@@ -135,11 +135,20 @@ class NgramDrafter:
     lookahead: int = 0  # a position's entry is its own token
     one_hot: bool = True
 
+    def may_stop(self, cfg: RoundConfig) -> bool:
+        """Return True: a text may hold fewer drafts, or none; see Drafter."""
+        return True
+
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> NgramConfig:
         """Read the lengths from the speculative config; ConfigError if it names a draft model."""
         if speculative.model is not None:
             raise ConfigError(
                 f"model: expected none with method 'ngram', got {speculative.model!r}"
+            )
+        if speculative.draft_confidence_threshold is not None:
+            raise ConfigError(
+                "draft_confidence_threshold: expected it only with a draft that has a confidence "
+                "head, got it with method 'ngram'"
             )
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         return NgramConfig(target.vocab_size, longest, shortest)

@@ -142,6 +142,40 @@ def attend(
     )
 
 
+def write_keys(
+    params: Params,
+    cfg: AttentionConfig,
+    kv: jax.Array,
+    cache: FullCache,
+    pass_: Pass,
+    *,
+    group: int = 0,
+) -> FullCache:
+    """Rotate keys and write keys and values of rows that have no queries.
+
+    kv:    [batch, rows, 2 num_kv_heads head_dim], keys and values side by side
+    group: index of the layer's KV-cache group in the pass's metadata
+    """
+    assert pass_.rope is not None
+    batch, rows = kv.shape[:2]
+    cos, sin = (table.reshape(batch * rows, -1) for table in pass_.rope)
+    k_norm = params["k_norm"] if cfg.qk_norm else None
+    projected = rope_op.Inputs(
+        qkv=kv.reshape(batch * rows, -1),
+        cos=cos,
+        sin=sin,
+        slot_mapping=pass_.metadata[group].slot_mapping.reshape(-1),
+        k_cache=cache.k,
+        v_cache=cache.v,
+        q_norm=k_norm,  # of no query
+        k_norm=k_norm,
+        num_heads=0,
+        eps=cfg.rms_norm_eps,
+    )
+    _, k, v = rope_op.rope_and_write(projected, implementation=pass_.ops.rope_cache)
+    return FullCache(k, v)
+
+
 def attend_qkv(
     params: Params,
     cfg: AttentionConfig,

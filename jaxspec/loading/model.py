@@ -133,6 +133,11 @@ def load_draft(
             raise ConfigError(
                 f"{folder}/config.json: expected the key {e} of a draft, got none"
             ) from e
+    if speculative.draft_confidence_threshold is not None and not has_confidence(cfg):
+        raise ConfigError(
+            "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
+            f"got it with the {cfg.method} draft {folder}"
+        )
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     quantized = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
     params = load_params(
@@ -145,6 +150,11 @@ def load_draft(
     )
     draft_to_target = _draft_to_target(cfg, tensors, str(folder))
     return cfg, bind_draft(cfg, params, target_params, draft_to_target, placement)
+
+
+def has_confidence(cfg: drafts.DraftConfig) -> bool:
+    """Return whether a draft predicts the acceptance of its tokens."""
+    return getattr(cfg, "has_confidence", False)
 
 
 def bind_draft(

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspec import drafts
 from jaxspec.config import ConfigError, SpeculativeConfig
-from jaxspec.drafts.head_layout import proposed_tokens, verifier
+from jaxspec.drafts.head_layout import drafts_blocks, proposed_tokens, verifier
 from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.resolve import own_drafts, read_config, resolve
 
@@ -58,7 +58,8 @@ def resolve_pair(target: str | None, speculative: SpeculativeConfig | None) -> P
 
 def is_head(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a draft head which says so."""
-    return "speculators_config" in config or "eagle3" in str(config.get("architectures")).lower()
+    is_eagle3 = "eagle3" in str(config.get("architectures")).lower()
+    return "speculators_config" in config or is_eagle3 or drafts_blocks(config)
 
 
 def _head(speculative: SpeculativeConfig | None) -> Path | None:

@@ -24,6 +24,7 @@ from jaxspec.config import RoundConfig
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
 from jaxspec.drafts import autoregressive as propose_module
+from jaxspec.drafts import columns
 from jaxspec.drafts.drafter import Proposal
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import SamplingState
@@ -335,7 +336,7 @@ def test_noise_keyed_by_position_alone_biases_block_verification_from_the_second
             axis=1,
         )
 
-    monkeypatch.setattr(propose_module, "noise_key", noise_key)
+    monkeypatch.setattr(columns, "noise_key", noise_key)
     monkeypatch.setattr(noise.Stream, "uniforms", by_position)
     cfg = toy_config(V, K, "block")
     trials = play(cfg, "alike", 1.0, rounds=4, program=one_round(cfg))

@@ -18,17 +18,20 @@ from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_OPS, CacheGroup, RoundConfig, SpeculativeConfig
 from jaxspec.drafts import DraftConfig
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, draft_step, propose
+from jaxspec.drafts.drafter import DraftContext, Observation, PromptChunk
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params, Weight
 from jaxspec.loading.model import load_draft
 from jaxspec.sampling.state import SamplingState
 
-MAX_MODEL_LEN = 64
+MAX_MODEL_LEN = 128
 
 
-def shuffled_block_table(batch: int, block_size: int, seed: int = 0) -> np.ndarray:
+def shuffled_block_table(
+    batch: int, block_size: int, seed: int = 0, max_model_len: int = MAX_MODEL_LEN
+) -> np.ndarray:
     """int32 [batch, pages]: every block is some request's, in no order."""
-    pages = -(-MAX_MODEL_LEN // block_size)
+    pages = -(-max_model_len // block_size)
     return (
         np.random.default_rng(seed)
         .permutation(batch * pages)
@@ -278,6 +281,126 @@ class PagedDraft:
             start, num, rows = inputs.seq_lens + step, jnp.ones_like(num), 1
             tokens, last_row = jnp.asarray(drafted[-1], jnp.int32)[:, None], jnp.zeros_like(num)
         return np.stack(drafted, axis=1), np.stack(all_logits, axis=1)
+
+
+class PagedBlocks:
+    """A block draft over rounds: its context from random target features, its blocks after given
+    tokens. The drafter's own functions, each compiled.
+
+    features: float32 [T, W] of each request, the target's hidden states of every position; tokens:
+        [T] of each request. A request's context is the first `lens` of them, and its next token
+        follows.
+    """
+
+    def __init__(
+        self,
+        cfg: DraftConfig,
+        params: Params,
+        features: Sequence[np.ndarray],
+        tokens: Sequence[np.ndarray],
+        K: int,
+        *,
+        block_size: int = 4,
+        chunk: int = 8,
+        max_model_len: int = MAX_MODEL_LEN,
+        dtype: Any = jnp.float32,
+        target: Any = TARGET,
+    ) -> None:
+        self.params, self.features, self.tokens, self.chunk = params, features, tokens, chunk
+        self.cfg = RoundConfig.for_models(
+            target,
+            cfg,
+            ops=REFERENCE_OPS,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            num_speculative_tokens=K,
+            rule="probabilistic",
+        )
+        batch = len(tokens)
+        table = shuffled_block_table(batch, block_size, 1, max_model_len)
+        self.tables = (jnp.asarray(table),) * len(self.cfg.draft_groups)
+        drafter = drafts.drafter(cfg)
+        blocks = (table.size,) * len(self.cfg.cache_groups)
+        self.state = drafter.init(self.cfg, batch, blocks, dtype=dtype, cache_dtype=dtype)
+        self.lens = np.zeros(batch, np.int32)
+
+    def prefill(self, lens: Sequence[int]) -> None:
+        """Make the first lens rows of each request its context, by chunks."""
+        for begin in range(0, max(lens), self.chunk):
+            num = np.clip(np.asarray(lens, np.int32) - begin, 0, self.chunk)
+            ends = (num > 0) & (begin + self.chunk >= np.asarray(lens))
+            following = np.where(ends, -1, 7).astype(np.int32)
+            start = np.full_like(num, begin)
+            chunk: Any = PromptChunk(self._rows(self.tokens, start, num), start, num, following)
+            aux = self._features(start, num, self.chunk)
+            self.state = _prefill_block(self.cfg, self.params, self.state, self.tables, chunk, aux)
+        self.lens = np.asarray(lens, np.int32)
+
+    def propose(self) -> tuple[np.ndarray, np.ndarray]:
+        """Drafts [batch, K] and their logits [batch, K, Vd], sampled at temperature 1."""
+        next_token = [t[n] for t, n in zip(self.tokens, self.lens, strict=True)]
+        sampling = greedy_sampling(len(self.lens))
+        context = DraftContext(
+            seq_lens=jnp.asarray(self.lens),
+            next_token=jnp.asarray(next_token, jnp.int32),
+            active=jnp.ones(len(self.lens), bool),
+            block_tables=self.tables,
+            sampling=sampling.replace(temperature=sampling.temperature + 1),
+        )
+        proposal, self.state = _propose_block(self.cfg, self.params, self.state, context)
+        return np.asarray(proposal.draft_tokens), np.asarray(proposal.draft_logits)
+
+    def accept(self, num_sampled: Sequence[int]) -> None:
+        """End a round that sampled so many tokens; rejected rows hold features of no position."""
+        num, rows = np.asarray(num_sampled, np.int32), self.cfg.num_speculative_tokens + 1
+        aux = self._features(self.lens, num, rows)
+        self.state = _observe_block(
+            self.cfg, self.params, self.state, self.tables, self.lens, num, aux
+        )
+        self.lens = self.lens + num
+
+    def _features(self, start: np.ndarray, num: np.ndarray, rows: int) -> jax.Array:
+        aux = np.stack(
+            [
+                np.concatenate([f[s : s + n], np.full((rows - n, f.shape[1]), 3.0, np.float32)])
+                for f, s, n in zip(self.features, start, num, strict=True)
+            ]
+        )
+        return jnp.asarray(aux, jax.tree.leaves(self.state)[0].dtype)
+
+    def _rows(self, arrays: Any, start: np.ndarray, num: np.ndarray) -> np.ndarray:
+        rows = [a[s : s + n] for a, s, n in zip(arrays, start, num, strict=True)]
+        return _pad(rows, self.chunk)
+
+
+@partial(jax.jit, static_argnums=0)
+def _prefill_block(
+    cfg: RoundConfig, params: Params, state: Any, tables: Any, chunk: PromptChunk, aux: jax.Array
+) -> Any:
+    target = models.TargetOutput(aux[..., :1], aux, ())
+    first = jnp.zeros_like(chunk.start)
+    drafter = drafts.drafter(cfg.draft)
+    return drafter.prefill(cfg, params, state, tables, chunk, first, target)
+
+
+@partial(jax.jit, static_argnums=0)
+def _propose_block(cfg: RoundConfig, params: Params, state: Any, context: DraftContext) -> Any:
+    return drafts.drafter(cfg.draft).propose(cfg, params, state, context)
+
+
+@partial(jax.jit, static_argnums=0)
+def _observe_block(
+    cfg: RoundConfig, params: Params, state: Any, tables: Any, lens: Any, num: Any, aux: jax.Array
+) -> Any:
+    seen = Observation(
+        seq_lens=lens,
+        active=num > 0,
+        output_tokens=jnp.full(aux.shape[:2], 5, jnp.int32),
+        num_sampled=num,
+        block_tables=tables,
+        target=models.TargetOutput(aux[..., :1], aux, ()),
+    )
+    return drafts.drafter(cfg.draft).observe(cfg, params, state, seen)
 
 
 def greedy_sampling(batch: int) -> SamplingState:

@@ -17,7 +17,7 @@ from jaxspec.config import REFERENCE_OPS, AttentionConfig, RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
-from jaxspec.drafts import Eagle3Config, EagleConfig
+from jaxspec.drafts import DFlashConfig, DSparkConfig, Eagle3Config, EagleConfig
 from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import bind_draft
@@ -28,7 +28,9 @@ from jaxspec.sampling.state import SamplingState
 
 VOCAB, HIDDEN, LAYERS = 48, 32, 2
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
-METHODS = ("eagle", "eagle3")
+METHODS = ("eagle", "eagle3")  # a token a pass
+BLOCK_METHODS = ("dflash", "dspark")
+MASK = VOCAB - 1  # of blocks; prompts hold it too
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,37 @@ def tiny_model(
     )
 
 
+def block_config(
+    method: str, *, window: int | None = None, draft_vocab: int = VOCAB, **changes: Any
+) -> Any:
+    """Two layers of a block draft, the second with a window if one is given; blocks of up to 16
+    drafts."""
+    windows, anchored = (None, window), method == "dspark"
+    values: dict[str, Any] = dict(
+        target_hidden_size=HIDDEN,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        attention=replace(ATTENTION, qk_norm=True, rms_norm_eps=1e-5),
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        draft_vocab_size=draft_vocab,
+        aux_layers=(0, 1, 2),
+        draft_block_size=16 if anchored else 17,
+        mask_token_id=MASK,
+        sample_from_anchor=anchored,
+        windows=windows,
+        causal=tuple(w is not None for w in windows),
+        own_lm_head=draft_vocab != VOCAB,
+    )
+    if method == "dflash":
+        return DFlashConfig(**{**values, **changes})
+    heads = dict(markov_rank=8, has_confidence=True, confidence_reads_token=True)
+    return DSparkConfig(**{**values, **heads, **changes})
+
+
 def _draft_config(method: str, window: int | None, draft_vocab: int) -> Any:
+    if method in BLOCK_METHODS:
+        return block_config(method, window=window, draft_vocab=draft_vocab)
     if method == "eagle":
         return EagleConfig(
             HIDDEN, 48, 1, ATTENTION, 1e-5, VOCAB, False, False, False, sliding_window=window
