@@ -241,11 +241,13 @@ def read_speculative(
     config = SpeculativeConfig.from_dict(values)
     check_method(config.method)
     if config.model is None and needs_model(config.method):
-        if is_default_target(target):
-            return replace(config, model=DEFAULT_DRAFTS[config.method or "eagle3"])
-        if not is_head(read_config(str(target))):
+        method = config.method or "eagle3"
+        if is_default_target(target) and method in DEFAULT_DRAFTS:
+            return replace(config, model=DEFAULT_DRAFTS[method])
+        if is_default_target(target) or not is_head(read_config(str(target))):
             raise ConfigError(
-                f"--draft: expected a draft head for {target} (or --no-speculation), got none"
+                f"--draft: expected a draft head for {target or 'the default target'} (or "
+                "--no-speculation), got none"
             )
     return config
 

@@ -63,6 +63,7 @@ __all__ = [
     "family",
     "family_of_checkpoint",
     "hidden_width",
+    "layered_drafter",
     "method_name",
     "needs_model",
 ]
@@ -89,6 +90,9 @@ def needs_model(method: str | None) -> bool:
 
 def drafter(cfg: DraftConfig) -> Drafter:
     """Return the drafter of a config's method."""
-    if cfg.method in BLOCKS:
-        return BLOCK
-    return MODEL_FREE.get(cfg.method, AUTOREGRESSIVE)
+    return MODEL_FREE.get(cfg.method) or layered_drafter(cfg)
+
+
+def layered_drafter(cfg: DraftConfig) -> Autoregressive | BlockDrafter:
+    """Return the drafter of a method with layers, which takes buffers for its proposal."""
+    return BLOCK if cfg.method in BLOCKS else AUTOREGRESSIVE

@@ -342,14 +342,19 @@ class Autoregressive:
         )
 
     def propose(
-        self, cfg: RoundConfig, params: Params, state: AutoregressiveState, context: DraftContext
+        self,
+        cfg: RoundConfig,
+        params: Params,
+        state: AutoregressiveState,
+        context: DraftContext,
+        buffers: Proposal | None = None,
     ) -> tuple[Proposal, AutoregressiveState]:
-        """See Drafter."""
+        """See Drafter, and propose for the buffers."""
         inputs = draft_inputs(state, context)
         if cfg.num_speculative_tokens == 0:
             caches = consume_pending(cfg, params, inputs, state.caches)
             return no_drafts(context.seq_lens.shape[0]), replace(state, caches=caches)
-        carry = propose(cfg, params, inputs, state.caches)
+        carry = propose(cfg, params, inputs, state.caches, buffers)
         return carry.proposal, replace(state, caches=carry.caches)
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:

@@ -223,13 +223,18 @@ class BlockDrafter:
         )
 
     def propose(
-        self, cfg: RoundConfig, params: Params, state: BlockState, context: DraftContext
+        self,
+        cfg: RoundConfig,
+        params: Params,
+        state: BlockState,
+        context: DraftContext,
+        buffers: Proposal | None = None,
     ) -> tuple[Proposal, BlockState]:
-        """See Drafter."""
+        """See Drafter, and draw_block for the buffers."""
         if cfg.num_speculative_tokens == 0:
             return no_drafts(context.seq_lens.shape[0]), state
         hidden, caches = run_block(cfg, params, context, state.caches)
-        return draw_block(cfg, params, context, hidden), BlockState(caches)
+        return draw_block(cfg, params, context, hidden, buffers), BlockState(caches)
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
         """Return the only part: one pass, and a loop of a few launches; see Drafter."""

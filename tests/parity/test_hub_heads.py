@@ -229,11 +229,12 @@ def test_switches_are_read_from_their_place_and_guesses_are_warnings(
             r"method: expected 'eagle', which this head is .*got 'eagle3'",
         ),
         (
-            {"speculators_config": {"algorithm": "dflash"}},
+            {"speculators_config": {"algorithm": "peagle"}},
             {},
             {},
             None,
-            r"speculators_config.algorithm: expected one of eagle, eagle3, got 'dflash'",
+            r"speculators_config.algorithm: expected one of eagle, eagle3, dflash, dspark, "
+            r"got 'peagle'",
         ),
         ({}, {"use_aux_hidden_state": False}, {}, None, "norm_before_fc: expected false in a head"),
         (

@@ -37,8 +37,7 @@ from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
-from jaxspec.drafts import DraftConfig
-from jaxspec.drafts.autoregressive import draft_inputs, propose
+from jaxspec.drafts import DraftConfig, layered_drafter
 from jaxspec.drafts.drafter import Proposal
 from jaxspec.drafts.families import layered
 from jaxspec.engine.engine import Engine
@@ -87,19 +86,19 @@ def recorded_round(
     """
     K = cfg.num_speculative_tokens
     context = decode_state.draft_context(cfg, state, block_tables)
-    inputs = draft_inputs(state.draft, context)
     before, live = draft_logits, state.active
     buffers = Proposal(
         jnp.zeros((live.shape[0], K), jnp.int32), jnp.zeros_like(before) if cfg.sampled else None
     )
-    carry = propose(cfg, params["draft"], inputs, state.draft.caches, buffers)
-    proposal = decode.limit_drafts(cfg, state, carry.proposal)
+    drafter = layered_drafter(layered(cfg.draft))
+    proposal, draft = drafter.propose(cfg, params["draft"], state.draft, context, buffers)
+    proposal = decode.limit_drafts(cfg, state, proposal)
     tokens, written = proposal.draft_tokens, proposal.draft_logits
     seen = None
     if cfg.keeps_draft_logits:
         assert written is not None
         seen = written if corrupt is None else corrupt(written, before)
-    state = replace(state, draft=replace(state.draft, caches=carry.caches))
+    state = replace(state, draft=draft)
     logits = (
         _target_logits(cfg, params["target"], state, tokens, block_tables) if cfg.sampled else None
     )
