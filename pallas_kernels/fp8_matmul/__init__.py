@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels import hopper
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul.rows import Rows, quantise
 from pallas_kernels.fp8_matmul.weight import ACTIVATIONS, BLOCK, LARGEST, Activation, Fp8Weight
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
+from pallas_kernels.matmul import plan
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import Product
 
@@ -30,7 +33,7 @@ __all__ = [
 def fp8_matmul(inputs: Inputs[Fp8Weight], *, implementation: str = "reference") -> jax.Array:
     """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
 
-    Rows are quantised as the weights say (`quantise`). Codes are multiplied, sums are float32, and
+    Rows are quantised as the first weight says (`quantise`); the others have to say the same. Codes are multiplied, sums are float32, and
     the scales of weights and rows multiply them: after the product, or after each 128 depths where
     blocks have scales. The result is cast to out_dtype.
 
@@ -38,14 +41,29 @@ def fp8_matmul(inputs: Inputs[Fp8Weight], *, implementation: str = "reference") 
     does not support.
     """
     check(inputs)
-    if not runs_kernel("fp8_matmul", implementation, lambda: unsupported(Product.of(inputs))):
+
+    def reason() -> str | None:
+        return hopper.missing() or unsupported(Product.of(inputs))
+
+    if not runs_kernel("fp8_matmul", implementation, reason):
         return reference.fp8_matmul(inputs)
-    raise NotImplementedError
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    return mosaic_gpu.fp8_matmul(inputs)
 
 
 def unsupported(product: Product) -> str | None:
     """Return why no Mosaic kernel can make this product, None if one can."""
-    return "has no kernel for fp8 weights"
+    if reason := hopper.too_old():
+        return reason
+    if product.x.dtype != jnp.bfloat16:
+        return f"expected bfloat16 rows, got {product.x.dtype}"
+    weights = product.weights
+    if len(weights) > 1 and not product.swiglu:
+        return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
+    from pallas_kernels.fp8_matmul.mosaic_gpu.product import product_of
+
+    return plan.unfit(product_of(product))
 
 
 def check(inputs: Inputs[Fp8Weight]) -> None:

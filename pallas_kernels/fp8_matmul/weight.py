@@ -36,7 +36,7 @@ class Fp8Weight:
 
     codes:            float8_e4m3fn [..., out, in]
     scales:           float32 [..., out], [..., out / 128, in / 128] rounded up, or [] for all
-    activation_scale: float32 [], with "static" activations alone
+    activation_scale: float32 [], with "static" activations alone; one for all weights of a product
     activation:       static; see ACTIVATIONS
     """
 

@@ -43,7 +43,7 @@ REDUCTION_BYTES = 1024  # for sums across warps
 RESIDENT_BYTES = 72 * 1024  # x up to this size stays in shared memory; a larger one streams
 SPLIT = 2  # CTAs for a tile where tiles are few and deep; 1 for none
 READ_BYTES = 4096  # see first_reads
-RING_DEPTH = 1536  # of a tile that a CTA's rings hold as a whole
+RING_BYTES = 3072  # of a tile's depth that a CTA's rings hold as a whole
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,11 @@ class Product:
         return 2 if self.swiglu else 1
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of a value of x and of the weights."""
+        return self.x.dtype.itemsize
+
+    @property
     def out_bytes(self) -> int:
         return jnp.dtype(self.out_dtype).itemsize
 
@@ -128,10 +133,11 @@ class Order:
         depth, swiglu = product.depth, product.swiglu
         # One SM reads 62 GB/s: half of the SMs are not enough. A tile that fits into one ring needs
         # no second CTA.
-        deep = depth > RING_DEPTH and depth % (128 * 2 * SPLIT) == 0
+        stripes = _step_depths(product)
+        deep = depth > RING_BYTES // product.item_bytes and depth % (stripes[0] * 2 * SPLIT) == 0
         split = SPLIT if deep and not swiglu and product.tiles * SPLIT <= NUM_SMS else 1
-        shared = () if swiglu else ((128, 2), (128, 3), (64, 2), (64, 3))
-        for stripe_k, warpgroups in (*shared, (128, 1), (64, 1)):
+        shared = () if swiglu else ((k, warpgroups) for k in stripes for warpgroups in (2, 3))
+        for stripe_k, warpgroups in (*shared, *((k, 1) for k in stripes)):
             if depth % (stripe_k * warpgroups * split) == 0:
                 return cls(stripe_k, warpgroups, split)
         return None
@@ -141,7 +147,7 @@ class Order:
 class Tuning:
     """Division of a product.
 
-    tile_k:        depth of a step, 64 or 128
+    tile_k:        depth of a step, see _step_depths
     stripe_k:      see Order; one step or two
     warpgroups:    see Order
     stages:        of each warpgroup's ring, at least 2
@@ -189,9 +195,19 @@ def padded_rows(rows: int) -> int:
     return next(p for p in (8, 16, 32, MAX_ROWS) if p >= rows)
 
 
-def is_resident(rows: int, depth: int) -> bool:
-    """Return whether all of x stays in shared memory."""
-    return padded_rows(rows) * depth * 2 <= RESIDENT_BYTES
+def is_resident(product: Product, depth: int) -> bool:
+    """Return whether a CTA's part of x, of this depth, stays in shared memory."""
+    return padded_rows(product.rows) * depth * product.item_bytes <= RESIDENT_BYTES
+
+
+def _shallow_depths(product: Product) -> tuple[int, ...]:
+    """Return the depths of a step of many rows, the best first: 128 bytes, then others."""
+    return (64, 128) if product.item_bytes == 2 else (128, 64)
+
+
+def _step_depths(product: Product) -> tuple[int, ...]:
+    """Return the depths of a step, the largest first: 256 bytes, 128, and 64 of fp8."""
+    return (128, 64) if product.item_bytes == 2 else (256, 128, 64)
 
 
 def num_pieces(width: int) -> int:
@@ -206,9 +222,9 @@ def smem_bytes(product: Product, tuning: Tuning) -> int:
     """Return the shared memory of a CTA, to within the barriers."""
     padded, slots = padded_rows(product.rows), tuning.warpgroups * tuning.stages
     part_depth, products = product.depth // tuning.split, product.accumulators
-    stays = is_resident(product.rows, part_depth)
-    x = padded * 2 * (part_depth if stays else slots * tuning.tile_k)
-    ring = slots * tuning.tile_k * TILE_N * products * 2
+    size = product.item_bytes
+    x = padded * size * (part_depth if is_resident(product, part_depth) else slots * tuning.tile_k)
+    ring = slots * tuning.tile_k * TILE_N * products * size
     partial_sums = (tuning.warpgroups * tuning.split - 1) * products * TILE_N * padded * 4
     halves = 4 if product.out_bytes == 4 else 0
     out = TILE_N * padded * (product.out_bytes + halves + (2 if product.residual else 0))
@@ -233,10 +249,10 @@ def choose_tuning(product: Product) -> Tuning | None:
     few = padded_rows(product.rows) == 8
     # Gate and up of many rows: two blocks for each SM, with half of the shared memory each, keep
     # the tensor cores busy.
-    crowded = product.swiglu and not few and not is_resident(product.rows, product.depth)
+    crowded = product.swiglu and not few and not is_resident(product, product.depth)
     blocks_an_sm = 2 if crowded else 1
     rounds = -(-product.tiles // (NUM_SMS * blocks_an_sm))
-    for tile_k in (128, 64) if few else (64, 128):
+    for tile_k in _step_depths(product) if few else _shallow_depths(product):
         if order.stripe_k % tile_k:
             continue
         for stages in (6, 5, 4, 3, 2):
@@ -257,9 +273,15 @@ def choose_tuning(product: Product) -> Tuning | None:
 
 def unsupported(product: Product) -> str | None:
     """Return why the kernel for few rows cannot make this product, None if it can."""
-    x, weights, rows = product.x, product.weights, product.rows
+    x, weights = product.x, product.weights
     if any(a.dtype != jnp.bfloat16 for a in (x, *weights)):
         return f"expected bfloat16 operands, got {x.dtype} and {weights[0].dtype}"
+    return unfit(product)
+
+
+def unfit(product: Product) -> str | None:
+    """Return which shape of the product does not fit the kernel for few rows, None if all do."""
+    weights, rows = product.weights, product.rows
     if not 1 <= rows <= MAX_ROWS or (rows > 8 and rows % 8):
         return f"expected 1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, got {rows}"
     if product.depth % 64 or any(n % TILE_N for n in product.widths):

@@ -24,6 +24,7 @@ their shares to the first one, which adds them in a fixed order. So a row's bits
 its neighbours nor on their number.
 
     sizes.py        static sizes, and the kernel's operands, results and scratch memory by name
+    memory.py       the arrays of results and of scratch memory
     ring.py         TMA copies of weights and x
     tile_sum.py     the sums of a tile, over warpgroups
     cluster_sum.py  the sum over a cluster
@@ -43,17 +44,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import cluster_sum
 from pallas_kernels.matmul.mosaic_gpu.epilogue import finish, load_gain_and_residual, row_scale
+from pallas_kernels.matmul.mosaic_gpu.memory import results_of, scratch_of
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
 from pallas_kernels.matmul.mosaic_gpu.tile_sum import add_up, multiply
-from pallas_kernels.matmul.plan import (
-    REDUCTION_BYTES,
-    TILE_N,
-    Product,
-    Tuning,
-    choose_tuning,
-    num_pieces,
-)
+from pallas_kernels.matmul.plan import REDUCTION_BYTES, TILE_N, Product, Tuning, choose_tuning
 from pallas_kernels.matmul.reference import Result
 from pallas_kernels.types import Ref
 
@@ -136,57 +131,13 @@ def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
     ]
     return plgpu.kernel(
         body,
-        out_type=(_results(sizes),),
+        out_type=(results_of(sizes),),
         grid=(sizes.blocks,),
         grid_names=("block",),
         **({"cluster": (split,), "cluster_names": (cluster_sum.AXIS,)} if split > 1 else {}),
         num_threads=tuning.warpgroups,
         thread_name="wg",
         kernel_name="_".join(name),
-        scratch_types=[_scratch(sizes, operands)],
+        scratch_types=[scratch_of(sizes, operands)],
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_BYTES),
-    )
-
-
-def _results(sizes: Sizes) -> Results[jax.ShapeDtypeStruct]:
-    product = sizes.product
-    out = jax.ShapeDtypeStruct((product.rows, product.width), product.out_dtype)
-    squares = jax.ShapeDtypeStruct((num_pieces(product.width), sizes.padded), jnp.float32)
-    return Results(
-        out=out,
-        scaled=out if product.norms else None,
-        squares=squares if product.norms else None,
-        shares=cluster_sum.outputs(sizes),
-    )
-
-
-def _scratch(sizes: Sizes, operands: Operands[jax.Array]) -> Scratch[pl.MemoryRef]:
-    product, tuning, padded, slots = sizes.product, sizes.tuning, sizes.padded, sizes.slots
-    tile_k, others = tuning.tile_k, tuning.warpgroups - 1
-    x_steps = sizes.part_depth // tile_k if sizes.resident else slots
-    w_tile = (TILE_N, tile_k) if product.transposed else (tile_k, TILE_N)
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    dtype, out_dtype = operands.x.dtype, product.out_dtype
-    residual, gain = operands.residual, operands.gain
-    copies = product.accumulators if sizes.resident else product.accumulators + 1
-    return Scratch(
-        x=plgpu.SMEM((x_steps, padded, tile_k), dtype, transforms=transforms),
-        w=plgpu.SMEM((slots, product.accumulators, *w_tile), dtype, transforms=transforms),
-        out=plgpu.SMEM((padded, TILE_N), out_dtype),
-        partial=plgpu.SMEM((others, *sizes.share), jnp.float32) if others else None,
-        halves=plgpu.SMEM((2, padded, TILE_N), jnp.uint16) if sizes.is_wide else None,
-        residual=None if residual is None else plgpu.SMEM((padded, TILE_N), residual.dtype),
-        scale=plgpu.SMEM((padded,), jnp.float32) if product.normed and others else None,
-        gain=None if gain is None else plgpu.SMEM((TILE_N,), gain.dtype),
-        scaled=None if gain is None else plgpu.SMEM((padded, TILE_N), out_dtype),
-        squares=None if gain is None else plgpu.SMEM((padded,), jnp.float32),
-        full=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
-        x_ready=plgpu.Barrier(num_barriers=others + 1, num_arrivals=sizes.steps)
-        if sizes.resident
-        else None,
-        done=plgpu.Barrier(num_arrivals=others) if others else None,
-        taken=plgpu.Barrier(num_barriers=others) if others else None,
-        residual_ready=None if residual is None else plgpu.Barrier(),
-        gain_ready=None if gain is None else plgpu.Barrier(),
-        received=cluster_sum.scratch(sizes),
     )

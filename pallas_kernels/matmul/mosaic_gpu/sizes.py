@@ -137,7 +137,7 @@ class Sizes:
     @property
     def resident(self) -> bool:
         """Whether all of x stays in shared memory."""
-        return is_resident(self.product.rows, self.part_depth)
+        return is_resident(self.product, self.part_depth)
 
     @property
     def share(self) -> tuple[int, int, int]:

@@ -1,0 +1,31 @@
+"""Products of few rows with fp8 weights on Hopper: the bfloat16 kernel with half of the bytes.
+
+A kernel quantises the rows. The product then streams codes [out, in] as they are stored, through
+the rings and clusters of pallas_kernels/matmul, and multiplies codes by codes (wgmma of e4m3). The
+scales multiply float32 sums: in the epilogue, or after each 128 depths where blocks have scales.
+
+Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends after 128 depths,
+and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
+
+The order of summation depends on the weights alone (pallas_kernels/matmul/plan.py).
+
+    quantise.py     rows in fp8
+    product.py      the product
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fp8_matmul.mosaic_gpu.product import multiply
+from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise
+from pallas_kernels.fp8_matmul.weight import Fp8Weight
+from pallas_kernels.matmul.inputs import Inputs
+
+
+def fp8_matmul(inputs: Inputs[Fp8Weight]) -> jax.Array:
+    """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul."""
+    weight = inputs.weights[0]
+    rows = quantise(inputs.x, weight.activation, weight.activation_scale)
+    return multiply(rows, inputs)
