@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.int4_matmul import reference
 from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, ZERO, Int4Weight, pack
@@ -33,14 +34,24 @@ def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference"
     does not support.
     """
     check(inputs)
-    if not runs_kernel("int4_matmul", implementation, lambda: unsupported(Product.of(inputs))):
+
+    def reason() -> str | None:
+        return hopper.missing() or unsupported(Product.of(inputs))
+
+    if not runs_kernel("int4_matmul", implementation, reason):
         return reference.int4_matmul(inputs)
-    raise NotImplementedError
+    from pallas_kernels.int4_matmul import mosaic_gpu
+
+    return mosaic_gpu.int4_matmul(inputs)
 
 
 def unsupported(product: Product) -> str | None:
     """Return why no Mosaic kernel can make this product, None if one can."""
-    return "has no kernel for int4 weights"
+    if reason := hopper.too_old():
+        return reason
+    from pallas_kernels.int4_matmul.mosaic_gpu import plan
+
+    return plan.unsupported(product)
 
 
 def check(inputs: Inputs[Int4Weight]) -> None:
@@ -48,11 +59,16 @@ def check(inputs: Inputs[Int4Weight]) -> None:
     inputs.check()
     if inputs.squares is not None or inputs.gain is not None or inputs.transposed:
         raise ValueError("int4_matmul: expected no squares, gain or transposed weights")
+    first = inputs.weights[0]
     for weight in inputs.weights:
         depth, width = weight.shape
         groups = weight.scales.shape[0]
         if weight.scales.shape != (groups, width) or not groups or depth % groups:
             expected = f"[groups that divide {depth}, {width}]"
             raise ValueError(f"scales: expected {expected}, got {weight.scales.shape}")
+        if weight.group != first.group or weight.scales.dtype != first.scales.dtype:
+            raise ValueError("scales: expected one group and dtype for all weights, got several")
+        if (weight.zeros is None) != (first.zeros is None):
+            raise ValueError("zeros: expected those of all weights, or of none")
         if weight.zeros is not None and weight.zeros.shape != weight.scales.shape:
             raise ValueError(f"zeros: expected {weight.scales.shape}, got {weight.zeros.shape}")

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.int4_matmul import Inputs, Int4Weight, int4_matmul, pack
+from tests.kernels.interpreter import interpreted
 
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
 # Largest error, in units of the value's size plus the root mean square of the result: one rounding
 # of the result to bfloat16, four with SwiGLU, or float32 sums of 256 terms.
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "swiglu": 5 * 2.0**-8, "float32": 1e-6}
@@ -102,3 +106,42 @@ def test_weights_that_do_not_fit_are_refused(change: dict[str, Any], message: st
     weight = dataclasses.replace(int4_weight(0, 64, 256, group=128, zeros=True)[0], **change)
     with pytest.raises(ValueError, match=message):
         int4_matmul(Inputs(x=jnp.ones((1, 256), jnp.bfloat16), weights=(weight,)))
+
+
+# Small enough for the interpreter: depth, widths, rows, group, zeros, scales and what is fused.
+SMALL: dict[str, tuple[int, tuple[int, ...], int, int, bool, str, str]] = {
+    "one row, no zeros": (512, (64,), 1, 128, False, "bfloat16", ""),
+    "sixteen rows, several tiles": (512, (192,), 16, 128, True, "float16", ""),
+    "40 rows, padded to 64": (256, (64,), 40, 128, True, "bfloat16", ""),
+    "64 rows, more steps than stages": (3072, (64,), 64, 128, False, "bfloat16", ""),
+    "groups of 64 in three warpgroups": (576, (128,), 4, 64, True, "float32", ""),
+    "one group for all depths": (512, (64,), 4, 512, True, "bfloat16", ""),
+    "a depth that is split": (4096, (64,), 4, 128, True, "bfloat16", "residual"),
+    "residual, sixteen rows": (512, (128,), 16, 128, False, "bfloat16", "residual"),
+    "swiglu": (512, (128, 128), 3, 128, True, "bfloat16", "swiglu"),
+    "swiglu, 32 rows": (512, (64, 64), 32, 64, True, "bfloat16", "swiglu"),
+    "float32": (512, (128,), 3, 128, True, "bfloat16", "float32"),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", SMALL)
+def test_the_kernel_equals_float64(name: str) -> None:
+    depth, widths, rows, group, zeros, scale_dtype, fused = SMALL[name]
+    made = [
+        int4_weight(i, width, depth, group=group, zeros=zeros, scale_dtype=jnp.dtype(scale_dtype))
+        for i, width in enumerate(widths)
+    ]
+    residual = None
+    if fused == "residual":
+        residual = jax.random.normal(jax.random.key(1), (rows, widths[0]), jnp.bfloat16)
+    inputs = Inputs(
+        x=jax.random.normal(jax.random.key(0), (rows, depth), jnp.bfloat16),
+        weights=tuple(w for w, _ in made),
+        residual=residual,
+        swiglu=fused == "swiglu",
+        out_dtype=jnp.dtype("float32" if fused == "float32" else "bfloat16"),
+    )
+    with interpreted():
+        got = int4_matmul(inputs, implementation="mosaic_gpu")
+    assert_close(inputs, [a for _, a in made], got)

@@ -183,7 +183,7 @@ def test_an_input_that_streams_gives_the_same_bits(
     monkeypatch.setattr(plan, "RESIDENT_BYTES", 0)
     mosaic_gpu.matmul.clear_cache()  # the limit is read while tracing
     try:
-        assert not plan.is_resident(shape.rows, shape.depth)
+        assert not plan.is_resident(Product.of(inputs), shape.depth)
         assert_close(shape, kernel(inputs, blocks=blocks, stages=2), ground_truth(inputs))
         np.testing.assert_array_equal(kernel(inputs, blocks=blocks, stages=2), stays)
     finally:

@@ -1,0 +1,89 @@
+"""Fragments of a warp's products (mma.sync), for kernels that decode weights in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils
+
+ptx = utils.inline_ptx  # pyright: ignore[reportAttributeAccessIssue]  # new in jax 0.11
+
+
+def i32(x: int) -> Any:
+    """Return a constant word."""
+    return utils.c(x - (1 << 32) if x >> 31 else x, ir.IntegerType.get_signless(32))
+
+
+def lane_and_warp() -> tuple[Any, Any]:
+    """Return the thread's lane, and its warp in the warpgroup."""
+    thread = utils.thread_idx()
+    warp = arith.andi(arith.shrui(thread, i32(5)), i32(3))
+    return arith.andi(thread, i32(31)), warp
+
+
+def strides(ref: Any) -> list[int]:
+    """Return the strides of a ref, in values."""
+    found, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    return list(found)
+
+
+class RowReader:
+    """Reads the rows [rows, depth] of a product as operands B, from tiles of 8 x 64 bfloat16.
+
+    tiles: number of tiles of 8 rows
+    """
+
+    def __init__(self, x: Any) -> None:
+        self.tiles = ir.MemRefType(x.type).shape[0]
+        self._row_stride, self._depth_stride = strides(x)[:2]
+        # ldmatrix: lane 8 * i + r gives the address of row r of matrix i, which is 8 depths wide.
+        lane, _ = lane_and_warp()
+        row, matrix = arith.andi(lane, i32(7)), arith.shrui(lane, i32(3))
+        chunk = arith.shli(arith.xori(row, matrix), i32(4))  # 16 bytes, swizzled
+        offset = arith.ori(arith.shli(row, i32(7)), chunk)
+        base = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(x))
+        self._starts = [arith.addi(base, o) for o in (offset, arith.xori(offset, i32(64)))]
+
+    def load(self, tile: int, block: int) -> list[Any]:
+        """Return the four registers of 32 depths of 8 rows: two for each product of 16 depths."""
+        place = 2 * (tile * self._row_stride + block // 2 * self._depth_stride)
+        address = arith.addi(self._starts[block % 2], i32(place))
+        return list(
+            ptx(
+                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+                address,
+                result_types=[address.type] * 4,
+                has_side_effects=True,
+                convergent=True,
+            )
+        )
+
+
+def mma(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+    """Return sums plus a [16 columns, 16 depths] times b [16 depths, 8 rows]."""
+    instruction = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    types = [ir.F32Type.get()] * 4
+    return list(ptx(instruction, *a, *b, *sums, result_types=types, convergent=True))
+
+
+def scalars(array: Any) -> list[Any]:
+    """Return the numbers of an array of LAYOUT in the order of mma's registers."""
+    return [llvm.extractelement(pair, i32(i)) for pair in array.registers.flat for i in range(2)]
+
+
+def array_of(numbers: list[Any], like: Any) -> Any:
+    """Return an array of these numbers with the layout of another."""
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    pairs = []
+    for first, second in zip(numbers[::2], numbers[1::2], strict=True):
+        vector = llvm.insertelement(llvm.mlir_undef(pair), first, i32(0))
+        pairs.append(llvm.insertelement(vector, second, i32(1)))
+    shaped = np.array(pairs, dtype=object).reshape(like.registers.shape)
+    return fa.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)

@@ -1,0 +1,25 @@
+"""Products of few rows with int4 weights on Hopper: decoded in registers, multiplied by mma.sync.
+
+Units stream through the rings of pallas_kernels/matmul. A code becomes a bfloat16 number in two
+operations on a pair: its four bits below the exponent of 128, less 128 and the zero. That is exact.
+The scale of a group multiplies float32 sums. So a weight is never rounded.
+
+The order of summation depends on the weights alone: on their shapes and on the group (plan.py).
+
+    plan.py         how a product is divided
+    units.py        units in shared memory, decoded and multiplied by a warp
+    product.py      the product
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.int4_matmul.mosaic_gpu.product import multiply
+from pallas_kernels.int4_matmul.weight import Int4Weight
+from pallas_kernels.matmul.inputs import Inputs
+
+
+def int4_matmul(inputs: Inputs[Int4Weight]) -> jax.Array:
+    """Run the op; see pallas_kernels.int4_matmul.int4_matmul."""
+    return multiply(inputs)

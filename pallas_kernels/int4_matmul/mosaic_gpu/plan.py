@@ -1,0 +1,124 @@
+"""How a product of int4 weights is divided: blocks, the depth's shares, and the rings."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.int4_matmul.weight import DEPTHS, Int4Weight
+from pallas_kernels.matmul.plan import (
+    MAX_ROWS,
+    MAX_SMEM,
+    NUM_SMS,
+    SPLIT,
+    TILE_N,
+    Order,
+    Product,
+    Tuning,
+    is_resident,
+    padded_rows,
+)
+
+STEP_DEPTHS = (256, 128, 64)
+SCALE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+DEEP = 2048  # a shallower tile needs no second CTA
+
+
+def plain(product: Product) -> Product:
+    """Return the product with plain weights of the same shapes."""
+    weights = tuple(jax.ShapeDtypeStruct(w.shape, product.x.dtype) for w in product.weights)
+    return Product(
+        product.x,
+        weights,
+        residual=product.residual,
+        swiglu=product.swiglu,
+        out_dtype=product.out_dtype,
+    )
+
+
+def sum_depth(weight: Int4Weight) -> int:
+    """Return the depths of a sum that one scale multiplies."""
+    return 128 if weight.group % 128 == 0 else DEPTHS
+
+
+def order_of(product: Product, weight: Int4Weight) -> Order | None:
+    """Return the order of summation for all numbers of rows."""
+    depth, shallowest = product.depth, sum_depth(weight)
+    deep = depth > DEEP and depth % (256 * 2 * SPLIT) == 0
+    split = SPLIT if deep and not product.swiglu and product.tiles * SPLIT <= NUM_SMS else 1
+    for warpgroups in (2, 3, 1):
+        for stripe_k in STEP_DEPTHS:
+            if stripe_k >= shallowest and depth % (stripe_k * warpgroups * split) == 0:
+                return Order(stripe_k, warpgroups, split)
+    return None
+
+
+def groups_of(weight: Int4Weight, tile_k: int) -> int:
+    """Return the number of groups of a step."""
+    return max(1, tile_k // weight.group)
+
+
+def smem_bytes(product: Product, weight: Int4Weight, tuning: Tuning) -> int:
+    """Return the shared memory of a CTA, to within the barriers."""
+    padded, slots = padded_rows(product.rows), tuning.warpgroups * tuning.stages
+    part_depth, products = product.depth // tuning.split, product.accumulators
+    x = padded * 2 * (part_depth if is_resident(product, part_depth) else slots * tuning.tile_k)
+    groups = max(2, groups_of(weight, tuning.tile_k))
+    by_group = weight.scales.dtype.itemsize + (0 if weight.zeros is None else 1)
+    step = TILE_N * tuning.tile_k // 2 + groups * TILE_N * by_group
+    partial_sums = (tuning.warpgroups * tuning.split - 1) * products * TILE_N * padded * 4
+    halves = 4 if product.out_bytes == 4 else 0
+    out = TILE_N * padded * (product.out_bytes + halves + (2 if product.residual else 0))
+    return x + slots * products * step + partial_sums + out + 6 * 1024
+
+
+def choose_tuning(product: Product) -> Tuning | None:
+    """Return the division of a product of Int4Weights, None if none fits."""
+    weight = product.weights[0]
+    assert isinstance(weight, Int4Weight)
+    product = plain(product)
+    order = order_of(product, weight)
+    if order is None:
+        return None
+    # Warps of several CTAs hide each other's latencies where tiles are many.
+    most = 2 if product.tiles > NUM_SMS else 1
+    for blocks_an_sm in range(most, 0, -1):
+        rounds = -(-product.tiles // (NUM_SMS * blocks_an_sm))
+        for tile_k in STEP_DEPTHS if padded_rows(product.rows) == 8 else (128, 64):
+            if order.stripe_k % tile_k or tile_k < sum_depth(weight):
+                continue
+            for stages in (8, 6, 5, 4, 3, 2):
+                tuning = Tuning(
+                    tile_k,
+                    order.stripe_k,
+                    order.warpgroups,
+                    stages,
+                    -(-product.tiles // rounds),
+                    split=order.split,
+                    launches_next=product.swiglu or product.out_bytes == 4,
+                    weights_first=product.residual,
+                )
+                if smem_bytes(product, weight, tuning) <= MAX_SMEM // blocks_an_sm:
+                    return tuning
+    return None
+
+
+def unsupported(product: Product) -> str | None:
+    """Return why the kernel cannot make this product, None if it can."""
+    rows, weights = product.rows, product.weights
+    weight = weights[0]
+    assert isinstance(weight, Int4Weight)
+    if product.x.dtype != jnp.bfloat16:
+        return f"expected bfloat16 rows, got {product.x.dtype}"
+    if len(weights) > 1 and not product.swiglu:
+        return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
+    if not 1 <= rows <= MAX_ROWS or (rows > 8 and rows % 8):
+        return f"expected 1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, got {rows}"
+    if any(n % TILE_N for n in product.widths):
+        return f"expected widths that are multiples of {TILE_N}, got {product.widths}"
+    if weight.group % DEPTHS or weight.scales.dtype not in SCALE_DTYPES:
+        got = f"{weight.group} with {weight.scales.dtype} scales"
+        return f"expected groups that are multiples of {DEPTHS} with float scales, got {got}"
+    if choose_tuning(product) is None:
+        return f"expected rings that fit into {MAX_SMEM} bytes, got {rows} rows of {product.depth}"
+    return None
