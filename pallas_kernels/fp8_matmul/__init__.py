@@ -33,9 +33,9 @@ __all__ = [
 def fp8_matmul(inputs: Inputs[Fp8Weight], *, implementation: str = "reference") -> jax.Array:
     """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
 
-    Rows are quantised as the first weight says (`quantise`); the others have to say the same. Codes are multiplied, sums are float32, and
-    the scales of weights and rows multiply them: after the product, or after each 128 depths where
-    blocks have scales. The result is cast to out_dtype.
+    Rows are quantised as the first weight says (`quantise`); the others have to say the same. Codes
+    are multiplied, sums are float32, and the scales of weights and rows multiply them: after the
+    product, or after each 128 depths where blocks have scales. The result is cast to out_dtype.
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.

@@ -35,16 +35,18 @@ def normal(seed: int, *shape: int) -> jax.Array:
 @pytest.mark.parametrize("kind", OPS)
 def test_products_are_those_of_the_weights_op(kind: str) -> None:
     x, gain = normal(0, 2, 3, D), 1 + normal(1, D)
-    two = weight(kind, 0), weight(kind, 1)
+    two: Any = (weight(kind, 0), weight(kind, 1))
     flat = rms_norm(x, gain, 1e-5, REFERENCE_OPS).reshape(6, D)
 
     def op(**changes: Any) -> np.ndarray:
-        inputs: Any = matmul.Inputs(x=flat, weights=two, out_dtype=jnp.float32)
+        inputs = matmul.Inputs(x=flat, weights=two, out_dtype=jnp.float32)
         return np.asarray(OPS[kind](dataclasses.replace(inputs, **changes))).reshape(2, 3, -1)
 
     norm = Norm(gain, 1e-5)
     assert (layers.project(x, two, REFERENCE_OPS, norm=norm) == op()).all()
-    assert (layers.project_swiglu(x, *two, REFERENCE_OPS, norm=norm) == op(swiglu=True)).all()
+    assert (
+        layers.project_swiglu(x, two[0], two[1], REFERENCE_OPS, norm=norm) == op(swiglu=True)
+    ).all()
     assert (
         layers.vocab_logits(x, two[0], REFERENCE_OPS) == op(x=x.reshape(6, D), weights=two[:1])
     ).all()

@@ -16,7 +16,6 @@ The order of summation depends on the weights alone (pallas_kernels/matmul/plan.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.fp8_matmul.mosaic_gpu.product import multiply
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise

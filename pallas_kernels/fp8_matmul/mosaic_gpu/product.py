@@ -24,7 +24,7 @@ from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, S
 from pallas_kernels.matmul.mosaic_gpu.tile_sum import add_up
 from pallas_kernels.matmul.plan import TILE_N, Product, Tuning, choose_tuning, padded_rows
 from pallas_kernels.mosaic import load
-from pallas_kernels.types import Accumulator, Ref
+from pallas_kernels.types import Accumulator, Index, Ref
 
 T = TypeVar("T")  # an array, or the kernel's ref
 
@@ -55,9 +55,7 @@ def product_of(product: Product) -> Product:
 
 # Compiled as a function of its own, so that a model's layers share one kernel.
 @partial(jax.jit, static_argnames="tuning")
-def multiply(
-    rows: Rows, inputs: Inputs[Fp8Weight], *, tuning: Tuning | None = None
-) -> jax.Array:
+def multiply(rows: Rows, inputs: Inputs[Fp8Weight], *, tuning: Tuning | None = None) -> jax.Array:
     """Return the op's result from the rows of its x."""
     product = product_of(Product.of(inputs))
     tuning = tuning or choose_tuning(product)
@@ -133,13 +131,13 @@ class _Sum:
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
         return lax.fori_loop(0, steps, step, (zeros,) * count)
 
-    def block_factors(self, depth: jax.Array) -> list[jax.Array | None]:
+    def block_factors(self, depth: Index) -> list[jax.Array | None]:
         """Return what multiplies the sums of 128 depths or less, for each product.
 
         None where the epilogue has all scales.
         """
         weights, rows = self.scales
-        block = lax.div(depth, BLOCK)
+        block = lax.div(jnp.int32(depth), BLOCK)
         by_row = None
         if len(rows.shape) == 2:
             by_row = load(rows.at[block], LAYOUT.reduce(0), optimized=False)
@@ -158,7 +156,6 @@ class _Sum:
     def epilogue_factors(self) -> tuple[list[jax.Array | None], jax.Array | None]:
         """Return what multiplies the totals: of each weight, and of the rows."""
         weights, rows = self.scales
-        shape = TILE_N, self.ring.sizes.padded
         columns = pl.ds(self.tile * TILE_N, TILE_N)
         factors: list[jax.Array | None] = []
         for weight in weights:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
-from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -92,6 +91,7 @@ def store(units: Ref, out: Ref, *, wide: bool) -> None:
 
 
 # ---- for each thread
+
 
 @dataclass(frozen=True)
 class _Word:
