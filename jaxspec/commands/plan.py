@@ -22,6 +22,7 @@ from rich.table import Table
 
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.config.quantization import quantized
 from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
 from jaxspec.layers.params import is_spec
 from jaxspec.loading.checkpoint import open_checkpoint
@@ -54,6 +55,7 @@ def main(
             EngineConfig,
             "block_size",
             "kv_cache_dtype",
+            "quantize",
             "tensor_parallel_size",
             "enable_expert_parallel",
             max_model_len=Flag(
@@ -80,6 +82,7 @@ def main(
             f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
             f"got {config.max_model_len}"
         )
+    target_cfg = quantized(target_cfg, config.quantize)
     if dequantised and getattr(target_cfg, "mxfp4", None) is None:
         raise ConfigError("--dequantised: expected a target with MXFP4 weights, got one without")
     check_method(speculative.method)

@@ -148,6 +148,7 @@ def main(
             EngineConfig,
             "rounds_per_step",
             "kv_cache_dtype",
+            "quantize",
             "tensor_parallel_size",
             "data_parallel_size",
             "enable_expert_parallel",
@@ -166,7 +167,7 @@ def main(
 
     Programs are compiled before the clock starts. The file is written after every run.
     """
-    check(pair, grid, load)
+    check(pair, grid, load, engine)
     weights = Weights(dtype_of(pair.dtype))
     json_file = report.JsonFile(output_json) if output_json else None
     keep_compiled_programs()
@@ -203,7 +204,7 @@ def main(
         print_table(table(of_table))
 
 
-def check(pair: PairOptions, grid: GridOptions, load: LoadOptions) -> None:
+def check(pair: PairOptions, grid: GridOptions, load: LoadOptions, engine: Given) -> None:
     """Raise ConfigError for options that do not go together."""
     if not load.request_rate > 0:  # nan is neither
         raise ConfigError(
@@ -216,6 +217,10 @@ def check(pair: PairOptions, grid: GridOptions, load: LoadOptions) -> None:
     if pair.is_real and pair.head is None and grid.methods != ("plain",):
         raise ConfigError(
             f"--draft: expected a draft head for {pair.target} (or --methods plain), got none"
+        )
+    if engine.get("quantize") is not None and not pair.is_real:
+        raise ConfigError(
+            "--quantize: expected a real target, got random weights, whose form is part of --model"
         )
     if load.dataset is not None and not pair.is_real:
         raise ConfigError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jaxspec.config.keys import ENGINE, checks_keywords
+from jaxspec.config.quantization import Quantize, check_quantize
 from jaxspec.config.reading import (
     ConfigError,
     as_python,
@@ -25,7 +26,9 @@ MAX_INT32 = 2**31 - 1  # the device's positions, slots and counts are int32
 @checks_keywords(ENGINE)
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of the engine; but for kv_cache_dtype, none changes the distribution of a text.
+    """Settings of the engine.
+
+    None changes the distribution of a text, but for kv_cache_dtype and quantize.
 
     max_model_len: tokens that a request may hold, prompt included.
     max_num_seqs: requests that run together.
@@ -48,6 +51,9 @@ class EngineConfig:
         max_num_seqs requests of max_model_len need.
     kv_cache_dtype: of keys and values in the caches of target and draft; "auto" is the weights'.
         The Hopper kernels for attention take bfloat16 only.
+    quantize: quantises the target's plain weights while they load: "fp8" (a scale for each output
+        channel and each token), "fp8-block" (for 128 x 128, and 128 of a token) or "int4" (for 128
+        weights of an output channel). A checkpoint's own format needs no setting.
     enable_prefix_caching: prompts with an equal prefix share its blocks.
     tensor_parallel_size: devices that share each model: each holds pieces of the weights and of
         the KV cache, and all run one program.
@@ -88,6 +94,9 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",
         "Dtype of keys and values: bfloat16, float32, or auto for that of the weights.",
+    )
+    quantize: Quantize | None = setting(
+        None, "Quantise the target's plain weights while they load: fp8, fp8-block or int4."
     )
     enable_prefix_caching: bool = setting(True, "Share the blocks of equal prefixes.")
     tensor_parallel_size: int = setting(1, "Devices that share each model.")
@@ -137,6 +146,7 @@ class EngineConfig:
                 f"kv_cache_dtype: expected one of {', '.join(get_args(KVCacheDtype))}, "
                 f"got {self.kv_cache_dtype!r}"
             )
+        check_quantize("quantize", self.quantize)
         if not isinstance(self.kernels, str):
             raise ConfigError(f"kernels: expected a name or op=name,op=name, got {self.kernels!r}")
         rounds = self.rounds_per_step

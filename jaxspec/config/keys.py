@@ -73,7 +73,6 @@ ENGINE = ForeignKeys(
         "load_format": Foreign(("auto", "safetensors", "hf")),
         "max_logprobs": Foreign((20,), "SamplingParams.logprobs takes up to 20, or -1"),
         "pipeline_parallel_size": Foreign((None, 1), "tensor_parallel_size shares a model"),
-        "quantization": Foreign((None,), "a checkpoint's own format is read from its config.json"),
         "runner": Foreign(("auto", "generate"), "models generate text"),
         "seed": Foreign((None, 0), "SamplingParams.seed is the seed of a request"),
         "skip_tokenizer_init": Foreign((False,), "prompts may be token ids all the same"),
@@ -83,7 +82,7 @@ ENGINE = ForeignKeys(
         "tokenizer_revision": Foreign((None,), "`revision` holds for the tokenizer too"),
         "trust_remote_code": Foreign((None, False), _NO_CODE),
     },
-    {},
+    {"quantization": "quantize"},
 )
 
 # Keys of vLLM's speculative_config.
@@ -100,13 +99,12 @@ SPECULATIVE = ForeignKeys(
         "enforce_eager": _ANY,
         "moe_backend": _NONE,
         "parallel_drafting": _OFF,
-        "quantization": Foreign((None,), "a head's weights are floats"),
         "revision": Foreign((None,), "a revision follows the model's name: owner/name@revision"),
         "speculative_token_tree": _NONE,
         "trust_remote_code": Foreign((None, False), _NO_CODE),
         "use_heterogeneous_vocab": _OFF,
     },
-    {"max_model_len": "draft_max_model_len"},
+    {"max_model_len": "draft_max_model_len", "quantization": "draft_quantize"},
 )
 
 # Keywords of vLLM's SamplingParams.

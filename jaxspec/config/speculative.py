@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 from jaxspec.config.keys import SPECULATIVE, checks_keywords, own_keys
+from jaxspec.config.quantization import Quantize, check_quantize
 from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers, shown
 from jaxspec.config.settings import setting
 
@@ -52,6 +53,7 @@ class SpeculativeConfig:
         tensor_parallel_size (None), or 1, where each of them runs the whole draft.
     prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens
         that is looked up.
+    draft_quantize: quantises the head's plain weights while they load, as EngineConfig's quantize.
     mtp_zero_first_embedding: whether an MTP module's row of position 0 has a zero embedding (None:
         the default in drafts/mtp.py).
     """
@@ -86,6 +88,9 @@ class SpeculativeConfig:
     draft_max_model_len: int | None = None
     draft_confidence_threshold: float | None = None
     mtp_zero_first_embedding: bool | None = None
+    draft_quantize: Quantize | None = setting(
+        None, "Quantise the head's plain weights while they load: fp8, fp8-block or int4."
+    )
     draft_tensor_parallel_size: int | None = setting(
         None, "Devices that share the draft's layers: the engine's number (the default), or 1."
     )
@@ -102,6 +107,7 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if not isinstance(value, str) and not (name in ("method", "model") and value is None):
                 raise ConfigError(f"{name}: expected a name, got {shown(value)}")
+        check_quantize("draft_quantize", self.draft_quantize)
         if self.method in (None, "ngram") and self.model in _NGRAM_MODELS:
             set_field("method", "ngram")
             set_field("model", None)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
+from jaxspec.config.quantization import Quantize, quantized
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.layers.params import Params, vector
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
@@ -30,14 +31,16 @@ def load_target(
     placement: Placement = ONE_PLACE,
     *,
     mxfp4: str = "auto",
+    quantize: Quantize | None = None,
 ) -> tuple[models.TargetConfig, Params]:
     """Load the target in a Hugging Face folder, with float tensors cast to dtype.
 
-    mxfp4: see with_expert_storage
+    mxfp4:    see with_expert_storage
+    quantize: see EngineConfig
     """
     checkpoint = open_checkpoint(folder, as_stored=True)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
-    cfg: Any = models.config_from_hf(checkpoint.config)
+    cfg: Any = quantized(models.config_from_hf(checkpoint.config), quantize)
     if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
         raise ConfigError(
             f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
@@ -138,11 +141,12 @@ def load_draft(
             "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
             f"got it with the {cfg.method} draft {folder}"
         )
+    cfg = quantized(cfg, speculative.draft_quantize, key="draft_quantize")
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
-    quantized = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
+    holder = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
     params = load_params(
         family.param_specs(cfg),
-        table_tensors(replace(checkpoint, tensors=tensors), quantized),
+        table_tensors(replace(checkpoint, tensors=tensors), holder),
         dtype,
         placement.draft(cfg),
         ignore=ignore,

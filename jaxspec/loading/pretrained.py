@@ -24,6 +24,7 @@ from jaxspec.config import (
     shown,
 )
 from jaxspec.config.keys import ENGINE, own_keys
+from jaxspec.config.quantization import while_loading
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.model import load_draft, load_target
@@ -109,7 +110,7 @@ def load_pretrained(
     names = resolve_pair(target, speculative)
     folder, speculative = names.target, names.speculative
     placement = choose_placement(config, speculative)
-    loaded = load_target(folder, resolved, placement, mxfp4=mxfp4)
+    loaded = load_target(folder, resolved, placement, mxfp4=mxfp4, quantize=config.quantize)
     if max_model_len is None:
         config = replace(
             config, max_model_len=min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
@@ -159,6 +160,13 @@ def given_parts(
     ):
         if not is_right:
             raise ConfigError(f"{name}: expected jaxspec's class or None, got {value!r:.200}")
+    if config is not None and config.quantize is not None:
+        held = getattr(target[0], "quantization", None)
+        if held != while_loading(config.quantize):
+            raise ConfigError(
+                f"quantize: expected None for weights that are loaded already, "
+                f"got {config.quantize!r}"
+            )
     if eos_token_ids is None:
         eos_token_ids = getattr(tokenizer, "eos_token_ids", ())
     eos_token_ids = as_python(eos_token_ids)

@@ -51,7 +51,14 @@ FAMILIES: dict[str, TargetFamily] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }
-__all__ = ["FAMILIES", "TargetConfig", "TargetFamily", "TargetOutput", "config_from_hf", "family"]
+__all__ = [
+    "FAMILIES",
+    "TargetConfig",
+    "TargetFamily",
+    "TargetOutput",
+    "config_from_hf",
+    "family",
+]
 
 
 def family(cfg: TargetConfig) -> TargetFamily:

@@ -25,6 +25,7 @@ from jaxspec.loading.model import load_target
 from jaxspec.loading.weights import check_cuts
 from jaxspec.parallel.layout import Placement
 from jaxspec.parallel.mesh import MODEL
+from jaxspec.tools.benchmark.workload import random_params
 from pallas_kernels.fp8_matmul import Fp8Weight
 from tests.support import quantized
 
@@ -229,3 +230,12 @@ def test_config_json_alone_says_what_is_stored(source: Path, tmp_path: Path) -> 
     cfg = models.config_from_hf(json.loads((out / "config.json").read_text()))
     leaves = jax.tree.leaves(models.family(cfg).param_specs(cfg), is_leaf=is_spec)
     assert sum(leaf.dtype == "float8_e4m3fn" for leaf in leaves) == 2 * 5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_benchmarks_draw_codes_and_scales(form: str) -> None:
+    specs = models.family(cfg := quantised_config(FORMS[form])).param_specs(cfg)
+    params = random_params(specs["layers"], jax.random.key(0), jnp.float32)
+    for layer in params:
+        weight = layer["down_proj"].to_array(jnp.float32)
+        assert weight.shape == (256, 128) and 0.5 < float(weight.std()) * 16 < 2

@@ -27,7 +27,7 @@ from jaxspec.decode.verify import verify_rows
 from jaxspec.parallel.layout import Placement
 from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
-from jaxspec.tools.benchmark.dimensions import HYBRID, LARGE, MODELS
+from jaxspec.tools.benchmark.dimensions import HYBRID, LARGE, MODELS, QUANTIZED
 from jaxspec.tools.benchmark.floor import memory_needed, round_floor
 from scripts import bench_kernels
 from tests.scripts.conftest import runner
@@ -265,7 +265,7 @@ def test_the_presets_reach_every_value_of_the_matrix(preset):
     for name, values in MATRIX.items():
         assert {getattr(case, name) for case in cases} >= set(values), name
     assert {c.batch for c in cases if c.acceptance_length == 1} == {1, 2}
-    assert {c.model for c in cases} == set(MODELS) - {"tiny", *HYBRID, *LARGE}
+    assert {c.model for c in cases} == set(MODELS) - {"tiny", *HYBRID, *LARGE, *QUANTIZED}
     assert len({case.name for case in cases}) == len(cases) and len(cases) < 700
     models_in_order = [case.model for case in cases]
     assert (
@@ -313,6 +313,29 @@ def test_the_floor_of_an_8b_round_is_what_it_must_read():
         < floor.bytes
         == floor.target_weights + floor.draft_weights + floor.kv + floor.logits
     )
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"), [("fp8", 8), ("fp8-block", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)]
+)
+def test_quantised_weights_are_read_as_they_are_stored(form: str, bits: float) -> None:
+    """The head stays in bfloat16, and so does the draft; the arithmetic is the same."""
+    plain, stored = (configured(Case(name))[0] for name in ("llama-3-8b", f"llama-3-8b-{form}"))
+    one, other = (round_floor(cfg, 1, 400, **BF16) for cfg in (plain, stored))
+    layers = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336)
+    saved = layers * (16 - bits) / 8
+    assert one.target_weights - other.target_weights == pytest.approx(saved, rel=2e-3)
+    assert (one.draft_weights, one.kv, one.logits, one.flops) == (
+        other.draft_weights,
+        other.kv,
+        other.logits,
+        other.flops,
+    )
+    needed = [
+        memory_needed(cfg, 1, 400, dtype="bfloat16", cache_dtype="bfloat16")
+        for cfg in (plain, stored)
+    ]
+    assert needed[0] - needed[1] == pytest.approx(saved, rel=2e-3)
 
 
 def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():

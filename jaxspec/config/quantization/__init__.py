@@ -17,23 +17,31 @@ from jaxspec.config.quantization import awq, compressed_tensors, fp8, gptq, mode
 from jaxspec.config.quantization.forms import (
     BLOCK,
     GROUPS,
+    WHILE_LOADING,
     Form,
     Fp8Form,
     Int4Form,
     Quantization,
-    fp8_while_loading,
+    Quantize,
+    check_quantize,
+    quantized,
+    while_loading,
 )
 from jaxspec.config.reading import ConfigError, read_object, shown
 
 __all__ = [
     "BLOCK",
     "GROUPS",
+    "WHILE_LOADING",
     "Form",
     "Fp8Form",
     "Int4Form",
     "Quantization",
-    "fp8_while_loading",
+    "Quantize",
+    "check_quantize",
+    "quantized",
     "read_quantization",
+    "while_loading",
 ]
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {

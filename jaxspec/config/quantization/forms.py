@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jaxspec.config.reading import ConfigError, shown
 
+Config = TypeVar("Config")
 BLOCK = 128  # rows and columns that share a scale, and activations that do
 GROUPS = (32, 64, 128)  # sizes of groups of 4-bit weights
 LONGEST_PATTERN = 500
@@ -80,10 +81,48 @@ class Quantization:
         return tuple(dict.fromkeys(form for _, form in self.rules if form is not None))
 
 
-def fp8_while_loading() -> Quantization:
-    """Return the quantisation of `quantize="fp8"`: all products of the layers, but not the head."""
-    form = Fp8Form("channel", "token", "floats")
-    return Quantization(((exactly("lm_head"), None), (".*", form)))
+Quantize = Literal["fp8", "fp8-block", "int4"]
+WHILE_LOADING: dict[Quantize, Form] = {
+    "fp8": Fp8Form("channel", "token", "floats"),
+    "fp8-block": Fp8Form("block", "block", "floats"),
+    "int4": Int4Form(BLOCK, has_zeros=False, source="floats", scale_dtype="bfloat16"),
+}
+
+
+def while_loading(name: Quantize) -> Quantization:
+    """Return the quantisation of plain weights as they load: all matrices of the layers' products.
+
+    The head is none of them.
+    """
+    return Quantization(((exactly("lm_head"), None), (".*", WHILE_LOADING[name])))
+
+
+def check_quantize(key: str, value: object) -> None:
+    """Raise ConfigError unless the value of a setting names a form, or is None."""
+    if value is not None and not (isinstance(value, str) and value in WHILE_LOADING):
+        raise ConfigError(
+            f"{key}: expected None or one of {', '.join(WHILE_LOADING)}, got {shown(value)}"
+        )
+
+
+def quantized(cfg: Config, quantize: Quantize | None, *, key: str = "quantize") -> Config:
+    """Return a model's config as that of weights which are quantised while they load.
+
+    key: the setting, for messages
+
+    ConfigError for a family without quantised weights, and for weights that are stored as codes.
+    """
+    if quantize is None:
+        return cfg
+    held: Any = cfg
+    if not hasattr(held, "quantization"):
+        name = getattr(held, "model_type", None) or held.method
+        raise ConfigError(f"{key}: expected None for {name!r}, got {quantize!r}")
+    if held.quantization not in (None, while_loading(quantize)):
+        raise ConfigError(
+            f"{key}: expected None for a checkpoint that is quantised already, got {quantize!r}"
+        )
+    return replace(held, quantization=while_loading(quantize))
 
 
 def exactly(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.config import ConfigError
-from jaxspec.config.quantization import BLOCK, Form, Fp8Form, Quantization
+from jaxspec.config.quantization import BLOCK, Form, Fp8Form, Int4Form, Quantization
 from jaxspec.layers.params import JoinedSpec, Params, ParamSpec, Weight, is_spec
 from jaxspec.layers.quantized import files
 from jaxspec.layers.quantized.files import Part, Shape
@@ -52,6 +53,13 @@ class QuantizedSpec(ParamSpec):
             for module, size in modules_of(self.base).items()
             for name, shape in files.tensors(self.form, self.part, module, size).items()
         }
+
+    @property
+    def weights_per_entry(self) -> int:
+        """Weights that an entry of the array holds; scales hold none."""
+        if self.part != "codes":
+            return 0
+        return 1 if isinstance(self.form, Fp8Form) else files.NIBBLES
 
     def parts_along(self, dim: int) -> list[tuple[int, str | None]]:
         for own, of_base, unit in self.along:
@@ -271,7 +279,7 @@ def _fp8(base: ParamSpec, form: Fp8Form) -> Fp8Weight:
     return Fp8Weight(codes, scales, given, activation=form.activation)
 
 
-def _int4(base: ParamSpec, form: Any) -> Int4Weight:
+def _int4(base: ParamSpec, form: Int4Form) -> Int4Weight:
     depth, width = base.shape
     of_depth, of_width = base.axes
     parts = base.parts if isinstance(base, JoinedSpec) else (base,)
@@ -293,11 +301,12 @@ def _int4(base: ParamSpec, form: Any) -> Int4Weight:
         ((0, 1, COLUMNS), (1, 0, DEPTHS)),
         "int32",
     )
-    grouped: Any = (
-        (depth // form.group_size, width),
-        (of_depth, of_width),
-        ((0, 0, form.group_size), (1, 1, 1)),
+    grouped = partial(
+        spec,
+        shape=(depth // form.group_size, width),
+        axes=(of_depth, of_width),
+        along=((0, 0, form.group_size), (1, 1, 1)),
     )
-    scales = spec("scales", *grouped, form.scale_dtype)
-    zeros = spec("zeros", *grouped, "uint8") if form.has_zeros else None
+    scales = grouped("scales", dtype=form.scale_dtype)
+    zeros = grouped("zeros", dtype="uint8") if form.has_zeros else None
     return Int4Weight(words, scales, zeros)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, MLAConfig, RopeConfig
+from jaxspec.config.quantization import WHILE_LOADING, quantized
 from jaxspec.drafts import Eagle3Config, EagleConfig, LayeredConfig, MtpConfig
 from jaxspec.drafts.mtp import LAYOUTS
 from jaxspec.models.llama import LlamaConfig
@@ -112,7 +113,7 @@ HYBRID: dict[str, Dimensions] = {
 LARGE: dict[str, Dimensions] = {
     "llama-3-70b": _dimensions("llama", 80, 8192, 28672, (64, 8, 128), 128256, 32000, theta=5e5),
 }
-MODELS: dict[str, Dimensions] = {
+PLAIN: dict[str, Dimensions] = {
     "llama-3-8b": _dimensions("llama", 32, 4096, 14336, (32, 8, 128), 128256, 32000, theta=5e5),
     "smollm2-135m": _dimensions(
         "llama", 30, 576, 1536, (9, 3, 64), 49152, 16000, theta=1e5, tied=True
@@ -128,6 +129,13 @@ MODELS: dict[str, Dimensions] = {
     # For trying the scripts out: seconds on a CPU.
     "tiny": _dimensions("llama", 2, 32, 48, (4, 2, 8), 96, 64, theta=1e4, aux_layers=(0, 1, 2)),
 }
+# Targets with quantised weights, and plain drafts: "llama-3-8b-fp8" and so on.
+QUANTIZED: dict[str, Dimensions] = {
+    f"{name}-{form}": replace(PLAIN[name], target=quantized(PLAIN[name].target, form))
+    for name in ("llama-3-8b", "qwen3-8b", "llama-3-70b")
+    for form in WHILE_LOADING
+}
+MODELS: dict[str, Dimensions] = {**PLAIN, **QUANTIZED}
 
 
 def draft_config(dimensions: Dimensions, method: str) -> LayeredConfig:

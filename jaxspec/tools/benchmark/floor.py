@@ -17,7 +17,8 @@ from jaxspec.drafts import LayeredConfig
 from jaxspec.drafts.families import layered
 from jaxspec.layers.moe import MoEConfig
 from jaxspec.layers.mxfp4 import Mxfp4Spec
-from jaxspec.layers.params import ParamSpec
+from jaxspec.layers.params import Params, ParamSpec
+from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.parallel.layout import Layout
 from jaxspec.tools.memory_plan import weight_bytes
 
@@ -74,7 +75,8 @@ def round_floor(
     rows = batch * (K + 1)
     vocabulary = batch * (K + 1) * target.vocab_size // devices
     weights, experts = _target_matrices(cfg)
-    expert_bytes = _expert_bytes(cfg, dtype)
+    layout = cfg.placement.target(cfg.target)
+    always, expert_bytes = (weight_bytes(part, dtype, layout) for part in _target_parts(cfg))
     draft_bytes = kv_draft = draft_flops = draft_logits = 0
     if cfg.draft is not None:
         draft = layered(cfg.draft)
@@ -101,7 +103,7 @@ def round_floor(
     attention_flops = 4 * rows * sum(tokens) * attended.num_heads * attended.head_dim
     blocks = layer_block_bytes(on_device.target, cfg.block_size, cache_dtype)
     kv_target = sum(seen * block for seen, block in zip(tokens, blocks, strict=True))
-    read, used = itemsize * (weights + rows * target.hidden_size), float(weights)
+    read, used = always + itemsize * rows * target.hidden_size, float(weights)
     if experts:
         read += int(expert_bytes * share_hit(target.moe, rows))
         used += experts * target.moe.top_k / target.moe.num_experts
@@ -155,29 +157,29 @@ def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
 
     The embedding counts where it is the head too.
     """
-    specs = models.family(cfg.target).param_specs(cfg.target)
     layout = cfg.placement.target(cfg.target)
-    size = _size(
-        {
-            name: spec
-            for name, spec in specs.items()
-            if name != "embed_tokens" or cfg.target.tie_word_embeddings
-        },
-        layout,
-    )
-    experts = _expert_size(specs, layout)
-    return size - experts, experts
+    always, experts = _target_parts(cfg)
+    return _size(always, layout), _size(experts, layout)
+
+
+def _target_parts(cfg: RoundConfig) -> tuple[Params, Params]:
+    """Return the tables of what one target pass always reads, and of all experts.
+
+    The embedding is in them where it is the head too.
+    """
+    specs = models.family(cfg.target).param_specs(cfg.target)
+    others = {
+        name: spec
+        for name, spec in specs.items()
+        if name != "layers" and (name != "embed_tokens" or cfg.target.tie_word_embeddings)
+    }
+    layers = [{n: s for n, s in layer.items() if n != "experts"} for layer in specs["layers"]]
+    experts = [layer["experts"] for layer in specs["layers"] if "experts" in layer]
+    return {**others, "layers": layers}, experts
 
 
 def _expert_size(specs: Any, layout: Layout) -> int:
     return sum(_size(layer["experts"], layout) for layer in specs["layers"] if "experts" in layer)
-
-
-def _expert_bytes(cfg: RoundConfig, dtype: DTypeLike) -> int:
-    """Return the bytes of all experts of the target."""
-    specs = models.family(cfg.target).param_specs(cfg.target)
-    layers = [layer["experts"] for layer in specs["layers"] if "experts" in layer]
-    return weight_bytes(layers, dtype, cfg.placement.target(cfg.target))
 
 
 def _draft_matrices(draft: LayeredConfig, layout: Layout) -> tuple[int, int, int, int, int]:
@@ -207,7 +209,7 @@ def _draft_matrices(draft: LayeredConfig, layout: Layout) -> tuple[int, int, int
         },
         layout,
     )
-    after += math.prod(layout.piece_of(last["self_attn"]["o_proj"].values))
+    after += _size(last["self_attn"]["o_proj"], layout)
     return (
         _size(each, layout) - experts,
         after,
@@ -222,5 +224,10 @@ def _size(specs: Any, layout: Layout) -> int:
 
 
 def _numbers(spec: ParamSpec, layout: Layout) -> int:
+    """Count the weights of an array; scales of quantised ones are none."""
     stored = math.prod(layout.piece_of(spec))
-    return stored * Mxfp4Spec.WEIGHTS // Mxfp4Spec.WORDS if isinstance(spec, Mxfp4Spec) else stored
+    if isinstance(spec, Mxfp4Spec):
+        return stored * Mxfp4Spec.WEIGHTS // Mxfp4Spec.WORDS
+    if isinstance(spec, QuantizedSpec):
+        return stored * spec.weights_per_entry
+    return stored

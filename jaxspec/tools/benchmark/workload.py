@@ -44,6 +44,7 @@ from jaxspec.engine.request import Request
 from jaxspec.layers import op_choice
 from jaxspec.layers.mxfp4 import Mxfp4Spec
 from jaxspec.layers.params import Params, ParamSpec, init_random
+from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
 from jaxspec.loading.placement import choose_placement
@@ -107,8 +108,13 @@ def random_params(
     def draw(spec: ParamSpec, key: jax.Array) -> jax.Array:
         axes = spec.axes if layout.size > 1 else (None,) * len(spec.shape)
         shape = layout.shape_of(spec)
-        kind_of = Mxfp4Spec if isinstance(spec, Mxfp4Spec) else ParamSpec
-        kind = kind_of(name(spec), shape, axes, spec.transpose, spec.dtype)
+        kind: ParamSpec
+        if isinstance(spec, QuantizedSpec):
+            plain = ParamSpec("weight", spec.base.shape, (None, None))
+            kind = replace(spec, name="weight", shape=shape, axes=axes, base=plain)
+        else:
+            kind_of = Mxfp4Spec if isinstance(spec, Mxfp4Spec) else ParamSpec
+            kind = kind_of(name(spec), shape, axes, spec.transpose, spec.dtype)
         return _draws(kind, jnp.dtype(dtype), layout.sharding(axes))(key)
 
     keys = jax.random.split(key, len(leaves))
