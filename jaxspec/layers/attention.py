@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.arrays import FullCache
@@ -219,7 +220,7 @@ def attend_qkv(
     q, k_cache, v_cache = rope_op.rope_and_write(projected, implementation=ops.rope_cache)
     q = q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim)
     if query_scale is not None:
-        q = (q * query_scale[..., None, None]).astype(q.dtype)
+        q = (q.astype(jnp.float32) * query_scale[..., None, None]).astype(q.dtype)
     queries = attention_op.Inputs(
         q=q,
         k_cache=k_cache,
