@@ -29,6 +29,7 @@ from jaxspec.loading.placement import SHARED_AXES, shared_axes
 from jaxspec.parallel.layout import Layout
 from jaxspec.parallel.mesh import MODEL
 from jaxspec.sampling.logits import state_axes
+from jaxspec.sampling.processors.processor import is_axes
 from jaxspec.sampling.state import SamplingState
 
 Specs = Any  # a pytree of PartitionSpecs, or one for all arrays of a subtree
@@ -103,7 +104,7 @@ def partition(cfg: RoundConfig, tree: Any) -> Specs:
             return Proposal(EVERYWHERE, None if node.draft_logits is None else DRAFT_LOGITS)  # type: ignore[arg-type]
         if isinstance(node, SamplingState):
             layout = cfg.placement.target(cfg.target)
-            return jax.tree.map(layout.partition, state_axes(node), is_leaf=_is_axes)
+            return jax.tree.map(layout.partition, state_axes(node), is_leaf=is_axes)
         return EVERYWHERE
 
     return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=_is_node)
@@ -157,10 +158,6 @@ def _of_caches(layout: Layout, model: Any, cfg: RoundConfig) -> Specs:
 
 def _is_node(x: Any) -> bool:
     return isinstance(x, (*LAYER_CACHES, Proposal, SamplingState))
-
-
-def _is_axes(x: Any) -> bool:
-    return type(x) is tuple and all(isinstance(axis, str | None) for axis in x)
 
 
 def _is_partition(x: Any) -> bool:

@@ -19,6 +19,8 @@ from jaxspec.config import CacheGroup, ConfigError, EngineConfig
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.round_configs import RoundConfigs
 from jaxspec.parallel.layout import Placement
+from jaxspec.sampling.processors.processor import Vocabulary
+from jaxspec.sampling.rows import most_slot_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +197,8 @@ class CacheMemory:
     def _working_bytes(self) -> int:
         """Estimate what the largest programs need beside weights and caches.
 
-        That is logits with the sampler's copies, and prefill's rows.
+        That is logits with the sampler's copies, prefill's rows, and what slots hold for requests
+        with every sampling parameter.
         """
         cfg, config = self._configs.greedy.on_device(), self._config
         target, vocab = cfg.target, cfg.vocab_shards.piece(cfg.target.vocab_size)
@@ -205,4 +208,7 @@ class CacheMemory:
         intermediate = getattr(target, "intermediate_size", 4 * target.hidden_size)
         width = 8 * target.hidden_size + 3 * intermediate
         prefill = 2 * config.max_num_batched_tokens * width * self._dtype.itemsize
-        return logits + prefill + RESERVE_BYTES
+        assert config.batch_buckets is not None
+        vocabulary = Vocabulary(cfg.target.vocab_size)
+        sampling = config.batch_buckets[-1] * most_slot_bytes(vocabulary, cfg.vocab_shards.count)
+        return logits + prefill + sampling + RESERVE_BYTES

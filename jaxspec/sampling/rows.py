@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingFeatures
+from jaxspec.sampling.logits import state_axes
 from jaxspec.sampling.params import SamplingParams, end_token_ids, most_end_token_ids
 from jaxspec.sampling.processors import PROCESSORS
-from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
+from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary, is_axes
 from jaxspec.sampling.state import SamplingState
 
 GREEDY_PARAMS = SamplingParams(temperature=0)
@@ -177,6 +178,18 @@ def _row(layout: StateLayout, request: SampledRequest) -> SamplingState:
             if p.name in layout.held
         },
     )
+
+
+def most_slot_bytes(vocabulary: Vocabulary, pieces: int = 1) -> int:
+    """Return the bytes of a slot of a SamplingState with room for every request, on a device.
+
+    pieces: number of devices that share the vocabulary
+    """
+    every = SamplingFeatures(processors=frozenset(p.name for p in PROCESSORS))
+    slot = sampling_rows(StateLayout(vocabulary).full(every), [IDLE])
+    axes = jax.tree.leaves(state_axes(slot), is_leaf=is_axes)
+    arrays = zip(jax.tree.leaves(slot), axes, strict=True)
+    return sum(x.nbytes // (pieces if "vocab" in of else 1) for x, of in arrays)
 
 
 def change_layout(sampling: SamplingState, layout: StateLayout) -> SamplingState:

@@ -12,9 +12,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig
+from jaxspec.config import SamplingFeatures
 from jaxspec.decode.slots import without_caches
 from jaxspec.engine import memory
 from jaxspec.engine.runner import ModelRunner
+from jaxspec.sampling.processors import PROCESSORS
+from jaxspec.sampling.processors.processor import Vocabulary
+from jaxspec.sampling.rows import StateLayout, most_slot_bytes, sampling_rows
 from tests.support.tiny import tiny_model
 from tests.support.toys import ToyTarget
 
@@ -62,6 +66,21 @@ def test_the_check_counts_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(memory, "whole_memory", lambda: (needed - 1, "the host"))
     with pytest.raises(ConfigError, match="lower num_gpu_blocks_override \\(6\\), batch_buckets"):
         runner.check_room()
+
+
+def test_room_is_kept_for_slots_with_every_sampling_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = engine(batch_buckets=(8,), max_num_seqs=8)
+    features = SamplingFeatures(processors=frozenset(p.name for p in PROCESSORS))
+    layout = StateLayout(Vocabulary(V)).full(features)
+    held = sum(x.nbytes for x in jax.tree.leaves(sampling_rows(layout, [], batch=8)))
+    working = llm.runner.memory._working_bytes()
+    monkeypatch.setattr(memory, "most_slot_bytes", lambda *_: 0)
+    assert working - llm.runner.memory._working_bytes() == held
+    # Of each token a bias, a count and whether the prompt has it.
+    whole, half = (most_slot_bytes(Vocabulary(V), pieces) for pieces in (1, 2))
+    assert whole - half == V // 2 * (4 + 4 + 1)
 
 
 def test_replicas_have_the_pools_of_the_one_with_the_least_memory(

@@ -141,6 +141,11 @@ class LogitsProcessor(Protocol[State]):
         return state
 
 
+def is_axes(node: object) -> bool:
+    """Return whether a node of a pytree is an array's Axes."""
+    return type(node) is tuple and all(isinstance(axis, str | None) for axis in node)
+
+
 def unsplit(array: jax.Array) -> Axes:
     """Return the logical axes of an array that each device holds whole."""
     return (None,) * array.ndim
