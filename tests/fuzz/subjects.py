@@ -27,7 +27,7 @@ from jaxspec.loading.pretrained import check_speculative
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.training.data import Chats, pack
 from tests.fuzz.mutations import VALUES, mutate_bytes, mutate_json, mutate_value
-from tests.support import full_size, gguf_files
+from tests.support import full_size, gguf_files, quantized
 
 TEXT = "Hello, 12 wörlds!\n<|im_start|>"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
@@ -71,6 +71,11 @@ def write_target(folder: Path) -> None:
     from tests.scripts.conftest import write_target
 
     write_target(folder / "target")
+
+
+def write_quantized(folder: Path) -> None:
+    plain = quantized.plain_checkpoint(folder / "plain", quantized.NARROW)
+    quantized.compressed_static_fp8(plain, folder / "target")
 
 
 def write_shards(folder: Path) -> None:
@@ -436,6 +441,7 @@ def damage_flags(rng: Random, folder: Path) -> None:
 SUBJECTS: dict[str, Subject] = {
     "config": Subject(write_target, damage_json("target/config.json"), load_checkpoint),
     "family": Subject(write_values(**full_size.CONFIGS), damage_family, load_family),
+    "quantization": Subject(write_quantized, damage_json("target/config.json"), load_checkpoint),
     "safetensors": Subject(
         write_target, damage_bytes("target/model.safetensors", 2000), load_checkpoint
     ),

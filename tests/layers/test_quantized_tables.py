@@ -149,8 +149,12 @@ def test_a_tensor_that_is_wrong_is_named(message: str, source: Path, tmp_path: P
         load_target(rewrite(out, edit), jnp.float32)
 
 
-def test_inputs_of_joined_projections_share_a_scale(source: Path, tmp_path: Path) -> None:
-    uneven = quantized.INPUT_SCALES | {"k_proj": 0.02}
+@pytest.mark.parametrize("projection", ["k_proj", "gate_proj"])
+def test_inputs_of_joined_projections_share_a_scale(
+    projection: str, source: Path, tmp_path: Path
+) -> None:
+    """Rows are quantised once for q, k and v, and once for gate and up."""
+    uneven = quantized.INPUT_SCALES | {projection: 0.03}
     out = quantized.modelopt_fp8(source, tmp_path / "out", uneven)
     with pytest.raises(ConfigError, match="expected one input_scale for projections of one input"):
         load_target(out, jnp.float32)

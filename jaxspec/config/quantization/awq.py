@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxspec.config.quantization.forms import (
     GROUPS,
+    KEPT,
     Form,
     Int4Form,
     Quantization,
-    exactly,
     expect,
     read_names,
     scale_dtype_of,
@@ -36,4 +36,4 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     kept: list[tuple[str, Form | None]] = [
         (rf".*{re.escape(part)}", None) for part in read_names(settings, "modules_to_not_convert")
     ]
-    return Quantization((*kept, (exactly("lm_head"), None), (".*", form)))
+    return Quantization((*kept, *KEPT, (".*", form)))

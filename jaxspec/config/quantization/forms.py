@@ -89,6 +89,14 @@ WHILE_LOADING: dict[Quantize, Form] = {
 }
 
 
+# The head, routers, and the projection before a module of multi-token prediction: no published
+# format quantises them unless its config says so.
+KEPT: tuple[tuple[str, Form | None], ...] = (
+    (r"lm_head\Z", None),
+    (r".*\.(gate|router|eh_proj|input_proj)\Z", None),
+)
+
+
 def while_loading(name: Quantize) -> Quantization:
     """Return the quantisation of plain weights as they load: all matrices of the layers' products.
 

@@ -9,10 +9,10 @@ from typing import Any
 from jaxspec.config.quantization.compressed_tensors import dynamic_scale_of_all_rows
 from jaxspec.config.quantization.forms import (
     BLOCK,
+    KEPT,
     Fp8Form,
     Quantization,
     checked_pattern,
-    exactly,
     expect,
     read_names,
 )
@@ -53,4 +53,4 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         (checked_pattern(rf"(?:{name}){BOUNDARY}|.*{re.escape(name)}\Z", "ignored"), None)
         for name in read_names(settings, "modules_to_not_convert", "ignored_layers")
     ]
-    return Quantization((*ignored, (exactly("lm_head"), None), (".*", form)))
+    return Quantization((*ignored, *KEPT, (".*", form)))

@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxspec.config.quantization.forms import (
     GROUPS,
+    KEPT,
     Form,
     Int4Form,
     Quantization,
-    exactly,
     expect,
     scale_dtype_of,
 )
@@ -41,7 +41,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         zeros_from=0 if layout == "gptq_v2" else 1,
         scale_dtype=scale_dtype_of(settings),
     )
-    return Quantization(((exactly("lm_head"), None), *_targets(settings, form)))
+    return Quantization((*KEPT, *_targets(settings, form)))
 
 
 def _targets(settings: Mapping[str, Any], form: Form) -> list[tuple[str, Form | None]]:

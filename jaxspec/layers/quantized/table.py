@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import BLOCK, Form, Fp8Form, Int4Form, Quantization
-from jaxspec.layers.params import JoinedSpec, Params, ParamSpec, Weight, is_spec
+from jaxspec.layers.params import JoinedSpec, Params, ParamSpec, Weight, is_spec, joined
 from jaxspec.layers.quantized import files
 from jaxspec.layers.quantized.files import Part, Shape
 from pallas_kernels.fp8_matmul import Fp8Weight
@@ -182,7 +182,27 @@ def stored(table: Params, quantization: Quantization | None) -> Params:
             return _weight(each, quantization)
         return _plain(each, quantization)
 
-    return jax.tree.map(entry, table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
+    made = jax.tree.map(entry, table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
+    return jax.tree.map(_share_input, made, is_leaf=lambda x: _is_mlp(x) or is_spec(x))
+
+
+def _is_mlp(entry: Any) -> bool:
+    """Return whether gate and up of an entry multiply rows that are quantised once."""
+    return isinstance(entry, dict) and "gate_proj" in entry and "up_proj" in entry
+
+
+def _share_input(entry: Any) -> Any:
+    """Return an MLP whose gate and up read both scales of their input, which have to be equal."""
+    if not _is_mlp(entry):
+        return entry
+    both = [entry[name] for name in ("gate_proj", "up_proj")]
+    if not all(isinstance(w, Fp8Weight) and w.activation_scale is not None for w in both):
+        return entry
+    gate, up = (weight.activation_scale for weight in both)
+    name = gate.name.replace("gate_proj", "{gate,up}_proj")
+    scale = replace(gate, name=name, base=joined(name, (gate.base, up.base)))
+    gate, up = (replace(weight, activation_scale=scale) for weight in both)
+    return {**entry, "gate_proj": gate, "up_proj": up}
 
 
 def dequantised(table: Params, quantization: Quantization | None) -> Params:

@@ -1,0 +1,52 @@
+"""Load quantised checkpoints onto two devices: the pieces are those of the whole arrays, and
+speculative text is plain text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import LLM, EngineConfig, SamplingParams
+from jaxspec.loading.model import load_target
+from jaxspec.loading.placement import choose_placement, place_models
+
+jax.config.update("jax_default_matmul_precision", "highest")
+
+placement = choose_placement(EngineConfig(tensor_parallel_size=2))
+params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPTS = [[3, 5, 7, 3, 5], [90, 4, 4]]
+
+
+def texts(folder: Path, size: int, drafts: Any = None) -> list[list[int]]:
+    llm = LLM(
+        str(folder),
+        speculative_config=drafts,
+        dtype="float32",
+        max_model_len=32,
+        max_num_seqs=2,
+        tensor_parallel_size=size,
+        num_gpu_blocks_override=4,
+    )
+    return [output.token_ids for output in llm.generate(PROMPTS, params)]
+
+
+for folder in map(Path, sys.argv[1:]):
+    cfg, whole = load_target(folder, jnp.float32)
+    _, read = load_target(folder, jnp.float32, placement)
+    placed, _ = place_models(placement, (cfg, whole), None)
+    for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(placed), strict=True):
+        assert one.sharding == other.sharding
+        for piece, same in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            np.testing.assert_array_equal(piece.data, same.data)
+    cut = [a for a in jax.tree.leaves(read["layers"]) if not a.sharding.is_fully_replicated]
+    assert len(cut) >= 5 * cfg.num_layers  # codes of qkv, o, gate, up, down
+    plain = texts(folder, 2)
+    assert texts(folder, 2, {"method": "ngram", "num_speculative_tokens": 3}) == plain
+    if "int4" in folder.name:  # activations are plain: only the order of the sums differs
+        assert texts(folder, 1) == plain
+print("equal")
