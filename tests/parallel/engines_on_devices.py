@@ -1,4 +1,4 @@
-"""Run engines on one device and on several, and compare tokens and counts.
+"""Run engines on one device and on several, and compare tokens, counts and log-probabilities.
 
     python -m tests.parallel.engines_on_devices CASE...
 
@@ -10,6 +10,8 @@ Prints a line for each case and number of devices: "equal", or both results.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,12 +19,11 @@ import numpy as np
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.drafts import MODEL_FREE
+from jaxspec.engine.outputs import RequestOutput
 from tests.support.families import family_model
 from tests.support.tiny import tiny_model
 
 jax.config.update("jax_default_matmul_precision", "highest")
-Outcome = tuple[list[list[int]], Any]
-
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(8, 40, n)] for n in (5, 17, 9, 26, 3)]
 TEMPERATURES = (0.0, 1.0, 0.7, 1.0, 0.0)
 PLAIN: dict[str, Any] = {}
@@ -38,13 +39,57 @@ EVERYTHING: dict[str, Any] = dict(
     logprobs=3,
     prompt_logprobs=2,
 )
+WORDS: dict[str, Any] = dict(
+    bad_words_token_ids=[[9, 10], [30]],
+    banned_token_ids=[11],
+    allowed_token_ids=range(5, 44),
+    stop_token_ids=[12, 33],
+    ignore_eos=False,
+    num_speculative_tokens=2,
+    logprobs=-1,
+    n=2,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of an engine's runs.
+
+    texts: the tokens of each text and the reason of its end
+    counts: of drafts and of accepted ones
+    scores: log-probabilities, of texts and of prompts, with their token ids
+    """
+
+    texts: list[tuple[list[int], str | None]]
+    counts: str
+    scores: list[tuple[int, float]]
+
+    def equals(self, other: Outcome) -> bool:
+        """Whether all is equal, log-probabilities up to rounding."""
+        ids, values = zip(*self.scores, strict=True) if self.scores else ((), ())
+        other_ids, other_values = zip(*other.scores, strict=True) if other.scores else ((), ())
+        return (self.texts, self.counts, ids) == (other.texts, other.counts, other_ids) and bool(
+            np.allclose(values, other_values, rtol=1e-4, atol=1e-4)
+        )
+
+
+def texts_of(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], str | None]]:
+    return [(list(text.token_ids), text.finish_reason) for o in outputs for text in o.outputs]
+
+
+def scores_of(outputs: Sequence[RequestOutput]) -> list[tuple[int, float]]:
+    of_texts = [text.logprobs for o in outputs for text in o.outputs]
+    rows = [
+        row for found in (*of_texts, *(o.prompt_logprobs for o in outputs)) for row in found or ()
+    ]
+    return [(token, row[token].logprob) for row in rows if row for token in sorted(row)]
 
 
 def sampling(settings: dict[str, str]) -> list[SamplingParams]:
-    more = EVERYTHING if "everything" in settings else PLAIN
-    tokens = int(settings.get("tokens", "12"))
+    more = EVERYTHING if "everything" in settings else WORDS if "words" in settings else PLAIN
+    common = {"ignore_eos": True, "max_tokens": int(settings.get("tokens", "12"))} | more
     return [
-        SamplingParams(temperature=t, seed=i, max_tokens=tokens, ignore_eos=True, **more)
+        SamplingParams(temperature=t, seed=i, **(common if t else common | {"n": 1}))
         for i, t in enumerate(TEMPERATURES)
     ]
 
@@ -93,18 +138,19 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         eos_token_ids=(7,),
     )
     count = 2 if "few" in settings else len(PROMPTS)
-    texts = [list(o.token_ids) for o in llm.generate(PROMPTS[:count], sampling(settings)[:count])]
+    outputs = llm.generate(PROMPTS[:count], sampling(settings)[:count])
     if "again" in settings:  # prefixes are in the cache now
-        texts += [list(o.token_ids) for o in llm.generate(PROMPTS, sampling(settings))]
+        outputs += llm.generate(PROMPTS, sampling(settings))
         assert llm.scheduling.num_prefix_hits > 0
     if "blocks" in settings:
         assert llm.scheduling.num_preemptions > 0
+    texts, scores = texts_of(outputs), scores_of(outputs)
     if "streams" in settings:
         texts += [
-            [t for increment in llm.stream(p, s) for t in increment.token_ids]
+            ([t for increment in llm.stream(p, s) for t in increment.token_ids], None)
             for p, s in zip(PROMPTS[:2], sampling(settings)[:2], strict=True)
         ]
-    return texts, str(llm.metrics)
+    return Outcome(texts, str(llm.metrics), scores)
 
 
 def main() -> None:
@@ -114,7 +160,7 @@ def main() -> None:
         expected = outcome(family, method, 1, settings)
         for size in map(int, sizes.split(",")):
             got = outcome(family, method, size, settings)
-            print(case, size, "equal" if got == expected else f"{expected} {got}", flush=True)
+            print(case, size, "equal" if got.equals(expected) else f"{expected} {got}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ PROCESSES = [
     ("qwen2 eagle3 2,4", "qwen3 eagle3 2,4", "tiny ngram 2", "tiny none 4 everything"),
     ("qwen3_moe eagle3 8", "gpt_oss eagle3 8"),
     ("deepseek_v3 mtp 8", "deepseek_v4 mtp 8", "llama4_text eagle_llama4 8", "mimo mtp 8"),
+    ("tiny eagle3 4 mapped words", "tiny eagle3 2 words rule=block", "tiny ngram 2 words"),
+    tuple(f"tiny eagle3 4 mapped rule={rule}" for rule in ("strict", "block", "synthetic")),
+    ("tiny eagle3 4 blocks=20", "tiny eagle3 4 again streams", "tiny eagle3 8 K=5 everything"),
+    ("qwen2 eagle3 8", "qwen3 eagle3 8", "glm4_moe_lite mtp 8"),
+    ("tiny dflash 2,4", "tiny dspark 2,4", "tiny dspark 2 mapped rule=block words"),
     ("tiny eagle3 2 mapped replicas=2", "tiny eagle3 2 replicas=4 again streams"),
 ]
 
