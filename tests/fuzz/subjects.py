@@ -68,7 +68,7 @@ def digest(tree: Any) -> bytes:
 
 
 def write_target(folder: Path) -> None:
-    from tests.scripts.conftest import write_target
+    from tests.commands.conftest import write_target
 
     write_target(folder / "target")
 
@@ -105,7 +105,7 @@ def write_pickle(folder: Path) -> None:
 
 
 def write_draft(folder: Path) -> None:
-    from tests.scripts.conftest import write_draft
+    from tests.commands.conftest import write_draft
 
     write_target(folder)
     write_draft(folder / "draft")

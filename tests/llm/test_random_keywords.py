@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import keys
 from jaxspec.loading import load_tokenizer, pretrained
+from tests.commands.conftest import write_target
 from tests.engine.test_engine import ToyTarget, V, counting_table, engine
-from tests.scripts.conftest import write_target
 
 pytestmark = pytest.mark.once
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig
-from tests.scripts.conftest import write_draft, write_target
+from tests.commands.conftest import write_draft, write_target
 
 pytestmark = pytest.mark.once
 

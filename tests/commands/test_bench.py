@@ -30,7 +30,7 @@ from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select
 from jaxspec.tools.benchmark.dimensions import HYBRID, LARGE, MODELS, QUANTIZED
 from jaxspec.tools.benchmark.floor import memory_needed, round_floor
 from scripts import bench_kernels
-from tests.scripts.conftest import runner
+from tests.commands.conftest import runner
 from tests.support.tiny import sampling_state
 
 TINY = Case("tiny", batch=3, context=70)

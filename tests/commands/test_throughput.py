@@ -11,7 +11,7 @@ import pytest
 from jaxspec.commands import throughput as bench_throughput
 from jaxspec.tools.benchmark import throughput
 from jaxspec.tools.benchmark.machine import print_table
-from tests.scripts.conftest import runner
+from tests.commands.conftest import runner
 
 run_bench = runner(bench_throughput.main)
 # PR #37639's rows.

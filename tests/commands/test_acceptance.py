@@ -15,7 +15,7 @@ from jaxspec.commands import acceptance
 from jaxspec.tools.acceptance import show
 from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.tools.acceptance.summary import Case, Result, figures, length, rate, standard_error
-from tests.scripts.conftest import runner
+from tests.commands.conftest import runner
 
 PROMPTS = [
     "Hello there",
