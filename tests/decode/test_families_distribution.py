@@ -66,7 +66,7 @@ def probabilities(model: Model) -> np.ndarray:
     )
 
 
-def sampled(model: Model, rule: str, batches: int) -> tuple[np.ndarray, set[int]]:
+def sampled(model: Model, rule: str, batches: int, K: int = K) -> tuple[np.ndarray, set[int]]:
     """How often each text came out of prefill and rounds, and the numbers of accepted drafts that
     were seen."""
     cfg = model.round_config(K, max_model_len=24, rule=rule)

@@ -165,6 +165,51 @@ def agreeing_model(method: str, *, seed: int = 0, disturbance: float = 0.2) -> M
     return replace(model, draft=cfg, params={"target": target, "draft": draft})
 
 
+@cache
+def agreeing_block_model(method: str, *, seed: int = 0, **changes: Any) -> Model:
+    """agreeing_model's target, with a block draft that mostly agrees with it.
+
+    DSpark's Markov head is the target's own map from a token to the next; the rest of its logits is
+    small. DFlash's one layer attends evenly to the block and to one token of context, whose values
+    are zero as the mask's embedding is: every row reads the anchor's embedding alone, so the first
+    draft agrees.
+    """
+    target = agreeing_model("eagle", seed=seed)
+    theirs = target.params["target"]
+    if method == "dspark":
+        draft = block_config(method, markov_rank=HIDDEN, **changes)
+    else:
+        attention = AttentionConfig(4, 4, 8, qk_norm=True, rms_norm_eps=1e-5)
+        draft = block_config(
+            method, attention=attention, windows=(1,), causal=(True,), own_embedding=True, **changes
+        )
+    own = init_random(drafts.family(draft).param_specs(draft), jax.random.key(seed), jnp.float32)
+    embedding = theirs["embed_tokens"]
+    if method == "dspark":
+        scale = jnp.sqrt((embedding**2).mean(axis=1, keepdims=True) + 1e-5)
+        own |= {"norm": 0.01 * own["norm"], "markov_w1": embedding / scale}
+        own["markov_w2"] = theirs["lm_head"]
+    else:
+        eye, layer = jnp.eye(HIDDEN, dtype=jnp.float32), _quieten(own["layers"][0], 0.1)
+        nothing = jnp.zeros((HIDDEN, HIDDEN), jnp.float32)
+        layer["self_attn"] |= {
+            "qkv_proj": Weight(jnp.concatenate([nothing, nothing, eye], axis=1)),
+            "o_proj": Weight(9 * eye),
+        }
+        layer["input_layernorm"] = jnp.ones_like(layer["input_layernorm"])
+        own |= {
+            "layers": [layer],
+            "context_kv": Weight(jnp.zeros_like(own["context_kv"].values)),
+            "norm": jnp.ones_like(own["norm"]),
+            "embed_tokens": embedding.at[MASK].set(0),
+        }
+    return replace(
+        target,
+        draft=draft,
+        params={"target": theirs, "draft": bind_draft(draft, own, theirs, None)},
+    )
+
+
 def _quieten(layer: Any, scale: float) -> Any:
     """The layer with less to add to the residual stream."""
     o_proj, down_proj = (
