@@ -277,7 +277,7 @@ def test_every_draft_equals_the_oracle(checkpoint: Any) -> None:
     folder, model, oracle = checkpoint
     target, params = load_target(folder, jnp.float32)
     cfg, draft_params = load(folder, "mtp", shared=params, target=target)
-    texts = [np.random.default_rng(5).integers(0, 160, n + 1) for n in (1, 7, 18)]
+    texts = [np.random.default_rng(5).integers(0, 160, n + 1) for n in (1, 7, 83)]
     hidden, tokens = [streams(model, t[:-1]) for t in texts], [t[1:] for t in texts]
     draft = PagedDraft(cfg, draft_params, hidden, tokens, num_pending=(1, 3, 6), K=K, target=target)
     drafted = np.asarray(draft.propose().draft_tokens)

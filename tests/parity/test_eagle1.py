@@ -18,7 +18,7 @@ from tests.parity.ours import TARGET, PagedDraft, load, shared_weights
 pytestmark = pytest.mark.oracle("eagle")
 
 K = 4
-LENGTHS, PENDING = (3, 9, 18), (3, 1, K + 1)
+LENGTHS, PENDING = (3, 9, 85), (3, 1, K + 1)
 
 
 def requests(seed: int = 5) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -30,7 +30,7 @@ from tests.support.slow import slow, slow_unless
 
 K = 4
 LENGTHS, PENDING = (
-    (3, 9, 18),
+    (3, 9, 85),
     (3, 1, K + 1),
 )  # nothing in the cache; one row after a rejection; all accepted, across block boundaries
 WINDOW = 5

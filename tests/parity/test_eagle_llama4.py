@@ -79,7 +79,7 @@ def test_every_step_equals_transformers_layer(kind: str, tmp_path: Path) -> None
     target, shared = load_target(tmp_path / "target", jnp.float32)
     cfg, params = load(tmp_path / "draft", "eagle", shared=shared, target=target)
     rng = np.random.default_rng(5)
-    texts = [rng.integers(0, 160, n + 1) for n in (1, 7, 16)]
+    texts = [rng.integers(0, 160, n + 1) for n in (1, 7, 82)]
     hidden, tokens = [hf_outputs(model, t[:-1]).hidden for t in texts], [t[1:] for t in texts]
     draft = PagedDraft(cfg, params, hidden, tokens, num_pending=(1, 3, 5), K=K, target=target)
     drafted = np.asarray(draft.propose().draft_tokens)

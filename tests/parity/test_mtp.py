@@ -136,7 +136,7 @@ def loaded(checkpoint: Checkpoint, **overrides: Any) -> tuple[Any, Any, Params]:
 
 
 def texts(
-    checkpoint: Checkpoint, lengths: tuple[int, ...] = (1, 7, 18)
+    checkpoint: Checkpoint, lengths: tuple[int, ...] = (1, 7, 83)
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """hidden [T, D] of positions 0 .. T-1 by transformers, and the tokens after each."""
     rng = np.random.default_rng(5)

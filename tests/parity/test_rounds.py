@@ -36,7 +36,7 @@ from tests.parity.ours import MAX_MODEL_LEN, load, shuffled_block_table
 from tests.parity.test_families import GPT_OSS, QWEN3_MOE, YARN
 
 K, ROUNDS, CHUNK, BLOCK_SIZE = 3, 7, 4, 4
-PROMPTS = (1, 6, 11)
+PROMPTS = (1, 6, 70)
 TARGETS: dict[str, dict[str, Any]] = {
     "llama": dict(model_type="llama", num_hidden_layers=3),
     "llama_tied": dict(model_type="llama", num_hidden_layers=2, tie_word_embeddings=True),
