@@ -19,7 +19,7 @@ from jaxspec.layers.sums import add_sum, partial_dtype
 from pallas_kernels import fp8_matmul as fp8_op
 from pallas_kernels import int4_matmul as int4_op
 from pallas_kernels import matmul as matmul_op
-from pallas_kernels.fp8_matmul import Fp8Weight
+from pallas_kernels.fp8_matmul import Fp8Weight, Rows
 from pallas_kernels.int4_matmul import Int4Weight
 
 
@@ -86,10 +86,27 @@ class _Operands:
             return int4_op.unsupported(product)
         return matmul_op.unsupported(product)
 
-    def multiply(self, inputs: matmul_op.Inputs[Any], implementation: str) -> matmul_op.Result:
-        """Run the op."""
+    def normed_rows(
+        self, stream: ResidualStream, x: jax.Array, norm: Norm, ops: Ops, implementation: str
+    ) -> Rows | None:
+        """Return the norm of the stream in fp8, or None where no kernel makes it.
+
+        x:              [rows and padding, width], the stream's values
+        implementation: of the product
+        """
+        first = self.matrices[0]
+        if not isinstance(first, Fp8Weight) or stream.normed is not None:
+            return None
+        if ops.rms_norm == "reference":
+            return None
+        return fp8_op.normed_rows(x, norm.gain, norm.eps, first, implementation=implementation)
+
+    def multiply(
+        self, inputs: matmul_op.Inputs[Any], rows: Rows | None, implementation: str
+    ) -> matmul_op.Result:
+        """Run the op. rows: of normed_rows"""
         if self.kind is Fp8Weight:
-            return fp8_op.fp8_matmul(inputs, implementation=implementation)
+            return fp8_op.fp8_matmul(inputs, rows=rows, implementation=implementation)
         if self.kind is Int4Weight:
             return int4_op.int4_matmul(inputs, implementation=implementation)
         return matmul_op.matmul(inputs, implementation=implementation)
@@ -290,19 +307,23 @@ def _multiply(
     )
     if implementation == "reference":
         deferred, next_gain = None, None
-    if norm is None:
-        operand = stream.x
-    elif deferred is not None:
-        operand = deferred.scaled
-    else:
-        operand = normed_values(stream, norm, ops)
 
     def flat(a: jax.Array) -> jax.Array:
         a = a.reshape(rows, -1)
         return jnp.pad(a, ((0, padding), (0, 0))) if padding else a
 
+    quantised = None
+    if norm is None:
+        operand = flat(stream.x)
+    elif deferred is not None:
+        operand = flat(deferred.scaled)
+    else:
+        operand = flat(stream.x)
+        quantised = operands.normed_rows(stream, operand, norm, ops, implementation)
+        if quantised is None:
+            operand = flat(normed_values(stream, norm, ops))
     inputs = matmul_op.Inputs(
-        x=flat(operand),
+        x=operand,
         weights=operands.matrices,
         squares=None if deferred is None else deferred.squares,
         eps=0.0 if norm is None else norm.eps,
@@ -312,7 +333,7 @@ def _multiply(
         transposed=operands.transposed,
         out_dtype=form.out_dtype,
     )
-    made = operands.multiply(inputs, implementation)
+    made = operands.multiply(inputs, quantised, implementation)
     if not isinstance(made, tuple):
         return ResidualStream(made[:rows].reshape(*shape, -1))
     out, scaled, squares = made

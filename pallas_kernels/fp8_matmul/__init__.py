@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from pallas_kernels import hopper
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul.rows import Rows, quantise
-from pallas_kernels.fp8_matmul.weight import ACTIVATIONS, BLOCK, LARGEST, Activation, Fp8Weight
+from pallas_kernels.fp8_matmul.weight import (
+    ACTIVATIONS,
+    BLOCK,
+    LARGEST,
+    Activation,
+    Fp8Weight,
+)
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.matmul import plan
 from pallas_kernels.matmul.inputs import Inputs
@@ -25,22 +31,28 @@ __all__ = [
     "Product",
     "Rows",
     "fp8_matmul",
+    "normed_rows",
     "quantise",
     "unsupported",
 ]
 
 
-def fp8_matmul(inputs: Inputs[Fp8Weight], *, implementation: str = "reference") -> jax.Array:
+def fp8_matmul(
+    inputs: Inputs[Fp8Weight], *, rows: Rows | None = None, implementation: str = "reference"
+) -> jax.Array:
     """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
 
     Rows are quantised as the first weight says (`quantise`); the others have to say the same. Codes
     are multiplied, sums are float32, and the scales of weights and rows multiply them: after the
     product, or after each 128 depths where blocks have scales. The result is cast to out_dtype.
 
+    rows: of normed_rows, in place of x
+
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.
     """
     check(inputs)
+    assert rows is None or implementation != "reference"
 
     def reason() -> str | None:
         return hopper.missing() or unsupported(Product.of(inputs))
@@ -49,7 +61,7 @@ def fp8_matmul(inputs: Inputs[Fp8Weight], *, implementation: str = "reference") 
         return reference.fp8_matmul(inputs)
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
-    return mosaic_gpu.fp8_matmul(inputs)
+    return mosaic_gpu.fp8_matmul(inputs, rows)
 
 
 def unsupported(product: Product) -> str | None:
@@ -58,12 +70,37 @@ def unsupported(product: Product) -> str | None:
         return reason
     if product.x.dtype != jnp.bfloat16:
         return f"expected bfloat16 rows, got {product.x.dtype}"
+    if product.rows > plan.MAX_ROWS:  # XLA multiplies them
+        return _not_quantised(product.depth)
     weights = product.weights
     if len(weights) > 1 and not product.swiglu:
         return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
     from pallas_kernels.fp8_matmul.mosaic_gpu.product import product_of
 
     return plan.unfit(product_of(product))
+
+
+def normed_rows(
+    x: jax.Array, gain: jax.Array, eps: float, weight: Fp8Weight, *, implementation: str
+) -> Rows | None:
+    """Return the RMS norm of x [rows, depth] as an fp8 product with this weight takes it.
+
+    gain, eps: of the norm; see pallas_kernels.rms_norm
+
+    Returns None where no kernel makes both at once.
+    """
+    if implementation == "reference" or x.dtype != jnp.bfloat16 or _not_quantised(x.shape[1]):
+        return None
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    return mosaic_gpu.quantise(x, weight.activation, weight.activation_scale, gain, eps)
+
+
+def _not_quantised(depth: int) -> str | None:
+    """Return why no kernel quantises rows of this depth, None if one does."""
+    from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import STEP, takes
+
+    return None if takes(depth) else f"expected rows of a multiple of {STEP} values, got {depth}"
 
 
 def check(inputs: Inputs[Fp8Weight]) -> None:

@@ -15,7 +15,11 @@ from pallas_kernels.matmul.reference import finish
 def fp8_matmul(inputs: Inputs[Fp8Weight]) -> jax.Array:
     """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul."""
     first = inputs.weights[0]
-    rows = quantise(inputs.x, first.activation, first.activation_scale)
+    return multiply(quantise(inputs.x, first.activation, first.activation_scale), inputs)
+
+
+def multiply(rows: Rows, inputs: Inputs[Fp8Weight]) -> jax.Array:
+    """Return the op's result from quantised rows."""
     return finish(inputs, [_product(rows, w).astype(inputs.out_dtype) for w in inputs.weights])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from jax import lax
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation, spread
 
 
-class Rows(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
     """Quantised rows.
 
     codes:  float8_e4m3fn [rows, depth]
@@ -44,17 +46,17 @@ def quantise(x: jax.Array, activation: Activation, scale: jax.Array | None = Non
         depth = x.shape[1]
         blocks = jnp.pad(values, ((0, 0), (0, -depth % BLOCK))).reshape(x.shape[0], -1, BLOCK)
         rows = Rows(values, _scale(blocks))
-    codes = jnp.clip(_divide(values, rows.spread()), -LARGEST, LARGEST).astype(DTYPE)
-    return rows._replace(codes=codes)
+    codes = jnp.clip(rounded_division(values, rows.spread()), -LARGEST, LARGEST).astype(DTYPE)
+    return replace(rows, codes=codes)
 
 
 def _scale(values: jax.Array) -> jax.Array:
     """Return the scale of values that share one along the last axis."""
     largest = jnp.max(jnp.abs(values), axis=-1)
-    return jnp.where(largest == 0, 1.0, _divide(largest, jnp.float32(LARGEST)))
+    return jnp.where(largest == 0, 1.0, rounded_division(largest, jnp.float32(LARGEST)))
 
 
-def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+def rounded_division(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """Return x / divisor, correctly rounded.
 
     XLA multiplies by the inverse where it sees a broadcast, so the bits would depend on the shape.

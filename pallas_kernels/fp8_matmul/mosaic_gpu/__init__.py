@@ -1,4 +1,4 @@
-"""Products of few rows with fp8 weights on Hopper: the bfloat16 kernel with half of the bytes.
+"""Products with fp8 weights on Hopper: the bfloat16 kernel of few rows with half of the bytes.
 
 A kernel quantises the rows. The product then streams codes [out, in] as they are stored, through
 the rings and clusters of pallas_kernels/matmul, and multiplies codes by codes (wgmma of e4m3). The
@@ -7,7 +7,9 @@ scales multiply float32 sums: in the epilogue, or after each 128 depths where bl
 Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends after 128 depths,
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
 
-The order of summation depends on the weights alone (pallas_kernels/matmul/plan.py).
+XLA (cublasLt) multiplies more rows.
+
+The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
     quantise.py     rows in fp8
     product.py      the product
@@ -17,14 +19,20 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.fp8_matmul import reference
+from pallas_kernels.fp8_matmul import rows as plain
 from pallas_kernels.fp8_matmul.mosaic_gpu.product import multiply
-from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise
+from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise, takes
+from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
+from pallas_kernels.matmul.plan import MAX_ROWS
 
 
-def fp8_matmul(inputs: Inputs[Fp8Weight]) -> jax.Array:
+def fp8_matmul(inputs: Inputs[Fp8Weight], rows: Rows | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul."""
     weight = inputs.weights[0]
-    rows = quantise(inputs.x, weight.activation, weight.activation_scale)
-    return multiply(rows, inputs)
+    if rows is None:
+        run = quantise if takes(inputs.x.shape[1]) else plain.quantise
+        rows = run(inputs.x, weight.activation, weight.activation_scale)
+    return (multiply if inputs.x.shape[0] <= MAX_ROWS else reference.multiply)(rows, inputs)

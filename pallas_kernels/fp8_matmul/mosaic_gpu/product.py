@@ -56,7 +56,7 @@ def product_of(product: Product) -> Product:
 # Compiled as a function of its own, so that a model's layers share one kernel.
 @partial(jax.jit, static_argnames="tuning")
 def multiply(rows: Rows, inputs: Inputs[Fp8Weight], *, tuning: Tuning | None = None) -> jax.Array:
-    """Return the op's result from the rows of its x."""
+    """Return the op's result from quantised rows."""
     product = product_of(Product.of(inputs))
     tuning = tuning or choose_tuning(product)
     assert tuning is not None  # the public op has checked `unsupported`

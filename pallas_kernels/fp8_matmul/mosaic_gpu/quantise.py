@@ -1,4 +1,4 @@
-"""Rows in fp8, one CTA for each row: no scale depends on another row."""
+"""Rows in fp8, after a norm or as they are. One CTA for each row: no scale depends on another."""
 
 from __future__ import annotations
 
@@ -7,62 +7,106 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp8_matmul import rows as reference
-from pallas_kernels.fp8_matmul.rows import Rows
-from pallas_kernels.fp8_matmul.weight import DTYPE, LARGEST, Activation
+from pallas_kernels.fp8_matmul.rows import Rows, rounded_division
+from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Ref
 
-CHUNK = 64  # a row is read as [chunks, 64]
-TILE = 16  # chunks that a warpgroup reads at once: 8 values for each of its 128 threads
+VALUES = 8  # that a thread of the warpgroup reads at once
+STEP = 128 * VALUES  # depths
+BLOCKS = STEP // BLOCK
 
 
-def takes(depth: int, activation: Activation) -> bool:
+def takes(depth: int) -> bool:
     """Return whether the kernel takes rows of this depth; XLA takes all."""
-    return activation != "block" and depth % (CHUNK * TILE) == 0
-
-
-def quantise(x: jax.Array, activation: Activation, scale: jax.Array | None) -> Rows:
-    """Return x [rows, depth] in fp8; see pallas_kernels.fp8_matmul.rows.quantise."""
-    if not takes(x.shape[1], activation):
-        return reference.quantise(x, activation, scale)
-    return _quantise(x, scale, pdl=not interpreting())
+    return depth % STEP == 0
 
 
 # Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="pdl")
-def _quantise(x: jax.Array, scale: jax.Array | None, *, pdl: bool) -> Rows:
-    rows, depth = x.shape
-    chunks = depth // CHUNK
+@partial(jax.jit, static_argnames=("activation", "eps"))
+def quantise(
+    x: jax.Array,
+    activation: Activation,
+    scale: jax.Array | None,
+    gain: jax.Array | None = None,
+    eps: float = 0.0,
+) -> Rows:
+    """Return x [rows, depth], or its RMS norm, in fp8.
 
-    def body(x_gmem: Ref, scale_gmem: Ref | None, codes_gmem: Ref, scales_gmem: Ref | None) -> None:
+    See pallas_kernels.fp8_matmul.rows.quantise for activation and scale, and
+    pallas_kernels.rms_norm for gain and eps.
+    """
+    rows, depth = x.shape
+    shape, by_block = (depth // BLOCK, BLOCK), activation == "block"
+    # A thread has the same values in both.
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=VALUES)
+    if by_block:  # half a warp has a block
+        layout = plgpu.Layout.TILED(
+            fa.Tiling(((BLOCKS, BLOCK), (BLOCKS // 4, BLOCK), (VALUES,))),
+            warp_dims=(-5,),
+            lane_dims=(-3, -2),
+            vector_dim=-1,
+        )
+    pdl = not interpreting()
+
+    def body(
+        x_gmem: Ref, scale_gmem: Ref | None, gain_gmem: Ref | None, codes: Ref, scales: Ref | None
+    ) -> None:
         row = lax.axis_index("row")
-        layout = plgpu.Layout.WG_STRIDED((chunks, CHUNK), vec_size=8)
+        gain_values = None
+        if gain_gmem is not None:  # no kernel writes it: it need not wait for the kernel before
+            gain_values = load(gain_gmem, layout, optimized=False)
         if pdl:
             plgpu.griddepcontrol_wait()
-        values = load(x_gmem.at[row], layout).astype(jnp.float32)
-        if scale_gmem is None:
-            largest = jnp.max(jnp.abs(values))
-            one = jnp.where(largest == 0, jnp.float32(1), largest / LARGEST)
+            # The product's copies of weights start: a CTA here leaves it nearly all of an SM.
+            plgpu.griddepcontrol_launch_dependents()
+        values = load(x_gmem.at[row], layout, optimized=False).astype(jnp.float32)
+        if gain_values is not None:
+            squares = values * values
+            total = jnp.sum(jnp.sum(squares, axis=1)) if by_block else jnp.sum(squares)
+            normed = (values * lax.rsqrt(total / depth + eps)).astype(x.dtype) * gain_values
+            values = normed.astype(jnp.float32)
+        if scale_gmem is not None:
+            divisor = scale_gmem[0]
+        elif by_block and scales is not None:
+            largest = jnp.max(jnp.abs(values), axis=1)
+            divisors = jnp.where(largest == 0.0, 1.0, _divide(largest, jnp.float32(LARGEST)))
+            scales.at[row][...] = divisors
+            divisor = plgpu.layout_cast(lax.broadcast_in_dim(divisors, shape, [0]), layout)
         else:
-            one = scale_gmem[0]
-        scaled = jnp.clip(values / one, -LARGEST, LARGEST)
-        codes_gmem.at[row][...] = scaled.astype(DTYPE)
-        if scales_gmem is not None:
-            scales_gmem[row] = one
+            largest = jnp.max(jnp.abs(values))
+            divisor = jnp.where(
+                largest == 0, jnp.float32(1), _divide(largest, jnp.float32(LARGEST))
+            )
+            if scales is not None:
+                scales[row] = divisor
+        codes.at[row][...] = jnp.clip(_divide(values, divisor), -LARGEST, LARGEST).astype(DTYPE)
 
-    out = jax.ShapeDtypeStruct((rows, chunks, CHUNK), DTYPE)
-    scales = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    by_row = (rows, depth // BLOCK) if by_block else (rows,)
     call = plgpu.kernel(
         body,
-        out_type=(out, scales if scale is None else None),
+        out_type=(
+            jax.ShapeDtypeStruct((rows, *shape), DTYPE),
+            jax.ShapeDtypeStruct(by_row, jnp.float32) if scale is None else None,
+        ),
         grid=(rows,),
         grid_names=("row",),
-        kernel_name=f"quantise_{depth}",
+        kernel_name=f"quantise_{depth}" + ("" if gain is None else "_normed"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    codes, made = call(x.reshape(rows, chunks, CHUNK), None if scale is None else scale[None])
+    arrays = (
+        x.reshape(rows, *shape),
+        None if scale is None else scale[None],
+        None if gain is None else gain.reshape(shape),
+    )
+    codes, made = call(*arrays)
     return Rows(codes.reshape(rows, depth), made if scale is None else scale)
+
+
+def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """Return x / divisor, correctly rounded: XLA, which interprets kernels, would invert it."""
+    return rounded_division(x, divisor) if interpreting() else x / divisor
