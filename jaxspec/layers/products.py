@@ -99,7 +99,7 @@ class _Operands:
             return None
         if ops.rms_norm == "reference":
             return None
-        return fp8_op.normed_rows(x, norm.gain, norm.eps, first, implementation=implementation)
+        return fp8_op.normed_rows(x, norm.gain, norm.eps, first, implementation)
 
     def multiply(
         self, inputs: matmul_op.Inputs[Any], rows: Rows | None, implementation: str

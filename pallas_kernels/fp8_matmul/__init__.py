@@ -81,7 +81,7 @@ def unsupported(product: Product) -> str | None:
 
 
 def normed_rows(
-    x: jax.Array, gain: jax.Array, eps: float, weight: Fp8Weight, *, implementation: str
+    x: jax.Array, gain: jax.Array, eps: float, weight: Fp8Weight, implementation: str
 ) -> Rows | None:
     """Return the RMS norm of x [rows, depth] as an fp8 product with this weight takes it.
 

@@ -1,0 +1,67 @@
+"""Products of fp8 and int4 weights compile for an H200 at real shapes, without spills, and leave
+the weights where they are."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import fp8_matmul, int4_matmul
+from pallas_kernels.fp8_matmul.shapes import SHAPES as FP8
+from pallas_kernels.fp8_matmul.shapes import make_inputs as make_fp8
+from pallas_kernels.int4_matmul.shapes import SHAPES as INT4
+from pallas_kernels.int4_matmul.shapes import make_inputs as make_int4
+from tests.support import h200
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
+OTHER_WORK = r"= \S+ (?:copy|fusion|transpose|concatenate|dot|pad)\(.*"
+
+
+def compiled(op: Any, inputs: Any) -> tuple[str, list[tuple[int, int, int]]]:
+    """Optimised HLO, and stack and spills of each kernel."""
+    run = functools.partial(op, implementation="mosaic_gpu")
+    with h200.ptxas_report() as report:
+        hlo = h200.compile_for_h200(run, inputs).as_text()
+        return hlo, h200.stack_and_spills(report())
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, s in FP8.items() if s.rows in (1, 16, 64) and s.depth % 1024 == 0]
+)
+def test_fp8_compiles_to_two_kernels_without_spills(name: str) -> None:
+    """One quantises the rows."""
+    inputs = jax.eval_shape(lambda: make_fp8(FP8[name], 0))
+    hlo, found = compiled(fp8_matmul.fp8_matmul, inputs)
+    assert found == [(0, 0, 0)] * 2, f"expected two kernels without spills, got {found}"
+    assert len(re.findall(r"= \S+ custom-call\(", hlo)) == 2 or "(f8e4m3fn" in hlo, hlo
+    assert not [line for line in re.findall(OTHER_WORK, hlo) if "f8e4m3fn[" in line], hlo
+
+
+@pytest.mark.parametrize("name", [n for n, s in INT4.items() if s.rows in (1, 16, 64)])
+def test_int4_compiles_to_one_kernel_without_spills(name: str) -> None:
+    inputs = jax.eval_shape(lambda: make_int4(INT4[name], 0))
+    hlo, found = compiled(int4_matmul.int4_matmul, inputs)
+    assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
+    assert not re.findall(OTHER_WORK, hlo), hlo
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("form", ["channel", "block", "static"])
+def test_a_norm_and_the_codes_after_it_are_one_kernel(form: str, rows: int) -> None:
+    shape = FP8[f"llama-3-8b qkv {form} rows 64"]
+    weight = jax.eval_shape(lambda: make_fp8(shape, 0)).weights[0]
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    gain = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+    with h200.ptxas_report() as report:
+        h200.compile_for_h200(
+            lambda *a: fp8_matmul.normed_rows(a[0], a[1], 1e-5, a[2], "mosaic_gpu"), x, gain, weight
+        )
+        assert h200.stack_and_spills(report()) == [(0, 0, 0)]
