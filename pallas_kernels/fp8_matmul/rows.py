@@ -17,7 +17,8 @@ class Rows:
     """Quantised rows.
 
     codes:  float8_e4m3fn [rows, depth]
-    scales: float32 [rows] ("token"), [rows, depth / 128] rounded up ("block"), [] ("static")
+    scales: float32 [rows or more] ("token"), [depth / 128 rounded up, rows or more] ("block"),
+            [] ("static")
     """
 
     codes: jax.Array
@@ -25,9 +26,10 @@ class Rows:
 
     def spread(self) -> jax.Array:
         """Return the scales in a shape that broadcasts over the codes."""
+        rows, depth = self.codes.shape
         if self.scales.ndim == 2:
-            return spread(self.scales, 1, self.codes.shape[1])
-        return self.scales[:, None] if self.scales.ndim else self.scales
+            return spread(self.scales[:, :rows].T, 1, depth)
+        return self.scales[:rows, None] if self.scales.ndim else self.scales
 
 
 def quantise(x: jax.Array, activation: Activation, scale: jax.Array | None = None) -> Rows:
@@ -45,9 +47,10 @@ def quantise(x: jax.Array, activation: Activation, scale: jax.Array | None = Non
     else:
         depth = x.shape[1]
         blocks = jnp.pad(values, ((0, 0), (0, -depth % BLOCK))).reshape(x.shape[0], -1, BLOCK)
-        rows = Rows(values, _scale(blocks))
+        rows = Rows(values, _scale(blocks).T)
     codes = jnp.clip(rounded_division(values, rows.spread()), -LARGEST, LARGEST).astype(DTYPE)
-    return replace(rows, codes=codes)
+    # XLA would drop the rounding where a product widens the codes at once.
+    return replace(rows, codes=lax.optimization_barrier(codes))
 
 
 def _scale(values: jax.Array) -> jax.Array:

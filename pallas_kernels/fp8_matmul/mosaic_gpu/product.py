@@ -22,7 +22,7 @@ from pallas_kernels.matmul.mosaic_gpu.memory import results_of, scratch_of
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
 from pallas_kernels.matmul.mosaic_gpu.tile_sum import add_up
-from pallas_kernels.matmul.plan import TILE_N, Product, Tuning, choose_tuning, padded_rows
+from pallas_kernels.matmul.plan import TILE_N, Product, Tuning, choose_tuning
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Accumulator, Index, Ref
 
@@ -63,10 +63,10 @@ def multiply(rows: Rows, inputs: Inputs[Fp8Weight], *, tuning: Tuning | None = N
     sizes = Sizes(product, tuning)
     codes = tuple(weight.codes for weight in inputs.weights)
     operands = Operands(rows.codes, codes, None, inputs.residual, None)
-    padding = padded_rows(product.rows) - product.rows
     by_row = rows.scales
-    if by_row.ndim:
-        by_row = jnp.pad(by_row.T, ((0, 0),) * (by_row.ndim - 1) + ((0, padding),))
+    missing = sizes.padded - by_row.shape[-1] if by_row.ndim else 0
+    if missing:  # XLA has quantised the rows
+        by_row = jnp.pad(by_row, ((0, 0),) * (by_row.ndim - 1) + ((0, missing),))
     by_column = tuple(weight.scales for weight in inputs.weights)
     scales = Scales(by_column, by_row)
     # A kernel reads no array without axes.

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fp8_matmul.rows import Rows, rounded_division
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.matmul.plan import MAX_ROWS, padded_rows
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Ref
 
@@ -75,7 +76,7 @@ def quantise(
         elif by_block and scales is not None:
             largest = jnp.max(jnp.abs(values), axis=1)
             divisors = jnp.where(largest == 0.0, 1.0, _divide(largest, jnp.float32(LARGEST)))
-            scales.at[row][...] = divisors
+            scales.at[:, row][...] = divisors
             divisor = plgpu.layout_cast(lax.broadcast_in_dim(divisors, shape, [0]), layout)
         else:
             largest = jnp.max(jnp.abs(values))
@@ -86,7 +87,9 @@ def quantise(
                 scales[row] = divisor
         codes.at[row][...] = jnp.clip(_divide(values, divisor), -LARGEST, LARGEST).astype(DTYPE)
 
-    by_row = (rows, depth // BLOCK) if by_block else (rows,)
+    # The product of few rows reads whole tiles of scales. Those past the last row are not written.
+    padded = padded_rows(rows) if rows <= MAX_ROWS else rows
+    by_row = (depth // BLOCK, padded) if by_block else (padded,)
     call = plgpu.kernel(
         body,
         out_type=(
