@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.arrays import resolve_cache_dtype
+from jaxspec.cache.arrays import check_cache_dtype, resolve_cache_dtype
 from jaxspec.config import (
     ConfigError,
     DraftConfig,
@@ -147,6 +147,7 @@ class LLM:
         check_end_ids(self.eos_token_ids, self.target_config.vocab_size)
         self.dtype = jnp.dtype(dtype)
         self.cache_dtype = resolve_cache_dtype(self.config.kv_cache_dtype, self.dtype)
+        check_cache_dtype(self.target_config.attention, self.cache_dtype)
         placements = choose_placements(self.config, speculative)
         placement = placements[0]
         draft_config = self.draft_config

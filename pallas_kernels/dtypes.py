@@ -1,7 +1,8 @@
-"""The dtype of a product whose operands differ."""
+"""The dtype of a product whose operands differ, and casts to a narrower dtype."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -13,3 +14,12 @@ def wider(first: DTypeLike, second: DTypeLike) -> jnp.dtype:
     JAX promotes strictly.
     """
     return max(jnp.dtype(first), jnp.dtype(second), key=lambda dtype: dtype.itemsize)
+
+
+def narrowed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return x rounded to dtype; in fp8 what is too large becomes the largest number, not NaN."""
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize > 1:
+        return x.astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32), -largest, largest).astype(dtype)

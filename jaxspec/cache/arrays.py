@@ -18,10 +18,12 @@ from jaxspec.config import (
     AttentionConfig,
     AttentionKind,
     CompressedAttentionConfig,
+    ConfigError,
     KVCacheDtype,
     MLAConfig,
     TokenHistoryConfig,
 )
+from pallas_kernels.dtypes import narrowed
 
 # The cache slot of a masked row. It is out of range of any cache, so a scatter with mode="drop"
 # leaves the cache alone. -1 would wrap around and dynamic_update_slice would clamp, and both would
@@ -49,6 +51,8 @@ class ArraySpec:
 
 def resolve_cache_dtype(kv_cache_dtype: KVCacheDtype, dtype: DTypeLike) -> jnp.dtype:
     """Return the dtype of keys and values; "auto" is that of the weights, `dtype`."""
+    if kv_cache_dtype == "fp8":
+        return jnp.dtype(jnp.float8_e4m3fn)
     return jnp.dtype(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
 
 
@@ -194,12 +198,25 @@ def cache_specs(
     """Return the arrays of a model's caches, one entry per layer, of num_blocks[layer] blocks each.
 
     Each layer has its own arrays, since a stacked pool is copied at every kernel call.
+
+    ConfigError for a kind of attention that has no caches of this dtype.
     """
     kind, dtype = CACHE_KINDS[type(attention)], jnp.dtype(cache_dtype)
+    check_cache_dtype(attention, dtype)
     return tuple(
         kind(attention, layer, Blocks(blocks, block_size, dtype))
         for layer, blocks in enumerate(num_blocks)
     )
+
+
+def check_cache_dtype(attention: AttentionKind, cache_dtype: DTypeLike) -> None:
+    """Raise ConfigError for a kind of attention that has no caches of this dtype."""
+    is_fp8 = jnp.dtype(cache_dtype).itemsize == 1
+    if is_fp8 and isinstance(attention, MLAConfig | CompressedAttentionConfig):
+        raise ConfigError(
+            "kv_cache_dtype: expected auto, bfloat16 or float32 for latent or compressed "
+            "attention, got 'fp8'"
+        )
 
 
 def init_cache(
@@ -232,7 +249,7 @@ def write_rows(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax
     slot_mapping: [batch, rows], the cache slot of each row; PAD_SLOT rows are dropped
     """
     flat = pool.reshape(-1, *pool.shape[2:])
-    rows, slots = rows.reshape(-1, *rows.shape[2:]).astype(pool.dtype), slot_mapping.reshape(-1)
+    rows, slots = narrowed(rows.reshape(-1, *rows.shape[2:]), pool.dtype), slot_mapping.reshape(-1)
     # XLA turns a scatter of one row into a choice between two whole caches, and copies each of them
     # in every step.
     if slots.shape[0] == 1:

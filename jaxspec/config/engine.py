@@ -19,7 +19,7 @@ from jaxspec.config.reading import (
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
-KVCacheDtype = Literal["auto", "bfloat16", "float32"]
+KVCacheDtype = Literal["auto", "bfloat16", "float32", "fp8"]
 MAX_INT32 = 2**31 - 1  # the device's positions, slots and counts are int32
 
 
@@ -50,6 +50,8 @@ class EngineConfig:
         need. None: the blocks that fit in that share (in 4 GiB on a CPU), and no more than
         max_num_seqs requests of max_model_len need.
     kv_cache_dtype: of keys and values in the caches of target and draft; "auto" is the weights'.
+        "fp8" (e4m3) takes the scales of a checkpoint that has them, else 1; latent attention and
+        DeepSeek-V4's have no such caches.
         The Hopper kernels for attention take bfloat16 only.
     quantize: quantises the target's plain weights while they load: "fp8" (a scale for each output
         channel and each token), "fp8-block" (for 128 x 128, and 128 of a token) or "int4" (for 128
@@ -93,7 +95,7 @@ class EngineConfig:
     )
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",
-        "Dtype of keys and values: bfloat16, float32, or auto for that of the weights.",
+        "Dtype of keys and values: bfloat16, float32, fp8, or auto for that of the weights.",
     )
     quantize: Quantize | None = setting(
         None, "Quantise the target's plain weights while they load: fp8, fp8-block or int4."

@@ -29,6 +29,8 @@ from jaxspec.layers.products import Stream, project
 from pallas_kernels import attention as attention_op
 from pallas_kernels import rope_cache as rope_op
 
+KV_SCALES = ("k_scale", "v_scale")  # of a layer whose checkpoint has scales for fp8 caches
+
 
 def attention_specs(
     prefix: str, cfg: AttentionConfig, input_size: int, output_size: int
@@ -204,6 +206,9 @@ def attend_qkv(
     packed = query_scale is None and attention_op.packs(
         ops.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
     )
+    # Scales of a checkpoint are those of keys and values in fp8.
+    is_fp8 = cache.k.dtype.itemsize == 1
+    k_scale, v_scale = (params.get(name) if is_fp8 else None for name in KV_SCALES)
     projected = rope_op.Inputs(
         qkv=qkv.reshape(batch * rows, -1),
         cos=cos,
@@ -213,6 +218,8 @@ def attend_qkv(
         v_cache=cache.v,
         q_norm=params["q_norm"] if cfg.qk_norm else None,
         k_norm=params["k_norm"] if cfg.qk_norm else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
         num_heads=cfg.num_heads,
         eps=cfg.rms_norm_eps,
         pack=rows if packed else None,
@@ -231,6 +238,8 @@ def attend_qkv(
         window_start=metadata.window_start,
         sinks=params["sinks"] if cfg.sinks else None,
         bounds=metadata.bounds,
+        k_scale=k_scale,
+        v_scale=v_scale,
         scale=cfg.head_dim**-0.5,
         window=window,
         packed_heads=cfg.num_heads if packed else None,

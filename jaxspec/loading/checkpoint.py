@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec.config import ConfigError, shown
 from jaxspec.loading.fp8 import ScaledTensor, with_scales
-from jaxspec.loading.quantized import Scalar
+from jaxspec.loading.quantized import One, Scalar
 
 SAFE_TORCH = (2, 6)  # before, torch.load could run code with weights_only too
 MODELOPT = "hf_quant_config.json"
@@ -72,7 +72,7 @@ class PickledTensor:
         return t.numpy()
 
 
-LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor | Scalar
+LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor | Scalar | One
 
 
 @dataclass(frozen=True)

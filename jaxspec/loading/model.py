@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.quantization import Quantize, quantized
 from jaxspec.config.reading import values_as_sentences
-from jaxspec.layers.params import Params, vector
+from jaxspec.layers.params import Params, is_spec, vector
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.quantized import stored_tensors
@@ -53,9 +54,10 @@ def load_target(
         )
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
+    specs = family.param_specs(cfg)
     return cfg, load_params(
-        family.param_specs(cfg),
-        table_tensors(checkpoint, cfg),
+        specs,
+        table_tensors(checkpoint, cfg, specs),
         dtype,
         placement.target(cfg),
         ignore=ignore,
@@ -63,14 +65,16 @@ def load_target(
     )
 
 
-def table_tensors(checkpoint: Checkpoint, cfg: Any) -> Mapping[str, LazyTensor]:
+def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[str, LazyTensor]:
     """Return the tensors of a checkpoint, opened as it is stored, that the table of cfg names.
 
     A config that knows no quantisation has matrices in float8 dequantised as they are read.
     """
     quantization = getattr(cfg, "quantization", None)
     if quantization is not None:
-        return stored_tensors(checkpoint.tensors, quantization)
+        leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+        wanted = [name for spec in leaves for name in spec.tensors]
+        return stored_tensors(checkpoint.tensors, quantization, wanted)
     return with_scales(checkpoint.tensors, checkpoint.config, str(checkpoint.path))
 
 
@@ -144,9 +148,10 @@ def load_draft(
     cfg = quantized(cfg, speculative.draft_quantize, key="draft_quantize")
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     holder = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
+    specs = family.param_specs(cfg)
     params = load_params(
-        family.param_specs(cfg),
-        table_tensors(replace(checkpoint, tensors=tensors), holder),
+        specs,
+        table_tensors(replace(checkpoint, tensors=tensors), holder, specs),
         dtype,
         placement.draft(cfg),
         ignore=ignore,

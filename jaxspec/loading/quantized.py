@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,8 @@ import numpy as np
 from jaxspec.config.quantization import Quantization
 from jaxspec.loading.fp8 import Readable, Tensor
 
-SCALES = (".weight_scale", ".input_scale")  # one number, with an axis or without
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+# One number each, with an axis or without.
+SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,25 @@ class Scalar:
         return self.tensor.read().reshape(1)
 
 
-def stored_tensors(
-    tensors: Mapping[str, Tensor], quantization: Quantization
-) -> dict[str, Tensor | Scalar]:
-    """Return the tensors of a quantised checkpoint that a parameter table names.
+@dataclass(frozen=True)
+class One:
+    """The scale of keys or values of a layer without one in its checkpoint."""
 
-    Scales of a KV cache are left out: the cache has a dtype of its own.
-    """
-    return {
+    shape: tuple[int, ...] = (1,)
+
+    def read(self) -> np.ndarray:
+        return np.ones(1, np.float32)
+
+
+def stored_tensors(
+    tensors: Mapping[str, Tensor], quantization: Quantization, wanted: Iterable[str]
+) -> dict[str, Tensor | Scalar | One]:
+    """Return the tensors of a quantised checkpoint, as a table with these names has them."""
+    found: dict[str, Tensor | Scalar | One] = {
         name: Scalar(tensor) if name.endswith(SCALES) and tensor.shape == () else tensor
         for name, tensor in tensors.items()
-        if not (quantization.kv_scales and name.endswith(KV_SCALES))
     }
+    absent = [
+        name for name in wanted if name.endswith(quantization.kv_scales) and name not in found
+    ]
+    return found | {name: One() for name in absent}

@@ -42,6 +42,8 @@ def paged_attention(inputs: Inputs) -> jax.Array:
     grouped = grouped.astype(dtype)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32)
     scores = scores * inputs.scale
+    if inputs.k_scale is not None:
+        scores = scores * inputs.k_scale[:, None, None, None]
     scores = jnp.where(visible[:, None, None], scores, _MASKED)
     if sinks is not None:  # one more key for each head, whose value is zero
         sink = sinks.reshape(1, num_kv_heads, -1, 1, 1)
@@ -50,4 +52,6 @@ def paged_attention(inputs: Inputs) -> jax.Array:
     out = jnp.einsum(
         "bhgqk,bkhd->bqhgd", weights.astype(dtype), v, preferred_element_type=jnp.float32
     )
+    if inputs.v_scale is not None:
+        out = out * inputs.v_scale[:, None, None]
     return out.reshape(batch, rows, num_heads, head_dim).astype(q.dtype)

@@ -24,6 +24,8 @@ class Inputs:
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
     q_norm, k_norm:   [head_dim], the gains of RMS norms of every query and key head before the
                       rotation (Qwen3); both or neither
+    k_scale, v_scale: float32 [num_kv_heads] or [1], by which keys and values are divided before
+                      they are stored; None: 1
     num_heads:        query heads; 0 for rows that only write keys and values
     eps:              of the norms
     pack:             query rows of each request, to return the queries packed for attention; None
@@ -38,6 +40,8 @@ class Inputs:
     v_cache: jax.Array
     q_norm: jax.Array | None = None
     k_norm: jax.Array | None = None
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
     num_heads: int = field(metadata=STATIC)
     eps: float = field(default=0.0, metadata=STATIC)
     pack: int | None = field(default=None, metadata=STATIC)

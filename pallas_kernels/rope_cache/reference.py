@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import packing
-from pallas_kernels.dtypes import wider
+from pallas_kernels.dtypes import narrowed, wider
 from pallas_kernels.rms_norm.reference import rms_norm
 from pallas_kernels.rope_cache.inputs import Inputs
 
@@ -28,11 +28,16 @@ def rope_and_write(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k = rms_norm(q, inputs.q_norm, eps=eps), rms_norm(k, inputs.k_norm, eps=eps)
     cos, sin = inputs.cos[:, None], inputs.sin[:, None]
     q, k = rotate(q, cos, sin), k.astype(wider(k.dtype, inputs.k_cache.dtype))
-    k_cache = write(inputs.k_cache, rotate(k, cos, sin), slots)
-    v_cache = write(inputs.v_cache, v, slots)
+    k_cache = write(inputs.k_cache, _divided(rotate(k, cos, sin), inputs.k_scale), slots)
+    v_cache = write(inputs.v_cache, _divided(v, inputs.v_scale), slots)
     if inputs.pack is not None:
         q = packing.pack(q.reshape(-1, inputs.pack, num_heads, head_dim), num_kv_heads)
     return q, k_cache, v_cache
+
+
+def _divided(rows: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Return rows [rows, heads, head_dim] over the scale of each head, in float32."""
+    return rows if scale is None else rows.astype(jnp.float32) / scale[:, None]
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -55,4 +60,5 @@ def write(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
         # XLA makes a scatter of one row a select between two caches, which copies the cache.
         slots = jnp.concatenate([slots, jnp.full(1, flat.shape[0], slots.dtype)])
         rows = jnp.concatenate([rows, rows])
-    return flat.at[slots].set(rows.astype(cache.dtype), mode="drop").reshape(cache.shape)
+    rows = narrowed(rows, cache.dtype)
+    return flat.at[slots].set(rows, mode="drop").reshape(cache.shape)

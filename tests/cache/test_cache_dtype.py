@@ -13,7 +13,7 @@ import pytest
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig, drafts, models
 from jaxspec.cache.arrays import cache_specs
 from jaxspec.cache.pool_sizes import block_bytes
-from jaxspec.config import REFERENCE_OPS, RoundConfig
+from jaxspec.config import REFERENCE_OPS, ConfigError, RoundConfig
 from jaxspec.decode import prefill, round
 from jaxspec.decode.state import DecodeState, init_state
 from jaxspec.drafts.drafter import PromptChunk
@@ -137,6 +137,32 @@ def test_the_pools_count_the_bytes_of_the_arrays(name: str) -> None:
     assert runner.memory.cache_bytes == held > 0
     wide = block_bytes(runner.configs.greedy, FLOAT32)
     assert [2 * size for size in runner.memory.block_bytes] == list(wide)
+
+
+# --- fp8
+
+
+@cache
+def fp8_engine() -> LLM:
+    return engine("full attention").on_same_weights(kv_cache_dtype="fp8")
+
+
+def test_speculation_over_fp8_caches_gives_the_text_of_plain_decoding() -> None:
+    llm = fp8_engine()
+    plain = llm.on_same_weights(speculative=False).generate(PROMPTS, GREEDY)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert llm.metrics.mean_acceptance_length > 1.3
+    state = llm.runner.state
+    assert set(dtypes_of((state.target_caches, state.draft.caches))) == {jnp.dtype("float8_e4m3fn")}
+    wide = block_bytes(llm.runner.configs.greedy, FLOAT32)
+    assert [4 * size for size in llm.runner.memory.block_bytes] == list(wide)
+    assert "(KV cache float8_e4m3fn)" in llm.describe()
+
+
+def test_latents_have_no_fp8_cache() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype: expected auto, bfloat16 or float32 for"):
+        engine("latent attention").on_same_weights(kv_cache_dtype="fp8")
 
 
 def test_a_description_names_the_caches_dtype_where_it_differs() -> None:

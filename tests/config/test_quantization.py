@@ -123,6 +123,16 @@ def test_gptq_may_list_its_modules() -> None:
     assert found.form_of("model.layers.3.mlp.down_proj") is None
 
 
+def test_scales_of_keys_and_values_have_each_formats_names() -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    assert read(DYNAMIC).kv_scales == ()
+    assert read(DYNAMIC | {"kv_cache_scheme": scheme}).kv_scales == ("k_scale", "v_scale")
+    assert read(MODELOPT).kv_scales == ("k_proj.k_scale", "v_proj.v_scale")
+    assert read(MODELOPT | {"kv_cache_quant_algo": None}).kv_scales == ()
+    with pytest.raises(ConfigError, match="kv_cache_scheme: expected dynamic False or None"):
+        read(DYNAMIC | {"kv_cache_scheme": scheme | {"dynamic": True}})
+
+
 def changed(settings: dict[str, Any], *path: Any) -> dict[str, Any]:
     """A copy with another value: changed(settings, "key", ..., value)."""
     copied = copy.deepcopy(settings)

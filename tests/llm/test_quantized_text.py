@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,27 @@ def test_a_wrong_quantize_is_one_sentence(folders: dict[str, Path]) -> None:
     loaded = load_target(folders["plain"], jnp.float32)
     with pytest.raises(ConfigError, match="quantize: expected None for weights that are loaded"):
         LLM(loaded, config=EngineConfig(quantize="fp8", max_model_len=64))
+
+
+def test_fp8_caches_have_the_checkpoints_scales(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A checkpoint with other scales gives another text, unless the caches are not in fp8."""
+    shutil.copytree(folders["static"], tmp_path / "other")
+    tensors = quantized.tensors_of(folders["static"])
+    for name in tensors:
+        if name.endswith(".k_scale"):
+            tensors[name] = np.full((), 2.0**-9, np.float32)  # keys saturate
+    del tensors["model.layers.0.self_attn.v_proj.v_scale"]  # taken as 1
+    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    texts = {
+        (folder, dtype): generate(LLM(str(path), kv_cache_dtype=dtype, **SETTINGS))
+        for folder, path in (("static", folders["static"]), ("other", tmp_path / "other"))
+        for dtype in ("auto", "fp8")
+    }
+    assert texts["static", "auto"] == texts["other", "auto"]
+    assert texts["static", "fp8"] != texts["other", "fp8"]
+    _, params = load_target(tmp_path / "other", jnp.float32)
+    scales = [layer["self_attn"]["v_scale"].tolist() for layer in params["layers"]]
+    assert scales == [[1.0], [0.5]]
 
 
 # --- neighbours ------------------------------------------------------------------------------

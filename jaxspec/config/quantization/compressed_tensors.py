@@ -53,7 +53,14 @@ def read(settings: Mapping[str, Any]) -> Quantization:
                 kind = matched if target.startswith(REGEX) else named
                 kind.append((_pattern(target, f"{name}.targets"), form))
     scheme = read_object(settings, "kv_cache_scheme")
-    return Quantization((*rules, *named, *matched, *by_class), kv_scales=bool(scheme))
+    if scheme:
+        where = ".kv_cache_scheme"
+        expect(scheme, "num_bits", 8, where=where)
+        expect(scheme, "type", "float", where=where)
+        expect(scheme, "strategy", "tensor", where=where)
+        expect(scheme, "dynamic", False, None, where=where)
+    kv_scales = ("k_scale", "v_scale") if scheme else ()
+    return Quantization((*rules, *named, *matched, *by_class), kv_scales)
 
 
 def _pattern(target: str, key: str) -> str:

@@ -62,11 +62,12 @@ class Quantization:
 
     rules:     (pattern, form) pairs; the first pattern that matches a module's name from its start
                gives the form. None: plain weights, as where no pattern matches
-    kv_scales: whether the checkpoint may hold scales of a quantised KV cache
+    kv_scales: names of the scales of fp8 keys and values, after that of a layer's attention; ()
+               for a checkpoint without them
     """
 
     rules: tuple[tuple[str, Form | None], ...]
-    kv_scales: bool = False
+    kv_scales: tuple[str, ...] = ()
 
     def form_of(self, module: str) -> Form | None:
         """Return the form of a module, None for plain weights."""

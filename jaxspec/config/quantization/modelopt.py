@@ -27,5 +27,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         (checked_pattern(fnmatch.translate(name), "exclude_modules"), None)
         for name in read_names(settings, "exclude_modules", "ignore")
     ]
-    has_scales = any(settings.get(key) for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
-    return Quantization((*excluded, (".*", ALGORITHMS[algorithm])), kv_scales=has_scales)
+    algorithm_of_kv = expect(settings, "kv_cache_quant_algo", "FP8", None)
+    has_scales = algorithm_of_kv is not None or bool(settings.get("kv_cache_scheme"))
+    kv_scales = ("k_proj.k_scale", "v_proj.v_scale") if has_scales else ()
+    return Quantization((*excluded, (".*", ALGORITHMS[algorithm])), kv_scales)

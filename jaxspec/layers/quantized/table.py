@@ -182,8 +182,26 @@ def stored(table: Params, quantization: Quantization | None) -> Params:
             return _weight(each, quantization)
         return _plain(each, quantization)
 
+    kv = partial(_with_kv_scales, names=quantization.kv_scales)
+    table = jax.tree.map(kv, table, is_leaf=lambda x: _is_attention(x) or is_spec(x))
     made = jax.tree.map(entry, table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
     return jax.tree.map(_share_input, made, is_leaf=lambda x: _is_mlp(x) or is_spec(x))
+
+
+def _is_attention(entry: Any) -> bool:
+    return isinstance(entry, dict) and "qkv_proj" in entry
+
+
+def _with_kv_scales(entry: Any, *, names: tuple[str, ...]) -> Any:
+    """Return an attention layer with the scales of its fp8 keys and values, float32 [1]."""
+    if not names or not _is_attention(entry):
+        return entry
+    prefix = next(iter(modules_of(entry["qkv_proj"].values))).rpartition(".")[0]
+    scales = {
+        key: ParamSpec(f"{prefix}.{name}", (1,), (None,), dtype="float32")
+        for key, name in zip(("k_scale", "v_scale"), names, strict=True)
+    }
+    return {**entry, **scales}
 
 
 def _is_mlp(entry: Any) -> bool:
