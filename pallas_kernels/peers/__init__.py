@@ -1,4 +1,4 @@
-"""What the kernels share that exchange between devices: where devices reach each other, and how.
+"""Parts of the kernels that exchange between devices, and where these devices reach each other.
 
 mailbox.py  the memory of each device that its peers write to
 turn.py     one exchange of a block: what it counts and waits for

@@ -1,4 +1,4 @@
-"""What the exchanges of rows and of words share: a block begins a turn, sends, counts and waits."""
+"""One exchange of a block, of rows or of words: it begins a turn, sends, counts and waits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Devices:
         return arith.addi(c32(k), arith.extui(i32(), self.follows[k]))
 
     def sender(self, k: int) -> Value:
-        """Return the own place among the senders of peer k, who counts itself out."""
+        """Return the own place among the senders of peer k, which counts itself out."""
         return arith.select(self.follows[k], self.rank, arith.subi(self.rank, c32(1)))
 
 
