@@ -45,6 +45,7 @@ METHODS = (
 AUTOREGRESSIVE, BLOCK = Autoregressive(), BlockDrafter()
 
 __all__ = [
+    "BLOCKS",
     "FAMILIES",
     "METHODS",
     "MODEL_FREE",

@@ -160,6 +160,12 @@ def given_parts(
     ):
         if not is_right:
             raise ConfigError(f"{name}: expected jaxspec's class or None, got {value!r:.200}")
+    chance = speculative.draft_confidence_threshold if speculative else None
+    if chance is not None and getattr(draft[0], "confidence_threshold", None) != chance:
+        raise ConfigError(
+            "draft_confidence_threshold: expected None for a draft that is loaded already, whose "
+            f"config holds it, got {chance}"
+        )
     if config is not None and config.quantize is not None:
         held = getattr(target[0], "quantization", None)
         if held != while_loading(config.quantize):

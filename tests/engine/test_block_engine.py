@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from tests.engine.test_engine_requests import random_requests
 from tests.support.slow import slow
 from tests.support.tiny import Model, agreeing_block_model
@@ -86,3 +86,12 @@ def test_the_number_of_drafts_may_follow_the_batch_and_end_with_the_drafts_conte
     plain = engine(model, None, num_gpu_blocks_override=4 * LIMIT // 4)
     assert texts == [output.token_ids for output in plain.generate(prompts, params)]
     assert llm.metrics.mean_acceptance_length > 1.3
+
+
+def test_a_threshold_beside_a_loaded_draft_is_one_sentence() -> None:
+    with pytest.raises(ConfigError) as error:
+        engine(agreeing_block_model("dspark"), dict(draft_confidence_threshold=0.5))
+    assert str(error.value) == (
+        "draft_confidence_threshold: expected None for a draft that is loaded already, whose "
+        "config holds it, got 0.5"
+    )

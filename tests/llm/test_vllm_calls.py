@@ -228,13 +228,13 @@ def test_ngram(target: str) -> None:
             lambda target, head: LLM(
                 target, speculative_config={"model": head, "method": "draft_model"}
             ),
-            "method: expected one of eagle, eagle3, mtp, ngram, got 'draft_model'",
+            "method: expected one of eagle, eagle3, dflash, dspark, mtp, ngram, got 'draft_model'",
         ),
         (
             lambda target, head: LLM(
-                target, speculative_config={"method": "suffix", "num_speculative_tokens": 32}
+                target, speculative_config={"method": "medusa", "num_speculative_tokens": 32}
             ),
-            "method: expected one of eagle, eagle3, mtp, ngram, got 'suffix'",
+            "method: expected one of eagle, eagle3, dflash, dspark, mtp, ngram, got 'medusa'",
         ),
         (
             lambda target, head: LLM(
