@@ -27,17 +27,22 @@ from jaxspec.layers.params import Params
 # schedule and dispatch it (hundreds of arguments). Four rounds outlast that; more would only make
 # new requests wait.
 SEVERAL, BELOW_BYTES = 4, 1 << 30
+# Of one device, where several share the target. XLA takes three milliseconds to launch a program of
+# 32 layers on two devices, as long as a round of 8 GB a device (docs/notes/tensor-parallel.md).
+BELOW_BYTES_SHARED = 32 << 30
 
 
 def rounds_per_step(config: EngineConfig, *, on_gpu: bool, weight_bytes: int) -> int:
     """Return the number of rounds that one program runs.
 
-    It is config.rounds_per_step if that is set, else as many as a target of weight_bytes needs to
-    outlast the host.
+    It is config.rounds_per_step if that is set, else as many as a target needs to outlast the host.
+
+    weight_bytes: of the target, on one device
     """
     if config.rounds_per_step is not None:
         return config.rounds_per_step
-    return SEVERAL if on_gpu and config.compilation == "round" and weight_bytes < BELOW_BYTES else 1
+    limit = BELOW_BYTES if config.tensor_parallel_size == 1 else BELOW_BYTES_SHARED
+    return SEVERAL if on_gpu and config.compilation == "round" and weight_bytes < limit else 1
 
 
 def decode_rounds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import tempfile
 from collections import Counter
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxspec.decode import programs
+from jaxspec.decode import programs, several_rounds
 from jaxspec.decode.spread import partition
 from jaxspec.parallel.layout import Placement
 from tests.aot.test_round_aot import (
@@ -49,12 +50,15 @@ class Compiled:
 
 
 @functools.cache
-def compiled(size: int, *, sampled: bool, batch: int = 1) -> Compiled:
+def compiled(size: int, *, sampled: bool, batch: int = 1, num_rounds: int = 1) -> Compiled:
     case = Round("llama-3-8b", 3, sampled=sampled, layers=LAYERS, batch=batch)
     mesh = h200.linked_mesh(size, "model")
     cfg = replace(configured(case), placement=Placement(mesh))
     params, state, tables = abstract_arguments(cfg, batch)
-    donated, rest = programs.split_donated(state)
+    several = num_rounds > 1
+    parts = (state,) if several else programs.split_donated(state)
+    program = several_rounds._rounds if several else programs.round_program
+    static = (cfg, num_rounds) if several else (cfg,)
 
     def placed(tree: Any) -> Any:
         return jax.tree.map(
@@ -66,14 +70,19 @@ def compiled(size: int, *, sampled: bool, batch: int = 1) -> Compiled:
         )
 
     addresses = jax.ShapeDtypeStruct((2 * size,), jnp.uint32)
-    args = [placed(tree) for tree in (params, donated, rest, tables)]
+    args = [placed(tree) for tree in (params, *parts, tables)]
     with tempfile.TemporaryDirectory() as folder, h200.ptxas_report() as report:
         options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
-        jitted = jax.jit(programs.round_program.function, static_argnums=0, donate_argnums=2)
-        executable = jitted.lower(cfg, *args, addresses=addresses).compile(compiler_options=options)
+        jitted = jax.jit(
+            program.function,
+            static_argnums=tuple(range(len(static))),
+            donate_argnums=len(static) + 1,
+        )
+        lowered = jitted.lower(*static, *args, addresses=addresses)
+        executable = lowered.compile(compiler_options=options)
         [thunks] = Path(folder).glob("*jit_decode_round*.thunk_sequence_after_thunk_passes.txt")
         caches = sum(
-            x.size * x.dtype.itemsize // size for x in jax.tree.leaves(donated.target_caches)
+            x.size * x.dtype.itemsize // size for x in jax.tree.leaves(state.target_caches)
         )
         return Compiled(
             executable.as_text(),
@@ -131,6 +140,22 @@ def test_a_round_is_three_cuda_graphs_as_on_one_device(size: int, sampled: bool)
     thunks = compiled(size, sampled=sampled).thunks
     assert [thunk.kind for thunk in thunks.inside] == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
     assert [thunk.kind for thunk in body_of(thunks).inside] == ["kCommandBuffer"]
+
+
+def test_each_round_of_a_step_of_several_is_the_same_three_graphs() -> None:
+    """The host launches them in a loop with a known count. No weights and no caches are copied."""
+    made, single = compiled(2, sampled=True, num_rounds=4), compiled(2, sampled=True)
+    body = body_of(made.thunks)
+    kinds = [thunk.kind for thunk in body.inside]
+    assert kinds[:3] == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
+    assert [thunk.kind for thunk in body_of(body).inside] == ["kCommandBuffer"]
+    loops = [line for line in made.hlo.splitlines() if re.search(r" while\(", line)]
+    assert loops and all('"known_trip_count"' in line for line in loops)
+    assert made.aliased >= single.aliased >= made.cache_bytes
+    copied = re.findall(r"= \w+\[(\d[\d,]*)\]\S* copy(?:-start)?\(", made.hlo)
+    assert all(math.prod(map(int, dims.split(","))) < 1 << 20 for dims in copied), copied
+    calls = [made.thunks.launches()["kCustomCall"], single.thunks.launches()["kCustomCall"]]
+    assert calls[0] == calls[1]
 
 
 @CASES

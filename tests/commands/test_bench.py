@@ -143,6 +143,35 @@ def test_the_engines_time_is_a_rounds_however_many_a_step_has(weights, monkeypat
     assert seconds[1] == 2 * seconds[2] > 0
 
 
+def test_rounds_and_plain_steps_are_programs_of_as_many_as_the_engines_step_has(
+    weights, monkeypatch
+):
+    """By a clock that ticks when it is asked: the same number of rounds takes as long."""
+    dispatched = []
+    run_rounds = workload.run_rounds
+
+    def counted(cfg, num_rounds, *args):
+        dispatched.append(num_rounds)
+        return run_rounds(cfg, num_rounds, *args)
+
+    monkeypatch.setattr(workload, "run_rounds", counted)
+    for part in ("round", "plain"):
+        found = {}
+        for rounds in (1, 2):
+            load = workload.Workload(
+                TINY, weights, {}, workload.Effort(rounds=8, repeats=1, rounds_per_step=rounds)
+            )
+            dispatched.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(timing.time, "perf_counter", itertools.count().__next__)
+                found[rounds] = getattr(load, f"time_{part}")()
+            # Five programs at most come before those that are timed.
+            assert dispatched == [rounds] * (8 // rounds + min(5, 8 // rounds))
+            assert found[rounds]["rounds_per_step"] == rounds
+        assert found[1]["seconds"] == found[2]["seconds"] > 0
+        assert found[1].get("acceptance_length") == found[2].get("acceptance_length")
+
+
 def test_weights_are_shared_between_the_cases_of_a_model(weights):
     target, draft = weights.get(TINY)
     again, other = weights.get(replace(TINY, method="eagle", batch=1))

@@ -20,6 +20,7 @@ from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeC
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.several_rounds import (
     BELOW_BYTES,
+    BELOW_BYTES_SHARED,
     SEVERAL,
     each_round,
     rounds_per_step,
@@ -249,6 +250,10 @@ def test_one_round_a_step_is_the_single_rounds_program(monkeypatch: pytest.Monke
         ({"compilation": "step"}, True, 1, 1),
         ({"rounds_per_step": 3}, False, BELOW_BYTES, 3),
         ({"rounds_per_step": 1}, True, 1, 1),
+        ({"tensor_parallel_size": 2}, True, BELOW_BYTES_SHARED - 1, SEVERAL),
+        ({"tensor_parallel_size": 2}, True, BELOW_BYTES_SHARED, 1),
+        ({"tensor_parallel_size": 2}, False, 1, 1),
+        ({"tensor_parallel_size": 2, "rounds_per_step": 1}, True, 1, 1),
     ],
 )
 def test_several_rounds_a_step_are_chosen_where_a_round_is_short(

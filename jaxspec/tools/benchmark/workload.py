@@ -27,7 +27,8 @@ from jaxspec.cache.metadata import (
 from jaxspec.config import REFERENCE_OPS, ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
-from jaxspec.decode.spread import shardings
+from jaxspec.decode.several_rounds import run_rounds
+from jaxspec.decode.spread import everywhere, shardings
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts import LayeredConfig
@@ -48,7 +49,7 @@ from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.llm import LLM
 from jaxspec.loading.model import bind_draft
 from jaxspec.loading.placement import choose_placement
-from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
+from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement, put
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.state import SamplingState
@@ -279,7 +280,7 @@ class Workload:
         self.engine = self.llm.engine
         blocks = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
         self.host_table = blocks.reshape(case.batch, pages)
-        self.block_tables = (jnp.asarray(self.host_table),) * len(self.cfg.cache_groups)
+        self.block_tables = (self._placed(self.host_table),) * len(self.cfg.cache_groups)
         dtypes = {"dtype": self.llm.dtype, "cache_dtype": self.llm.cache_dtype}
         self.state = random_state(case, self.cfg, blocks.size, **dtypes)
         if self.cfg.placement.mesh is not None:
@@ -312,33 +313,47 @@ class Workload:
         )
         return Proposal(jnp.asarray(tokens), logits)
 
+    def _placed(self, array: jax.typing.ArrayLike) -> jax.Array:
+        """Put an array where the engine keeps it: whole on each device.
+
+        A program of several devices would copy it from one of them in each call.
+        """
+        return put(array, everywhere(self.cfg))
+
     def rewind(self, state: DecodeState, max_tokens: int = NEVER) -> DecodeState:
         """Return the state with every request live, `start` tokens long, max_tokens to go."""
         batch = self.case.batch
         return replace(
             state,
-            seq_lens=jnp.full(batch, self.start, jnp.int32),
-            active=jnp.ones(batch, bool),
-            num_generated=jnp.zeros(batch, jnp.int32),
-            max_tokens=jnp.full(batch, max_tokens, jnp.int32),
+            seq_lens=self._placed(jnp.full(batch, self.start, jnp.int32)),
+            active=self._placed(jnp.ones(batch, bool)),
+            num_generated=self._placed(jnp.zeros(batch, jnp.int32)),
+            max_tokens=self._placed(jnp.full(batch, max_tokens, jnp.int32)),
         )
 
+    def _step(self, llm: LLM, cfg: RoundConfig, state: DecodeState) -> DecodeState:
+        """Run the rounds of one step of an engine, which are one program."""
+        per_step, mode = llm.runner.rounds_per_step, self.case.compilation
+        return run_rounds(cfg, per_step, llm.params, state, self.block_tables, mode)[1]
+
     def _round(self, state: DecodeState) -> DecodeState:
-        return programs.run_round(
-            self.cfg, self.params, state, self.block_tables, self.case.compilation
-        )[1]
+        return self._step(self.llm, self.cfg, state)
 
     def run_rounds(self) -> DecodeState:
         """Dispatch effort.rounds rounds from the start."""
         self.state = self.rewind(self.state)
-        for _ in range(self.effort.rounds):
+        for _ in range(self._num_steps(self.llm)):
             self.state = self._round(self.state)
         return self.state
 
+    def _num_steps(self, llm: LLM) -> int:
+        """Return the number of an engine's steps that effort.rounds rounds are."""
+        return max(1, self.effort.rounds // llm.runner.rounds_per_step)
+
     def _timed(
-        self, step: Callable[[DecodeState], DecodeState], state: DecodeState
+        self, step: Callable[[DecodeState], DecodeState], state: DecodeState, count: int
     ) -> tuple[Timing, DecodeState]:
-        count, repeats, pause = self.effort.rounds, self.effort.repeats, self.effort.pause
+        repeats, pause = self.effort.repeats, self.effort.pause
         return back_to_back(
             step, state, count=count, repeats=repeats, rewind=self.rewind, pause=pause
         )
@@ -346,22 +361,26 @@ class Workload:
     # --- the parts of a round, each as {"seconds": median, ...} ---
 
     def time_round(self) -> Figures:
-        timing, self.state = self._timed(self._round, self.state)
-        gained = (np.asarray(self.state.seq_lens) - self.start).mean() / self.effort.rounds
-        return timing.to_dict() | {"acceptance_length": float(gained)}
+        """Time a round, dispatched as the engine does: rounds_per_step of them are a program."""
+        count, per_step = self._num_steps(self.llm), self.llm.runner.rounds_per_step
+        timing, self.state = self._timed(self._round, self.state, count)
+        gained = (np.asarray(self.state.seq_lens) - self.start).mean() / (count * per_step)
+        return timing.to_dict(per_step) | {
+            "acceptance_length": float(gained),
+            "rounds_per_step": per_step,
+        }
 
     def time_plain(self) -> Figures:
-        """Time a step of plain decoding on the same weights and the target's caches."""
+        """Time a step of plain decoding on the same weights and the target's caches.
+
+        It is dispatched as the engine does: rounds_per_step of them are a program.
+        """
         draft, bare = self.state.draft, replace(self.state, draft=None)
-
-        def step(s: DecodeState) -> DecodeState:
-            return programs.run_round(
-                self.plain_cfg, self.plain_llm.params, s, self.block_tables, self.case.compilation
-            )[1]
-
-        timing, bare = self._timed(step, bare)
+        step = partial(self._step, self.plain_llm, self.plain_cfg)
+        timing, bare = self._timed(step, bare, self._num_steps(self.plain_llm))
         self.state = replace(bare, draft=draft)
-        return timing.to_dict()
+        per_step = self.plain_llm.runner.rounds_per_step
+        return timing.to_dict(per_step) | {"rounds_per_step": per_step}
 
     def time_draft(self) -> Figures:
         """Time the K draft steps as one program."""
@@ -387,7 +406,7 @@ class Workload:
                 self.cfg, self.params, s, self.block_tables, self.proposal
             )[1]
 
-        timing, self.state = self._timed(step, self.state)
+        timing, self.state = self._timed(step, self.state, self.effort.rounds)
         return timing.to_dict()
 
     def time_sampling(self) -> Figures:
