@@ -42,6 +42,8 @@ class Point:
     batch: requests that run together
     temperature: of every request
     input_len: tokens of each prompt; None where rounds were timed without prefill
+    devices: that share the model
+    whole_experts: whether each of them holds whole experts, instead of a piece of every expert
     """
 
     model: str
@@ -49,6 +51,12 @@ class Point:
     batch: int
     temperature: float
     input_len: int | None = None
+    devices: int = 1
+    whole_experts: bool = False
+
+    @property
+    def on_one_device(self) -> Point:
+        return replace(self, devices=1, whole_experts=False)
 
 
 @dataclass(frozen=True)
@@ -103,16 +111,22 @@ def _round_timings(record: Record) -> Iterator[tuple[Point, Timing]]:
     for case in record["cases"]:
         if "skipped" in case:
             continue
-        model, batch, temperature = case["model"], case["batch"], case["temperature"]
+        point = Point(
+            case["model"],
+            SPECULATIVE,
+            case["batch"],
+            case["temperature"],
+            devices=case.get("tensor_parallel_size", 1),
+            whole_experts=case.get("enable_expert_parallel", False),
+        )
         parts = case["parts"]
         whole = parts.get("engine") or parts.get("round")
         if whole:
             floor = case.get("floor", {}).get("seconds")
-            yield Point(model, SPECULATIVE, batch, temperature), Timing(whole["seconds"], floor)
+            yield point, Timing(whole["seconds"], floor)
         if "plain" in parts:
             floor = case.get("plain_floor", {}).get("seconds")
-            timing = Timing(parts["plain"]["seconds"], floor)
-            yield Point(model, PLAIN, batch, temperature), timing
+            yield replace(point, step=PLAIN), Timing(parts["plain"]["seconds"], floor)
 
 
 def _load_timings(record: Record) -> Iterator[tuple[Point, Timing]]:
@@ -170,6 +184,8 @@ def rounds_table(sources: Sequence[Source]) -> str:
     headings = ("case", "T", "ms", "floor, ms", "floor / time", "vLLM 0.24 with prefill, ms")
     rows = []
     for point, timing in ours.items():
+        if point.devices > 1:
+            continue
         floor, server = timing.floor_seconds, shortest.get(point)
         rows.append(
             (
@@ -216,7 +232,34 @@ def load_table(sources: Sequence[Source]) -> str:
     return "\n".join((*descriptions(sources), "", *markdown(headings, rows)))
 
 
-TABLES: dict[str, Callable[[Sequence[Source]], str]] = {"rounds": rounds_table, "load": load_table}
+def devices_table(sources: Sequence[Source]) -> str:
+    """Return rounds and plain steps on several devices beside those on one."""
+    ours = merged(s.timings for s in sources)
+    headings = ("case", "T", "devices", "ms", "ms on one", "ratio", "floor / time")
+    rows = []
+    for point, timing in ours.items():
+        if point.devices == 1:
+            continue
+        floor, one = timing.floor_seconds, ours.get(point.on_one_device)
+        rows.append(
+            (
+                f"{point.model}, {point.step}, batch {point.batch}",
+                f"{point.temperature:g}",
+                f"{point.devices}{', whole experts' if point.whole_experts else ''}",
+                milliseconds(timing.seconds),
+                milliseconds(one.seconds if one else None),
+                "-" if one is None else f"{timing.seconds / one.seconds:.3f}",
+                "-" if floor is None else f"{floor / timing.seconds:.2f}",
+            )
+        )
+    return "\n".join((*descriptions(sources), "", *markdown(headings, rows)))
+
+
+TABLES: dict[str, Callable[[Sequence[Source]], str]] = {
+    "rounds": rounds_table,
+    "load": load_table,
+    "devices": devices_table,
+}
 
 
 def merged(timings: Iterable[Timings]) -> Timings:
@@ -226,7 +269,7 @@ def merged(timings: Iterable[Timings]) -> Timings:
         found |= {point: timing for point, timing in each.items() if point not in found}
     models = list(dict.fromkeys(point.model for point in found))
 
-    def place(point: Point) -> tuple[int, int, bool, int, float]:
+    def place(point: Point) -> tuple[int, int, bool, int, float, int, bool]:
         is_plain = point.step == PLAIN
         return (
             models.index(point.model),
@@ -234,6 +277,8 @@ def merged(timings: Iterable[Timings]) -> Timings:
             is_plain,
             point.batch,
             point.temperature,
+            point.devices,
+            point.whole_experts,
         )
 
     return {point: found[point] for point in sorted(found, key=place)}

@@ -49,6 +49,7 @@ SERVER = {
         for input_len, seconds in ((136, 0.0075), (4096, 0.03))
     ],
 }
+KINDS = ("devices", "rounds")
 LOAD = RUN | {
     "settings": {"model": "m", "temperature": 0.0, "input_len": 4096},
     "runs": [
@@ -115,10 +116,26 @@ def test_a_page_gets_its_tables_and_keeps_its_text(page: Path) -> None:
     assert "4.99" in page.read_text(encoding="utf-8")
 
 
+def test_rounds_of_several_devices_stand_beside_those_of_one(page: Path) -> None:
+    shared = case(0.0035, tensor_parallel_size=2)
+    experts = case(0.003, tensor_parallel_size=2, enable_expert_parallel=True, model="n")
+    record = RUN | {"cases": [experts, shared, case(0.005)]}
+    (page.parent / "measurements" / "2026-01-03-two.json").write_text(json.dumps(record))
+    begin = "<!-- begin: scripts/measurements.py {} 2026-01-03-two.json -->\nold\n"
+    sections = [begin.format(kind) + "<!-- end: scripts/measurements.py -->" for kind in KINDS]
+    page.write_text("\n".join(sections))
+    assert run("--page", page).exit_code == 0
+    several, one = page.read_text().split("<!-- end: scripts/measurements.py -->")[:2]
+    assert several.count("| m, ") == several.count("| n, ") == 1
+    assert "| m, round, batch 1 | 0 | 2 | 3.50 | 5.00 | 0.700 | 1.14 |" in several
+    assert "| n, round, batch 1 | 0 | 2, whole experts | 3.00 | - | - | 1.33 |" in several
+    assert one.count("| m, ") == 1 and "| m, round, batch 1 | 0 | 5.00 | 4.00 |" in one
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("rounds", "circles", "expected one of rounds, load, got 'circles'"),
+        ("rounds", "circles", "expected one of rounds, load, devices, got 'circles'"),
         ("2026-01-02-new.json", "2026-01-03-none.json", "expected the JSON of a benchmark, got"),
         ("begin", "start", "expected a line `<!-- begin"),
     ],
