@@ -39,8 +39,8 @@ class EngineConfig:
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None:
         powers of two.
     rounds_per_step: rounds that one dispatched program runs. Several give the host more time for
-        each; requests enter, and results are read, only between two steps. None: 4 on a GPU whose
-        rounds would be shorter than the host's time (jaxspec.decode.several_rounds), else 1.
+        each; requests enter, and results are read, only between two steps. None: 4 or 2 on GPUs
+        whose rounds are shorter than the host's time (jaxspec.decode.several_rounds), else 1.
     kernels: "reference", "mosaic_gpu", or "auto" for the fastest that device and models allow;
         "op=name,op=name" for single ops (jaxspec.layers.op_choice).
     gpu_memory_utilization: the share of the device's memory that weights, KV cache and everything
@@ -83,7 +83,9 @@ class EngineConfig:
         None, "Batch sizes that programs are compiled for. [default: powers of two]"
     )
     rounds_per_step: int | None = setting(
-        None, "Rounds that one program runs. [default: 4 for a small target on a GPU, else 1]"
+        None,
+        "Rounds that one program runs. "
+        "[default: 4 for a small target on a GPU, 2 for one that GPUs share, else 1]",
     )
     kernels: str = setting(
         "auto",

@@ -27,9 +27,9 @@ from jaxspec.layers.params import Params
 # schedule and dispatch it (hundreds of arguments). Four rounds outlast that; more would only make
 # new requests wait.
 SEVERAL, BELOW_BYTES = 4, 1 << 30
-# Of one device, where several share the target. XLA takes three milliseconds to launch a program of
-# 32 layers on two devices, as long as a round of 8 GB a device (docs/notes/tensor-parallel.md).
-BELOW_BYTES_SHARED = 32 << 30
+# XLA takes three milliseconds to launch a program of 32 layers on two devices. Its round takes them
+# as long, with 8 GB of weights each; two rounds outlast it (docs/notes/tensor-parallel.md).
+SEVERAL_SHARED, BELOW_BYTES_SHARED = 2, 32 << 30
 
 
 def rounds_per_step(config: EngineConfig, *, on_gpu: bool, weight_bytes: int) -> int:
@@ -41,8 +41,12 @@ def rounds_per_step(config: EngineConfig, *, on_gpu: bool, weight_bytes: int) ->
     """
     if config.rounds_per_step is not None:
         return config.rounds_per_step
-    limit = BELOW_BYTES if config.tensor_parallel_size == 1 else BELOW_BYTES_SHARED
-    return SEVERAL if on_gpu and config.compilation == "round" and weight_bytes < limit else 1
+    if not on_gpu or config.compilation != "round":
+        return 1
+    if weight_bytes < BELOW_BYTES:
+        return SEVERAL
+    shares = config.tensor_parallel_size > 1
+    return SEVERAL_SHARED if shares and weight_bytes < BELOW_BYTES_SHARED else 1
 
 
 def decode_rounds(

@@ -350,4 +350,5 @@ def test_a_flag_of_the_wrong_kind_is_one_sentence(run_generate):
 
 def test_help_shows_the_defaults_that_its_text_names(run_generate):
     text = " ".join(run_generate("--help").output.split())
-    assert "Rounds that one program runs. [default: 4 for a small target on a GPU, else 1]" in text
+    default = "[default: 4 for a small target on a GPU, 2 for one that GPUs share, else 1]"
+    assert f"Rounds that one program runs. {default}" in text
