@@ -147,13 +147,8 @@ def param_specs(cfg: MtpConfig) -> Params:
 def ignored_tensor(cfg: MtpConfig, name: str) -> bool:
     """Ignore the target's own tensors, other modules, and copies of shared arrays."""
     prefix = f"{cfg.prefix}."
-    if not name.startswith(prefix) or name in [
-        f"{prefix}{shared}.weight" for shared in cfg.layout.shared
-    ]:
-        return True
-    return getattr(cfg.target, "float8", False) and name.endswith(
-        "_scale_inv"
-    )  # read with what they scale
+    shared = [f"{prefix}{each}.weight" for each in cfg.layout.shared]
+    return not name.startswith(prefix) or name in shared
 
 
 def forward(

@@ -22,6 +22,7 @@ from jaxspec.layers.params import (
     joined,
     matrix,
     projection,
+    side_by_side,
     vector,
     weight,
 )
@@ -82,12 +83,8 @@ def project_qkv(
 
 
 def qkv_weights(params: Params) -> tuple[AnyWeight, ...]:
-    """Return the projections to queries, keys and values: one matrix, or several side by side.
-
-    Blocks of fp8 that do not end where a projection ends keep the projections apart.
-    """
-    weights = params["qkv_proj"]
-    return weights if isinstance(weights, tuple) else (weights,)
+    """Return the projections to queries, keys and values: one matrix, or several side by side."""
+    return side_by_side(params["qkv_proj"])
 
 
 def rotated_matrix(

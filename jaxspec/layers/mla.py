@@ -27,6 +27,7 @@ from jaxspec.layers.params import (
     joined,
     matrix,
     projection,
+    side_by_side,
     vector,
     weight,
 )
@@ -187,7 +188,7 @@ def _latents(params: Params, cfg: MLAConfig, x: jax.Array, ops: Ops) -> jax.Arra
     by side: [batch * rows, ...].
     """
     bias = params["latents_bias"] if cfg.bias else None
-    latents = project(x, (params["latents_proj"],), ops, bias=bias)
+    latents = project(x, side_by_side(params["latents_proj"]), ops, bias=bias)
     return latents.reshape(-1, latents.shape[-1])
 
 

@@ -188,6 +188,14 @@ def joined(name: str, parts: Sequence[ParamSpec]) -> JoinedSpec:
     return JoinedSpec(name, shape, parts[0].axes, len(shape) == 2, parts=tuple(parts))
 
 
+def side_by_side(weights: AnyWeight | tuple[AnyWeight, ...]) -> tuple[AnyWeight, ...]:
+    """Return the matrices of an entry that joins projections of one input.
+
+    Blocks of fp8 that do not end where a projection ends keep the projections apart.
+    """
+    return weights if isinstance(weights, tuple) else (weights,)
+
+
 def separate(specs: Params, params: Params) -> Params:
     """Return params with each joined array as the tuple of its parts."""
 

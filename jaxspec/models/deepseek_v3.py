@@ -20,9 +20,9 @@ from jaxspec.config import (
     read_bool,
     read_int,
     read_number,
-    read_object,
     refuse_unless,
 )
+from jaxspec.config.quantization import Quantization, read_quantization
 from jaxspec.layers.context import Pass
 from jaxspec.layers.mla import add_latent_attention, mla_specs
 from jaxspec.layers.mlp import add_mlp, mlp_specs
@@ -30,6 +30,7 @@ from jaxspec.layers.moe import MoEConfig, add_sigmoid_moe, sigmoid_moe_specs
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, vector
 from jaxspec.layers.products import pick_row
+from jaxspec.layers.quantized import stored
 from jaxspec.models import decoder
 from jaxspec.models.decoder import TargetOutput, decoder_specs, logits, run_layers
 from jaxspec.parallel.axes import Axes
@@ -53,8 +54,8 @@ class DeepseekV3Config:
     num_dense_layers: number of leading layers without experts, whose MLP is intermediate_size wide
     num_mtp_layers: modules of multi-token prediction that the checkpoint holds after the layers;
         drafts/mtp.py reads them
-    float8: whether the checkpoint holds matrices as float8 with scales (loading/fp8.py), which are
-        dequantised at loading
+    quantization: which matrices are stored as codes; None for plain weights. Experts and the
+        projections that attention absorbs are dequantised at loading
     """
 
     AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}
@@ -71,7 +72,7 @@ class DeepseekV3Config:
     max_position_embeddings: int
     tie_word_embeddings: bool
     num_mtp_layers: int = 0
-    float8: bool = False
+    quantization: Quantization | None = None
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
@@ -94,11 +95,6 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
     """Read the keys that the families of this decoder share."""
     for key, expected in (("hidden_act", "silu"), ("pretraining_tp", 1)):
         refuse_unless(config, key, expected)
-    quantization = read_object(config, "quantization_config").get("quant_method")
-    if quantization not in (None, "fp8"):
-        raise ConfigError(
-            f"quantization_config: expected quant_method 'fp8' or none, got {quantization!r}"
-        )
     for key, expected in (
         ("scoring_func", "sigmoid"),
         ("topk_method", "noaux_tc"),
@@ -162,15 +158,16 @@ def mla_moe_config(config: Mapping[str, Any], *, num_dense_layers: int) -> Deeps
             read_int(config, "num_mtp_layers", 0, least=0),
             least=0,
         ),
-        float8=quantization is not None,
+        quantization=read_quantization(config),
     )
 
 
 def param_specs(cfg: DeepseekV3Config) -> Params:
     """Return the weights: a ParamSpec per array, in the structure of the params."""
-    return decoder_specs(
+    specs = decoder_specs(
         cfg, lambda i, prefix: layer_specs(cfg, prefix, dense=i < cfg.num_dense_layers)
     )
+    return stored(specs, cfg.quantization)
 
 
 def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> Params:
@@ -191,15 +188,10 @@ def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> P
 def ignored_tensor(cfg: DeepseekV3Config, name: str) -> bool:
     """Return whether the decoder does not need this checkpoint tensor.
 
-    Beside those of any decoder, it needs no modules of multi-token prediction. The scales of float8
-    files are read together with their matrices.
+    Beside those of any decoder, it needs no modules of multi-token prediction.
     """
     mtp = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.num_mtp_layers))
-    return (
-        decoder.ignored_tensor(cfg, name)
-        or name.startswith(mtp)
-        or (cfg.float8 and name.endswith("_scale_inv"))
-    )
+    return decoder.ignored_tensor(cfg, name) or name.startswith(mtp)
 
 
 def decoder_layer(

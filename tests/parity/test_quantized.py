@@ -8,18 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxspec.layers.quantized import files
 from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.model import load_target
-from pallas_kernels.fp8_matmul import Fp8Weight
+from pallas_kernels.fp8_matmul import Fp8Weight, reference
+from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.int4_matmul import Int4Weight
-from tests.parity.oracles import hf_outputs
+from tests.parity.oracles import hf_outputs, hf_target
 from tests.parity.ours import PagedTarget, by_position
 from tests.support import quantized
 
@@ -228,3 +230,98 @@ def test_a_scale_of_the_next_channel_shows(
 
     monkeypatch.setattr(files, "read", shifted)
     assert np.abs(logits(out) - right).max() > 0.1
+
+
+# --- experts and latent attention -------------------------------------------------------------
+
+
+EXPERTS = dict(
+    vocab_size=96,
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    num_experts=4,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+)
+LATENT = dict(
+    vocab_size=96,
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=128,
+    kv_lora_rank=128,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=64,
+    v_head_dim=64,
+    head_dim=64,
+)
+
+
+def deepseek_blocks(source: Path, folder: Path, *, codes: bool) -> Path:
+    """Every projection of a model in blocks of 128, as DeepSeek and Qwen publish it.
+
+    codes: False for the plain float32 model of the same weights
+    """
+    config = json.loads((source / "config.json").read_text())
+    tensors = quantized.tensors_of(source)
+    for name in [n for n in tensors if "_proj" in n and n.endswith(".weight")]:
+        made = quantized.block_fp8("weight_scale_inv", tensors[name])
+        scales = np.repeat(np.repeat(made["weight_scale_inv"], 128, 0), 128, 1)
+        rows, columns = tensors[name].shape
+        if codes:
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": a for part, a in made.items()}
+        else:
+            tensors[name] = made["weight"].astype(np.float32) * scales[:rows, :columns]
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if codes:
+        config |= {"quantization_config": quantized.DEEPSEEK_FP8}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.oracle("transformers")  # writes the checkpoint
+@pytest.mark.parametrize(
+    ("model_type", "dimensions"), [("qwen3_moe", EXPERTS), ("deepseek_v3", LATENT)]
+)
+def test_what_is_absorbed_or_routed_is_dequantised_and_the_rest_is_not(
+    model_type: str,
+    dimensions: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With activations as they are, logits are those of the dequantised model."""
+    hf_target(tmp_path / "source", model_type=model_type, **dimensions)
+    stored = deepseek_blocks(tmp_path / "source", tmp_path / "codes", codes=True)
+    plain = deepseek_blocks(tmp_path / "source", tmp_path / "plain", codes=False)
+    _, params = load_target(stored, jnp.float32)
+    layer = params["layers"][1]
+    assert layer["experts"]["gate_up"].values.dtype == jnp.float32
+    assert isinstance(layer["self_attn"]["o_proj"], Fp8Weight)
+    if model_type == "deepseek_v3":
+        assert layer["self_attn"]["k_b_proj"].dtype == jnp.float32
+        assert isinstance(layer["self_attn"]["q_b_proj"], Fp8Weight)
+        assert isinstance(layer["shared"]["down_proj"], Fp8Weight)
+    expected = logits(plain)
+    rounded = np.abs(logits(stored) - expected).max()
+    assert 1e-3 < rounded < 1.0  # activations are quantised too
+
+    def unrounded(x: Any, activation: Any, scale: Any = None) -> Rows:
+        ones = jnp.ones((-(-x.shape[1] // 128), x.shape[0]), jnp.float32)
+        return Rows(x.astype(jnp.float32), ones)
+
+    monkeypatch.setattr(reference, "quantise", unrounded)
+    jax.clear_caches()
+    np.testing.assert_allclose(logits(stored), expected, **TOLERANCE)
+    jax.clear_caches()
