@@ -31,6 +31,7 @@ class Mailboxes(NamedTuple):
 _LAUNCHES = threading.Lock()
 _MAKING = threading.Lock()
 _mailboxes: dict[Mesh, Mailboxes] = {}
+_failures: dict[Mesh, list[str]] = {}  # the sentence of each error, in their order
 
 
 def launching(cfg: RoundConfig) -> contextlib.AbstractContextManager[object]:
@@ -54,8 +55,17 @@ def given_addresses(cfg: RoundConfig) -> dict[str, jax.Array]:
     return {} if mesh is None else {"addresses": mailboxes_of(mesh).addresses}
 
 
-def silent_rank(cfg: RoundConfig) -> str | None:
+def num_failures(cfg: RoundConfig) -> int:
+    """Return the number of errors that silent_rank has found on these devices."""
+    mesh = _mesh_of_kernel(cfg)
+    return 0 if mesh is None else len(_failures.get(mesh, ()))
+
+
+def silent_rank(cfg: RoundConfig, seen: int) -> str | None:
     """Return which device did not answer another one, as one sentence; None while all do.
+
+    seen: num_failures when the engine's state was made. An error since then may have been found by
+        another engine on these devices, and results of both have no meaning.
 
     After an error the mailboxes answer no exchange, so the next program gets new ones. The old ones
     are freed once no program that writes to them is in flight.
@@ -69,8 +79,9 @@ def silent_rank(cfg: RoundConfig) -> str | None:
         with _LAUNCHES, _MAKING:  # no program is between the read of its addresses and its launch
             if mesh in _mailboxes and _mailboxes[mesh].memory is memory:
                 del _mailboxes[mesh]
+                _failures.setdefault(mesh, []).append(reason)
         mailbox.mailbox_error(memory)  # waits for the programs that were launched
-    return reason
+    return next(iter(_failures.get(mesh, [])[seen:]), None)
 
 
 def _mesh_of_kernel(cfg: RoundConfig) -> Mesh | None:

@@ -222,6 +222,7 @@ class ModelRunner:
         self._needed = StateLayout(vocabulary).fit(GREEDY)  # by the requests that run
         self._layout = self._needed  # of the state
         self._state: DecodeState | None = None
+        self._failures_seen = 0  # of the devices' mailboxes, when the state was made
         self._variants = Variants()
         self._variants_of = self.configs.version
         self._is_warm = False  # every request is served, so nothing is compiled to be faster
@@ -295,6 +296,7 @@ class ModelRunner:
         """Make the state, idle and with empty caches of so many blocks."""
         self._layout = layout
         cfg, batch, stops = self._first_state(layout)
+        self._failures_seen = mailboxes.num_failures(cfg)
         self._state = _init_state(cfg, batch, stops, **self._caches(num_blocks))
         self.tables.reset(batch)
 
@@ -330,6 +332,7 @@ class ModelRunner:
 
     def set_state(self, state: DecodeState) -> None:
         """Go on with a state made elsewhere, whose sampling rows hold no logits processor."""
+        self._failures_seen = mailboxes.num_failures(self.configs.greedy)
         self._state = state
         self._layout = self._layout.hold(GREEDY).with_stops(state.stop_token_ids.shape[1])
         self._set_needed(self._layout)
@@ -414,7 +417,7 @@ class ModelRunner:
     def check_devices(self) -> None:
         """Raise JaxRuntimeError if a device has not answered another one."""
         cfg = self.configs.greedy
-        if (reason := mailboxes.silent_rank(cfg)) is not None:
+        if (reason := mailboxes.silent_rank(cfg, self._failures_seen)) is not None:
             raise jax.errors.JaxRuntimeError(f"tensor_parallel_size {cfg.placement.size}: {reason}")
 
     def _raise_unless_memory(self, error: Exception) -> None:

@@ -35,6 +35,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(mailbox, "make_mailboxes", make)
     monkeypatch.setattr(mailbox, "mailbox_error", error)
     monkeypatch.setattr(mailboxes, "_mailboxes", {})
+    monkeypatch.setattr(mailboxes, "_failures", {})
     return numbers
 
 
@@ -50,13 +51,24 @@ def number_of(cfg: Any) -> int:
 
 def test_mailboxes_with_an_error_are_replaced_and_freed(failed: list[int]) -> None:
     cfg = config()
-    assert mailboxes.silent_rank(cfg) is None and number_of(cfg) == 0
+    assert mailboxes.silent_rank(cfg, 0) is None and number_of(cfg) == 0
     old = weakref.ref(mailboxes.mailboxes_of(cfg.placement.mesh).memory)
     failed.append(0)
-    assert mailboxes.silent_rank(cfg) == "rank 1 did not answer"
+    assert mailboxes.silent_rank(cfg, 0) == "rank 1 did not answer"
     gc.collect()
     assert old() is None
-    assert mailboxes.silent_rank(cfg) is None and number_of(cfg) == 1
+    assert mailboxes.silent_rank(cfg, mailboxes.num_failures(cfg)) is None and number_of(cfg) == 1
+
+
+def test_another_engine_on_the_devices_hears_of_an_error_once(failed: list[int]) -> None:
+    """Its programs exchanged through the same mailboxes."""
+    cfg = config()
+    failed.append(number_of(cfg))
+    seen = mailboxes.num_failures(cfg)
+    for _ in range(2):  # two engines, whose states were made before
+        assert mailboxes.silent_rank(cfg, seen) == "rank 1 did not answer"
+    seen = mailboxes.num_failures(cfg)  # they begin anew
+    assert seen == 1 and mailboxes.silent_rank(cfg, seen) is None
 
 
 def test_old_mailboxes_outlive_the_programs_that_were_launched_with_them(
@@ -81,7 +93,7 @@ def test_old_mailboxes_outlive_the_programs_that_were_launched_with_them(
             thread.join(0.1)  # it waits for the launch
             events.append("launched")
 
-    thread = threading.Thread(target=lambda: mailboxes.silent_rank(cfg))
+    thread = threading.Thread(target=lambda: mailboxes.silent_rank(cfg, 0))
     launcher = threading.Thread(target=launch)
     for each in (thread, launcher):
         each.start()
@@ -105,7 +117,8 @@ def test_an_error_that_two_threads_read_replaces_the_mailboxes_once(
     monkeypatch.setattr(mailbox, "mailbox_error", together)
     found: list[str | None] = []
     threads = [
-        threading.Thread(target=lambda: found.append(mailboxes.silent_rank(cfg))) for _ in range(2)
+        threading.Thread(target=lambda: found.append(mailboxes.silent_rank(cfg, 0)))
+        for _ in range(2)
     ]
     for each in threads:
         each.start()

@@ -216,13 +216,16 @@ def test_a_silent_device_is_named_in_each_call_and_the_llm_goes_on(
     next(stream)
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "SUSPICIOUS_SECONDS", -1.0)
-        patch.setattr(
-            runner_module.mailboxes, "silent_rank", lambda _: "expected device 1 to answer 0"
-        )
+        errors = ["expected device 1 to answer 0"]
+        of_device = runner_module.mailboxes
+        patch.setattr(of_device, "num_failures", lambda _: len(errors))
+        patch.setattr(of_device, "silent_rank", lambda _, seen: next(iter(errors[seen:]), None))
         with pytest.raises(EngineError, match="expected device 1 to answer 0"):
             llm.generate(OTHERS, GREEDY)
         with pytest.raises(EngineError, match="expected device 1 to answer 0"):
             list(stream)
+        assert [o.token_ids for o in llm.generate(OTHERS, GREEDY)] == alone and all_free(llm)
+        llm.engine.reset()
     assert [o.token_ids for o in llm.generate(OTHERS, GREEDY)] == alone and all_free(llm)
 
 
