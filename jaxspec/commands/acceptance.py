@@ -91,7 +91,14 @@ def main(
     ],
     grid: GridOptions,
     engine: Annotated[
-        Given, given_of(EngineConfig, "kv_cache_dtype", max_num_seqs=Flag(80), kernels=Flag("auto"))
+        Given,
+        given_of(
+            EngineConfig,
+            "kv_cache_dtype",
+            "quantize",
+            max_num_seqs=Flag(80),
+            kernels=Flag("auto"),
+        ),
     ],
     output: OutputOptions,
     target: Target = None,

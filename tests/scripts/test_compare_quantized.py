@@ -1,0 +1,35 @@
+"""scripts/compare_quantized.py: figures of each form beside those of plain weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import compare_quantized
+from tests.scripts.conftest import runner
+
+run = runner(compare_quantized.main)
+
+
+def test_each_form_has_its_figures(
+    target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "Hello, how are you?"}\n')
+    monkeypatch.setattr(compare_quantized, "TEXTS", texts)
+    flags = "--forms", "plain,fp8", "--num-prompts", 1, "--max-tokens", 8, "--dtype", "float32"
+    file = tmp_path / "run.json"
+    result = run("--target", target, "--draft", draft, *flags, "--output-json", file)
+    assert result.exit_code == 0, result.output
+    plain, fp8 = json.loads(file.read_text())["forms"]
+    assert (plain["agreement"], plain["same_text"], fp8["same_text"]) == (1.0, True, True)
+    assert 0 < abs(plain["loss"] - fp8["loss"]) < 1
+    assert 0 <= fp8["agreement"] <= 1 <= fp8["acceptance"]
+
+
+def test_plain_weights_come_first(target: Path) -> None:
+    result = run("--target", target, "--forms", "fp8")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --forms (the first): expected one of plain, got 'fp8'\n"
