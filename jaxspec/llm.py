@@ -30,7 +30,15 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.input_processor import InputProcessor
 from jaxspec.engine.inputs import Message, Prompt, as_chats
 from jaxspec.engine.memory import CacheMemory
-from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
+from jaxspec.engine.metrics import (
+    Counter,
+    LatencyMetrics,
+    SchedulerCounts,
+    SpecDecodeMetrics,
+    Timings,
+    Vector,
+    as_vllm,
+)
 from jaxspec.engine.output_processor import Callback, request_outputs
 from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
 from jaxspec.engine.progress import no_progress, progress_bar, shows_progress
@@ -351,6 +359,10 @@ class LLM:
     def scheduling(self) -> SchedulerCounts:
         """Preemptions, and hits of the prefix cache."""
         return self.serving.stats.scheduling
+
+    def get_metrics(self) -> list[Counter | Vector]:
+        """Return acceptance counts as vLLM does: by its names, none without speculation."""
+        return as_vllm(self.metrics) if self.speculative else []
 
     def reset_metrics(self) -> None:
         """Set all counts and times to zero."""

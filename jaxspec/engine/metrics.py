@@ -81,6 +81,33 @@ class SpecDecodeMetrics:
         }
 
 
+@dataclass(frozen=True)
+class Counter:
+    """A count, under vLLM's name."""
+
+    name: str
+    value: int
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A count for each position, under vLLM's name."""
+
+    name: str
+    values: list[int]
+
+
+def as_vllm(metrics: SpecDecodeMetrics) -> list[Counter | Vector]:
+    """Return acceptance counts under the names that vLLM's LLM.get_metrics gives them."""
+    prefix = "vllm:spec_decode_num_"
+    return [
+        Counter(f"{prefix}drafts", metrics.num_drafts),
+        Counter(f"{prefix}draft_tokens", metrics.num_draft_tokens),
+        Counter(f"{prefix}accepted_tokens", metrics.num_accepted_tokens),
+        Vector(f"{prefix}accepted_tokens_per_pos", metrics.accepted_per_position),
+    ]
+
+
 @dataclass
 class Timings:
     """Wall-clock seconds of an engine, with the compilation that happened in them.

@@ -58,8 +58,12 @@ def llm(target: str, head: str) -> LLM:
         gpu_memory_utilization=0.8,
         max_num_seqs=2,
         seed=0,
+        disable_log_stats=False,
+        limit_mm_per_prompt={"image": 5},
+        disable_chunked_mm_input=True,
         speculative_config={
             "model": head,
+            "spec_token_tree": None,
             "draft_tensor_parallel_size": 1,
             "num_speculative_tokens": 2,
             "max_model_len": 256,
@@ -197,6 +201,21 @@ def test_special_tokens_are_kept_on_request(llm: LLM) -> None:
     assert streamed == shown.text
 
 
+def test_spec_decode_example(llm: LLM) -> None:
+    """examples/offline_inference/spec_decode.py: prompts of token ids, then the metrics by name."""
+    llm.reset_metrics()
+    ids = [llm.get_tokenizer().encode(prompt, add_special_tokens=False) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    outputs = llm.generate([{"prompt_token_ids": x} for x in ids], sampling_params=params)
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 24
+    metrics: dict[str, Any] = {metric.name: metric for metric in llm.get_metrics()}
+    num_drafts = metrics["vllm:spec_decode_num_drafts"].value
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"].value
+    assert 0 < num_drafts == llm.metrics.num_drafts
+    assert metrics["vllm:spec_decode_num_draft_tokens"].value == 2 * num_drafts
+    assert sum(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values) == accepted
+
+
 def test_ngram(target: str) -> None:
     """Speculating by matching n-grams in the prompt."""
     llm = LLM(
@@ -268,12 +287,20 @@ def test_ngram(target: str) -> None:
             "runner: expected 'auto' or 'generate' (models generate text), got 'pooling'",
         ),
         (
-            lambda target, head: LLM(target, kv_cache_dtype="fp8"),
-            "kv_cache_dtype: expected one of auto, bfloat16, float32, got 'fp8'",
+            lambda target, head: LLM(target, kv_cache_dtype="fp8_e5m2"),
+            "kv_cache_dtype: expected one of auto, bfloat16, float32, fp8, got 'fp8_e5m2'",
         ),
         (
             lambda target, head: SamplingParams(structured_outputs={"choice": ["a", "b"]}),
             "structured_outputs: expected None (there are no grammars here)",
+        ),
+        (
+            lambda target, head: SamplingParams(guided_decoding={"choice": ["a", "b"]}),
+            "guided_decoding: expected None (there are no grammars here)",
+        ),
+        (
+            lambda target, head: LLM(target, enable_chunked_prefill=False),
+            "enable_chunked_prefill: expected None or True (long prompts are always cut), got",
         ),
         (
             lambda target, head: SamplingParams(temprature=0.5),
