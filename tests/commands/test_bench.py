@@ -31,6 +31,7 @@ from jaxspec.tools.benchmark.dimensions import HYBRID, LARGE, MODELS, QUANTIZED
 from jaxspec.tools.benchmark.floor import memory_needed, round_floor
 from scripts import bench_kernels
 from tests.commands.conftest import runner
+from tests.support.devices import run_on_devices
 from tests.support.tiny import sampling_state
 
 TINY = Case("tiny", batch=3, context=70)
@@ -170,6 +171,12 @@ def test_rounds_and_plain_steps_are_programs_of_as_many_as_the_engines_step_has(
             assert found[rounds]["rounds_per_step"] == rounds
         assert found[1]["seconds"] == found[2]["seconds"] > 0
         assert found[1].get("acceptance_length") == found[2].get("acceptance_length")
+
+
+def test_the_arrays_of_a_round_lie_where_a_program_of_several_devices_reads_them():
+    """It would copy those of one device in each call."""
+    printed = run_on_devices(2, "tests.commands.bench_on_devices")
+    assert printed == "looked at 6 arrays on 2 devices\n"
 
 
 def test_weights_are_shared_between_the_cases_of_a_model(weights):
