@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import BLOCK, Fp8Form, Int4Form, Quantization
+from jaxspec.engine.first_logits import largest_weight
 from jaxspec.layers.params import init_random, is_spec, joined, matrix, weight
 from jaxspec.layers.quantized import stored
 from jaxspec.loading.conversion import convert_checkpoint
@@ -243,3 +244,31 @@ def test_benchmarks_draw_codes_and_scales(form: str) -> None:
     for layer in params:
         weight = layer["down_proj"].to_array(jnp.float32)
         assert weight.shape == (256, 128) and 0.5 < float(weight.std()) * 16 < 2
+
+
+def test_a_quantised_head_is_dequantised(source: Path, tmp_path: Path) -> None:
+    """A draft may share it, and training reads its columns."""
+    out = convert_checkpoint(source, tmp_path / "out", "fp8")
+    plain = quantized.tensors_of(source)["lm_head.weight"]
+    scales = np.abs(plain).max(axis=1, keepdims=True) / np.float32(448)
+    codes = (plain / scales).astype(quantized.FP8)
+
+    def quantise(tensors: dict[str, np.ndarray]) -> None:
+        tensors |= {"lm_head.weight": codes, "lm_head.weight_scale": scales}
+
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (out / "config.json").write_text(json.dumps(config))
+    _, params = load_target(rewrite(out, quantise), jnp.float32)
+    np.testing.assert_array_equal(params["lm_head"].values, (codes.astype(np.float32) * scales).T)
+
+
+def test_the_largest_weight_of_a_quantised_model_is_found(source: Path, tmp_path: Path) -> None:
+    """Codes are of no size by themselves: 448 is none of the weights here."""
+    out = convert_checkpoint(source, tmp_path / "out", "fp8")
+
+    def enlarge(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{DOWN}.weight_scale"][3] = 100
+
+    _, params = load_target(rewrite(out, enlarge), jnp.float32)
+    assert largest_weight(params) == ("layers.1.down_proj", 44800)

@@ -3,7 +3,7 @@
 A family's table says which matrices it has, how they are joined, and how a mesh cuts them. Here a
 Weight of the table becomes an Fp8Weight or an Int4Weight, whose arrays are specs of codes and
 scales. Matrices that no product reads as codes (experts, latent attention's absorbed projections)
-stay plain, and are dequantised while they load.
+stay plain, and are dequantised while they load. So does a head, which drafts and training read.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _weight(entry: Weight, quantization: Quantization) -> Any:
     forms = {quantization.form_of(module) for module in modules_of(spec)}
     if forms == {None}:
         return entry
-    if len(spec.shape) != 2:  # experts
+    if len(spec.shape) != 2 or "vocab" in spec.axes:  # experts, and a head that drafts may share
         return replace(entry, values=cast(Any, _plain(spec, quantization)))
     if len(forms) > 1:
         raise ConfigError(
