@@ -19,7 +19,9 @@ import numpy as np
 
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.drafts import dspark
 from jaxspec.engine.input_processor import InputProcessor
+from jaxspec.layers.params import is_spec
 from jaxspec.loading import load_tokenizer, open_checkpoint
 from jaxspec.loading.gguf_file import convert_gguf
 from jaxspec.loading.model import load_draft, load_target
@@ -111,6 +113,51 @@ def write_draft(folder: Path) -> None:
     write_draft(folder / "draft")
 
 
+def write_block_draft(folder: Path) -> None:
+    """A DSpark head in DeepSpec's layout, with windows and both of its heads."""
+    from safetensors.numpy import save_file
+
+    from tests.commands.conftest import HIDDEN, INNER, VOCAB
+
+    write_target(folder)
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCAB,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 8,
+        "block_size": 7,
+        "mask_token_id": 1,
+        "target_layer_ids": [-1],
+        "num_anchors": 512,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "markov_rank": 4,
+        "markov_head_type": "gated",
+    }
+    target = load_target(folder / "target", jnp.float32)[0]
+    named = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
+    cfg = dspark.config_from_checkpoint(config, named, target, SpeculativeConfig())
+    specs = jax.tree.leaves(dspark.param_specs(cfg), is_leaf=is_spec)
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.normal(size=shape).astype(np.float32)
+        for spec in specs
+        for name, shape in spec.tensors.items()
+    }
+    (folder / "draft").mkdir()
+    save_file(tensors, folder / "draft" / "model.safetensors")
+    (folder / "draft" / "config.json").write_text(json.dumps(config))
+
+
 def load_checkpoint(folder: Path) -> bytes:
     return digest(load_target(folder / "target", jnp.float32))
 
@@ -119,6 +166,11 @@ def load_head(folder: Path) -> bytes:
     target = load_target(folder / "target", jnp.float32)
     speculative = SpeculativeConfig(model="draft", method="eagle3")
     return digest(load_draft(folder / "draft", *target, speculative, jnp.float32))
+
+
+def load_block_head(folder: Path) -> bytes:
+    target = load_target(folder / "target", jnp.float32)
+    return digest(load_draft(folder / "draft", *target, SpeculativeConfig(), jnp.float32))
 
 
 def read_tokenizer(folder: Path) -> bytes:
@@ -454,6 +506,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "pickle": Subject(write_pickle, damage_bytes("target/pytorch_model.bin"), load_checkpoint),
     "draft": Subject(write_draft, damage_json("draft/config.json"), load_head),
+    "draft-blocks": Subject(write_block_draft, damage_json("draft/config.json"), load_block_head),
     "tokenizer": Subject(write_target, damage_tokenizer, read_tokenizer),
     "template": Subject(write_target, damage_template, read_tokenizer),
     "gguf": Subject(write_gguf, damage_bytes("x.gguf", 9000), load_gguf),
