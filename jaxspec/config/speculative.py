@@ -30,8 +30,9 @@ class SpeculativeConfig:
     model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; None with
         "mtp": the target's.
     method: "eagle" (EAGLE-1), "eagle3", "dflash" or "dspark" (a block of drafts a pass), "mtp" (the
-        module of multi-token prediction in the target's own checkpoint), or "ngram" (prompt lookup,
-        without a model); see jaxspec.drafts.METHODS. None reads it from the head.
+        module of multi-token prediction in the target's own checkpoint), or without a model
+        "ngram" (prompt lookup) and "suffix" (suffix matching); see jaxspec.drafts.METHODS. None
+        reads it from the head.
     num_speculative_tokens: K, the draft tokens of a round.
     rejection_sample_method: "strict", "probabilistic" (vLLM's "standard"), "block" or "synthetic".
     draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's
@@ -54,6 +55,9 @@ class SpeculativeConfig:
     prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens
         that is looked up.
     draft_quantize: quantises the head's plain weights while they load, as EngineConfig's quantize.
+    suffix_decoding_max_tree_depth: with "suffix", the longest run of last tokens that is matched.
+    suffix_decoding_max_spec_factor: with "suffix", drafts for each token of the match, at most.
+    suffix_decoding_min_token_prob: with "suffix", the chance below which drafts end.
     mtp_zero_first_embedding: whether an MTP module's row of position 0 has a zero embedding (None:
         the default in drafts/mtp.py).
     """
@@ -63,8 +67,8 @@ class SpeculativeConfig:
     )
     method: str | None = setting(
         None,
-        "eagle, eagle3, dflash, dspark, mtp (the module in the target's own folder) or ngram "
-        "(no model). "
+        "eagle, eagle3, dflash, dspark, mtp (the module in the target's own folder), or without "
+        "a model ngram or suffix. "
         "[default: the head's]",
     )
     num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
@@ -96,6 +100,9 @@ class SpeculativeConfig:
     )
     prompt_lookup_max: int = setting(5, "ngram: the longest run of tokens that is looked up.")
     prompt_lookup_min: int = setting(2, "ngram: the shortest.")
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
 
     def __post_init__(self) -> None:
         def set_field(name: str, value: object) -> None:
@@ -175,6 +182,21 @@ class SpeculativeConfig:
             raise ConfigError(
                 "prompt_lookup_min, prompt_lookup_max: expected integers with 1 <= min <= max, "
                 f"got {shortest!r} and {longest!r}"
+            )
+        depth = self.suffix_decoding_max_tree_depth
+        if not is_int(depth) or depth < 1:
+            raise ConfigError(
+                "suffix_decoding_max_tree_depth: expected an integer of at least 1, "
+                f"got {shown(depth)}"
+            )
+        factor, least = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        if not (is_number(factor) and factor > 0):
+            raise ConfigError(
+                f"suffix_decoding_max_spec_factor: expected a number above 0, got {shown(factor)}"
+            )
+        if not (is_number(least) and 0 <= least <= 1):
+            raise ConfigError(
+                f"suffix_decoding_min_token_prob: expected a number from 0 to 1, got {shown(least)}"
             )
         settle_integers(self)
         if self.rejection_sample_method not in get_args(RejectionRule):

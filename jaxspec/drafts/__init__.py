@@ -15,12 +15,13 @@ dspark           DSpark: DFlash, with heads that draft from left to right
 mtp              multi-token prediction layers of a checkpoint
 mtp_deepseek_v4  the MTP layer of DeepSeek-V4
 ngram            prompt lookup: drafts from the request's own text, without a model
+suffix           suffix matching: drafts voted by all places where that text went on from its end
 """
 
 from __future__ import annotations
 
 from jaxspec.config import ConfigError, DraftConfig
-from jaxspec.drafts import ngram
+from jaxspec.drafts import ngram, suffix
 from jaxspec.drafts.autoregressive import Autoregressive
 from jaxspec.drafts.block import BlockDrafter
 from jaxspec.drafts.dflash import DFlashConfig
@@ -33,7 +34,10 @@ from jaxspec.drafts.family import DraftFamily, DraftOutput, LayeredConfig, hidde
 from jaxspec.drafts.mtp import MtpConfig
 
 # Methods that need no checkpoint, by name. A method with layers is registered in families.py.
-MODEL_FREE: dict[str, ModelFreeDrafter] = {"ngram": ngram.NgramDrafter()}
+MODEL_FREE: dict[str, ModelFreeDrafter] = {
+    "ngram": ngram.NgramDrafter(),
+    "suffix": suffix.SuffixDrafter(),
+}
 METHODS = (
     "eagle",
     "eagle3",

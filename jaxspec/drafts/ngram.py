@@ -68,7 +68,7 @@ class NgramState:
 
 
 @struct.dataclass
-class _Drafted:
+class Drafted:
     proposal: Proposal
     state: NgramState
 
@@ -93,39 +93,62 @@ def _write(
     return NgramState((write_tokens(state.caches[0], tokens, slots),))
 
 
-def look_up(text: jax.Array, length: jax.Array, num_drafts: int, sizes: range) -> jax.Array:
-    """Return drafts int32 [batch, num_drafts] for texts int32 [batch, positions] of length [batch].
+def match_lengths(text: jax.Array, length: jax.Array, longest: int) -> jax.Array:
+    """Return how many of a text's last tokens, at most longest, occur right before each position.
 
-    The first of sizes whose run of last tokens occurs before decides. A draft that the text does
-    not hold is -1.
+    text: int32 [batch, positions], of length [batch]. The result is int32 [batch, positions]; 0
+    for positions at which no token of the text follows.
     """
     batch, positions = text.shape
     index = jnp.arange(positions, dtype=jnp.int32)
-    found = jnp.zeros(batch, jnp.int32)  # the position after the occurrence; 0 for none
-    for size in sizes:
-        run = _at(text, length[:, None] - size + jnp.arange(size, dtype=jnp.int32))
-        matches = jnp.ones((batch, positions), bool)
-        for i in range(size):
-            shifted = jnp.pad(text[:, i:], ((0, 0), (0, i)), constant_values=-1)
-            matches &= shifted == run[:, i, None]
-        end = index + size  # of an occurrence that starts at index
-        matches &= (end < length[:, None]) & (length[:, None] >= size)
-        latest = jnp.max(jnp.where(matches, end, 0), axis=1)
-        found = jnp.where(found > 0, found, latest)
+    matches = jnp.broadcast_to(index < length[:, None], (batch, positions))
+    count = jnp.zeros((batch, positions), jnp.int32)
+    for back in range(1, min(longest, positions) + 1):
+        before = jnp.pad(text[:, : positions - back], ((0, 0), (back, 0)), constant_values=-1)
+        matches &= (before == at(text, length[:, None] - back)) & (length[:, None] >= back)
+        count += matches.astype(jnp.int32)
+    return count
+
+
+def look_up(text: jax.Array, length: jax.Array, num_drafts: int, sizes: range) -> jax.Array:
+    """Return drafts int32 [batch, num_drafts] for texts int32 [batch, positions] of length [batch].
+
+    The first of sizes, which fall, whose run of last tokens occurs before decides. A draft that the
+    text does not hold is -1.
+    """
+    positions = text.shape[1]
+    index = jnp.arange(positions, dtype=jnp.int32)
+    found = jnp.zeros(text.shape[0], jnp.int32)  # the position after the occurrence; 0 for none
+    if sizes:
+        count = match_lengths(text, length, sizes[0])
+        most = jnp.max(count, axis=1, keepdims=True)
+        is_best = (count == most) & (most >= sizes[-1])
+        found = jnp.max(jnp.where(is_best, index, 0), axis=1)
     position = found[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
     exists = (found[:, None] > 0) & (position < length[:, None])
-    return jnp.where(exists, _at(text, position), -1)
+    return jnp.where(exists, at(text, position), -1)
 
 
-def _at(text: jax.Array, position: jax.Array) -> jax.Array:
-    """text [batch, positions] at position [batch, n], the nearest one where it is out of range."""
+def at(text: jax.Array, position: jax.Array) -> jax.Array:
+    """Return text [batch, positions] at position [batch, n], or the nearest one in range."""
     return jnp.take_along_axis(text, jnp.clip(position, 0, text.shape[1] - 1), axis=1)
+
+
+def refuse_model(speculative: SpeculativeConfig, method: str) -> None:
+    """Raise ConfigError for what only a draft model has."""
+    if speculative.model is not None:
+        raise ConfigError(f"model: expected none with method {method!r}, got {speculative.model!r}")
+    if speculative.draft_confidence_threshold is not None:
+        raise ConfigError(
+            "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
+            f"got it with method {method!r}"
+        )
 
 
 def look_up_step(
     cfg: RoundConfig, params: Params, context: DraftContext, _: Any, state: NgramState
-) -> _Drafted:
-    return _Drafted(*NgramDrafter().propose(cfg, params, state, context))
+) -> Drafted:
+    return Drafted(*NgramDrafter().propose(cfg, params, state, context))
 
 
 @dataclass(frozen=True)
@@ -141,15 +164,7 @@ class NgramDrafter:
 
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> NgramConfig:
         """Read the lengths from the speculative config; ConfigError if it names a draft model."""
-        if speculative.model is not None:
-            raise ConfigError(
-                f"model: expected none with method 'ngram', got {speculative.model!r}"
-            )
-        if speculative.draft_confidence_threshold is not None:
-            raise ConfigError(
-                "draft_confidence_threshold: expected it only with a draft that has a confidence "
-                "head, got it with method 'ngram'"
-            )
+        refuse_model(speculative, "ngram")
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         return NgramConfig(target.vocab_size, longest, shortest)
 
@@ -191,10 +206,14 @@ class NgramDrafter:
         if K == 0:
             return empty_proposal(batch), state
         text = state.caches[0].tokens[context.block_tables[0]].reshape(batch, -1)
+        return Proposal(self.continue_text(cfg, text, context.seq_lens + is_live), None), state
+
+    def continue_text(self, cfg: RoundConfig, text: jax.Array, length: jax.Array) -> jax.Array:
+        """Return drafts int32 [batch, K] for texts int32 [batch, positions] of length [batch]."""
         draft = _config(cfg)
         longest = min(draft.lookup_max, text.shape[1])
         sizes = range(longest, draft.lookup_min - 1, -1)
-        return Proposal(look_up(text, context.seq_lens + is_live, K, sizes), None), state
+        return look_up(text, length, cfg.num_speculative_tokens, sizes)
 
     def parts(self, cfg: RoundConfig) -> tuple[DraftPart, ...]:
         """Return the only part; see Drafter."""

@@ -247,13 +247,15 @@ def test_ngram(target: str) -> None:
             lambda target, head: LLM(
                 target, speculative_config={"model": head, "method": "draft_model"}
             ),
-            "method: expected one of eagle, eagle3, dflash, dspark, mtp, ngram, got 'draft_model'",
+            "method: expected one of eagle, eagle3, dflash, dspark, mtp, ngram, suffix, "
+            "got 'draft_model'",
         ),
         (
             lambda target, head: LLM(
                 target, speculative_config={"method": "medusa", "num_speculative_tokens": 32}
             ),
-            "method: expected one of eagle, eagle3, dflash, dspark, mtp, ngram, got 'medusa'",
+            "method: expected one of eagle, eagle3, dflash, dspark, mtp, ngram, suffix, "
+            "got 'medusa'",
         ),
         (
             lambda target, head: LLM(
