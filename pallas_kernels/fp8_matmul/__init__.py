@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -70,14 +72,22 @@ def unsupported(product: Product) -> str | None:
         return reason
     if product.x.dtype != jnp.bfloat16:
         return f"expected bfloat16 rows, got {product.x.dtype}"
-    if product.rows > plan.MAX_ROWS:  # XLA multiplies them
-        return _not_quantised(product.depth)
     weights = product.weights
+    if product.rows > plan.MAX_ROWS and not _in_parts(product):  # XLA multiplies them
+        return _not_quantised(product.depth)
     if len(weights) > 1 and not product.swiglu:
         return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
     from pallas_kernels.fp8_matmul.mosaic_gpu.product import product_of
 
-    return plan.unfit(product_of(product))
+    rows = jax.ShapeDtypeStruct((min(product.rows, plan.MAX_ROWS), product.depth), product.x.dtype)
+    return plan.unfit(product_of(replace(product, x=rows)))
+
+
+def _in_parts(product: Product) -> bool:
+    """Return whether more rows than the kernel takes are multiplied in parts."""
+    weight = product.weights[0]
+    is_block = isinstance(weight, Fp8Weight) and weight.activation == "block"
+    return is_block and product.rows <= plan.MOST_IN_PARTS
 
 
 def normed_rows(

@@ -24,6 +24,11 @@ class Rows:
     codes: jax.Array
     scales: jax.Array
 
+    def take_rows(self, start: int, stop: int) -> Rows:
+        """Return some of the rows."""
+        scales = self.scales[..., start:stop] if self.scales.ndim else self.scales
+        return Rows(self.codes[start:stop], scales)
+
     def spread(self) -> jax.Array:
         """Return the scales in a shape that broadcasts over the codes."""
         rows, depth = self.codes.shape

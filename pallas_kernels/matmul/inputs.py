@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 import jax
@@ -56,6 +56,11 @@ class Inputs(Generic[W]):
     swiglu: bool = field(default=False, metadata=STATIC)
     transposed: bool = field(default=False, metadata=STATIC)
     out_dtype: DTypeLike = field(default=jnp.bfloat16, metadata=STATIC)
+
+    def take_rows(self, start: int, stop: int) -> Inputs[W]:
+        """Return the inputs of some of the rows: of a product without a norm before it."""
+        residual = None if self.residual is None else self.residual[start:stop]
+        return replace(self, x=self.x[start:stop], residual=residual)
 
     def check(self) -> None:
         """Raise ValueError for shapes that do not fit together."""

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8_matmul import Fp8Weight, Inputs, fp8_matmul, quantise
+from pallas_kernels.fp8_matmul import Fp8Weight, Inputs, fp8_matmul, normed_rows, quantise
+from pallas_kernels.rms_norm import rms_norm
 from tests.kernels.interpreter import interpreted
 
 needs_mosaic = pytest.mark.skipif(
@@ -169,6 +170,7 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, str]] = {
     "swiglu": (512, (128, 128), 3, "swiglu"),
     "swiglu, 32 rows": (512, (64, 64), 32, "swiglu"),
     "float32": (512, (128,), 3, "float32"),
+    "72 rows, 64 at a time or by XLA": (1024, (64,), 72, "residual"),
 }
 
 
@@ -189,3 +191,39 @@ def test_the_kernel_equals_float64(name: str, form: str) -> None:
     )
     with interpreted():
         assert_close(inputs, fp8_matmul(inputs, implementation="mosaic_gpu"))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("form", ["channel", "block"])
+def test_a_row_has_the_bits_of_any_other_batch(form: str) -> None:
+    weight = fp8_weight(0, 64, 1024, form)
+    x = rows_of(1, 72, 1024, jnp.bfloat16)
+    with interpreted():
+        made = [
+            fp8_matmul(Inputs(x=x[:rows], weights=(weight,)), implementation="mosaic_gpu")
+            for rows in (3, 16, 64)
+        ]
+        for few in made[:2]:
+            np.testing.assert_array_equal(few, made[2][: len(few)])
+        if form == "block":
+            whole = fp8_matmul(Inputs(x=x, weights=(weight,)), implementation="mosaic_gpu")
+            np.testing.assert_array_equal(whole[:64], made[2])
+
+
+@needs_mosaic
+@pytest.mark.parametrize("activation", ["token", "block"])
+def test_a_norm_and_its_codes_are_those_of_the_two_one_by_one(activation: Any) -> None:
+    """The interpreter's XLA keeps more bits of the norm, so a code may be the next one."""
+    form = "channel" if activation == "token" else "block"
+    x, weight = rows_of(0, 3, 1024, jnp.bfloat16)[:2], fp8_weight(0, 64, 1024, form)
+    gain = jax.random.normal(jax.random.key(0), (1024,), jnp.bfloat16)
+    expected = quantise(rms_norm(x, gain, eps=1e-5), activation)
+    with interpreted():
+        rows = normed_rows(x, gain, 1e-5, weight, "mosaic_gpu")
+    assert rows is not None
+    got, exact = (
+        np.asarray(r.codes).astype(np.float64) * np.asarray(r.spread()) for r in (rows, expected)
+    )
+    assert (np.abs(got - exact) <= np.abs(exact) / 8 + 1e-9).all()
+    same = np.asarray(rows.codes.view(jnp.uint8)) == np.asarray(expected.codes.view(jnp.uint8))
+    assert same.mean() > 0.9

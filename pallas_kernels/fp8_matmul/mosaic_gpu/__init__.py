@@ -7,7 +7,8 @@ scales multiply float32 sums: in the epilogue, or after each 128 depths where bl
 Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends after 128 depths,
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
 
-XLA (cublasLt) multiplies more rows.
+XLA (cublasLt) multiplies more rows. Blocks of scales have no library call, and XLA dequantises
+them first. So up to 256 rows are multiplied 64 at a time.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
@@ -18,6 +19,7 @@ The order of summation of few rows depends on the weights alone (pallas_kernels/
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul import rows as plain
@@ -26,7 +28,7 @@ from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise, takes
 from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.plan import MAX_ROWS
+from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS
 
 
 def fp8_matmul(inputs: Inputs[Fp8Weight], rows: Rows | None = None) -> jax.Array:
@@ -35,4 +37,12 @@ def fp8_matmul(inputs: Inputs[Fp8Weight], rows: Rows | None = None) -> jax.Array
     if rows is None:
         run = quantise if takes(inputs.x.shape[1]) else plain.quantise
         rows = run(inputs.x, weight.activation, weight.activation_scale)
-    return (multiply if inputs.x.shape[0] <= MAX_ROWS else reference.multiply)(rows, inputs)
+    count = inputs.x.shape[0]
+    if count <= MAX_ROWS:
+        return multiply(rows, inputs)
+    if rows.scales.ndim < 2 or count > MOST_IN_PARTS:
+        return reference.multiply(rows, inputs)
+    parts = [(start, min(start + MAX_ROWS, count)) for start in range(0, count, MAX_ROWS)]
+    return jnp.concatenate(
+        [multiply(rows.take_rows(*part), inputs.take_rows(*part)) for part in parts]
+    )

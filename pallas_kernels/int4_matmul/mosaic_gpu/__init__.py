@@ -4,6 +4,9 @@ Units stream through the rings of pallas_kernels/matmul. A code becomes a bfloat
 operations on a pair: its four bits below the exponent of 128, less 128 and the zero. That is exact.
 The scale of a group multiplies float32 sums. So a weight is never rounded.
 
+Up to 256 rows are multiplied 64 at a time: XLA dequantises the weights first, which takes longer
+(docs/notes/fp8-int4-products.md).
+
 The order of summation depends on the weights alone: on their shapes and on the group (plan.py).
 
     plan.py         how a product is divided
@@ -14,12 +17,18 @@ The order of summation depends on the weights alone: on their shapes and on the 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.int4_matmul.mosaic_gpu.product import multiply
 from pallas_kernels.int4_matmul.weight import Int4Weight
 from pallas_kernels.matmul.inputs import Inputs
+from pallas_kernels.matmul.plan import MAX_ROWS
 
 
 def int4_matmul(inputs: Inputs[Int4Weight]) -> jax.Array:
     """Run the op; see pallas_kernels.int4_matmul.int4_matmul."""
-    return multiply(inputs)
+    count = inputs.x.shape[0]
+    if count <= MAX_ROWS:
+        return multiply(inputs)
+    starts = range(0, count, MAX_ROWS)
+    return jnp.concatenate([multiply(inputs.take_rows(i, i + MAX_ROWS)) for i in starts])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +11,7 @@ from pallas_kernels.int4_matmul.weight import DEPTHS, Int4Weight
 from pallas_kernels.matmul.plan import (
     MAX_ROWS,
     MAX_SMEM,
+    MOST_IN_PARTS,
     NUM_SMS,
     SPLIT,
     TILE_N,
@@ -112,13 +115,14 @@ def unsupported(product: Product) -> str | None:
         return f"expected bfloat16 rows, got {product.x.dtype}"
     if len(weights) > 1 and not product.swiglu:
         return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
-    if not 1 <= rows <= MAX_ROWS or (rows > 8 and rows % 8):
-        return f"expected 1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, got {rows}"
+    if not 1 <= rows <= MOST_IN_PARTS or (rows > 8 and rows % 8):
+        return f"expected 1 to 8 rows, or a multiple of 8 up to {MOST_IN_PARTS}, got {rows}"
     if any(n % TILE_N for n in product.widths):
         return f"expected widths that are multiples of {TILE_N}, got {product.widths}"
     if weight.group % DEPTHS or weight.scales.dtype not in SCALE_DTYPES:
         got = f"{weight.group} with {weight.scales.dtype} scales"
         return f"expected groups that are multiples of {DEPTHS} with float scales, got {got}"
-    if choose_tuning(product) is None:
+    x = jax.ShapeDtypeStruct((min(rows, MAX_ROWS), product.depth), product.x.dtype)
+    if choose_tuning(replace(product, x=x)) is None:
         return f"expected rings that fit into {MAX_SMEM} bytes, got {rows} rows of {product.depth}"
     return None
