@@ -163,7 +163,8 @@ def configured(case: Round) -> RoundConfig:
 def abstract_arguments(cfg: RoundConfig, batch: int) -> tuple[Any, Any, Any]:
     """params, state and block table of decode_round, by their shapes alone."""
     struct = jax.ShapeDtypeStruct
-    weights = lambda specs: jax.tree.map(lambda spec: struct(spec.shape, jnp.bfloat16), specs)  # noqa: E731
+    shaped = lambda spec: struct(spec.shape, jnp.dtype(spec.dtype or jnp.bfloat16))  # noqa: E731
+    weights = lambda specs: jax.tree.map(shaped, specs)  # noqa: E731
     target = weights(models.family(cfg.target).param_specs(cfg.target))
     draft = {"embed_tokens": target["embed_tokens"]} | dict(
         weights(drafts.family(cfg.draft).param_specs(cfg.draft))
@@ -368,6 +369,19 @@ def test_launches_of_a_target_layer(model: str) -> None:
     more = compiled(replace(shallow, layers=shallow.layers + 2)).thunks.launches()
     more.subtract(compiled(shallow).thunks.launches())
     assert more.total() <= 2 * LAUNCHES_PER_LAYER[model], dict(more)
+
+
+@pytest.mark.parametrize(
+    ("model", "launches"),
+    [("llama-3-8b-fp8", 10), ("llama-3-8b-int4", LAUNCHES_PER_LAYER["llama-3-8b"])],
+)
+def test_launches_of_a_quantised_layer(model: str, launches: int) -> None:
+    """With fp8, the rows of o and of down are quantised by a kernel each; a norm does it for the
+    others."""
+    shallow = Round(model, 3, sampled=False)
+    more = compiled(replace(shallow, layers=shallow.layers + 2)).thunks.launches()
+    more.subtract(compiled(shallow).thunks.launches())
+    assert more.total() <= 2 * launches, dict(more)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "smollm2-135m"])
