@@ -22,7 +22,7 @@ from rich.table import Table
 
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.config.quantization import quantized
+from jaxspec.config.quantization import quantized, scale_dtype_of
 from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
 from jaxspec.layers.params import is_spec
 from jaxspec.loading.checkpoint import open_checkpoint
@@ -74,7 +74,8 @@ def main(
     """Print the memory that a target and a draft take."""
     if dtype not in ("bfloat16", "float32"):
         raise ConfigError(f"dtype: expected bfloat16 or float32, got {dtype!r}")
-    target_cfg: Any = models.config_from_hf(config_of(target))
+    own = config_of(target)
+    target_cfg: Any = models.config_from_hf(own)
     limit = target_cfg.max_position_embeddings
     config = EngineConfig(**{"max_model_len": min(8192, limit), **engine})
     if config.max_model_len > limit:
@@ -82,7 +83,7 @@ def main(
             f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
             f"got {config.max_model_len}"
         )
-    target_cfg = quantized(target_cfg, config.quantize)
+    target_cfg = quantized(target_cfg, config.quantize, scale_dtype_of(own))
     if dequantised and getattr(target_cfg, "mxfp4", None) is None:
         raise ConfigError("--dequantised: expected a target with MXFP4 weights, got one without")
     check_method(speculative.method)

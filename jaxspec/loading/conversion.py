@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from jaxspec import models
 from jaxspec.config import ConfigError
-from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form
+from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form, scale_dtype_of
 from jaxspec.layers.params import Weight
 from jaxspec.layers.quantized import files, rounding
 from jaxspec.layers.quantized.files import Shape
@@ -61,7 +61,7 @@ def convert_checkpoint(
     if checkpoint.config.get("quantization_config"):
         raise ConfigError(f"{source}: expected plain weights, got a quantised checkpoint")
     modules = product_modules(checkpoint)
-    form = _form(format, checkpoint, modules, group_size or BLOCK)
+    form = _form(format, checkpoint.config, group_size or BLOCK)
     check_modules(modules, form, source)
     out.parent.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -148,16 +148,14 @@ def compressed_tensors_config(form: Form, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def _form(
-    format: Format, checkpoint: Checkpoint, modules: Mapping[str, Shape], group_size: int
-) -> Form:
+def _form(format: Format, config: Mapping[str, Any], group_size: int) -> Form:
     if format == "fp8":
         return Fp8Form("channel", "token", "floats")
     if format == "fp8-block":
         return Fp8Form("block", "block", "floats")
     # Scales have the dtype of the weights, as llm-compressor's.
-    first = checkpoint.tensors[f"{next(iter(modules))}.weight"].read().dtype
-    return Int4Form(group_size, has_zeros=False, source="floats", scale_dtype=first.name)
+    scale_dtype = scale_dtype_of(config)
+    return Int4Form(group_size, has_zeros=False, source="floats", scale_dtype=scale_dtype)
 
 
 def _ignored(checkpoint: Checkpoint, modules: Mapping[str, Shape]) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
-from jaxspec.config.quantization import Quantize, quantized
+from jaxspec.config.quantization import Quantize, quantized, scale_dtype_of
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.layers.params import Params, is_spec, vector
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
@@ -41,7 +41,8 @@ def load_target(
     """
     checkpoint = open_checkpoint(folder, as_stored=True)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
-    cfg: Any = quantized(models.config_from_hf(checkpoint.config), quantize)
+    cfg: Any = models.config_from_hf(checkpoint.config)
+    cfg = quantized(cfg, quantize, scale_dtype_of(checkpoint.config))
     if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
         raise ConfigError(
             f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
@@ -145,7 +146,8 @@ def load_draft(
             "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
             f"got it with the {cfg.method} draft {folder}"
         )
-    cfg = quantized(cfg, speculative.draft_quantize, key="draft_quantize")
+    scale_dtype = scale_dtype_of(checkpoint.config)
+    cfg = quantized(cfg, speculative.draft_quantize, scale_dtype, key="draft_quantize")
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     holder = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
     specs = family.param_specs(cfg)

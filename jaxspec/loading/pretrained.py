@@ -24,7 +24,7 @@ from jaxspec.config import (
     shown,
 )
 from jaxspec.config.keys import ENGINE, own_keys
-from jaxspec.config.quantization import while_loading
+from jaxspec.config.quantization import is_while_loading
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.model import load_draft, load_target
@@ -168,7 +168,7 @@ def given_parts(
         )
     if config is not None and config.quantize is not None:
         held = getattr(target[0], "quantization", None)
-        if held != while_loading(config.quantize):
+        if not is_while_loading(held, config.quantize):
             raise ConfigError(
                 f"quantize: expected None for weights that are loaded already, "
                 f"got {config.quantize!r}"

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from jaxspec.config import ConfigError
-from jaxspec.config.quantization import Fp8Form, Int4Form, read_quantization
+from jaxspec.config.quantization import (
+    WHILE_LOADING,
+    Fp8Form,
+    Int4Form,
+    is_while_loading,
+    read_quantization,
+)
+from jaxspec.config.quantization.forms import while_loading
 from tests.support import quantized
 
 Q_PROJ = "model.layers.3.self_attn.q_proj"
@@ -74,6 +81,17 @@ def test_each_published_form_is_read_and_the_head_is_left(name: str) -> None:
     assert found.form_of(Q_PROJ) == form
     assert found.form_of("lm_head") is None
     assert hash(found) == hash(read(settings))  # part of a static config
+
+
+@pytest.mark.parametrize("name", WHILE_LOADING)
+def test_heads_and_routers_stay_plain_while_loading(name: Any) -> None:
+    """So does the projection before a module of multi-token prediction, but not its layer."""
+    found = while_loading(name, "float16")
+    for kept in ("lm_head", "model.layers.1.mlp.gate", "model.mtp_layers.0.input_proj"):
+        assert found.form_of(kept) is None
+    form = found.form_of("model.mtp_layers.0.mlp.gate_proj")
+    assert form is not None and is_while_loading(found, name)
+    assert name != "int4" or form.scale_dtype == "float16"  # type: ignore[union-attr]
 
 
 def test_no_quantization_config_is_plain() -> None:

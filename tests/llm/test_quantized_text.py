@@ -141,10 +141,19 @@ def test_target_and_head_may_differ_in_form(
 # --- quantize= -------------------------------------------------------------------------------
 
 
-def test_quantising_while_loading_gives_what_converting_gives(folders: dict[str, Path]) -> None:
-    _, loaded = load_target(folders["plain"], jnp.float32, quantize="fp8")
-    _, converted = load_target(folders["fp8"], jnp.float32)
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantising_while_loading_gives_what_converting_gives(
+    form: Any, dtype: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source, out = folders["plain"], folders[form]
+    if dtype == "bfloat16":
+        source = quantized.with_dtype(quantized.in_bfloat16(source, tmp_path / "source"), dtype)
+        out = convert_checkpoint(source, tmp_path / "out", form)
+    _, loaded = load_target(source, jnp.float32, quantize=form)
+    _, converted = load_target(out, jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, loaded, converted)
+    assert jax.tree.map(jnp.dtype, loaded) == jax.tree.map(jnp.dtype, converted)
     assert loaded["lm_head"].values.dtype == jnp.float32
 
 

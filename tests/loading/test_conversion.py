@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -110,15 +108,7 @@ def test_experts_and_routers_keep_their_weights(tmp_path: Path) -> None:
 
 
 def test_scales_of_four_bits_have_the_weights_dtype(source: Path, tmp_path: Path) -> None:
-    shutil.copytree(source, tmp_path / "bf16")
-    from safetensors.numpy import save_file
-
-    tensors = load_file(source / "model.safetensors")
-    save_file(
-        {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors.items()},
-        tmp_path / "bf16" / "model.safetensors",
-    )
-    quantized.with_dtype(tmp_path / "bf16", "bfloat16")
+    quantized.with_dtype(quantized.in_bfloat16(source, tmp_path / "bf16"), "bfloat16")
     out = convert_checkpoint(tmp_path / "bf16", tmp_path / "out", "int4", group_size=64)
     _, params = load_target(out, jnp.float32)
     weight = params["layers"][0]["down_proj"]

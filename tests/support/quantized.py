@@ -109,6 +109,15 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     return {name: tensor.read() for name, tensor in opened.tensors.items()}
 
 
+def in_bfloat16(source: Path, folder: Path) -> Path:
+    """The same checkpoint with its weights rounded."""
+    folder.mkdir()
+    tensors = {name: a.astype(ml_dtypes.bfloat16) for name, a in tensors_of(source).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    return folder
+
+
 # --- fp8
 
 
@@ -184,6 +193,20 @@ def modelopt_fp8(source: Path, folder: Path, inputs: dict[str, float] = INPUT_SC
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
     return folder
+
+
+def modelopt_channel_fp8(source: Path, folder: Path) -> Path:
+    """ModelOpt's FP8_PER_CHANNEL_PER_TOKEN: a scale [out] for the weight, none for the input."""
+
+    def quantise(_: str, weight: np.ndarray) -> dict[str, np.ndarray]:
+        scales = (np.abs(weight).max(axis=1) / 448).astype(np.float32)
+        return {"weight": (weight / scales[:, None]).astype(FP8), "weight_scale": scales}
+
+    settings = MODELOPT["quantization"] | {
+        "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
+        "kv_cache_quant_algo": None,
+    }
+    return rewritten(source, folder, {"quant_method": "modelopt", **settings}, quantise)
 
 
 def compressed(

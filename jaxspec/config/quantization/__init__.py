@@ -24,8 +24,9 @@ from jaxspec.config.quantization.forms import (
     Quantization,
     Quantize,
     check_quantize,
+    is_while_loading,
     quantized,
-    while_loading,
+    scale_dtype_of,
 )
 from jaxspec.config.reading import ConfigError, read_object, shown
 
@@ -39,9 +40,10 @@ __all__ = [
     "Quantization",
     "Quantize",
     "check_quantize",
+    "is_while_loading",
     "quantized",
     "read_quantization",
-    "while_loading",
+    "scale_dtype_of",
 ]
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {

@@ -86,7 +86,8 @@ Quantize = Literal["fp8", "fp8-block", "int4"]
 WHILE_LOADING: dict[Quantize, Form] = {
     "fp8": Fp8Form("channel", "token", "floats"),
     "fp8-block": Fp8Form("block", "block", "floats"),
-    "int4": Int4Form(BLOCK, has_zeros=False, source="floats", scale_dtype="bfloat16"),
+    # Tables take smaller groups where a width is no multiple of these.
+    "int4": Int4Form(BLOCK, has_zeros=False, source="floats"),
 }
 
 
@@ -98,12 +99,20 @@ KEPT: tuple[tuple[str, Form | None], ...] = (
 )
 
 
-def while_loading(name: Quantize) -> Quantization:
+def while_loading(name: Quantize, scale_dtype: str) -> Quantization:
     """Return the quantisation of plain weights as they load: all matrices of the layers' products.
 
-    The head is none of them.
+    scale_dtype: of 4-bit weights; see scale_dtype_of
     """
-    return Quantization(((exactly("lm_head"), None), (".*", WHILE_LOADING[name])))
+    form = WHILE_LOADING[name]
+    if isinstance(form, Int4Form):
+        form = replace(form, scale_dtype=scale_dtype)
+    return Quantization((*KEPT, (".*", form)))
+
+
+def is_while_loading(held: Quantization | None, name: Quantize) -> bool:
+    """Return whether weights have been quantised to this form as they were loaded."""
+    return held in [while_loading(name, dtype) for dtype in SCALE_DTYPES]
 
 
 def check_quantize(key: str, value: object) -> None:
@@ -114,10 +123,13 @@ def check_quantize(key: str, value: object) -> None:
         )
 
 
-def quantized(cfg: Config, quantize: Quantize | None, *, key: str = "quantize") -> Config:
+def quantized(
+    cfg: Config, quantize: Quantize | None, scale_dtype: str, *, key: str = "quantize"
+) -> Config:
     """Return a model's config as that of weights which are quantised while they load.
 
-    key: the setting, for messages
+    scale_dtype: of 4-bit weights; see scale_dtype_of
+    key:         the setting, for messages
 
     ConfigError for a family without quantised weights, and for weights that are stored as codes.
     """
@@ -127,11 +139,11 @@ def quantized(cfg: Config, quantize: Quantize | None, *, key: str = "quantize") 
     if not hasattr(held, "quantization"):
         name = getattr(held, "model_type", None) or held.method
         raise ConfigError(f"{key}: expected None for {name!r}, got {quantize!r}")
-    if held.quantization not in (None, while_loading(quantize)):
+    if held.quantization is not None and not is_while_loading(held.quantization, quantize):
         raise ConfigError(
             f"{key}: expected None for a checkpoint that is quantised already, got {quantize!r}"
         )
-    return replace(held, quantization=while_loading(quantize))
+    return replace(held, quantization=while_loading(quantize, scale_dtype))
 
 
 def exactly(name: str) -> str:
@@ -177,9 +189,12 @@ def expect(settings: Mapping[str, Any], key: str, *values: object, where: str = 
     return value
 
 
-def scale_dtype_of(settings: Mapping[str, Any]) -> str:
-    """Return the dtype of the scales of 4-bit weights: the checkpoint's own, if it is known."""
-    dtype = settings.get("dtype")
+def scale_dtype_of(config: Mapping[str, Any]) -> str:
+    """Return the dtype of the scales of 4-bit weights: that of config.json, float32 without one.
+
+    config: config.json, or a quantization_config with its dtype
+    """
+    dtype = config.get("dtype") or config.get("torch_dtype")
     return dtype if dtype in SCALE_DTYPES else "float32"
 
 
