@@ -68,6 +68,7 @@ class _Operands:
     @classmethod
     def of(cls, weights: tuple[AnyWeight, ...]) -> _Operands:
         first = weights[0]
+        assert {type(weight) for weight in weights} == {type(first)}, "weights of several forms"
         if isinstance(first, Weight):
             values = tuple(weight.values for weight in weights if isinstance(weight, Weight))
             return cls(Weight, values, first.transposed)

@@ -96,6 +96,8 @@ def load_params(
         wanted, where = np.dtype(spec.dtype or dtype), f"{source}: {spec.name}"
         read = [tensors[name].read() for name in spec.tensors]
         array = _cast(spec.assemble(read), wanted, where)
+        if array.shape != spec.shape:
+            raise ConfigError(f"{where}: expected the shape {spec.shape}, got {array.shape}")
         check_weight(spec, array, wanted, where)
         try:  # waiting bounds the host copies in flight to one
             on_device = jax.block_until_ready(layout.place(array, spec))

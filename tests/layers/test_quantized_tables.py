@@ -17,9 +17,11 @@ from safetensors.numpy import save_file
 
 from jaxspec import models
 from jaxspec.config import ConfigError
+from jaxspec.config.ops import REFERENCE_OPS
 from jaxspec.config.quantization import BLOCK, Fp8Form, Int4Form, Quantization
 from jaxspec.engine.first_logits import largest_weight
-from jaxspec.layers.params import init_random, is_spec, joined, matrix, weight
+from jaxspec.layers.params import Weight, init_random, is_spec, joined, matrix, weight
+from jaxspec.layers.products import project
 from jaxspec.layers.quantized import stored
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.model import load_target
@@ -80,6 +82,45 @@ def test_projections_of_one_input_have_one_form() -> None:
         stored({"qkv": weight(joined("qkv", parts))}, quantization)
 
 
+@pytest.mark.parametrize("other", ["plain", "group", "static"])
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj"])
+def test_gate_and_up_have_one_form(projection: str, other: str) -> None:
+    """One product reads both."""
+    forms: dict[str, tuple[Any, Any]] = {
+        "plain": (FORMS["fp8"], None),
+        "group": (FORMS["int4"], replace(FORMS["int4"], group_size=128)),
+        "static": (Fp8Form("tensor", "token", "compressed-tensors"), FORMS["static"]),
+    }
+    most, one = forms[other]
+    rules = ((r"lm_head\Z", None), (rf".*\.1\.mlp\.{projection}", one), (".*", most))
+    cfg = replace(quantised_config(None), quantization=Quantization(rules))
+    with pytest.raises(ConfigError, match=r"expected one form for .*1\.mlp\.{gate,up}_proj"):
+        models.family(cfg).param_specs(cfg)
+
+
+def test_a_product_reads_weights_of_one_form() -> None:
+    plain = Weight(jnp.ones((64, 64)))
+    codes = Fp8Weight(jnp.ones((64, 64), jnp.float8_e4m3fn), jnp.ones(64))
+    for pair in ((plain, codes), (codes, plain)):
+        with pytest.raises(AssertionError, match="weights of several forms"):
+            project(jnp.ones((1, 1, 64)), pair, REFERENCE_OPS)
+
+
+def test_four_bits_take_the_largest_groups_that_all_widths_fill(tmp_path: Path) -> None:
+    """SmolLM2's 576 columns are nine groups of 64."""
+    odd = quantized.WIDE | {"hidden_size": 192}
+    source = quantized.plain_checkpoint(tmp_path / "odd", odd)
+    _, params = load_target(source, jnp.float32, quantize="int4")
+    layer = params["layers"][0]
+    assert {layer["down_proj"].group, layer["gate_proj"].group} == {64}
+    out = convert_checkpoint(source, tmp_path / "out", "int4", group_size=64)
+    _, converted = load_target(out, jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, params, converted)
+    narrow = quantized.plain_checkpoint(tmp_path / "narrow", odd | {"hidden_size": 96})
+    with pytest.raises(ConfigError, match="expected columns in 64s and rows in 16s .*, got 96"):
+        load_target(narrow, jnp.float32, quantize="int4")
+
+
 @pytest.mark.parametrize(
     ("width", "form", "message"),
     [
@@ -135,6 +176,42 @@ FAULTS: dict[str, tuple[str, Callable[[dict[str, np.ndarray]], Any]]] = {
         "gptq",
         lambda t: t[f"{DOWN}.qzeros"].__setitem__((0, 0), 0x77777778),
     ),
+    f"{DOWN}.qweight: expected int32 by quantization_config, got float32": (
+        "gptq",
+        lambda t: t.update({f"{DOWN}.qweight": t[f"{DOWN}.qweight"].view(np.float32)}),
+    ),
+    f"{DOWN}.qzeros: expected int32 by quantization_config, got int64": (
+        "awq",
+        lambda t: t.update({f"{DOWN}.qzeros": t[f"{DOWN}.qzeros"].astype(np.int64)}),
+    ),
+    f"{DOWN}.weight_packed: expected int32 by quantization_config, got int64": (
+        "int4",
+        lambda t: t.update({f"{DOWN}.weight_packed": t[f"{DOWN}.weight_packed"].astype(np.int64)}),
+    ),
+    f"{DOWN}.scales: expected bfloat16 or .* by quantization_config, got int32": (
+        "gptq",
+        lambda t: t.update({f"{DOWN}.scales": np.ones((2, 128), np.int32)}),
+    ),
+    f"{DOWN}.weight_scale: expected bfloat16 or .* by quantization_config, got int32": (
+        "fp8",
+        lambda t: t.update({f"{DOWN}.weight_scale": np.ones((128, 1), np.int32)}),
+    ),
+    f"{DOWN}.input_scale: expected a positive, finite scale, got 0.0": (
+        "static",
+        lambda t: t[f"{DOWN}.input_scale"].__setitem__((), 0),
+    ),
+    f"{DOWN}.input_scale: expected a positive, finite scale, got nan": (
+        "static",
+        lambda t: t[f"{DOWN}.input_scale"].__setitem__((), np.nan),
+    ),
+    "1.self_attn.k_proj.k_scale: expected a positive, finite scale, got -0.5": (
+        "static",
+        lambda t: t["model.layers.1.self_attn.k_proj.k_scale"].__setitem__((), -0.5),
+    ),
+    "1.self_attn.v_proj.v_scale: expected a positive, finite scale, got inf": (
+        "static",
+        lambda t: t["model.layers.1.self_attn.v_proj.v_scale"].__setitem__((), np.inf),
+    ),
 }
 
 
@@ -144,6 +221,10 @@ def test_a_tensor_that_is_wrong_is_named(message: str, source: Path, tmp_path: P
     out = tmp_path / "out"
     if form == "gptq":
         quantized.gptq(source, out, sym=True)
+    elif form == "awq":
+        quantized.awq(source, out)
+    elif form == "static":
+        quantized.modelopt_fp8(source, out)
     else:
         convert_checkpoint(source, out, form)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
@@ -167,6 +248,16 @@ def test_scales_of_another_dtype_than_the_config_says_are_not_rounded(
     out = quantized.with_dtype(quantized.awq(source, tmp_path / "out"), "bfloat16")
     with pytest.raises(ConfigError, match="scales in config.json's dtype bfloat16, got float16"):
         load_target(out, jnp.float32)
+
+
+def test_modelopts_channels_are_those_of_llm_compressor(source: Path, tmp_path: Path) -> None:
+    """ModelOpt stores a channel's scale without an axis of one."""
+    _, ours = load_target(
+        quantized.modelopt_channel_fp8(source, tmp_path / "modelopt"), jnp.float32
+    )
+    _, other = load_target(convert_checkpoint(source, tmp_path / "fp8", "fp8"), jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, ours, other)
+    assert ours["layers"][0]["down_proj"].activation == "token"
 
 
 # --- several devices

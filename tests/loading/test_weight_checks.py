@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxspec.config import ConfigError
 from jaxspec.layers.mxfp4 import packed_weight
-from jaxspec.layers.params import IndexSpec, ParamSpec, matrix
+from jaxspec.layers.params import AssembledSpec, IndexSpec, ParamSpec, matrix
 from jaxspec.loading import load_params, open_checkpoint
 from jaxspec.loading.weight_checks import CHUNK, is_finite
 
@@ -50,6 +50,13 @@ def test_weights_that_are_not_finite_are_named(
     assert str(e.value) == (
         f"target: lm_head.weight: expected finite numbers, got {name} in 2 of 24 places"
     )
+
+
+def test_an_array_of_another_shape_than_its_spec_is_named(tmp_path: Path) -> None:
+    sources = (("w", (2, 6)),)
+    spec = AssembledSpec("w", (2, 4), (None, None), sources=sources, build=lambda arrays: arrays[0])
+    with pytest.raises(ConfigError, match=r"w: expected the shape \(2, 4\), got \(2, 6\)"):
+        load(tmp_path, spec, np.ones((2, 6), np.float32))
 
 
 def test_a_number_too_large_for_the_dtype_of_the_weights_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,6 @@ rounding  floats -> codes and scales
 table     a table of plain weights -> that of a quantised checkpoint
 """
 
-from jaxspec.layers.quantized.table import dequantised, stored
+from jaxspec.layers.quantized.table import stored
 
-__all__ = ["dequantised", "stored"]
+__all__ = ["stored"]

@@ -20,12 +20,21 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import BLOCK, Form, Fp8Form, Int4Form
+from jaxspec.config.quantization.forms import SCALE_DTYPES
 from jaxspec.layers.quantized import rounding
+from pallas_kernels.int4_matmul.weight import ZERO
 
 Part = Literal["codes", "scales", "zeros", "activation_scale"]
 Shape = tuple[int, int]  # [out, in]
 
 NIBBLES = 8  # codes in an int32
+# Dtypes of a tensor, by the end of its name.
+DTYPES: dict[str, tuple[str, ...]] = {
+    "weight": ("float8_e4m3fn",),
+    **dict.fromkeys(("weight_scale", "weight_scale_inv", "input_scale", "scales"), SCALE_DTYPES),
+    **dict.fromkeys(("weight_packed", "weight_zero_point", "qweight", "qzeros"), ("int32",)),
+    **dict.fromkeys(("weight_shape", "g_idx"), ("int32", "int64")),
+}
 # The position of each column of 8 in AWQ's words.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -58,12 +67,18 @@ def read(
 ) -> np.ndarray:
     """Return a part of a module; arrays: those of `tensors`, in their order.
 
-    ConfigError for values that the format does not have.
+    ConfigError for dtypes and values that the format does not have.
     """
     if form.source == "floats":
         return _rounded(form, part, arrays[0])
+    for name, array in zip(tensors(form, part, module, shape), arrays, strict=True):
+        kinds = DTYPES[name.rpartition(".")[2]]
+        if array.dtype.name not in kinds:
+            raise ConfigError(
+                f"{name}: expected {' or '.join(kinds)} by quantization_config, got {array.dtype}"
+            )
     if isinstance(form, Fp8Form):
-        return _fp8_part(part, module, shape, arrays)
+        return _fp8_part(part, module, shape, arrays[0])
     return _int4_part(form, part, module, shape, arrays)
 
 
@@ -74,7 +89,7 @@ def dequantise(parts: Mapping[Part, np.ndarray]) -> np.ndarray:
     if codes.dtype == np.uint8:
         zeros = parts.get("zeros")
         repeats = codes.shape[1] // scales.shape[1]
-        values -= 8 if zeros is None else np.repeat(zeros.astype(np.float32), repeats, axis=1)
+        values -= ZERO if zeros is None else np.repeat(zeros.astype(np.float32), repeats, axis=1)
         return values * np.repeat(scales, repeats, axis=1)
     if scales.shape[1] > 1:
         scales = np.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
@@ -92,24 +107,19 @@ def _fp8_tensors(
     name = "weight_scale_inv" if form.source == "fp8" and form.scales == "block" else "weight_scale"
     shapes: dict[str, tuple[int, ...]] = {
         "tensor": (1,),
-        "channel": (shape[0], 1),
+        "channel": (shape[0],) if form.source == "modelopt" else (shape[0], 1),
         "block": of_blocks,
     }
     return {f"{module}.{name}": shapes[form.scales]}
 
 
-def _fp8_part(part: Part, module: str, shape: Shape, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    (array,) = arrays
+def _fp8_part(part: Part, module: str, shape: Shape, array: np.ndarray) -> np.ndarray:
     if part == "codes":
-        if array.dtype != rounding.FP8:
-            raise ConfigError(
-                f"{module}.weight: expected float8_e4m3fn by quantization_config, got {array.dtype}"
-            )
         return array
     array = array.astype(np.float32)
     if part == "activation_scale":
-        return array.reshape(())
-    if array.shape == (1,):
+        return positive(array, f"{module}.input_scale").reshape(())
+    if array.ndim == 1:  # one scale, or one for each row
         return np.broadcast_to(array[:, None], (shape[0], 1))
     if array.shape == (shape[0], 1):
         return array
@@ -208,11 +218,19 @@ def _check_order(form: Int4Form, module: str, group_of: np.ndarray) -> None:
 
 
 def _check_middle(form: Int4Form, module: str, zeros: np.ndarray) -> None:
-    if (zeros != 8).any():
+    if (zeros != ZERO).any():
         raise ConfigError(
-            f"{module}.qzeros: expected zeros of 8 in a symmetric checkpoint, "
-            f"got {int(zeros[zeros != 8][0])}"
+            f"{module}.qzeros: expected zeros of {ZERO} in a symmetric checkpoint, "
+            f"got {int(zeros[zeros != ZERO][0])}"
         )
+
+
+def positive(scale: np.ndarray, name: str) -> np.ndarray:
+    """Return a scale of activations; ConfigError unless it is positive and finite."""
+    value = float(scale.astype(np.float32).reshape(()))
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}: expected a positive, finite scale, got {value}")
+    return scale
 
 
 def _exact(scales: np.ndarray, dtype: str, module: str) -> np.ndarray:

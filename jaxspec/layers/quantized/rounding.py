@@ -10,11 +10,12 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.config.quantization import BLOCK
+from pallas_kernels.fp8_matmul.weight import LARGEST
+from pallas_kernels.int4_matmul.weight import ZERO
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-LARGEST_FP8 = np.float32(448)
+LARGEST_FP8 = np.float32(LARGEST)
 HALF_OF_INT4 = np.float32(7.5)  # of the 16 codes, as compressed-tensors takes it
-ZERO_OF_INT4 = 8
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -49,10 +50,10 @@ def int4_scales(weight: np.ndarray, group_size: int, dtype: np.dtype) -> np.ndar
 
 
 def int4_codes(weight: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return uint8 [out, in], codes 0 .. 15 whose zero is 8."""
+    """Return uint8 [out, in], codes 0 .. 15 whose zero is ZERO."""
     group_size = weight.shape[1] // scales.shape[1]
     values = weight.astype(np.float32) / np.repeat(scales.astype(np.float32), group_size, axis=1)
-    return (np.clip(np.rint(values), -8, 7) + ZERO_OF_INT4).astype(np.uint8)
+    return (np.clip(np.rint(values), -8, 7) + ZERO).astype(np.uint8)
 
 
 def spread(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -19,11 +19,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.config import ConfigError
-from jaxspec.config.quantization import BLOCK, Form, Fp8Form, Int4Form, Quantization
+from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form, Quantization
 from jaxspec.layers.params import JoinedSpec, Params, ParamSpec, Weight, is_spec, joined
 from jaxspec.layers.quantized import files
 from jaxspec.layers.quantized.files import Part, Shape
 from pallas_kernels.fp8_matmul import Fp8Weight
+from pallas_kernels.fp8_matmul.weight import LARGEST
 from pallas_kernels.int4_matmul import Int4Weight, pack
 from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, UNIT
 
@@ -117,7 +118,7 @@ class QuantizedSpec(ParamSpec):
             return (noise * std / largest).astype(self.dtype or dtype)
         if isinstance(self.form, Fp8Form):
             noise = 120 * jax.random.normal(key, self.shape, jnp.float32)
-            return jnp.clip(noise, -448, 448).astype(jnp.float8_e4m3fn)
+            return jnp.clip(noise, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(jax.random.bits(key, self.shape, jnp.uint32), jnp.int32)
 
 
@@ -168,6 +169,14 @@ class DequantisedSpec(ParamSpec):
         return self.base.draw(key, dtype, scale)
 
 
+@dataclass(frozen=True)
+class ScaleSpec(ParamSpec):
+    """The scale of a layer's fp8 keys, or of its values."""
+
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return files.positive(arrays[0], self.name)
+
+
 def stored(table: Params, quantization: Quantization | None) -> Params:
     """Return a family's table as that of a checkpoint with this quantisation.
 
@@ -176,6 +185,8 @@ def stored(table: Params, quantization: Quantization | None) -> Params:
     """
     if quantization is None:
         return table
+
+    quantization = _with_fitting_groups(quantization, table)
 
     def entry(each: Any) -> Any:
         if isinstance(each, Weight):
@@ -188,6 +199,33 @@ def stored(table: Params, quantization: Quantization | None) -> Params:
     return jax.tree.map(_share_input, made, is_leaf=lambda x: _is_mlp(x) or is_spec(x))
 
 
+def _with_fitting_groups(quantization: Quantization, table: Params) -> Quantization:
+    """Return the quantisation with the largest groups that all matrices of a table fill.
+
+    Those of a checkpoint stay as they are.
+    """
+    entries = jax.tree.leaves(table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
+    depths = [
+        entry.values.shape[0]
+        for entry in entries
+        if isinstance(entry, Weight) and _reads_codes(cast(Any, entry.values))
+        if any(map(quantization.form_of, modules_of(cast(Any, entry.values))))
+    ]
+    fitting = [size for size in GROUPS if not any(depth % size for depth in depths)]
+
+    def fit(form: Form | None) -> Form | None:
+        if not isinstance(form, Int4Form) or form.source != "floats" or not fitting:
+            return form
+        return replace(form, group_size=fitting[-1])
+
+    return replace(quantization, rules=tuple((p, fit(form)) for p, form in quantization.rules))
+
+
+def _reads_codes(spec: ParamSpec) -> bool:
+    """Return whether a product reads a matrix as codes: no experts, no head that drafts share."""
+    return len(spec.shape) == 2 and "vocab" not in spec.axes
+
+
 def _is_attention(entry: Any) -> bool:
     return isinstance(entry, dict) and "qkv_proj" in entry
 
@@ -198,7 +236,7 @@ def _with_kv_scales(entry: Any, *, names: tuple[str, ...]) -> Any:
         return entry
     prefix = next(iter(modules_of(entry["qkv_proj"].values))).rpartition(".")[0]
     scales = {
-        key: ParamSpec(f"{prefix}.{name}", (1,), (None,), dtype="float32")
+        key: ScaleSpec(f"{prefix}.{name}", (1,), (None,), dtype="float32")
         for key, name in zip(("k_scale", "v_scale"), names, strict=True)
     }
     return {**entry, **scales}
@@ -210,24 +248,32 @@ def _is_mlp(entry: Any) -> bool:
 
 
 def _share_input(entry: Any) -> Any:
-    """Return an MLP whose gate and up read both scales of their input, which have to be equal."""
+    """Return an MLP whose gate and up read both scales of their input, which have to be equal.
+
+    ConfigError for gate and up of different forms, which no product reads together.
+    """
     if not _is_mlp(entry):
         return entry
     both = [entry[name] for name in ("gate_proj", "up_proj")]
+    gate, up = (jax.tree.leaves(weight, is_leaf=is_spec)[0] for weight in both)
+    name = gate.name.replace("gate_proj", "{gate,up}_proj")
+    _check_one_form(name, [getattr(spec, "form", None) for spec in (gate, up)])
     if not all(isinstance(w, Fp8Weight) and w.activation_scale is not None for w in both):
         return entry
     gate, up = (weight.activation_scale for weight in both)
-    name = gate.name.replace("gate_proj", "{gate,up}_proj")
     scale = replace(gate, name=name, base=joined(name, (gate.base, up.base)))
     gate, up = (replace(weight, activation_scale=scale) for weight in both)
     return {**entry, "gate_proj": gate, "up_proj": up}
 
 
-def dequantised(table: Params, quantization: Quantization | None) -> Params:
-    """Return the table of plain weights that are made of a quantised checkpoint's."""
-    if quantization is None:
-        return table
-    return jax.tree.map(lambda spec: _plain(spec, quantization), table, is_leaf=is_spec)
+def _check_one_form(name: str, forms: Sequence[Form | None]) -> None:
+    """Raise ConfigError for projections of one input that differ in form."""
+    found = list(dict.fromkeys(forms))
+    if len(found) > 1:
+        raise ConfigError(
+            f"quantization_config: expected one form for {name}, the projections of one "
+            f"input, got {' and '.join('plain weights' if f is None else str(f) for f in found)}"
+        )
 
 
 def modules_of(spec: ParamSpec) -> dict[str, Shape]:
@@ -273,17 +319,13 @@ def _plain(spec: ParamSpec, quantization: Quantization) -> ParamSpec:
 def _weight(entry: Weight, quantization: Quantization) -> Any:
     """Return the entry of a matrix: plain, dequantised, or of codes."""
     spec: ParamSpec = cast(Any, entry.values)
-    forms = {quantization.form_of(module) for module in modules_of(spec)}
-    if forms == {None}:
+    forms = [quantization.form_of(module) for module in modules_of(spec)]
+    if not any(forms):
         return entry
-    if len(spec.shape) != 2 or "vocab" in spec.axes:  # experts, and a head that drafts may share
+    if not _reads_codes(spec):
         return replace(entry, values=cast(Any, _plain(spec, quantization)))
-    if len(forms) > 1:
-        raise ConfigError(
-            f"quantization_config: expected one form for {spec.name}, the projections of one "
-            f"input, got {' and '.join('plain weights' if f is None else str(f) for f in forms)}"
-        )
-    (form,) = forms
+    _check_one_form(spec.name, forms)
+    form = forms[0]
     assert form is not None
     if isinstance(form, Fp8Form):
         parts = spec.parts if isinstance(spec, JoinedSpec) else (spec,)
