@@ -208,6 +208,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     ),
     "expected quant_algo 'FP8' or .*, got 'NVFP4'": changed(MODELOPT, "quant_algo", "NVFP4"),
     "expected desc_act false, .* got True": changed(quantized.GPTQ, "desc_act", True),
+    "modules_in_block_to_quantize: expected lists of names, got 5": changed(
+        quantized.GPTQ, "modules_in_block_to_quantize", 5
+    ),
+    r"modules_in_block_to_quantize: expected lists of names, got \[\['a', 5\]\]": changed(
+        quantized.GPTQ, "modules_in_block_to_quantize", [["a", 5]]
+    ),
     "expected bits 4, got 8": changed(quantized.GPTQ, "bits", 8),
     "expected one setting for all modules, got dynamic": changed(
         quantized.GPTQ, "dynamic", {"-:.*": {}}

@@ -50,7 +50,8 @@ def _targets(settings: Mapping[str, Any], form: Form) -> list[tuple[str, Form | 
     listed = settings.get(key)
     if listed is None:
         return [(".*", form)]
-    flat = [name for each in listed for name in ([each] if isinstance(each, str) else each)]
+    each = listed if isinstance(listed, list) else [None]
+    flat = [name for names in each for name in (names if isinstance(names, list) else [names])]
     if not all(isinstance(name, str) for name in flat):
         raise ConfigError(
             f"quantization_config.{key}: expected lists of names, got {shown(listed)}"
