@@ -15,7 +15,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -24,9 +23,8 @@ from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.config.quantization import quantized, scale_dtype_of
 from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
-from jaxspec.layers.params import is_spec
 from jaxspec.loading.checkpoint import open_checkpoint
-from jaxspec.loading.model import with_expert_storage
+from jaxspec.loading.model import has_experts, with_expert_storage
 from jaxspec.loading.resolve import own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
@@ -107,8 +105,7 @@ def main(
     plan, console = plan_on(config), Console()
     show_tables(plan, console)
     specs = models.family(target_cfg).param_specs(target_cfg)
-    has_experts = any("experts" in s.axes for s in jax.tree.leaves(specs, is_leaf=is_spec))
-    ways = (config.enable_expert_parallel, *([True] if has_experts else []))
+    ways = (config.enable_expert_parallel, *([True] if has_experts(specs) else []))
     console.print(gpus_line(plan_on, config, gpu, ways), soft_wrap=True)
     show_fit(plan, console)
 

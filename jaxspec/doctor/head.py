@@ -16,7 +16,7 @@ from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.drafts.head_layout import is_speculators
 from jaxspec.layers.params import Params
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.model import bind_draft, table_tensors
 from jaxspec.loading.weights import load_params
 
 AUX, NORMS, ROPE, D2T = "aux layer ids", "norm switch", "rope", "direction of d2t"
@@ -194,9 +194,10 @@ def open_head(folder: Path, target: Target, speculative: SpeculativeConfig) -> H
                 says = f"{name} {getattr(cfg, name)}, and {tensor} is {'' if held else 'not '}there"
                 refused.append((NORMS, says, f"set {name}={held} in the speculative config"))
                 cfg = replace(cfg, **{name: held})
+    specs = family.param_specs(cfg)
     params = load_params(
-        family.param_specs(cfg),
-        tensors,
+        specs,
+        table_tensors(replace(checkpoint, tensors=tensors), cfg, specs),
         target.dtype,
         ignore=lambda name: family.ignored_tensor(cfg, name),
         source=f"head {folder}",

@@ -13,7 +13,7 @@ gguf_sentencepiece  the tokenizer of a SentencePiece vocabulary
 shards              safetensors files, one or several with an index
 conversion          a checkpoint of plain weights -> a quantised one
 checkpoint          an opened folder: config.json and lazily read tensors
-fp8                 DeepSeek-V3's blocks of float8 -> plain tensors
+fp8                 blocks of float8 -> plain tensors, for models without quantised products
 quantized           the tensors of a quantised checkpoint, as tables name them
 weight_checks       weights that no model can have
 weights             tensors -> a pytree of jax arrays, strictly

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxspec.config import ConfigError, shown
-from jaxspec.loading.fp8 import ScaledTensor, with_scales
+from jaxspec.loading.fp8 import ScaledTensor
 from jaxspec.loading.quantized import One, Scalar
 
 SAFE_TORCH = (2, 6)  # before, torch.load could run code with weights_only too
@@ -94,10 +94,8 @@ class Checkpoint:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
-def open_checkpoint(folder: str | Path, *, as_stored: bool = False) -> Checkpoint:
-    """Open a folder of safetensors (one file or shards) or EAGLE-1's pickle.
-
-    as_stored: matrices in float8 stay apart from their scales; else reading one multiplies them
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Open a folder of safetensors (one file or shards) or EAGLE-1's pickle, as it is stored.
 
     ConfigError names a file that is missing or wrong.
     """
@@ -115,9 +113,7 @@ def open_checkpoint(folder: str | Path, *, as_stored: bool = False) -> Checkpoin
     else:
         found = sorted(p.name for p in folder.iterdir())[:8]
         raise ConfigError(f"{folder}: expected {SINGLE}, {INDEX} or {PICKLE}, got {found}")
-    if as_stored:
-        return Checkpoint(folder, config, tensors)
-    return Checkpoint(folder, config, with_scales(tensors, config, str(folder)))
+    return Checkpoint(folder, config, tensors)
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +20,17 @@ from safetensors import SafetensorError
 from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form, scale_dtype_of
-from jaxspec.layers.params import Weight
+from jaxspec.config.quantization.forms import SCALE_DTYPES
+from jaxspec.layers.params import Weight, is_spec
 from jaxspec.layers.quantized import files, rounding
 from jaxspec.layers.quantized.files import Shape
 from jaxspec.layers.quantized.table import modules_of
 from jaxspec.loading.cache import MARKER
-from jaxspec.loading.checkpoint import INDEX, SINGLE, Checkpoint, LazyTensor, open_checkpoint
+from jaxspec.loading.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
+from jaxspec.loading.model import check_counts
 from jaxspec.loading.shards import write_json, write_shards
+from jaxspec.loading.weight_checks import check_finite
+from jaxspec.loading.weights import check_shapes
 
 Format = Literal["fp8", "fp8-block", "int4"]
 FORMATS: tuple[Format, ...] = ("fp8", "fp8-block", "int4")
@@ -45,8 +49,8 @@ def convert_checkpoint(
 
     group_size: weights that share a scale, for int4 alone; None: 128
 
-    ConfigError for a source that is quantised already, and for shapes that the format does not
-    take.
+    ConfigError for a source that is quantised already, whose tensors are not those of its config or
+    not finite, and for shapes that the format does not take.
     """
     if format not in FORMATS:
         raise ConfigError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
@@ -55,22 +59,19 @@ def convert_checkpoint(
             f"group_size: expected one of {', '.join(map(str, GROUPS))} with format 'int4', got "
             f"{group_size!r} with {format!r}"
         )
-    if out.exists():
-        raise ConfigError(f"{out}: expected a folder that does not exist yet, got one that does")
     checkpoint = open_checkpoint(source)
     if checkpoint.config.get("quantization_config"):
         raise ConfigError(f"{source}: expected plain weights, got a quantised checkpoint")
-    modules = product_modules(checkpoint)
+    modules, wanted = product_modules(checkpoint)
     form = _form(format, checkpoint.config, group_size or BLOCK)
     check_modules(modules, form, source)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temp = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    temp = _new_folder(out)
     try:
         _copy_files(source, temp)
         ignored = _ignored(checkpoint, modules)
         quantization = {"quantization_config": compressed_tensors_config(form, ignored)}
         write_json(temp / "config.json", checkpoint.config | quantization)
-        write_shards(temp, _tensors(checkpoint, modules, form))
+        write_shards(temp, _tensors(checkpoint, modules, wanted, form))
         for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read
             path.chmod(0o755 if path.is_dir() else 0o644)
         temp.rename(out)
@@ -86,24 +87,51 @@ def convert_checkpoint(
     return out
 
 
-def product_modules(checkpoint: Checkpoint) -> dict[str, Shape]:
-    """Return the linear modules of the layers, by name, with their shapes [out, in]."""
+def _new_folder(out: Path) -> Path:
+    """Return a temporary folder beside `out`; ConfigError if that exists or cannot be made."""
+    try:
+        if out.exists():
+            raise ConfigError(
+                f"{out}: expected a folder that does not exist yet, got one that does"
+            )
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as e:
+        raise ConfigError(
+            f"{out}: expected a folder that can be made, got {e.strerror or e}"
+        ) from e
+
+
+def product_modules(checkpoint: Checkpoint) -> tuple[dict[str, Shape], Container[str]]:
+    """Return the linear modules of the layers, and the names of all tensors that a target reads.
+
+    modules: by name, with their shapes [out, in]
+
+    ConfigError unless the checkpoint has the tensors that its config says.
+    """
+    check_counts(checkpoint.config, len(checkpoint.tensors), str(checkpoint.path))
     cfg = models.config_from_hf(checkpoint.config)
-    table: Any = models.family(cfg).param_specs(cfg)
+    family = models.family(cfg)
+    table: Any = family.param_specs(cfg)
     if not hasattr(cfg, "quantization"):
         raise ConfigError(
             f"{checkpoint.path}: expected a model whose products read quantised weights, got "
             f"model_type {cfg.model_type!r}"
         )
+    ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
+    check_shapes(table, checkpoint.shapes, ignore=ignore, source=str(checkpoint.path))
+    specs = jax.tree.leaves(table, is_leaf=is_spec)
+    wanted = {name for spec in specs for name in spec.tensors}
     entries: list[Any] = jax.tree.leaves(
         table["layers"], is_leaf=lambda entry: isinstance(entry, Weight)
     )
-    return {
+    modules = {
         module: shape
         for entry in entries
         if isinstance(entry, Weight) and len(entry.values.shape) == 2
         for module, shape in modules_of(entry.values).items()  # type: ignore[arg-type]
     }
+    return modules, wanted
 
 
 def check_modules(modules: Mapping[str, Shape], form: Form, source: Path) -> None:
@@ -173,19 +201,24 @@ def _ignored(checkpoint: Checkpoint, modules: Mapping[str, Shape]) -> list[str]:
 
 
 def _tensors(
-    checkpoint: Checkpoint, modules: Mapping[str, Shape], form: Form
+    checkpoint: Checkpoint, modules: Mapping[str, Shape], wanted: Container[str], form: Form
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each tensor of the new checkpoint."""
+    """Yield each tensor of the new checkpoint; ConfigError for a weight that no model can have."""
     for name, tensor in checkpoint.tensors.items():
+        array = tensor.read()
+        if name in wanted:
+            where = f"{checkpoint.path}: {name}"
+            if array.dtype.name not in SCALE_DTYPES:
+                raise ConfigError(f"{where}: expected floating-point numbers, got {array.dtype}")
+            check_finite(array, where)
         module = name.removesuffix(".weight")
         if module == name or module not in modules:
-            yield name, tensor.read()
+            yield name, array
         else:
-            yield from _module(module, tensor, form)
+            yield from _module(module, array, form)
 
 
-def _module(module: str, tensor: LazyTensor, form: Form) -> Iterator[tuple[str, np.ndarray]]:
-    weight = tensor.read()
+def _module(module: str, weight: np.ndarray, form: Form) -> Iterator[tuple[str, np.ndarray]]:
     if isinstance(form, Int4Form):
         scales = rounding.int4_scales(weight, form.group_size, rounding.dtype_of(form.scale_dtype))
         yield f"{module}.weight_packed", files.packed(rounding.int4_codes(weight, scales))

@@ -39,7 +39,7 @@ def load_target(
     mxfp4:    see with_expert_storage
     quantize: see EngineConfig
     """
-    checkpoint = open_checkpoint(folder, as_stored=True)
+    checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = models.config_from_hf(checkpoint.config)
     cfg = quantized(cfg, quantize, scale_dtype_of(checkpoint.config))
@@ -56,6 +56,10 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     specs = family.param_specs(cfg)
+    if quantize is not None and has_experts(specs):
+        log.warning(
+            f"quantize={quantize!r} leaves the experts plain, whose kernels read no such codes"
+        )
     return cfg, load_params(
         specs,
         table_tensors(checkpoint, cfg, specs),
@@ -67,7 +71,7 @@ def load_target(
 
 
 def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[str, LazyTensor]:
-    """Return the tensors of a checkpoint, opened as it is stored, that the table of cfg names.
+    """Return the tensors of a checkpoint that the table of cfg names.
 
     A config that knows no quantisation has matrices in float8 dequantised as they are read.
     """
@@ -77,6 +81,11 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
         wanted = [name for spec in leaves for name in spec.tensors]
         return stored_tensors(checkpoint.tensors, quantization, wanted)
     return with_scales(checkpoint.tensors, checkpoint.config, str(checkpoint.path))
+
+
+def has_experts(specs: Params) -> bool:
+    """Return whether a parameter table has routed experts."""
+    return any("experts" in spec.axes for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
 def with_expert_storage(cfg: Any, mxfp4: str, layout: Layout) -> Any:
@@ -118,7 +127,7 @@ def load_draft(
 
     ConfigError if speculative.method is not the head's; None reads it from the head.
     """
-    checkpoint = open_checkpoint(folder, as_stored=True)
+    checkpoint = open_checkpoint(folder)
     try:
         family = drafts.family_of_checkpoint(
             speculative.method, checkpoint.config, checkpoint.tensors

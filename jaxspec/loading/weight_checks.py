@@ -33,13 +33,7 @@ def check_weight(spec: ParamSpec, array: np.ndarray, dtype: np.dtype, where: str
                 f"{where}: expected indices in 0..{spec.below - 1}, got {low}..{high}"
             )
     elif jnp.issubdtype(dtype, jnp.floating):
-        if not is_finite(array):
-            numbers = array.astype(np.float32)
-            wrong = "NaN" if np.isnan(numbers).any() else "infinity"
-            raise ConfigError(
-                f"{where}: expected finite numbers, got {wrong} in "
-                f"{np.count_nonzero(~np.isfinite(numbers))} of {array.size} places"
-            )
+        check_finite(array, where)
     elif isinstance(spec, Mxfp4Spec):
         largest = int(spec.scales(array).max(initial=0))
         if largest == NAN:
@@ -49,6 +43,18 @@ def check_weight(spec: ParamSpec, array: np.ndarray, dtype: np.dtype, where: str
                 f"{where}: expected scales of at most {LARGEST_NARROW}, got {largest}; "
                 "mxfp4 'dequantised' takes larger ones"
             )
+
+
+def check_finite(array: np.ndarray, where: str) -> None:
+    """Raise ConfigError unless all floating-point numbers are finite."""
+    if is_finite(array):
+        return
+    numbers = array.astype(np.float32)
+    wrong = "NaN" if np.isnan(numbers).any() else "infinity"
+    raise ConfigError(
+        f"{where}: expected finite numbers, got {wrong} in "
+        f"{np.count_nonzero(~np.isfinite(numbers))} of {array.size} places"
+    )
 
 
 def is_finite(array: np.ndarray) -> bool:

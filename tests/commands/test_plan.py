@@ -18,6 +18,7 @@ from jaxspec.drafts import mtp
 from jaxspec.tools.cli import command
 from jaxspec.tools.known_models import known_config
 from jaxspec.tools.memory_plan import MemoryPlan, memory_plan
+from tests.support import quantized
 from tests.support.full_size import CONFIGS, tensors
 
 resolve_module = importlib.import_module("jaxspec.loading.resolve")  # the package has a function
@@ -113,6 +114,16 @@ def test_windows_alone_hold_as_many_requests_as_may_run_whatever_their_length() 
 @pytest.fixture
 def runner() -> tuple[CliRunner, object]:
     return CliRunner(), command(script.main)
+
+
+def test_a_quantised_head_is_planned(runner: tuple, tmp_path: Path) -> None:
+    """Its codes are counted, with their scales."""
+    target = quantized.plain_checkpoint(tmp_path / "plain")
+    head = quantized.eagle_head(tmp_path, "static")
+    cli, app = runner
+    flags = "--target", str(target), "--draft", str(head), "--method", "eagle", "--gpu", "1"
+    done = cli.invoke(app, list(flags))
+    assert done.exit_code == 0 and "fits:" in done.output, done.output
 
 
 def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_path: Path) -> None:

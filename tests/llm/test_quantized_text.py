@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -28,23 +27,6 @@ from tests.support.slow import slow
 PROMPTS = [[5, 6, 7, 5, 6], [80, 3, 9, 9, 41, 2, 17], [11] * 3]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 SETTINGS: dict[str, Any] = dict(dtype="float32", max_model_len=64, max_num_seqs=4, block_size=16)
-FP8_HEAD = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "ignore": ["lm_head", "fc"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -90,31 +72,6 @@ def test_speculative_text_is_the_plain_text_of_the_same_quantised_target(
         assert generate(speculative, 1.0) == generate(plain, 1.0)
 
 
-def eagle_head(folder: Path, *, fp8: bool) -> Path:
-    """A random EAGLE-1 head for the narrow target, in llm-compressor's fp8 or plain."""
-    config = {k: v for k, v in quantized.NARROW.items() if k != "dtype"} | {"bias": False}
-    config |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
-    source = quantized.plain_checkpoint(folder / "source", quantized.NARROW, seed=5)
-    tensors = {
-        name.removeprefix("model."): array
-        for name, array in quantized.tensors_of(source).items()
-        if "layers.0." in name and not name.endswith("input_layernorm.weight")
-    }
-    tensors["fc.weight"] = np.random.default_rng(6).normal(size=(128, 256)).astype(np.float32) / 16
-    if fp8:
-        config["quantization_config"] = FP8_HEAD
-        for projection in quantized.PROJECTIONS:
-            name = f"layers.0.{projection}.weight"
-            scale = np.abs(tensors[name]).max(axis=1, keepdims=True) / np.float32(448)
-            tensors[name] = (tensors[name] / scale).astype(quantized.FP8)
-            tensors[f"{name}_scale"] = scale
-    out = folder / "head"
-    out.mkdir()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config))
-    return out
-
-
 @pytest.mark.parametrize(
     ("target", "fp8_head", "draft_quantize"),
     [("fp8", False, None), ("plain", True, None), slow("int4", False, "fp8")],
@@ -126,7 +83,7 @@ def test_target_and_head_may_differ_in_form(
     folders: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    head = eagle_head(tmp_path, fp8=fp8_head)
+    head = quantized.eagle_head(tmp_path, "fp8" if fp8_head else "plain")
     drafts = {"model": str(head), "method": "eagle", "num_speculative_tokens": 2}
     llm = LLM(
         str(folders[target]),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import read_quantization
@@ -87,7 +90,9 @@ def test_head_and_files_beside_the_weights_are_kept(source: Path, tmp_path: Path
         np.testing.assert_array_equal(plain[name], stored[name])
 
 
-def test_experts_and_routers_keep_their_weights(tmp_path: Path) -> None:
+def test_experts_and_routers_keep_their_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """They are named as ignored, so that other readers leave them too."""
     pytest.importorskip("torch")
     from tests.parity.oracles import hf_target
@@ -105,6 +110,11 @@ def test_experts_and_routers_keep_their_weights(tmp_path: Path) -> None:
     layer = params["layers"][0]
     assert layer["experts"]["gate_up"].values.dtype == layer["router"].dtype == jnp.float32
     assert layer["self_attn"]["o_proj"].codes.dtype == jnp.float8_e4m3fn
+    caplog.clear()
+    _, loaded = load_target(tmp_path / "moe", jnp.float32, quantize="fp8")
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    (said,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "quantize='fp8' leaves the experts plain" in said.getMessage()
 
 
 def test_scales_of_four_bits_have_the_weights_dtype(source: Path, tmp_path: Path) -> None:
@@ -128,6 +138,58 @@ def test_what_cannot_be_converted_is_one_sentence(source: Path, tmp_path: Path) 
         with pytest.raises(ConfigError, match=f"in multiples of 128, got 192{hint}"):
             convert_checkpoint(odd, tmp_path / "out", format)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+FIRST = "model.layers.0.self_attn.q_proj.weight"
+FAULTS: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
+    f"1 missing: {DOWN}": lambda t: t.pop(DOWN),
+    f"1 missing: {FIRST}": lambda t: t.pop(FIRST),
+    "1 unexpected: model.extra.weight": lambda t: t.update(
+        {"model.extra.weight": np.ones((2, 2), np.float32)}
+    ),
+    r"misshapen: .*down_proj.weight \(expected \(128, 256\), got \(127, 256\)\)": lambda t: (
+        t.update({DOWN: t[DOWN][1:]})
+    ),
+    f"{DOWN}: expected finite numbers, got NaN in 1 of": lambda t: t[DOWN].__setitem__(
+        (3, 5), np.nan
+    ),
+    "norm.weight: expected finite numbers, got infinity in 1 of": lambda t: t[
+        "model.norm.weight"
+    ].__setitem__(3, np.inf),
+    f"{DOWN}: expected floating-point numbers, got int32": lambda t: t.update(
+        {DOWN: np.ones((128, 256), np.int32)}
+    ),
+    f"{DOWN}: expected floating-point numbers, got float8_e4m3fn": lambda t: t.update(
+        {DOWN: t[DOWN].astype(quantized.FP8)}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+@pytest.mark.parametrize("format", ["fp8", "int4"])
+def test_a_source_that_is_wrong_is_named(
+    format: Any, message: str, source: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "source"
+    shutil.copytree(source, folder)
+    tensors = quantized.tensors_of(source)
+    FAULTS[message](tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=message):
+        convert_checkpoint(folder, tmp_path / "out", format)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_out_that_cannot_be_made_is_one_sentence(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out, reason in (
+        (tmp_path / "file" / "out", "File exists"),
+        (tmp_path / "file" / "deep" / "out", "Not a directory"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=f"expected a folder that can be made, got {reason}"):
+            convert_checkpoint(source, out, "fp8")
 
 
 def test_a_failure_leaves_nothing(

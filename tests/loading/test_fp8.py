@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 
 from jaxspec.config import ConfigError
 from jaxspec.layers.params import matrix, vector
-from jaxspec.loading import load_params, open_checkpoint
+from jaxspec.loading import load_params
+from jaxspec.loading.checkpoint import LazyTensor, open_checkpoint
+from jaxspec.loading.model import table_tensors
 
 BLOCK = (4, 8)
 CONFIG = {
@@ -58,9 +61,14 @@ def write(folder: Path, values: dict[str, np.ndarray], config: dict[str, Any] = 
     return folder
 
 
+def opened(folder: Path) -> Mapping[str, LazyTensor]:
+    """As a config without a quantisation reads them."""
+    return table_tensors(open_checkpoint(folder), object(), SPECS)
+
+
 def test_a_weight_is_its_float8_times_its_blocks_scale(tmp_path: Path) -> None:
     values = stored()
-    params = load_params(SPECS, open_checkpoint(write(tmp_path, values)).tensors, jnp.float32)
+    params = load_params(SPECS, opened(write(tmp_path, values)), jnp.float32)
     for key in ("a", "b"):
         weight, scales = (
             values[f"{key}.weight"].astype(np.float32),
@@ -73,7 +81,8 @@ def test_a_weight_is_its_float8_times_its_blocks_scale(tmp_path: Path) -> None:
 
 
 def test_a_shape_is_the_matrixs_and_scales_are_no_tensors_of_their_own(tmp_path: Path) -> None:
-    assert open_checkpoint(write(tmp_path, stored())).shapes == {**SHAPES, "norm.weight": (5,)}
+    tensors = opened(write(tmp_path, stored()))
+    assert {n: t.shape for n, t in tensors.items()} == {**SHAPES, "norm.weight": (5,)}
 
 
 def _without(name: str) -> Any:
@@ -108,11 +117,11 @@ WRONG: dict[str, Any] = {
 def test_what_does_not_fit_is_an_error(message: str, tmp_path: Path) -> None:
     values, config = WRONG[message](stored(), CONFIG)
     with pytest.raises(ConfigError, match=message):
-        open_checkpoint(write(tmp_path, values, config))
+        opened(write(tmp_path, values, config))
 
 
 def test_without_the_config_the_scales_are_unexpected(tmp_path: Path) -> None:
-    tensors = open_checkpoint(write(tmp_path, stored(), {})).tensors
+    tensors = opened(write(tmp_path, stored(), {}))
     with pytest.raises(
         ConfigError, match=r"2 unexpected: a\.weight_scale_inv, b\.weight_scale_inv"
     ):

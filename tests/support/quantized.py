@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -105,7 +105,7 @@ def rewritten(
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     """All tensors as they are stored; safetensors' own reader for numpy knows no float8."""
-    opened = open_checkpoint(folder, as_stored=True)
+    opened = open_checkpoint(folder)
     return {name: tensor.read() for name, tensor in opened.tensors.items()}
 
 
@@ -358,3 +358,56 @@ def dequantised_int4(source: Path, folder: Path, *, sym: bool = False) -> Path:
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+# --- heads
+
+STATIC_FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+FP8_HEAD: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head", "fc"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+
+
+def eagle_head(folder: Path, form: Literal["plain", "fp8", "static"]) -> Path:
+    """A random EAGLE-1 head for the narrow target: plain, fp8 by channels, or static fp8."""
+    config: dict[str, Any] = {k: v for k, v in NARROW.items() if k != "dtype"} | {"bias": False}
+    config |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    source = plain_checkpoint(folder / "source", NARROW, seed=5)
+    tensors = {
+        name.removeprefix("model."): array
+        for name, array in tensors_of(source).items()
+        if "layers.0." in name and not name.endswith("input_layernorm.weight")
+    }
+    tensors["fc.weight"] = np.random.default_rng(6).normal(size=(128, 256)).astype(np.float32) / 16
+    if form == "static":
+        config["quantization_config"] = STATIC_FP8 | {"modules_to_not_convert": ["fc"]}
+    elif form == "fp8":
+        config["quantization_config"] = FP8_HEAD
+    for projection in PROJECTIONS if form != "plain" else ():
+        name = f"layers.0.{projection}.weight"
+        if form == "static":
+            made = static_fp8(projection, tensors[name], shape=(), inputs=INPUT_SCALES)
+            tensors |= {f"layers.0.{projection}.{part}": array for part, array in made.items()}
+            continue
+        scale = np.abs(tensors[name]).max(axis=1, keepdims=True) / np.float32(448)
+        tensors[name] = (tensors[name] / scale).astype(FP8)
+        tensors[f"{name}_scale"] = scale
+    out = folder / "head"
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    return out
