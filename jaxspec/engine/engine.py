@@ -6,6 +6,7 @@ The only place with a Python loop over rounds, and the only one that waits for t
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections import deque
@@ -44,7 +45,8 @@ from jaxspec.sampling.rows import features_of
 
 logger = logging.getLogger(__name__)
 
-# A wait for a result that is so long may be that of one device for another one.
+# A device without an answer waits TIMEOUT_SECONDS (pallas_kernels.peers.mailbox), then it goes on
+# with meaningless results. A shorter time since a good result holds no such wait.
 SUSPICIOUS_SECONDS = 5.0
 
 
@@ -89,7 +91,7 @@ class InFlight:
     rows: list[tuple[Request, int]]
     is_round: bool
     num_drafts: int = 0
-    launched: float = field(default_factory=time.perf_counter)
+    launched: float = field(default_factory=lambda: time.perf_counter())
     prompts: list[tuple[Chunk, range]] = field(default_factory=list)
 
 
@@ -127,6 +129,7 @@ class Engine:
         self._features = GREEDY
         self._features_at = -1  # Scheduler.changes when _features was found
         self._logits_seen = False  # whether a prefill's logits were finite
+        self._answered_at = -math.inf  # by this time.perf_counter(), all devices had answers
         self._stepping = False
         self._live: dict[Request, None] = {}  # requests that have not ended, by arrival
         self.failed = False  # a step or a command, since the last restart (advance)
@@ -596,9 +599,7 @@ class Engine:
         result = self._in_flight.popleft()
         verification = jax.tree.map(np.asarray, result.verification)
         now = time.perf_counter()
-        # Counted from the launch: while other engines step, the wait is not here.
-        if now - result.launched > SUSPICIOUS_SECONDS:
-            self.runner.check_devices()
+        self._check_devices(result, now)
         if result.is_round:
             self.stats.timings.decode_seconds += now - self.stats.clock
         else:
@@ -616,6 +617,19 @@ class Engine:
             self._hand_out(result, part, now)
         if result.is_round and self.on_rounds is not None:
             self.on_rounds(verification, result.rows)
+
+    def _check_devices(self, result: InFlight, now: float) -> None:
+        """Raise JaxRuntimeError if the result may have no meaning, for want of a device's answer.
+
+        Devices run programs in the order of their launches. A program that failed after the last
+        known good one took its long wait since that one's launch. This holds too if its result is
+        never read (Ctrl-C), and if another engine on the devices launched it.
+        """
+        if now - self._answered_at > SUSPICIOUS_SECONDS:
+            self.runner.check_devices()
+            self._answered_at = now
+        else:
+            self._answered_at = max(self._answered_at, result.launched)
 
     def _hand_out(self, result: InFlight, verification: Verification, now: float) -> None:
         """Give each request the tokens of one round, or of a prefill.

@@ -3,8 +3,11 @@ ends all that run, and the engine goes on."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -227,6 +230,69 @@ def test_a_silent_device_is_named_in_each_call_and_the_llm_goes_on(
         assert [o.token_ids for o in llm.generate(OTHERS, GREEDY)] == alone and all_free(llm)
         llm.engine.reset()
     assert [o.token_ids for o in llm.generate(OTHERS, GREEDY)] == alone and all_free(llm)
+
+
+class Silence:
+    """An error word of the devices that a check has not read yet, and the host's clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.errors: list[str] = []
+        self.slept, self.checks = 0.0, 0
+        clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + self.slept)
+        monkeypatch.setattr(engine_module, "time", clock)
+        monkeypatch.setattr(runner_module.mailboxes, "num_failures", lambda _: 0)
+        monkeypatch.setattr(runner_module.mailboxes, "silent_rank", self.read)
+
+    def read(self, cfg: Any, seen: int) -> str | None:
+        self.checks += 1
+        return self.errors.pop() if self.errors else None
+
+
+def test_no_token_follows_a_failed_program_whose_result_was_dropped(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the wait for it; every later program returns at once, with meaningless tokens."""
+    alone = [o.token_ids for o in llm.generate(OTHERS, GREEDY)]
+    with monkeypatch.context() as patch:
+        silence, usual = Silence(patch), engine_module.Engine._read
+
+        def interrupted(self: Any) -> None:
+            silence.slept = 12.0
+            silence.errors.append("expected device 1 to answer 0")
+            patch.setattr(engine_module.Engine, "_read", usual)
+            raise KeyboardInterrupt
+
+        patch.setattr(engine_module.Engine, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(OTHERS, GREEDY)
+        with pytest.raises(EngineError, match="expected device 1 to answer 0"):
+            llm.generate(OTHERS, GREEDY)
+        assert [o.token_ids for o in llm.generate(OTHERS, GREEDY)] == alone and all_free(llm)
+        llm.engine.reset()
+    llm.engine._answered_at = -math.inf  # by the real clock
+
+
+def test_no_token_follows_a_failed_program_of_another_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that has read nothing looks before its first token, and not again at once."""
+    silence = Silence(monkeypatch)
+    llm.engine.reset()
+    engine = engine_module.Engine(llm.engine.runner)
+    for errors in (["expected device 1 to answer 0"], []):
+        silence.errors += errors
+        silence.checks = 0
+        requests = llm.make_requests(OTHERS, GREEDY)
+        for request in requests:
+            engine.add(request)
+        while engine.has_requests:
+            engine.advance(deque())
+        ended = [str(r.error) for r in requests if r.error is not None]
+        assert len(ended) == (len(requests) if errors else 0)
+        assert all("expected device 1 to answer 0" in error for error in ended)
+        assert all(bool(r.token_ids) != bool(errors) for r in requests)
+        assert silence.checks == 1
+    engine.reset()
 
 
 def test_a_fault_of_no_single_request_ends_all_that_run(
