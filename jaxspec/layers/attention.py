@@ -160,6 +160,7 @@ def write_keys(
     batch, rows = kv.shape[:2]
     cos, sin = (table.reshape(batch * rows, -1) for table in pass_.rope)
     k_norm = params["k_norm"] if cfg.qk_norm else None
+    k_scale, v_scale = _cache_scales(params, cache)
     projected = rope_op.Inputs(
         qkv=kv.reshape(batch * rows, -1),
         cos=cos,
@@ -169,11 +170,20 @@ def write_keys(
         v_cache=cache.v,
         q_norm=k_norm,  # of no query
         k_norm=k_norm,
+        k_scale=k_scale,
+        v_scale=v_scale,
         num_heads=0,
         eps=cfg.rms_norm_eps,
     )
     _, k, v = rope_op.rope_and_write(projected, implementation=pass_.ops.rope_cache)
     return FullCache(k, v)
+
+
+def _cache_scales(params: Params, cache: FullCache) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return a checkpoint's scales of keys and values; None for a cache that is not in fp8."""
+    is_fp8 = cache.k.dtype.itemsize == 1
+    k_scale, v_scale = (params.get(name) if is_fp8 else None for name in KV_SCALES)
+    return k_scale, v_scale
 
 
 def attend_qkv(
@@ -203,9 +213,7 @@ def attend_qkv(
     packed = query_scale is None and attention_op.packs(
         ops.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
     )
-    # Scales of a checkpoint are those of keys and values in fp8.
-    is_fp8 = cache.k.dtype.itemsize == 1
-    k_scale, v_scale = (params.get(name) if is_fp8 else None for name in KV_SCALES)
+    k_scale, v_scale = _cache_scales(params, cache)
     projected = rope_op.Inputs(
         qkv=qkv.reshape(batch * rows, -1),
         cos=cos,
