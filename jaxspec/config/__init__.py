@@ -39,7 +39,12 @@ from jaxspec.config.reading import (
 )
 from jaxspec.config.rope import RopeConfig, rope_frequencies
 from jaxspec.config.round import RoundConfig, SamplingFeatures
-from jaxspec.config.speculative import DraftSampling, RejectionRule, SpeculativeConfig
+from jaxspec.config.speculative import (
+    DraftSampling,
+    RejectionRule,
+    SpeculativeConfig,
+    check_options,
+)
 
 __all__ = [
     "REFERENCE_OPS",
@@ -63,6 +68,7 @@ __all__ = [
     "TargetConfig",
     "TokenHistoryConfig",
     "as_python",
+    "check_options",
     "is_int",
     "is_number",
     "read_bool",

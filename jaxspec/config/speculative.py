@@ -19,6 +19,28 @@ _RULE_ALIASES = {"standard": "probabilistic"}  # vLLM's later name
 _DRAFT_ALIASES = {"gumbel": "probabilistic"}
 # vLLM names the module of multi-token prediction after its model too: deepseek_mtp, mimo_mtp.
 _MTP_SUFFIX = "_mtp"
+# The options that some methods alone read, by method.
+_HEAD = ("draft_quantize", "draft_tensor_parallel_size")
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "eagle": _HEAD,
+    "eagle3": (
+        *_HEAD,
+        "eagle_aux_hidden_state_layer_ids",
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+    ),
+    "dflash": ("draft_tensor_parallel_size",),
+    "dspark": ("draft_tensor_parallel_size", "draft_confidence_threshold"),
+    "mtp": (*_HEAD, "mtp_zero_first_embedding"),
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": (
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
+}
 _NGRAM_MODELS = ("ngram", "[ngram]")  # models of vLLM's that mean the method
 
 
@@ -259,3 +281,20 @@ class SpeculativeConfig:
         """Read the JSON of vLLM's --speculative-config; ConfigError for an unknown key."""
         known = sorted(f.name for f in fields(cls))
         return cls(**own_keys("speculative config", values, known, SPECULATIVE))
+
+
+def check_options(speculative: SpeculativeConfig, method: str) -> None:
+    """Raise ConfigError for an option that this method ignores, unless its value changes nothing.
+
+    method: the draft's, also where the config leaves it to the head
+    """
+    harmless = {f.name: {f.default} for f in fields(SpeculativeConfig)}
+    harmless["draft_tensor_parallel_size"].add(1)
+    for key in dict.fromkeys(key for keys in OPTIONS.values() for key in keys):
+        if key in OPTIONS[method] or getattr(speculative, key) in harmless[key]:
+            continue
+        if key == "draft_confidence_threshold":
+            owners = "a draft that has a confidence head"
+        else:
+            owners = "method " + " or ".join(repr(m) for m, keys in OPTIONS.items() if key in keys)
+        raise ConfigError(f"{key}: expected it only with {owners}, got it with {method!r}")

@@ -11,7 +11,7 @@ from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification, verify
-from jaxspec.drafts.drafter import Observation, Proposal, empty_proposal
+from jaxspec.drafts.drafter import Observation, Proposal, no_drafts
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import observe_tokens
 
@@ -104,7 +104,7 @@ def decode_round(
     params:       {"target": ..., "draft": ...}
     block_tables: as prefill takes them
     """
-    proposal = empty_proposal(state.active.shape[0])
+    proposal = no_drafts(state.active.shape[0])
     if cfg.draft is not None:
         context = draft_context(cfg, state, block_tables)
         drafter = drafts.drafter(cfg.draft)

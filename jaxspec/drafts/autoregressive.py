@@ -31,15 +31,15 @@ from jaxspec.cache.metadata import (
 )
 from jaxspec.config import RoundConfig
 from jaxspec.drafts import families
-from jaxspec.drafts.columns import empty_proposal, write_step
+from jaxspec.drafts.columns import proposal_buffers, write_step
 from jaxspec.drafts.drafter import (
     DraftContext,
     DraftPart,
     Observation,
     PromptChunk,
     Proposal,
+    no_drafts,
 )
-from jaxspec.drafts.drafter import empty_proposal as no_drafts
 from jaxspec.drafts.family import LayeredConfig, hidden_width
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
@@ -185,7 +185,7 @@ def first_step(
         inputs,
         0,
         logits,
-        buffers or empty_proposal(cfg, inputs.pending_tokens.shape[0]),
+        buffers or proposal_buffers(cfg, inputs.pending_tokens.shape[0]),
     )
     return DraftCarry(proposal, token, feedback, caches)
 

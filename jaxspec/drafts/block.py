@@ -38,15 +38,15 @@ from jaxspec.cache.metadata import (
 )
 from jaxspec.config import Ops, RoundConfig
 from jaxspec.drafts import families
-from jaxspec.drafts.columns import empty_proposal, write_step
+from jaxspec.drafts.columns import proposal_buffers, write_step
 from jaxspec.drafts.drafter import (
     DraftContext,
     DraftPart,
     Observation,
     PromptChunk,
     Proposal,
+    no_drafts,
 )
-from jaxspec.drafts.drafter import empty_proposal as no_drafts
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.models import TargetOutput
@@ -122,7 +122,7 @@ def draw_block(
     draft, K = families.block(cfg.draft), cfg.num_speculative_tokens
     family, batch = families.block_family(draft), hidden.shape[0]
     base = family.logits(params, draft, hidden, cfg.draft_ops)
-    buffers = buffers or empty_proposal(cfg, batch)
+    buffers = buffers or proposal_buffers(cfg, batch)
     has_threshold = draft.confidence_threshold > 0
     # Logits that no step corrects are the proposal's as they stand.
     whole = not draft.corrects_logits and cfg.keeps_draft_logits

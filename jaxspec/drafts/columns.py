@@ -93,7 +93,7 @@ def write_step(
     return Proposal(tokens, draft_logits), token
 
 
-def empty_proposal(cfg: RoundConfig, batch: int) -> Proposal:
+def proposal_buffers(cfg: RoundConfig, batch: int) -> Proposal:
     """Return the preallocated buffers; every column is written by its own step."""
     K, logits = cfg.num_speculative_tokens, None
     if cfg.keeps_draft_logits:

@@ -26,6 +26,7 @@ from jaxspec.config import (
     ConfigError,
     Ops,
     SpeculativeConfig,
+    check_options,
     is_int,
     read_bool,
     read_int,
@@ -40,9 +41,13 @@ from jaxspec.drafts.family import (
     head_logits,
     is_no_weight,
     keep_aux,
-    refuse_eagle3_switches,
 )
-from jaxspec.drafts.head_layout import is_speculators, layer_config, without_prefix
+from jaxspec.drafts.head_layout import (
+    is_speculators,
+    layer_config,
+    with_nested,
+    without_prefix,
+)
 from jaxspec.layers.attention import attention_specs, write_keys
 from jaxspec.layers.context import Pass
 from jaxspec.layers.decoder_layer import dense_layer
@@ -322,13 +327,13 @@ def read_fields(
     method: str,
 ) -> dict[str, Any]:
     """Return the fields of a DFlashConfig but for sample_from_anchor."""
-    refuse_eagle3_switches(overrides, method)
+    check_options(overrides, method)
     if isinstance(target, DeepseekV4Config):
         raise ConfigError(
             f"method {method!r}: expected a target with one residual stream, got deepseek_v4"
         )
-    layer, nested = layer_config(config), read_object(config, "dflash_config")
-    both = {**config, **{k: v for k, v in nested.items() if v is not None}}
+    layer, both = layer_config(config), with_nested(config, "dflash_config")
+    refuse_quantised(config, method)
     for key, ours in (
         ("input_embedding_scale", 1.0),
         ("output_multiplier", 1.0),
@@ -371,8 +376,8 @@ def read_fields(
         "hidden_size": hidden,
         "intermediate_size": read_int(layer, "intermediate_size"),
         # Every layout's layers are Qwen3's, whatever model_type the config has of its target.
-        "attention": replace(draft_attention(layer, shapes), qk_norm=True),
-        "rms_norm_eps": draft_eps(layer),
+        "attention": replace(draft_attention(layer, shapes, by_doctor=False), qk_norm=True),
+        "rms_norm_eps": draft_eps(layer, by_doctor=False),
         "vocab_size": target.vocab_size,
         "draft_vocab_size": draft_vocab,
         "aux_layers": aux_layers(config, both, target.num_layers),
@@ -387,6 +392,16 @@ def read_fields(
     }
 
 
+def refuse_quantised(config: Mapping[str, Any], method: str) -> None:
+    """Raise ConfigError for a head whose files say that its weights are quantised."""
+    for part in (config, layer_config(config)):
+        if found := read_object(part, "quantization_config"):
+            raise ConfigError(
+                f"quantization_config: expected none in a {method} head, whose weights are read "
+                f"plain only, got quant_method {shown(found.get('quant_method'))}"
+            )
+
+
 def anchor_drafts(
     config: Mapping[str, Any],
     overrides: SpeculativeConfig,
@@ -395,7 +410,7 @@ def anchor_drafts(
     default: bool,
 ) -> bool:
     """Return sample_from_anchor; ConfigError if a block cannot hold the caller's K drafts."""
-    found = read_bool(config, "sample_from_anchor", default)
+    found = read_bool(with_nested(config, "dflash_config"), "sample_from_anchor", default)
     size, K = fields["draft_block_size"], overrides.num_speculative_tokens
     most = size if found else size - 1
     if most < K:
@@ -407,17 +422,32 @@ def anchor_drafts(
 
 
 def layer_windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, None for full attention."""
+    """Return the sliding window of each layer, None for full attention.
+
+    ConfigError where layer_types and use_sliding_window differ on whether there is one.
+    """
     num_layers = read_int(layer, "num_hidden_layers")
-    kinds = layer.get("layer_types") or ["full_attention"] * num_layers
-    known = {"full_attention", "sliding_attention"}
-    if len(kinds) != num_layers or not set(kinds) <= known:
+    kinds, known = layer.get("layer_types"), ("full_attention", "sliding_attention")
+    declared = layer.get("sliding_window") is not None
+    if kinds is None and declared and read_bool(layer, "use_sliding_window", False):
+        raise ConfigError(
+            f"layer_types: expected the kind of each of {num_layers} layers beside "
+            "use_sliding_window, in the draft's config, got none"
+        )
+    kinds = ["full_attention"] * num_layers if kinds is None else kinds
+    is_list = isinstance(kinds, list | tuple)
+    if not is_list or len(kinds) != num_layers or not all(kind in known for kind in kinds):
         raise ConfigError(
             f"layer_types: expected full_attention or sliding_attention for each of {num_layers} "
             f"layers of the draft, got {shown(kinds)}"
         )
     if "sliding_attention" not in kinds:
         return (None,) * num_layers
+    if not read_bool(layer, "use_sliding_window", True):
+        raise ConfigError(
+            "use_sliding_window: expected true beside layer_types with sliding_attention, in the "
+            "draft's config, got false"
+        )
     window = read_int(layer, "sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 

@@ -214,6 +214,6 @@ class ModelFreeDrafter(Drafter, Protocol):
         ...
 
 
-def empty_proposal(batch: int) -> Proposal:
+def no_drafts(batch: int) -> Proposal:
     """Return a proposal without drafts: K = 0."""
     return Proposal(jnp.zeros((batch, 0), jnp.int32), None)

@@ -21,13 +21,12 @@ from jaxspec.config import (
     SpeculativeConfig,
     read_bool,
     read_int,
-    read_object,
 )
 from jaxspec.config.reading import shown
 from jaxspec.drafts import dflash
 from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.family import Shapes
-from jaxspec.drafts.head_layout import is_speculators, warn_of_guess
+from jaxspec.drafts.head_layout import architectures, is_speculators, warn_of_guess, with_nested
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
 from jaxspec.layers.products import linear, vocab_logits
 from jaxspec.models import TargetConfig
@@ -144,9 +143,10 @@ def config_from_checkpoint(
 ) -> DSparkConfig:
     """Read the config from config.json and the tensors' shapes (canonical names) of any layout."""
     fields = dflash.read_fields(config, shapes, target, overrides, "dspark")
-    both = {**config, **read_object(config, "dflash_config")}
-    if not is_speculators(config) and "DSpark" not in str(config.get("architectures")):
-        warn_of_guess("sample_from_anchor", "true, as DeepSpec's heads have it")
+    both = with_nested(config, "dflash_config")
+    is_known = is_speculators(config) or "dspark" in architectures(config)
+    if both.get("sample_from_anchor") is None and not is_known:
+        warn_of_guess("sample_from_anchor", "true, as DeepSpec's heads have it", by_doctor=False)
     rank = read_int(both, "markov_rank", 0, least=0)
     if rank == 0 and "markov_head.markov_w1.weight" in shapes:
         raise ConfigError("markov_rank: expected W1's width in a head with markov_w1, got none")

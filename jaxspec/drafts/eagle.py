@@ -20,6 +20,7 @@ from jaxspec.config import (
     CacheGroup,
     ConfigError,
     SpeculativeConfig,
+    check_options,
     read_bool,
     read_int,
     refuse_unless,
@@ -35,7 +36,6 @@ from jaxspec.drafts.family import (
     is_no_weight,
     keep_features,
     keep_hidden,
-    refuse_eagle3_switches,
 )
 from jaxspec.drafts.head_layout import is_speculators, layer_config, without_prefix
 from jaxspec.layers.attention import attention_specs
@@ -186,7 +186,7 @@ def config_from_checkpoint(
                 f"fc.bias: expected what the draft's config says ({key} {config[key]}), got {got} "
                 "in the file"
             )
-    refuse_eagle3_switches(overrides, "eagle")
+    check_options(overrides, "eagle")
     layer = layer_config(config)
     for key, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if layer.get(key) != ours:

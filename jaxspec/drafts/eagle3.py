@@ -22,6 +22,7 @@ from jaxspec.config import (
     ConfigError,
     Ops,
     SpeculativeConfig,
+    check_options,
     is_int,
     read_int,
     read_object,
@@ -291,6 +292,7 @@ def config_from_checkpoint(
     target's. speculators: the layer is under transformer_layer_config. A WARNING says what was
     guessed. The strict loading that follows refuses tensors that contradict the result.
     """
+    check_options(overrides, "eagle3")
     if isinstance(target, DeepseekV4Config):
         raise ConfigError(
             "method 'eagle3': expected a target with one residual stream, got model_type "

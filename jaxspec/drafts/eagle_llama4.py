@@ -18,6 +18,7 @@ from jaxspec.config import (
     CacheGroup,
     ConfigError,
     SpeculativeConfig,
+    check_options,
 )
 from jaxspec.drafts.family import (
     DraftOutput,
@@ -27,7 +28,6 @@ from jaxspec.drafts.family import (
     is_no_weight,
     keep_features,
     keep_hidden,
-    refuse_eagle3_switches,
     same_name,
 )
 from jaxspec.layers.context import Pass
@@ -111,7 +111,7 @@ def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> EagleLlama4Config:
     """Read the config from config.json, a Llama 4 text config of one layer."""
-    refuse_eagle3_switches(overrides, "eagle")
+    check_options(overrides, "eagle")
     layer = llama4_text.config_from_hf(config)
     if layer.num_layers != 1:
         raise ConfigError(

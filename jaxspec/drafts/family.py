@@ -294,7 +294,9 @@ class ShapedLikeTarget:
         return (0,)
 
 
-def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig:
+def draft_attention(
+    layer: Mapping[str, Any], shapes: Shapes, *, by_doctor: bool = True
+) -> AttentionConfig:
     """Return the attention config of the draft's layer.
 
     A head_dim that the config lacks comes from q_proj's rows, since hidden / heads does not hold
@@ -316,7 +318,7 @@ def draft_attention(layer: Mapping[str, Any], shapes: Shapes) -> AttentionConfig
                 f"got {shape[0]} rows"
             )
     if _rope_theta(layer) is None:
-        warn_of_guess("rope_theta", "10000, Hugging Face's default")
+        warn_of_guess("rope_theta", "10000, Hugging Face's default", by_doctor=by_doctor)
     bias = bool(layer.get("attention_bias", False))
     return AttentionConfig(
         num_heads=num_heads,
@@ -334,21 +336,6 @@ def _rope_theta(layer: Mapping[str, Any]) -> object:
     """Return the rotation's base as the config has it, in any of its places; None if in none."""
     places = (read_object(layer, "rope_parameters"), read_object(layer, "rope_scaling"), layer)
     return next((p["rope_theta"] for p in places if p.get("rope_theta") is not None), None)
-
-
-def refuse_eagle3_switches(overrides: SpeculativeConfig, method: str) -> None:
-    """Raise ConfigError for a switch of the speculative config that this method lacks."""
-    for name in (
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "eagle_aux_hidden_state_layer_ids",
-    ):
-        if getattr(overrides, name) is not None:
-            raise ConfigError(
-                f"{name}: expected it only with method 'eagle3', got it with {method!r}"
-            )
 
 
 def draft_window(layer: Mapping[str, Any]) -> int | None:
@@ -369,10 +356,10 @@ def draft_window(layer: Mapping[str, Any]) -> int | None:
     return read_int(layer, "sliding_window")
 
 
-def draft_eps(layer: Mapping[str, Any]) -> float:
+def draft_eps(layer: Mapping[str, Any], *, by_doctor: bool = True) -> float:
     """Return the epsilon of the draft's norms; a WARNING says if it is the default."""
     if layer.get("rms_norm_eps") is None:
-        warn_of_guess("rms_norm_eps", "1e-06")
+        warn_of_guess("rms_norm_eps", "1e-06", by_doctor=by_doctor)
     return read_number(layer, "rms_norm_eps", 1e-6)
 
 

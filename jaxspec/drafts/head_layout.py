@@ -26,13 +26,14 @@ BLOCK_TENSOR = "hidden_norm.weight"
 DSPARK_TENSOR = "markov_head.markov_w1.weight"
 
 
-def warn_of_guess(key: str, guess: str) -> None:
-    """Log a WARNING: the head's config lacks a key, and the value that stands in is a guess."""
+def warn_of_guess(key: str, guess: str, *, by_doctor: bool = True) -> None:
+    """Log a WARNING: the head's config lacks a key, and the value that stands in is a guess.
+
+    by_doctor: whether `jaxspec doctor` reads heads of this method, which are EAGLE's
+    """
+    advice = "; if acceptance is low, compare the alternatives with `jaxspec doctor`"
     logger.warning(
-        "%s: not in the head's config, taken as %s; if acceptance is low, compare the alternatives "
-        "with `jaxspec doctor`",
-        key,
-        guess,
+        "%s: not in the head's config, taken as %s%s", key, guess, advice if by_doctor else ""
     )
 
 
@@ -58,6 +59,12 @@ def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def with_nested(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the config with the keys of its object `key` over its own; null counts as absent."""
+    nested = read_object(config, key)
+    return {**config, **{name: value for name, value in nested.items() if value is not None}}
+
+
 def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
     """Return one of HEAD_METHODS, by what speculators wrote, else the tensors, else the config.
 
@@ -75,7 +82,7 @@ def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
         return spoken
     tensors = {without_prefix(name) for name in names}
     if BLOCK_TENSOR in tensors or (not tensors and drafts_blocks(config)):
-        is_dspark = DSPARK_TENSOR in tensors or "dspark" in _architectures(config)
+        is_dspark = DSPARK_TENSOR in tensors or "dspark" in architectures(config)
         return "dspark" if is_dspark else "dflash"
     if tensors:
         if tensors.intersection(EAGLE3_TENSORS):
@@ -87,7 +94,7 @@ def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
             f"{EAGLE3_TENSORS[0]} (EAGLE-3) or {BLOCK_TENSOR} (DFlash, DSpark) among its tensors, "
             f"got {', '.join(sorted(names)[:3])} and others"
         )
-    is_eagle3 = "eagle3" in _architectures(config) or any(
+    is_eagle3 = "eagle3" in architectures(config) or any(
         config.get(key) is not None
         for key in ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
     )
@@ -96,11 +103,12 @@ def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
 
 def drafts_blocks(config: Mapping[str, Any]) -> bool:
     """Return whether a flat config is that of a DFlash or DSpark head."""
-    named = _architectures(config)
+    named = architectures(config)
     return "dflash_config" in config or "dflash" in named or "dspark" in named
 
 
-def _architectures(config: Mapping[str, Any]) -> str:
+def architectures(config: Mapping[str, Any]) -> str:
+    """Return the architectures that a config names, in lower case."""
     return str(config.get("architectures")).lower()
 
 

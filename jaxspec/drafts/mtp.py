@@ -21,6 +21,7 @@ from jaxspec.config import (
     CacheGroup,
     ConfigError,
     SpeculativeConfig,
+    check_options,
 )
 from jaxspec.drafts.family import (
     DraftOutput,
@@ -29,7 +30,6 @@ from jaxspec.drafts.family import (
     head_logits,
     keep_features,
     keep_hidden,
-    refuse_eagle3_switches,
     same_name,
 )
 from jaxspec.layers.context import Pass
@@ -189,7 +189,7 @@ def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> MtpConfig:
     """Read the config from the target's own config.json."""
-    refuse_eagle3_switches(overrides, "mtp")
+    check_options(overrides, "mtp")
     if target.model_type not in LAYOUTS:
         raise ConfigError(
             f"method 'mtp': expected a target of model_type {', '.join(LAYOUTS)}, got "

@@ -22,6 +22,7 @@ from jaxspec.config import (
     CompressedAttentionConfig,
     ConfigError,
     SpeculativeConfig,
+    check_options,
 )
 from jaxspec.drafts.family import (
     DraftOutput,
@@ -30,7 +31,6 @@ from jaxspec.drafts.family import (
     head_logits,
     keep_aux,
     keep_features,
-    refuse_eagle3_switches,
     same_name,
 )
 from jaxspec.layers.context import Pass
@@ -150,7 +150,7 @@ def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> DeepseekV4MtpConfig:
     """Read the config from the target's own config.json."""
-    refuse_eagle3_switches(overrides, "mtp")
+    check_options(overrides, "mtp")
     if not isinstance(target, DeepseekV4Config):
         raise ConfigError(
             "method 'mtp': expected the target's own checkpoint (model_type "

@@ -27,6 +27,7 @@ from jaxspec.config import (
     RoundConfig,
     SpeculativeConfig,
     TokenHistoryConfig,
+    check_options,
 )
 from jaxspec.drafts.drafter import (
     DraftContext,
@@ -34,7 +35,7 @@ from jaxspec.drafts.drafter import (
     Observation,
     PromptChunk,
     Proposal,
-    empty_proposal,
+    no_drafts,
 )
 from jaxspec.layers.params import Params
 from jaxspec.models import TargetConfig, TargetOutput
@@ -134,15 +135,11 @@ def at(text: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.take_along_axis(text, jnp.clip(position, 0, text.shape[1] - 1), axis=1)
 
 
-def refuse_model(speculative: SpeculativeConfig, method: str) -> None:
-    """Raise ConfigError for what only a draft model has."""
+def refuse_others_options(speculative: SpeculativeConfig, method: str) -> None:
+    """Raise ConfigError for a draft model, and for options of other methods."""
     if speculative.model is not None:
         raise ConfigError(f"model: expected none with method {method!r}, got {speculative.model!r}")
-    if speculative.draft_confidence_threshold is not None:
-        raise ConfigError(
-            "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
-            f"got it with method {method!r}"
-        )
+    check_options(speculative, method)
 
 
 def look_up_step(
@@ -163,8 +160,8 @@ class NgramDrafter:
         return True
 
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> NgramConfig:
-        """Read the lengths from the speculative config; ConfigError if it names a draft model."""
-        refuse_model(speculative, "ngram")
+        """Read the lengths from the speculative config; ConfigError for what it does not read."""
+        refuse_others_options(speculative, "ngram")
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         return NgramConfig(target.vocab_size, longest, shortest)
 
@@ -204,7 +201,7 @@ class NgramDrafter:
             cfg, state, context.block_tables, context.next_token[:, None], context.seq_lens, is_live
         )
         if K == 0:
-            return empty_proposal(batch), state
+            return no_drafts(batch), state
         text = state.caches[0].tokens[context.block_tables[0]].reshape(batch, -1)
         return Proposal(self.continue_text(cfg, text, context.seq_lens + is_live), None), state
 

@@ -24,7 +24,7 @@ from jaxspec.drafts.ngram import (
     NgramState,
     at,
     match_lengths,
-    refuse_model,
+    refuse_others_options,
 )
 from jaxspec.layers.params import Params
 from jaxspec.models import TargetConfig
@@ -88,8 +88,8 @@ class SuffixDrafter(NgramDrafter):
     """The drafter of method "suffix"; its state is the text, as prompt lookup's is."""
 
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> SuffixConfig:
-        """Read the limits from the speculative config; ConfigError if it names a draft model."""
-        refuse_model(speculative, "suffix")
+        """Read the limits from the speculative config; ConfigError for what it does not read."""
+        refuse_others_options(speculative, "suffix")
         return SuffixConfig(
             target.vocab_size,
             lookup_max=speculative.suffix_decoding_max_tree_depth,

@@ -359,7 +359,7 @@ def test_noise_shared_between_draft_and_recovered_token_biases_the_output(
 def forget_later_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft logits of steps 1 and on are never written: the buffer stays zero, or holds what an
     earlier round left."""
-    write_step, empty = propose_module.write_step, propose_module.empty_proposal
+    write_step, empty = propose_module.write_step, propose_module.proposal_buffers
 
     def write_first_only(
         cfg: Any, params: Any, inputs: Any, step: Any, logits: Any, proposal: Proposal
@@ -376,7 +376,7 @@ def forget_later_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(propose_module, "write_step", write_first_only)
     if kind == "stale":
-        monkeypatch.setattr(propose_module, "empty_proposal", left_over)
+        monkeypatch.setattr(propose_module, "proposal_buffers", left_over)
 
 
 @cache

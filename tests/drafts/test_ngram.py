@@ -460,6 +460,13 @@ def test_a_draft_model_is_refused() -> None:
     assert str(error.value) == "model: expected none with method 'ngram', got 'a-head'"
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_an_option_that_is_not_read_is_refused(method: str) -> None:
+    speculative = SpeculativeConfig(method=method, draft_quantize="fp8")
+    with pytest.raises(ConfigError, match=f"^draft_quantize: .* got it with '{method}'$"):
+        MODEL_FREE[method].config(MODEL.target, speculative)
+
+
 def test_no_model_is_needed() -> None:
     speculative = check_speculative({"method": "ngram", "prompt_lookup_max": 4})
     assert speculative is not None
