@@ -310,10 +310,10 @@ SETTINGS: dict[str, Any] = {
     "compilation: expected one of round, step, eager, got 'fast'": lambda: EngineConfig(
         compilation="fast"
     ),  # type: ignore[arg-type]
-    "kv_cache_dtype: expected one of auto, bfloat16, float32, got 'int8'": lambda: EngineConfig(
+    "kv_cache_dtype: expected one of auto, bfloat16, float32, fp8, got 'int8'": lambda: EngineConfig(
         kv_cache_dtype="int8"
     ),  # type: ignore[arg-type]
-    "kv_cache_dtype: expected one of auto, bfloat16, float32, got None": lambda: EngineConfig(
+    "kv_cache_dtype: expected one of auto, bfloat16, float32, fp8, got None": lambda: EngineConfig(
         kv_cache_dtype=None
     ),  # type: ignore[arg-type]
     "max_num_seqs: expected an integer of at least 1, got 0": lambda: EngineConfig(max_num_seqs=0),
