@@ -30,6 +30,7 @@ from jaxspec.parallel.layout import Placement
 from jaxspec.parallel.mesh import MODEL
 from jaxspec.tools.benchmark.workload import random_params
 from pallas_kernels.fp8_matmul import Fp8Weight
+from pallas_kernels.fp8_matmul.weight import BLOCK as KERNELS_BLOCK
 from tests.support import quantized
 
 FORMS = {
@@ -317,7 +318,7 @@ def test_blocks_that_devices_would_share_are_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match="pieces of whole blocks of 128 weights .*, got 2"):
         cuts(form, 2, **dimensions)
-    assert BLOCK == 128
+    assert BLOCK == KERNELS_BLOCK == 128
 
 
 def test_config_json_alone_says_what_is_stored(source: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_fp8_compiles_to_two_kernels_without_spills(name: str) -> None:
     inputs = jax.eval_shape(lambda: make_fp8(FP8[name], 0))
     hlo, found = compiled(fp8_matmul.fp8_matmul, inputs)
     assert found == [(0, 0, 0)] * 2, f"expected two kernels without spills, got {found}"
-    assert len(re.findall(r"= \S+ custom-call\(", hlo)) == 2 or "(f8e4m3fn" in hlo, hlo
+    assert hlo.count(" custom-call(") == 2, hlo
     assert not [line for line in re.findall(OTHER_WORK, hlo) if "f8e4m3fn[" in line], hlo
 
 
