@@ -1,6 +1,6 @@
 """Compare a target in each quantised form with its plain weights: loss, greedy tokens, acceptance.
 
-python scripts/compare_quantized.py --num-prompts 8 --max-tokens 48
+python scripts/compare_quantized.py --dtype float32 --num-prompts 5 --max-tokens 48
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig
+from jaxspec.config import ConfigError
 from jaxspec.config.quantization import WHILE_LOADING
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.resolve import resolve
@@ -38,7 +39,7 @@ class Options:
     )
     group_size: int = flag(64, "Weights that share a scale, for int4.")
     num_texts: int = flag(8, "Texts whose loss is measured.", least=1)
-    num_prompts: int = flag(6, "Prompts that are answered.", least=1)
+    num_prompts: int = flag(len(DEMO), f"Prompts that are answered, at most {len(DEMO)}.", least=1)
     max_tokens: int = flag(48, "Tokens of each answer.", least=8)
 
 
@@ -73,8 +74,14 @@ def main(
     for form in options.forms:
         one_of("--forms", form, (PLAIN, *WHILE_LOADING))
     one_of("--forms (the first)", options.forms[0], (PLAIN,))
-    json_file = report.JsonFile(output_json) if output_json else None
     texts = [json.loads(line)["prompt"] for line in TEXTS.read_text().splitlines()]
+    for name, count, most in (
+        ("--num-texts", options.num_texts, len(texts)),
+        ("--num-prompts", options.num_prompts, len(DEMO)),
+    ):
+        if count > most:
+            raise ConfigError(f"{name}: expected at most the {most} that there are, got {count}")
+    json_file = report.JsonFile(output_json) if output_json else None
     found: list[Quality] = []
     answers: list[list[int]] = []
     for form, llm in engines(options, speculative, target, dtype):

@@ -87,7 +87,9 @@ def main(
     texts: TextOptions,
     speculative: Annotated[
         SpeculativeConfig,
-        flags_of(SpeculativeConfig, "method", "num_speculative_tokens", model=DRAFT),
+        flags_of(
+            SpeculativeConfig, "method", "num_speculative_tokens", "draft_quantize", model=DRAFT
+        ),
     ],
     grid: GridOptions,
     engine: Annotated[
@@ -151,6 +153,7 @@ def run(
         "settings": {
             "draft": speculative.model,
             "method": llm.speculative.method if llm.speculative else None,
+            "draft_quantize": speculative.draft_quantize,
             "max_tokens": texts.max_tokens,
             "seed": texts.seed,
             **engine,

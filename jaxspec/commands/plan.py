@@ -41,6 +41,7 @@ def main(
             SpeculativeConfig,
             "method",
             "num_speculative_tokens",
+            "draft_quantize",
             model=Flag(
                 help="The same, or a name under checkpoints/; with --method mtp the target's own.",
                 names=("--draft",),
@@ -178,7 +179,9 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
         }
     else:
         shapes = {"d2t": (), "lm_head.weight": ()}
-    return family.config_from_checkpoint(config, shapes, target, speculative)
+    cfg = family.config_from_checkpoint(config, shapes, target, speculative)
+    scale_dtype = scale_dtype_of(config)
+    return quantized(cfg, speculative.draft_quantize, scale_dtype, key="draft_quantize")
 
 
 def show_tables(plan: MemoryPlan, console: Console) -> None:

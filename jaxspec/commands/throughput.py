@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.config.quantization import Quantize, check_quantize
 from jaxspec.engine.inputs import Prompt
 from jaxspec.llm import LLM
 from jaxspec.loading import keep_compiled_programs
@@ -52,6 +53,9 @@ class PairOptions:
     draft: str | None = flag(None, "Its head: folder, name under checkpoints/ or hub id.")
     method: str = flag("eagle3", "eagle or eagle3.")
     num_speculative_tokens: int = flag(3, "K.")
+    draft_quantize: Quantize | None = flag(
+        None, "Quantise a real head's plain weights while they load: fp8, fp8-block or int4."
+    )
     acceptance_length: float = flag(2.56, "Forced with random weights; the bonus token included.")
     dtype: str = flag("auto", "bfloat16, float32, or auto: bfloat16 on a GPU.")
 
@@ -71,7 +75,11 @@ class PairOptions:
         if rule == "plain":
             return None
         return SpeculativeConfig(
-            self.head, self.method, self.num_speculative_tokens, rejection_sample_method=rule
+            self.head,
+            self.method,
+            self.num_speculative_tokens,
+            rejection_sample_method=rule,
+            draft_quantize=self.draft_quantize,
         )
 
     def load(self, rule: str, weights: Weights, engine: Mapping[str, Any]) -> LLM:
@@ -222,6 +230,9 @@ def check(pair: PairOptions, grid: GridOptions, load: LoadOptions, engine: Given
         raise ConfigError(
             "--quantize: expected a real target, got random weights, whose form is part of --model"
         )
+    check_quantize("--draft-quantize", pair.draft_quantize)
+    if pair.draft_quantize is not None and not pair.is_real:
+        raise ConfigError("--draft-quantize: expected a real head, got random weights")
     if load.dataset is not None and not pair.is_real:
         raise ConfigError(
             "--dataset: expected a real target, whose tokenizer reads it, got random weights"

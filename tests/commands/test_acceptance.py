@@ -305,6 +305,10 @@ def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch)
             ["--dataset", "x.jsonl", "--rules", "stern"],
             "--rules: expected among strict, probabilistic, block",
         ),
+        (
+            ["--dataset", "x.jsonl", "--draft-quantize", "fp4"],
+            "draft_quantize: expected None or one of fp8, fp8-block, int4, got 'fp4'",
+        ),
         (["--dataset", "nowhere.jsonl"], "--dataset nowhere.jsonl: expected"),
         (
             ["--dataset", "x.jsonl", "--num-speculative-tokens", 0],

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from jaxspec import models
 from jaxspec.commands import plan as script
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.config.quantization import Quantize
 from jaxspec.drafts import mtp
 from jaxspec.tools.cli import command
 from jaxspec.tools.known_models import known_config
@@ -117,13 +118,35 @@ def runner() -> tuple[CliRunner, object]:
 
 
 def test_a_quantised_head_is_planned(runner: tuple, tmp_path: Path) -> None:
-    """Its codes are counted, with their scales."""
     target = quantized.plain_checkpoint(tmp_path / "plain")
     head = quantized.eagle_head(tmp_path, "static")
     cli, app = runner
     flags = "--target", str(target), "--draft", str(head), "--method", "eagle", "--gpu", "1"
     done = cli.invoke(app, list(flags))
     assert done.exit_code == 0 and "fits:" in done.output, done.output
+
+
+def test_a_head_may_be_quantised_in_the_plan(tmp_path: Path) -> None:
+    target = models.config_from_hf(quantized.NARROW)
+    head = str(quantized.eagle_head(tmp_path, "plain"))
+
+    def draft(form: Quantize | None) -> Any:
+        speculative = SpeculativeConfig(head, "eagle", draft_quantize=form)
+        return script.read_draft(head, target, speculative)
+
+    sizes = []
+    forms: tuple[Quantize | None, ...] = (None, "fp8")
+    for form in forms:
+        plan = memory_plan(
+            target,
+            draft(form),
+            EngineConfig(max_model_len=256),
+            memory=1e9,
+            dtype="bfloat16",
+            num_speculative_tokens=3,
+        )
+        sizes.append(plan.draft_weights)
+    assert 0.5 * sizes[0] < sizes[1] < 0.6 * sizes[0]
 
 
 def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ def test_no_run_finds_the_prompts_of_another_in_the_prefix_cache(tmp_path):
         (("--concurrency", "0"), "--concurrency: expected integers of at least 1"),
         (("--request-rate", "nan"), "--request-rate: expected requests a second, or inf, got nan"),
         (("--request-rate", "0"), "--request-rate: expected requests a second, or inf, got 0"),
+        (("--draft-quantize", "fp8"), "--draft-quantize: expected a real head, got random weights"),
+        (("--draft-quantize", "fp4"), "--draft-quantize: expected None or one of fp8, fp8-block"),
         (("--seed", "-1"), "Invalid value for '--seed'"),
         (("--dataset", "x.jsonl"), "--dataset: expected a real target"),
         (("--target", "somewhere"), "--draft: expected a draft head for somewhere"),

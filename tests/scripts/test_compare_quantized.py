@@ -19,7 +19,18 @@ def test_each_form_has_its_figures(
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"prompt": "Hello, how are you?"}\n')
     monkeypatch.setattr(compare_quantized, "TEXTS", texts)
-    flags = "--forms", "plain,fp8", "--num-prompts", 1, "--max-tokens", 8, "--dtype", "float32"
+    flags = (
+        "--forms",
+        "plain,fp8",
+        "--num-prompts",
+        1,
+        "--num-texts",
+        1,
+        "--max-tokens",
+        8,
+        "--dtype",
+        "float32",
+    )
     file = tmp_path / "run.json"
     result = run("--target", target, "--draft", draft, *flags, "--output-json", file)
     assert result.exit_code == 0, result.output
@@ -27,6 +38,14 @@ def test_each_form_has_its_figures(
     assert (plain["agreement"], plain["same_text"], fp8["same_text"]) == (1.0, True, True)
     assert 0 < abs(plain["loss"] - fp8["loss"]) < 1
     assert 0 <= fp8["agreement"] <= 1 <= fp8["acceptance"]
+
+
+@pytest.mark.parametrize(("flag", "most"), [("--num-prompts", 5), ("--num-texts", 20)])
+def test_no_more_prompts_are_taken_than_there_are(flag: str, most: int, target: Path) -> None:
+    result = run("--target", target, flag, 1000)
+    assert result.exit_code == 2
+    expected = f"{flag}: expected at most the {most} that there are, got 1000"
+    assert result.stderr == f"error: {expected}\n"
 
 
 def test_plain_weights_come_first(target: Path) -> None:
