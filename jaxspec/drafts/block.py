@@ -160,7 +160,8 @@ def draw_step(
     row = column(hidden)
     chance, num_drafts = carry.chance, carry.num_drafts
     if chance is not None and num_drafts is not None:  # before the draft exists: see the module
-        chance = chance * family.confidence(params, draft, row, carry.token)
+        confidence = families.confident_family(draft).confidence
+        chance = chance * confidence(params, draft, row, carry.token)
         num_drafts = num_drafts + (chance >= draft.confidence_threshold).astype(jnp.int32)
     logits, head_state = family.step_logits(
         params, draft, column(base), row, carry.token, carry.head_state, cfg.draft_ops

@@ -287,11 +287,6 @@ def step_logits(
     return base, None
 
 
-def confidence(params: Params, cfg: DFlashConfig, hidden: jax.Array, token: jax.Array) -> jax.Array:
-    """Raise AssertionError: this head has no confidence, and its threshold is 0."""
-    raise AssertionError(cfg.method)
-
-
 def canonical_name(name: str) -> str:
     """Return the name without the `model.` that some trainers write before it."""
     return without_prefix(name)

@@ -13,6 +13,7 @@ from jaxspec.drafts import dflash, dspark, eagle, eagle3, eagle_llama4, mtp, mtp
 from jaxspec.drafts.family import (
     BlockConfig,
     BlockFamily,
+    ConfidentFamily,
     DraftFamily,
     LayeredConfig,
     StepFamily,
@@ -26,7 +27,8 @@ STEPS: dict[str, StepFamily] = {
     "mtp": mtp,
     "mtp_deepseek_v4": mtp_deepseek_v4,
 }
-BLOCKS: dict[str, BlockFamily] = {"dflash": dflash, "dspark": dspark}
+CONFIDENT: dict[str, ConfidentFamily] = {"dspark": dspark}
+BLOCKS: dict[str, BlockFamily] = {"dflash": dflash, **CONFIDENT}
 FAMILIES: dict[str, DraftFamily] = {**STEPS, **BLOCKS}
 
 
@@ -43,6 +45,11 @@ def step_family(cfg: LayeredConfig) -> StepFamily:
 def block_family(cfg: BlockConfig) -> BlockFamily:
     """Return the functions of a method that drafts a block a pass."""
     return BLOCKS[cfg.method]
+
+
+def confident_family(cfg: BlockConfig) -> ConfidentFamily:
+    """Return the functions of a method whose drafts may end by a confidence_threshold."""
+    return CONFIDENT[cfg.method]
 
 
 def block(draft: DraftConfig | None) -> BlockConfig:

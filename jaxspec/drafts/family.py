@@ -193,6 +193,10 @@ class BlockFamily(DraftFamily, Protocol):
         """
         ...
 
+
+class ConfidentFamily(BlockFamily, Protocol):
+    """A family of blocks whose heads may have a confidence head; others have no threshold."""
+
     def confidence(
         self, params: Params, cfg: Any, hidden: jax.Array, token: jax.Array
     ) -> jax.Array:
