@@ -310,8 +310,8 @@ SETTINGS: dict[str, Any] = {
     "compilation: expected one of round, step, eager, got 'fast'": lambda: EngineConfig(
         compilation="fast"
     ),  # type: ignore[arg-type]
-    "kv_cache_dtype: expected one of auto, bfloat16, float32, fp8, got 'int8'": lambda: EngineConfig(
-        kv_cache_dtype="int8"
+    "kv_cache_dtype: expected one of auto, bfloat16, float32, fp8, got 'int8'": lambda: (
+        EngineConfig(kv_cache_dtype="int8")
     ),  # type: ignore[arg-type]
     "kv_cache_dtype: expected one of auto, bfloat16, float32, fp8, got None": lambda: EngineConfig(
         kv_cache_dtype=None
