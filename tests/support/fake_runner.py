@@ -168,6 +168,9 @@ class FakeRunner:
     def check_room(self) -> None:
         """Do nothing: every pool fits."""
 
+    def check_devices(self) -> None:
+        """Do nothing: every device answers."""
+
     def forget(self) -> None:
         self._num_slots = self.sizes.buckets[0]
         self._rows: dict[int, Row] = {}
