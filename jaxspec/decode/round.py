@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec import drafts
@@ -29,7 +30,7 @@ def verify_and_commit(
     overwritten.
     """
     if cfg.limits_drafts:
-        proposal = limit_drafts(cfg, state, proposal)
+        proposal = limit_drafts(num_drafts(cfg, state), proposal)
     verification, out = verify(
         cfg,
         params["target"],
@@ -80,15 +81,23 @@ def advance(cfg: RoundConfig, state: DecodeState, verification: Verification) ->
     )
 
 
-def limit_drafts(cfg: RoundConfig, state: DecodeState, proposal: Proposal) -> Proposal:
-    """Replace drafts past max_drafts, and past the draft's own context, by placeholders (-1).
+def num_drafts(cfg: RoundConfig, state: DecodeState) -> jax.Array:
+    """Return the drafts that each request may have in a round, int32 [batch] from 0 to K.
 
-    Verification rejects placeholders without bias. Draft i of a round comes from a context of
-    seq_lens + i tokens.
+    The state is that of the round's begin, so the number never depends on the drafts: verification
+    stays exact. Draft i of a round comes from a context of seq_lens + i tokens.
     """
-    most = state.max_drafts
+    most = jnp.minimum(state.max_drafts, cfg.num_speculative_tokens)
     if cfg.draft_max_model_len is not None:
         most = jnp.minimum(most, cfg.draft_max_model_len + 1 - state.seq_lens)
+    return jnp.maximum(most, 0)
+
+
+def limit_drafts(most: jax.Array, proposal: Proposal) -> Proposal:
+    """Replace drafts past the first `most` [batch] by placeholders (-1).
+
+    Verification rejects placeholders without bias.
+    """
     allowed = jnp.arange(proposal.draft_tokens.shape[1], dtype=jnp.int32) < most[:, None]
     return replace(proposal, draft_tokens=jnp.where(allowed, proposal.draft_tokens, -1))
 

@@ -550,7 +550,7 @@ class Engine:
     def _num_drafts(self, request: Request, num_drafts: int, *, longest: bool = False) -> int:
         """Return the drafts that the request may have in a round of K = num_drafts.
 
-        The result is that of limit_drafts on the device. The round starts at the request's cached
+        The result is that of num_drafts on the device. The round starts at the request's cached
         tokens. With `longest` it starts at the most tokens that the request can have by the next
         step's last round; `num_unread_rounds` counts that step's rounds already.
         """

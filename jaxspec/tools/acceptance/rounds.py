@@ -92,7 +92,7 @@ def recorded_round(
     )
     drafter = layered_drafter(layered(cfg.draft))
     proposal, draft = drafter.propose(cfg, params["draft"], state.draft, context, buffers)
-    proposal = decode.limit_drafts(cfg, state, proposal)
+    proposal = decode.limit_drafts(decode.num_drafts(cfg, state), proposal)
     tokens, written = proposal.draft_tokens, proposal.draft_logits
     seen = None
     if cfg.keeps_draft_logits:
