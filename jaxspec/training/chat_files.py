@@ -74,14 +74,14 @@ def file_prompts(
 ) -> list[np.ndarray]:
     """Return the prompts of files as token ids int32 [n], shuffled.
 
-    Prompts that the overlap filter refuses are left out, and very long ones.
+    Prompts that the overlap filter refuses are left out, and those that leave an answer neither
+    half of max_len nor max_answer_tokens.
     """
+    most = max(cfg.max_len // 2, cfg.max_len - cfg.max_answer_tokens)
     texts = [prompt for path in files for prompt in read_jsonl(path) if overlap.admits(prompt)]
     mine, of = shard
     encoded = [
-        ids
-        for text in texts[mine::of]
-        if len(ids := target.words.encode_chat(text)) <= cfg.max_len // 2
+        ids for text in texts[mine::of] if len(ids := target.words.encode_chat(text)) <= most
     ]
     np.random.default_rng(cfg.seed).shuffle(encoded)
     return encoded

@@ -20,13 +20,17 @@ from jaxspec.loading.model import load_target
 class ChatFormat:
     """The target's chat template as token ids.
 
-    A chat is before_user, the user's text, before_answer, the answer, and a stop token.
+    A chat is before_user, the user's text, before_answer, the answer, and a stop token. A further
+    turn is before_next_user, the user's text, before_answer, the answer, and a stop token.
+
+    before_next_user: what follows the stop token; None for a template without such a place
     """
 
     before_user: tuple[int, ...]
     before_answer: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
     special_token_ids: tuple[int, ...]
+    before_next_user: tuple[int, ...] | None = None
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> ChatFormat:
@@ -44,7 +48,24 @@ class ChatFormat:
             tuple(tokenizer.hf.encode(part, add_special_tokens=False))
             for part in text.split(marker)
         )
-        return cls(before, after, tokenizer.eos_token_ids, tuple(tokenizer.hf.all_special_ids))
+        stops, special = tokenizer.eos_token_ids, tuple(tokenizer.hf.all_special_ids)
+        return cls(before, after, stops, special, _before_next_user(tokenizer, stops))
+
+
+def _before_next_user(
+    tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return what a template puts between the stop token of an answer and the next user's text."""
+    roles = ("user", "assistant", "user")
+    texts = [f"@@{i}@@" for i in range(3)]
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+    whole = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    _, found, rest = whole.partition(texts[1])
+    between, also_found, _ = rest.partition(texts[2])
+    if not (found and also_found):
+        return None
+    ids = tuple(tokenizer.hf.encode(between, add_special_tokens=False))
+    return ids[1:] if ids and ids[0] in stop_token_ids else None
 
 
 class Words(Protocol):

@@ -18,7 +18,11 @@ from jaxspec.layers.params import init_random
 from jaxspec.training.chat_target import ChatFormat, ChatTarget
 
 CHAT = ChatFormat(
-    before_user=(1, 4, 5), before_answer=(2, 6, 7), stop_token_ids=(2,), special_token_ids=(0, 1, 2)
+    before_user=(1, 4, 5),
+    before_answer=(2, 6, 7),
+    stop_token_ids=(2,),
+    special_token_ids=(0, 1, 2),
+    before_next_user=(1, 4, 5),
 )
 NUM_RESERVED = 8  # ids below are the template's
 EVALUATION_PROMPTS = tuple(f"prompt number {i} of a dry run" for i in range(3))

@@ -39,6 +39,8 @@ class GenerationConfig:
     steps:        decode steps of one dispatched program
     greedy_share: share of the answers that are greedy
     file_share:   share of new chats that begin with a prompt of a file, while these last
+    chat_turns:   turns of a chat at most, each chat's number drawn; a further turn's user text is
+                  written by the target too, and counts as part of the answer
     opened_share: share of the other chats whose user's turn has an opening
     temperatures, user_temperatures: (lowest, highest) of sampled answers and of users' turns
     seed:         of all draws, below 2**32
@@ -54,7 +56,10 @@ class GenerationConfig:
     greedy_share: float = setting(
         0.6, "Share of answers decoded greedily; the rest at temperatures 0.6 to 1."
     )
-    file_share: float = 0.25
+    file_share: float = setting(
+        0.25, "Share of new chats that begin with a prompt of --prompts, while these last."
+    )
+    chat_turns: int = setting(1, "Turns of a chat, at most: more make long chats.")
     opened_share: float = setting(
         0.5, "Share of user's turns that begin with one of jaxspec's openings."
     )
@@ -63,6 +68,11 @@ class GenerationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.chat_turns < 1 or not 0 <= self.file_share <= 1:
+            raise ConfigError(
+                "generation: expected chat_turns from 1 and a file_share from 0 to 1, "
+                f"got {self.chat_turns} and {self.file_share}"
+            )
         if self.max_len % self.block_size or self.num_slots % self.prefill_rows:
             raise ConfigError(
                 f"generation: expected max_len a multiple of block_size {self.block_size} and "
@@ -88,16 +98,37 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """The finished part of a chat that goes on.
+
+    answer_start: where its first answer begins
+    length:       tokens up to the end of its last answer
+    temperature:  of the first answer
+    """
+
+    answer_start: int
+    length: int
+    temperature: float
+
+
+@dataclass(frozen=True)
 class Turn:
     """A part of a chat to generate: a user's turn, or the rest of one, or an answer.
 
-    prompt: int32 [n], the tokens to continue. is_user: whether an answer to the turn follows.
+    prompt:     int32 [n], the tokens to continue
+    is_user:    whether an answer to the turn follows
+    begin:      where the text of a user's turn begins in the prompt
+    chat:       the chat's turns before this one; None in its first turn
+    turns_left: turns that the chat may have behind this one
     """
 
     prompt: np.ndarray
     temperature: float
     max_tokens: int
     is_user: bool
+    begin: int = 0
+    chat: Answered | None = None
+    turns_left: int = 0
 
 
 @dataclass
@@ -200,7 +231,7 @@ class ChatWriter:
         self._answer_start: list[int] = []
         self._temperature: list[float] = []
         self._rng = np.random.default_rng(cfg.seed)
-        self._answers, self._prompts = deque[Turn](), deque(prompts)
+        self._waiting, self._prompts = deque[Turn](), deque(prompts)
         self._seen: set[bytes] = set()
         self._before_user = np.asarray(target.chat.before_user, np.int32)
         self._before_answer = np.asarray(target.chat.before_answer, np.int32)
@@ -212,39 +243,76 @@ class ChatWriter:
         return pack(self.sequences, self._answer_start, self._temperature, dtype)
 
     def next_turn(self) -> Turn:
-        """An answer to a user's turn if one waits; else a prompt of a file, or a user's turn."""
+        """A turn of a chat that goes on; else a prompt of a file, or a user's first turn."""
         cfg, rng = self.cfg, self._rng
-        if self._answers:
-            return self._answers.popleft()
+        if self._waiting:
+            return self._waiting.popleft()
+        turns_left = int(rng.integers(cfg.chat_turns)) if cfg.chat_turns > 1 else 0
         if self._prompts and rng.random() < cfg.file_share:
             self.report.sources["file"] += 1
-            return self._answer(self._prompts.popleft())
+            return self._answer(self._prompts.popleft(), None, turns_left)
         kind, prompt = "free", self._before_user
         if self.openings and rng.random() < cfg.opened_share:
             opening = self.openings[int(rng.integers(len(self.openings)))]
             kind, prompt = "opened", np.concatenate([self._before_user, opening])
         self.report.sources[kind] += 1
-        temperature = float(rng.uniform(*cfg.user_temperatures))
-        return Turn(prompt, temperature, cfg.max_user_tokens, is_user=True)
+        return self._user_turn(prompt, len(self._before_user), None, turns_left)
 
     def take(self, turn: Turn, sequence: np.ndarray) -> None:
         """Take a finished turn: an answer ends a chat, a complete user's turn gets an answer."""
         if turn.is_user:
-            self._take_user_turn(sequence[len(self._before_user) :])
-        else:
-            self.sequences.append(sequence.astype(token_dtype(self.target.cfg.vocab_size)))
-            self._answer_start.append(len(turn.prompt))
-            self._temperature.append(turn.temperature)
+            self._take_user_turn(turn, sequence)
+            return
+        first = turn.chat or Answered(len(turn.prompt), 0, turn.temperature)
+        chat = dataclasses.replace(first, length=len(sequence))
+        between = self.target.chat.before_next_user
+        ended = int(sequence[-1]) in self.target.chat.stop_token_ids
+        if turn.turns_left and between is not None and ended:
+            prompt = np.concatenate([sequence, np.asarray(between, np.int32)])
+            if len(prompt) + self.cfg.max_user_tokens < self.cfg.max_len:
+                self._waiting.append(
+                    self._user_turn(prompt, len(prompt), chat, turn.turns_left - 1)
+                )
+                return
+        self._finish(sequence, chat)
 
-    def _answer(self, prompt: np.ndarray) -> Turn:
+    def _finish(self, sequence: np.ndarray, chat: Answered) -> None:
+        """Keep a chat without what follows its last answer."""
+        dtype = token_dtype(self.target.cfg.vocab_size)
+        self.sequences.append(sequence[: chat.length].astype(dtype))
+        self._answer_start.append(chat.answer_start)
+        self._temperature.append(chat.temperature)
+
+    def _user_turn(
+        self, prompt: np.ndarray, begin: int, chat: Answered | None, turns_left: int
+    ) -> Turn:
+        cfg = self.cfg
+        return Turn(
+            prompt,
+            float(self._rng.uniform(*cfg.user_temperatures)),
+            cfg.max_user_tokens,
+            is_user=True,
+            begin=begin,
+            chat=chat,
+            turns_left=turns_left,
+        )
+
+    def _answer(self, prompt: np.ndarray, chat: Answered | None, turns_left: int) -> Turn:
         cfg, rng = self.cfg, self._rng
         greedy = rng.random() < cfg.greedy_share
-        temperature = 0.0 if greedy else float(rng.uniform(*cfg.temperatures))
-        return Turn(prompt, temperature, cfg.max_answer_tokens, is_user=False)
+        return Turn(
+            prompt,
+            0.0 if greedy else float(rng.uniform(*cfg.temperatures)),
+            cfg.max_answer_tokens,
+            is_user=False,
+            chat=chat,
+            turns_left=turns_left,
+        )
 
-    def _take_user_turn(self, tokens: np.ndarray) -> None:
-        chat, body = self.target.chat, tokens[:-1]
-        prompt = np.concatenate([self._before_user, body, self._before_answer])
+    def _take_user_turn(self, turn: Turn, sequence: np.ndarray) -> None:
+        tokens, chat = sequence[turn.begin :], self.target.chat
+        body = tokens[:-1]
+        prompt = np.concatenate([sequence[: turn.begin], body, self._before_answer])
         complete = (
             int(tokens[-1]) in chat.stop_token_ids
             and len(body) > 0
@@ -254,11 +322,18 @@ class ChatWriter:
         )
         if not complete:
             self.report.dropped_user_turns += 1
+            self._end(turn, sequence)
         elif self.overlap is not None and not self.overlap.admits(self.target.words.decode(body)):
             self.report.removed_by_overlap += 1
+            self._end(turn, sequence)
         else:
             self._seen.add(body.tobytes())
-            self._answers.append(self._answer(prompt))
+            self._waiting.append(self._answer(prompt, turn.chat, turn.turns_left))
+
+    def _end(self, turn: Turn, sequence: np.ndarray) -> None:
+        """Keep the turns before a user's turn that nothing answers, if there are any."""
+        if turn.chat is not None:
+            self._finish(sequence, turn.chat)
 
 
 def generate_chats(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import jax
@@ -15,6 +16,7 @@ from jaxspec.training.chat_target import ChatFormat, ChatTarget
 from jaxspec.training.data import Chats, OverlapFilter
 from jaxspec.training.dry_run import HashedWords
 from jaxspec.training.generation import (
+    ChatWriter,
     GenerationConfig,
     GenerationReport,
     Generator,
@@ -105,6 +107,56 @@ def test_free_running_chats_follow_the_template(pair: Pair) -> None:
         assert 0 < len(sequence) - start <= CFG.max_answer_tokens and 2 not in sequence[start:-1]
     assert (9, 10) in turns
     assert {0.0} < set(chats.temperature.tolist()) and (chats.temperature <= 1).all()
+
+
+def test_a_chat_of_several_turns_is_kept_once_up_to_its_last_answer(pair: Pair) -> None:
+    cfg = dataclasses.replace(CFG, max_len=40, chat_turns=4, max_user_tokens=6)
+    chat = dataclasses.replace(CHAT, before_next_user=(4, 5))
+    target = dataclasses.replace(chat_target(pair), chat=chat)
+
+    def write(turns: list[list[int]], most: int) -> tuple[ChatWriter, list[Turn]]:
+        """A chat of at most `most` turns, whose target writes these."""
+        writer, seen = ChatWriter(cfg, target), []
+        turn = dataclasses.replace(writer.next_turn(), turns_left=most - 1)
+        for written in turns:
+            seen.append(turn)
+            writer.take(turn, np.asarray([*turn.prompt, *written], np.int32))
+            turn = writer.next_turn()
+        return writer, seen
+
+    first, second = [11, 12, 2], [13, 14, 15, 2]  # a user's turn and an answer
+    again, last = [16, 2], [17, 18, 2]
+    whole = [1, 4, 5, 11, 12, 2, 6, 7, *second, 4, 5, 16, 2, 6, 7, *last]
+    writer, seen = write([first, second, again, last], most=2)
+    assert [turn.is_user for turn in seen] == [True, False, True, False]
+    assert [sequence.tolist() for sequence in writer.sequences] == [whole]
+    assert writer.chats.answer_start.tolist() == [8]
+    assert writer.chats.temperature.tolist() == [np.float32(seen[1].temperature)]
+
+    cut_short = whole[: 8 + len(second)]
+    for case in (
+        [first, second, [16, 16, 16]],  # a user's turn without an end
+        [first, second, first],  # and one that is known
+        [first, second, [1, 2]],  # and one with a special token
+    ):
+        writer, _ = write(case, most=3)
+        assert [sequence.tolist() for sequence in writer.sequences] == [cut_short]
+        assert writer.chats.answer_start.tolist() == [8]
+    writer, _ = write([first, second], most=1)
+    assert [sequence.tolist() for sequence in writer.sequences] == [cut_short]
+    writer, _ = write([first, [13] * 9], most=3)  # an answer that was cut
+    assert len(writer.sequences) == 1 and len(writer.sequences[0]) == 17
+    long_answer = [13] * 24 + [2]  # no room for another turn
+    writer, _ = write([first, long_answer], most=3)
+    assert len(writer.sequences) == 1 and len(writer.sequences[0]) == 33
+
+
+def test_chats_have_as_many_turns_as_are_drawn(pair: Pair) -> None:
+    writer = ChatWriter(dataclasses.replace(CFG, chat_turns=3), chat_target(pair))
+    assert {writer.next_turn().turns_left for _ in range(40)} == {0, 1, 2}
+    assert {ChatWriter(CFG, chat_target(pair)).next_turn().turns_left for _ in range(9)} == {0}
+    with pytest.raises(ConfigError, match="expected chat_turns from 1"):
+        dataclasses.replace(CFG, chat_turns=0)
 
 
 def test_a_user_turn_that_overlaps_the_evaluation_set_is_not_answered(pair: Pair) -> None:
