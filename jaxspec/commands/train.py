@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 or EAGLE-1 head for a target on the target's own text.
+"""Train an EAGLE-3, DSpark, DFlash or EAGLE-1 head for a target on the target's own text.
 
 With a GPU:      jaxspec train all --output my-head --prompts questions.jsonl
 On a CPU:        jaxspec train all --dry-run --output /tmp/dry
@@ -11,6 +11,7 @@ Training uses every visible GPU. To write more text, start one `generate` on eac
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -33,9 +34,11 @@ from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import OverlapFilter
 from jaxspec.training.dry_run import EVALUATION_PROMPTS, dry_target
 from jaxspec.training.evaluation import EvaluationConfig, evaluate_head
+from jaxspec.training.files import write_text
 from jaxspec.training.generation import GenerationConfig
 from jaxspec.training.heads import HeadConfig
-from jaxspec.training.objective import FORWARDS
+from jaxspec.training.long_prompts import LongPromptConfig, long_prompts, read_texts
+from jaxspec.training.methods import METHODS
 from jaxspec.training.run import RunConfig, train_head
 from jaxspec.training.run_record import RunRecord
 
@@ -75,7 +78,9 @@ class StageOptions:
     target_name: str | None = flag(
         None, "What the head's config calls its target. [default: the folder's name]"
     )
-    method: str = flag("eagle3", "eagle3, or eagle: EAGLE-1, with the target's whole vocabulary.")
+    method: str = flag(
+        "eagle3", "eagle3, dspark, dflash, or eagle: EAGLE-1, with the target's whole vocabulary."
+    )
     dtype: str = flag(
         "bfloat16",
         "bfloat16 or float32: of the target's weights and of the arithmetic; masters are float32.",
@@ -92,7 +97,7 @@ class StageOptions:
         """Return the output folder; ConfigError for a wrong option."""
         if self.output is None:
             raise ConfigError("--output: expected a folder, got none")
-        one_of("--method", self.method, sorted(FORWARDS))
+        one_of("--method", self.method, sorted(METHODS))
         one_of("--dtype", self.dtype, DTYPES)
         return self.output
 
@@ -149,6 +154,8 @@ Generation = Annotated[
         "max_answer_tokens",
         "greedy_share",
         "opened_share",
+        "file_share",
+        "chat_turns",
     ),
 ]
 Head = Annotated[
@@ -162,6 +169,13 @@ Head = Annotated[
         "norm_before_residual",
         "fc_norm",
         "norm_output",
+        "block_drafts",
+        "num_layers",
+        "window",
+        "markov_rank",
+        "markov_kind",
+        "confidence",
+        "mask_token_id",
     ),
 ]
 Training = Annotated[
@@ -171,6 +185,10 @@ Training = Annotated[
         "decay",
         "argmax_weight",
         "feature_weight",
+        "overlap_weight",
+        "confidence_weight",
+        "tokens_per_block",
+        "pack",
         "optimizer",
         "learning_rate",
         "warmup_steps",
@@ -197,7 +215,12 @@ Run = Annotated[
 ]
 Evaluation = Annotated[
     Given,
-    given_of(EvaluationConfig, "num_speculative_tokens", max_tokens=Flag(names=("--eval-tokens",))),
+    given_of(
+        EvaluationConfig,
+        "num_speculative_tokens",
+        max_tokens=Flag(names=("--eval-tokens",)),
+        max_num_seqs=Flag(names=("--eval-seqs",)),
+    ),
 ]
 
 
@@ -309,6 +332,21 @@ def card(
     write_card(head, evaluation or (), about_target=about_target, licence=licence, notes=note or ())
 
 
+LongPrompts = Annotated[Given, given_of(LongPromptConfig, "count", "lengths", "seed")]
+
+
+def write_long_prompts(
+    output: Annotated[Path, typer.Argument(help="The JSON Lines file to write.")],
+    texts: Annotated[list[Path], typer.Argument(help="Folders of code and prose.")],
+    settings: LongPrompts,
+) -> None:
+    """Write long prompts, for --prompts, from the code and prose under some folders."""
+    prompts = long_prompts(LongPromptConfig(**settings), read_texts(texts))
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    write_text(output, "".join(lines))
+    print(f"{output}: {len(lines)} prompts, {sum(map(len, lines))} characters")
+
+
 def split(file: Path, folder: Path) -> None:
     """Cut FILE into FOLDER/FILE.000, ..."""
     print(*split_file(file, folder, PIECE_BYTES), sep="\n")
@@ -325,6 +363,7 @@ app = commands(
         "generate": stage("generate", "Write the chats only (OUTPUT/chats.npz)."),
         "train": stage("train", "Train on one or more chats.npz, and evaluate."),
         "evaluate": stage("evaluate", "Measure a head's acceptance in the engine."),
+        "long-prompts": write_long_prompts,
         "card": card,
         "split": split,
         "join": join,

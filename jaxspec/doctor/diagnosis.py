@@ -223,7 +223,7 @@ def _decode(
     head: Head, reading: Reading, prompts: Sequence[Sequence[int]], settings: Settings
 ) -> float:
     """Return the mean acceptance length of the engine."""
-    metrics, _ = evaluate_acceptance(
+    metrics, *_ = evaluate_acceptance(
         head.target.cfg,
         head.target.params,
         reading.cfg,

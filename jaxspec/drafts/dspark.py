@@ -120,12 +120,19 @@ def confidence(params: Params, cfg: DSparkConfig, hidden: jax.Array, token: jax.
 
     token: int32 [batch], the one before the draft
     """
+    return jax.nn.sigmoid(confidence_logit(params, cfg, hidden, token))
+
+
+def confidence_logit(
+    params: Params, cfg: DSparkConfig, hidden: jax.Array, token: jax.Array
+) -> jax.Array:
+    """Return the logit float32 [batch] of `confidence`."""
     features = hidden
     if cfg.confidence_reads_token:
         previous = params["markov_w1"][token].astype(hidden.dtype)
         features = jnp.concatenate([hidden, previous], axis=-1)
     logit = linear(features, params["confidence"], params["confidence_bias"])
-    return jax.nn.sigmoid(logit[:, 0].astype(jnp.float32))
+    return logit[:, 0].astype(jnp.float32)
 
 
 # The parts of DFlash.

@@ -15,13 +15,18 @@ from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.resolve import HUB_ID
 from jaxspec.training.files import write_text
 
+SPECULATORS = (
+    "speculators' (`config.json`, `model.safetensors`, bfloat16), without `embed_tokens`, which is "
+    "the target's"
+)
 FORMATS = {
-    "eagle3": "speculators' (`config.json`, `model.safetensors`, bfloat16), without "
-    "`embed_tokens`, which is the target's",
+    "eagle3": SPECULATORS,
+    "dspark": SPECULATORS,
+    "dflash": SPECULATORS,
     "eagle": "SafeAI's EAGLE-1 (`config.json`, `model.safetensors`, bfloat16); `embed_tokens` and "
     "`lm_head` are the target's",
 }
-TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1"}
+TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "dspark": "DSpark", "dflash": "DFlash"}
 
 Record = Mapping[str, Any]
 
@@ -109,7 +114,7 @@ def _head_table(record: Record, about_target: str, licence: str) -> str:
         ("format", FORMATS[method]),
         (
             "head",
-            f"one Llama layer, {draft['hidden_size']} wide, {attention['num_heads']} heads, "
+            f"{_layers(draft)}, {draft['hidden_size']} wide, {attention['num_heads']} heads, "
             f"{attention['num_kv_heads']} KV heads, MLP {draft['intermediate_size']:,}; "
             f"{head['parameters'] / 1e6:.1f} M parameters; reads {reads}",
         ),
@@ -131,6 +136,15 @@ def _head_table(record: Record, about_target: str, licence: str) -> str:
     return "\n| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows)
 
 
+def _layers(draft: Record) -> str:
+    """Return the number and the kind of a head's layers, and the block that they draft."""
+    if "windows" not in draft:
+        return "one Llama layer"
+    count, size = len(draft["windows"]), draft["draft_block_size"]
+    drafts = size if draft["sample_from_anchor"] else size - 1
+    return f"{count} Qwen3 layer{'s' if count > 1 else ''} that draft {drafts} tokens a pass"
+
+
 def _acceptance(found: Sequence[Record]) -> str:
     if not found:
         return "Not evaluated.\n"
@@ -145,6 +159,13 @@ def _acceptance(found: Sequence[Record]) -> str:
             f"| {run['dtype']}, {run['prompts']} prompts | {run['mean_acceptance_length']:.3f} "
             f"({counts}) | {positions} |"
         )
+        for name, part in run.get("by_prompt_length", {}).items():
+            positions = " / ".join(
+                f"{x:.3f}".removeprefix("0") for x in part["per_position_acceptance"]
+            )
+            lines.append(
+                f"| prompts {name} tokens | {part['mean_acceptance_length']:.3f} | {positions} |"
+            )
     K = found[0]["num_speculative_tokens"]
     return (
         f"MT-bench's first turns, chat template, at most 256 tokens, temperature 0, K = {K}, "
@@ -205,12 +226,22 @@ def _data(record: Record) -> str:
 def _recipe(record: Record) -> str:
     cfg, history = record["train_config"], record.get("history", [{}])
     last = history[-1]
-    loss = (
-        "The loss is the cross entropy on answer tokens, with weights "
-        f"{cfg['decay']}^i. {1 - cfg['argmax_weight']:.0%} of it is with the target's distribution "
-        f"over the draft's vocabulary, {cfg['argmax_weight']:.0%} with its first choice."
-    )
-    if record["head"]["method"] == "eagle":
+    method = record["head"]["method"]
+    if method in ("dspark", "dflash"):
+        loss = (
+            f"Blocks at one anchor for every {cfg['tokens_per_block']} tokens. The loss of draft k "
+            f"is {1 - cfg['overlap_weight']:.1f} cross entropy + {cfg['overlap_weight']:.1f} total "
+            f"variation, times {cfg['decay']}^k; {cfg['argmax_weight']:.0%} of the target's "
+            "distribution is moved to its first choice."
+        )
+    else:
+        loss = (
+            f"Training-time test over {cfg['num_steps']} steps. The loss is the cross entropy on "
+            f"answer tokens, with weights {cfg['decay']}^i. {1 - cfg['argmax_weight']:.0%} of it "
+            "is with the target's distribution over the draft's vocabulary, "
+            f"{cfg['argmax_weight']:.0%} with its first choice."
+        )
+    if method == "eagle":
         loss += (
             f" {cfg['feature_weight']} times the smooth L1 on the target's hidden state after its "
             "final norm is added."
@@ -227,7 +258,7 @@ def _recipe(record: Record) -> str:
     )
     return (
         f"    jaxspec train {shlex.join(record['command'])}\n\n"
-        f"Training-time test over {cfg['num_steps']} steps. {loss} {rule} learning rate "
+        f"{loss} {rule} learning rate "
         f"{cfg['learning_rate']:g} with {cfg['warmup_steps']} warm-up steps and a cosine over the "
         f"time budget, {cfg['tokens_per_batch']:,} tokens a step, float32 masters.{start} "
         f"{last.get('step', 0):,} steps, {last.get('tokens', 0) / 1e6:.1f} M tokens in "

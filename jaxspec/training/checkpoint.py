@@ -1,6 +1,6 @@
 """A trained head on disk, without the target's embedding, in a format that vLLM loads.
 
-EAGLE-3 has the speculators format, EAGLE-1 has SafeAI's.
+EAGLE-1 has SafeAI's format, the other methods have speculators'.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxspec import drafts
 from jaxspec.config import ConfigError
 from jaxspec.drafts import Eagle3Config, EagleConfig
+from jaxspec.drafts.dflash import DFlashConfig
+from jaxspec.drafts.dspark import DSparkConfig
 from jaxspec.layers.params import Params, ParamSpec, is_spec, separate, separate_table
+from jaxspec.training.blocks import num_drafts
 from jaxspec.training.config import TrainableDraft
 from jaxspec.training.files import replaced
+from jaxspec.training.trained import trained_specs
 from jaxspec.training.vocabulary import vocabulary_maps
 
 WEIGHTS = "model.safetensors"
@@ -36,16 +39,6 @@ def speculators_config(
 
     Aux layer ids are boundary ids there too.
     """
-    attention, rope = cfg.attention, cfg.attention.rope
-    rope_parameters: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
-    if rope.rope_type != "default":
-        names = (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-        rope_parameters |= {name: getattr(rope, name) for name in names}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -60,37 +53,109 @@ def speculators_config(
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "transformer_layer_config": {
-            "model_type": "qwen3" if attention.qk_norm else "llama",
-            "vocab_size": cfg.vocab_size,
-            "hidden_size": cfg.hidden_size,
-            "intermediate_size": cfg.intermediate_size,
-            "num_hidden_layers": cfg.num_layers,
-            "num_attention_heads": attention.num_heads,
-            "num_key_value_heads": attention.num_kv_heads,
-            "head_dim": attention.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": attention.qkv_bias,
-            "mlp_bias": False,
-            "rms_norm_eps": cfg.rms_norm_eps,
-            "max_position_embeddings": max_position_embeddings,
-            "rope_parameters": rope_parameters,
-            "rope_theta": rope.theta,
-            "tie_word_embeddings": False,
-        },
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": num_speculative_tokens,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
-        },
+        "transformer_layer_config": _layer_config(cfg, max_position_embeddings),
+        "speculators_config": _proposals("eagle3", target, num_speculative_tokens),
+    }
+
+
+def speculators_block_config(
+    cfg: DFlashConfig, target: str, max_position_embeddings: int
+) -> dict[str, Any]:
+    """Return config.json of a DFlash or DSpark head as speculators 0.9 writes it.
+
+    It proposes as many drafts as a block has. ConfigError for a head that the layout cannot
+    describe.
+    """
+    windows = {window for window in cfg.windows if window is not None}
+    if len(windows) > 1 or (windows and not cfg.windows_from_anchor):
+        raise ConfigError(
+            f"windows: expected one window that ends at the anchor, got {cfg.windows}"
+        )
+    sliding = ["full_attention" if w is None else "sliding_attention" for w in cfg.windows]
+    causal = {c for c, w in zip(cfg.causal, cfg.windows, strict=True) if w is not None}
+    full = {c for c, w in zip(cfg.causal, cfg.windows, strict=True) if w is None}
+    if True in full or len(causal) > 1:
+        raise ConfigError(
+            f"causal: expected it of all layers with a window or of none, got {cfg.causal}"
+        )
+    layer = _layer_config(cfg, max_position_embeddings)
+    layer |= {
+        "layer_types": sliding,
+        "sliding_window": max(windows, default=None),
+        "use_sliding_window": bool(windows),
+    }
+    config: dict[str, Any] = {
+        "architectures": ["DSparkDraftModel" if cfg.method == "dspark" else "DFlashDraftModel"],
+        "speculators_model_type": cfg.method,
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": cfg.draft_vocab_size,
+        "target_hidden_size": cfg.target_hidden_size,
+        "aux_hidden_state_layer_ids": list(cfg.aux_layers),
+        "block_size": cfg.draft_block_size,
+        "mask_token_id": cfg.mask_token_id,
+        "sample_from_anchor": cfg.sample_from_anchor,
+        "sliding_window_non_causal": bool(windows) and True not in causal,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "transformer_layer_config": layer,
+        "speculators_config": _proposals(cfg.method, target, num_drafts(cfg)),
+    }
+    if isinstance(cfg, DSparkConfig):
+        config |= {
+            "markov_rank": cfg.markov_rank,
+            "markov_head_type": cfg.markov_kind,
+            "enable_confidence_head": cfg.has_confidence,
+            "confidence_head_with_markov": cfg.confidence_reads_token,
+        }
+    return config
+
+
+def _layer_config(cfg: Eagle3Config | DFlashConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """Return transformer_layer_config."""
+    attention, rope = cfg.attention, cfg.attention.rope
+    rope_parameters: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rope_type != "default":
+        names = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
+        rope_parameters |= {name: getattr(rope, name) for name in names}
+    return {
+        "model_type": "qwen3" if attention.qk_norm else "llama",
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.intermediate_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": False,
+        "rms_norm_eps": cfg.rms_norm_eps,
+        "max_position_embeddings": max_position_embeddings,
+        "rope_parameters": rope_parameters,
+        "rope_theta": rope.theta,
+        "tie_word_embeddings": False,
+    }
+
+
+def _proposals(algorithm: str, target: str, num_speculative_tokens: int) -> dict[str, Any]:
+    """Return speculators_config."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": num_speculative_tokens,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
     }
 
 
@@ -143,7 +208,7 @@ def save_draft(
 ) -> None:
     """Write the head in bfloat16, atomically: the folder holds the old head until the new is whole.
 
-    EAGLE-3 has the speculators format, EAGLE-1 has SafeAI's. params: what the draft's param_specs
+    EAGLE-1 has SafeAI's format, the other methods have speculators'. params: what trained_specs
     names. Anything beside it (the target's embedding, maps) is not written.
     """
     tensors: dict[str, np.ndarray] = {}
@@ -154,7 +219,7 @@ def save_draft(
         host = np.asarray(jax.device_get(array)).astype(ml_dtypes.bfloat16)
         tensors[spec.name] = np.ascontiguousarray(host.T if spec.transpose else host)
 
-    specs = drafts.family(cfg).param_specs(cfg)
+    specs = trained_specs(cfg)
     own = separate(specs, {name: params[name] for name in specs})
     jax.tree.map(add, separate_table(specs), own, is_leaf=is_spec)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +233,8 @@ def save_draft(
     (fresh / WEIGHTS).chmod(0o644)  # safetensors' temporary file is the owner's only
     if isinstance(cfg, EagleConfig):
         config = safeai_config(cfg, max_position_embeddings)
+    elif isinstance(cfg, DFlashConfig):
+        config = speculators_block_config(cfg, target, max_position_embeddings)
     else:
         config = speculators_config(cfg, target, max_position_embeddings)
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

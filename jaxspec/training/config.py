@@ -7,21 +7,28 @@ from typing import Literal
 
 from jaxspec.config import ConfigError
 from jaxspec.config.settings import setting
+from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.drafts.eagle3 import Eagle3Config
 
-TrainableDraft = EagleConfig | Eagle3Config  # the drafts that can be trained
+# The drafts that can be trained. A DSparkConfig is a DFlashConfig.
+TrainableDraft = EagleConfig | Eagle3Config | DFlashConfig
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings of a training run.
 
-    num_steps:        draft steps of the training-time test
+    num_steps:        draft steps of the training-time test; a block has as many as it drafts
     decay:            weight of each further step, relative to the step before
     argmax_weight:    share of the loss on the target's most likely token; the rest is on its
                       distribution
     feature_weight:   weight of EAGLE-1's smooth L1 on the target's hidden state
+    overlap_weight:   share of a block's loss on the total variation distance between draft and
+                      target; the rest is on cross entropy
+    confidence_weight: weight of the confidence head's cross entropy beside a block's loss
+    tokens_per_block: tokens of a row for each block that it is trained on
+    pack:             fill rows with several chats, which do not see each other
     clip:             global norm that gradients are clipped to
     buckets:          lengths that sequences are padded to
     tokens_per_batch: tokens of a step over all devices
@@ -33,6 +40,14 @@ class TrainConfig:
     decay: float = setting(0.8, "Weight of each further draft step.")
     argmax_weight: float = setting(0.0, "Share of the loss on the target's first choice alone.")
     feature_weight: float = setting(0.1, "EAGLE-1: weight of the hidden state's smooth L1.")
+    overlap_weight: float = setting(
+        0.9, "DFlash, DSpark: share of the loss on total variation; the rest is cross entropy."
+    )
+    confidence_weight: float = setting(1.0, "DSpark: weight of the confidence head's loss.")
+    tokens_per_block: int = setting(
+        16, "DFlash, DSpark: tokens of a row for each block that it is trained on."
+    )
+    pack: bool = setting(False, "Fill rows with several chats, which do not see each other.")
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "adamw, or muon for the matrices but lm_head."
     )
@@ -59,7 +74,13 @@ class TrainConfig:
             )
         if self.optimizer not in ("adamw", "muon"):
             raise ConfigError(f"optimizer: expected adamw or muon, got {self.optimizer!r}")
-        if not 0.0 <= self.argmax_weight <= 1.0:
+        for name in ("argmax_weight", "overlap_weight"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(
+                    f"{name}: expected a share from 0 to 1, got {getattr(self, name)}"
+                )
+        if self.tokens_per_block < 1 or self.confidence_weight < 0:
             raise ConfigError(
-                f"argmax_weight: expected a share from 0 to 1, got {self.argmax_weight}"
+                "training: expected tokens_per_block from 1 and confidence_weight from 0, "
+                f"got {self.tokens_per_block} and {self.confidence_weight}"
             )

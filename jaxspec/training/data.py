@@ -16,6 +16,7 @@ from jaxspec.config import ConfigError
 from jaxspec.training.files import replaced
 
 NGRAM = 13
+OPEN_ROWS = 16  # rows that packing still looks at: a few per cent of padding
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
@@ -161,25 +162,65 @@ def token_dtype(vocab: int) -> type:
 
 
 class Batch(NamedTuple, Generic[Array]):
-    """Chats of one length, on the host (NumPy arrays) or on devices.
+    """Rows of chats, all of one length, on the host (NumPy arrays) or on devices.
 
-    tokens:       int32 [batch, rows], zeros behind each chat
-    lengths:      int32 [batch], tokens of each chat
-    answer_start: int32 [batch], index of the first token worth a loss
+    tokens:    int32 [batch, rows], chat after chat, zeros behind the last one
+    documents: int32 [batch, rows], the number of each token's chat in its row; -1 behind the last
+    answers:   bool [batch, rows], tokens of answers, which are worth a loss
+    anchors:   int32 [batch, anchors], rows that blocks of drafts begin at, -1 for no block;
+               [batch, 0] for a draft of a token a pass
     """
 
     tokens: Array
-    lengths: Array
-    answer_start: Array
+    documents: Array
+    answers: Array
+    anchors: Array
 
 
 def batch_of(chats: Chats, indices: np.ndarray, rows: int) -> Batch[np.ndarray]:
-    """The chats of indices, cut or padded to rows tokens."""
-    lengths = np.minimum(chats.lengths[indices], rows).astype(np.int32)
-    tokens = np.zeros((len(indices), rows), np.int32)
-    for row, (i, length) in enumerate(zip(indices, lengths, strict=True)):
-        tokens[row, :length] = chats.tokens[chats.offsets[i] : chats.offsets[i] + length]
-    return Batch(tokens, lengths, chats.answer_start[indices].astype(np.int32))
+    """The chats of indices, one a row, cut or padded to rows tokens."""
+    return packed_batch(chats, [[int(i)] for i in indices], rows)
+
+
+def packed_batch(chats: Chats, members: Sequence[Sequence[int]], rows: int) -> Batch[np.ndarray]:
+    """Return the chats of members[i] one after the other in row i, cut or padded to rows tokens."""
+    shape = len(members), rows
+    tokens, documents = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+    answers = np.zeros(shape, bool)
+    for row, indices in enumerate(members):
+        begin = 0
+        for number, i in enumerate(indices):
+            sequence = chats.sequence(i)[: rows - begin]
+            end = begin + len(sequence)
+            tokens[row, begin:end], documents[row, begin:end] = sequence, number
+            answers[row, begin + chats.answer_start[i] : end] = True
+            begin = end
+    return Batch(tokens, documents, answers, np.zeros((len(members), 0), np.int32))
+
+
+def fill_rows(lengths: np.ndarray, order: np.ndarray, rows: int) -> list[list[int]]:
+    """Return the chats of each row: first fit, in this order, into the last OPEN_ROWS rows.
+
+    lengths: of all chats, by index. A chat longer than rows has a row to itself.
+    """
+    members: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        length = min(int(lengths[i]), rows)
+        first_open = max(len(room) - OPEN_ROWS, 0)
+        row = next((r for r in range(first_open, len(room)) if room[r] >= length), None)
+        if row is None:
+            row = len(room)
+            members.append([])
+            room.append(rows)
+        members[row].append(int(i))
+        room[row] -= length
+    return members
+
+
+def rows_of(chats: Chats, indices: np.ndarray, rows: int, *, packed: bool) -> list[list[int]]:
+    """Return the chats of each row of rows tokens: several to a row if packed, else one."""
+    return fill_rows(chats.lengths, indices, rows) if packed else [[int(i)] for i in indices]
 
 
 def epoch(
@@ -188,39 +229,48 @@ def epoch(
     tokens_per_batch: int,
     rng: np.random.Generator,
     multiple: int = 1,
+    *,
+    packed: bool = False,
 ) -> Iterator[Batch[np.ndarray]]:
     """Yield every chat once in random order, in batches of about tokens_per_batch.
 
     Chats of a batch share the smallest bucket that holds them: one compiled train step a bucket,
-    and little padding. A batch holds a multiple of `multiple` chats, so that it can be cut evenly.
-    A bucket's last chats, too few for a batch, wait for another epoch.
+    and little padding. A batch holds a multiple of `multiple` rows, so that it can be cut evenly.
+    A bucket's last rows, too few for a batch, wait for another epoch. packed: rows hold as many
+    chats of their bucket as fit.
     """
     ordered = sorted(buckets)
     place = np.minimum(np.searchsorted(ordered, chats.lengths), len(ordered) - 1)
-    plan: list[tuple[int, np.ndarray]] = []
+    plan: list[tuple[int, list[list[int]]]] = []
     for bucket, rows in enumerate(ordered):
         indices = rng.permutation(np.flatnonzero(place == bucket))
+        members = rows_of(chats, indices, rows, packed=packed)
         size = max(tokens_per_batch // rows // multiple, 1) * multiple
-        plan += [(rows, indices[i : i + size]) for i in range(0, len(indices) - size + 1, size)]
+        plan += [(rows, members[i : i + size]) for i in range(0, len(members) - size + 1, size)]
     if not plan:
         raise ConfigError(
             f"training data: expected enough chats for one batch of {tokens_per_batch} tokens, "
             f"got {len(chats)} chats"
         )
     for which in rng.permutation(len(plan)):
-        rows, indices = plan[which]
-        yield batch_of(chats, indices, rows)
+        rows, members = plan[which]
+        yield packed_batch(chats, members, rows)
 
 
 def batches(
-    chats: Chats, buckets: Sequence[int], tokens_per_batch: int, seed: int, multiple: int = 1
+    chats: Chats,
+    buckets: Sequence[int],
+    tokens_per_batch: int,
+    seed: int,
+    multiple: int = 1,
+    *,
+    packed: bool = False,
 ) -> Iterator[tuple[int, Batch[np.ndarray]]]:
     """(epoch, batch) without end."""
     number = 0
     while True:
-        for batch in epoch(
-            chats, buckets, tokens_per_batch, np.random.default_rng((seed, number)), multiple
-        ):
+        rng = np.random.default_rng((seed, number))
+        for batch in epoch(chats, buckets, tokens_per_batch, rng, multiple, packed=packed):
             yield number, batch
         number += 1
 

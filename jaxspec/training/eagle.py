@@ -26,13 +26,21 @@ from jaxspec.training.step_attention import (
 
 
 def forward_steps(
-    params: Params, cfg: EagleConfig, tokens: jax.Array, hidden: jax.Array, num_steps: int
+    params: Params,
+    cfg: EagleConfig,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    num_steps: int,
+    starts: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Return the feature of each step, num_steps arrays [batch, rows, D], for the target's head.
 
     tokens int32 [batch, rows]; hidden [batch, rows, D], the target's after its final norm. Row p of
     step i estimates the target's hidden state of position p+1+i, and so predicts token p+2+i. Rows
     without such a token mean nothing.
+
+    starts: int32 [batch, rows], the row that each row's document begins at; None if a row of the
+    batch is one document
     """
     require_full_attention(cfg)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -52,7 +60,7 @@ def forward_steps(
                     else rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps, REFERENCE_OPS)
                 )
                 attended, own = step_attention(
-                    layer["self_attn"], cfg.attention, attention_input, rope, keys[i]
+                    layer["self_attn"], cfg.attention, attention_input, rope, keys[i], starts
                 )
                 x = add_mlp(layer, cfg.rms_norm_eps, x + attended, REFERENCE_OPS).x
                 keys[i].append(own)

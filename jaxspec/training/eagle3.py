@@ -28,13 +28,21 @@ from jaxspec.training.step_attention import (
 
 
 def forward_steps(
-    params: Params, cfg: Eagle3Config, tokens: jax.Array, aux: jax.Array, num_steps: int
+    params: Params,
+    cfg: Eagle3Config,
+    tokens: jax.Array,
+    aux: jax.Array,
+    num_steps: int,
+    starts: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Return the head input of each step, num_steps arrays [batch, rows, D].
 
     `drafts.eagle3.logits` turns them into logits. tokens int32 [batch, rows], aux [batch, rows,
     len(aux_layers) * target_hidden]. Row p of step i predicts token p+2+i. Rows that have no such
     token read zeros behind the end, and their output means nothing.
+
+    starts: int32 [batch, rows], the row that each row's document begins at; None if a row of the
+    batch is one document
     """
     require_full_attention(cfg)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -53,7 +61,7 @@ def forward_steps(
                         x, layer["input_layernorm"], cfg.rms_norm_eps, REFERENCE_OPS
                     )
                 attended, own = step_attention(
-                    layer["self_attn"], cfg.attention, attention_input, rope, keys[i]
+                    layer["self_attn"], cfg.attention, attention_input, rope, keys[i], starts
                 )
                 x = add_mlp(layer, cfg.rms_norm_eps, x + attended, REFERENCE_OPS).x
                 keys[i].append(own)

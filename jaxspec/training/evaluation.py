@@ -23,14 +23,22 @@ from jaxspec.training.config import TrainableDraft
 from jaxspec.training.heads import load_head
 from jaxspec.training.run_record import RunRecord
 
+# Ends of the buckets that acceptance is counted in, tokens of a prompt. The answer adds a few
+# hundred tokens to it.
+LENGTHS = (512, 1500, 3000, 6000)
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """prompts: texts, decoded greedily up to max_tokens; without any nothing is evaluated."""
+    """prompts: texts, decoded greedily up to max_tokens; without any nothing is evaluated.
+
+    max_num_seqs: prompts that decode together; more make the caches of long prompts larger
+    """
 
     prompts: tuple[str, ...] = ()
     num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
     max_tokens: int = setting(256, "Tokens of an answer, at most.")
+    max_num_seqs: int = setting(128, "Evaluation prompts that decode together, at most.")
 
 
 def evaluate_head(
@@ -53,7 +61,7 @@ def evaluate_head(
         return {}
     prompts = [target.words.encode_chat(prompt) for prompt in cfg.prompts]
     begin = time.monotonic()
-    metrics, answers = evaluate_acceptance(
+    metrics, by_length, answers = evaluate_acceptance(
         target.cfg,
         target.params,
         draft,
@@ -62,12 +70,14 @@ def evaluate_head(
         stop_token_ids=target.chat.stop_token_ids,
         num_speculative_tokens=cfg.num_speculative_tokens,
         max_tokens=cfg.max_tokens,
+        max_num_seqs=cfg.max_num_seqs,
         dtype=target.dtype,
     )
     counts = {
         "prompts": len(prompts),
         "output_tokens": int(sum(map(len, answers))),
         "dtype": str(target.dtype),
+        "by_prompt_length": {name: found.to_dict() for name, found in by_length.items()},
     }
     record.entries["evaluation"] = found = metrics.to_dict() | counts
     record.write()
@@ -78,6 +88,9 @@ def evaluate_head(
         f"{metrics.mean_acceptance_length:.3f}, per position {positions}, "
         f"{metrics.num_drafts} drafts"
     )
+    if len(by_length) > 1:
+        parts = ", ".join(f"{name} {m.mean_acceptance_length:.3f}" for name, m in by_length.items())
+        log(f"evaluate: mean acceptance length by tokens of the prompt: {parts}")
     for answer in answers[:show]:
         log(f"evaluate: example: {target.words.decode(answer)!r}")
     return found
@@ -93,15 +106,18 @@ def evaluate_acceptance(
     stop_token_ids: Sequence[int],
     num_speculative_tokens: int = 3,
     max_tokens: int = 256,
+    max_num_seqs: int = 128,
     dtype: DTypeLike,
-) -> tuple[SpecDecodeMetrics, list[np.ndarray]]:
-    """Decode all prompts (token ids) greedily in one batch: the counts, and each answer's tokens.
+) -> tuple[SpecDecodeMetrics, dict[str, SpecDecodeMetrics], list[np.ndarray]]:
+    """Decode all prompts (token ids) greedily, max_num_seqs together.
+
+    Returns the counts, those of prompts of like length (length_bucket), and each answer's tokens.
 
     draft_params: as loading.load_draft or bind_draft returns them. The engine counts, so these are
     the figures that LLM.generate reports. The same programs serve every evaluation of a training
     run.
     """
-    block, batch = EngineConfig.block_size, len(prompts)
+    block, batch = EngineConfig.block_size, min(len(prompts), max_num_seqs)
     pages = -(
         -(max(len(p) for p in prompts) + max_tokens + 2 * (num_speculative_tokens + 1)) // block
     )
@@ -128,4 +144,24 @@ def evaluate_acceptance(
         [prompt.tolist() for prompt in prompts],
         SamplingParams(temperature=0, max_tokens=max_tokens),
     )
-    return llm.metrics, [np.asarray(output.token_ids) for output in outputs]
+    by_length: dict[str, SpecDecodeMetrics] = {}
+    for prompt, output in sorted(zip(prompts, outputs, strict=True), key=lambda x: len(x[0])):
+        name = length_bucket(len(prompt))
+        counted = by_length.setdefault(name, SpecDecodeMetrics(num_speculative_tokens))
+        add_counts(counted, output.metrics)
+    return llm.metrics, by_length, [np.asarray(output.token_ids) for output in outputs]
+
+
+def length_bucket(num_tokens: int) -> str:
+    """Return the name of the bucket of LENGTHS that a prompt of num_tokens is in."""
+    above = [most for most in LENGTHS if num_tokens < most]
+    return f"below {above[0]}" if above else f"from {LENGTHS[-1]}"
+
+
+def add_counts(total: SpecDecodeMetrics, counts: SpecDecodeMetrics) -> None:
+    """Add one request's counts to a total of the same number of drafts."""
+    total.num_drafts += counts.num_drafts
+    total.num_draft_tokens += counts.num_draft_tokens
+    total.num_accepted_tokens += counts.num_accepted_tokens
+    for accepted, rounds in enumerate(counts.acceptance_histogram):
+        total.acceptance_histogram[accepted] += rounds

@@ -11,15 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import drafts, models
+from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, SpeculativeConfig
 from jaxspec.config.settings import setting
 from jaxspec.drafts import Eagle3Config, EagleConfig
+from jaxspec.drafts.dflash import DFlashConfig
+from jaxspec.drafts.dspark import DSparkConfig, MarkovKind
+from jaxspec.drafts.families import BLOCKS
 from jaxspec.layers.params import Params, ParamSpec, Weight, init_random, is_spec
 from jaxspec.loading.model import load_draft
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.config import TrainableDraft
 from jaxspec.training.target import head_columns
+from jaxspec.training.trained import trained_specs
 from jaxspec.training.vocabulary import choose_vocabulary
 
 
@@ -27,8 +31,9 @@ from jaxspec.training.vocabulary import choose_vocabulary
 class HeadConfig:
     """Settings of a head; the rest of its shape is its target's.
 
-    method: "eagle3", or "eagle", which has the target's whole vocabulary
-    intermediate_size, aux_layers: see eagle3_config
+    method: "eagle3", "dflash", "dspark", or "eagle", which has the target's whole vocabulary
+    intermediate_size, aux_layers: see eagle3_config and block_config
+    block_drafts, num_layers, window, markov_*, confidence, mask_token_id: see block_config
     init:   folder of a head to continue from
     seed:   of the first weights
     """
@@ -46,6 +51,17 @@ class HeadConfig:
     norm_before_residual: bool = setting(True, "Start the residual from the normed hidden state.")
     fc_norm: bool = setting(True, "Norm each hidden state before fc.")
     norm_output: bool = setting(True, "Feed the normed output back.")
+    block_drafts: int = setting(7, "DFlash, DSpark: tokens that a block drafts.")
+    num_layers: int = setting(2, "DFlash, DSpark: layers of the draft.")
+    window: int | None = setting(
+        None, "DFlash, DSpark: tokens of context that the draft sees. [default: all]"
+    )
+    markov_rank: int = setting(64, "DSpark: width of the Markov head.")
+    markov_kind: MarkovKind = setting("vanilla", "DSpark: vanilla, gated or rnn.")
+    confidence: bool = setting(True, "DSpark: train a confidence head.")
+    mask_token_id: int | None = setting(
+        None, "DFlash, DSpark: the token of rows to draft. [default: an unused special token]"
+    )
     init: Path | None = setting(
         None, "Continue from this head; the vocabulary may differ, the MLP be wider."
     )
@@ -71,15 +87,18 @@ def new_head(
             *target.chat.before_answer,
         }
         ids = choose_vocabulary(counts, cfg.draft_vocab_size, always)
-        draft = eagle3_config(
-            target.cfg,
-            draft_vocab_size=cfg.draft_vocab_size,
-            intermediate_size=cfg.intermediate_size,
-            aux_layers=cfg.aux_layers,
-            norm_before_residual=cfg.norm_before_residual,
-            fc_norm=cfg.fc_norm,
-            norm_output=cfg.norm_output,
-        )
+        if cfg.method in BLOCKS:
+            draft = block_config(cfg, target, counts)
+        else:
+            draft = eagle3_config(
+                target.cfg,
+                draft_vocab_size=cfg.draft_vocab_size,
+                intermediate_size=cfg.intermediate_size,
+                aux_layers=cfg.aux_layers,
+                norm_before_residual=cfg.norm_before_residual,
+                fc_norm=cfg.fc_norm,
+                norm_output=cfg.norm_output,
+            )
     params = initial_params(draft, target.cfg, target.params, ids, cfg.seed)
     if cfg.init:
         _, old = load_head(cfg.init, cfg.method, target, jnp.float32)
@@ -95,8 +114,10 @@ def load_head(
     """A saved head of this target."""
     speculative = SpeculativeConfig(model=str(folder), method=method)
     cfg, params = load_draft(folder, target.cfg, target.params, speculative, dtype)
-    if not isinstance(cfg, EagleConfig | Eagle3Config):
-        raise ConfigError(f"{folder}: expected an EAGLE-1 or EAGLE-3 head, got {cfg.method!r}")
+    if not isinstance(cfg, EagleConfig | Eagle3Config | DFlashConfig):
+        raise ConfigError(
+            f"{folder}: expected an EAGLE-1, EAGLE-3, DFlash or DSpark head, got {cfg.method!r}"
+        )
     return cfg, params
 
 
@@ -126,6 +147,74 @@ def eagle3_config(
         fc_norm=fc_norm,
         norm_output=norm_output,
     )
+
+
+def block_config(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> DFlashConfig:
+    """Return a DFlash or DSpark head of a few layers of the target's width.
+
+    Its MLP is the target's by default, the aux layers (2, n // 2, n - 3). Queries and keys are
+    normed, as in every published head. With a vocabulary of its own it has a head of its own.
+    """
+    if cfg.block_drafts < 1 or cfg.num_layers < 1 or cfg.markov_rank < 0:
+        raise ConfigError(
+            "training: expected block_drafts and num_layers from 1 and markov_rank from 0, "
+            f"got {cfg.block_drafts}, {cfg.num_layers} and {cfg.markov_rank}"
+        )
+    if cfg.window is not None and cfg.window < 1:
+        raise ConfigError(f"window: expected at least 1 token, got {cfg.window}")
+    is_dspark, shape = cfg.method == "dspark", target.cfg
+    n, vocab = shape.num_layers, shape.vocab_size
+    shared = DFlashConfig(
+        target_hidden_size=shape.hidden_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=cfg.intermediate_size or shape.intermediate_size,
+        attention=dataclasses.replace(
+            _head_attention(shape), qk_norm=True, rms_norm_eps=shape.rms_norm_eps
+        ),
+        rms_norm_eps=shape.rms_norm_eps,
+        vocab_size=vocab,
+        draft_vocab_size=cfg.draft_vocab_size,
+        aux_layers=cfg.aux_layers or (2, n // 2, n - 3),
+        draft_block_size=cfg.block_drafts + (0 if is_dspark else 1),
+        mask_token_id=_mask_token(cfg, target, counts),
+        sample_from_anchor=is_dspark,
+        windows=(cfg.window,) * cfg.num_layers,
+        causal=(False,) * cfg.num_layers,
+        own_lm_head=cfg.draft_vocab_size != vocab,
+        tied_lm_head=cfg.draft_vocab_size == vocab and shape.tie_word_embeddings,
+    )
+    if not is_dspark:
+        return shared
+    fields = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
+    return DSparkConfig(
+        **fields
+        | {
+            "method": "dspark",
+            "markov_rank": cfg.markov_rank,
+            "markov_kind": cfg.markov_kind if cfg.markov_rank else "vanilla",
+            "has_confidence": cfg.confidence,
+            "confidence_reads_token": cfg.confidence and cfg.markov_rank > 0,
+        }
+    )
+
+
+def _mask_token(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> int:
+    """Return the token of a block's rows that are to be drafted.
+
+    The first special token that chats do not hold, or else the token that answers use least.
+    """
+    vocab = target.cfg.vocab_size
+    if cfg.mask_token_id is not None:
+        if not 0 <= cfg.mask_token_id < vocab:
+            raise ConfigError(
+                f"mask_token_id: expected an id below {vocab}, got {cfg.mask_token_id}"
+            )
+        return cfg.mask_token_id
+    chat = target.chat
+    between = chat.before_next_user or ()
+    used = {*chat.before_user, *chat.before_answer, *between, *chat.stop_token_ids}
+    unused = sorted(set(chat.special_token_ids) - used)
+    return int(unused[0]) if unused else int(np.argmin(counts))
 
 
 def _head_attention(target: models.TargetConfig) -> AttentionConfig:
@@ -164,9 +253,10 @@ def initial_params(
 ) -> Params:
     """Return random matrices and norms of one.
 
-    A final norm and lm_head start as the target's own, for the draft's tokens.
+    A final norm and lm_head start as the target's own, for the draft's tokens. W2 and the
+    confidence head start at zero: the first drafts are DFlash's.
     """
-    specs = drafts.family(cfg).param_specs(cfg)
+    specs = trained_specs(cfg)
     params = init_random(specs, jax.random.key(seed), jnp.float32)
 
     def with_norms(spec: ParamSpec, x: jax.Array) -> jax.Array:
@@ -178,6 +268,9 @@ def initial_params(
     if "lm_head" in specs:
         columns = head_columns(target, target_cfg, jnp.asarray(draft_ids))
         params["lm_head"] = Weight(columns.astype(jnp.float32))
+    for name in ("markov_w2", "confidence"):
+        if name in specs:
+            params[name] = Weight(jnp.zeros_like(params[name].values))
     if cfg.method == "eagle":
         # Embeddings are often far smaller than normed hidden states (17 times in SmolLM2), so the
         # two halves of fc start with equal outputs.
@@ -206,7 +299,7 @@ def continued_params(
             params[name] = [
                 _continued_layer(new, had) for new, had in zip(fresh[name], old[name], strict=True)
             ]
-        elif name == "lm_head":
+        elif name in ("lm_head", "markov_w2"):
             column = np.full(cfg.vocab_size, -1)
             column[old_ids] = np.arange(len(old_ids))
             kept = column[draft_ids]

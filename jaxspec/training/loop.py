@@ -22,21 +22,22 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec import drafts
 from jaxspec.config import ConfigError, is_int
+from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.layers.params import Params
 from jaxspec.parallel.mesh import DATA, make_mesh
+from jaxspec.training.anchors import with_anchors
 from jaxspec.training.config import TrainableDraft, TrainConfig
-from jaxspec.training.data import Batch, Chats, batch_of, batches
+from jaxspec.training.data import Batch, Chats, batches, packed_batch, rows_of
+from jaxspec.training.feature_scale import compute_weights
+from jaxspec.training.methods import METHODS
 from jaxspec.training.objective import (
     StepSums,
     TrainingPair,
-    draft_loss,
-    observe_target,
     shared_weights,
-    step_counts,
 )
 from jaxspec.training.optimizer import learning_rate, optimizer
+from jaxspec.training.trained import trained_specs
 
 Tree = TypeVar("Tree")
 Entry = dict[str, Any]  # of a run's record: what JSON may hold
@@ -63,6 +64,8 @@ class StepMetrics:
     loss:          []
     cross_entropy: [num_steps], of each draft step
     feature:       [num_steps], EAGLE-1's regression
+    overlap:       [num_steps], a block's chance of acceptance at temperature 1, given the text
+    confidence:    [num_steps], the cross entropy of a block's confidence
     agreement:     [num_steps], share of the rows whose draft is the target's choice
     accepted:      [num_steps], share of the rows that accept draft i and all before it
     gradient_norm: [], of a training step
@@ -72,6 +75,8 @@ class StepMetrics:
     loss: jax.Array
     cross_entropy: jax.Array
     feature: jax.Array
+    overlap: jax.Array
+    confidence: jax.Array
     agreement: jax.Array
     accepted: jax.Array
     gradient_norm: jax.Array
@@ -124,7 +129,7 @@ def init_train_state(cfg: TrainConfig, draft: TrainableDraft, params: Params) ->
 
 
 def _optimizer_of(cfg: TrainConfig, draft: TrainableDraft) -> optax.GradientTransformation:
-    return optimizer(cfg, drafts.family(draft).param_specs(draft))
+    return optimizer(cfg, trained_specs(draft))
 
 
 def metrics_of(
@@ -140,6 +145,8 @@ def metrics_of(
         loss=loss,
         cross_entropy=sums.cross_entropy * per_row,
         feature=sums.feature * per_row,
+        overlap=sums.overlap * per_row,
+        confidence=sums.confidence * per_row,
         agreement=sums.matches * per_row,
         accepted=sums.accepted / jnp.maximum(sums.followed, 1.0),
         gradient_norm=jnp.asarray(gradient_norm),
@@ -160,16 +167,15 @@ def batch_gradient(
     Runs inside shard_map. The share is cut into cfg.accumulation micro-batches, run in turn.
     """
     dtype = pair.target["embed_tokens"].dtype
-    counts = step_counts(cfg, batch.lengths, batch.answer_start, batch.tokens.shape[1])
-    counts = jax.lax.psum(counts, DATA)
+    objective = METHODS[pair.draft.method]
+    counts = jax.lax.psum(objective.counts(cfg, pair, batch), DATA)
 
     def loss(params: Params, share: Batch[jax.Array]) -> tuple[jax.Array, StepSums]:
-        side = observe_target(cfg, pair, share)
         weights = {
             **shared_weights(pair.draft, pair.target),
-            **jax.tree.map(lambda x: x.astype(dtype), params),
+            **compute_weights(pair, params, dtype),
         }
-        return draft_loss(cfg, pair, weights, side, counts)
+        return objective.loss(cfg, pair, weights, share, counts)
 
     def one(share: Batch[jax.Array]) -> tuple[Params, jax.Array, StepSums]:
         if not with_gradient:
@@ -180,7 +186,8 @@ def batch_gradient(
     if cfg.accumulation == 1 or not with_gradient:
         parts = one(batch)
     else:
-        cut = jax.tree.map(lambda x: x.reshape(cfg.accumulation, -1, *x.shape[1:]), batch)
+        size = batch.tokens.shape[0] // cfg.accumulation
+        cut = jax.tree.map(lambda x: x.reshape(cfg.accumulation, size, *x.shape[1:]), batch)
         zeros = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype),
             jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)),
@@ -249,9 +256,10 @@ def describe(metrics: StepMetrics, K: int = 3) -> str:
         return "[" + " ".join(f"{float(v):.3f}" for v in values) + "]"
 
     length = 1.0 + float(np.sum(np.asarray(metrics.accepted)[:K]))
-    feature = f"  feature {numbers(metrics.feature)}" if np.any(metrics.feature) else ""
+    named = (("feature", metrics.feature), ("overlap", metrics.overlap))
+    extra = "".join(f"  {name} {numbers(values)}" for name, values in named if np.any(values))
     return (
-        f"loss {float(metrics.loss):.3f} {numbers(metrics.cross_entropy)}{feature}  "
+        f"loss {float(metrics.loss):.3f} {numbers(metrics.cross_entropy)}{extra}  "
         f"agree {numbers(metrics.agreement)}  accept {numbers(metrics.accepted)} -> "
         f"{length:.3f} at K={K}"
     )
@@ -259,7 +267,15 @@ def describe(metrics: StepMetrics, K: int = 3) -> str:
 
 def to_lists(metrics: StepMetrics, prefix: str = "") -> Entry:
     """Return the metrics for JSON, with four digits."""
-    names = ("loss", "cross_entropy", "feature", "agreement", "accepted")
+    names = (
+        "loss",
+        "cross_entropy",
+        "feature",
+        "overlap",
+        "confidence",
+        "agreement",
+        "accepted",
+    )
     return {
         prefix + name: np.round(np.asarray(getattr(metrics, name), np.float64), 4).tolist()
         for name in names
@@ -272,21 +288,33 @@ def mean_metrics(all_metrics: list[StepMetrics]) -> StepMetrics:
 
 
 def validation_batches(
-    cfg: TrainConfig, held_out: Chats, num_devices: int
+    cfg: TrainConfig, draft: TrainableDraft, held_out: Chats, num_devices: int
 ) -> list[Batch[np.ndarray]]:
-    """Return at most 8 batches of the longest bucket, of as many chats for every device.
+    """Return at most 8 batches of the longest bucket, of as many rows for every device.
 
     None if there are too few chats.
     """
     rows = cfg.buckets[-1]
-    size = min(max(cfg.tokens_per_batch // rows, 1), len(held_out)) // num_devices * num_devices
+    members = rows_of(held_out, np.arange(len(held_out)), rows, packed=cfg.pack)
+    size = min(max(cfg.tokens_per_batch // rows, 1), len(members)) // num_devices * num_devices
     if size == 0:
         return []
-    pick = np.arange(len(held_out))
     return [
-        batch_of(held_out, pick[i : i + size], rows)
-        for i in range(0, min(len(pick), 8 * size) - size + 1, size)
+        prepare(cfg, draft, packed_batch(held_out, members[i : i + size], rows), i)
+        for i in range(0, min(len(members), 8 * size) - size + 1, size)
     ]
+
+
+def prepare(
+    cfg: TrainConfig, draft: TrainableDraft, batch: Batch[np.ndarray], step: int
+) -> Batch[np.ndarray]:
+    """Return the batch of a step with anchors, where the draft makes blocks.
+
+    A step's anchors depend on the seed and its number alone, so a run that goes on has the same.
+    """
+    if not isinstance(draft, DFlashConfig):
+        return batch
+    return with_anchors(batch, cfg.tokens_per_block, np.random.default_rng((cfg.seed, 1, step)))
 
 
 def train(
@@ -314,7 +342,7 @@ def train(
     pair, state = replicate(mesh, (pair, state))
     history = [] if history is None else history
     recent: list[StepMetrics] = []
-    validation = validation_batches(cfg, held_out, mesh.size)
+    validation = validation_batches(cfg, pair.draft, held_out, mesh.size)
     start = last_log = last_save = time.monotonic()
     tokens = 0
 
@@ -328,16 +356,22 @@ def train(
         return to_lists(mean, "held_out_")
 
     stream = batches(
-        chats, cfg.buckets, cfg.tokens_per_batch, cfg.seed, mesh.size * cfg.accumulation
+        chats,
+        cfg.buckets,
+        cfg.tokens_per_batch,
+        cfg.seed,
+        mesh.size * cfg.accumulation,
+        packed=cfg.pack,
     )
     for number, batch in itertools.islice(stream, begin, None):
         now = time.monotonic()
         if budget.is_spent(step, now):
             break
         progress = np.float32(budget.share(step, start, now))
+        batch = prepare(cfg, pair.draft, batch, step)
         metrics, state = train_step(cfg, mesh, state, pair, place(mesh, batch), progress)
         recent.append(metrics)
-        tokens += int(batch.lengths.sum())
+        tokens += int((batch.documents >= 0).sum())
         step += 1
         if step % cfg.log_every == 0 or step == budget.max_steps:
             mean = mean_metrics(recent)  # waits for the device, so the clock below is honest

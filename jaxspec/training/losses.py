@@ -90,6 +90,15 @@ def smooth_l1(features: jax.Array, target: jax.Array, beta: float = 1.0) -> jax.
     )
 
 
+def binary_cross_entropy(logit: jax.Array, chance: jax.Array) -> jax.Array:
+    """Return the cross entropy float32 [...] of sigmoid(logit) with a chance, both [...].
+
+    chance gets no gradient from callers that stop it.
+    """
+    logit = logit.astype(jnp.float32)
+    return jax.nn.softplus(logit) - chance * logit
+
+
 def accepted_prefix(matches: Sequence[jax.Array], counted: jax.Array) -> jax.Array:
     """Count the counted rows that accept draft i and all before it, float32 [steps].
 

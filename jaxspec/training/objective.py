@@ -1,5 +1,7 @@
 """The objective of one batch: the target's side of it, the loss, and the sums behind the metrics.
 
+The objective of a draft of a token a pass is here; block_objective has that of blocks.
+
 Losses are sums over rows divided by counts that are known before the batch is cut, over devices or
 micro-batches. Adding up the parts therefore gives the gradient of the whole.
 """
@@ -19,6 +21,7 @@ from jaxspec.loading import model
 from jaxspec.training import eagle, eagle3
 from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Batch
+from jaxspec.training.documents import continues, document_starts
 from jaxspec.training.losses import (
     accepted_prefix,
     decayed_sum,
@@ -40,12 +43,15 @@ class TrainingPair:
     target_cfg: the target's config
     target:     the target's weights
     draft_ids:  int32 [draft_vocab], the target id of each draft id
+    feature_scale: float32 [width], the size of each feature that a block head's fc reads
+                (jaxspec.training.feature_scale); None for a head that reads them as they are
     """
 
     draft: TrainableDraft = struct.field(pytree_node=False)
     target_cfg: models.TargetConfig = struct.field(pytree_node=False)
     target: Params
     draft_ids: jax.Array
+    feature_scale: jax.Array | None = None
 
 
 @struct.dataclass
@@ -59,8 +65,9 @@ class TargetSide:
                   the target's distribution restricted to the draft's vocabulary, with argmax_weight
                   more on its first choice
     greedy:       int32 [batch, rows], the target's choice
-    predicts:     bool [batch, rows], whether the next token is part of the answer
+    predicts:     bool [batch, rows], whether the next token is part of the document's answer
     teachable:    bool [batch, rows], predicts where the draft has a token for the target's choice
+    documents:    int32 [batch, rows], see data.Batch
     """
 
     tokens: jax.Array
@@ -70,6 +77,7 @@ class TargetSide:
     greedy: jax.Array
     predicts: jax.Array
     teachable: jax.Array
+    documents: jax.Array
 
 
 @struct.dataclass
@@ -77,6 +85,8 @@ class StepSums:
     """Sums over a batch's rows, float32 [num_steps] each, but for followed [].
 
     cross_entropy, feature: the losses
+    overlap:  a block's sum of min(p, q): its chance of acceptance at temperature 1; else 0
+    confidence: the cross entropy of a block's confidence; else 0
     matches:  rows whose draft is the target's choice
     accepted: rows whose draft and all earlier ones are the target's choice
     followed: rows that accepted is counted among
@@ -84,6 +94,8 @@ class StepSums:
 
     cross_entropy: jax.Array
     feature: jax.Array
+    overlap: jax.Array
+    confidence: jax.Array
     matches: jax.Array
     accepted: jax.Array
     followed: jax.Array
@@ -94,16 +106,13 @@ def num_draft_steps(cfg: TrainConfig, rows: int) -> int:
     return min(cfg.num_steps, rows - 1)
 
 
-def step_counts(
-    cfg: TrainConfig, lengths: jax.Array, answer_start: jax.Array, rows: int
-) -> jax.Array:
-    """Count the rows of each draft step that predict a token of an answer: float32 [steps].
-
-    lengths, answer_start: int32 [batch].
-    """
-    first = jnp.arange(num_draft_steps(cfg, rows)) + 2  # step i predicts tokens 2+i and later ones
-    count = jnp.maximum(lengths - jnp.maximum(answer_start, first[:, None]), 0)
-    return jnp.sum(count, axis=1).astype(jnp.float32)
+def step_counts(cfg: TrainConfig, batch: Batch[jax.Array]) -> jax.Array:
+    """Count the rows of each draft step that predict a token of an answer: float32 [steps]."""
+    rows = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+    index = rows - document_starts(batch.documents)  # of each token in its document
+    first = jnp.arange(num_draft_steps(cfg, len(rows))) + 2  # of the tokens that step i predicts
+    counted = batch.answers & (index >= first[:, None, None])
+    return jnp.sum(counted.astype(jnp.float32), axis=(1, 2))
 
 
 def shared_weights(draft: TrainableDraft, target: Params) -> Params:
@@ -111,11 +120,19 @@ def shared_weights(draft: TrainableDraft, target: Params) -> Params:
     return model.shared_weights(draft, drafts.family(draft).param_specs(draft), target)
 
 
+def batch_states(pair: TrainingPair, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+    """Return the target's hidden states and aux of a batch; see target_states."""
+    lengths = jnp.sum((batch.documents >= 0).astype(jnp.int32), axis=1)
+    starts = document_starts(batch.documents)
+    return target_states(
+        pair.target, pair.target_cfg, batch.tokens, lengths, pair.draft.aux_layers, starts
+    )
+
+
 def observe_target(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]) -> TargetSide:
     """Run the target over a batch, without gradients."""
     draft, target_cfg, target, draft_ids = pair.draft, pair.target_cfg, pair.target, pair.draft_ids
-    tokens, lengths, answer_start = batch
-    hidden, aux = target_states(target, target_cfg, tokens, lengths, draft.aux_layers)
+    hidden, aux = batch_states(pair, batch)
     if draft.maps_vocabulary:
         logits = jnp.einsum(
             "bqd,dv->bqv",
@@ -133,17 +150,22 @@ def observe_target(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]
     if cfg.argmax_weight:
         best = jnp.argmax(logits, axis=-1)[..., None] == jnp.arange(logits.shape[-1])
         probs = (1.0 - cfg.argmax_weight) * probs + jnp.where(best, cfg.argmax_weight, 0.0)
-    next_position = jnp.arange(1, tokens.shape[1] + 1)
-    predicts = (next_position >= answer_start[:, None]) & (next_position < lengths[:, None])
+    predicts = predicts_answer(batch)
     return TargetSide(
-        tokens=tokens,
+        tokens=batch.tokens,
         hidden=hidden,
         drafted_from=drafts.family(draft).target_hidden(draft, hidden, aux),
         probs=probs,
         greedy=greedy,
         predicts=predicts,
         teachable=predicts & known,
+        documents=batch.documents,
     )
+
+
+def predicts_answer(batch: Batch[jax.Array]) -> jax.Array:
+    """Return whether each row's next token is part of its document's answer, bool [batch, rows]."""
+    return shift_left(batch.answers, 1) & continues(batch.documents, 1)
 
 
 def draft_loss(
@@ -163,6 +185,11 @@ def draft_loss(
     draft, draft_ids = pair.draft, pair.draft_ids
     rows = side.tokens.shape[1]
     steps = num_draft_steps(cfg, rows)
+    # Row p and the row p+1+i that its step i is compared with are of one document.
+    same = [continues(side.documents, step + 1) for step in range(steps)]
+
+    def ahead_of(mask: jax.Array, step: int) -> jax.Array:
+        return shift_left(mask, step + 1) & same[step]
 
     def step_loss(weights: Params, head_input: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
         # Row p of step i predicts token p+2+i, which the target predicts at p+1+i.
@@ -170,7 +197,7 @@ def draft_loss(
         logits = head_logits(head_input[:, : rows - ahead], weights["lm_head"])
         cross_entropy = jnp.sum(
             soft_cross_entropy(logits, side.probs[:, ahead:])
-            * side.teachable[:, ahead:].astype(jnp.float32)
+            * ahead_of(side.teachable, step)[:, : rows - ahead].astype(jnp.float32)
         )
         drafted = jnp.argmax(jnp.asarray(logits), axis=-1)
         drafted = draft_ids[drafted] if draft.maps_vocabulary else drafted
@@ -181,19 +208,25 @@ def draft_loss(
         if draft.method != "eagle":
             return jnp.zeros((), jnp.float32)
         loss = smooth_l1(head_input[:, : rows - ahead], side.hidden[:, ahead:])
-        return jnp.sum(loss * side.predicts[:, ahead:].astype(jnp.float32))
+        counted = ahead_of(side.predicts, step)[:, : rows - ahead]
+        return jnp.sum(loss * counted.astype(jnp.float32))
 
     if cfg.remat:
         step_loss = jax.checkpoint(step_loss, static_argnums=2)
     head_inputs = FORWARDS[draft.method].forward_steps(
-        weights, draft, side.tokens, side.drafted_from, steps
+        weights,
+        draft,
+        side.tokens,
+        side.drafted_from,
+        steps,
+        document_starts(side.documents),
     )
     cross_entropies, matches = zip(
         *(step_loss(weights, x, step) for step, x in enumerate(head_inputs)), strict=True
     )
     features = [regress(x, step) for step, x in enumerate(head_inputs)]
 
-    counted = [shift_left(side.predicts, step + 1) for step in range(steps)]
+    counted = [ahead_of(side.predicts, step) for step in range(steps)]
     # A row shows what a greedy draft would do only where the text that it was forced to follow is
     # the target's greedy text.
     greedy_text = side.tokens == jnp.roll(side.greedy, 1, axis=1)
@@ -207,6 +240,8 @@ def draft_loss(
     sums = StepSums(
         cross_entropy=jnp.stack(cross_entropies),
         feature=jnp.stack(features),
+        overlap=jnp.zeros(steps, jnp.float32),
+        confidence=jnp.zeros(steps, jnp.float32),
         matches=jnp.stack(
             [count(match & mask) for match, mask in zip(matches, counted, strict=True)]
         ),

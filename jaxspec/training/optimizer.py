@@ -15,6 +15,7 @@ from jaxspec.training.config import TrainConfig
 # Moonlight (2502.16982): with updates of this root mean square Muon takes AdamW's learning rate
 # and weight decay.
 MUON_RMS = 0.2
+OF_TOKENS = ("lm_head", "markov_w1", "markov_w2")
 
 
 def _is_matrix(params: Params) -> Params:
@@ -22,11 +23,14 @@ def _is_matrix(params: Params) -> Params:
 
 
 def _muon_dimensions(params: Params) -> Params:
-    """Choose Muon for the matrices inside the head; lm_head, norms and biases keep Adam."""
+    """Choose Muon for the matrices inside the head; lm_head, norms and biases keep Adam.
+
+    So do the Markov head's tables, whose rows or columns are tokens.
+    """
     dims = contrib.MuonDimensionNumbers()
 
     def choose(path: tuple[Any, ...], x: jax.Array) -> object:
-        return dims if x.ndim == 2 and path[0].key != "lm_head" else None
+        return dims if x.ndim == 2 and path[0].key not in OF_TOKENS else None
 
     return jax.tree_util.tree_map_with_path(choose, params)
 

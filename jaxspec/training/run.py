@@ -14,17 +14,20 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.config.settings import setting
+from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.layers.params import Params
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, save_draft, split_file
 from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Chats
 from jaxspec.training.evaluation import EvaluationConfig, evaluate_head
+from jaxspec.training.feature_scale import feature_scale, scaled_params, unscaled_params
 from jaxspec.training.heads import HeadConfig, new_head
 from jaxspec.training.loop import Budget, TrainState, data_mesh, init_train_state, train
 from jaxspec.training.objective import TrainingPair
 from jaxspec.training.plot import plot_history
 from jaxspec.training.run_record import RunRecord, earlier_history
+from jaxspec.training.target import require_packable
 from jaxspec.training.vocabulary import coverage
 
 
@@ -67,6 +70,8 @@ def train_head(
     folder gets head/, pieces/, loss.png and, with keep_state, state/.
     """
     mesh = data_mesh(cfg.data_parallel_size)
+    if cfg.train.pack:
+        require_packable(target.cfg)
     if len(chats) <= cfg.held_out:
         raise ConfigError(
             f"training data: expected more than the {cfg.held_out} held-out chats, got {len(chats)}"
@@ -92,8 +97,12 @@ def train_head(
     )
     log(f"train: {draft}")
 
+    pair = TrainingPair(draft, target.cfg, target.params, jnp.asarray(ids, jnp.int32))
+    if isinstance(draft, DFlashConfig):
+        pair = dataclasses.replace(pair, feature_scale=feature_scale(pair, training))
+
     def save(state: TrainState, step: int) -> dict[str, Any]:
-        save_head(folder, draft, state.params, ids, target)
+        save_head(folder, draft, unscaled_params(pair, state.params), ids, target)
         record.write()
         log(f"train: saved step {step} to {folder / 'head'}")
         if cfg.keep_state:
@@ -105,7 +114,9 @@ def train_head(
         )
         return {"acceptance": found} if found else {}
 
-    state = init_train_state(cfg.train, draft, params)
+    # A fresh fc is drawn for features of size one; a trained one reads them as they are.
+    start = scaled_params(pair, params) if cfg.head.init else params
+    state = init_train_state(cfg.train, draft, start)
     history = record.entries["history"] = []
     if cfg.resume:
         from jaxspec.training.resume import restore_state
@@ -115,7 +126,7 @@ def train_head(
         log(f"train: goes on from step {int(state.step)}")
     train(
         cfg.train,
-        TrainingPair(draft, target.cfg, target.params, jnp.asarray(ids, jnp.int32)),
+        pair,
         state,
         training,
         held_out,

@@ -56,11 +56,18 @@ def project_qkv(
 
 
 def step_attention(
-    params: Params, cfg: AttentionConfig, x: jax.Array, rope: RopeTables, earlier: list[StepKeys]
+    params: Params,
+    cfg: AttentionConfig,
+    x: jax.Array,
+    rope: RopeTables,
+    earlier: list[StepKeys],
+    starts: jax.Array | None = None,
 ) -> tuple[jax.Array, StepKeys]:
     """Attend in one step: causally over step 0, then to the row itself in each later step.
 
     x [batch, rows, in] -> [batch, rows, out], and the keys and values of this step.
+
+    starts: int32 [batch, rows], the first row that each row sees (document_starts); None for all
     """
     batch, rows = x.shape[:2]
     q, k, v = project_qkv(params, cfg, x, rope)
@@ -69,12 +76,15 @@ def step_attention(
     grouped = q.reshape(
         batch, rows, cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads, cfg.head_dim
     )
-    causal = jnp.arange(rows)[None, :] <= jnp.arange(rows)[:, None]
+    key = jnp.arange(rows)
+    seen = key[None, :] <= key[:, None]
+    if starts is not None:
+        seen = (seen & (key >= starts[..., None]))[:, None, None]
     scores = (
         jnp.einsum("bqhgd,bkhd->bhgqk", grouped, first.k, preferred_element_type=jnp.float32)
         * cfg.head_dim**-0.5
     )
-    scores = jnp.where(causal, scores, _MASKED)
+    scores = jnp.where(seen, scores, _MASKED)
     top = jnp.max(scores, axis=-1)
     diagonal = [
         jnp.einsum("bqhgd,bqhd->bhgq", grouped, step.k, preferred_element_type=jnp.float32)

@@ -100,12 +100,14 @@ def block_head(
     *,
     K: int,
     layer: dict[str, Any] | None = None,
-    draft_vocab: int = 128,
+    vocab: int = 128,
+    draft_vocab: int | None = None,
     aux_layers: Sequence[int] = (2, 4, 7),
     seed: int = 0,
     **switches: Any,
 ) -> BlockOracle:
     """speculators' head of K drafts. layer: keys of the transformer layer's config."""
+    draft_vocab = draft_vocab or vocab
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
@@ -140,11 +142,11 @@ def block_head(
         w1 = module.markov_head.markov_w1.weight
         w1.mul_(w1.shape[1] ** 0.5)  # an embedding: rows of unit variance
     to_target = np.arange(draft_vocab)
-    if draft_vocab != 128:
+    if draft_vocab != vocab:
         import torch
 
-        to_target = random_map(128, draft_vocab, seed)
-        t2d = torch.zeros(128, dtype=torch.bool)
+        to_target = random_map(vocab, draft_vocab, seed)
+        t2d = torch.zeros(vocab, dtype=torch.bool)
         t2d[torch.from_numpy(to_target)] = True
         module.load_vocab_mappings(t2d, torch.from_numpy(to_target) - torch.arange(draft_vocab))
     return BlockOracle(module, to_target)

@@ -21,16 +21,21 @@ from jaxspec import models
 from jaxspec.commands.train import app
 from jaxspec.config import REFERENCE_OPS, ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
-from jaxspec.layers.params import Weight
+from jaxspec.drafts.dflash import DFlashConfig
+from jaxspec.drafts.dspark import DSparkConfig
+from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import load_draft
+from jaxspec.training.blocks import num_drafts
 from jaxspec.training.card import write_card
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
 from jaxspec.training.eagle3 import forward_steps
-from jaxspec.training.evaluation import evaluate_acceptance
+from jaxspec.training.evaluation import add_counts, evaluate_acceptance, length_bucket
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
 from jaxspec.training.run_record import earlier_history
 from jaxspec.training.target import target_states
-from tests.training.conftest import DRAFT_VOCAB, VOCAB, Pair, make_pair
+from jaxspec.training.trained import trained_specs
+from tests.training.conftest import DRAFT_ATTENTION, DRAFT_VOCAB, VOCAB, Pair, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCHES = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
@@ -221,6 +226,185 @@ def test_speculators_reads_the_config_and_computes_the_same_logits(tmp_path: Pat
         )
 
 
+def block_head(pair: Pair, **changes: Any) -> tuple[Any, Any]:
+    """Return the config and the weights of a random DSpark head, or a DFlash one."""
+    fields: dict[str, Any] = dict(
+        target_hidden_size=32,
+        hidden_size=32,
+        intermediate_size=40,
+        attention=dataclasses.replace(DRAFT_ATTENTION, qk_norm=True, rms_norm_eps=1e-5),
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        draft_vocab_size=DRAFT_VOCAB,
+        aux_layers=(1, 2, 4),
+        draft_block_size=5,
+        mask_token_id=3,
+        sample_from_anchor=True,
+        windows=(None, None),
+        causal=(False, False),
+        own_lm_head=True,
+        **changes,
+    )
+    dspark: dict[str, Any] = dict(markov_rank=6, has_confidence=True, confidence_reads_token=True)
+    cfg = DFlashConfig(**fields) if "method" in changes else DSparkConfig(**fields | dspark)
+    specs = trained_specs(cfg)
+    return cfg, init_random(specs, jax.random.key(1), jnp.dtype(jnp.float32))
+
+
+BLOCK_HEADS: dict[str, dict[str, Any]] = {
+    "dspark": {},
+    "dflash": {"method": "dflash"},
+}
+
+
+def save_block(cfg: Any, params: Any, pair: Pair, folder: Path) -> None:
+    save_draft(folder, cfg, params, pair.draft_ids, target="tiny", max_position_embeddings=256)
+
+
+@pytest.mark.parametrize("changes", BLOCK_HEADS.values(), ids=BLOCK_HEADS)
+def test_a_block_head_is_saved_once_and_loads_with_its_context_weights(
+    tmp_path: Path, pair: Pair, changes: dict[str, Any]
+) -> None:
+    cfg, params = block_head(pair, **changes)
+    save_block(cfg, params, pair, tmp_path / "head")
+    loaded, found = load_draft(
+        tmp_path / "head", pair.target_cfg, pair.target, SpeculativeConfig(), jnp.float32
+    )
+    assert loaded == cfg
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    jax.tree.map(np.testing.assert_array_equal, {n: found[n] for n in expected}, expected)
+    qkv = [layer["self_attn"]["qkv_proj"].values for layer in expected["layers"]]
+    heads = DRAFT_ATTENTION.num_heads * DRAFT_ATTENTION.head_dim
+    np.testing.assert_array_equal(
+        found["context_kv"].values, np.concatenate([x[:, heads:] for x in qkv], axis=1)
+    )
+    np.testing.assert_array_equal(found["draft_to_target"], pair.draft_ids)
+
+
+def test_a_block_head_continues_with_another_vocabulary(pair: Pair) -> None:
+    """Columns of W2 and lm_head go by token, the rest is as it was."""
+    cfg, old = block_head(pair)
+    ids = np.setdiff1d(np.arange(VOCAB), pair.draft_ids)[:DRAFT_VOCAB]
+    ids[::2] = pair.draft_ids[::2]
+    ids = np.unique(ids)
+    cfg = dataclasses.replace(cfg, draft_vocab_size=len(ids))
+    fresh = init_random(trained_specs(cfg), jax.random.key(9), jnp.dtype(jnp.float32))
+    found = continued_params(cfg, fresh, ids, old, pair.draft_ids)
+    known = np.isin(ids, pair.draft_ids)
+    assert 0 < known.sum() < len(ids)
+    for name in ("lm_head", "markov_w2"):
+        column = np.searchsorted(pair.draft_ids, ids[known])
+        new, had = found[name].values, old[name].values
+        np.testing.assert_array_equal(new[:, known], had[:, column])
+        np.testing.assert_array_equal(new[:, ~known], fresh[name].values[:, ~known])
+    np.testing.assert_array_equal(found["markov_w1"], old["markov_w1"])
+    np.testing.assert_array_equal(found["fc"].values, old["fc"].values)
+
+
+@pytest.mark.oracle("speculators")
+@pytest.mark.parametrize("changes", BLOCK_HEADS.values(), ids=BLOCK_HEADS)
+def test_a_block_heads_files_are_speculators_own(
+    tmp_path: Path, pair: Pair, changes: dict[str, Any]
+) -> None:
+    """Names, shapes and config of a head of these switches that speculators saves itself.
+
+    It writes its embedding as the target's, too, so ours are the others.
+    """
+    cfg, params = block_head(pair, **changes)
+    save_block(cfg, params, pair, tmp_path / "ours")
+    theirs = speculators_head(cfg)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, other = (load_file(tmp_path / n / "model.safetensors") for n in ("ours", "theirs"))
+    assert {n: x.shape for n, x in ours.items()} == {n: x.shape for n, x in other.items()}
+    ours, other = (
+        json.loads((tmp_path / n / "config.json").read_text()) for n in ("ours", "theirs")
+    )
+    own = {"target_hidden_size", "dtype"}  # theirs are null and float32
+    nested = {"transformer_layer_config", "speculators_config"}
+    assert set(ours) - set(other) == set()
+    for name in set(ours) - own - nested:
+        assert ours[name] == other[name], name
+    layer, other_layer = ours["transformer_layer_config"], other["transformer_layer_config"]
+    for name in set(layer) & set(other_layer):
+        assert layer[name] == other_layer[name], name
+    proposal, other_proposal = ours["speculators_config"], other["speculators_config"]
+    assert proposal["algorithm"] == other_proposal["algorithm"]
+    assert proposal["proposal_methods"] == other_proposal["proposal_methods"]
+
+
+def speculators_head(cfg: Any) -> Any:
+    """Return speculators' module of this shape."""
+    import torch
+
+    layer = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=40,
+        num_attention_heads=cfg.attention.num_heads,
+        num_key_value_heads=cfg.attention.num_kv_heads,
+        head_dim=cfg.attention.head_dim,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": cfg.attention.rope.theta},
+    )
+    from tests.parity.block_heads import block_head as oracle_head
+
+    switches: dict[str, Any] = {}
+    if cfg.method == "dspark":
+        switches = dict(
+            markov_rank=6, enable_confidence_head=True, confidence_head_with_markov=True
+        )
+    oracle = oracle_head(
+        cfg.method,
+        K=num_drafts(cfg),
+        layer=layer,
+        draft_vocab=DRAFT_VOCAB,
+        aux_layers=cfg.aux_layers,
+        vocab=VOCAB,
+        sample_from_anchor=cfg.sample_from_anchor,
+        **switches,
+    )
+    oracle.module.config.mask_token_id = cfg.mask_token_id
+    assert isinstance(oracle.module, torch.nn.Module)
+    return oracle.module
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"windows": (4, 8)}, "windows: expected one window that ends at the anchor"),
+        (
+            {"windows": (4, 4), "windows_from_anchor": False},
+            "windows: expected one window that ends at the anchor",
+        ),
+        ({"causal": (True, False)}, "causal: expected it of all layers with a window"),
+    ],
+)
+def test_a_block_head_that_the_layout_cannot_name_is_one_sentence(
+    tmp_path: Path, pair: Pair, changes: dict[str, Any], message: str
+) -> None:
+    cfg, params = block_head(pair)
+    cfg = dataclasses.replace(cfg, **changes)
+    with pytest.raises(ConfigError, match=message):
+        save_block(cfg, params, pair, tmp_path / "head")
+
+
+@pytest.mark.parametrize("windows", [(9, 9), (9, None)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_of_a_block_head_are_read_back(
+    tmp_path: Path, pair: Pair, windows: Any, causal: bool
+) -> None:
+    cfg, params = block_head(pair)
+    of_layers = tuple(causal and window is not None for window in windows)
+    cfg = dataclasses.replace(cfg, windows=windows, causal=of_layers)
+    save_block(cfg, params, pair, tmp_path / "head")
+    speculative = SpeculativeConfig()
+    loaded, _ = load_draft(
+        tmp_path / "head", pair.target_cfg, pair.target, speculative, jnp.float32
+    )
+    assert loaded == cfg
+
+
 def test_config_keeps_llama3_rope(pair: Pair) -> None:
     rope = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
     cfg = dataclasses.replace(
@@ -285,7 +469,7 @@ def test_a_save_after_one_that_died_between_two_renames_keeps_the_old_head_till_
 def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair: Pair) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB, n).astype(np.int32) for n in (3, 9, 5)]
-    metrics, answers = evaluate_acceptance(
+    metrics, by_length, answers = evaluate_acceptance(
         pair.target_cfg,
         pair.target,
         pair.draft_cfg,
@@ -310,6 +494,7 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
         )[0]
         assert answer.tolist() == greedy[len(prompt) - 1 : len(sequence) - 1].tolist()
         assert len(answer) == 12 or answer[-1] == 2
+    assert by_length == {"below 512": metrics}
     # A round yields its accepted drafts and one token; the first token is prefill's. What ran past
     # the end is not in the answers.
     written = sum(map(len, answers)) - len(prompts)
@@ -318,6 +503,19 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
         >= written
         > metrics.num_accepted_tokens + metrics.num_drafts - 3 * len(prompts)
     )
+
+
+def test_counts_of_requests_add_up_by_the_length_of_their_prompts() -> None:
+    lengths = [(511, "below 512"), (512, "below 1500"), (5999, "below 6000"), (6000, "from 6000")]
+    assert [length_bucket(n) for n, _ in lengths] == [name for _, name in lengths]
+    total, parts = SpecDecodeMetrics(2), [SpecDecodeMetrics(2) for _ in range(3)]
+    whole = SpecDecodeMetrics(2)
+    for part, accepted in zip(parts, ([0, 2], [1], [2, 2, 1]), strict=True):
+        for number in accepted:
+            part.observe(number)
+            whole.observe(number)
+        add_counts(total, part)
+    assert total == whole and total.mean_acceptance_length == 1 + 8 / 6
 
 
 def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
@@ -383,7 +581,7 @@ def test_a_method_that_cannot_be_trained_is_refused(
 ) -> None:
     arguments = ("all", "--dry-run", "--method", "mtp", "--output", str(tmp_path / "out"))
     error = refusal(capsys, *arguments)
-    expected = "error: --method: expected one of eagle, eagle3, got 'mtp'\n"
+    expected = "error: --method: expected one of dflash, dspark, eagle, eagle3, got 'mtp'\n"
     assert error == expected and not (tmp_path / "out").exists()
 
 

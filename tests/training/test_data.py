@@ -14,6 +14,7 @@ from jaxspec.training.data import (
     batch_of,
     batches,
     epoch,
+    fill_rows,
     merge,
     ngrams,
     pack,
@@ -80,12 +81,14 @@ def test_an_epoch_shows_each_chat_once_in_the_smallest_bucket_that_holds_it() ->
     for batch in epoch(chats, (8, 4), 8, np.random.default_rng(0)):
         rows = batch.tokens.shape[1]
         assert batch.tokens.size == 8
-        for tokens, length, start in zip(
-            batch.tokens, batch.lengths, batch.answer_start, strict=True
+        for tokens, documents, answers in zip(
+            batch.tokens, batch.documents, batch.answers, strict=True
         ):
-            which = int(tokens[0])
+            which, length = int(tokens[0]), int((documents == 0).sum())
             seen.append(which)
-            assert length == min(lengths[which], rows) and start == lengths[which] - 2
+            assert length == min(lengths[which], rows) and not documents[:length].any()
+            assert (documents[length:] == -1).all()
+            assert np.flatnonzero(answers).tolist() == list(range(lengths[which] - 2, length))
             assert (tokens[:length] == which).all() and not tokens[length:].any()
             assert rows == (4 if lengths[which] <= 4 else 8)
     assert sorted(seen) == list(range(10))
@@ -113,12 +116,43 @@ def test_too_few_chats_is_an_error() -> None:
         next(batches(some_chats([4, 4]), (8,), 64, 0))
 
 
+def test_packed_rows_hold_each_chat_once_and_no_more_than_fits() -> None:
+    lengths = [3, 4, 5, 8, 7, 2, 12, 4, 6, 8]
+    chats = some_chats(lengths)
+    seen, rows_used = [], 0
+    for batch in epoch(chats, (8, 16), 8, np.random.default_rng(0), packed=True):
+        for tokens, documents, answers in zip(
+            batch.tokens, batch.documents, batch.answers, strict=True
+        ):
+            rows_used += 1
+            end = 0
+            for number in range(documents.max() + 1):  # one chat after the other
+                inside = np.flatnonzero(documents == number)
+                which, length = int(tokens[inside[0]]), len(inside)
+                seen.append(which)
+                assert inside.tolist() == list(range(end, end + length))
+                assert length == lengths[which] and (tokens[inside] == which).all()
+                assert np.flatnonzero(answers[inside]).tolist() == [length - 2, length - 1]
+                end += length
+            assert (documents[end:] == -1).all() and not answers[end:].any()
+    assert sorted(seen) == list(range(10))
+    assert rows_used < 10
+
+
+def test_first_fit_leaves_less_padding_than_a_chat_a_row() -> None:
+    lengths = np.random.default_rng(0).integers(100, 600, 500)
+    members = fill_rows(lengths, np.arange(500), 2048)
+    assert sorted(i for row in members for i in row) == list(range(500))
+    assert max(lengths[row].sum() for row in members) <= 2048
+    assert lengths.sum() / (2048 * len(members)) > 0.95
+
+
 def test_batch_of_cuts_what_is_too_long() -> None:
     batch = batch_of(some_chats([3, 9]), np.asarray([1]), 6)
     assert (
-        batch.lengths.tolist() == [6]
+        batch.documents.tolist() == [[0] * 6]
         and batch.tokens.tolist() == [[1] * 6]
-        and batch.answer_start.tolist() == [7]
+        and not batch.answers.any()
     )
 
 

@@ -16,12 +16,13 @@ from jaxspec.config import REFERENCE_OPS
 from jaxspec.drafts import eagle3
 from jaxspec.training import losses
 from jaxspec.training.config import TrainConfig
-from jaxspec.training.data import Batch, pack
+from jaxspec.training.data import Batch, pack, packed_batch
 from jaxspec.training.eagle import forward_steps as eagle_forward_steps
 from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.heads import eagle_config, initial_params
 from jaxspec.training.loop import Budget, TrainState, data_mesh, init_train_state, train
 from jaxspec.training.objective import (
+    StepSums,
     TargetSide,
     TrainingPair,
     draft_loss,
@@ -47,9 +48,17 @@ ONE = data_mesh(1)
 
 def batch(seed: int = 0) -> Batch[jax.Array]:
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (2, 12)).astype(np.int32)
+    lengths, answer_start = np.asarray([[12], [9]]), np.asarray([[4], [6]])
+    row = np.arange(12)
     return Batch(
-        jnp.asarray(tokens), jnp.asarray([12, 9], jnp.int32), jnp.asarray([4, 6], jnp.int32)
+        jnp.asarray(tokens),
+        jnp.asarray(np.where(row < lengths, 0, -1), jnp.int32),
+        jnp.asarray((row >= answer_start) & (row < lengths)),
+        jnp.zeros((2, 0), jnp.int32),
     )
+
+
+LENGTHS, ANSWER_START = jnp.asarray([12, 9], jnp.int32), (4, 6)  # of batch()
 
 
 def training_pair(pair: Pair) -> TrainingPair:
@@ -63,10 +72,10 @@ def observe(pair: TrainingPair, cfg: TrainConfig = CFG) -> TargetSide:
 
 @pytest.mark.parametrize("argmax_weight", [0.0, 0.25])
 def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float) -> None:
-    tokens, lengths, answer_start = batch()
+    tokens, lengths, answer_start = batch().tokens, LENGTHS, ANSWER_START
     cfg = dataclasses.replace(CFG, argmax_weight=argmax_weight)
     side = observe(training_pair(pair), cfg)
-    counts = step_counts(cfg, lengths, answer_start, 12)
+    counts = step_counts(cfg, batch())
     weights = {**pair.draft, **shared_weights(pair.draft_cfg, pair.target)}
     loss, sums = jax.jit(lambda: draft_loss(cfg, training_pair(pair), weights, side, counts))()
 
@@ -110,12 +119,12 @@ def test_loss_equals_its_definition_row_by_row(pair: Pair, argmax_weight: float)
 
 
 def test_eagle_1_adds_the_regression_of_the_next_hidden_state(pair: Pair) -> None:
-    tokens, lengths, answer_start = batch()
+    tokens, lengths, answer_start = batch().tokens, LENGTHS, ANSWER_START
     draft = eagle_config(pair.target_cfg)
     learned = TrainingPair(draft, pair.target_cfg, pair.target, jnp.arange(VOCAB))
     params = initial_params(draft, pair.target_cfg, pair.target, np.arange(VOCAB), 0)
     weights = {**params, **shared_weights(draft, pair.target)}
-    counts = step_counts(CFG, lengths, answer_start, 12)
+    counts = step_counts(CFG, batch())
     side = observe(learned)
     _, sums = jax.jit(lambda: draft_loss(CFG, learned, weights, side, counts))()
     features = jax.jit(lambda: eagle_forward_steps(weights, draft, tokens, side.hidden, 3))()
@@ -133,7 +142,7 @@ def test_eagle_1_adds_the_regression_of_the_next_hidden_state(pair: Pair) -> Non
 def test_remat_changes_no_gradient(pair: Pair) -> None:
     learned = training_pair(pair)
     side = observe(learned)
-    counts, shared = step_counts(CFG, *batch()[1:], 12), shared_weights(pair.draft_cfg, pair.target)
+    counts, shared = step_counts(CFG, batch()), shared_weights(pair.draft_cfg, pair.target)
 
     def gradient(cfg: TrainConfig):
         def loss(params):
@@ -157,13 +166,44 @@ def test_greedy_tokens_in_chunks_equal_those_of_all_logits(pair: Pair) -> None:
 
 
 def test_target_states_do_not_depend_on_padding(pair: Pair) -> None:
-    tokens, lengths, _ = batch()
-    states = jax.jit(lambda *rows: target_states(pair.target, pair.target_cfg, *rows, (1, 4)))
+    tokens, lengths = batch().tokens, LENGTHS
+    states = jax.jit(
+        lambda tokens, lengths: target_states(pair.target, pair.target_cfg, tokens, lengths, (1, 4))
+    )
     hidden, aux = states(tokens, lengths)
     short, short_aux = states(tokens[1:, :9], lengths[1:])
     assert aux is not None and short_aux is not None
     np.testing.assert_allclose(hidden[1, :9], short[0], atol=1e-5)
     np.testing.assert_allclose(aux[1, :9], short_aux[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_chats_of_one_row_do_not_see_each_other(pair: Pair, method: str) -> None:
+    """Loss and sums of packed rows are those of the chats by themselves."""
+    rng = np.random.default_rng(5)
+    lengths = (9, 12, 11)
+    # The second answer begins where the first chat's last rows could be compared with it.
+    chats = pack([rng.integers(0, VOCAB, n) for n in lengths], [2, 1, 5], np.zeros(3), np.int32)
+    learned = training_pair(pair)
+    params = pair.draft
+    if method == "eagle":
+        draft, ids = eagle_config(pair.target_cfg), np.arange(VOCAB)
+        learned = TrainingPair(draft, pair.target_cfg, pair.target, jnp.arange(VOCAB))
+        params = initial_params(draft, pair.target_cfg, pair.target, ids, 0)
+    weights = {**params, **shared_weights(learned.draft, pair.target)}
+    results = []
+    for members, rows in (([[0, 1], [2]], 24), ([[0], [1], [2]], 12)):
+        together = Batch(*map(jnp.asarray, packed_batch(chats, members, rows)))
+        counts = step_counts(CFG, together)
+
+        @jax.jit
+        def loss(batch: Batch[jax.Array], counts: jax.Array) -> tuple[jax.Array, StepSums]:
+            return draft_loss(CFG, learned, weights, observe_target(CFG, learned, batch), counts)
+
+        results.append((counts, loss(together, counts)))
+    packed, alone = results
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), packed, alone)
+    assert packed[0].tolist() == [7 + 10 + 6, 6 + 9 + 6, 5 + 8 + 6]
 
 
 def test_schedule_warms_up_then_falls_along_a_cosine() -> None:
