@@ -3,6 +3,8 @@
 jaxspec acceptance --dataset mt_bench.jsonl --output-json acceptance.json
 jaxspec acceptance --from-json acceptance.json --markdown docs/acceptance.md
 
+Tables and files tell short prompts from long ones (jaxspec/tools/acceptance/lengths.py).
+
 The first data set gets every rule with every K up to --sweep. The others get
 K = --num-speculative-tokens, greedy and probabilistic. Drafts are the same whatever the rule:
 seeds are by prompt. One program for each rule and kind of drafts serves every K and data set.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,6 +163,8 @@ def run(
         },
         "num_speculative_tokens": K,
         "check": None,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": sys.argv[1:],
         **report.environment(),
     }
     for measured in measure(llm, sets, cases, max(ks), texts.max_tokens, texts.seed):
@@ -188,7 +193,8 @@ def read_sets(datasets: Sequence[str], most: int | None) -> dict[str, list[str]]
 def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        record["results"]
+        show.results(record)
+        record["date"]
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(
             f"--from-json {path}: expected a file that --output-json wrote, got another"

@@ -322,6 +322,10 @@ def card(
         list[Path] | None,
         option("An evaluation.json of `evaluate` to add to training.json; may be repeated."),
     ] = None,
+    acceptance: Annotated[
+        Path | None,
+        option("A JSON file of `jaxspec acceptance`: its lengths join training.json."),
+    ] = None,
     about_target: Annotated[
         str, option("What follows the target's name: its licence, its file.")
     ] = "",
@@ -329,7 +333,14 @@ def card(
     note: Annotated[list[str] | None, option("A paragraph of the card; may be repeated.")] = None,
 ) -> None:
     """Write HEAD/README.md from HEAD/training.json."""
-    write_card(head, evaluation or (), about_target=about_target, licence=licence, notes=note or ())
+    write_card(
+        head,
+        evaluation or (),
+        acceptance,
+        about_target=about_target,
+        licence=licence,
+        notes=note or (),
+    )
 
 
 LongPrompts = Annotated[Given, given_of(LongPromptConfig, "count", "lengths", "seed")]

@@ -13,6 +13,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from jaxspec.config import ConfigError
 from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.resolve import HUB_ID
+from jaxspec.tools.acceptance.rounds import join
+from jaxspec.tools.acceptance.summary import Result, by_prompt_length, measured_figures
 from jaxspec.training.files import write_text
 
 SPECULATORS = (
@@ -31,10 +33,13 @@ TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "dspark": "DSpark", "dflash":
 Record = Mapping[str, Any]
 
 
-def write_card(head: Path, evaluations: Sequence[Path] = (), **about: Any) -> None:
+def write_card(
+    head: Path, evaluations: Sequence[Path] = (), acceptance: Path | None = None, **about: Any
+) -> None:
     """Write README.md into a head's folder.
 
     evaluations: files of later evaluations, which first join the head's training.json
+    acceptance:  what `jaxspec acceptance` wrote, whose lengths join it too
     about: keywords of `card`
     """
     path = head / "training.json"
@@ -42,6 +47,8 @@ def write_card(head: Path, evaluations: Sequence[Path] = (), **about: Any) -> No
     try:
         more = [read_json(later)["evaluation"] for later in evaluations]
         record["evaluations"] = record.get("evaluations", []) + more
+        if acceptance is not None:
+            record["acceptance_by_length"] = lengths_of(acceptance)
         page = card(head.name, record, **about)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         if isinstance(e, ConfigError):
@@ -63,7 +70,7 @@ def card(
 ) -> str:
     """Return the card as Markdown, with the hub's metadata as YAML before it.
 
-    record: training.json; its "evaluations" came after the run, for example with another dtype
+    record: training.json; its "evaluations" and "acceptance_by_length" came after the run
     about_target: follows the target's name
     notes: paragraphs
     """
@@ -86,6 +93,7 @@ def card(
         f"    jaxspec generate --draft {name}\n",
         "## Acceptance\n",
         _acceptance(found),
+        _by_length(record),
         _held_out(record),
         "## Data\n",
         _data(record),
@@ -164,12 +172,59 @@ def _acceptance(found: Sequence[Record]) -> str:
                 f"{x:.3f}".removeprefix("0") for x in part["per_position_acceptance"]
             )
             lines.append(
-                f"| prompts {name} tokens | {part['mean_acceptance_length']:.3f} | {positions} |"
+                f"| prompt tokens: {name} | {part['mean_acceptance_length']:.3f} | {positions} |"
             )
     K = found[0]["num_speculative_tokens"]
     return (
         f"MT-bench's first turns, chat template, at most 256 tokens, temperature 0, K = {K}, "
         "`jaxspec train evaluate`:\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def lengths_of(path: Path) -> dict[str, Any]:
+    """Return greedy acceptance by prompt length, over all data sets of an acceptance record."""
+    record = read_json(path)
+    K, settings = record["num_speculative_tokens"], record["settings"]
+    found = [
+        result.counts
+        for result in map(Result.from_dict, record["results"])
+        if result.case.temperature == 0 and result.case.num_speculative_tokens == K
+    ]
+    if not found:
+        raise ConfigError(f"{path}: expected acceptance at temperature 0 with K = {K}, got none")
+    parts = by_prompt_length(join(found))
+    return {
+        "date": record["date"],
+        "device": record["devices"][0]["kind"],
+        "dtype": settings["dtype"],
+        "max_tokens": settings["max_tokens"],
+        "num_speculative_tokens": K,
+        "by_prompt_length": {name: measured_figures(part) for name, part in parts.items()},
+    }
+
+
+def _by_length(record: Record) -> str:
+    """Return the table of acceptance by prompt length, each row beside the shortest prompts."""
+    found = record.get("acceptance_by_length")
+    if found is None:
+        return ""
+    parts = found["by_prompt_length"]
+    first = next(iter(parts.values()))["mean_acceptance_length"]
+    lines = [
+        "| tokens of the prompt | prompts | mean acceptance length | of the first | per position |",
+        "|---|---|---|---|---|",
+    ]
+    for name, part in parts.items():
+        length, error = (part[f"mean_acceptance_length{end}"] for end in ("", "_standard_error"))
+        positions = " / ".join(f"{x:.3f}".removeprefix("0") for x in part["per_position"])
+        lines.append(
+            f"| {name} | {part['num_prompts']} | {length:.3f} ± {error:.3f} | {length / first:.2f} "
+            f"| {positions} |"
+        )
+    return (
+        f"By the prompt's length (`jaxspec acceptance`, temperature 0, "
+        f"K = {found['num_speculative_tokens']}, at most {found['max_tokens']} tokens, "
+        f"{found['dtype']}, {found['device']}, {found['date']}):\n\n" + "\n".join(lines) + "\n"
     )
 
 

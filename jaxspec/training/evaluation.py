@@ -18,14 +18,11 @@ from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.layers.params import Params
 from jaxspec.llm import LLM
 from jaxspec.sampling.params import SamplingParams
+from jaxspec.tools.acceptance.lengths import by_range
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.config import TrainableDraft
 from jaxspec.training.heads import load_head
 from jaxspec.training.run_record import RunRecord
-
-# Ends of the buckets that acceptance is counted in, tokens of a prompt. The answer adds a few
-# hundred tokens to it.
-LENGTHS = (512, 1500, 3000, 6000)
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def evaluate_acceptance(
 ) -> tuple[SpecDecodeMetrics, dict[str, SpecDecodeMetrics], list[np.ndarray]]:
     """Decode all prompts (token ids) greedily, max_num_seqs together.
 
-    Returns the counts, those of prompts of like length (length_bucket), and each answer's tokens.
+    Returns the counts, those of each range of prompt lengths, and each answer's tokens.
 
     draft_params: as loading.load_draft or bind_draft returns them. The engine counts, so these are
     the figures that LLM.generate reports. The same programs serve every evaluation of a training
@@ -145,17 +142,11 @@ def evaluate_acceptance(
         SamplingParams(temperature=0, max_tokens=max_tokens),
     )
     by_length: dict[str, SpecDecodeMetrics] = {}
-    for prompt, output in sorted(zip(prompts, outputs, strict=True), key=lambda x: len(x[0])):
-        name = length_bucket(len(prompt))
-        counted = by_length.setdefault(name, SpecDecodeMetrics(num_speculative_tokens))
-        add_counts(counted, output.metrics)
+    for name, indices in by_range(map(len, prompts)).items():
+        by_length[name] = SpecDecodeMetrics(num_speculative_tokens)
+        for i in indices:
+            add_counts(by_length[name], outputs[i].metrics)
     return llm.metrics, by_length, [np.asarray(output.token_ids) for output in outputs]
-
-
-def length_bucket(num_tokens: int) -> str:
-    """Return the name of the bucket of LENGTHS that a prompt of num_tokens is in."""
-    above = [most for most in LENGTHS if num_tokens < most]
-    return f"below {above[0]}" if above else f"from {LENGTHS[-1]}"
 
 
 def add_counts(total: SpecDecodeMetrics, counts: SpecDecodeMetrics) -> None:

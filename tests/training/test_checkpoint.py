@@ -30,7 +30,7 @@ from jaxspec.training.blocks import num_drafts
 from jaxspec.training.card import write_card
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
 from jaxspec.training.eagle3 import forward_steps
-from jaxspec.training.evaluation import add_counts, evaluate_acceptance, length_bucket
+from jaxspec.training.evaluation import add_counts, evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
 from jaxspec.training.run_record import earlier_history
 from jaxspec.training.target import target_states
@@ -505,9 +505,7 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
     )
 
 
-def test_counts_of_requests_add_up_by_the_length_of_their_prompts() -> None:
-    lengths = [(511, "below 512"), (512, "below 1500"), (5999, "below 6000"), (6000, "from 6000")]
-    assert [length_bucket(n) for n, _ in lengths] == [name for _, name in lengths]
+def test_counts_of_requests_add_up() -> None:
     total, parts = SpecDecodeMetrics(2), [SpecDecodeMetrics(2) for _ in range(3)]
     whole = SpecDecodeMetrics(2)
     for part, accepted in zip(parts, ([0, 2], [1], [2, 2, 1]), strict=True):

@@ -195,6 +195,7 @@ class Counts:
 
     rounds:   [requests]
     tokens:   [requests], of the request's text, its first one and its stop token included
+    prompt_tokens: [requests]
     accepted: [requests, K], rounds that accepted drafts 0..i
     expected: {rule: [requests, K]}, empty when greedy
     surprise: [requests], sum of -log p over the tokens of the text but the first; 0 when greedy
@@ -204,11 +205,16 @@ class Counts:
 
     rounds: np.ndarray
     tokens: np.ndarray
+    prompt_tokens: np.ndarray
     accepted: np.ndarray
     expected: dict[str, np.ndarray]
     surprise: np.ndarray
     entropy: np.ndarray
     squares: np.ndarray
+
+    def select(self, requests: np.ndarray) -> Counts:
+        """Return the counts of some requests, by their indices."""
+        return Counts(**jax.tree.map(lambda sums: sums[requests], vars(self)))
 
 
 class Recorder:
@@ -366,12 +372,14 @@ def count(
     """Return the counts of one batch, whose request i has row i of the records (NumPy arrays)."""
     num_requests = len(batch)
     tokens = np.array([len(request.token_ids) for request in batch])
+    prompt_tokens = np.array([len(request.prompt_token_ids) for request in batch])
     surprise, entropy, squares = np.zeros((3, num_requests))
     rules = [f.name for f in fields(Expected)] if sampled else []
     if not records:  # every request ended with its first token
         none = np.zeros((num_requests, num_drafts))
         expected = dict.fromkeys(rules, none)
-        return Counts(0 * tokens, tokens, none.astype(int), expected, surprise, entropy, squares)
+        accepted, sums = none.astype(int), (surprise, entropy, squares)
+        return Counts(0 * tokens, tokens, prompt_tokens, accepted, expected, *sums)
     record: Record = jax.tree.map(
         lambda *leaves: np.stack(leaves)[:, :num_requests], *records
     )  # [rounds, requests, ...]
@@ -392,7 +400,8 @@ def count(
         return (np.asarray(values, np.float64)[..., :num_drafts] * live[..., None]).sum(axis=0)
 
     expected = {rule: total(getattr(record.expected, rule)) for rule in rules}
-    return Counts(live.sum(axis=0), tokens, accepted, expected, surprise, entropy, squares)
+    rounds, sums = live.sum(axis=0), (surprise, entropy, squares)
+    return Counts(rounds, tokens, prompt_tokens, accepted, expected, *sums)
 
 
 def join(parts: Sequence[Counts]) -> Counts:

@@ -60,9 +60,12 @@ def tables(record: Record) -> list[Table]:
 
 
 def grids(record: Record) -> list[Grid]:
-    """Return the tables of a record that have rows: at its K, by K, rules compared, own text."""
-    made = (_at_k(record), _by_k(record), _theory(record), _gains(record), _own_text(record))
-    return [grid for grid in made if grid.rows]
+    """Return the tables of a record that have rows.
+
+    At its K, by prompt length, by K, rules compared, own text.
+    """
+    made = (_at_k, _by_length, _by_k, _theory, _gains, _own_text)
+    return [grid for make in made if (grid := make(record)).rows]
 
 
 def _percent(values: Sequence[float]) -> str:
@@ -123,6 +126,34 @@ def _at_k(record: Record) -> Grid:
         f"Acceptance at K = {K}",
         (*headings, "expected per position, %", "measured - expected length"),
         rows,
+    )
+
+
+def _by_length(record: Record) -> Grid:
+    """Return what each range of prompt lengths accepts; no rows if all prompts are in one."""
+    K = record["num_speculative_tokens"]
+    rows, ranges = [], set()
+    for result in results(record):
+        if result.case.num_speculative_tokens != K:
+            continue
+        for name, part in figures(result)["by_prompt_length"].items():
+            ranges.add(name)
+            rows.append(
+                (
+                    f"{result.case.dataset} ({part['num_prompts']})",
+                    *_kind(result),
+                    name,
+                    str(part["num_rounds"]),
+                    f"{part['mean_acceptance_length']:.3f} ± "
+                    f"{part['mean_acceptance_length_standard_error']:.3f}",
+                    _percent(part["per_position"]),
+                )
+            )
+    headings = ("prompts", "T", "rule", "drafts", "prompt tokens", "rounds", "length")
+    return Grid(
+        f"Acceptance at K = {K} by prompt length",
+        (*headings, "per position, %"),
+        rows if len(ranges) > 1 else [],
     )
 
 
@@ -309,7 +340,7 @@ def ran_on(record: Record) -> str:
     s, devices, versions = record["settings"], record["devices"], record["versions"]
     device = f"{len(devices)} x {devices[0]['kind']}" if devices else "no device"
     return (
-        f"{device}, {s['dtype']}, jax {versions['jax']}, commit "
+        f"{record['date']}, {device}, {s['dtype']}, jax {versions['jax']}, commit "
         f"{str(versions['git_commit'])[:12]}; at most {s['max_tokens']} tokens a prompt, "
         f"{s['max_num_seqs']} requests together, seed {s['seed']} and on."
     )

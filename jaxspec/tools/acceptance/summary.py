@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.tools.acceptance.lengths import by_range
 from jaxspec.tools.acceptance.rounds import Counts
 
 RESAMPLES = 2000
@@ -135,14 +136,12 @@ def minus(a: Statistic, b: Statistic) -> Statistic:
     return lambda counts, weights: a(counts, weights) - b(counts, weights)
 
 
-def figures(result: Result) -> dict[str, Any]:
-    """Return the figures that a table shows of a case, as shares, not percent.
+def measured_figures(counts: Counts) -> dict[str, Any]:
+    """Return the figures of what rounds accepted, as shares, not percent.
 
     per_position is unconditional (it never increases).
     """
-    counts, rule = result.counts, result.case.rule
-    positions = estimate(per_position, counts)
-    found: dict[str, Any] = {
+    return {
         "num_prompts": len(counts.rounds),
         "num_rounds": int(counts.rounds.sum()),
         "num_output_tokens": int(counts.tokens.sum()),
@@ -150,8 +149,25 @@ def figures(result: Result) -> dict[str, Any]:
         "mean_acceptance_length_standard_error": float(standard_error(length, counts)),
         "acceptance_rate": float(estimate(rate, counts)),
         "acceptance_rate_standard_error": float(standard_error(rate, counts)),
-        "per_position": positions.tolist(),
+        "per_position": estimate(per_position, counts).tolist(),
         "per_position_standard_error": standard_error(per_position, counts).tolist(),
+    }
+
+
+def by_prompt_length(counts: Counts) -> dict[str, Counts]:
+    """Return the counts of the prompts of each range of lengths (lengths.RANGES) with rounds."""
+    parts = {name: counts.select(i) for name, i in by_range(counts.prompt_tokens).items()}
+    return {name: part for name, part in parts.items() if part.rounds.sum()}
+
+
+def figures(result: Result) -> dict[str, Any]:
+    """Return measured_figures of a case, of each range of prompt lengths, and what is expected."""
+    counts, rule = result.counts, result.case.rule
+    positions = estimate(per_position, counts)
+    parts = by_prompt_length(counts)
+    found: dict[str, Any] = {
+        **measured_figures(counts),
+        "by_prompt_length": {name: measured_figures(part) for name, part in parts.items()},
         "per_position_given_the_ones_before": [
             float(p / q) if q else 0.0
             for p, q in zip(positions, [1.0, *positions[:-1]], strict=True)
