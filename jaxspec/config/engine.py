@@ -55,7 +55,7 @@ class EngineConfig:
         The Hopper kernels for attention take bfloat16 only.
     quantize: quantises the target's plain weights while they load: "fp8" (a scale for each output
         channel and each token), "fp8-block" (for 128 x 128, and 128 of a token) or "int4" (for 128
-        weights of an output channel, or fewer where a width is no multiple). Experts stay plain.
+        weights of an output channel, or fewer where a width is no multiple). Routers stay plain.
         A checkpoint's own format needs no setting.
     enable_prefix_caching: prompts with an equal prefix share its blocks.
     tensor_parallel_size: devices that share each model: each holds pieces of the weights and of

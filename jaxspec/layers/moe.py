@@ -22,7 +22,15 @@ from jaxspec.layers.log_once import log_once
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.mxfp4 import Mxfp4Weight
 from jaxspec.layers.norms import Norm, rms_norm
-from jaxspec.layers.params import AssembledSpec, Params, ParamSpec, Weight, matrix, weight
+from jaxspec.layers.params import (
+    AnyWeight,
+    AssembledSpec,
+    Params,
+    ParamSpec,
+    Weight,
+    matrix,
+    weight,
+)
 from jaxspec.layers.products import (
     ResidualStream,
     Stream,
@@ -285,8 +293,8 @@ def experts(
     Of several devices that each hold whole experts, a device returns the sum over its own.
 
     params:  gate_up [experts, D, 2 * intermediate] (gate first) and
-             down [experts, intermediate, D], each a Weight or an Mxfp4Weight;
-             gate_up_bias and down_bias are optional
+             down [experts, intermediate, D], each a Weight, or an Mxfp4Weight, Fp8Weight or
+             Int4Weight; gate_up_bias and down_bias are optional
     x:       [rows, D]
     ids:     as `route` returns them
     weights: as `route` returns them
@@ -301,7 +309,7 @@ def experts(
     if held < cfg.num_experts:
         cfg = replace(cfg, num_experts=held)
         first = ops.layers.rank.astype(jnp.int32) * held
-    if ops.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS:
+    if ops.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS and _kernel_takes(params, cfg, x):
         return _by_the_op(params, cfg, x, ids, weights, ops.moe, first)
     few = x.shape[0] <= FEW_ROWS or weights.size < cfg.num_experts
     if first is not None and few:
@@ -334,6 +342,24 @@ def _num_experts(params: Params) -> int:
     return jax.tree.leaves(params["gate_up"])[0].shape[0]
 
 
+def _kernel_takes(params: Params, cfg: MoEConfig, x: jax.Array) -> bool:
+    """Return whether the op's kernel takes experts of this form; the log says why not.
+
+    The ops of plain and MXFP4 experts are chosen at start (op_choice).
+    """
+    both = params["gate_up"], params["down"]
+    if not any(isinstance(weight, moe_op.Codes) for weight in both):
+        return True
+    gate_up, down = (_as_stored(weight, x.dtype) for weight in both)
+    reason = moe_op.unsupported(x.shape[0], cfg.top_k, gate_up, down, x.dtype)
+    if reason is None:
+        return True
+    log_once(
+        f"XLA multiplies by experts of {[w.shape for w in (gate_up, down)]}: the kernel {reason}"
+    )
+    return False
+
+
 def _by_the_op(
     params: Params,
     cfg: MoEConfig,
@@ -360,19 +386,22 @@ def _by_the_op(
     return moe_op.experts(inputs, implementation=implementation)
 
 
-def _as_stored(weight: Weight | Mxfp4Weight, dtype: DTypeLike) -> jax.Array | Mxfp4Weight:
-    return weight if isinstance(weight, Mxfp4Weight) else weight.to_array(dtype)
+def _as_stored(weight: AnyWeight | Mxfp4Weight, dtype: DTypeLike) -> moe_op.Stored:
+    return weight.to_array(dtype) if isinstance(weight, Weight) else weight
 
 
 def _gathered(
     params: Params, cfg: MoEConfig, x: jax.Array, ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
     def product(x: jax.Array, name: str) -> jax.Array:
+        codes, dtype = isinstance(params[name], moe_op.Codes), x.dtype
+        if codes:  # every bit of the weights is kept
+            x = moe_op.operand_of(x, params[name]).to_array(jnp.float32)
         weight = jax.tree.map(lambda w: w[ids], params[name]).to_array(x.dtype)
         # XLA would turn a dot with a bias into a matrix product, and first copy the gathered
         # weights (in float32). It fuses this sum with the gather, which then reads them once.
         y = jnp.sum(x[..., None].astype(jnp.float32) * weight.astype(jnp.float32), axis=-2)
-        return _with_bias(y, params, name, ids).astype(x.dtype)
+        return _with_bias(y, params, name, ids).astype(dtype)
 
     spread = jnp.broadcast_to(x[:, None], (*ids.shape, x.shape[-1]))
     out = product(gated(cfg, product(spread, "gate_up")), "down")
@@ -392,8 +421,9 @@ def _grouped(
     """Sort rows by expert, pad each expert's rows to whole blocks, and multiply block by block.
 
     A block has BLOCK_ROWS rows and one expert. A device with whole experts of its own, from `first`
-    on, makes no block for others': it sorts these pairs last, and gives them no place. Packed
-    experts are dequantised for BLOCKS_AT_ONCE blocks at a time, by this implementation of the op.
+    on, makes no block for others': it sorts these pairs last, and gives them no place. Experts in
+    codes are dequantised for BLOCKS_AT_ONCE blocks at a time, MXFP4 by this implementation of the
+    op. Rows that fp8 experts multiply are quantised once, before they are sorted.
 
     lax.ragged_dot is no grouped product on a GPU: XLA multiplies every sorted row by every expert,
     with zeros in place of the other experts' rows.
@@ -421,16 +451,24 @@ def _grouped(
         place = jnp.where(expert < cfg.num_experts, place, num_blocks * BLOCK_ROWS)
     row = jnp.zeros(num_blocks * BLOCK_ROWS, order.dtype).at[place].set(order // top_k)
 
+    quantised = moe_op.operand_of(x, params["gate_up"])
+
+    def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+
     def run(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         expert, row = block
 
-        def product(x: jax.Array, name: str) -> jax.Array:
+        def product(rows: moe_op.Operand, name: str) -> jax.Array:
             weight = _matrix_of(params[name], expert, x.dtype, implementation)
-            return _with_bias(
-                jnp.matmul(x, weight, preferred_element_type=jnp.float32), params, name, expert
-            ).astype(x.dtype)
+            if isinstance(weight, moe_op.Codes):
+                y = moe_op.multiply(contract, rows, weight, x.dtype)
+            else:
+                y = contract(rows.values, weight)
+            return _with_bias(y, params, name, expert).astype(x.dtype)
 
-        return product(gated(cfg, product(x[row], "gate_up")), "down")
+        inner = gated(cfg, product(jax.tree.map(lambda a: a[row], quantised), "gate_up"))
+        return product(moe_op.operand_of(inner, params["down"]), "down")
 
     blocks = of_block, row.reshape(num_blocks, BLOCK_ROWS)
     if first is None:
@@ -472,12 +510,13 @@ def _first_blocks(
 
 
 def _matrix_of(
-    weight: Weight | Mxfp4Weight, expert: jax.Array, dtype: DTypeLike, implementation: str
-) -> jax.Array:
+    weight: AnyWeight | Mxfp4Weight, expert: jax.Array, dtype: DTypeLike, implementation: str
+) -> jax.Array | moe_op.Codes:
     """Return one expert's matrix [in, out]."""
     if isinstance(weight, Mxfp4Weight):
         return moe_op.dequantise(weight, expert, dtype, implementation=implementation)
-    return jax.tree.map(lambda w: w[expert], weight).to_array(dtype)
+    own = jax.tree.map(lambda w: w[expert], weight)
+    return own.to_array(dtype) if isinstance(own, Weight) else own
 
 
 def _with_bias(y: jax.Array, params: Params, name: str, expert: jax.Array) -> jax.Array:

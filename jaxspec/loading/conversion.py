@@ -1,7 +1,8 @@
 """A checkpoint of plain weights -> a quantised one in the compressed-tensors format.
 
-It quantises the matrices of the layers' products. The head, routers and experts keep
-their weights; the new config names them as ignored.
+It quantises the matrices of the layers' products, experts among them. The head and routers keep
+their weights; the new config names them as ignored. So do experts whose shape the format, or a
+product that reads it, does not take.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -21,10 +22,10 @@ from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form, scale_dtype_of
 from jaxspec.config.quantization.forms import SCALE_DTYPES
-from jaxspec.layers.params import Weight, is_spec
+from jaxspec.layers.params import ParamSpec, Weight, is_spec
 from jaxspec.layers.quantized import files, rounding
 from jaxspec.layers.quantized.files import Shape
-from jaxspec.layers.quantized.table import modules_of
+from jaxspec.layers.quantized.table import experts_fit, is_experts, modules_of
 from jaxspec.loading.cache import MARKER
 from jaxspec.loading.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
 from jaxspec.loading.model import check_counts
@@ -62,8 +63,8 @@ def convert_checkpoint(
     checkpoint = open_checkpoint(source)
     if checkpoint.config.get("quantization_config"):
         raise ConfigError(f"{source}: expected plain weights, got a quantised checkpoint")
-    modules, wanted = product_modules(checkpoint)
     form = _form(format, checkpoint.config, group_size or BLOCK)
+    modules, wanted = product_modules(checkpoint, form)
     check_modules(modules, form, source)
     temp = _new_folder(out)
     try:
@@ -102,8 +103,10 @@ def _new_folder(out: Path) -> Path:
         ) from e
 
 
-def product_modules(checkpoint: Checkpoint) -> tuple[dict[str, Shape], Container[str]]:
+def product_modules(checkpoint: Checkpoint, form: Form) -> tuple[dict[str, Shape], Container[str]]:
     """Return the linear modules of the layers, and the names of all tensors that a target reads.
+
+    form: the modules of experts that it does not take are left out
 
     modules: by name, with their shapes [out, in]
 
@@ -128,8 +131,10 @@ def product_modules(checkpoint: Checkpoint) -> tuple[dict[str, Shape], Container
     modules = {
         module: shape
         for entry in entries
-        if isinstance(entry, Weight) and len(entry.values.shape) == 2
-        for module, shape in modules_of(entry.values).items()  # type: ignore[arg-type]
+        if isinstance(entry, Weight)
+        for spec in [cast(ParamSpec, cast(Any, entry.values))]
+        if (experts_fit(form, spec) if is_experts(spec) else len(spec.shape) == 2)
+        for module, shape in modules_of(spec).items()
     }
     return modules, wanted
 
@@ -194,7 +199,7 @@ def _ignored(checkpoint: Checkpoint, modules: Mapping[str, Shape]) -> list[str]:
         if module == tensor or len(shape) != 2 or module in modules:
             continue
         if EXPERT.match(module):
-            names[r"re:.*\.experts\..*"] = None
+            names[rf"re:.*\.experts\.\d+\.{re.escape(module.rpartition('.')[2])}$"] = None
         elif not module.endswith("embed_tokens"):
             names[module] = None
     return list(names)

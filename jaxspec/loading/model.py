@@ -16,6 +16,7 @@ from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.quantization import Quantize, quantized, scale_dtype_of
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.layers.params import Params, is_spec, vector
+from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.quantized import stored_tensors
@@ -56,10 +57,8 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     specs = family.param_specs(cfg)
-    if quantize is not None and has_experts(specs):
-        log.warning(
-            f"quantize={quantize!r} leaves the experts plain, whose kernels read no such codes"
-        )
+    if quantize is not None and has_plain_experts(specs):
+        log.warning(f"quantize={quantize!r} leaves experts plain, whose widths it does not take")
     return cfg, load_params(
         specs,
         table_tensors(checkpoint, cfg, specs),
@@ -86,6 +85,14 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
 def has_experts(specs: Params) -> bool:
     """Return whether a parameter table has routed experts."""
     return any("experts" in spec.axes for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def has_plain_experts(specs: Params) -> bool:
+    """Return whether a parameter table has routed experts that are not stored as codes."""
+    return any(
+        "experts" in spec.axes and not isinstance(spec, QuantizedSpec)
+        for spec in jax.tree.leaves(specs, is_leaf=is_spec)
+    )
 
 
 def with_expert_storage(cfg: Any, mxfp4: str, layout: Layout) -> Any:

@@ -14,16 +14,22 @@ from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.inputs import GATES, Inputs
 from pallas_kernels.moe.mxfp4 import Mxfp4Weight
+from pallas_kernels.moe.stored import Codes, Operand, Stored, multiply, operand_of
 from pallas_kernels.types import Shaped
 
 __all__ = [
     "GATES",
     "IMPLEMENTATIONS",
     "MAX_ROWS",
+    "Codes",
     "Inputs",
     "Mxfp4Weight",
+    "Operand",
+    "Stored",
     "dequantise",
     "experts",
+    "multiply",
+    "operand_of",
     "unsupported",
 ]
 
@@ -34,7 +40,8 @@ def experts(inputs: Inputs, *, implementation: str = "reference") -> jax.Array:
     """Return the sum over k of weights[row, k] * expert ids[row, k] of x[row], [rows, D].
 
     An expert is down(act(gate_up(x))). Products accumulate in float32; they, with their bias, and
-    the activation are cast to x's dtype, which the result has too. Raises ValueError for shapes
+    the activation are cast to x's dtype, which the result has too. Matrices in fp8 multiply x, and
+    the activation's result, in fp8 (pallas_kernels.fp8_matmul.rows). Raises ValueError for shapes
     that do not fit together and for inputs that the implementation does not support.
     """
     inputs.check()
@@ -91,13 +98,16 @@ def dequantise(
 def unsupported(
     rows: int,
     top_k: int,
-    gate_up: Shaped | Mxfp4Weight,
-    down: Shaped | Mxfp4Weight,
+    gate_up: Shaped | Mxfp4Weight | Codes,
+    down: Shaped | Mxfp4Weight | Codes,
     dtype: DTypeLike,
 ) -> str | None:
     """Return why the Mosaic kernel cannot run, None if it can. rows, dtype: of x."""
     if old := hopper.too_old():
         return old
+    if isinstance(gate_up, Codes) or isinstance(down, Codes):
+        got = f"{type(gate_up).__name__} and {type(down).__name__}"
+        return f"expected plain or MXFP4 experts, got {got}"
     from pallas_kernels.moe import mosaic_gpu
 
     return mosaic_gpu.unsupported(rows, top_k, gate_up, down, dtype)

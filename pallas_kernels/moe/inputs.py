@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.moe.mxfp4 import Mxfp4Weight
+from pallas_kernels.moe.stored import Stored
 from pallas_kernels.types import STATIC
 
 Gate = Literal["silu", "clamped", "clamped_silu"]
@@ -40,8 +40,8 @@ class Inputs:
     x: jax.Array
     ids: jax.Array
     weights: jax.Array
-    gate_up: jax.Array | Mxfp4Weight
-    down: jax.Array | Mxfp4Weight
+    gate_up: Stored
+    down: Stored
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
     first_expert: jax.Array | None = None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.moe.inputs import Gate, Inputs
 from pallas_kernels.moe.mxfp4 import Mxfp4Weight
+from pallas_kernels.moe.stored import Codes, Operand, multiply, operand_of
 
 
 def experts(inputs: Inputs) -> jax.Array:
@@ -19,19 +20,26 @@ def experts(inputs: Inputs) -> jax.Array:
         w.to_array(x.dtype) if isinstance(w, Mxfp4Weight) else w
         for w in (inputs.gate_up, inputs.down)
     )
-    count = gate_up_weight.shape[0]
+    count, dtype = gate_up_weight.shape[0], x.dtype
     if inputs.first_expert is not None:
         ids = ids - inputs.first_expert
 
-    def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = jnp.einsum("etd,edf->etf", x, weight, preferred_element_type=jnp.float32)
-        return (y if bias is None else y + bias[:, None].astype(jnp.float32)).astype(x.dtype)
+    def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.einsum("etd,edf->etf", x, weight, preferred_element_type=jnp.float32)
+
+    def product(x: Operand, weight: jax.Array | Codes, bias: jax.Array | None) -> jax.Array:
+        if isinstance(weight, Codes):
+            y = multiply(contract, x, weight, dtype)
+        else:
+            y = contract(x.values, weight)
+        return (y if bias is None else y + bias[:, None].astype(jnp.float32)).astype(dtype)
 
     # A copy of the rows for each expert: for one shared operand, XLA transposes the weights.
-    spread = jnp.broadcast_to(x, (count, *x.shape))
+    rows = operand_of(x, gate_up_weight)
+    spread = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape)), rows)
     gate_up = product(spread, gate_up_weight, inputs.gate_up_bias)
     inner = gated(gate_up, inputs.gate, alpha=inputs.alpha, limit=inputs.limit)
-    out = product(inner, down_weight, inputs.down_bias)
+    out = product(operand_of(inner, down_weight), down_weight, inputs.down_bias)
     # [experts, rows]: 0 for experts that a row did not choose; ids of others match none
     of_expert = jnp.where(ids == jnp.arange(count)[:, None, None], weights, 0.0).sum(-1)
     return jnp.einsum("et,etd->td", of_expert, out.astype(jnp.float32)).astype(x.dtype)

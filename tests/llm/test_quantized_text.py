@@ -38,6 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["fp8-block"] = quantized.deepseek_fp8(plain, folder / "fp8-block")
     found["static"] = quantized.modelopt_fp8(plain, folder / "static")
     found["awq"] = quantized.awq(plain, folder / "awq")
+    experts = quantized.plain_checkpoint(folder / "plain experts", quantized.EXPERTS)
+    found["experts"] = convert_checkpoint(experts, folder / "experts", "fp8-block")
     return found | {"plain": plain}
 
 
@@ -55,6 +57,7 @@ def generate(llm: LLM, temperature: float = 0.0) -> list[list[int]]:
         ("fp8", "strict"),
         ("fp8-block", "probabilistic"),
         ("int4", "block"),
+        ("experts", "block"),
         slow("static", "strict"),
         slow("awq", "strict"),
         slow("fp8", "probabilistic"),

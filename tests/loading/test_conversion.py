@@ -90,31 +90,53 @@ def test_head_and_files_beside_the_weights_are_kept(source: Path, tmp_path: Path
         np.testing.assert_array_equal(plain[name], stored[name])
 
 
-def test_experts_and_routers_keep_their_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They are named as ignored, so that other readers leave them too."""
-    pytest.importorskip("torch")
-    from tests.parity.oracles import hf_target
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantized.plain_checkpoint(tmp_path_factory.mktemp("experts") / "s", quantized.EXPERTS)
 
-    moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
-    hf_target(tmp_path / "moe", model_type="qwen3_moe", hidden_size=128, **moe)
-    out = convert_checkpoint(tmp_path / "moe", tmp_path / "out", "fp8")
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_are_quantised_and_routers_keep_their_weights(
+    format: Any, experts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Routers are named as ignored, so that other readers leave them too."""
+    out = convert_checkpoint(experts, tmp_path / "out", format)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["ignore"] == [
-        "lm_head",
-        r"re:.*\.experts\..*",
-        *(f"model.layers.{i}.mlp.gate" for i in (0, 1)),
-    ]
+    assert config["ignore"] == ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in (0, 1))]
     _, params = load_target(out, jnp.float32)
     layer = params["layers"][0]
-    assert layer["experts"]["gate_up"].values.dtype == layer["router"].dtype == jnp.float32
+    codes = jax.tree.leaves(layer["experts"])[0]
+    assert codes.dtype == (jnp.int32 if format == "int4" else jnp.float8_e4m3fn)
+    assert layer["router"].dtype == jnp.float32
+    caplog.clear()
+    _, loaded = load_target(experts, jnp.float32, quantize=format)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_experts_that_a_format_does_not_take_keep_their_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks of 128 rows would reach from gate into up, which one array holds."""
+    narrow = quantized.EXPERTS | {"moe_intermediate_size": 64}
+    source = quantized.plain_checkpoint(tmp_path / "narrow", narrow)
+    out = convert_checkpoint(source, tmp_path / "out", "fp8-block")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    ignored = [name for name in config["ignore"] if "experts" in name]
+    assert ignored == [rf"re:.*\.experts\.\d+\.{p}_proj$" for p in ("down", "gate", "up")]
+    _, params = load_target(out, jnp.float32)
+    layer = params["layers"][0]
+    assert layer["experts"]["gate_up"].values.dtype == jnp.float32
     assert layer["self_attn"]["o_proj"].codes.dtype == jnp.float8_e4m3fn
     caplog.clear()
-    _, loaded = load_target(tmp_path / "moe", jnp.float32, quantize="fp8")
+    _, loaded = load_target(source, jnp.float32, quantize="fp8-block")
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     (said,) = [r for r in caplog.records if r.levelname == "WARNING"]
-    assert "quantize='fp8' leaves the experts plain" in said.getMessage()
+    assert "quantize='fp8-block' leaves experts plain" in said.getMessage()
+    # Groups of 128 fit the depth of gate and up, and not that of down.
+    out = convert_checkpoint(source, tmp_path / "int4", "int4")
+    experts = load_target(out, jnp.float32)[1]["layers"][0]["experts"]
+    assert experts["gate_up"].group == 128 and experts["down"].values.dtype == jnp.float32
 
 
 def test_scales_of_four_bits_have_the_weights_dtype(source: Path, tmp_path: Path) -> None:

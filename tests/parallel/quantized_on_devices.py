@@ -17,7 +17,10 @@ from jaxspec.loading.placement import choose_placement, place_models
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
-placement = choose_placement(EngineConfig(tensor_parallel_size=2))
+PLACEMENTS = [
+    choose_placement(EngineConfig(tensor_parallel_size=2, enable_expert_parallel=whole))
+    for whole in (False, True)
+]
 params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = [[3, 5, 7, 3, 5], [90, 4, 4]]
 
@@ -37,14 +40,21 @@ def texts(folder: Path, size: int, drafts: Any = None) -> list[list[int]]:
 
 for folder in map(Path, sys.argv[1:]):
     cfg, whole = load_target(folder, jnp.float32)
-    _, read = load_target(folder, jnp.float32, placement)
-    placed, _ = place_models(placement, (cfg, whole), None)
-    for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(placed), strict=True):
-        assert one.sharding == other.sharding
-        for piece, same in zip(one.addressable_shards, other.addressable_shards, strict=True):
-            np.testing.assert_array_equal(piece.data, same.data)
-    cut = [a for a in jax.tree.leaves(read["layers"]) if not a.sharding.is_fully_replicated]
-    assert len(cut) >= 5 * cfg.num_layers  # codes of qkv, o, gate, up, down
+    experts = "experts" in folder.name
+    for placement in PLACEMENTS if experts else PLACEMENTS[:1]:
+        _, read = load_target(folder, jnp.float32, placement)
+        placed, _ = place_models(placement, (cfg, whole), None)
+        for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(placed), strict=True):
+            assert one.sharding == other.sharding
+            for piece, same in zip(one.addressable_shards, other.addressable_shards, strict=True):
+                np.testing.assert_array_equal(piece.data, same.data)
+        cut = [a for a in jax.tree.leaves(read["layers"]) if not a.sharding.is_fully_replicated]
+        # Codes of qkv, o, gate, up, down; codes and scales of qkv, o, gate_up, down.
+        assert len(cut) >= (8 if experts else 5) * cfg.num_layers
+        if experts:  # a device has half of each expert, or half of the experts
+            shape = (2, 512, 128) if placement.expert_parallel else (4, 256, 128)
+            codes = read["layers"][0]["experts"]["gate_up"].codes
+            assert {piece.data.shape for piece in codes.addressable_shards} == {shape}
     plain = texts(folder, 2)
     assert texts(folder, 2, {"method": "ngram", "num_speculative_tokens": 3}) == plain
     if "int4" in folder.name:  # activations are plain: only the order of the sums differs

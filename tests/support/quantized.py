@@ -16,10 +16,9 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.loading import open_checkpoint
 
 FP8 = ml_dtypes.float8_e4m3fn
-PROJECTIONS = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
+ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+OF_MLP = tuple(f"{name}_proj" for name in ("gate", "up", "down"))
+PROJECTIONS = (*ATTENTION, *(f"mlp.{name}" for name in OF_MLP))
 # 64 rows of keys and values: blocks of 128 do not end where these projections end.
 NARROW = dict(
     model_type="llama",
@@ -38,18 +37,36 @@ NARROW = dict(
     dtype="float32",
 )
 WIDE = NARROW | dict(model_type="qwen3", head_dim=64)  # q 256 rows, k and v 128
+EXPERTS = WIDE | dict(
+    model_type="qwen3_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    norm_topk_prob=True,
+)
+
+
+def projections(config: dict[str, Any]) -> list[str]:
+    """Those of a layer."""
+    if "num_experts" not in config:
+        return list(PROJECTIONS)
+    experts = range(config["num_experts"])
+    return [*ATTENTION, *(f"mlp.experts.{n}.{p}" for n in experts for p in OF_MLP)]
 
 
 def modules(config: dict[str, Any]) -> list[str]:
     return [
-        f"model.layers.{i}.{p}" for i in range(config["num_hidden_layers"]) for p in PROJECTIONS
+        f"model.layers.{i}.{p}"
+        for i in range(config["num_hidden_layers"])
+        for p in projections(config)
     ]
 
 
 def plain_checkpoint(folder: Path, config: dict[str, Any] = NARROW, seed: int = 0) -> Path:
     """Random weights, as transformers names them."""
     rng = np.random.default_rng(seed)
-    D, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    D, vocab = config["hidden_size"], config["vocab_size"]
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
     q = config["num_attention_heads"] * config["head_dim"]
     kv = config["num_key_value_heads"] * config["head_dim"]
     shapes = {"q": (q, D), "k": (kv, D), "v": (kv, D), "o": (D, q)}
@@ -63,12 +80,14 @@ def plain_checkpoint(folder: Path, config: dict[str, Any] = NARROW, seed: int = 
         prefix = f"model.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}.{norm}.weight"] = 1 + 0.2 * rng.normal(size=D)
-        if config["model_type"] == "qwen3":
+        if "num_experts" in config:
+            tensors[f"{prefix}.mlp.gate.weight"] = rng.normal(size=(config["num_experts"], D))
+        if config["model_type"] != "llama":
             for norm in ("q_norm", "k_norm"):
                 name = f"{prefix}.self_attn.{norm}.weight"
                 tensors[name] = 1 + 0.2 * rng.normal(size=config["head_dim"])
-        for projection in PROJECTIONS:
-            rows, columns = shapes[projection.split(".")[1].removesuffix("_proj")]
+        for projection in projections(config):
+            rows, columns = shapes[projection.split(".")[-1].removesuffix("_proj")]
             values = rng.normal(size=(rows, columns)) * columns**-0.5
             # Rows differ in size, so that a neighbour's scale shows.
             tensors[f"{prefix}.{projection}.weight"] = values * rng.uniform(0.5, 2, (rows, 1))

@@ -2,8 +2,9 @@
 
 A family's table says which matrices it has, how they are joined, and how a mesh cuts them. Here a
 Weight of the table becomes an Fp8Weight or an Int4Weight, whose arrays are specs of codes and
-scales. Matrices that no product reads as codes (experts, latent attention's absorbed projections)
-stay plain, and are dequantised while they load. So does a head, which drafts and training read.
+scales. Matrices that no product reads as codes (latent attention's absorbed projections, experts of
+a form that `_experts_stay` names) stay plain, and are dequantised while they load. So does a head,
+which drafts and training read.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ SUFFIX = ".weight"
 
 @dataclass(frozen=True)
 class QuantizedSpec(ParamSpec):
-    """Codes, scales or zeros of a matrix, or of several that are joined.
+    """Codes, scales or zeros of a matrix, of several that are joined, or of experts.
 
-    base:  the plain matrix [in, out]
+    base:  the plain matrix [in, out], or those of experts [experts, in, out]
     form:  of its modules
     part:  the part of each module that this array holds
     along: (axis of the array, axis of the matrix, weights for each entry); an axis of the matrix
@@ -81,7 +82,14 @@ class QuantizedSpec(ParamSpec):
         made = _of_modules(self.form, self.part, self.base, arrays)
         if self.part == "activation_scale":
             return self._only(made)
-        whole = self.base.assemble(made)  # [in, out], or rows of scales [.., out]
+        if not is_experts(self.base):
+            return self._stored(self.base.assemble(made))  # [in, out], or rows of scales [.., out]
+        parts = self.base.side_by_side  # of each expert, one expert after the other
+        pairs = [made[i : i + parts] for i in range(0, len(made), parts)]
+        return np.stack([self._stored(np.concatenate(pair).T) for pair in pairs])
+
+    def _stored(self, whole: np.ndarray) -> np.ndarray:
+        """Return codes [in, out], or rows of scales [.., out], as products take them."""
         if isinstance(self.form, Fp8Form):
             return self._fp8(whole)
         return pack(whole.T) if self.part == "codes" else np.ascontiguousarray(whole)
@@ -101,13 +109,13 @@ class QuantizedSpec(ParamSpec):
         if self.form.scales != "block":
             return np.ascontiguousarray(whole[0])
         scales = np.ascontiguousarray(whole.T[::BLOCK])
-        if not np.array_equal(np.repeat(scales, BLOCK, axis=0)[: self.base.shape[1]], whole.T):
+        if not np.array_equal(np.repeat(scales, BLOCK, axis=0)[: self.base.shape[-1]], whole.T):
             raise ConfigError(f"{self.name}: expected blocks of {BLOCK} rows after reordering")
         return scales
 
     def draw(self, key: jax.Array, dtype: DTypeLike, scale: float | None) -> jax.Array:
         """Return random codes, and scales that give weights of about 1/sqrt(in)."""
-        std = scale or self.base.shape[0] ** -0.5
+        std = scale or self.base.shape[-2] ** -0.5
         if self.part == "activation_scale":
             return jnp.float32(0.1)
         if self.part == "zeros":
@@ -206,9 +214,10 @@ def _with_fitting_groups(quantization: Quantization, table: Params) -> Quantizat
     """
     entries = jax.tree.leaves(table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
     depths = [
-        entry.values.shape[0]
+        entry.values.shape[-2]
         for entry in entries
         if isinstance(entry, Weight) and _reads_codes(cast(Any, entry.values))
+        if not (is_experts(cast(Any, entry.values)) and entry.values.shape[-2] % DEPTHS)
         if any(map(quantization.form_of, modules_of(cast(Any, entry.values))))
     ]
     fitting = [size for size in GROUPS if not any(depth % size for depth in depths)]
@@ -222,8 +231,35 @@ def _with_fitting_groups(quantization: Quantization, table: Params) -> Quantizat
 
 
 def _reads_codes(spec: ParamSpec) -> bool:
-    """Return whether a product reads a matrix as codes: no experts, no head that drafts share."""
-    return len(spec.shape) == 2 and "vocab" not in spec.axes
+    """Return whether a product reads a matrix as codes: no head that drafts share."""
+    return (len(spec.shape) == 2 and "vocab" not in spec.axes) or is_experts(spec)
+
+
+def is_experts(spec: ParamSpec) -> bool:
+    """Return whether an array has a matrix [in, out] of each expert."""
+    return len(spec.shape) == 3 and spec.axes[0] == "experts"
+
+
+def experts_fit(form: Form, spec: ParamSpec) -> bool:
+    """Return whether experts of a form are kept in codes.
+
+    One scale of an expert's activations is not supported. Nor are blocks that reach from gate into
+    up, and shapes that the order of 4-bit codes does not take. We make no blocks of fewer columns,
+    which other readers refuse.
+    """
+    depth, width = spec.shape[-2], spec.shape[-1] // spec.side_by_side
+    if isinstance(form, Fp8Form):
+        if form.scales != "block":
+            return form.activation != "static"
+        whole = form.source != "floats" or depth % BLOCK == 0
+        return whole and (spec.side_by_side == 1 or width % BLOCK == 0)
+    return depth % max(DEPTHS, form.group_size) == 0 and width % COLUMNS == 0
+
+
+def _experts_stay(spec: ParamSpec, forms: Sequence[Form | None]) -> bool:
+    """Return whether experts stay plain: of several forms, or of one that does not fit them."""
+    form = forms[0]
+    return form is None or len(set(forms)) > 1 or not experts_fit(form, spec)
 
 
 def _is_attention(entry: Any) -> bool:
@@ -322,7 +358,7 @@ def _weight(entry: Weight, quantization: Quantization) -> Any:
     forms = [quantization.form_of(module) for module in modules_of(spec)]
     if not any(forms):
         return entry
-    if not _reads_codes(spec):
+    if not _reads_codes(spec) or (is_experts(spec) and _experts_stay(spec, forms)):
         return replace(entry, values=cast(Any, _plain(spec, quantization)))
     _check_one_form(spec.name, forms)
     form = forms[0]
@@ -336,56 +372,75 @@ def _weight(entry: Weight, quantization: Quantization) -> Any:
 
 
 def _fp8(base: ParamSpec, form: Fp8Form) -> Fp8Weight:
-    depth, width = base.shape
-    of_depth, of_width = base.axes
+    *lead, depth, width = base.shape
+    *of_lead, of_depth, of_width = base.axes
+    n = len(lead)  # 1 of experts, else 0
+    each = tuple((i, i, 1) for i in range(n))
 
     def spec(part: Part, shape: tuple[int, ...], axes: Any, along: Any, dtype: str) -> Any:
         return QuantizedSpec(
-            base.name, shape, axes, dtype=dtype, base=base, form=form, part=part, along=along
+            base.name,
+            (*lead, *shape),
+            (*of_lead, *axes),
+            dtype=dtype,
+            base=base,
+            form=form,
+            part=part,
+            along=(*each, *along),
         )
 
-    codes = spec(
-        "codes", (width, depth), (of_width, of_depth), ((0, 1, 1), (1, 0, 1)), "float8_e4m3fn"
-    )
+    both = (of_width, of_depth)
+    by_one = ((n, n + 1, 1), (n + 1, n, 1))
+    codes = spec("codes", (width, depth), both, by_one, "float8_e4m3fn")
     if form.scales == "block":
         shape = (-(-width // BLOCK), -(-depth // BLOCK))
-        along = ((0, 1, BLOCK), (1, 0, BLOCK))
-        scales = spec("scales", shape, (of_width, of_depth), along, "float32")
+        by_block = ((n, n + 1, BLOCK), (n + 1, n, BLOCK))
+        scales = spec("scales", shape, both, by_block, "float32")
     else:
-        scales = spec("scales", (width,), (of_width,), ((0, 1, 1),), "float32")
+        scales = spec("scales", (width,), (of_width,), ((n, n + 1, 1),), "float32")
     given = None
     if form.activation == "static":
+        assert not lead, base.name  # _experts_stay
         given = spec("activation_scale", (), (), (), "float32")
     return Fp8Weight(codes, scales, given, activation=form.activation)
 
 
 def _int4(base: ParamSpec, form: Int4Form) -> Int4Weight:
-    depth, width = base.shape
-    of_depth, of_width = base.axes
+    *lead, depth, width = base.shape
+    *of_lead, of_depth, of_width = base.axes
+    n = len(lead)  # 1 of experts, else 0
+    each = tuple((i, i, 1) for i in range(n))
     parts = base.parts if isinstance(base, JoinedSpec) else (base,)
-    if depth % DEPTHS or any(part.shape[1] % COLUMNS for part in parts):
+    if depth % DEPTHS or any(part.shape[-1] % COLUMNS for part in parts):
         raise ConfigError(
             f"{base.name}: expected columns in {DEPTHS}s and rows in {COLUMNS}s for 4-bit weights, "
-            f"got {depth} columns and {', '.join(str(part.shape[1]) for part in parts)} rows"
+            f"got {depth} columns and {', '.join(str(part.shape[-1]) for part in parts)} rows"
         )
 
     def spec(part: Part, shape: tuple[int, ...], axes: Any, along: Any, dtype: str) -> Any:
         return QuantizedSpec(
-            base.name, shape, axes, dtype=dtype, base=base, form=form, part=part, along=along
+            base.name,
+            (*lead, *shape),
+            (*of_lead, *axes),
+            dtype=dtype,
+            base=base,
+            form=form,
+            part=part,
+            along=(*each, *along),
         )
 
     words = spec(
         "codes",
         (width // COLUMNS, depth // DEPTHS, UNIT),
         (of_width, of_depth, None),
-        ((0, 1, COLUMNS), (1, 0, DEPTHS)),
+        ((n, n + 1, COLUMNS), (n + 1, n, DEPTHS)),
         "int32",
     )
     grouped = partial(
         spec,
         shape=(depth // form.group_size, width),
         axes=(of_depth, of_width),
-        along=((0, 0, form.group_size), (1, 1, 1)),
+        along=((n, n, form.group_size), (n + 1, n + 1, 1)),
     )
     scales = grouped("scales", dtype=form.scale_dtype)
     zeros = grouped("zeros", dtype="uint8") if form.has_zeros else None
