@@ -150,7 +150,7 @@ def as_python(value: Any) -> Any:
 
 
 def settle_integers(config: Any) -> None:
-    """Convert NumPy's integers in the fields of a frozen dataclass to Python's.
+    """Convert NumPy's integers in the fields of a dataclass to Python's.
 
     Python's neither overflow nor lack bit_length.
     """

@@ -67,13 +67,18 @@ class InputProcessor:
                 f"{len(listed)} prompts, got {len(sampling_params)}"
             )
         requests = []
-        for index, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
+        given = list(sampling_params)
+        # By id: prompts that share their parameters share the copy too.
+        copies: dict[int, SamplingParams] = {}
+        for index, (prompt, params) in enumerate(zip(listed, given, strict=True)):
             if not isinstance(params, SamplingParams):
                 raise ConfigError(
                     f"prompt {index}: sampling_params: expected SamplingParams, got {params!r:.200}"
                 )
             try:
-                params = self.with_words(params)
+                if id(params) not in copies:
+                    copies[id(params)] = self.with_words(params.clone())
+                params = copies[id(params)]
                 params.check_vocabulary(self.vocab_size, self.eos_token_ids)
             except ConfigError as e:
                 raise ConfigError(f"prompt {index}: {e}") from None

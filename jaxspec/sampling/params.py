@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
 from jaxspec.config import (
@@ -14,7 +14,7 @@ from jaxspec.config import (
     settle_integers,
     shown,
 )
-from jaxspec.config.keys import SAMPLING, checks_keywords
+from jaxspec.config.keys import SAMPLING, checks_keywords, own_keys
 from jaxspec.config.settings import setting
 from jaxspec.sampling import limits
 
@@ -24,9 +24,12 @@ MAX_TEMPERATURE = 3.4e38  # and its temperatures float32
 
 
 @checks_keywords(SAMPLING)
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # by value: an assignment changes the hash as it changes equality
 class SamplingParams:
     """How one request is sampled. The defaults sample from the model's own distribution.
+
+    A field may be assigned. The whole is checked then, and stays as it is if the value is wrong.
+    A request keeps a copy, which no later assignment changes.
 
     Applied in this order, that of vLLM's plain sampler, with and without speculation:
     allowed_token_ids: nothing else is generated; None: every token
@@ -125,8 +128,20 @@ class SamplingParams:
         self._check_counts()
         settle_integers(self)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self._set(name, getattr(replace(self, **{name: value}), name))
+        elif name in self.__dataclass_fields__:  # by __init__, before __post_init__ checks all
+            self._set(name, value)
+        else:
+            own_keys("SamplingParams", {name: value}, [f.name for f in fields(self)], SAMPLING)
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def clone(self) -> SamplingParams:
+        """Return a copy, which is checked like any other."""
+        return replace(self)
 
     def _check_numbers(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:

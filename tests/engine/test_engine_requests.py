@@ -449,6 +449,21 @@ def test_a_stream_never_shows_the_start_of_a_stop_string(llm: LLM) -> None:
     assert pieces[-1].finish_reason == "stop" and all(p.finish_reason is None for p in pieces[:-1])
 
 
+def test_assignments_change_no_request_that_runs(llm: LLM) -> None:
+    """A request has a copy of its parameters, made and checked when it is handed in."""
+    params = SamplingParams(0.0, max_tokens=20, logit_bias={3: 0.5}, ignore_eos=True)
+    (expected,) = llm.generate([[5, 6]], params)
+    stream = llm.stream([5, 6], params)
+    tokens = list(next(stream).token_ids)
+    params.max_tokens, params.temperature, params.stop_token_ids = 2, 1.0, expected.token_ids
+    params.logit_bias[3] = 100.0  # type: ignore[index]
+    tokens += [token for increment in stream for token in increment.token_ids]
+    assert tokens == expected.token_ids and len(tokens) == 20
+    params.logit_bias[3] = 1000.0  # type: ignore[index]  # not seen before the request is made
+    with pytest.raises(ConfigError, match="prompt 0: logit_bias: expected numbers from -100"):
+        llm.generate([[5, 6]], params)
+
+
 def test_stop_strings_need_a_tokenizer() -> None:
     bare = LLM((MODEL.target, MODEL.params["target"]), config=EngineConfig(max_model_len=LIMIT))
     with pytest.raises(ConfigError, match="prompt 1: stop: expected a target with a tokenizer"):

@@ -3,6 +3,7 @@ follows from its requests."""
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from dataclasses import fields
@@ -318,3 +319,33 @@ def test_rows_hold_a_requests_seed_and_its_stops_and_idle_rows_are_neutral() -> 
     assert min_tokens.stop_token_ids[0].tolist() == [4, 7, -1, -1]
     assert rows.temperature.tolist() == [1, 0]
     assert (truncation.top_k.tolist(), truncation.top_p.tolist()) == ([0, 0], [1, 1])
+
+
+def test_a_field_may_be_assigned_and_the_whole_is_checked() -> None:
+    params = SamplingParams(temperature=0.8, min_tokens=2)
+    params.max_tokens = np.int64(5)  # type: ignore[assignment]
+    params.stop = "END"
+    assert params == SamplingParams(temperature=0.8, min_tokens=2, max_tokens=5, stop=("END",))
+    assert type(params.max_tokens) is int
+    before = params.clone()
+    for name, value, sentence in (
+        ("max_tokens", 1, "min_tokens: expected an integer from 0 to max_tokens 1, got 2"),
+        ("temperature", "hot", "temperature: expected a number of at least 0, got 'hot'"),
+        ("logit_bias", {-1: 1.0}, "logit_bias: expected token ids"),
+        ("max_token", 3, "of which max_tokens is the nearest, got 'max_token'"),
+        ("guided_decoding", "json", "guided_decoding: expected None"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            setattr(params, name, value)
+        assert params == before and hash(params) == hash(before)
+    setattr(params, "detokenize", True)  # vLLM's, with the value that changes nothing  # noqa: B010
+    assert params == before and "detokenize" not in vars(params)
+
+
+def test_a_copy_shares_nothing_that_can_change() -> None:
+    params = SamplingParams(logit_bias={1: 2.0})
+    copies = [params.clone(), copy.copy(params), copy.deepcopy(params)]
+    params.logit_bias = {1: 3.0}
+    assert all(each.logit_bias == {1: 2.0} for each in copies)
+    copies[0].max_tokens = 3
+    assert params.max_tokens == copies[1].max_tokens == 16
