@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,13 @@ from jaxspec.config import (
     SpeculativeConfig,
     TargetConfig,
 )
-from jaxspec.config.keys import GENERATE, NO_FOREIGN_KEYS, keywords_of, own_keys
+from jaxspec.config.keys import (
+    GENERATE,
+    NO_FOREIGN_KEYS,
+    keywords_of,
+    own_keys,
+    refuse_attribute,
+)
 from jaxspec.engine.driver import Driver
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.input_processor import InputProcessor
@@ -50,6 +56,7 @@ from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
 from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions
+from jaxspec.loading.generation_config import sampling_params as checked_sampling_params
 from jaxspec.loading.placement import choose_placements, copy_weights, place_models
 from jaxspec.loading.pretrained import Parts, given_parts, load_pretrained
 from jaxspec.sampling import synthetic
@@ -151,6 +158,7 @@ class LLM:
         self.draft_config = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
+        self._proposed_sampling = parts.sampling
         self.eos_token_ids = parts.eos_token_ids
         check_end_ids(self.eos_token_ids, self.target_config.vocab_size)
         self.dtype = jnp.dtype(dtype)
@@ -377,6 +385,31 @@ class LLM:
         if self.tokenizer is None:
             raise ConfigError("tokenizer: expected a target that comes with one, got none")
         return self.tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return new SamplingParams with what the target's generation_config.json proposes.
+
+        Its fields may be assigned. generate without parameters takes SamplingParams() all the same.
+        """
+        return checked_sampling_params(self._proposed_sampling)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prompts whose keys and values are kept; False while requests run."""
+        self._refuse_unless_leading()
+
+        def forget() -> bool:
+            if self.serving.has_requests:
+                return False
+            for engine in self.engines:
+                engine.forget_prefixes()
+            return True
+
+        return self._driver.alone(forget)
+
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            refuse_attribute("LLM", name)
 
     # --- generating ---
 

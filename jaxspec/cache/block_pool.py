@@ -124,6 +124,11 @@ class BlockPool:
                 if block not in self._hash_of:
                     self._free.move_to_end(block, last=False)
 
+    def forget(self) -> None:
+        """Forget what all blocks hold; blocks that requests have stay theirs."""
+        self._hash_of.clear()
+        self._block_of.clear()
+
     def _forget(self, block: int) -> None:
         digest = self._hash_of.pop(block, None)
         if digest is not None:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jaxspec.config.reading import ConfigError, shown
 
@@ -59,6 +59,7 @@ _NO_CODE = "no code of a checkpoint runs here"
 # Keywords of vLLM's LLM.
 ENGINE = ForeignKeys(
     {
+        "allowed_local_media_path": Foreign((None, ""), "prompts are text"),
         "async_scheduling": _ANY,
         "compilation_config": Foreign((None, 0, 1, 2, 3), "`compilation` chooses the programs"),
         "cpu_offload_gb": Foreign((None, 0, 0.0), "weights stay on the device"),
@@ -68,7 +69,11 @@ ENGINE = ForeignKeys(
         "distributed_executor_backend": Foreign((None, "mp", "uni"), _ONE_HOST),
         "enable_chunked_prefill": Foreign((None, True), "long prompts are always cut"),
         "enable_lora": Foreign((None, False), "there are no adapters here"),
+        "enable_sleep_mode": Foreign((None, False), "weights stay on the device"),
         "enforce_eager": _ANY,
+        "generation_config": Foreign(
+            ("auto",), "LLM.get_default_sampling_params reads the checkpoint's own"
+        ),
         "hf_overrides": Foreign((None, {}), "the checkpoint's config.json is read as it is"),
         "limit_mm_per_prompt": _ANY,  # a prompt with an image is an error by itself
         "load_format": Foreign(("auto", "safetensors", "hf")),
@@ -140,6 +145,40 @@ GENERATE = ForeignKeys(
     },
     {},
 )
+
+
+# Attributes of vLLM's LLM, and what to do instead.
+_DELETE = "weights stay on the device until the LLM is deleted"
+_TEXT_ONLY = "models generate text"
+_NO_WORKERS = "the engine runs in this process, as `engine`"
+_PROFILER = "jax.profiler.trace(folder) records a profile"
+ATTRIBUTES = {
+    "apply_model": _NO_WORKERS,
+    "beam_search": "SamplingParams(n=...) samples several texts",
+    "classify": _TEXT_ONLY,
+    "collective_rpc": _NO_WORKERS,
+    "embed": _TEXT_ONLY,
+    "encode": _TEXT_ONLY,
+    "llm_engine": _NO_WORKERS,
+    "reward": _TEXT_ONLY,
+    "score": _TEXT_ONLY,
+    "set_tokenizer": "the keyword `tokenizer` of LLM sets it",
+    "sleep": _DELETE,
+    "start_profile": _PROFILER,
+    "stop_profile": _PROFILER,
+    "wake_up": _DELETE,
+}
+
+
+class NoSuchAttribute(ConfigError, AttributeError):
+    """An attribute of vLLM's that is not here; hasattr gives False."""
+
+
+def refuse_attribute(what: str, name: str) -> NoReturn:
+    """Raise for an attribute that an object of this class lacks, in one sentence."""
+    if name in ATTRIBUTES:
+        raise NoSuchAttribute(f"{what}.{name}: expected no such call here: {ATTRIBUTES[name]}")
+    raise AttributeError(f"{what!r} object has no attribute {name!r}")
 
 
 def keywords_of(function: Callable[..., object]) -> list[str]:

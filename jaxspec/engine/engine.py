@@ -171,6 +171,11 @@ class Engine:
         scheduler.counts = self.stats.scheduling
         return scheduler
 
+    def forget_prefixes(self) -> None:
+        """Forget the contents of all blocks, so that no later prompt shares them."""
+        if self._scheduler is not None:
+            self._scheduler.forget_prefixes()
+
     def reset_stats(self) -> None:
         """Start to count anew."""
         self.count_in(Stats.new(self.runner.num_speculative_tokens))

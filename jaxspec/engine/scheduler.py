@@ -145,6 +145,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.waiting) or any(True for _ in self.running)
 
+    def forget_prefixes(self) -> None:
+        """Forget the contents of all blocks, so that no later prompt shares them."""
+        for group in self.groups:
+            group.pool.forget()
+
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 

@@ -20,6 +20,7 @@ weights             tensors -> a pytree of jax arrays, strictly
 model               a folder -> a target, or a draft bound to its target
 chat                chats as callers write them, and as templates read them
 template_limits     time and size of a chat template's rendering
+generation_config   the sampling parameters that a target's makers propose
 tokenizer           text and chats to token ids and back
 placement           the devices of an engine, and weights that go from one to all of them
 pretrained          target, draft, tokenizer and settings together, for LLM.from_pretrained

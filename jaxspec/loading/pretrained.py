@@ -27,6 +27,7 @@ from jaxspec.config.keys import ENGINE, own_keys
 from jaxspec.config.quantization import is_while_loading
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
+from jaxspec.loading.generation_config import proposed_sampling
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.pair import resolve_pair
 from jaxspec.loading.placement import choose_placement
@@ -49,6 +50,7 @@ class Parts:
     tokenizer: None where the target's folder has none.
     config: the engine's.
     dtype: of weights and caches.
+    sampling: what generation_config.json proposes, by the names of SamplingParams.
     """
 
     target: tuple[TargetConfig, Params]
@@ -58,6 +60,7 @@ class Parts:
     eos_token_ids: tuple[int, ...]
     config: EngineConfig
     dtype: DTypeLike
+    sampling: Mapping[str, Any]
 
 
 def load_pretrained(
@@ -130,7 +133,8 @@ def load_pretrained(
     elif words is None and has_tokenizer(folder):
         words = load_tokenizer(folder)
     eos = words.eos_token_ids if words else eos_token_ids(folder, None)
-    return Parts(loaded, draft, speculative, words, eos, config, resolved)
+    sampling = proposed_sampling(folder)
+    return Parts(loaded, draft, speculative, words, eos, config, resolved, sampling)
 
 
 def given_parts(
@@ -192,6 +196,7 @@ def given_parts(
         tuple(eos_token_ids),
         config or EngineConfig(),
         resolved,
+        sampling={},
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from jaxspec.config import keys
 from tests.commands.conftest import write_draft, write_target
 
 pytestmark = pytest.mark.once
@@ -61,6 +62,8 @@ def llm(target: str, head: str) -> LLM:
         disable_log_stats=False,
         limit_mm_per_prompt={"image": 5},
         disable_chunked_mm_input=True,
+        allowed_local_media_path="",
+        generation_config="auto",
         speculative_config={
             "model": head,
             "spec_token_tree": None,
@@ -189,6 +192,41 @@ def test_stop_reason_and_cached_tokens(llm: LLM) -> None:
     assert by_token.outputs[0].stop_reason == third
 
 
+def test_default_sampling_params(llm: LLM, target: str) -> None:
+    """examples/basic/offline_inference/generate.py: the model's own, then changed by assignment."""
+    sampling_params = llm.get_default_sampling_params()
+    assert sampling_params == SamplingParams() is not llm.get_default_sampling_params()
+    sampling_params.max_tokens = 5
+    sampling_params.temperature = 0
+    [output] = llm.generate(PROMPTS[:1], sampling_params)
+    assert len(output.outputs[0].token_ids) == 5
+
+
+def test_reset_prefix_cache(llm: LLM) -> None:
+    """False while requests run, as in vLLM."""
+    prompt, greedy = "A prefix to forget, later. " * 8, SamplingParams(0.0, max_tokens=6)
+    llm.generate(prompt, greedy)
+    stream = llm.stream(prompt, greedy)
+    next(stream)
+    assert llm.reset_prefix_cache() is False
+    cached = [llm.generate(prompt, greedy)[0].num_cached_tokens for _ in stream][-1]
+    assert cached is not None and cached >= 64
+    assert llm.reset_prefix_cache() is True
+    [again] = llm.generate(prompt, greedy)
+    assert again.num_cached_tokens == 0
+
+
+def test_calls_that_are_not_here(llm: LLM) -> None:
+    """docs.vllm.ai, Sleep mode; examples of beam search, profiling and pooling."""
+    for name in keys.ATTRIBUTES:
+        assert not hasattr(llm, name)
+        with pytest.raises(ConfigError, match=f"^LLM.{name}: expected no such call here: .") as e:
+            getattr(llm, name)
+        assert "\n" not in str(e.value)
+    with pytest.raises(AttributeError, match="^'LLM' object has no attribute 'slep'$"):
+        llm.slep  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_special_tokens_are_kept_on_request(llm: LLM) -> None:
     end = llm.eos_token_ids[0]
     params = {"temperature": 0, "max_tokens": 2, "allowed_token_ids": [end], "ignore_eos": True}
@@ -206,7 +244,8 @@ def test_spec_decode_example(llm: LLM) -> None:
     llm.reset_metrics()
     ids = [llm.get_tokenizer().encode(prompt, add_special_tokens=False) for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=12)
-    outputs = llm.generate([{"prompt_token_ids": x} for x in ids], sampling_params=params)
+    prompts = [{"prompt_token_ids": x, "multi_modal_data": None} for x in ids]
+    outputs = llm.generate(prompts, sampling_params=params)
     assert sum(len(output.outputs[0].token_ids) for output in outputs) == 24
     metrics: dict[str, Any] = {metric.name: metric for metric in llm.get_metrics()}
     num_drafts = metrics["vllm:spec_decode_num_drafts"].value
@@ -303,6 +342,14 @@ def test_ngram(target: str) -> None:
         (
             lambda target, head: LLM(target, enable_chunked_prefill=False),
             "enable_chunked_prefill: expected None or True (long prompts are always cut), got",
+        ),
+        (
+            lambda target, head: LLM(target, enable_sleep_mode=True),
+            "enable_sleep_mode: expected None or False (weights stay on the device), got True",
+        ),
+        (
+            lambda target, head: LLM(target, generation_config="vllm"),
+            "generation_config: expected 'auto' (LLM.get_default_sampling_params reads the",
         ),
         (
             lambda target, head: SamplingParams(temprature=0.5),
