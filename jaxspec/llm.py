@@ -303,7 +303,7 @@ class LLM:
             rounds = self.runner.rounds_per_step
             lines.append(
                 f"draft: {d.method}{vocabulary}, "
-                f"K = {s.num_speculative_tokens}, rejection {s.rejection_sample_method}, "
+                f"K = {self._numbers_of_drafts}, rejection {s.rejection_sample_method}, "
                 f"drafts {s.draft_sample_method}, compilation {self.config.compilation}"
                 + (f", {rounds} rounds a step" if rounds > 1 else "")
             )
@@ -317,6 +317,17 @@ class LLM:
                     f"aux layers (boundary ids) {list(d.aux_layers)}, {', '.join(switches)}"
                 )
         return "\n".join(lines)
+
+    @property
+    def _numbers_of_drafts(self) -> str:
+        """K, and whether it adapts: then the K of rounds, and how many rounds had each so far."""
+        choice, K = self.engines[0].choice, self.runner.num_speculative_tokens
+        if choice is None:
+            return str(K)
+        rounds = self.timings.num_rounds_of
+        had = ", ".join(f"{n}: {rounds[n]}" for n in choice.numbers if n in rounds)
+        so_far = f"; rounds {had}" if had else ""
+        return f"{', '.join(map(str, choice.numbers))} (adaptive{so_far})"
 
     @property
     def engine(self) -> Engine:

@@ -122,6 +122,7 @@ def main(
             "method",
             "rejection_sample_method",
             "draft_sample_method",
+            "adaptive",
             "synthetic_acceptance_rates",
             "synthetic_acceptance_length",
             "draft_quantize",

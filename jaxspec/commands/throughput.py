@@ -53,6 +53,7 @@ class PairOptions:
     draft: str | None = flag(None, "Its head: folder, name under checkpoints/ or hub id.")
     method: str = flag("eagle3", "eagle or eagle3.")
     num_speculative_tokens: int = flag(3, "K.")
+    adaptive: bool = flag(False, "Give each request as many drafts, up to K, as pay.")
     draft_quantize: Quantize | None = flag(
         None, "Quantise a real head's plain weights while they load: fp8, fp8-block or int4."
     )
@@ -79,6 +80,7 @@ class PairOptions:
             self.method,
             self.num_speculative_tokens,
             rejection_sample_method=rule,
+            adaptive=self.adaptive,
             draft_quantize=self.draft_quantize,
         )
 

@@ -61,6 +61,8 @@ class RoundConfig(SamplingFeatures):
     acceptance_rates: conditional rates of the synthetic rule
     limits_drafts: whether some request may have fewer drafts than K, by its own parameters or by
         draft_max_model_len
+    adaptive: whether each request's acceptance so far limits its drafts (jaxspec.decode.adaptive);
+        limits_drafts holds then
     draft_max_model_len: the longest context that the draft may see, in tokens; None for any
     cuda_graphs: False launches kernel by kernel, so that a kernel can start while the preceding one
         drains. That pays only if the GPU is slower than the host's launches, and the rows are so
@@ -80,6 +82,7 @@ class RoundConfig(SamplingFeatures):
     draft_sampling: DraftSampling = "probabilistic"
     acceptance_rates: tuple[float, ...] | None = None
     limits_drafts: bool = False
+    adaptive: bool = False
     draft_max_model_len: int | None = None
     cuda_graphs: bool = True
     vocab_shards: VocabShards = WHOLE

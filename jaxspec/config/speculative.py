@@ -67,6 +67,8 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: (first, last, K) for batches of first to last running
         requests, K from 0 to num_speculative_tokens, which other batch sizes keep. The text of a
         sampled request then depends on the number of its neighbours.
+    adaptive: each request has 1 to num_speculative_tokens drafts a round, as many as its acceptance
+        so far makes worthwhile.
     draft_max_model_len: the longest context, in tokens, that is drafted for; longer requests
         continue without drafts.
     draft_confidence_threshold: with a DSpark head that has a confidence head, a request's drafts of
@@ -111,6 +113,9 @@ class SpeculativeConfig:
     fc_norm: bool | None = None
     norm_output: bool | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    adaptive: bool = setting(
+        False, "Give each request as many drafts, up to K, as its acceptance so far makes pay."
+    )
     draft_max_model_len: int | None = None
     draft_confidence_threshold: float | None = None
     mtp_zero_first_embedding: bool | None = None
@@ -180,6 +185,13 @@ class SpeculativeConfig:
                 f"got {self.num_speculative_tokens!r}"
             )
         set_field("num_speculative_tokens_per_batch_size", self._read_schedule())
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"adaptive: expected true or false, got {shown(self.adaptive)}")
+        if self.adaptive and self.num_speculative_tokens_per_batch_size:
+            raise ConfigError(
+                "adaptive: expected it without num_speculative_tokens_per_batch_size, "
+                f"got {self.num_speculative_tokens_per_batch_size!r} beside it"
+            )
         if self.draft_max_model_len is not None and (
             not is_int(self.draft_max_model_len) or self.draft_max_model_len < 1
         ):

@@ -3,6 +3,7 @@
 state           DecodeState: what requests carry from round to round
 prefill         chunks of prompts through target and draft together
 round           propose, verify, commit; plain decoding is a round with K = 0
+adaptive        how many drafts a request's acceptance so far makes worthwhile
 verify          the target's pass over [next token, drafts], and rejection sampling
 slots           small programs that put requests into slots of the state, move and clear them
 spread          a program on several devices, and how they share its arrays

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jaxspec import drafts
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
+from jaxspec.decode import adaptive
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification, verify
 from jaxspec.drafts.drafter import Observation, Proposal, no_drafts
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import observe_tokens
+from pallas_kernels.rejection_sampling.reference import count_leading
 
 
 def verify_and_commit(
@@ -43,6 +45,11 @@ def verify_and_commit(
         state.sampling,
         params["draft"].get("target_to_draft") if cfg.draft is not None else None,
     )
+    if state.acceptance is not None:
+        num_judged = count_leading(proposal.draft_tokens >= 0)
+        acceptance = adaptive.observe(state.acceptance, num_judged, verification.num_sampled)
+        verification = replace(verification, num_drafts=num_judged)
+        state = replace(state, acceptance=acceptance)
     draft = state.draft
     if cfg.draft is not None:
         seen = Observation(
@@ -88,6 +95,8 @@ def num_drafts(cfg: RoundConfig, state: DecodeState) -> jax.Array:
     stays exact. Draft i of a round comes from a context of seq_lens + i tokens.
     """
     most = jnp.minimum(state.max_drafts, cfg.num_speculative_tokens)
+    if state.acceptance is not None:
+        most = jnp.minimum(most, adaptive.num_worthwhile(*state.acceptance.counts))
     if cfg.draft_max_model_len is not None:
         most = jnp.minimum(most, cfg.draft_max_model_len + 1 - state.seq_lens)
     return jnp.maximum(most, 0)

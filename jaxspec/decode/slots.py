@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.decode.adaptive import Acceptance
 from jaxspec.decode.state import DecodeState
 from jaxspec.sampling.processors.processor import resized
 from jaxspec.sampling.rows import STOPS, StateLayout, change_layout
@@ -33,6 +34,7 @@ class Admission:
     stop_token_ids: int32 [n, stops], padded with -1
     max_drafts:     int32 [n], see DecodeState
     sampling:       n rows of the sampling state
+    acceptance:     n rows of DecodeState.acceptance; None where that is None
     """
 
     next_token: jax.Array
@@ -41,6 +43,7 @@ class Admission:
     stop_token_ids: jax.Array
     max_drafts: jax.Array
     sampling: SamplingState
+    acceptance: Acceptance | None = None
 
 
 def without_caches(state: DecodeState) -> DecodeState:
@@ -75,6 +78,7 @@ def _admit(rows: DecodeState, slots: jax.Array, new: Admission) -> DecodeState:
         stop_token_ids=put(rows.stop_token_ids, new.stop_token_ids),
         max_drafts=put(rows.max_drafts, new.max_drafts),
         sampling=jax.tree.map(put, rows.sampling, new.sampling),
+        acceptance=jax.tree.map(put, rows.acceptance, new.acceptance),
     )
 
 

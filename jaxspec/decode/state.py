@@ -13,6 +13,7 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache, init_cache
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
+from jaxspec.decode.adaptive import Acceptance, initial
 from jaxspec.drafts.drafter import DraftContext
 from jaxspec.sampling.state import SamplingState
 
@@ -32,6 +33,7 @@ class DecodeState:
     sampling:       the requests' sampling parameters
     draft:          the drafter's state (DraftState); None without a draft
     target_caches:  one cache per layer of the target
+    acceptance:     estimates that choose the number of drafts; None unless RoundConfig.adaptive
     """
 
     seq_lens: jax.Array
@@ -44,6 +46,7 @@ class DecodeState:
     sampling: SamplingState
     draft: Any
     target_caches: KVCache
+    acceptance: Acceptance | None = None
 
 
 def init_state(
@@ -88,6 +91,7 @@ def init_state(
             cfg.block_size,
             cache_dtype,
         ),
+        acceptance=initial(batch, cfg.num_speculative_tokens) if cfg.adaptive else None,
     )
 
 

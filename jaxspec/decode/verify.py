@@ -41,6 +41,8 @@ class Verification:
     logprobs:        of output_tokens; None where no request reads them
     prompt_logprobs: of the token after each row of a prefill's chunk; None where no request reads
                      them
+    num_drafts:      int32 [batch], drafts that were judged, placeholders not counted; None unless
+                     their number adapts (RoundConfig.adaptive)
     overflowed:      bool [batch], whether the target's own logits hold NaN or infinity in the row
                      that a prefill samples from; None for a round
     """
@@ -49,6 +51,7 @@ class Verification:
     num_sampled: jax.Array
     logprobs: Scores | None = None
     prompt_logprobs: Scores | None = None
+    num_drafts: jax.Array | None = None
     overflowed: jax.Array | None = None
 
 

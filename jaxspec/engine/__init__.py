@@ -6,6 +6,7 @@ engine            the loop: schedule, dispatch, read results; the only place tha
 scheduler         admission, prefill chunks, reservation, preemption; no jax
 request           a request while it runs
 runner            the device's side: the resident state, and which program runs
+draft_choice      how many drafts requests and rounds have, by acceptance and cost
 round_configs     the static description of each program
 variants          which programs are compiled, and which of them serves a batch
 rehearsal         compiles all that an admission will run

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -25,6 +26,7 @@ from jaxspec.decode.several_rounds import each_round
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.engine.buckets import Shapes
+from jaxspec.engine.draft_choice import Candidate, DraftChoice
 from jaxspec.engine.first_logits import check_first_logits
 from jaxspec.engine.metrics import LatencyMetrics, SchedulerCounts, SpecDecodeMetrics, Timings
 from jaxspec.engine.outputs import EngineConfigError, EngineError
@@ -83,6 +85,7 @@ class InFlight:
 
     rows: the requests that it holds tokens for, and their rows in it
     num_drafts: the rounds' K
+    batch: slots of the batch that it ran in
     launched: when, as time.perf_counter() says
     prompts: chunks of prefill whose tokens need log-probabilities, and the rows of their tiles
     """
@@ -91,6 +94,7 @@ class InFlight:
     rows: list[tuple[Request, int]]
     is_round: bool
     num_drafts: int = 0
+    batch: int = 0
     launched: float = field(default_factory=lambda: time.perf_counter())
     prompts: list[tuple[Chunk, range]] = field(default_factory=list)
 
@@ -119,6 +123,7 @@ class Engine:
         # On a GPU more programs are launched before a result is read; requests that have ended are
         # idle there. On a CPU both would share the cores.
         self.depth = steps_ahead(runner.rounds_per_step) if runner.on_gpu else 0
+        self.choice = _draft_choice(runner)
         self.on_rounds: RoundsObserver | None = None
         self.others_run: Callable[[], bool] = lambda: False
         self.is_replica = False
@@ -451,6 +456,11 @@ class Engine:
         if step.sources is not None:
             runner.move(step.sources)
         running = list(scheduler.running)
+        if self.choice is not None:
+            for request in step.admitted:
+                request.acceptance = request.acceptance or self.choice.begin(
+                    greedy=request.params.greedy, batch=runner.num_slots
+                )
         failed = runner.admit(step.admitted, running) if step.admitted else {}
         features = (
             features_of(r.params for r in running if r not in failed)
@@ -542,6 +552,8 @@ class Engine:
             return False
         features = replace(self._running_features(), prompt_logprobs=False)
         num_drafts = runner.configs.num_drafts(len(found.requests))
+        if self.choice is not None:
+            num_drafts = self._choose_num_drafts(self.choice, features, found.requests)
         limits = any(
             self._num_drafts(r, num_drafts, longest=True) < num_drafts for r in found.requests
         )
@@ -549,8 +561,33 @@ class Engine:
             features, found.requests, num_drafts=num_drafts, limits_drafts=limits
         )
         rows = [(r, r.slot) for r in found.requests if r.slot is not None]
-        self._launched(InFlight(verification, rows, is_round=True, num_drafts=num_drafts))
+        self._launched(
+            InFlight(
+                verification,
+                rows,
+                is_round=True,
+                num_drafts=num_drafts,
+                batch=runner.num_slots,
+            )
+        )
         return True
+
+    def _choose_num_drafts(
+        self, choice: DraftChoice, features: SamplingFeatures, requests: Sequence[Request]
+    ) -> int:
+        """Return the K of the next step's rounds; num_unread_rounds counts them already."""
+        per_step = self.runner.rounds_per_step
+        candidates = [
+            Candidate(r.acceptance, r.max_drafts, r.num_unread_rounds - per_step)
+            for r in requests
+            if r.acceptance is not None
+        ]
+        return choice.choose(
+            candidates,
+            self.runner.num_slots,
+            per_step,
+            partial(self.runner.is_compiled, features, requests),
+        )
 
     def _num_drafts(self, request: Request, num_drafts: int, *, longest: bool = False) -> int:
         """Return the drafts that the request may have in a round of K = num_drafts.
@@ -607,6 +644,9 @@ class Engine:
         self._check_devices(result, now)
         if result.is_round:
             self.stats.timings.decode_seconds += now - self.stats.clock
+            if self.choice is not None and not self.is_replica:  # the clock is that of all
+                seconds = (now - self.stats.clock) / self.runner.rounds_per_step
+                self.choice.timed(result.batch, result.num_drafts, seconds)
         else:
             self.stats.timings.prefill_seconds += now - self.stats.clock
         self.stats.clock = now
@@ -642,7 +682,10 @@ class Engine:
         An exception on the way, such as one of the tokenizer, ends that request alone.
         """
         tokens, num_sampled = verification.output_tokens, verification.num_sampled
-        self.stats.timings.num_rounds += result.is_round and bool(num_sampled.any())
+        if result.is_round and num_sampled.any():
+            self.stats.timings.num_rounds += 1
+            rounds = self.stats.timings.num_rounds_of
+            rounds[result.num_drafts] = rounds.get(result.num_drafts, 0) + 1
         for request, row in result.rows:
             sampled = tokens[row, : num_sampled[row]].tolist()
             try:
@@ -651,12 +694,24 @@ class Engine:
                     request.logprobs += logprobs_of(
                         verification.logprobs, row, sampled, request.params.logprobs
                     )
-                self._hand_over(request, sampled, result, now)
+                judged = verification.num_drafts
+                num_judged = None if judged is None else int(judged[row])
+                self._hand_over(request, sampled, result, now, num_judged)
             except Exception as e:
                 self._fail(request, e)
 
-    def _hand_over(self, request: Request, tokens: list[int], result: InFlight, now: float) -> None:
-        num_drafted = self._num_drafts(request, result.num_drafts)
+    def _hand_over(
+        self,
+        request: Request,
+        tokens: list[int],
+        result: InFlight,
+        now: float,
+        num_judged: int | None,
+    ) -> None:
+        """num_judged: the request's drafts in a round, where they adapt"""
+        num_drafted = num_judged
+        if num_drafted is None:
+            num_drafted = self._num_drafts(request, result.num_drafts)
         kept = self.scheduler.read(request, tokens, is_round=result.is_round)
         if kept == 0:
             return
@@ -664,6 +719,14 @@ class Engine:
         if result.is_round:
             stopped = request.detokenizer is not None and request.detokenizer.stopped
             num_accepted = min(len(tokens) - 1, kept) if stopped else len(tokens) - 1
+            if self.choice is not None and request.acceptance is not None:
+                self.choice.observe(num_drafted, len(tokens) - 1)
+                request.acceptance.observe(
+                    num_drafted,
+                    len(tokens) - 1,
+                    num_generated=request.num_generated,
+                    num_delivered=request.num_delivered,
+                )
             request.metrics.observe(num_accepted, num_drafted)
             self.stats.metrics.observe(num_accepted, num_drafted)
         request.times.observe(now, kept)
@@ -743,6 +806,16 @@ class Engine:
             f"max_num_batched_tokens ({config.max_num_batched_tokens}) "
             f"or max_model_len ({config.max_model_len})"
         )
+
+
+def _draft_choice(runner: ModelRunner) -> DraftChoice | None:
+    """Return what chooses the number of drafts; None where it is given."""
+    if not runner.adapts:
+        return None
+    draft = runner.configs.greedy.draft
+    assert runner.speculative is not None and draft is not None
+    fixed_k = runner.config.batch_invariant
+    return DraftChoice(runner.speculative, draft, runner.params, fixed_k=fixed_k)
 
 
 def refuse_inside_callback() -> NoReturn:

@@ -18,6 +18,7 @@ class SpecDecodeMetrics:
     num_accepted_tokens: accepted drafts, without bonus and recovered tokens. A round in which a
         request ends counts in full, except for what a stop string cuts off.
     acceptance_histogram[j]: rounds that accepted exactly j drafts
+    draft_histogram[j]: rounds that proposed exactly j drafts, from 1 on
     """
 
     num_speculative_tokens: int
@@ -25,10 +26,13 @@ class SpecDecodeMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    draft_histogram: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.acceptance_histogram:
             self.acceptance_histogram = [0] * (self.num_speculative_tokens + 1)
+        if not self.draft_histogram:
+            self.draft_histogram = [0] * (self.num_speculative_tokens + 1)
 
     def observe(self, num_accepted: int, num_drafted: int | None = None) -> None:
         """Count one request's round of num_drafted drafts (None: K), unless it has none."""
@@ -39,6 +43,7 @@ class SpecDecodeMetrics:
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         self.acceptance_histogram[num_accepted] += 1
+        self.draft_histogram[num_drafted] += 1
 
     @property
     def accepted_per_position(self) -> list[int]:
@@ -75,6 +80,7 @@ class SpecDecodeMetrics:
             "num_accepted_tokens": self.num_accepted_tokens,
             "accepted_per_position": self.accepted_per_position,
             "acceptance_histogram": list(self.acceptance_histogram),
+            "draft_histogram": list(self.draft_histogram),
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
             "per_position_acceptance": self.per_position_acceptance,
@@ -116,15 +122,17 @@ class Timings:
 
     num_rounds: decode rounds in which some request sampled; the last launched ahead may be idle
     num_output_tokens: generated tokens
+    num_rounds_of: the rounds by their K
     """
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     num_rounds: int = 0
     num_output_tokens: int = 0
+    num_rounds_of: dict[int, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return vars(self) | {"num_rounds_of": dict(sorted(self.num_rounds_of.items()))}
 
 
 @dataclass

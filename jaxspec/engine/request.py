@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jaxspec.cache.group_blocks import RequestBlocks
 from jaxspec.engine.detokenizer import Detokenizer
+from jaxspec.engine.draft_choice import RequestAcceptance
 from jaxspec.engine.metrics import RequestTimes, SpecDecodeMetrics
 from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
@@ -63,6 +64,8 @@ class Request:
     num_consumed: tokens of these that the draft has consumed too; no row before is computed again
     num_unread: rounds and ended prompts whose results are not read yet
     num_unread_rounds: the rounds among them
+    acceptance: that of its drafts so far, from its first admission on; None unless it chooses their
+        number
     standing: whether a failure may belong to it
     """
 
@@ -100,6 +103,7 @@ class Request:
     num_consumed: int = 0
     num_unread: int = 0
     num_unread_rounds: int = 0
+    acceptance: RequestAcceptance | None = None
     standing: Standing = "trusted"
 
     def __post_init__(self) -> None:
@@ -147,6 +151,8 @@ class Request:
                 self.detokenizer.rewind(self.token_ids, min_tokens=self.params.min_tokens)
         del self.logprobs[self.num_delivered :]
         self.finish_reason = self.error = None
+        if self.acceptance is not None:
+            self.acceptance.rewind(self.num_delivered)
         self.slot, self.blocks, self.hashes = None, [], []
         self.num_registered = self.num_prefilled = self.num_cached = self.num_consumed = 0
         self.num_unread = self.num_unread_rounds = 0

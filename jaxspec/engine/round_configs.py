@@ -83,6 +83,7 @@ class RoundConfigs:
                 rule=speculative.rejection_sample_method,
                 draft_sampling=_draft_sampling(draft, speculative),
                 acceptance_rates=acceptance_rates,
+                adaptive=speculative.adaptive,
             )
         self.version = 0  # counts calls of override
         self._overrides: dict[str, Any] = {}
@@ -124,6 +125,7 @@ class RoundConfigs:
             or batch * (K + 1) > GRAPHS_ABOVE_ROWS
             or self._plain.placement.size > 1  # the host launches for all devices
         )
+        limits_drafts |= self._plain.adaptive
         return self.at(ConfigKey(features, K, limits_drafts and K > 0, graphs))
 
     def _make(
@@ -172,5 +174,5 @@ class RoundConfigs:
         return 0 if draft is None else drafts.drafter(draft).lookahead
 
     def num_drafts(self, batch_size: int) -> int:
-        """Return the K of rounds with so many running requests."""
+        """Return the K of rounds with so many running requests, or the largest if it adapts."""
         return self._speculative.num_drafts(batch_size) if self._speculative else 0

@@ -43,6 +43,7 @@ from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.engine.background import Background
 from jaxspec.engine.block_tables import BlockTables
 from jaxspec.engine.buckets import Buckets, Shapes
+from jaxspec.engine.draft_choice import compiled_numbers, rows_of
 from jaxspec.engine.memory import CacheMemory
 from jaxspec.engine.rehearsal import (
     Compiled,
@@ -187,6 +188,7 @@ class ModelRunner:
         self.cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
         self.eos_token_ids = eos_token_ids
         self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
+        self.adapts = speculative is not None and speculative.adaptive
         self.on_gpu = jax.default_backend() == "gpu"
         self.prefill_tile = ops.prefill_tile
         self.round_program: RoundProgram = rounds.run_rounds
@@ -504,6 +506,11 @@ class ModelRunner:
             stop_token_ids=ends,  # type: ignore[arg-type]
             max_drafts=column(lambda r: r.max_drafts),
             sampling=sampling_rows(layout, sampled, batch=ADMISSIONS),
+            acceptance=rows_of(
+                [r.acceptance for r in requests], ADMISSIONS, self.num_speculative_tokens
+            )
+            if self.adapts
+            else None,
         )
 
     # --- programs --------------------------------------------------------------------------------
@@ -579,6 +586,22 @@ class ModelRunner:
             if serving.num_rounds == EXACT_AFTER and not self._is_warm:
                 self._compile_exact(features, shape, limits_drafts)
         return verification
+
+    def is_compiled(
+        self, features: SamplingFeatures, requests: Sequence[Request], num_drafts: int
+    ) -> bool:
+        """Return whether the next rounds can have so many drafts without waiting for a compiler.
+
+        If not, their program is compiled in the background where that is possible.
+        """
+        pages = self.buckets.pages(max(r.num_pages for r in requests))
+        shape = RoundShape(self.num_slots, pages, num_drafts)
+        self._follow_overrides()
+        needed = Variant.of(features, self._needed, limits_drafts=self.adapts)
+        if self._is_warm or not self._may_compile_aside or self._variants.serving(shape, needed):
+            return True
+        self._compile_aside(needed, False, shape, ())
+        return False
 
     def _round(self, cfg: RoundConfig, changed: Mapping[int, np.ndarray]) -> Verification:
         """Dispatch a step's rounds, after copying the block tables that have changed."""
@@ -927,6 +950,8 @@ class ModelRunner:
 
         The others are being prefilled.
         """
+        if self.adapts:
+            return set(compiled_numbers(self.num_speculative_tokens))
         return {self.configs.num_drafts(n) for n in range(1, batch + 1)}
 
 

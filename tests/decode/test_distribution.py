@@ -23,6 +23,7 @@ import pytest
 from jaxspec.config import RoundConfig
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
+from jaxspec.decode.state import DecodeState
 from jaxspec.drafts import autoregressive as propose_module
 from jaxspec.drafts import columns
 from jaxspec.drafts.drafter import Proposal
@@ -137,7 +138,9 @@ def play(
     rounds: int,
     trials: int = CHUNK,
     program: Any = None,
+    prepare: Callable[[DecodeState], DecodeState] = lambda state: state,
 ) -> Trials:
+    """Run requests with seeds of their own; prepare changes the state that they begin with."""
     program = program or cached_round(cfg)
     params = {
         "target": {"table": jnp.asarray(CHAINS[chain].target)},
@@ -168,6 +171,7 @@ def play(
                 num_pending=full(1, jnp.int32),
             ),
         )
+        state = prepare(state)
         found = []
         for _ in range(rounds):
             verification, state = program(params, state, (jnp.zeros((size, 1), jnp.int32),))

@@ -121,6 +121,7 @@ class FakeRunner:
     """
 
     speculative = None
+    adapts = False
     on_gpu = False
     num_waiting_for_programs = 0
 
@@ -176,6 +177,10 @@ class FakeRunner:
         self._rows: dict[int, Row] = {}
         self.target: dict[CacheSlot, int] = {}
         self.draft: dict[CacheSlot, tuple[int, int]] = {}
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
 
     def poll(self) -> None:
         """Do nothing: nothing compiles."""

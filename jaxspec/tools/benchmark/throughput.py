@@ -119,6 +119,9 @@ def results(
             f"acceptance at position {i} (%)": 100 * rate
             for i, rate in enumerate(metrics.per_position_acceptance)
         }
+    if llm.speculative is not None and llm.speculative.adaptive:
+        of_k = sorted(llm.timings.num_rounds_of.items())
+        found |= {f"rounds with K = {K}": count for K, count in of_k}
     found |= {
         "rounds": rounds,
         "duration / rounds (ms)": 1e3 * seconds / rounds if rounds else None,
