@@ -150,10 +150,10 @@ class LLM:
                 f"max_model_len: expected at most the target's max_position_embeddings {limit}, "
                 f"got {self.config.max_model_len}"
             )
-        if speculative and speculative.num_speculative_tokens >= self.config.max_model_len:
+        if speculative and speculative.max_drafts >= self.config.max_model_len:
             raise ConfigError(
                 "num_speculative_tokens: expected fewer than max_model_len "
-                f"{self.config.max_model_len}, got {speculative.num_speculative_tokens}"
+                f"{self.config.max_model_len}, got {speculative.max_drafts}"
             )
         self.draft_config = draft[0] if draft else None
         self.speculative = speculative

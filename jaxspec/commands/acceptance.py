@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
+from jaxspec import drafts
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.drafts.families import layered
 from jaxspec.llm import LLM
@@ -143,19 +144,20 @@ def run(
     """
     if not texts.dataset:
         raise ConfigError("--dataset: expected at least one (or --from-json), got none")
-    K = speculative.num_speculative_tokens
-    ks = sorted({K, *range(1, grid.sweep + 1)})
     sets = read_sets(texts.dataset, texts.num_prompts)
-    cases = plan(list(sets), grid, K, ks)
     if engine["dtype"] == "float32":
         exact_float32()
     llm = LLM.from_pretrained(target, speculative=speculative, **engine)
+    assert llm.speculative is not None and llm.draft_config is not None
+    K, most = llm.speculative.max_drafts, drafts.most_drafts(llm.draft_config) or grid.sweep
+    ks = sorted({K, *range(1, min(grid.sweep, most) + 1)})
+    cases = plan(list(sets), grid, K, ks)
     print(llm.describe(), flush=True)
     record: dict[str, Any] = {
         "description": llm.describe().splitlines(),
         "settings": {
             "draft": speculative.model,
-            "method": llm.speculative.method if llm.speculative else None,
+            "method": llm.speculative.method,
             "draft_quantize": speculative.draft_quantize,
             "max_tokens": texts.max_tokens,
             "seed": texts.seed,

@@ -25,6 +25,7 @@ from jaxspec.config.quantization import quantized, scale_dtype_of
 from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.model import has_experts, with_expert_storage
+from jaxspec.loading.pair import with_num_drafts
 from jaxspec.loading.resolve import own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
@@ -86,11 +87,14 @@ def main(
     if dequantised and getattr(target_cfg, "mxfp4", None) is None:
         raise ConfigError("--dequantised: expected a target with MXFP4 weights, got one without")
     check_method(speculative.method)
-    draft_cfg = None
+    draft_cfg, proposals = None, {}
     if speculative.method in MODEL_FREE:
         draft_cfg = MODEL_FREE[speculative.method].config(target_cfg, speculative)
     elif speculative.model is not None or speculative.method == "mtp":
         draft_cfg = read_draft(speculative.model or target, target_cfg, speculative)
+        proposals = read_config(speculative.model or target)
+    if draft_cfg is not None:
+        speculative = with_num_drafts(speculative, draft_cfg, proposals)
 
     def plan_on(config: EngineConfig) -> MemoryPlan:
         layout = planned_placement(config).target(target_cfg)
@@ -100,7 +104,7 @@ def main(
             config,
             memory=gpu_memory(gpu),
             dtype=dtype,
-            num_speculative_tokens=speculative.num_speculative_tokens,
+            num_speculative_tokens=speculative.max_drafts,
         )
 
     plan, console = plan_on(config), Console()

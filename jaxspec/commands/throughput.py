@@ -274,7 +274,7 @@ def random_llm(
         config=config,
         dtype=weights.dtype,
     )
-    rates = synthetic.rates_from_length(pair.acceptance_length, speculative.num_speculative_tokens)
+    rates = synthetic.rates_from_length(pair.acceptance_length, speculative.max_drafts)
     for engine in llm.engines:
         engine.runner.configs.override(acceptance_rates=synthetic.conditional_rates(rates))
     return llm

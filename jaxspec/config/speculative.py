@@ -41,6 +41,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "suffix_decoding_min_token_prob",
     ),
 }
+DEFAULT_K = 3  # of a round, if neither the caller nor the head names a number
 _NGRAM_MODELS = ("ngram", "[ngram]")  # models of vLLM's that mean the method
 
 
@@ -55,7 +56,8 @@ class SpeculativeConfig:
         module of multi-token prediction in the target's own checkpoint), or without a model
         "ngram" (prompt lookup) and "suffix" (suffix matching); see jaxspec.drafts.METHODS. None
         reads it from the head.
-    num_speculative_tokens: K, the draft tokens of a round.
+    num_speculative_tokens: K, the draft tokens of a round. None: those that the head proposes, or
+        else its whole block, or else DEFAULT_K; a loaded pair has the number.
     rejection_sample_method: "strict", "probabilistic" (vLLM's "standard"), "block" or "synthetic".
     draft_sample_method: "greedy" (argmax, a one-hot q) or "probabilistic" (sampled at the request's
         temperature).
@@ -95,7 +97,9 @@ class SpeculativeConfig:
         "a model ngram or suffix. "
         "[default: the head's]",
     )
-    num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
+    num_speculative_tokens: int | None = setting(
+        None, "K, the draft tokens a round. [default: the head's own number or block, else 3]"
+    )
     rejection_sample_method: str = setting(
         "probabilistic", "strict, probabilistic, block or synthetic."
     )
@@ -179,10 +183,10 @@ class SpeculativeConfig:
         for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
             if getattr(self, name) is not None:
                 set_field(name, tuple(getattr(self, name)))
-        if not is_int(self.num_speculative_tokens) or self.num_speculative_tokens < 1:
+        K = self.num_speculative_tokens
+        if K is not None and (not is_int(K) or K < 1):
             raise ConfigError(
-                "num_speculative_tokens: expected an integer of at least 1, "
-                f"got {self.num_speculative_tokens!r}"
+                f"num_speculative_tokens: expected an integer of at least 1, got {K!r}"
             )
         set_field("num_speculative_tokens_per_batch_size", self._read_schedule())
         if not isinstance(self.adaptive, bool):
@@ -265,12 +269,14 @@ class SpeculativeConfig:
             and len(r) == 3
             and all(map(is_int, r))
             and 1 <= r[0] <= r[1]
-            and 0 <= r[2] <= K
+            and r[2] >= 0
+            and (K is None or r[2] <= K)
             for r in given
         ):
             raise ConfigError(
                 "num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with "
-                f"1 <= first <= last and K from 0 to num_speculative_tokens {K}, got {given!r}"
+                f"1 <= first <= last and K from 0 to num_speculative_tokens"
+                f"{'' if K is None else f' {K}'}, got {given!r}"
             )
         ranges = tuple(sorted((int(r[0]), int(r[1]), int(r[2])) for r in given))
         if any(before[1] >= after[0] for before, after in pairwise(ranges)):
@@ -280,12 +286,17 @@ class SpeculativeConfig:
             )
         return ranges
 
+    @property
+    def max_drafts(self) -> int:
+        """K: num_speculative_tokens, or DEFAULT_K."""
+        return self.num_speculative_tokens or DEFAULT_K
+
     def num_drafts(self, batch_size: int) -> int:
         """Return K for so many running requests."""
         schedule = self.num_speculative_tokens_per_batch_size
         return next(
             (K for first, last, K in schedule if first <= batch_size <= last),
-            self.num_speculative_tokens,
+            self.max_drafts,
         )
 
     @classmethod

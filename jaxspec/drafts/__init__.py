@@ -21,7 +21,7 @@ suffix           suffix matching: drafts voted by all places where that text wen
 from __future__ import annotations
 
 from jaxspec.config import ConfigError, DraftConfig
-from jaxspec.drafts import ngram, suffix
+from jaxspec.drafts import families, ngram, suffix
 from jaxspec.drafts.autoregressive import Autoregressive
 from jaxspec.drafts.block import BlockDrafter
 from jaxspec.drafts.dflash import DFlashConfig
@@ -70,6 +70,7 @@ __all__ = [
     "hidden_width",
     "layered_drafter",
     "method_name",
+    "most_drafts",
     "needs_model",
 ]
 
@@ -83,6 +84,11 @@ def check_method(method: str | None) -> None:
 def method_name(cfg: DraftConfig) -> str:
     """Return the method of a draft as SpeculativeConfig names it."""
     return next(m for m in sorted(METHODS, key=len, reverse=True) if cfg.method.startswith(m))
+
+
+def most_drafts(cfg: DraftConfig) -> int | None:
+    """Return the drafts that a block holds; None for a draft that makes any number."""
+    return families.block(cfg).most_drafts if cfg.method in BLOCKS else None
 
 
 def needs_model(method: str | None) -> bool:

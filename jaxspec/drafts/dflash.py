@@ -130,6 +130,11 @@ class DFlashConfig:
         return None if None in self.windows else max(w for w in self.windows if w is not None)
 
     @property
+    def most_drafts(self) -> int:
+        """Tokens that a whole block drafts."""
+        return self.draft_block_size - (0 if self.sample_from_anchor else 1)
+
+    @property
     def kinds(self) -> tuple[tuple[int | None, bool], ...]:
         """Window and causality of each KV-cache group."""
         return tuple(dict.fromkeys(zip(self.windows, self.causal, strict=True)))
@@ -404,11 +409,15 @@ def anchor_drafts(
     *,
     default: bool,
 ) -> bool:
-    """Return sample_from_anchor; ConfigError if a block cannot hold the caller's K drafts."""
+    """Return sample_from_anchor; ConfigError if a block holds no draft or not the caller's K."""
     found = read_bool(with_nested(config, "dflash_config"), "sample_from_anchor", default)
     size, K = fields["draft_block_size"], overrides.num_speculative_tokens
     most = size if found else size - 1
-    if most < K:
+    if most == 0:
+        raise ConfigError(
+            f"block_size: expected at least 2 in a head whose first row drafts nothing, got {size}"
+        )
+    if K is not None and most < K:
         raise ConfigError(
             f"num_speculative_tokens: expected at most {most}, the drafts of this head's block of "
             f"{size}, got {K}"

@@ -74,6 +74,11 @@ class BlockConfig(LayeredConfig, Protocol):
         ...
 
     @property
+    def most_drafts(self) -> int:
+        """Tokens that a whole block drafts."""
+        ...
+
+    @property
     def visibility(self) -> tuple[Visibility, ...]:
         """For each of cache_groups, which of the block's rows see each other."""
         ...

@@ -174,7 +174,7 @@ class DraftChoice:
         self, speculative: SpeculativeConfig, draft: DraftConfig, params: Params, *, fixed_k: bool
     ) -> None:
         """fixed_k: whether all rounds have the largest K, and none goes by the clock."""
-        self.numbers = compiled_numbers(speculative.num_speculative_tokens)
+        self.numbers = compiled_numbers(speculative.max_drafts)
         self._fixed_k = fixed_k
         self._rule = speculative.rejection_sample_method
         self._step_cost = step_cost(draft, params)

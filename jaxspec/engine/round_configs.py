@@ -79,7 +79,7 @@ class RoundConfigs:
             assert draft is not None
             self._plain = replace(
                 self._plain,
-                num_speculative_tokens=speculative.num_speculative_tokens,
+                num_speculative_tokens=speculative.max_drafts,
                 rule=speculative.rejection_sample_method,
                 draft_sampling=_draft_sampling(draft, speculative),
                 acceptance_rates=acceptance_rates,

@@ -187,7 +187,7 @@ class ModelRunner:
         self.dtype = jnp.dtype(dtype)
         self.cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
         self.eos_token_ids = eos_token_ids
-        self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
+        self.num_speculative_tokens = speculative.max_drafts if speculative else 0
         self.adapts = speculative is not None and speculative.adaptive
         self.on_gpu = jax.default_backend() == "gpu"
         self.prefill_tile = ops.prefill_tile

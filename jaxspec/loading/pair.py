@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import drafts
-from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.config import ConfigError, DraftConfig, SpeculativeConfig
+from jaxspec.config.speculative import DEFAULT_K
 from jaxspec.drafts.head_layout import drafts_blocks, proposed_tokens, verifier
 from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.resolve import own_drafts, read_config, resolve
@@ -62,6 +63,23 @@ def is_head(config: Mapping[str, Any]) -> bool:
     return "speculators_config" in config or is_eagle3 or drafts_blocks(config)
 
 
+def with_num_drafts(
+    speculative: SpeculativeConfig, draft: DraftConfig, config: Mapping[str, Any]
+) -> SpeculativeConfig:
+    """Return the settings with K for this draft: the caller's, or else the draft's own.
+
+    A head proposes a number in speculators' config.json. Others draft their whole block, and drafts
+    without blocks DEFAULT_K.
+
+    config: the config.json of the head; empty for a draft that has none
+    """
+    if speculative.num_speculative_tokens is not None:
+        return speculative
+    most, proposed = drafts.most_drafts(draft), proposed_tokens(config)
+    K = min(proposed or most, most) if most else proposed or DEFAULT_K
+    return replace(speculative, num_speculative_tokens=K)
+
+
 def _head(speculative: SpeculativeConfig | None) -> Path | None:
     if speculative is None or speculative.model is None:
         return None
@@ -83,8 +101,7 @@ def _pair_of_head(
             "target, and the head as the speculative config's model"
         )
     if speculative is None:
-        K = proposed_tokens(config) or SpeculativeConfig.num_speculative_tokens
-        speculative = SpeculativeConfig(num_speculative_tokens=K)
+        speculative = SpeculativeConfig(num_speculative_tokens=proposed_tokens(config))
     return Pair(_verifier(head, named), head, replace(speculative, model=name))
 
 

@@ -27,9 +27,10 @@ from jaxspec.config.keys import ENGINE, own_keys
 from jaxspec.config.quantization import is_while_loading
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
+from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.generation_config import proposed_sampling
 from jaxspec.loading.model import load_draft, load_target
-from jaxspec.loading.pair import resolve_pair
+from jaxspec.loading.pair import resolve_pair, with_num_drafts
 from jaxspec.loading.placement import choose_placement
 from jaxspec.loading.resolve import resolve
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
@@ -121,12 +122,14 @@ def load_pretrained(
     draft = None
     if speculative is not None and speculative.method in drafts.MODEL_FREE:
         draft = drafts.MODEL_FREE[speculative.method].config(loaded[0], speculative), {}
+        speculative = with_num_drafts(speculative, draft[0], {})
     elif speculative is not None:
         # An MTP module is in the target's own checkpoint.
         head = names.head or folder
         draft = load_draft(head, *loaded, speculative, resolved, placement)
         if speculative.method is None:
             speculative = replace(speculative, method=drafts.method_name(draft[0]))
+        speculative = with_num_drafts(speculative, draft[0], read_json(head / "config.json"))
     words = tokenizer if isinstance(tokenizer, Tokenizer) else None
     if isinstance(tokenizer, str | PathLike):
         words = load_tokenizer(resolve(fspath(tokenizer), kind="tokenizer"))
@@ -188,6 +191,8 @@ def given_parts(
         resolved = jnp.dtype(jnp.bool_)
     if resolved not in map(jnp.dtype, DTYPES.values()):
         raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {shown(dtype)}")
+    if speculative is not None:
+        speculative = with_num_drafts(speculative, draft[0], {})
     return Parts(
         target,
         draft,

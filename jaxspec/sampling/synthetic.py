@@ -28,7 +28,7 @@ def resolve(config: SpeculativeConfig) -> tuple[float, ...]:
 
     ConfigError if it states none that fit.
     """
-    num_tokens = config.num_speculative_tokens
+    num_tokens = config.max_drafts
     if config.synthetic_acceptance_rates is not None:
         rates = config.synthetic_acceptance_rates
         if len(rates) != num_tokens:

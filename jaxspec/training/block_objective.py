@@ -23,7 +23,7 @@ from jaxspec.drafts import dspark, families
 from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.dspark import DSparkConfig
 from jaxspec.layers.params import Params
-from jaxspec.training.blocks import Blocks, forward_blocks, num_drafts
+from jaxspec.training.blocks import Blocks, forward_blocks
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import Batch
 from jaxspec.training.documents import document_starts
@@ -63,7 +63,7 @@ def drafted_rows(draft: DFlashConfig, batch: Batch[jax.Array]) -> tuple[jax.Arra
     """
     last = batch.tokens.shape[1] - 1
     anchors = batch.anchors[..., None]
-    row = jnp.maximum(anchors, 0) + jnp.arange(num_drafts(draft), dtype=jnp.int32)
+    row = jnp.maximum(anchors, 0) + jnp.arange(draft.most_drafts, dtype=jnp.int32)
 
     def document(of: jax.Array) -> jax.Array:
         flat = jnp.minimum(of, last).reshape(of.shape[0], -1)

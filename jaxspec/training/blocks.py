@@ -39,15 +39,10 @@ class Blocks(NamedTuple):
     starts: jax.Array
 
 
-def num_drafts(cfg: DFlashConfig) -> int:
-    """Tokens that a whole block drafts."""
-    return cfg.draft_block_size - (0 if cfg.sample_from_anchor else 1)
-
-
 def forward_blocks(
     params: Params, cfg: DFlashConfig, tokens: jax.Array, aux: jax.Array, blocks: Blocks
 ) -> jax.Array:
-    """Return the head's inputs of the rows that draft, [batch, blocks, num_drafts, D].
+    """Return the head's inputs of the rows that draft, [batch, blocks, most_drafts, D].
 
     tokens: int32 [batch, rows]. aux: [batch, rows, len(aux_layers) * target_hidden]
 
@@ -77,7 +72,7 @@ def forward_blocks(
             x = x + linear(heads, weights["o_proj"], weights.get("o_bias"))
             x = add_mlp(layer, cfg.rms_norm_eps, x, REFERENCE_OPS).x
     hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps, REFERENCE_OPS)
-    return hidden.reshape(batch, -1, size, hidden.shape[-1])[:, :, size - num_drafts(cfg) :]
+    return hidden.reshape(batch, -1, size, hidden.shape[-1])[:, :, size - cfg.most_drafts :]
 
 
 def visible(cfg: DFlashConfig, layer: int, blocks: Blocks, rows: int) -> jax.Array:

@@ -22,7 +22,6 @@ from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.dspark import DSparkConfig
 from jaxspec.layers.params import Params, ParamSpec, is_spec, separate, separate_table
-from jaxspec.training.blocks import num_drafts
 from jaxspec.training.config import TrainableDraft
 from jaxspec.training.files import replaced
 from jaxspec.training.trained import trained_specs
@@ -98,7 +97,7 @@ def speculators_block_config(
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "transformer_layer_config": layer,
-        "speculators_config": _proposals(cfg.method, target, num_drafts(cfg)),
+        "speculators_config": _proposals(cfg.method, target, cfg.most_drafts),
     }
     if isinstance(cfg, DSparkConfig):
         config |= {

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxspec import models
+from jaxspec import drafts, models
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.config.settings import setting
+from jaxspec.config.speculative import DEFAULT_K
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.layers.params import Params
 from jaxspec.llm import LLM
@@ -33,7 +34,9 @@ class EvaluationConfig:
     """
 
     prompts: tuple[str, ...] = ()
-    num_speculative_tokens: int = setting(3, "K, the draft tokens a round.")
+    num_speculative_tokens: int | None = setting(
+        None, "K, the draft tokens a round. [default: a block head's block, else 3]"
+    )
     max_tokens: int = setting(256, "Tokens of an answer, at most.")
     max_num_seqs: int = setting(128, "Evaluation prompts that decode together, at most.")
 
@@ -57,6 +60,7 @@ def evaluate_head(
         log("evaluate: no --eval-prompts, nothing evaluated")
         return {}
     prompts = [target.words.encode_chat(prompt) for prompt in cfg.prompts]
+    K = cfg.num_speculative_tokens or drafts.most_drafts(draft) or DEFAULT_K
     begin = time.monotonic()
     metrics, by_length, answers = evaluate_acceptance(
         target.cfg,
@@ -65,7 +69,7 @@ def evaluate_head(
         params,
         prompts,
         stop_token_ids=target.chat.stop_token_ids,
-        num_speculative_tokens=cfg.num_speculative_tokens,
+        num_speculative_tokens=K,
         max_tokens=cfg.max_tokens,
         max_num_seqs=cfg.max_num_seqs,
         dtype=target.dtype,
@@ -80,7 +84,7 @@ def evaluate_head(
     record.write()
     positions = " / ".join(f"{x:.3f}" for x in metrics.per_position_acceptance)
     log(
-        f"evaluate: {len(prompts)} prompts, K={cfg.num_speculative_tokens}, T=0, {target.dtype}, "
+        f"evaluate: {len(prompts)} prompts, K={K}, T=0, {target.dtype}, "
         f"{time.monotonic() - begin:.1f} s: mean acceptance length "
         f"{metrics.mean_acceptance_length:.3f}, per position {positions}, "
         f"{metrics.num_drafts} drafts"

@@ -246,7 +246,9 @@ def test_settings_may_be_numpys_integers() -> None:
     speculative = SpeculativeConfig(
         num_speculative_tokens=np.int64(3), num_speculative_tokens_per_batch_size=schedule
     )  # type: ignore[arg-type]
-    assert speculative == SpeculativeConfig(num_speculative_tokens_per_batch_size=((1, 2, 1),))
+    assert speculative == SpeculativeConfig(
+        num_speculative_tokens=3, num_speculative_tokens_per_batch_size=((1, 2, 1),)
+    )
 
 
 @pytest.mark.parametrize(

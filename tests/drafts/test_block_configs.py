@@ -30,7 +30,7 @@ FLAT: dict[str, Any] = {
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 
 
-def read(family: Any = dflash, **changes: Any) -> DFlashConfig:
+def read(family: Any = dflash, K: int | None = K, **changes: Any) -> DFlashConfig:
     """Return the config of a head without tensors of its own, with these keys changed."""
     speculative = SpeculativeConfig(num_speculative_tokens=K)
     return family.config_from_checkpoint({**FLAT, **changes}, {}, TARGET, speculative)
@@ -115,3 +115,11 @@ def test_what_is_guessed_is_said_without_a_tool_for_other_heads(
     assert len(caplog.messages) == warnings
     assert all("not in the head's config, taken as" in text for text in caplog.messages)
     assert not any("doctor" in text for text in caplog.messages)
+
+
+def test_a_block_drafts_all_its_rows_but_an_anchors_that_drafts_nothing() -> None:
+    assert read(block_size=4).most_drafts == 3
+    assert read(block_size=4, sample_from_anchor=True).most_drafts == 4
+    assert read(K=None, block_size=2).most_drafts == 1  # no K is given that it has to hold
+    with pytest.raises(ConfigError, match="block_size: expected at least 2 in a head whose first"):
+        read(K=None, block_size=1)

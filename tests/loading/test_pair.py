@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from jaxspec import SpeculativeConfig
-from jaxspec.config import ConfigError
-from jaxspec.loading.pair import resolve_pair
+from jaxspec.config import ConfigError, DraftConfig
+from jaxspec.config.speculative import DEFAULT_K
+from jaxspec.drafts.families import BLOCKS
+from jaxspec.loading.pair import resolve_pair, with_num_drafts
+from tests.drafts.test_block_configs import FLAT
+from tests.parity.ours import TARGET
 
 MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -108,3 +113,44 @@ def test_what_cannot_be_a_pair_is_one_sentence(
     with pytest.raises(ConfigError, match=message) as error:
         resolve_pair(target and str(folder / target), speculative)
     assert "\n" not in str(error.value)
+
+
+PROPOSES_5: dict[str, Any] = head(None)
+
+
+@pytest.mark.parametrize(
+    ("method", "block", "config", "K"),
+    [
+        ("eagle", None, {}, DEFAULT_K),
+        ("eagle", None, PROPOSES_5, 5),
+        ("ngram", None, {}, DEFAULT_K),
+        ("dspark", 7, {}, 7),  # the anchor's row drafts
+        ("dflash", 7, {}, 6),
+        ("dflash", 16, PROPOSES_5, 5),
+        ("dspark", 2, PROPOSES_5, 2),  # more than the block holds
+    ],
+)
+def test_a_draft_has_its_own_number_of_tokens_unless_the_caller_names_one(
+    method: str, block: int | None, config: dict[str, Any], K: int
+) -> None:
+    draft = draft_of(method, block)
+    assert with_num_drafts(SpeculativeConfig(), draft, config).num_speculative_tokens == K
+    given = SpeculativeConfig(num_speculative_tokens=1)
+    assert with_num_drafts(given, draft, config) is given
+
+
+def test_a_schedule_must_fit_the_number_that_the_head_has() -> None:
+    schedule = SpeculativeConfig(num_speculative_tokens_per_batch_size=((1, 4, 7),))
+    assert with_num_drafts(schedule, draft_of("dspark", 7), {}).num_drafts(2) == 7
+    with pytest.raises(ConfigError, match="K from 0 to num_speculative_tokens 3, got"):
+        with_num_drafts(schedule, draft_of("eagle", None), {})
+
+
+def draft_of(method: str, block: int | None) -> DraftConfig:
+    """Return the config of a draft, with a block of this size if it makes blocks."""
+    if block is None:
+        return cast(DraftConfig, SimpleNamespace(method=method))
+    flat = {**FLAT, "block_size": block, "markov_rank": 4}
+    speculative = SpeculativeConfig()
+    found = BLOCKS[method].config_from_checkpoint(flat, {}, TARGET, speculative)
+    return cast(DraftConfig, found)

@@ -31,7 +31,7 @@ from jaxspec.training.block_objective import (
     drafted_rows,
     observe_blocks,
 )
-from jaxspec.training.blocks import BLOCKS_PER_TILE, Blocks, forward_blocks, num_drafts
+from jaxspec.training.blocks import BLOCKS_PER_TILE, Blocks, forward_blocks
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import Batch, pack, packed_batch
 from jaxspec.training.documents import document_starts
@@ -136,7 +136,7 @@ def on_device(batch: Batch[np.ndarray]) -> Batch[jax.Array]:
 
 def proposed(head: Head, pair: Pair, tokens: np.ndarray, aux: np.ndarray) -> Any:
     """What a round proposes after a context: aux [n, W] of tokens [n], then tokens[n]."""
-    cfg, n, K = head.cfg, len(aux), num_drafts(head.cfg)
+    cfg, n, K = head.cfg, len(aux), head.cfg.most_drafts
     round_cfg = RoundConfig.for_models(
         pair.target_cfg,
         cfg,
@@ -174,7 +174,7 @@ def proposed(head: Head, pair: Pair, tokens: np.ndarray, aux: np.ndarray) -> Any
 def test_block_logits_equal_those_that_propose_writes(pair: Pair, name: str) -> None:
     """The document is the second of its row. Propose sees it alone, from position 0 on."""
     head = make_head(CONFIGS[name], pair, 3)
-    cfg, K = head.cfg, num_drafts(head.cfg)
+    cfg, K = head.cfg, head.cfg.most_drafts
     batch = two_documents()
     aux = np.random.default_rng(1).normal(size=(2, 24, 96)).astype(np.float32)
     begin, anchor = 9, 15  # the document's first row, and an anchor with 6 tokens before it
@@ -247,7 +247,7 @@ def test_loss_equals_its_definition_block_by_block(
     # The last anchors of a document have room for a part of a block.
     batch = batch._replace(anchors=np.asarray([[2, 7, 13, 19], [5, 12, 17, -1]], np.int32))
     cfg = TrainConfig(argmax_weight=argmax_weight, overlap_weight=0.9, decay=0.8)
-    learned, K = training_pair(head, pair), num_drafts(head.cfg)
+    learned, K = training_pair(head, pair), head.cfg.most_drafts
     device = on_device(batch)
     counts = block_counts(head.cfg, device)
     weights = {**head.params, **shared_weights(head.cfg, pair.target)}
@@ -464,10 +464,10 @@ def test_a_new_head_has_the_shape_that_its_settings_name(pair: Pair) -> None:
     head = HeadConfig("dspark", draft_vocab_size=40, aux_layers=(1, 2, 3), block_drafts=5, window=9)
     cfg = block_config(head, target, counts)
     assert isinstance(cfg, DSparkConfig) and cfg.method == "dspark" and cfg.sample_from_anchor
-    assert num_drafts(cfg) == cfg.draft_block_size == 5 and cfg.windows == (9, 9)
+    assert cfg.most_drafts == cfg.draft_block_size == 5 and cfg.windows == (9, 9)
     assert cfg.mask_token_id == 0 and cfg.own_lm_head  # the special token that chats lack
     flash = block_config(dataclasses.replace(head, method="dflash"), target, counts)
-    assert not isinstance(flash, DSparkConfig) and num_drafts(flash) == 5
+    assert not isinstance(flash, DSparkConfig) and flash.most_drafts == 5
     assert flash.draft_block_size == 6 and not flash.sample_from_anchor
     whole = block_config(dataclasses.replace(head, draft_vocab_size=128), target, counts)
     assert whole.tied_lm_head and not whole.own_lm_head and not whole.maps_vocabulary

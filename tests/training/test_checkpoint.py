@@ -26,7 +26,6 @@ from jaxspec.drafts.dspark import DSparkConfig
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import load_draft
-from jaxspec.training.blocks import num_drafts
 from jaxspec.training.card import write_card
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
 from jaxspec.training.eagle3 import forward_steps
@@ -356,7 +355,7 @@ def speculators_head(cfg: Any) -> Any:
         )
     oracle = oracle_head(
         cfg.method,
-        K=num_drafts(cfg),
+        K=cfg.most_drafts,
         layer=layer,
         draft_vocab=DRAFT_VOCAB,
         aux_layers=cfg.aux_layers,

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import LLM, SamplingParams
+from jaxspec.commands.train import app
 from jaxspec.config import ConfigError
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import pack
@@ -21,6 +23,7 @@ from jaxspec.training.objective import TrainingPair
 from jaxspec.training.run import RunConfig, train_head
 from jaxspec.training.run_record import RunRecord
 from jaxspec.training.target import require_packable
+from tests.commands.conftest import write_target
 from tests.support.families import target_config
 
 
@@ -66,3 +69,66 @@ def test_rows_are_not_packed_for_a_target_with_chunks() -> None:
     require_packable(target_config("gpt_oss"))  # windows
     with pytest.raises(ConfigError, match="pack: expected a target .* chunks of 5 positions"):
         require_packable(target_config("llama4_text"))
+
+
+@pytest.fixture(scope="module")
+def text_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama whose next token is mostly a function of the last one."""
+    return write_target(tmp_path_factory.mktemp("text") / "target")
+
+
+@pytest.fixture(scope="module")
+def texts(text_target: Path) -> list[np.ndarray]:
+    """Return what that target writes."""
+    llm = LLM(str(text_target), dtype="float32", max_model_len=64, max_num_seqs=8)
+    prompts = [[first, first + 1] for first in range(8)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=38))
+    return [
+        np.array([*prompt, *output.token_ids])
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("method", "vocabulary"), [("dspark", "259"), ("dflash", "250")])
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_head_that_the_command_trained_drafts(
+    text_target: Path, texts: list[np.ndarray], tmp_path: Path, method: str, vocabulary: str
+) -> None:
+    """A round has the 3 drafts of its block, and the target accepts most of them."""
+    pack(texts, np.full(8, 2), np.zeros(8), np.uint16).save(tmp_path / "chats.npz")
+    flags = {
+        "--target": text_target,
+        "--method": method,
+        "--chats": tmp_path / "chats.npz",
+        "--output": tmp_path,
+        "--dtype": "float32",
+        "--draft-vocab-size": vocabulary,
+        "--aux-layers": "0,1,2",
+        "--block-drafts": 3,
+        "--num-layers": 1,
+        "--markov-rank": 8,
+        "--buckets": 64,
+        "--tokens-per-batch": 384,
+        "--tokens-per-block": 4,
+        "--learning-rate": 0.01,
+        "--warmup-steps": 5,
+        "--max-steps": 100,
+        "--held-out": 1,
+    }
+    with pytest.raises(SystemExit) as stopped:
+        app(["train", "--pack", *(str(x) for flag in flags.items() for x in flag)])
+    assert stopped.value.code == 0
+    history = json.loads((tmp_path / "training.json").read_text())["history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert len(losses) == 2 and losses[1] < 0.8 * losses[0], losses  # means of 50 steps each
+    llm = LLM(
+        str(text_target),
+        speculative_config={"model": str(tmp_path / "head")},
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=1,
+    )
+    assert llm.speculative is not None and llm.speculative.num_speculative_tokens == 3
+    [output] = llm.generate([texts[0][:2].tolist()], SamplingParams(temperature=0, max_tokens=38))
+    assert output.token_ids == texts[0][2:].tolist()  # what the target writes by itself
+    assert llm.metrics.mean_acceptance_length > 2, llm.metrics
