@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 
@@ -44,6 +45,17 @@ class SpecDecodeMetrics:
         self.num_accepted_tokens += num_accepted
         self.acceptance_histogram[num_accepted] += 1
         self.draft_histogram[num_drafted] += 1
+
+    def add(self, counts: SpecDecodeMetrics) -> None:
+        """Add the counts of another request or engine with the same K."""
+        self.num_drafts += counts.num_drafts
+        self.num_draft_tokens += counts.num_draft_tokens
+        self.num_accepted_tokens += counts.num_accepted_tokens
+        for own, others in (
+            (self.acceptance_histogram, counts.acceptance_histogram),
+            (self.draft_histogram, counts.draft_histogram),
+        ):
+            own[:] = map(add, own, others)
 
     @property
     def accepted_per_position(self) -> list[int]:

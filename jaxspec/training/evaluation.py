@@ -149,14 +149,5 @@ def evaluate_acceptance(
     for name, indices in by_range(map(len, prompts)).items():
         by_length[name] = SpecDecodeMetrics(num_speculative_tokens)
         for i in indices:
-            add_counts(by_length[name], outputs[i].metrics)
+            by_length[name].add(outputs[i].metrics)
     return llm.metrics, by_length, [np.asarray(output.token_ids) for output in outputs]
-
-
-def add_counts(total: SpecDecodeMetrics, counts: SpecDecodeMetrics) -> None:
-    """Add one request's counts to a total of the same number of drafts."""
-    total.num_drafts += counts.num_drafts
-    total.num_draft_tokens += counts.num_draft_tokens
-    total.num_accepted_tokens += counts.num_accepted_tokens
-    for accepted, rounds in enumerate(counts.acceptance_histogram):
-        total.acceptance_histogram[accepted] += rounds

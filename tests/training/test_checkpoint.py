@@ -29,7 +29,7 @@ from jaxspec.loading.model import load_draft
 from jaxspec.training.card import write_card
 from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
 from jaxspec.training.eagle3 import forward_steps
-from jaxspec.training.evaluation import add_counts, evaluate_acceptance
+from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
 from jaxspec.training.run_record import earlier_history
 from jaxspec.training.target import target_states
@@ -511,7 +511,7 @@ def test_counts_of_requests_add_up() -> None:
         for number in accepted:
             part.observe(number)
             whole.observe(number)
-        add_counts(total, part)
+        total.add(part)
     assert total == whole and total.mean_acceptance_length == 1 + 8 / 6
 
 
