@@ -22,7 +22,13 @@ from rich.table import Table
 from jaxspec import models
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.config.quantization import quantized, scale_dtype_of
-from jaxspec.drafts import MODEL_FREE, check_method, family_of_checkpoint
+from jaxspec.drafts import (
+    MODEL_FREE,
+    DraftModelConfig,
+    check_method,
+    draft_model,
+    family_of_checkpoint,
+)
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.model import has_experts, with_expert_storage
 from jaxspec.loading.pair import with_num_drafts
@@ -97,10 +103,14 @@ def main(
         speculative = with_num_drafts(speculative, draft_cfg, proposals)
 
     def plan_on(config: EngineConfig) -> MemoryPlan:
-        layout = planned_placement(config).target(target_cfg)
+        placement, draft = planned_placement(config), draft_cfg
+        layout = placement.target(target_cfg)
+        if isinstance(draft, DraftModelConfig):
+            stored = with_expert_storage(draft.model, "auto", placement.draft(draft))
+            draft = replace(draft, model=stored)
         return memory_plan(
             with_expert_storage(target_cfg, "dequantised" if dequantised else "auto", layout),
-            draft_cfg,
+            draft,
             config,
             memory=gpu_memory(gpu),
             dtype=dtype,
@@ -184,6 +194,8 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     else:
         shapes = {"d2t": (), "lm_head.weight": ()}
     cfg = family.config_from_checkpoint(config, shapes, target, speculative)
+    if family is draft_model:
+        return cfg
     scale_dtype = scale_dtype_of(config)
     return quantized(cfg, speculative.draft_quantize, scale_dtype, key="draft_quantize")
 

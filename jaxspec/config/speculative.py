@@ -34,6 +34,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "dflash": ("draft_tensor_parallel_size",),
     "dspark": ("draft_tensor_parallel_size", "draft_confidence_threshold"),
     "mtp": (*_HEAD, "mtp_zero_first_embedding"),
+    "draft_model": _HEAD,
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": (
         "suffix_decoding_max_tree_depth",
@@ -50,12 +51,12 @@ _NGRAM_MODELS = ("ngram", "[ngram]")  # models of vLLM's that mean the method
 class SpeculativeConfig:
     """The draft, its number of tokens, and how they are verified; the keys are vLLM's.
 
-    model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; None with
-        "mtp": the target's.
+    model: a folder, a hub id, or a name under checkpoints/ that holds the draft head; with
+        "draft_model" a model, or a .gguf file; None with "mtp": the target's.
     method: "eagle" (EAGLE-1), "eagle3", "dflash" or "dspark" (a block of drafts a pass), "mtp" (the
-        module of multi-token prediction in the target's own checkpoint), or without a model
-        "ngram" (prompt lookup) and "suffix" (suffix matching); see jaxspec.drafts.METHODS. None
-        reads it from the head.
+        module of multi-token prediction in the target's own checkpoint), "draft_model" (a smaller
+        model with the target's vocabulary), or without a model "ngram" (prompt lookup) and
+        "suffix" (suffix matching); see jaxspec.drafts.METHODS. None reads it from the head.
     num_speculative_tokens: K, the draft tokens of a round. None: those that the head proposes, or
         else its whole block, or else DEFAULT_K; a loaded pair has the number.
     rejection_sample_method: "strict", "probabilistic" (vLLM's "standard"), "block" or "synthetic".
@@ -80,7 +81,7 @@ class SpeculativeConfig:
         tensor_parallel_size (None), or 1, where each of them runs the whole draft.
     prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens
         that is looked up.
-    draft_quantize: quantises the head's plain weights while they load, as EngineConfig's quantize.
+    draft_quantize: quantises the draft's plain weights while they load, as EngineConfig's quantize.
     suffix_decoding_max_tree_depth: with "suffix", the longest run of last tokens that is matched.
     suffix_decoding_max_spec_factor: with "suffix", drafts for each token of the match, at most.
     suffix_decoding_min_token_prob: with "suffix", the chance below which drafts end.
@@ -89,12 +90,12 @@ class SpeculativeConfig:
     """
 
     model: str | None = setting(
-        None, "Folder, name under checkpoints/ or hub id of the draft head."
+        None, "Folder, name under checkpoints/ or hub id of the draft head or model."
     )
     method: str | None = setting(
         None,
-        "eagle, eagle3, dflash, dspark, mtp (the module in the target's own folder), or without "
-        "a model ngram or suffix. "
+        "eagle, eagle3, dflash, dspark, mtp (the module in the target's own folder), "
+        "draft_model (a smaller model), or without a model ngram or suffix. "
         "[default: the head's]",
     )
     num_speculative_tokens: int | None = setting(
@@ -124,7 +125,7 @@ class SpeculativeConfig:
     draft_confidence_threshold: float | None = None
     mtp_zero_first_embedding: bool | None = None
     draft_quantize: Quantize | None = setting(
-        None, "Quantise the head's plain weights while they load: fp8, fp8-block or int4."
+        None, "Quantise the draft's plain weights while they load: fp8, fp8-block or int4."
     )
     draft_tensor_parallel_size: int | None = setting(
         None, "Devices that share the draft's layers: the engine's number (the default), or 1."

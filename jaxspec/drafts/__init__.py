@@ -2,8 +2,9 @@
 
 drafter          Drafter: how a method drafts, and the state that it keeps
 autoregressive   the drafter of methods that draft a token a pass: a loop that runs a step K times
+independent      the drafter of a model that reads tokens alone: the same loop
 block            the drafter of methods that draft a block a pass, and draw its tokens in turn
-columns          how both draw a draft token and write it into the proposal
+columns          how all three draw a draft token and write it into the proposal
 families         the methods with layers, by name
 family           DraftFamily: the functions of such a method; parts that families share
 head_layout      the method, the target and the layer that a published head's files name
@@ -14,6 +15,7 @@ dflash           DFlash: a block of tokens in one pass
 dspark           DSpark: DFlash, with heads that draft from left to right
 mtp              multi-token prediction layers of a checkpoint
 mtp_deepseek_v4  the MTP layer of DeepSeek-V4
+draft_model      an independent model of any target family
 ngram            prompt lookup: drafts from the request's own text, without a model
 suffix           suffix matching: drafts voted by all places where that text went on from its end
 """
@@ -21,16 +23,25 @@ suffix           suffix matching: drafts voted by all places where that text wen
 from __future__ import annotations
 
 from jaxspec.config import ConfigError, DraftConfig
-from jaxspec.drafts import families, ngram, suffix
+from jaxspec.drafts import draft_model, families, ngram, suffix
 from jaxspec.drafts.autoregressive import Autoregressive
 from jaxspec.drafts.block import BlockDrafter
 from jaxspec.drafts.dflash import DFlashConfig
+from jaxspec.drafts.draft_model import DraftModelConfig
 from jaxspec.drafts.drafter import Drafter, ModelFreeDrafter
 from jaxspec.drafts.dspark import DSparkConfig
 from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.drafts.eagle3 import Eagle3Config
-from jaxspec.drafts.families import BLOCKS, FAMILIES, family, family_of_checkpoint
+from jaxspec.drafts.families import (
+    BLOCKS,
+    FAMILIES,
+    STEPS,
+    family,
+    family_of_checkpoint,
+    head_family,
+)
 from jaxspec.drafts.family import DraftFamily, DraftOutput, LayeredConfig, hidden_width
+from jaxspec.drafts.independent import Independent
 from jaxspec.drafts.mtp import MtpConfig
 
 # Methods that need no checkpoint, by name. A method with layers is registered in families.py.
@@ -44,19 +55,22 @@ METHODS = (
     "dflash",
     "dspark",
     "mtp",
+    "draft_model",
     *MODEL_FREE,
 )  # as SpeculativeConfig.method names them
-AUTOREGRESSIVE, BLOCK = Autoregressive(), BlockDrafter()
+AUTOREGRESSIVE, BLOCK, INDEPENDENT = Autoregressive(), BlockDrafter(), Independent()
 
 __all__ = [
     "BLOCKS",
     "FAMILIES",
     "METHODS",
     "MODEL_FREE",
+    "STEPS",
     "DFlashConfig",
     "DSparkConfig",
     "DraftConfig",
     "DraftFamily",
+    "DraftModelConfig",
     "DraftOutput",
     "Drafter",
     "Eagle3Config",
@@ -64,9 +78,11 @@ __all__ = [
     "LayeredConfig",
     "MtpConfig",
     "check_method",
+    "draft_model",
     "drafter",
     "family",
     "family_of_checkpoint",
+    "head_family",
     "hidden_width",
     "layered_drafter",
     "method_name",
@@ -104,6 +120,8 @@ def drafter(cfg: DraftConfig) -> Drafter:
     return MODEL_FREE.get(cfg.method) or layered_drafter(cfg)
 
 
-def layered_drafter(cfg: DraftConfig) -> Autoregressive | BlockDrafter:
+def layered_drafter(cfg: DraftConfig) -> Autoregressive | BlockDrafter | Independent:
     """Return the drafter of a method with layers, which takes buffers for its proposal."""
+    if isinstance(cfg, DraftModelConfig):
+        return INDEPENDENT
     return BLOCK if cfg.method in BLOCKS else AUTOREGRESSIVE

@@ -150,7 +150,7 @@ def read_pending(
         attention=draft.attention,
         ops=cfg.ops,
     )
-    hidden = families.family(draft).fuse(params, draft, inputs.pending_hidden, cfg.draft_ops)
+    hidden = families.step_family(draft).fuse(params, draft, inputs.pending_hidden, cfg.draft_ops)
     return hidden, Pass(metadata, cfg.draft_ops, last_row=last_row)
 
 
@@ -274,6 +274,10 @@ class Autoregressive:
         """Return False: every step drafts; see Drafter."""
         return False
 
+    def lag(self, cfg: RoundConfig) -> int:
+        """Return the pending rows of a round that accepts all its drafts; see Drafter."""
+        return cfg.num_speculative_tokens + 1
+
     def init(
         self,
         cfg: RoundConfig,
@@ -371,7 +375,7 @@ class Autoregressive:
         more pending rows than the round has drafts (K was chosen by the batch's size).
         """
         draft = families.layered(cfg.draft)
-        family, live = families.family(draft), seen.active
+        family, live = families.step_family(draft), seen.active
         hidden = family.target_hidden(draft, seen.target.hidden, seen.target.aux)
         unused = ((0, 0), (0, state.pending_tokens.shape[1] - hidden.shape[1]))
         tokens = jnp.pad(jnp.maximum(seen.output_tokens, 0), unused)

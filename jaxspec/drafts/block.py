@@ -187,6 +187,10 @@ class BlockDrafter:
         """See Drafter."""
         return families.block(cfg.draft).confidence_threshold > 0
 
+    def lag(self, cfg: RoundConfig) -> int:
+        """Return 0: observe writes the context of all accepted rows; see Drafter."""
+        return 0
+
     def init(
         self,
         cfg: RoundConfig,

@@ -154,6 +154,13 @@ class Drafter(Protocol):
         """Return whether a request may get fewer than K drafts, with -1 for the others."""
         ...
 
+    def lag(self, cfg: RoundConfig) -> int:
+        """Return the most tokens of the target's cache that lack an entry here after a round.
+
+        The next round writes their entries. So their blocks are neither freed nor shared.
+        """
+        ...
+
     def init(
         self,
         cfg: RoundConfig,

@@ -9,12 +9,22 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from jaxspec.config import DraftConfig
-from jaxspec.drafts import dflash, dspark, eagle, eagle3, eagle_llama4, mtp, mtp_deepseek_v4
+from jaxspec.drafts import (
+    dflash,
+    draft_model,
+    dspark,
+    eagle,
+    eagle3,
+    eagle_llama4,
+    mtp,
+    mtp_deepseek_v4,
+)
 from jaxspec.drafts.family import (
     BlockConfig,
     BlockFamily,
     ConfidentFamily,
     DraftFamily,
+    HeadFamily,
     LayeredConfig,
     StepFamily,
 )
@@ -29,12 +39,17 @@ STEPS: dict[str, StepFamily] = {
 }
 CONFIDENT: dict[str, ConfidentFamily] = {"dspark": dspark}
 BLOCKS: dict[str, BlockFamily] = {"dflash": dflash, **CONFIDENT}
-FAMILIES: dict[str, DraftFamily] = {**STEPS, **BLOCKS}
+FAMILIES: dict[str, DraftFamily] = {**STEPS, **BLOCKS, draft_model.METHOD: draft_model}
 
 
 def family(cfg: LayeredConfig) -> DraftFamily:
     """Return the functions of a config's method."""
     return FAMILIES[cfg.method]
+
+
+def head_family(cfg: LayeredConfig) -> HeadFamily:
+    """Return the functions of a method that reads the target's hidden states."""
+    return cast(HeadFamily, FAMILIES[cfg.method])
 
 
 def step_family(cfg: LayeredConfig) -> StepFamily:
@@ -69,9 +84,13 @@ def family_of_checkpoint(
 ) -> DraftFamily:
     """Return the functions for a checkpoint with this config.json and tensors of these names.
 
-    method: None to read it from the checkpoint, which must be a head; no names if none are known.
+    method: None to read it from the checkpoint, a head or a whole model; no names if none are
+        known
+
     Some targets have draft layers of their own kind. ConfigError if the head has another method.
     """
+    if method == draft_model.METHOD or (method is None and draft_model.is_model(config, names)):
+        return draft_model
     model_type = config.get("model_type")
     if method == "mtp":
         return mtp_deepseek_v4 if model_type == mtp_deepseek_v4.MODEL_TYPE else mtp

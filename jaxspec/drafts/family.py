@@ -119,6 +119,14 @@ class DraftFamily(Protocol):
         """Return the weights: a ParamSpec per array, in the structure of the params."""
         ...
 
+    def logits(self, params: Params, cfg: Any, head_input: jax.Array, ops: Ops) -> jax.Array:
+        """Return float32 logits [..., draft_vocab] of head_input [..., D]."""
+        ...
+
+
+class HeadFamily(DraftFamily, Protocol):
+    """A family that reads the target's hidden states."""
+
     def target_hidden(self, cfg: Any, hidden: jax.Array, aux: jax.Array | None) -> jax.Array:
         """Return the features of the target's pass that the draft keeps, [batch, rows, width].
 
@@ -130,12 +138,8 @@ class DraftFamily(Protocol):
         """Map target features [batch, rows, width] to the draft's hidden state [batch, rows, D]."""
         ...
 
-    def logits(self, params: Params, cfg: Any, head_input: jax.Array, ops: Ops) -> jax.Array:
-        """Return float32 logits [..., draft_vocab] of head_input [..., D]."""
-        ...
 
-
-class StepFamily(DraftFamily, Protocol):
+class StepFamily(HeadFamily, Protocol):
     """A family that drafts a token a pass (jaxspec.drafts.autoregressive)."""
 
     def forward(
@@ -154,7 +158,7 @@ class StepFamily(DraftFamily, Protocol):
         ...
 
 
-class BlockFamily(DraftFamily, Protocol):
+class BlockFamily(HeadFamily, Protocol):
     """A family that drafts a block of tokens a pass (jaxspec.drafts.block)."""
 
     def write_context(

@@ -101,6 +101,17 @@ def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
     return "eagle3" if is_eagle3 else "eagle"
 
 
+def is_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether a checkpoint is a draft head, by its config and its tensors' names."""
+    markers = (BLOCK_TENSOR, *EAGLE3_TENSORS, *EAGLE1_TENSORS)
+    return (
+        "speculators_config" in config
+        or "eagle3" in architectures(config)
+        or drafts_blocks(config)
+        or any(without_prefix(name) in markers for name in names)
+    )
+
+
 def drafts_blocks(config: Mapping[str, Any]) -> bool:
     """Return whether a flat config is that of a DFlash or DSpark head."""
     named = architectures(config)

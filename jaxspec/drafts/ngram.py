@@ -159,6 +159,10 @@ class NgramDrafter:
         """Return True: a text may hold fewer drafts, or none; see Drafter."""
         return True
 
+    def lag(self, cfg: RoundConfig) -> int:
+        """Return 0: a round writes the text up to next_token; see Drafter."""
+        return 0
+
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> NgramConfig:
         """Read the lengths from the speculative config; ConfigError for what it does not read."""
         refuse_others_options(speculative, "ngram")

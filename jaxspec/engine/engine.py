@@ -167,6 +167,7 @@ class Engine:
             head_room=runner.num_speculative_tokens + 1,
             rounds_per_step=runner.rounds_per_step,
             lookahead=runner.configs.lookahead,
+            lag=runner.configs.lag,
         )
         groups = [
             GroupBlocks(group, BlockPool(n, enable_prefix_caching=config.enable_prefix_caching))

@@ -173,6 +173,15 @@ class RoundConfigs:
         draft = self._plain.draft
         return 0 if draft is None else drafts.drafter(draft).lookahead
 
+    @property
+    def lag(self) -> int:
+        """Cached tokens that the draft may not have read after a round; 0 without a draft.
+
+        See Drafter.
+        """
+        draft = self._plain.draft
+        return 0 if draft is None else drafts.drafter(draft).lag(self._plain)
+
     def num_drafts(self, batch_size: int) -> int:
         """Return the K of rounds with so many running requests, or the largest if it adapts."""
         return self._speculative.num_drafts(batch_size) if self._speculative else 0

@@ -50,6 +50,7 @@ class SchedulerConfig:
     head_room: positions past a request's cached ones that a round may write, K + 1
     rounds_per_step: rounds that are launched together
     lookahead: tokens after its own that a cached position depends on (see Drafter)
+    lag: cached tokens that the draft may not have read after a round (see Drafter)
     """
 
     max_num_seqs: int
@@ -61,6 +62,7 @@ class SchedulerConfig:
     head_room: int = 1
     rounds_per_step: int = 1
     lookahead: int = 0
+    lag: int = 0
 
     @property
     def max_chunk(self) -> int:
@@ -416,8 +418,8 @@ class Scheduler:
         if is_round:
             before = request.num_cached
             request.num_cached += len(tokens)
-            # A draft reads a round's rows in the next round.
-            request.num_consumed = before if self.config.lookahead else request.num_cached
+            # A draft may read the last rows of a round in the next round.
+            request.num_consumed = max(before, request.num_cached - self.config.lag)
         kept = request.extend(tokens)
         if request.finish_reason is not None:
             slot = self._leave(request)

@@ -153,14 +153,16 @@ def _reasons(
 ) -> dict[str, str | None]:
     """Return for each op the reason that its kernel cannot serve these models, None if it can."""
     device = hopper.missing()
-    # A draft without layers runs no op but rejection sampling.
+    # A draft without layers runs no op but rejection sampling. An independent draft is a model.
     layered: Any = draft if hasattr(draft, "hidden_size") else None
-    models: list[Any] = [target] if layered is None else [target, layered]
+    models: list[Any] = [target]
+    if layered is not None:
+        models.append(getattr(layered, "model", layered))
     attentions: list[AttentionConfig | MLAConfig] = [m.attention for m in models]
 
     compressed = (
         "has no attention over compressed entries"
-        if isinstance(target.attention, CompressedAttentionConfig)
+        if any(isinstance(a, CompressedAttentionConfig) for a in attentions)
         else None
     )
 
@@ -192,8 +194,8 @@ def _reasons(
         "gumbel_sample": first(
             gumbel_sample.unsupported(vocab) for vocab in _vocabularies(target, layered, pieces)
         ),
-        "moe": first([_moe(target, dtype)]),  # a draft's experts are the target's
-        "all_reduce": device or _all_reduce(devices, target.hidden_size),
+        "moe": first(_moe(m, dtype) for m in models),
+        "all_reduce": first(_all_reduce(devices, m.hidden_size) for m in models),
     }
 
 
@@ -252,10 +254,10 @@ def _step_metadata(model: Any) -> str | None:
     return step_metadata.unsupported(1, cfg.num_heads // cfg.num_kv_heads, cfg.rope_dim)
 
 
-def _moe(target: Any, dtype: DTypeLike) -> str | None:
-    if not hasattr(target, "moe"):
+def _moe(model: Any, dtype: DTypeLike) -> str | None:
+    if not hasattr(model, "moe"):
         return None
-    cfg, depth = target.moe, target.hidden_size
+    cfg, depth = model.moe, model.hidden_size
     # Packed experts have the limits of plain ones.
     gate_up = jax.ShapeDtypeStruct((cfg.num_experts, depth, 2 * cfg.intermediate_size), dtype)
     down = jax.ShapeDtypeStruct((cfg.num_experts, cfg.intermediate_size, depth), dtype)

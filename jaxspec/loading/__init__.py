@@ -1,6 +1,7 @@
 """From a name to arrays: folders, safetensors, GGUF, tokenizers.
 
 resolve             a folder, file, name or hub id -> a local checkpoint folder
+same_vocabulary     whether a target and an independent draft have one vocabulary
 pair                names of a target and a head, which may name its target -> folders
 default_target      SmolLM2-135M-Instruct, fetched and converted once (a program: prints the folder)
 cache               the cache folder, safe against two processes at once

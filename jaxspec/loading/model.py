@@ -15,12 +15,13 @@ from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.quantization import Quantize, quantized, scale_dtype_of
 from jaxspec.config.reading import values_as_sentences
+from jaxspec.drafts import draft_model
 from jaxspec.layers.params import Params, is_spec, vector
 from jaxspec.layers.quantized.table import QuantizedSpec
-from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxspec.loading.checkpoint import Checkpoint, CutTensor, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.quantized import stored_tensors
-from jaxspec.loading.weights import LazyTensor, load_params
+from jaxspec.loading.weights import LazyTensor, check_shapes, load_params
 from jaxspec.models.decoder import lm_head
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
 
@@ -57,8 +58,7 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     specs = family.param_specs(cfg)
-    if quantize is not None and has_plain_experts(specs):
-        log.warning(f"quantize={quantize!r} leaves experts plain, whose widths it does not take")
+    warn_of_plain_experts("quantize", quantize, specs)
     return cfg, load_params(
         specs,
         table_tensors(checkpoint, cfg, specs),
@@ -80,6 +80,12 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
         wanted = [name for spec in leaves for name in spec.tensors]
         return stored_tensors(checkpoint.tensors, quantization, wanted)
     return with_scales(checkpoint.tensors, checkpoint.config, str(checkpoint.path))
+
+
+def warn_of_plain_experts(key: str, quantize: Quantize | None, specs: Params) -> None:
+    """Log a WARNING if the setting that quantises weights leaves some of them plain."""
+    if quantize is not None and has_plain_experts(specs):
+        log.warning(f"{key}={quantize!r} leaves experts plain, whose widths it does not take")
 
 
 def has_experts(specs: Params) -> bool:
@@ -130,7 +136,7 @@ def load_draft(
     dtype: Any,
     placement: Placement = ONE_PLACE,
 ) -> tuple[drafts.LayeredConfig, Params]:
-    """Load the draft head in a folder, and bind it to a loaded target.
+    """Load the draft head or model in a folder, and bind it to a loaded target.
 
     ConfigError if speculative.method is not the head's; None reads it from the head.
     """
@@ -141,6 +147,8 @@ def load_draft(
         )
     except ConfigError as e:
         raise ConfigError(f"{folder}: {e}") from e
+    if family is draft_model:
+        return load_draft_model(checkpoint, target, speculative, dtype, placement)
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         canonical = family.canonical_name(name)
@@ -179,6 +187,48 @@ def load_draft(
     return cfg, bind_draft(cfg, params, target_params, draft_to_target, placement)
 
 
+def load_draft_model(
+    checkpoint: Checkpoint,
+    target: models.TargetConfig,
+    speculative: SpeculativeConfig,
+    dtype: Any,
+    placement: Placement = ONE_PLACE,
+) -> tuple[drafts.DraftModelConfig, Params]:
+    """Load an independent model that drafts for a target, cut to the target's vocabulary."""
+    source = f"draft model {checkpoint.path}"
+    check_counts(checkpoint.config, len(checkpoint.tensors), str(checkpoint.path))
+    whole: Any = draft_model.model_from_checkpoint(
+        checkpoint.config, checkpoint.tensors, speculative
+    )
+    whole = with_expert_storage(whole, "auto", placement.draft(whole))
+    cfg = draft_model.drafts_for(whole, target)
+    specs, whole_specs = draft_model.param_specs(cfg), models.family(whole).param_specs(whole)
+    ignore = lambda name: draft_model.ignored_tensor(cfg, name)  # noqa: E731
+    tensors = table_tensors(checkpoint, whole, whole_specs)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_shapes(whole_specs, shapes, ignore=ignore, source=source)
+    cut = {
+        name: CutTensor(tensors[name], shape)
+        for spec in jax.tree.leaves(specs, is_leaf=is_spec)
+        for name, shape in spec.tensors.items()
+        if shapes[name] != shape
+    }
+    warn_of_plain_experts("draft_quantize", speculative.draft_quantize, specs)
+    layout = placement.draft(cfg)
+    params = load_params(specs, {**tensors, **cut}, dtype, layout, ignore=ignore, source=source)
+    return cfg, bind_draft_model(cfg, params, placement)
+
+
+def bind_draft_model(
+    cfg: drafts.DraftModelConfig, params: Params, placement: Placement = ONE_PLACE
+) -> Params:
+    """Return an independent model's weights, with vocabulary maps if the target's is wider."""
+    if not cfg.maps_vocabulary:
+        return params
+    ids = np.arange(cfg.draft_vocab_size)
+    return {**params, **vocabulary_maps(cfg, ids, placement.draft(cfg))}
+
+
 def has_confidence(cfg: drafts.DraftConfig) -> bool:
     """Return whether a draft predicts the acceptance of its tokens."""
     return getattr(cfg, "has_confidence", False)
@@ -203,15 +253,21 @@ def bind_draft(
     bound: dict[str, Any] = {**params, **shared_weights(cfg, params, target_params)}
     if cfg.maps_vocabulary:
         assert draft_to_target is not None
-        target_to_draft = np.full(cfg.vocab_size, -1, np.int32)
-        target_to_draft[draft_to_target] = np.arange(cfg.draft_vocab_size, dtype=np.int32)
-        layout = placement.draft(cfg)
-        for name, table in (
-            ("draft_to_target", draft_to_target.astype(np.int32)),
-            ("target_to_draft", target_to_draft),
-        ):
-            bound[name] = layout.place(table, vector(name, len(table)))
+        bound |= vocabulary_maps(cfg, draft_to_target, placement.draft(cfg))
     return bound
+
+
+def vocabulary_maps(
+    cfg: drafts.LayeredConfig, draft_to_target: np.ndarray, layout: Layout
+) -> dict[str, jax.Array]:
+    """Return bind_draft's draft_to_target and target_to_draft."""
+    target_to_draft = np.full(cfg.vocab_size, -1, np.int32)
+    target_to_draft[draft_to_target] = np.arange(cfg.draft_vocab_size, dtype=np.int32)
+    tables = {
+        "draft_to_target": draft_to_target.astype(np.int32),
+        "target_to_draft": target_to_draft,
+    }
+    return {name: layout.place(table, vector(name, len(table))) for name, table in tables.items()}
 
 
 def shared_weights(

@@ -83,7 +83,8 @@ def with_num_drafts(
 def _head(speculative: SpeculativeConfig | None) -> Path | None:
     if speculative is None or speculative.model is None:
         return None
-    return resolve(speculative.model, kind="draft")
+    is_model = speculative.method == drafts.draft_model.METHOD
+    return resolve(speculative.model, kind="draft model" if is_model else "draft")
 
 
 def _pair_of_head(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -27,16 +28,18 @@ from jaxspec.config.keys import ENGINE, own_keys
 from jaxspec.config.quantization import is_while_loading
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
-from jaxspec.loading.checkpoint import read_json
+from jaxspec.loading.checkpoint import open_checkpoint, read_json
 from jaxspec.loading.generation_config import proposed_sampling
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.pair import resolve_pair, with_num_drafts
 from jaxspec.loading.placement import choose_placement
 from jaxspec.loading.resolve import resolve
+from jaxspec.loading.same_vocabulary import check_same_vocabulary
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
 from jaxspec.parallel.processes import join_processes
 from jaxspec.sampling import synthetic
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DEFAULT_MODEL_LEN = 2048
 # Keywords of LLM.from_pretrained that are no fields of EngineConfig.
@@ -113,6 +116,8 @@ def load_pretrained(
     )
     names = resolve_pair(target, speculative)
     folder, speculative = names.target, names.speculative
+    if names.head is not None and is_draft_model(names.head, speculative):
+        check_same_vocabulary(folder, names.head)
     placement = choose_placement(config, speculative)
     loaded = load_target(folder, resolved, placement, mxfp4=mxfp4, quantize=config.quantize)
     if max_model_len is None:
@@ -127,6 +132,7 @@ def load_pretrained(
         # An MTP module is in the target's own checkpoint.
         head = names.head or folder
         draft = load_draft(head, *loaded, speculative, resolved, placement)
+        speculative = within_context(speculative, draft[0], config.max_model_len)
         if speculative.method is None:
             speculative = replace(speculative, method=drafts.method_name(draft[0]))
         speculative = with_num_drafts(speculative, draft[0], read_json(head / "config.json"))
@@ -138,6 +144,33 @@ def load_pretrained(
     eos = words.eos_token_ids if words else eos_token_ids(folder, None)
     sampling = proposed_sampling(folder)
     return Parts(loaded, draft, speculative, words, eos, config, resolved, sampling)
+
+
+def is_draft_model(folder: Path, speculative: SpeculativeConfig | None) -> bool:
+    """Return whether the draft in a folder is an independent model."""
+    method = speculative.method if speculative else None
+    if method is not None:
+        return method == drafts.draft_model.METHOD
+    checkpoint = open_checkpoint(folder)
+    return drafts.draft_model.is_model(checkpoint.config, checkpoint.tensors)
+
+
+def within_context(
+    speculative: SpeculativeConfig, draft: DraftConfig, max_model_len: int
+) -> SpeculativeConfig:
+    """Return the settings with drafts that end at an independent model's longest context."""
+    if not isinstance(draft, drafts.DraftModelConfig):
+        return speculative
+    longest = draft.model.max_position_embeddings
+    if min(speculative.draft_max_model_len or max_model_len, max_model_len) <= longest:
+        return speculative
+    log.warning(
+        "draft_max_model_len: %d, the draft's max_position_embeddings, since requests may hold %d "
+        "tokens",
+        longest,
+        max_model_len,
+    )
+    return replace(speculative, draft_max_model_len=longest)
 
 
 def given_parts(

@@ -26,7 +26,7 @@ NO_ANSWER = "not in the local cache, and the hub's host does not answer"
 PICKLES = ["pytorch_model.bin"]  # of drafts only (EAGLE-1)
 
 
-Kind = Literal["target", "draft", "tokenizer"]
+Kind = Literal["target", "draft", "draft model", "tokenizer"]
 
 
 def resolve(name_or_path: str | Path | None, *, kind: Kind) -> Path:

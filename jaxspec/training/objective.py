@@ -154,7 +154,7 @@ def observe_target(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]
     return TargetSide(
         tokens=batch.tokens,
         hidden=hidden,
-        drafted_from=drafts.family(draft).target_hidden(draft, hidden, aux),
+        drafted_from=drafts.head_family(draft).target_hidden(draft, hidden, aux),
         probs=probs,
         greedy=greedy,
         predicts=predicts,

@@ -33,6 +33,7 @@ SIZES = SchedulerConfig(
     block_size=BLOCK,
     head_room=3,
     lookahead=1,
+    lag=3,
 )
 
 

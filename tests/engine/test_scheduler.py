@@ -150,6 +150,7 @@ def settings_of(**changes: Any) -> SchedulerConfig:
         "block_size": 4,
         "head_room": 4,
         "lookahead": 1,
+        "lag": 4,
     }
     return SchedulerConfig(**(values | changes))
 
@@ -165,6 +166,10 @@ SIGHTS: list[tuple[dict[str, int], ...]] = [
 ]
 
 
+# K, lookahead and lag: EAGLE heads, independent models, drafts without caches, no draft.
+DRAFTERS = [(3, 1, 4), (1, 1, 2), (3, 0, 1), (1, 0, 1), (3, 0, 0), (0, 0, 0)]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
@@ -172,12 +177,13 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
 ) -> None:
     """Shared prefixes, pools that are far too small, arrivals and cancellations at any time,
     results read late, several KV-cache groups, several rounds a step."""
-    K, lookahead = data.draw(st.sampled_from([(3, 1), (1, 1), (3, 0), (0, 0)]))
+    K, lookahead, lag = data.draw(st.sampled_from(DRAFTERS))
     size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
     rounds, tokens = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([4, 16]))
     config = settings_of(
         head_room=K + 1,
         lookahead=lookahead,
+        lag=lag,
         block_size=size,
         max_num_batched_tokens=tokens,
         rounds_per_step=rounds,

@@ -94,6 +94,7 @@ class FakeConfigs:
 
     cache_groups: tuple[CacheGroup, ...]
     lookahead: int
+    lag: int
     num_speculative_tokens: int
 
     def num_drafts(self, num_requests: int) -> int:
@@ -112,7 +113,8 @@ class FakeRunner:
 
     sizes: those that the engine shall give its scheduler
     target[group, block, offset]: the token whose key lies there
-    draft[group, block, offset]: that token and the one after it
+    draft[group, block, offset]: that token and, with a lookahead, the one after it; empty without
+        a lag
     prefills: the chunks of every prefill
     rounds: the requests of every step's rounds
     before_rounds: called with the requests of a step's rounds, before they run
@@ -148,7 +150,7 @@ class FakeRunner:
             enable_prefix_caching=caching,
         )
         self.configs = FakeConfigs(
-            tuple(cache_groups), sizes.lookahead, self.num_speculative_tokens
+            tuple(cache_groups), sizes.lookahead, sizes.lag, self.num_speculative_tokens
         )
         self.memory = FakeMemory(tuple(num_blocks))
         self.before_rounds: Callable[[list[Request]], object] = lambda requests: None
@@ -176,7 +178,7 @@ class FakeRunner:
         self._num_slots = self.sizes.buckets[0]
         self._rows: dict[int, Row] = {}
         self.target: dict[CacheSlot, int] = {}
-        self.draft: dict[CacheSlot, tuple[int, int]] = {}
+        self.draft: dict[CacheSlot, list[int]] = {}
 
     @property
     def num_slots(self) -> int:
@@ -245,13 +247,14 @@ class FakeRunner:
         self._check_context(request, text, chunk.start, chunk.start)
         for p in range(chunk.start, end):
             self._write(request, p, text[p])
-            if p + 1 < end or not chunk.ends:
-                self._write_draft(request, p, (text[p], text[p + 1]))
+            if p + self.sizes.lookahead < end or not chunk.ends:
+                self._write_draft(request, p, text)
         if not chunk.ends:
             return
         known = text[:end]
         first = next_token(known)
-        row = self._rows[slot_of(request)] = Row(request, [*known, first], end - 1)
+        draft_from = end - self.sizes.lookahead
+        row = self._rows[slot_of(request)] = Row(request, [*known, first], draft_from)
         assert not request.num_generated or text[end:] == [first], (
             "a request that goes on is not sampled anew"
         )
@@ -294,19 +297,23 @@ class FakeRunner:
         limit, K = self.sizes.max_model_len, self.num_speculative_tokens
         self._check_context(request, text, cached, row.draft_from)
         for p in range(row.draft_from, cached):
-            self._write_draft(request, p, (text[p], text[p + 1]))
+            self._write_draft(request, p, text)
         # Drafts and their verification leave rows that are written over.
         for p in range(cached, min(cached + K + 1, limit)):
             self._write(request, p, -1)
-            self._write_draft(request, p, (-1, -1))
+            self._write_draft(request, p, None)
         new: list[int] = []
         for _ in range(self._rng.randint(0, K) + 1):
             new.append(next_token([*text, *new]))
-        row.draft_from = cached
         for p, token in enumerate([text[-1], *new[:-1]], start=cached):
             if p < limit:
                 self._write(request, p, token)
         text += new
+        row.draft_from = cached
+        if not self.sizes.lookahead:  # the draft has read its own drafts but the last
+            row.draft_from += min(len(new), max(K, 1))
+            for p in range(cached, min(row.draft_from, limit)):
+                self._write_draft(request, p, text)
         self._end(row, len(new))
         return new
 
@@ -357,9 +364,15 @@ class FakeRunner:
     def _write(self, request: Request, position: int, token: int) -> None:
         self.target |= dict.fromkeys(self._places(request, position), token)
 
-    def _write_draft(self, request: Request, position: int, tokens: tuple[int, int]) -> None:
-        if self.sizes.lookahead:
-            self.draft |= dict.fromkeys(self._places(request, position), tokens)
+    def _write_draft(self, request: Request, position: int, text: list[int] | None) -> None:
+        """Write the draft's entry of a position of a text; None: of a rejected draft."""
+        if self.sizes.lag:
+            entry = [-1] if text is None else self._entry(text, position)
+            self.draft |= dict.fromkeys(self._places(request, position), entry)
+
+    def _entry(self, text: list[int], position: int) -> list[int]:
+        """Return the tokens that the draft's entry of a position is made of."""
+        return text[position : position + 1 + self.sizes.lookahead]
 
     def _check_context(
         self, request: Request, text: list[int], num_cached: int, drafted: int
@@ -373,9 +386,9 @@ class FakeRunner:
                 assert self.target[self._place(request, i, p)] == text[p], (
                     f"the target's row {p} is another request's"
                 )
-            if not self.sizes.lookahead:
+            if not self.sizes.lag:
                 continue
             for p in range(group.first_seen(drafted), drafted):
-                assert self.draft[self._place(request, i, p)] == (text[p], text[p + 1]), (
+                assert self.draft[self._place(request, i, p)] == self._entry(text, p), (
                     f"the draft's row {p} is another request's"
                 )

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from jaxspec import drafts, models
 from jaxspec.config import AttentionConfig
-from jaxspec.drafts import Eagle3Config, EagleConfig, MtpConfig
+from jaxspec.drafts import DraftModelConfig, Eagle3Config, EagleConfig, MtpConfig
+from jaxspec.drafts.draft_model import drafts_for
 from jaxspec.drafts.eagle_llama4 import EagleLlama4Config
 from jaxspec.drafts.mtp_deepseek_v4 import DeepseekV4MtpConfig
 from jaxspec.layers.params import Params, Weight, init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.model import bind_draft, bind_draft_model
 from tests.support.tiny import HIDDEN, VOCAB, Model
 
 _COMMON = dict(
@@ -112,7 +113,8 @@ def family_model(
     """Target and draft are nearly functions of the last token alone: their layers add little
     (`disturbance`) to the embedding.
 
-    window: of an EAGLE draft's own layers.
+    method: "draft_model" takes a draft of the target's family, "draft_model:llama" one of another
+    window: of an EAGLE draft's own layers
     """
     target = target_config(model_type, vocab)
     keys = jax.random.split(jax.random.key(seed), 2)
@@ -135,12 +137,18 @@ def family_model(
         hidden = Weight(0.05 * own["hidden_projection"].values)
         own |= {"embedding_projection": Weight(eye), "hidden_projection": hidden}
     own |= {name: jnp.ones_like(own[name]) for name in ("norm", "embedding_norm") if name in own}
+    if isinstance(draft, DraftModelConfig):  # the target's map from a token to the next
+        own |= {"embed_tokens": params["embed_tokens"], "lm_head": params["lm_head"]}
+        return Model(target, draft, {"target": params, "draft": bind_draft_model(draft, own)})
     return Model(target, draft, {"target": params, "draft": bind_draft(draft, own, params, None)})
 
 
 def draft_config(method: str, target: Any, window: int | None = None) -> Any:
     """Return a tiny config of any draft with layers."""
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    if method.startswith("draft_model"):
+        kind = method.partition(":")[2] or target.model_type
+        return drafts_for(target_config(kind, target.vocab_size), target)
     if method == "mtp" and target.model_type == "deepseek_v4":
         return DeepseekV4MtpConfig(target)
     if method == "mtp":
