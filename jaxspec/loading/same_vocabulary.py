@@ -55,5 +55,7 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _texts(folder: Path) -> dict[int, str]:
-    """Return the text of each id, special tokens included."""
-    return {i: text for text, i in load_tokenizer(folder).hf.get_vocab().items()}
+    """Return the text of each id; a special token's own, where the vocabulary has another."""
+    hf = load_tokenizer(folder).hf
+    ids = sorted(set(hf.get_vocab().values()))
+    return dict(zip(ids, hf.convert_ids_to_tokens(ids), strict=True))

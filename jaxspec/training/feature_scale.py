@@ -35,7 +35,7 @@ def feature_scale(pair: TrainingPair, chats: Chats) -> jax.Array:
     batch = jax.tree.map(jnp.asarray, host)
     run = jax.jit(lambda pair, batch: batch_states(pair, batch))
     hidden, aux = run(pair, batch)
-    features = drafts.family(pair.draft).target_hidden(pair.draft, hidden, aux)
+    features = drafts.head_family(pair.draft).target_hidden(pair.draft, hidden, aux)
     real = np.asarray(jax.device_get(features), np.float32)[host.documents >= 0]
     scale = np.median(np.abs(real), axis=0) / NORMAL_MEDIAN
     return jnp.asarray(np.maximum(scale, LEAST * scale.mean()), jnp.float32)
