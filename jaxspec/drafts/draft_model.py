@@ -1,7 +1,7 @@
 """An independent model as the draft: a smaller target of any family, with the target's vocabulary.
 
-It reads tokens alone (Leviathan et al., 2211.17192), so a row at position p is made of the tokens
-up to p, as in the target. Its embedding, head and caches are its own.
+It reads tokens alone (Leviathan et al., 2211.17192). So its row at position p is made of the tokens
+up to p. Its embedding, head and caches are its own.
 
 Models of one tokenizer may have vocabularies of different width, which differ in rows that stand
 for no token. Loading cuts a wider draft to the target's width. A narrower one has a draft
