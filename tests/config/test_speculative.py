@@ -56,6 +56,6 @@ def test_the_sentence_names_the_methods() -> None:
     with pytest.raises(ConfigError) as error:
         check_options(SpeculativeConfig(draft_quantize="int4"), "dspark")
     assert str(error.value) == (
-        "draft_quantize: expected it only with method 'eagle' or 'eagle3' or 'mtp', "
-        "got it with 'dspark'"
+        "draft_quantize: expected it only with method 'eagle' or 'eagle3' or 'mtp' or "
+        "'draft_model', got it with 'dspark'"
     )
