@@ -197,9 +197,10 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         show.results(record)
         record["date"]
-    except (ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        got = e.strerror if isinstance(e, OSError) and e.strerror else "another"
         raise ConfigError(
-            f"--from-json {path}: expected a file that --output-json wrote, got another"
+            f"--from-json {path}: expected a file that --output-json wrote, got {got}"
         ) from e
     return record
 

@@ -246,12 +246,16 @@ def save_draft(
 def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
     """Cut a file into pieces name.000, name.001, ... and name.sha256.
 
-    For transports with a limit on the size of a file.
+    For transports with a limit on the size of a file. ConfigError, and nothing changes, if there is
+    no file.
     """
+    try:
+        content = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"{path}: expected a file to cut, got {e.strerror or e}") from e
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f"{path.name}.*"):
         stale.unlink()
-    content = path.read_bytes()
     pieces = []
     for number, begin in enumerate(range(0, len(content), piece_bytes)):
         pieces.append(folder / f"{path.name}.{number:03d}")
@@ -273,9 +277,11 @@ def join_file(folder: Path, path: Path) -> None:
     expected = digest.read_bytes().strip().decode("ascii", "replace") if digest.is_file() else None
     found = hashlib.sha256(content).hexdigest() if pieces else None
     if found is None or found != expected:
+        wanted = f"in {digest.name}" if expected is None else f"{expected!r:.80}"
+        got = "no pieces" if found is None else repr(found)
+        got = f"no {digest.name}" if expected is None else got
         raise ConfigError(
-            f"{folder}/{path.name}.000 ...: expected pieces of sha256 {expected!r:.80}, "
-            f"got {found!r}"
+            f"{folder}/{path.name}.000 ...: expected pieces of sha256 {wanted}, got {got}"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as f:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
+from zipfile import is_zipfile
 
 import jax
 import numpy as np
@@ -83,6 +84,10 @@ class Chats:
 
         vocab: size of the target's vocabulary, which every token id is below
         """
+        if not path.is_file():
+            raise _wrong_chats(path, "a folder" if path.exists() else "no such file")
+        if not is_zipfile(path):
+            raise _wrong_chats(path, "a file that is no .npz")
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 chats = cls(**{f.name: arrays[f.name] for f in fields(cls)})
@@ -117,7 +122,7 @@ class Chats:
 
 
 def _wrong_chats(path: Path, got: str) -> ConfigError:
-    return ConfigError(f"{path}: expected chats written by `train_draft.py generate`, got {got}")
+    return ConfigError(f"{path}: expected chats written by `jaxspec train generate`, got {got}")
 
 
 def pack(

@@ -316,7 +316,11 @@ def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch)
         ),
         (
             ["--from-json", "x.jsonl"],
-            "--from-json x.jsonl: expected a file that --output-json wrote",
+            "--from-json x.jsonl: expected a file that --output-json wrote, got another",
+        ),
+        (
+            ["--from-json", "y.json"],
+            "--from-json y.json: expected a file that --output-json wrote, got No such file",
         ),
         (
             ["--dataset", "x.jsonl", "--markdown", "x.jsonl"],

@@ -432,8 +432,25 @@ def test_pieces_join_to_the_same_file_and_damage_is_found(tmp_path: Path) -> Non
         and len(list((tmp_path / "pieces").iterdir())) == 3
     )
     (tmp_path / "pieces" / "x.bin.001").unlink()
-    with pytest.raises(ConfigError, match="expected pieces of sha256"):
+    said = "expected pieces of sha256 '[0-9a-f]{64}', got"
+    with pytest.raises(ConfigError, match=f"{said} '[0-9a-f]{{64}}'$"):
         join_file(tmp_path / "pieces", tmp_path / "out" / "x.bin")
+    (tmp_path / "pieces" / "x.bin.000").unlink()
+    with pytest.raises(
+        ConfigError, match="expected pieces of sha256 '[0-9a-f]{64}', got no pieces"
+    ):
+        join_file(tmp_path / "pieces", tmp_path / "out" / "x.bin")
+
+
+def test_a_file_to_cut_that_is_absent_leaves_the_pieces_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"abc")
+    pieces = split_file(tmp_path / "x.bin", tmp_path / "pieces", 2)
+    (tmp_path / "x.bin").unlink()
+    with pytest.raises(ConfigError, match="x.bin: expected a file to cut, got No such file"):
+        split_file(tmp_path / "x.bin", tmp_path / "pieces", 2)
+    with pytest.raises(ConfigError, match="expected a file to cut, got Is a directory"):
+        split_file(tmp_path, tmp_path / "others", 2)
+    assert all(piece.is_file() for piece in pieces) and not (tmp_path / "others").exists()
 
 
 def test_pieces_without_their_checksum_are_one_sentence(tmp_path: Path) -> None:

@@ -158,14 +158,19 @@ def test_batch_of_cuts_what_is_too_long() -> None:
 
 def test_chats_that_are_absent_or_damaged_are_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "chats.npz"
-    with pytest.raises(
-        ConfigError,
-        match="expected chats written by `train_draft.py generate`, got FileNotFoundError",
-    ):
+    said = "expected chats written by `jaxspec train generate`, got"
+    with pytest.raises(ConfigError, match=f"{said} no such file$"):
         Chats.load(path, 8)
+    with pytest.raises(ConfigError, match=f"{said} a folder$"):
+        Chats.load(tmp_path, 8)
     path.write_bytes(b"PK not a zip")
-    with pytest.raises(ConfigError, match="expected chats written by"):
+    with pytest.raises(ConfigError, match=f"{said} a file that is no .npz$"):
         Chats.load(path, 8)
+    np.savez(path, tokens=np.zeros(1))
+    path.write_bytes(path.read_bytes().replace(b"NUMPY", b"NUMPZ"))
+    with pytest.raises(ConfigError, match=f"{said} BadZipFile: ") as error:
+        Chats.load(path, 8)
+    assert "\n" not in str(error.value)
 
 
 WRONG_CHATS = {  # name of an array: what is in its place, and the sentence's end
