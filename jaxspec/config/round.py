@@ -64,6 +64,7 @@ class RoundConfig(SamplingFeatures):
     adaptive: whether each request's acceptance so far limits its drafts (jaxspec.decode.adaptive);
         limits_drafts holds then
     draft_max_model_len: the longest context that the draft may see, in tokens; None for any
+    max_num_verify_tokens: the most rows of a verify pass; None for any
     cuda_graphs: False launches kernel by kernel, so that a kernel can start while the preceding one
         drains. That pays only if the GPU is slower than the host's launches, and the rows are so
         few that the products are our kernels (jaxspec.engine.round_configs).
@@ -84,6 +85,7 @@ class RoundConfig(SamplingFeatures):
     limits_drafts: bool = False
     adaptive: bool = False
     draft_max_model_len: int | None = None
+    max_num_verify_tokens: int | None = None
     cuda_graphs: bool = True
     vocab_shards: VocabShards = WHOLE
     placement: Placement = ONE_PLACE
@@ -205,6 +207,16 @@ class RoundConfig(SamplingFeatures):
             and self.sampled
             and self.rule in ("probabilistic", "block")
         )
+
+    def flat_rows(self, batch: int) -> int | None:
+        """Return the rows of a flat verify pass of a batch of so many slots.
+
+        None where K+1 rows for each slot are within max_num_verify_tokens.
+        """
+        budget = self.max_num_verify_tokens
+        if budget is None or batch * (self.num_speculative_tokens + 1) <= budget:
+            return None
+        return budget
 
     def with_features(self, features: SamplingFeatures) -> RoundConfig:
         """Return the same round for a batch that needs these features."""

@@ -5,6 +5,7 @@ prefill         chunks of prompts through target and draft together
 round           propose, verify, commit; plain decoding is a round with K = 0
 adaptive        how many drafts a request's acceptance so far makes worthwhile
 verify          the target's pass over [next token, drafts], and rejection sampling
+row_budget      the requests that take part in a verify pass of few rows
 slots           small programs that put requests into slots of the state, move and clear them
 spread          a program on several devices, and how they share its arrays
 mailboxes       the memory that devices write to each other

@@ -11,6 +11,7 @@ from jaxspec import drafts
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode import adaptive
+from jaxspec.decode.row_budget import share_rows
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification, verify
 from jaxspec.drafts.drafter import Observation, Proposal, no_drafts
@@ -33,17 +34,25 @@ def verify_and_commit(
     """
     if cfg.limits_drafts:
         proposal = limit_drafts(num_drafts(cfg, state), proposal)
+    active, waited, share = state.active, state.waited, None
+    if (budget := cfg.flat_rows(active.shape[0])) is not None:
+        assert waited is not None
+        is_draft = proposal.draft_tokens >= 0  # placeholders come last
+        wanted = jnp.where(active, 1 + is_draft.sum(axis=1, dtype=jnp.int32), 0)
+        share = share_rows(wanted, waited, cfg.num_speculative_tokens + 1, budget)
+        active, waited = share.num_rows > 0, share.waited
     verification, out = verify(
         cfg,
         params["target"],
         state.next_token,
         proposal,
         state.seq_lens,
-        state.active,
+        active,
         cfg.target_tables(block_tables),
         state.target_caches,
         state.sampling,
         params["draft"].get("target_to_draft") if cfg.draft is not None else None,
+        share,
     )
     if state.acceptance is not None:
         num_judged = count_leading(proposal.draft_tokens >= 0)
@@ -54,7 +63,7 @@ def verify_and_commit(
     if cfg.draft is not None:
         seen = Observation(
             seq_lens=state.seq_lens,
-            active=state.active,
+            active=active,
             output_tokens=verification.output_tokens,
             num_sampled=verification.num_sampled,
             block_tables=cfg.draft_tables(block_tables),
@@ -62,7 +71,9 @@ def verify_and_commit(
         )
         draft = drafts.drafter(cfg.draft).observe(cfg, params["draft"], draft, seen)
     seq_lens = state.seq_lens + verification.num_sampled
-    state = replace(state, seq_lens=seq_lens, target_caches=out.caches, draft=draft)
+    state = replace(
+        state, seq_lens=seq_lens, target_caches=out.caches, draft=draft, waited=waited
+    )
     return verification, advance(cfg, state, verification)
 
 

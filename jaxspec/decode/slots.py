@@ -79,6 +79,7 @@ def _admit(rows: DecodeState, slots: jax.Array, new: Admission) -> DecodeState:
         max_drafts=put(rows.max_drafts, new.max_drafts),
         sampling=jax.tree.map(put, rows.sampling, new.sampling),
         acceptance=jax.tree.map(put, rows.acceptance, new.acceptance),
+        waited=None if rows.waited is None else put(rows.waited, jnp.zeros_like(slots)),
     )
 
 

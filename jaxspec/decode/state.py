@@ -34,6 +34,8 @@ class DecodeState:
     draft:          the drafter's state (DraftState); None without a draft
     target_caches:  one cache per layer of the target
     acceptance:     estimates that choose the number of drafts; None unless RoundConfig.adaptive
+    waited:         int32 [batch], rounds in a row that a request has waited for rows of the verify
+                    pass; None without RoundConfig.max_num_verify_tokens
     """
 
     seq_lens: jax.Array
@@ -47,6 +49,7 @@ class DecodeState:
     draft: Any
     target_caches: KVCache
     acceptance: Acceptance | None = None
+    waited: jax.Array | None = None
 
 
 def init_state(
@@ -92,6 +95,7 @@ def init_state(
             cache_dtype,
         ),
         acceptance=initial(batch, cfg.num_speculative_tokens) if cfg.adaptive else None,
+        waited=zeros() if cfg.max_num_verify_tokens is not None else None,
     )
 
 

@@ -18,6 +18,7 @@ from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import RoundConfig
 from jaxspec.drafts import drafter
+from jaxspec.decode.row_budget import Share
 from jaxspec.drafts.drafter import Proposal
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
@@ -258,6 +259,7 @@ def verify(
     caches: KVCache,
     sampling: SamplingState,
     target_to_draft: jax.Array | None = None,
+    share: Share | None = None,
 ) -> tuple[Verification, models.TargetOutput]:
     """Run the target once over [next_token, draft_tokens] and judge the drafts.
 
@@ -265,7 +267,9 @@ def verify(
 
     next_token: int32 [batch]
     seq_lens:   int32 [batch]
-    active:     bool [batch]
+    active:     bool [batch], the requests that take part
+    share:      the rows of a flat pass, of requests whose drafts are their first ones; None where
+                each request has K+1 rows
     """
     rows = cfg.num_speculative_tokens + 1
     # -1 placeholders are always rejected, so any id in range will do to embed them.
@@ -274,20 +278,36 @@ def verify(
         cfg.target_groups,
         block_tables,
         seq_lens,
-        jnp.where(active, rows, 0),
+        jnp.where(active, rows, 0) if share is None else share.num_rows,
         rows,
         attention=cfg.target.attention,
         ops=cfg.ops,
     )
-    family = models.family(cfg.target)
+    family, pass_ = models.family(cfg.target), Pass(metadata, cfg.ops)
+    if share is not None:
+        tokens, pass_ = share.flat.flatten(tokens), pass_.flattened(share.flat)
     out = family.forward(
         params,
         cfg.target,
         tokens,
-        Pass(metadata, cfg.ops),
+        pass_,
         caches,
         aux_layers=cfg.draft.aux_layers if cfg.draft else (),
     )
+    size = piece_size(cfg, active.shape[0])
+    if share is not None:
+        flat, flat_hidden = share.flat, out.hidden
+        out = models.TargetOutput(
+            flat.by_request(out.hidden),
+            None if out.aux is None else flat.by_request(out.aux),
+            out.caches,
+        )
+        if size == active.shape[0]:
+            logits = flat.by_request(family.logits(params, cfg.target, flat_hidden, cfg.ops))
+            verification = verify_rows(
+                cfg, logits, proposal, target_to_draft, sampling, seq_lens, active
+            )
+            return verification, out
 
     def judged(
         hidden: jax.Array,
@@ -299,9 +319,7 @@ def verify(
         logits = family.logits(params, cfg.target, hidden, cfg.ops)
         return verify_rows(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active)
 
-    return in_pieces(
-        judged, piece_size(cfg, active.shape[0]), out.hidden, proposal, sampling, seq_lens, active
-    ), out
+    return in_pieces(judged, size, out.hidden, proposal, sampling, seq_lens, active), out
 
 
 def piece_size(cfg: RoundConfig, batch: int) -> int:

@@ -1,6 +1,7 @@
 """Parts that models and drafts are made of.
 
 context               Pass: the state that all layers of one pass over tokens share
+flat_rows             the real rows of several requests, one after another
 decoder_layer         a dense decoder layer: attention, then the MLP
 attention             one attention layer: project, rotate, write keys and values, attend
 mla                   multi-head latent attention with absorbed projections

@@ -207,11 +207,15 @@ def attend_qkv(
     Returns [batch, rows, num_heads * head_dim], and the cache with these rows written.
     """
     assert pass_.rope is not None
-    ops, metadata = pass_.ops, pass_.metadata[group]
+    ops, metadata, flat = pass_.ops, pass_.metadata[group], pass_.flat
     batch, rows = qkv.shape[:2]
     cos, sin = (table.reshape(batch * rows, -1) for table in pass_.rope)
-    packed = query_scale is None and attention_op.packs(
-        ops.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
+    packed = (
+        query_scale is None
+        and flat is None
+        and attention_op.packs(
+            ops.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
+        )
     )
     k_scale, v_scale = _cache_scales(params, cache)
     projected = rope_op.Inputs(
@@ -233,6 +237,8 @@ def attend_qkv(
     q = q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim)
     if query_scale is not None:
         q = (q.astype(jnp.float32) * query_scale[..., None, None]).astype(q.dtype)
+    if flat is not None:
+        q = flat.by_request(q)
     queries = attention_op.Inputs(
         q=q,
         k_cache=k_cache,
@@ -250,4 +256,6 @@ def attend_qkv(
         packed_heads=cfg.num_heads if packed else None,
     )
     attended = attention_op.paged_attention(queries, implementation=ops.attention)
+    if flat is not None:
+        attended = flat.flatten(attended)
     return attended.reshape(batch, rows, -1), FullCache(k_cache, v_cache)

@@ -9,6 +9,7 @@ from flax import struct
 
 from jaxspec.cache.metadata import AttentionMetadata
 from jaxspec.config import AttentionConfig, MLAConfig, Ops
+from jaxspec.layers.flat_rows import FlatRows
 from jaxspec.layers.rope import RopeTables, rope_tables
 
 
@@ -23,17 +24,32 @@ class Pass:
     last_row: int32 [batch], the only row of each request whose output is read, or None for all.
               Layers write keys and values of all rows; the last layer may return that row alone,
               [batch, 1, D].
+    flat:     where the rows of a flat pass lie: they are [1, size] everywhere but in attention, as
+              are rope and the slot_mapping of the metadata; None: in any other pass
     """
 
     metadata: tuple[AttentionMetadata, ...]
     ops: Ops
     rope: RopeTables | None = None
     last_row: jax.Array | None = None
+    flat: FlatRows | None = None
 
     @property
     def positions(self) -> jax.Array:
         """Position of each query row, int32 [batch, rows], the same in all groups."""
-        return self.metadata[0].positions
+        positions = self.metadata[0].positions
+        return positions if self.flat is None else self.flat.flatten(positions)
+
+    def flattened(self, flat: FlatRows) -> Pass:
+        """Return this pass over [batch, rows] as the pass over its flat rows."""
+
+        def flatten(metadata: AttentionMetadata) -> AttentionMetadata:
+            slots, rope = flat.flatten(metadata.slot_mapping), metadata.rope
+            if rope is not None:
+                rope = flat.flatten(rope[0]), flat.flatten(rope[1])
+            return replace(metadata, slot_mapping=slots, rope=rope)
+
+        return replace(self, metadata=tuple(map(flatten, self.metadata)), flat=flat)
 
     def with_rope(self, attention: AttentionConfig | MLAConfig) -> Pass:
         """Return this pass with the rotation tables of these layers.

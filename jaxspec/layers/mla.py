@@ -136,7 +136,7 @@ def add_latent_attention(
     The pass's rope tables are those of rope_head_dim.
     """
     assert pass_.rope is not None
-    ops, (metadata,) = pass_.ops, pass_.metadata
+    ops, (metadata,), flat = pass_.ops, pass_.metadata, pass_.flat
     batch, rows = x.shape[:2]
     cos, sin = (table.reshape(batch * rows, -1) for table in pass_.rope)
     normed = rms_norm(x, norm.gain, norm.eps, ops)
@@ -156,7 +156,9 @@ def add_latent_attention(
     else:
         q = project(q_latent, (params["q_b_proj"],), ops)
     # The results of the padding heads are discarded.
-    heads = padded_heads(rows, cfg.num_heads) if ops.pads_latent_heads else cfg.num_heads
+    heads = cfg.num_heads
+    if ops.pads_latent_heads:
+        heads = padded_heads(metadata.positions.shape[1], heads)
     absorbed = _by_head(
         q.reshape(batch * rows, cfg.num_heads, -1),
         params["k_b_proj"],
@@ -165,8 +167,9 @@ def add_latent_attention(
         sin=sin,
         out_heads=heads,
     )
+    q = absorbed.reshape(batch, rows, heads, -1)
     queries = attention_op.Inputs(
-        q=absorbed.reshape(batch, rows, heads, -1),
+        q=q if flat is None else flat.by_request(q),
         cache=pool,
         block_table=metadata.block_table,
         positions=metadata.positions,
@@ -175,6 +178,8 @@ def add_latent_attention(
         scale=cfg.scale,
     )
     attended = attention_op.latent_attention(queries, implementation=ops.attention)
+    if flat is not None:
+        attended = flat.flatten(attended)
     values = _by_head(attended.reshape(batch * rows, heads, -1), params["v_b_proj"], ops)
     bias = params["o_bias"] if cfg.bias else None
     stream = add_projection(x, values.reshape(batch, rows, -1), params["o_proj"], ops, bias=bias)
