@@ -23,6 +23,7 @@ from jaxspec.config import (
     SamplingFeatures,
     SpeculativeConfig,
     TargetConfig,
+    check_verify_tokens,
 )
 from jaxspec.config.keys import (
     GENERATE,
@@ -154,6 +155,12 @@ class LLM:
             raise ConfigError(
                 "num_speculative_tokens: expected fewer than max_model_len "
                 f"{self.config.max_model_len}, got {speculative.max_drafts}"
+            )
+        if speculative is not None:
+            check_verify_tokens(
+                speculative,
+                max_num_seqs=self.config.max_num_seqs,
+                attention=self.target_config.attention,
             )
         self.draft_config = draft[0] if draft else None
         self.speculative = speculative

@@ -44,6 +44,7 @@ from jaxspec.config.speculative import (
     RejectionRule,
     SpeculativeConfig,
     check_options,
+    check_verify_tokens,
 )
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "TokenHistoryConfig",
     "as_python",
     "check_options",
+    "check_verify_tokens",
     "is_int",
     "is_number",
     "read_bool",

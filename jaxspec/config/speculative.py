@@ -8,6 +8,7 @@ from itertools import pairwise
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
+from jaxspec.config.attention import AttentionKind, CompressedAttentionConfig
 from jaxspec.config.keys import SPECULATIVE, checks_keywords, own_keys
 from jaxspec.config.quantization import Quantize, check_quantize
 from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers, shown
@@ -74,6 +75,9 @@ class SpeculativeConfig:
         so far makes worthwhile.
     draft_max_model_len: the longest context, in tokens, that is drafted for; longer requests
         continue without drafts.
+    max_num_verify_tokens: the most tokens that the target verifies in a round, next tokens included;
+        None for K + 1 for each slot. With fewer, the pass has this many rows for all requests
+        together. A request whose drafts do not fit waits for the next round; its text is the same.
     draft_confidence_threshold: with a DSpark head that has a confidence head, a request's drafts of
         a round end before the first that reaches acceptance with less than this chance, by the
         head's estimate; None for no end.
@@ -122,6 +126,9 @@ class SpeculativeConfig:
         False, "Give each request as many drafts, up to K, as its acceptance so far makes pay."
     )
     draft_max_model_len: int | None = None
+    max_num_verify_tokens: int | None = setting(
+        None, "Tokens that the target verifies in a round, at most. [default: K + 1 a request]"
+    )
     draft_confidence_threshold: float | None = None
     mtp_zero_first_embedding: bool | None = None
     draft_quantize: Quantize | None = setting(
@@ -203,6 +210,12 @@ class SpeculativeConfig:
             raise ConfigError(
                 "draft_max_model_len: expected an integer of at least 1 or none, "
                 f"got {self.draft_max_model_len!r}"
+            )
+        most, least = self.max_num_verify_tokens, self.num_speculative_tokens + 1
+        if most is not None and (not is_int(most) or most < least):
+            raise ConfigError(
+                f"max_num_verify_tokens: expected an integer of at least {least} "
+                f"(num_speculative_tokens + 1) or none, got {shown(most)}"
             )
         chance = self.draft_confidence_threshold
         if chance is not None and not (is_number(chance) and 0 < chance <= 1):
@@ -305,6 +318,28 @@ class SpeculativeConfig:
         """Read the JSON of vLLM's --speculative-config; ConfigError for an unknown key."""
         known = sorted(f.name for f in fields(cls))
         return cls(**own_keys("speculative config", values, known, SPECULATIVE))
+
+
+def check_verify_tokens(
+    speculative: SpeculativeConfig, *, max_num_seqs: int, attention: AttentionKind
+) -> None:
+    """Raise ConfigError for a max_num_verify_tokens that rounds of these requests cannot have.
+
+    attention: the target's
+    """
+    most = speculative.max_num_verify_tokens
+    if most is None:
+        return
+    if most < max_num_seqs:
+        raise ConfigError(
+            f"max_num_verify_tokens: expected at least max_num_seqs {max_num_seqs}, "
+            f"a token of each request, got {most}"
+        )
+    if isinstance(attention, CompressedAttentionConfig):
+        raise ConfigError(
+            "max_num_verify_tokens: expected none with a target of compressed attention, "
+            f"got {most}"
+        )
 
 
 def check_options(speculative: SpeculativeConfig, method: str) -> None:

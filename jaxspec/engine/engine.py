@@ -168,6 +168,7 @@ class Engine:
             rounds_per_step=runner.rounds_per_step,
             lookahead=runner.configs.lookahead,
             lag=runner.configs.lag,
+            may_wait=runner.configs.may_wait(config.batch_buckets[-1]),
         )
         groups = [
             GroupBlocks(group, BlockPool(n, enable_prefix_caching=config.enable_prefix_caching))

@@ -152,11 +152,14 @@ class SchedulerCounts:
     """Counts of the scheduler.
 
     num_preemptions: times that a request lost its blocks and was prefilled again
+    num_waits: rounds in which a request waited, since its drafts did not fit into
+        max_num_verify_tokens
     num_prefix_queries: tokens to prefill
     num_prefix_hits: those of them that the prefix cache had
     """
 
     num_preemptions: int = 0
+    num_waits: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
 

@@ -133,10 +133,13 @@ class Request:
         """Whether its whole prompt was sent, so that its slot generates."""
         return self.num_cached > 0
 
-    @property
-    def may_generate(self) -> bool:
-        """False once the unread results must hold its last token: each brings at least one."""
-        return self.finish_reason is None and self.num_generated + self.num_unread < self.max_tokens
+    def may_generate(self, *, may_wait: bool) -> bool:
+        """Return False once the unread results must hold its last token: each brings at least one.
+
+        may_wait: a round may bring none (SchedulerConfig)
+        """
+        sure = self.num_unread - (self.num_unread_rounds if may_wait else 0)
+        return self.finish_reason is None and self.num_generated + sure < self.max_tokens
 
     def rewind(self) -> None:
         """Go back to the last delivered tokens, and hold no slot and no blocks.

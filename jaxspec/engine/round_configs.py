@@ -84,6 +84,7 @@ class RoundConfigs:
                 draft_sampling=_draft_sampling(draft, speculative),
                 acceptance_rates=acceptance_rates,
                 adaptive=speculative.adaptive,
+                max_num_verify_tokens=speculative.max_num_verify_tokens,
             )
         self.version = 0  # counts calls of override
         self._overrides: dict[str, Any] = {}
@@ -181,6 +182,10 @@ class RoundConfigs:
         """
         draft = self._plain.draft
         return 0 if draft is None else drafts.drafter(draft).lag(self._plain)
+
+    def may_wait(self, batch: int) -> bool:
+        """Return whether a request may get no token from a round in batches of so many slots."""
+        return self._plain.flat_rows(batch) is not None
 
     def num_drafts(self, batch_size: int) -> int:
         """Return the K of rounds with so many running requests, or the largest if it adapts."""

@@ -51,6 +51,7 @@ class SchedulerConfig:
     rounds_per_step: rounds that are launched together
     lookahead: tokens after its own that a cached position depends on (see Drafter)
     lag: cached tokens that the draft may not have read after a round (see Drafter)
+    may_wait: whether a request may get no token from a round (RoundConfigs.may_wait)
     """
 
     max_num_seqs: int
@@ -63,6 +64,7 @@ class SchedulerConfig:
     rounds_per_step: int = 1
     lookahead: int = 0
     lag: int = 0
+    may_wait: bool = False
 
     @property
     def max_chunk(self) -> int:
@@ -369,7 +371,7 @@ class Scheduler:
         found = Rounds()
         order = sorted(self.running, key=lambda r: r.admitted)
         for request in order:
-            if request.slot is None or not request.may_generate:
+            if request.slot is None or not request.may_generate(may_wait=self.config.may_wait):
                 continue  # without a slot: preempted in this loop
             while request.slot is not None and not self._reserve(request):
                 if not request.is_prefilled and request is not order[0]:
@@ -415,7 +417,9 @@ class Scheduler:
         request.num_unread_rounds -= is_round
         if request.finish_reason is not None:
             return 0
-        if is_round:
+        if is_round and not tokens:  # no row of it advanced
+            self.counts.num_waits += 1
+        elif is_round:
             before = request.num_cached
             request.num_cached += len(tokens)
             # A draft may read the last rows of a round in the next round.

@@ -47,6 +47,12 @@ def engine(model: Model, spec: dict[str, Any] | None, **config: Any) -> LLM:
             dict(rejection_sample_method="block"),
             1,
         ),
+        (
+            "dspark",
+            dict(confidence_threshold=0.1),
+            dict(rejection_sample_method="probabilistic", max_num_verify_tokens=6),
+            1,
+        ),
         slow("dspark", dict(windows=(5, 5), causal=(True, True)), {}, 4),
         slow("dflash", {}, dict(rejection_sample_method="strict"), 1),
     ],
@@ -60,6 +66,7 @@ def test_mixed_requests_keep_their_text_when_they_are_preempted_and_share_prefix
     together = [output.token_ids for output in small.generate(prompts, params)]
     assert small.scheduling.num_preemptions > 0 and small.scheduling.num_prefix_hits > 0
     assert small.metrics.mean_acceptance_length > 1.15
+    assert (small.scheduling.num_waits > 20) == ("max_num_verify_tokens" in spec)
     cold = engine(model, spec, enable_prefix_caching=False, max_num_seqs=4, rounds_per_step=1)
     alone = [
         cold.generate([prompt], own)[0].token_ids

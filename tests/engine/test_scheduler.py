@@ -176,7 +176,7 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
     data: st.DataObject,
 ) -> None:
     """Shared prefixes, pools that are far too small, arrivals and cancellations at any time,
-    results read late, several KV-cache groups, several rounds a step."""
+    results read late, several KV-cache groups, several rounds a step, rounds without a token."""
     K, lookahead, lag = data.draw(st.sampled_from(DRAFTERS))
     size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
     rounds, tokens = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([4, 16]))
@@ -187,6 +187,7 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
         block_size=size,
         max_num_batched_tokens=tokens,
         rounds_per_step=rounds,
+        may_wait=data.draw(st.booleans()),
     )
     requests = []
     for _ in range(data.draw(st.integers(1, 12))):

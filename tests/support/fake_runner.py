@@ -96,6 +96,10 @@ class FakeConfigs:
     lookahead: int
     lag: int
     num_speculative_tokens: int
+    waits: bool
+
+    def may_wait(self, batch: int) -> bool:
+        return self.waits
 
     def num_drafts(self, num_requests: int) -> int:
         return self.num_speculative_tokens
@@ -150,7 +154,11 @@ class FakeRunner:
             enable_prefix_caching=caching,
         )
         self.configs = FakeConfigs(
-            tuple(cache_groups), sizes.lookahead, sizes.lag, self.num_speculative_tokens
+            tuple(cache_groups),
+            sizes.lookahead,
+            sizes.lag,
+            self.num_speculative_tokens,
+            sizes.may_wait,
         )
         self.memory = FakeMemory(tuple(num_blocks))
         self.before_rounds: Callable[[list[Request]], object] = lambda requests: None
@@ -299,9 +307,13 @@ class FakeRunner:
         for p in range(row.draft_from, cached):
             self._write_draft(request, p, text)
         # Drafts and their verification leave rows that are written over.
+        waits = self.sizes.may_wait and self._rng.random() < 1 / 3
         for p in range(cached, min(cached + K + 1, limit)):
-            self._write(request, p, -1)
             self._write_draft(request, p, None)
+            if not waits:
+                self._write(request, p, -1)
+        if waits:  # the draft reads the same rows again
+            return []
         new: list[int] = []
         for _ in range(self._rng.randint(0, K) + 1):
             new.append(next_token([*text, *new]))
