@@ -210,13 +210,12 @@ def attend_qkv(
     ops, metadata, flat = pass_.ops, pass_.metadata[group], pass_.flat
     batch, rows = qkv.shape[:2]
     cos, sin = (table.reshape(batch * rows, -1) for table in pass_.rope)
-    packed = (
-        query_scale is None
-        and flat is None
-        and attention_op.packs(
-            ops.attention, rows=rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
-        )
+    requests, request_rows = metadata.positions.shape
+    packed = query_scale is None and attention_op.packs(
+        ops.attention, rows=request_rows, queries_per_kv=cfg.num_heads // cfg.num_kv_heads
     )
+    # Packed queries go to their requests in the rope kernel, and results come back in attention's.
+    places = flat if packed else None
     k_scale, v_scale = _cache_scales(params, cache)
     projected = rope_op.Inputs(
         qkv=qkv.reshape(batch * rows, -1),
@@ -231,13 +230,15 @@ def attend_qkv(
         v_scale=v_scale,
         num_heads=cfg.num_heads,
         eps=cfg.rms_norm_eps,
-        pack=rows if packed else None,
+        pack=request_rows if packed else None,
+        places=None if places is None else places.place,
+        num_requests=None if places is None else requests,
     )
     q, k_cache, v_cache = rope_op.rope_and_write(projected, implementation=ops.rope_cache)
     q = q if packed else q.reshape(batch, rows, cfg.num_heads, cfg.head_dim)
     if query_scale is not None:
         q = (q.astype(jnp.float32) * query_scale[..., None, None]).astype(q.dtype)
-    if flat is not None:
+    if flat is not None and not packed:
         q = flat.by_request(q)
     queries = attention_op.Inputs(
         q=q,
@@ -254,8 +255,10 @@ def attend_qkv(
         scale=cfg.head_dim**-0.5,
         window=window,
         packed_heads=cfg.num_heads if packed else None,
+        out_rows=None if places is None else places.index,
+        num_out_rows=None if places is None else rows,
     )
     attended = attention_op.paged_attention(queries, implementation=ops.attention)
-    if flat is not None:
+    if flat is not None and not packed:
         attended = flat.flatten(attended)
     return attended.reshape(batch, rows, -1), FullCache(k_cache, v_cache)

@@ -18,7 +18,8 @@ __all__ = ["IMPLEMENTATIONS", "Heads", "Inputs", "packs", "paged_attention", "un
 def paged_attention(inputs: Inputs, *, implementation: str = "reference") -> jax.Array:
     """Run grouped-query attention over cached keys and values, up to each row's last key.
 
-    Returns [batch, rows, num_heads, head_dim] in q's dtype. Raises ValueError for shapes that do
+    Returns [batch, rows, num_heads, head_dim] in q's dtype, with out_rows [num_out_rows, num_heads,
+    head_dim], with any content in rows that nothing goes to. Raises ValueError for shapes that do
     not fit together and for inputs that the implementation does not support.
     """
     inputs.check()

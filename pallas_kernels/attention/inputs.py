@@ -61,6 +61,10 @@ class Inputs:
     packed_heads:     num_heads if q is packed: [batch, num_kv_heads, packed_size(rows *
                       queries_per_kv), head_dim] as pallas_kernels.packing.pack makes it, with any
                       content in the padding; rows is then that of `positions`
+    out_rows:         int32 [batch, rows], of packed queries: the row of the output that each row's
+                      result goes to, all different; a row from num_out_rows on is not kept. None:
+                      the output is by request
+    num_out_rows:     rows of the output, with out_rows
     """
 
     q: jax.Array
@@ -74,9 +78,11 @@ class Inputs:
     bounds: jax.Array | None = None
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    out_rows: jax.Array | None = None
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     packed_heads: int | None = field(default=None, metadata=STATIC)
+    num_out_rows: int | None = field(default=None, metadata=STATIC)
 
     @property
     def heads(self) -> Heads:
@@ -113,12 +119,15 @@ class Inputs:
             ("window_start", jnp.int32, rows),
             ("seq_lens", jnp.int32, (batch,)),
             ("block_table", jnp.int32, (batch, self.block_table.shape[-1])),
+            ("out_rows", jnp.int32, rows),
             ("sinks", jnp.float32, (heads.num_heads,)),
         ):
             array = getattr(self, name)
             if array is not None and (array.shape != shape or array.dtype != dtype):
                 expected = f"{jnp.dtype(dtype).name} {shape}"
                 raise ValueError(f"{name}: expected {expected}, got {array.dtype} {array.shape}")
+        if self.out_rows is not None and not (self.packed_heads and self.num_out_rows):
+            raise ValueError("out_rows: expected it with packed_heads and num_out_rows, got none")
         size, bounds = bounds_size(heads.rows, heads.queries_per_kv), self.bounds
         if bounds is not None and (
             bounds.ndim != 3 or bounds.shape[::2] != (batch, size) or bounds.dtype != jnp.int32

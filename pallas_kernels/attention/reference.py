@@ -54,4 +54,8 @@ def paged_attention(inputs: Inputs) -> jax.Array:
     )
     if inputs.v_scale is not None:
         out = out * inputs.v_scale[:, None, None]
-    return out.reshape(batch, rows, num_heads, head_dim).astype(q.dtype)
+    out = out.reshape(batch, rows, num_heads, head_dim).astype(q.dtype)
+    if inputs.out_rows is None:
+        return out
+    kept = jnp.zeros((inputs.num_out_rows or 0, num_heads, head_dim), q.dtype)
+    return kept.at[inputs.out_rows].set(out, mode="drop")

@@ -20,7 +20,7 @@ def rope_and_write(
 
     The queries are [rows, num_heads, head_dim], or with `pack` [rows / pack, num_kv_heads,
     packed_size, head_dim] as pallas_kernels.packing.pack makes them, with any content in the
-    padding. Raises ValueError for shapes that do not fit together and for inputs that the
+    padding; with `places` [num_requests, ...], and any content where no row goes. Raises ValueError for shapes that do not fit together and for inputs that the
     implementation does not support.
     """
     inputs.check()

@@ -30,6 +30,9 @@ class Inputs:
     eps:              of the norms
     pack:             query rows of each request, to return the queries packed for attention; None
                       to return them by row
+    places:           int32 [rows], with pack: the row of num_requests x pack that each row's
+                      queries go to, all different; None: the rows are in order, and all there
+    num_requests:     requests of the packed queries, with places
     """
 
     qkv: jax.Array
@@ -42,9 +45,17 @@ class Inputs:
     k_norm: jax.Array | None = None
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    places: jax.Array | None = None
     num_heads: int = field(metadata=STATIC)
     eps: float = field(default=0.0, metadata=STATIC)
     pack: int | None = field(default=None, metadata=STATIC)
+    num_requests: int | None = field(default=None, metadata=STATIC)
+
+    @property
+    def packed_requests(self) -> int:
+        """Requests of the packed queries."""
+        assert self.pack is not None
+        return self.num_requests or self.qkv.shape[0] // self.pack
 
     def check(self) -> None:
         """Raise ValueError for shapes and dtypes that do not fit together."""
@@ -68,5 +79,15 @@ class Inputs:
             raise ValueError("q_norm and k_norm: expected both or neither")
         if self.pack is not None and not self.num_heads:
             raise ValueError(f"pack: expected None without query heads, got {self.pack}")
-        if self.pack is not None and (self.pack < 1 or rows % self.pack):
-            raise ValueError(f"pack: expected a divisor of {rows} rows, got {self.pack}")
+        if self.places is None:
+            if self.pack is not None and (self.pack < 1 or rows % self.pack):
+                raise ValueError(f"pack: expected a divisor of {rows} rows, got {self.pack}")
+            return
+        if self.places.shape != (rows,) or self.places.dtype != jnp.int32:
+            got = f"{self.places.dtype} {self.places.shape}"
+            raise ValueError(f"places: expected int32 {(rows,)}, got {got}")
+        if not self.pack or not self.num_requests or rows > self.pack * self.num_requests:
+            raise ValueError(
+                f"pack and num_requests: expected a product of at least {rows} rows with places, "
+                f"got {self.pack} and {self.num_requests}"
+            )

@@ -76,6 +76,7 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         cos_gmem: Ref,
         sin_gmem: Ref,
         slot_gmem: Ref,
+        place_gmem: Ref | None,
         q_norm_gmem: Ref | None,
         k_norm_gmem: Ref | None,
         k_gmem: Ref,
@@ -127,7 +128,8 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
             if pack is None:
                 plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, num_heads)], q_gmem.at[row])
                 continue
-            request, column = lax.div(row, pack), lax.rem(row, pack) * queries_per_kv
+            place = row if place_gmem is None else place_gmem[row]
+            request, column = lax.div(place, pack), lax.rem(place, pack) * queries_per_kv
             for i in range(num_kv_heads):
                 plgpu.copy_smem_to_gmem(
                     smem.at[pl.ds(i * queries_per_kv, queries_per_kv)],
@@ -149,7 +151,7 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
     q_shape = (
         (rows, num_heads)
         if pack is None
-        else (rows // pack, num_kv_heads, packed_size(pack * queries_per_kv))
+        else (inputs.packed_requests, num_kv_heads, packed_size(pack * queries_per_kv))
     )
     q_type = jax.ShapeDtypeStruct((*q_shape, head_dim), qkv.dtype)
     call = plgpu.kernel(
@@ -170,6 +172,7 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         inputs.cos,
         inputs.sin,
         inputs.slot_mapping,
+        inputs.places,
         inputs.q_norm,
         inputs.k_norm,
         k_ref,

@@ -14,7 +14,7 @@ from pallas_kernels.rope_cache.inputs import Inputs
 def rope_and_write(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run the op; see pallas_kernels.rope_cache.rope_and_write.
 
-    Padding of packed rows is zero. A rotated key is rounded once, to the cache's dtype.
+    Padding of packed rows is zero, and so are rows that no place names. A rotated key is rounded once, to the cache's dtype.
     """
     num_heads, slots, eps = inputs.num_heads, inputs.slot_mapping, inputs.eps
     num_kv_heads, head_dim = inputs.k_cache.shape[2:]
@@ -31,6 +31,9 @@ def rope_and_write(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     k_cache = write(inputs.k_cache, _divided(rotate(k, cos, sin), inputs.k_scale), slots)
     v_cache = write(inputs.v_cache, _divided(v, inputs.v_scale), slots)
     if inputs.pack is not None:
+        if inputs.places is not None:
+            every = jnp.zeros((inputs.packed_requests * inputs.pack, *q.shape[1:]), q.dtype)
+            q = every.at[inputs.places].set(q)
         q = packing.pack(q.reshape(-1, inputs.pack, num_heads, head_dim), num_kv_heads)
     return q, k_cache, v_cache
 

@@ -318,6 +318,34 @@ def test_packed_queries_give_the_same_whatever_pads_them(name: str, implementati
         )
 
 
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # the interpreter's NumPy, about the padding
+@implementations
+@pytest.mark.parametrize("name", ["verify, group of 3, head_dim 64", "sinks"])
+def test_results_of_packed_queries_go_to_their_rows(name: str, implementation: str) -> None:
+    """Two of the rows are not kept, and their queries may hold anything."""
+    shape = SMALL[name]
+    inputs = packed_inputs(shape, make_inputs(shape, seed=5), 0.0)
+    expected = run(inputs, implementation)
+    rows = np.random.default_rng(1).permutation(shape.batch * shape.rows).astype(np.int32)
+    kept = rows.size - 2
+    group = shape.num_heads // shape.num_kv_heads
+    q = np.asarray(inputs.q).copy()
+    for request, row in np.argwhere(rows.reshape(shape.batch, shape.rows) >= kept):
+        q[request, :, row * group : (row + 1) * group] = np.nan
+    moved = dataclasses.replace(
+        inputs,
+        q=jnp.asarray(q),
+        out_rows=jnp.asarray(rows.reshape(shape.batch, shape.rows)),
+        num_out_rows=kept,
+    )
+    found = run(moved, implementation)
+    assert found.shape == (kept, *expected.shape[2:])
+    flat = expected.reshape(-1, *expected.shape[2:])
+    np.testing.assert_array_equal(found, flat[np.argsort(rows)[:kept]])
+
+
 def packed_inputs(shape: Shape, inputs: Inputs, padding: float) -> Inputs:
     packed = pack(inputs.q, shape.num_kv_heads)
     used = shape.rows * shape.num_heads // shape.num_kv_heads

@@ -166,9 +166,34 @@ def test_packed_queries_are_the_unpacked_ones(implementation: str) -> None:
     np.testing.assert_array_equal(unpacked(shape, packed), plain)
 
 
+@implementations
+def test_packed_queries_go_to_their_places(implementation: str) -> None:
+    """Of three requests' rows, in any order; what no row goes to may hold anything."""
+    shape = SMALL["group of 3, 12 columns in 16"]
+    inputs = make_inputs(shape, seed=1)
+    rows = shape.batch * shape.rows
+    places = np.random.default_rng(0).permutation(3 * shape.rows)[:rows].astype(np.int32)
+    moved = dataclasses.replace(inputs, places=jnp.asarray(places), num_requests=3)
+    packed, *caches = run(moved, implementation)
+    expected, *expected_caches = run(dataclasses.replace(inputs, pack=None), implementation)
+    found = unpacked(dataclasses.replace(shape, batch=3), packed)
+    np.testing.assert_array_equal(found[places], expected)
+    for ours, theirs in zip(caches, expected_caches, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (
+            {"places": jnp.zeros(12), "num_requests": 3},
+            "places: expected int32 (12,), got float32 (12,)",
+        ),
+        (
+            {"places": jnp.zeros(12, jnp.int32), "num_requests": 2},
+            "pack and num_requests: expected a product of at least 12 rows with places, "
+            "got 4 and 2",
+        ),
         (
             {"pack": 4, "num_heads": 0, "qkv": jnp.zeros((12, 512))},
             "pack: expected None without query heads, got 4",

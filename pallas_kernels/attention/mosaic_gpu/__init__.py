@@ -67,7 +67,13 @@ def paged_attention(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Arra
             max_keys=plan.pages * plan.block_size,
         )
     out, *_ = attend(plan)(
-        packed, inputs.k_cache, inputs.v_cache, inputs.block_table, bounds, inputs.sinks
+        packed,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.block_table,
+        bounds,
+        inputs.sinks,
+        inputs.out_rows,
     )
     return out
 

@@ -57,7 +57,8 @@ class Scratch(NamedTuple, Generic[T]):
 def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
     """Return the kernel: a cluster for each (request, row tile, KV head), or a CTA for a few heads.
 
-    Its operands are packed queries, k_cache, v_cache, block_table, bounds, and sinks or None.
+    Its operands are packed queries, k_cache, v_cache, block_table, bounds, sinks or None, and
+    out_rows or None.
     """
     head_dim, group = plan.head_dim, plan.queries_per_kv
     columns, slots = plan.columns, plan.slots
@@ -73,6 +74,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         table_ref: Ref,
         bounds_ref: Ref,
         sinks_ref: Ref | None,
+        rows_ref: Ref | None,
         out_ref: Ref,
         shares: list[Ref],
         scratch: Scratch[Ref],
@@ -244,12 +246,18 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             plgpu.commit_smem()
             for i in range(plan.tile_rows):
                 row = row_tile * plan.tile_rows + i
+                if rows_ref is None:
+                    is_kept, place = row < plan.rows, (request, row)
+                else:
+                    # The rows of packed queries are one tile.
+                    place = (rows_ref[request, row],)
+                    is_kept = place[0] < plan.num_out_rows
 
-                @pl.when(row < plan.rows)
-                def _write_row(i: int = i, row: jax.Array = row) -> None:
+                @pl.when(is_kept)
+                def _write_row(i: int = i, place: tuple[jax.Array, ...] = place) -> None:
                     plgpu.copy_smem_to_gmem(
                         out_smem.at[pl.ds(i * group, group)],
-                        out_ref.at[request, row, pl.ds(kv_head * group, group)],
+                        out_ref.at[*place, pl.ds(kv_head * group, group)],
                     )
 
         coming_number, coming, blocks = ahead[slots]
@@ -289,7 +297,8 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         v_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         received=cluster_fold.scratch(plan),
     )
-    out = jax.ShapeDtypeStruct((plan.batch, plan.rows, plan.num_heads, head_dim), jnp.bfloat16)
+    by_row = (plan.batch, plan.rows) if plan.num_out_rows is None else (plan.num_out_rows,)
+    out = jax.ShapeDtypeStruct((*by_row, plan.num_heads, head_dim), jnp.bfloat16)
     return plgpu.kernel(
         body,
         out_type=(out, cluster_fold.outputs(plan)),

@@ -37,14 +37,20 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Sizes):
-    """Sizes and division of one launch. window: see Inputs."""
+    """Sizes and division of one launch. window, num_out_rows: see Inputs."""
 
     window: int | None
     tuning: Tuning
+    num_out_rows: int | None = None
 
     @classmethod
     def of(cls, inputs: Inputs, tuning: Tuning) -> Plan:
-        return cls(**vars(sizes_of(inputs)), window=inputs.window, tuning=tuning)
+        return cls(
+            **vars(sizes_of(inputs)),
+            window=inputs.window,
+            num_out_rows=inputs.num_out_rows,
+            tuning=tuning,
+        )
 
     @property
     def tile_rows(self) -> int:
