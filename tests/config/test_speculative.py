@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import ConfigError, SpeculativeConfig, check_options
+from jaxspec.config import (
+    AttentionConfig,
+    ConfigError,
+    SpeculativeConfig,
+    check_options,
+    check_verify_tokens,
+)
 from jaxspec.config.speculative import OPTIONS
 from jaxspec.drafts import METHODS
 
@@ -58,4 +64,27 @@ def test_the_sentence_names_the_methods() -> None:
     assert str(error.value) == (
         "draft_quantize: expected it only with method 'eagle' or 'eagle3' or 'mtp' or "
         "'draft_model', got it with 'dspark'"
+    )
+
+
+@pytest.mark.parametrize("value", [3, 0, -1, 4.5, True, "16"])
+def test_a_verify_pass_holds_a_request_with_all_of_its_drafts(value: Any) -> None:
+    SpeculativeConfig(num_speculative_tokens=3, max_num_verify_tokens=4)
+    with pytest.raises(ConfigError) as error:
+        SpeculativeConfig(num_speculative_tokens=3, max_num_verify_tokens=value)
+    assert str(error.value) == (
+        "max_num_verify_tokens: expected an integer of at least 4 (num_speculative_tokens + 1) "
+        f"or none, got {value!r}"
+    )
+
+
+def test_a_verify_pass_holds_a_token_of_each_request() -> None:
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    some = SpeculativeConfig(max_num_verify_tokens=16)
+    check_verify_tokens(some, max_num_seqs=16, attention=attention)
+    check_verify_tokens(SpeculativeConfig(), max_num_seqs=17, attention=attention)
+    with pytest.raises(ConfigError) as error:
+        check_verify_tokens(some, max_num_seqs=17, attention=attention)
+    assert str(error.value) == (
+        "max_num_verify_tokens: expected at least max_num_seqs 17, a token of each request, got 16"
     )

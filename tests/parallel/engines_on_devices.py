@@ -3,7 +3,8 @@
     python -m tests.parallel.engines_on_devices CASE...
 
 A case is a family, a draft, numbers of devices and settings: "mimo mtp 2,4 rule=block". With
-replicas=n, each of n replicas has so many devices.
+replicas=n, each of n replicas has so many devices. With verify=n, several devices verify at most n
+tokens a round, and one device all of them.
 Prints a line for each case and number of devices: "equal", or both results.
 """
 
@@ -112,6 +113,8 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         draft["synthetic_acceptance_length"] = 2.0
     if "replicated" in settings and size > 1:
         draft["draft_tensor_parallel_size"] = 1
+    if "verify" in settings and size > 1:
+        draft["max_num_verify_tokens"] = int(settings["verify"])
     drafts = method != "none" and K > 0
     config = EngineConfig(
         max_model_len=64,
@@ -144,6 +147,7 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         assert llm.scheduling.num_prefix_hits > 0
     if "blocks" in settings:
         assert llm.scheduling.num_preemptions > 0
+    assert (llm.scheduling.num_waits > 0) == ("max_num_verify_tokens" in draft)
     texts, scores = texts_of(outputs), scores_of(outputs)
     if "streams" in settings:
         texts += [

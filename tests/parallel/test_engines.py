@@ -10,8 +10,8 @@ from tests.support.slow import slow
 # (cases of tests.parallel.engines_on_devices that one process runs)
 PROCESSES = [
     # A mapped vocabulary, fewer KV heads than devices, every sampling parameter; experts with
-    # biases, sinks and two cache groups.
-    ("tiny eagle3 4 mapped everything", "gpt_oss eagle3 2"),
+    # biases, sinks and two cache groups; a verify pass of few rows.
+    ("tiny eagle3 4 mapped everything", "gpt_oss eagle3 2", "tiny eagle3 2 words verify=6"),
     ("gpt_oss eagle3 2,4 expert", "gpt_oss eagle 2 everything", "gpt_oss none 2"),
     ("qwen3_moe eagle 2", "qwen3_moe eagle 2,4 expert"),
     ("glm4_moe_lite mtp 2,4", "glm4_moe_lite mtp 2 expert"),

@@ -45,7 +45,8 @@ REQUESTS = [
 PROMPTS = [[(5 * i + j * j) % V for j in range(3 + 3 * i)] for i in range(len(REQUESTS))]
 
 
-def engine(*, speculative: bool = True, **config: Any) -> LLM:
+def engine(*, speculative: bool = True, verify: int | None = None, **config: Any) -> LLM:
+    """verify: max_num_verify_tokens"""
     settings = {
         "max_model_len": 64,
         "max_num_seqs": 4,
@@ -56,7 +57,9 @@ def engine(*, speculative: bool = True, **config: Any) -> LLM:
     return LLM(
         (ToyTarget(V), TARGET),
         (ToyDraft(V), DRAFT) if speculative else None,
-        SpeculativeConfig(method="eagle", num_speculative_tokens=K) if speculative else None,
+        SpeculativeConfig(method="eagle", num_speculative_tokens=K, max_num_verify_tokens=verify)
+        if speculative
+        else None,
         eos_token_ids=(EOS,),
         config=EngineConfig(**settings),
     )
@@ -77,13 +80,16 @@ def run_alone(found: dict[int, RequestOutput], i: int) -> RequestOutput:
     return found[i]
 
 
+@pytest.mark.parametrize("verify", [None, 6])
 def test_a_request_is_the_same_alone_and_among_others_that_preempt_it(
-    alone: dict[int, RequestOutput],
+    alone: dict[int, RequestOutput], verify: int | None
 ) -> None:
-    """Each twice, over a pool of blocks that holds two or three of them to their ends."""
-    llm = engine(num_gpu_blocks_override=20)
+    """Each twice, over a pool of blocks that holds two or three of them to their ends; and in
+    rounds with rows for one request, where the others wait."""
+    llm = engine(num_gpu_blocks_override=20, verify=verify)
     together = llm.generate(2 * PROMPTS, 2 * REQUESTS)
-    assert llm.engine.stats.scheduling.num_preemptions > 0
+    assert llm.scheduling.num_preemptions > 0
+    assert (llm.scheduling.num_waits > 20) == (verify is not None)
     for i, output in enumerate(together):
         assert of(output) == of(run_alone(alone, i % len(REQUESTS))), f"request {i}"
     assert together[1].finish_reason == "stop" and len(together[1].token_ids) > 9
