@@ -71,9 +71,7 @@ def verify_and_commit(
         )
         draft = drafts.drafter(cfg.draft).observe(cfg, params["draft"], draft, seen)
     seq_lens = state.seq_lens + verification.num_sampled
-    state = replace(
-        state, seq_lens=seq_lens, target_caches=out.caches, draft=draft, waited=waited
-    )
+    state = replace(state, seq_lens=seq_lens, target_caches=out.caches, draft=draft, waited=waited)
     return verification, advance(cfg, state, verification)
 
 

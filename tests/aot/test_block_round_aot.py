@@ -69,8 +69,9 @@ def configured(num_layers: int) -> RoundConfig:
 
 
 @functools.cache
-def compiled(num_layers: int, batch: int = BATCH) -> Compiled:
-    cfg = configured(num_layers)
+def compiled(num_layers: int, batch: int = BATCH, cfg: RoundConfig | None = None) -> Compiled:
+    """cfg: of a draft of so many layers; None: configured(num_layers)"""
+    cfg = cfg or configured(num_layers)
     struct = jax.ShapeDtypeStruct
     weights = lambda specs: jax.tree.map(lambda spec: struct(spec.shape, jnp.bfloat16), specs)  # noqa: E731
     target = weights(models.family(cfg.target).param_specs(cfg.target))

@@ -12,9 +12,13 @@ import pytest
 
 from jaxspec.config import RoundConfig
 from jaxspec.decode import programs
+from jaxspec.decode import round as round_module
 from jaxspec.decode.row_budget import Share, share_rows
+from tests.decode.test_block_drafts import small_model
+from tests.decode.test_families_distribution import BATCH, LENGTH, PROMPT, VOCAB, probabilities
 from tests.support.families import family_model
 from tests.support.slow import slow
+from tests.support.statistics import chi_square, within_limit
 from tests.support.tiny import (
     Model,
     agreeing_block_model,
@@ -155,3 +159,55 @@ def test_greedy_texts_of_other_families_are_plain_texts(target: str, method: str
     found, waits = texts(model, config(model, 3, 9, sampled=False), greedy)
     assert waits > 3
     assert found == plain
+
+
+# --- distribution
+# --------------------------------------------------------------------------------------------------
+
+
+def statistic(model: Model, rule: str, budget: int, batches: int) -> tuple[float, int]:
+    """Of the first LENGTH tokens of each request, over as many rounds as they took."""
+    cfg = model.round_config(3, max_model_len=24, rule=rule, max_num_verify_tokens=budget)
+    tables, num_blocks = block_tables(BATCH, cfg)
+    counts, waits = np.zeros((VOCAB,) * LENGTH), 0
+    for batch in range(batches):
+        sampling = sampling_state(range(batch * BATCH, (batch + 1) * BATCH), 1.0)
+        first, state = start(
+            cfg, model.params, [PROMPT] * BATCH, sampling, tables, num_blocks, max_tokens=LENGTH
+        )
+        texts = [[int(token)] for token in first]
+        while (active := np.asarray(state.active)).any():
+            made, state = programs.run_round(cfg, model.params, state, tables, "round")
+            tokens, num_sampled = np.asarray(made.output_tokens), np.asarray(made.num_sampled)
+            for row in np.flatnonzero(num_sampled):
+                texts[row] += tokens[row, : num_sampled[row]].tolist()
+            waits += int((active & (num_sampled == 0)).sum())
+        np.add.at(counts, tuple(np.array([text[:LENGTH] for text in texts]).T), 1)
+    assert waits > BATCH * batches
+    expected = probabilities(model)
+    return chi_square(counts, expected / expected.sum())
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", slow("block")])
+def test_text_follows_the_target_where_requests_of_uneven_drafts_wait(rule: str) -> None:
+    found = statistic(small_model("dspark", 0.3), rule, budget=2_000, batches=3)
+    assert within_limit(*found), found
+
+
+def test_drafts_that_are_cut_by_a_look_at_themselves_bias_the_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The room for each draft depends on its token."""
+    verify = round_module.verify
+
+    def look(*args: Any) -> Any:
+        cfg, params, next_token, proposal, *rest = args
+        tokens = proposal.draft_tokens
+        is_kept = jnp.cumprod((tokens % 2 == 0).astype(jnp.int32), axis=1) > 0
+        cut = replace(proposal, draft_tokens=jnp.where(is_kept, tokens, -1))
+        return verify(cfg, params, next_token, cut, *rest)
+
+    monkeypatch.setattr(round_module, "verify", look)
+    model = small_model("dspark", 0.3, draft_block_size=11)
+    found = statistic(model, "probabilistic", budget=2_001, batches=3)
+    assert not within_limit(*found), found
