@@ -75,8 +75,8 @@ class SpeculativeConfig:
         so far makes worthwhile.
     draft_max_model_len: the longest context, in tokens, that is drafted for; longer requests
         continue without drafts.
-    max_num_verify_tokens: the most tokens that the target verifies in a round, next tokens included;
-        None for K + 1 for each slot. With fewer, the pass has this many rows for all requests
+    max_num_verify_tokens: the most tokens that the target verifies in a round, each request's next
+        token included; None for K + 1 a slot. A pass of fewer has this many rows for all requests
         together. A request whose drafts do not fit waits for the next round; its text is the same.
     draft_confidence_threshold: with a DSpark head that has a confidence head, a request's drafts of
         a round end before the first that reaches acceptance with less than this chance, by the

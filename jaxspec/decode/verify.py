@@ -17,10 +17,11 @@ from jaxspec import models
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables, build_metadata
 from jaxspec.config import RoundConfig
-from jaxspec.drafts import drafter
 from jaxspec.decode.row_budget import Share
+from jaxspec.drafts import drafter
 from jaxspec.drafts.drafter import Proposal
 from jaxspec.layers.context import Pass
+from jaxspec.layers.flat_rows import FlatRows
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import adjust_logits, truncate_logits, truncates
 from jaxspec.sampling.logprobs import Scores, score_tokens
@@ -294,32 +295,31 @@ def verify(
         caches,
         aux_layers=cfg.draft.aux_layers if cfg.draft else (),
     )
-    size = piece_size(cfg, active.shape[0])
-    if share is not None:
-        flat, flat_hidden = share.flat, out.hidden
-        out = models.TargetOutput(
-            flat.by_request(out.hidden),
-            None if out.aux is None else flat.by_request(out.aux),
-            out.caches,
-        )
-        if size == active.shape[0]:
-            logits = flat.by_request(family.logits(params, cfg.target, flat_hidden, cfg.ops))
-            verification = verify_rows(
-                cfg, logits, proposal, target_to_draft, sampling, seq_lens, active
-            )
-            return verification, out
+
+    def logits_of(hidden: jax.Array) -> jax.Array:
+        return family.logits(params, cfg.target, hidden, cfg.ops)
 
     def judged(
-        hidden: jax.Array,
+        logits: jax.Array,
         proposal: Proposal,
         sampling: SamplingState,
         seq_lens: jax.Array,
         active: jax.Array,
     ) -> Verification:
-        logits = family.logits(params, cfg.target, hidden, cfg.ops)
         return verify_rows(cfg, logits, proposal, target_to_draft, sampling, seq_lens, active)
 
-    return in_pieces(judged, size, out.hidden, proposal, sampling, seq_lens, active), out
+    size, requests = piece_size(cfg, active.shape[0]), (proposal, sampling, seq_lens, active)
+    if share is not None:
+        flat_hidden, out = out.hidden, by_request(share.flat, out)
+        if size == active.shape[0]:  # the head has the flat rows alone
+            return judged(share.flat.by_request(logits_of(flat_hidden)), *requests), out
+    return in_pieces(lambda x, *rest: judged(logits_of(x), *rest), size, out.hidden, *requests), out
+
+
+def by_request(flat: FlatRows, out: models.TargetOutput) -> models.TargetOutput:
+    """Return the output of a flat pass with the rows [batch, K+1] of each request."""
+    aux = None if out.aux is None else flat.by_request(out.aux)
+    return models.TargetOutput(flat.by_request(out.hidden), aux, out.caches)
 
 
 def piece_size(cfg: RoundConfig, batch: int) -> int:

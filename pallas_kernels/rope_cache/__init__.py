@@ -20,8 +20,8 @@ def rope_and_write(
 
     The queries are [rows, num_heads, head_dim], or with `pack` [rows / pack, num_kv_heads,
     packed_size, head_dim] as pallas_kernels.packing.pack makes them, with any content in the
-    padding; with `places` [num_requests, ...], and any content where no row goes. Raises ValueError for shapes that do not fit together and for inputs that the
-    implementation does not support.
+    padding; with `places` [num_requests, ...], and any content where no row goes. Raises ValueError
+    for shapes that do not fit together and for inputs that the implementation does not support.
     """
     inputs.check()
 

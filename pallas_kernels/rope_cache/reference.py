@@ -14,7 +14,8 @@ from pallas_kernels.rope_cache.inputs import Inputs
 def rope_and_write(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run the op; see pallas_kernels.rope_cache.rope_and_write.
 
-    Padding of packed rows is zero, and so are rows that no place names. A rotated key is rounded once, to the cache's dtype.
+    Padding of packed rows is zero, and so are rows that no place names. A rotated key is rounded
+    once, to the cache's dtype.
     """
     num_heads, slots, eps = inputs.num_heads, inputs.slot_mapping, inputs.eps
     num_kv_heads, head_dim = inputs.k_cache.shape[2:]

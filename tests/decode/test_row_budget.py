@@ -1,4 +1,4 @@
-"""A verify pass of few rows: requests share them or wait, and get the texts that they have alone."""
+"""A verify pass of few rows: requests share them or wait. Each has the text that it has alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from jaxspec.config import RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import round as round_module
+from jaxspec.decode import verify as verify_module
 from jaxspec.decode.row_budget import Share, share_rows
 from tests.decode.test_block_drafts import small_model
 from tests.decode.test_families_distribution import BATCH, LENGTH, PROMPT, VOCAB, probabilities
@@ -139,6 +140,18 @@ def test_texts_are_those_without_a_budget(method: str, K: int, budget: int, rule
     found, waits = texts(model, config(model, K, budget, rule=rule), MIXED)
     assert none == 0 and waits > 3
     assert [len(text) for text in expected] == list(MAX_TOKENS)
+    assert found == expected
+
+
+def test_logits_of_flat_rows_may_be_judged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two requests each."""
+    model, K = model_of("eagle3"), 2
+    expected, _ = texts(model, config(model, K, None), MIXED)
+    monkeypatch.setattr(
+        verify_module, "MAX_LOGITS_BYTES", 2 * 4 * (K + 1) * model.target.vocab_size
+    )
+    found, waits = texts(model, config(model, K, 6), MIXED)
+    assert waits > 3
     assert found == expected
 
 

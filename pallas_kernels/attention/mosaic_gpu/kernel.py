@@ -246,7 +246,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             plgpu.commit_smem()
             for i in range(plan.tile_rows):
                 row = row_tile * plan.tile_rows + i
-                if rows_ref is None:
+                if rows_ref is None or plan.num_out_rows is None:
                     is_kept, place = row < plan.rows, (request, row)
                 else:
                     # The rows of packed queries are one tile.
