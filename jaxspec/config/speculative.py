@@ -211,7 +211,7 @@ class SpeculativeConfig:
                 "draft_max_model_len: expected an integer of at least 1 or none, "
                 f"got {self.draft_max_model_len!r}"
             )
-        most, least = self.max_num_verify_tokens, self.num_speculative_tokens + 1
+        most, least = self.max_num_verify_tokens, (K or 1) + 1
         if most is not None and (not is_int(most) or most < least):
             raise ConfigError(
                 f"max_num_verify_tokens: expected an integer of at least {least} "
@@ -330,6 +330,11 @@ def check_verify_tokens(
     most = speculative.max_num_verify_tokens
     if most is None:
         return
+    if most <= speculative.max_drafts:  # where K was left open
+        raise ConfigError(
+            f"max_num_verify_tokens: expected at least {speculative.max_drafts + 1} "
+            f"(num_speculative_tokens + 1), got {most}"
+        )
     if most < max_num_seqs:
         raise ConfigError(
             f"max_num_verify_tokens: expected at least max_num_seqs {max_num_seqs}, "

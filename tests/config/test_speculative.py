@@ -88,3 +88,12 @@ def test_a_verify_pass_holds_a_token_of_each_request() -> None:
     assert str(error.value) == (
         "max_num_verify_tokens: expected at least max_num_seqs 17, a token of each request, got 16"
     )
+
+
+def test_a_verify_pass_holds_the_drafts_of_a_k_that_was_left_open() -> None:
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    most = SpeculativeConfig().max_drafts
+    with pytest.raises(ConfigError, match=f"expected at least {most + 1} .*, got {most}"):
+        check_verify_tokens(
+            SpeculativeConfig(max_num_verify_tokens=most), max_num_seqs=1, attention=attention
+        )
