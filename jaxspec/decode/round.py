@@ -54,10 +54,14 @@ def verify_and_commit(
         params["draft"].get("target_to_draft") if cfg.draft is not None else None,
         share,
     )
+    may_stop = cfg.draft is not None and drafts.drafter(cfg.draft).may_stop(cfg)
+    if state.acceptance is not None or may_stop:
+        verification = replace(verification, num_drafts=count_leading(proposal.draft_tokens >= 0))
     if state.acceptance is not None:
-        num_judged = count_leading(proposal.draft_tokens >= 0)
-        acceptance = adaptive.observe(state.acceptance, num_judged, verification.num_sampled)
-        verification = replace(verification, num_drafts=num_judged)
+        assert verification.num_drafts is not None
+        acceptance = adaptive.observe(
+            state.acceptance, verification.num_drafts, verification.num_sampled
+        )
         state = replace(state, acceptance=acceptance)
     draft = state.draft
     if cfg.draft is not None:

@@ -44,7 +44,7 @@ class Verification:
     prompt_logprobs: of the token after each row of a prefill's chunk; None where no request reads
                      them
     num_drafts:      int32 [batch], drafts that were judged, placeholders not counted; None unless
-                     their number adapts (RoundConfig.adaptive)
+                     their number adapts (RoundConfig.adaptive) or the drafter may stop
     overflowed:      bool [batch], whether the target's own logits hold NaN or infinity in the row
                      that a prefill samples from; None for a round
     """

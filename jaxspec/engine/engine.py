@@ -710,7 +710,7 @@ class Engine:
         now: float,
         num_judged: int | None,
     ) -> None:
-        """num_judged: the request's drafts in a round, where they adapt"""
+        """num_judged: the request's drafts in a round; None: all that it may have"""
         num_drafted = num_judged
         if num_drafted is None:
             num_drafted = self._num_drafts(request, result.num_drafts)

@@ -15,7 +15,8 @@ class SpecDecodeMetrics:
     """Acceptance counts of one request or of an engine.
 
     num_drafts: rounds that proposed, one per request and round
-    num_draft_tokens: their drafts, K each or what the request was allowed
+    num_draft_tokens: their drafts: K each, or fewer where a request may have fewer or a drafter
+        ends before K
     num_accepted_tokens: accepted drafts, without bonus and recovered tokens. A round in which a
         request ends counts in full, except for what a stop string cuts off.
     acceptance_histogram[j]: rounds that accepted exactly j drafts

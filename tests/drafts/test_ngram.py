@@ -1,6 +1,6 @@
 """Prompt lookup: the look-up equals plain Python, and rounds draft from the whole text.
 
-`expected_rounds` counts in plain Python how many drafts each round of a request accepts. The
+`expected_metrics` counts in plain Python what each round of a request proposes and accepts. The
 engine's counts have to equal it.
 """
 
@@ -22,6 +22,7 @@ from jaxspec.decode import state as decode_state
 from jaxspec.drafts import METHODS, MODEL_FREE
 from jaxspec.drafts.drafter import DraftContext, Observation
 from jaxspec.drafts.ngram import NgramConfig, look_up
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.loading.pretrained import check_speculative
 from jaxspec.sampling.state import SamplingState
 from tests.decode.test_distribution import (
@@ -142,17 +143,17 @@ def plain_texts() -> tuple[list[int], ...]:
     return tuple(o.token_ids for o in outputs)
 
 
-def expected_rounds(
+def expected_metrics(
     prompt: list[int],
     text: list[int],
     max_tokens: int,
     num_allowed: Callable[[int], int] = lambda _: K,
-) -> list[int]:
-    """Return the number of rounds that accept exactly 0 .. K drafts, by the strict rule.
+) -> SpecDecodeMetrics:
+    """Return what rounds propose and accept by the strict rule, 0 to K drafts each.
 
     num_allowed: the drafts that a round may have, by its number of cached tokens
     """
-    histogram, done = [0] * (K + 1), 1  # prefill samples the first
+    metrics, done = SpecDecodeMetrics(K), 1  # prefill samples the first
     while done < max_tokens:
         known = prompt + text[:done]
         allowed = max(0, min(K, num_allowed(len(known) - 1)))
@@ -160,9 +161,9 @@ def expected_rounds(
         accepted = 0
         while accepted < allowed and drafts[accepted] == text[done + accepted]:
             accepted += 1
-        histogram[accepted] += allowed > 0
+        metrics.observe(accepted, sum(token >= 0 for token in drafts))
         done += accepted + 1
-    return histogram
+    return metrics
 
 
 def check(outputs: list[RequestOutput], lengths: tuple[int, ...]) -> None:
@@ -170,7 +171,7 @@ def check(outputs: list[RequestOutput], lengths: tuple[int, ...]) -> None:
     assert len(outputs) == len(lengths)
     for output, prompt, text, n in zip(outputs, PROMPTS, plain_texts(), lengths, strict=False):
         assert output.token_ids == text[:n]
-        assert output.metrics.acceptance_histogram == expected_rounds(prompt, text, n)
+        assert output.metrics == expected_metrics(prompt, text, n)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +216,7 @@ def test_greedy_text_is_plain_decodings_under_every_rule(rule: str) -> None:
     for output, i in zip(outputs, greedy, strict=True):
         text = plain_texts()[i]
         assert output.token_ids == text[: LENGTHS[i]]
-        expected = expected_rounds(PROMPTS[i], text, LENGTHS[i])
-        assert output.metrics.acceptance_histogram == expected
+        assert output.metrics == expected_metrics(PROMPTS[i], text, LENGTHS[i])
 
 
 def test_a_preempted_request_and_one_with_a_shared_prefix_draft_as_alone() -> None:
@@ -317,8 +317,8 @@ def test_no_drafts_past_the_drafts_own_context(rounds: int) -> None:
     (output,) = llm.generate([prompt], SamplingParams(0.0, max_tokens=30))
     text = [i % 8 for i in range(20, 60)]
     assert output.token_ids == text[:30]
-    expected = expected_rounds(prompt, text, 30, lambda cached: longest + 1 - cached)
-    assert output.metrics.acceptance_histogram == expected and sum(expected) < 6
+    expected = expected_metrics(prompt, text, 30, lambda cached: longest + 1 - cached)
+    assert output.metrics == expected and expected.num_drafts < 6
 
 
 @pytest.mark.usefixtures("toy_families")
