@@ -125,11 +125,6 @@ class DFlashConfig:
         return False
 
     @property
-    def sliding_window(self) -> int | None:
-        """The window of all layers; None if one of them sees everything."""
-        return None if None in self.windows else max(w for w in self.windows if w is not None)
-
-    @property
     def most_drafts(self) -> int:
         """Tokens that a whole block drafts."""
         return self.draft_block_size - (0 if self.sample_from_anchor else 1)

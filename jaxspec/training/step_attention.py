@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import REFERENCE_OPS, AttentionConfig, ConfigError
+from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import linear
 from jaxspec.layers.rope import RopeTables, apply_rope
-from jaxspec.training.config import TrainableDraft
 
 _MASKED = -1e30
 
@@ -29,7 +29,7 @@ def shift_left(x: jax.Array, n: int) -> jax.Array:
     return jnp.pad(x[:, n:], ((0, 0), (0, n)))
 
 
-def require_full_attention(cfg: TrainableDraft) -> None:
+def require_full_attention(cfg: EagleConfig | Eagle3Config) -> None:
     """Refuse a window, which the dense attention below does not know."""
     if cfg.sliding_window is not None:
         raise ConfigError(

@@ -28,9 +28,10 @@ from jaxspec.parallel.layout import Placement
 from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
 from jaxspec.tools.benchmark.dimensions import HYBRID, LARGE, MODELS, QUANTIZED
-from jaxspec.tools.benchmark.floor import memory_needed, round_floor
+from jaxspec.tools.benchmark.floor import memory_needed, round_floor, seen_tokens
 from scripts import bench_kernels
 from tests.commands.conftest import runner
+from tests.drafts.test_block_configs import read
 from tests.support.devices import run_on_devices
 from tests.support.tiny import sampling_state
 
@@ -372,6 +373,14 @@ def test_quantised_weights_are_read_as_they_are_stored(form: str, bits: float) -
         for cfg in (plain, stored)
     ]
     assert needed[0] - needed[1] == pytest.approx(saved, rel=2e-3)
+
+
+def test_each_layer_of_a_draft_sees_as_far_as_its_own_window():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    draft = read(num_hidden_layers=3, layer_types=kinds, sliding_window=8)
+    groups = draft.cache_groups(64, 4096)
+    assert seen_tokens(groups, draft.group_of_layer, 400) == [8, 400, 8]
+    assert seen_tokens(groups, draft.group_of_layer, 5) == [5, 5, 5]
 
 
 def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import mul
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
 from jaxspec.cache.pool_sizes import layer_block_bytes
-from jaxspec.config import RoundConfig
+from jaxspec.config import CacheGroup, RoundConfig
 from jaxspec.drafts import LayeredConfig
 from jaxspec.drafts.families import layered
 from jaxspec.layers.moe import MoEConfig
@@ -94,15 +96,15 @@ def round_floor(
             draft_flops += int(
                 2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch
             )
-        window = draft.sliding_window or context
-        block = sum(layer_block_bytes(layered(on_device.draft), cfg.block_size, cache_dtype))
-        kv_draft = K * batch * min(window, context) * block // cfg.block_size
+        blocks = layer_block_bytes(layered(on_device.draft), cfg.block_size, cache_dtype)
+        seen = seen_tokens(cfg.draft_groups, draft.group_of_layer, context)
+        kv_draft = K * batch * sum(map(mul, seen, blocks)) // cfg.block_size
         draft_logits = batch * K * draft.draft_vocab_size // devices
     attended: Any = on_device.target.attention
-    tokens = seen_tokens(cfg, context)
+    tokens = seen_tokens(cfg.target_groups, cfg.target.group_of_layer, context)
     attention_flops = 4 * rows * sum(tokens) * attended.num_heads * attended.head_dim
     blocks = layer_block_bytes(on_device.target, cfg.block_size, cache_dtype)
-    kv_target = sum(seen * block for seen, block in zip(tokens, blocks, strict=True))
+    kv_target = sum(map(mul, tokens, blocks))
     read, used = always + itemsize * rows * target.hidden_size, float(weights)
     if experts:
         read += int(expert_bytes * share_hit(target.moe, rows))
@@ -121,13 +123,14 @@ def share_hit(moe: MoEConfig, rows: int) -> float:
     return 1 - (1 - moe.top_k / moe.num_experts) ** rows
 
 
-def seen_tokens(cfg: RoundConfig, context: int) -> list[int]:
-    """Return, for each layer of the target, the tokens of a request that its last row sees."""
-    groups = cfg.target_groups
-    return [
-        min(groups[i].window or groups[i].chunk or context, context)
-        for i in cfg.target.group_of_layer
-    ]
+def seen_tokens(
+    groups: Sequence[CacheGroup], group_of_layer: Sequence[int], context: int
+) -> list[int]:
+    """Return, for each layer, the tokens of a request that its last row sees.
+
+    groups, group_of_layer: of the target or of the draft
+    """
+    return [min(groups[i].window or groups[i].chunk or context, context) for i in group_of_layer]
 
 
 def memory_needed(
