@@ -105,9 +105,6 @@ def unsupported(
     """Return why the Mosaic kernel cannot run, None if it can. rows, dtype: of x."""
     if old := hopper.too_old():
         return old
-    if isinstance(gate_up, Codes) or isinstance(down, Codes):
-        got = f"{type(gate_up).__name__} and {type(down).__name__}"
-        return f"expected plain or MXFP4 experts, got {got}"
     from pallas_kernels.moe import mosaic_gpu
 
     return mosaic_gpu.unsupported(rows, top_k, gate_up, down, dtype)

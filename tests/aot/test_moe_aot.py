@@ -15,6 +15,7 @@ from jaxspec.layers.moe import BLOCKS_AT_ONCE, MoEConfig, experts, route
 from jaxspec.layers.params import Weight
 from pallas_kernels.moe.mxfp4 import BLOCK, COLUMNS, UNIT, Mxfp4Weight
 from pallas_kernels.moe.shapes import SHAPES as EXPERTS
+from pallas_kernels.moe.shapes import make_inputs
 from pallas_kernels.router.shapes import SHAPES as ROUTERS
 from tests.support import h200
 from tests.support.h200 import compile_for_h200, unavailable
@@ -117,6 +118,48 @@ def test_kernels_leave_the_weights_alone_and_launch_little(model: str, rows: int
         compiled.memory_analysis().temp_size_in_bytes
         < 2 * places * (2 * hidden + cfg.intermediate_size) + 1e6
     )
+
+
+# Rows in fp8, two products, sum; of more than 8 rows also the plan's, and the rows' gathers.
+LAUNCHES_OF_CODES = {("fp8-block", 4): 4, ("int4", 4): 3, ("fp8-block", 64): 12, ("int4", 64): 10}
+
+
+@pytest.mark.parametrize(("form", "rows"), LAUNCHES_OF_CODES)
+def test_kernels_read_codes_where_they_lie(form: str, rows: int) -> None:
+    """No spills, no copy of codes or scales, and no array of dequantised weights."""
+    from pallas_kernels.moe import mosaic_gpu
+
+    shape = EXPERTS[f"qwen3-30b-a3b {form} rows {rows}"]
+    inputs = jax.eval_shape(lambda: make_inputs(shape, 0))
+    with h200.ptxas_report() as report:
+        compiled = compile_for_h200(mosaic_gpu.experts, inputs, options=OPTIONS)
+        found = h200.stack_and_spills(report())
+    assert found == [(0, 0, 0)] * (3 if form == "fp8-block" else 2)
+    entry = compiled.as_text().split("ENTRY", 1)[1]
+    launches = re.findall(
+        r"= .*? (copy|fusion|transpose|custom-call|sort|dot|pad|slice|convert|gather|reduce)\(",
+        entry,
+    )
+    assert set(launches) <= {"custom-call", "fusion"}, entry
+    assert len(launches) <= LAUNCHES_OF_CODES[form, rows], launches
+    assert not re.search(rf"= \S*\[{shape.num_experts},\d+,\d+\S* (?!parameter)", entry)
+    places = 2 * rows * shape.top_k + 16 * shape.num_experts
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < 2 * places * (2 * shape.hidden + shape.size) + 1e6
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "int4"])
+def test_codes_of_many_rows_become_plain_a_few_blocks_at_a_time(form: str) -> None:
+    shape = EXPERTS[f"qwen3-30b-a3b {form} rows 4"]
+    hidden, cfg, _, _ = MODELS["qwen3-30b-a3b"]
+    weights = jax.eval_shape(lambda: make_inputs(shape, 0))
+    params = {"gate_up": weights.gate_up, "down": weights.down}
+    chosen = array(2048, cfg.top_k, dtype=jnp.int32), array(2048, cfg.top_k, dtype=jnp.float32)
+    multiply = lambda p, x, ids, w: experts(p, cfg, x, ids, w, Ops(moe="mosaic_gpu"))  # noqa: E731
+    compiled = compile_for_h200(multiply, params, array(2048, hidden), *chosen, options=OPTIONS)
+    expert = 2 * hidden * 2 * cfg.intermediate_size
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < 1.3 * MEMORY["qwen3-30b-a3b"][2048] * expert
 
 
 def test_packed_experts_of_many_rows_become_plain_a_few_blocks_at_a_time() -> None:
