@@ -1,9 +1,10 @@
-"""The dtype of a product whose operands differ, and casts to a narrower dtype."""
+"""The dtype of a product whose operands differ, and casts to a narrower dtype with a scale."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 
@@ -23,3 +24,11 @@ def narrowed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
         return x.astype(dtype)
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32), -largest, largest).astype(dtype)
+
+
+def rounded_division(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """Return x / divisor, correctly rounded.
+
+    XLA multiplies by the inverse where it sees a broadcast, so the bits would depend on the shape.
+    """
+    return x / lax.optimization_barrier(jnp.broadcast_to(divisor, x.shape))

@@ -12,6 +12,9 @@ from pallas_kernels import packing
 from pallas_kernels.attention.bounds import bounds_size
 from pallas_kernels.types import STATIC
 
+FP8 = jnp.float8_e4m3fn  # of cached keys and values that are not in bfloat16
+CACHE_DTYPES = (jnp.bfloat16, FP8)  # that the kernels read
+
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
@@ -128,6 +131,13 @@ class Inputs:
                 raise ValueError(f"{name}: expected {expected}, got {array.dtype} {array.shape}")
         if self.out_rows is not None and not (self.packed_heads and self.num_out_rows):
             raise ValueError("out_rows: expected it with packed_heads and num_out_rows, got none")
+        for name in ("k_scale", "v_scale"):
+            scale, heads_of = getattr(self, name), (1, heads.num_kv_heads)
+            if scale is not None and (
+                scale.ndim != 1 or scale.shape[0] not in heads_of or scale.dtype != jnp.float32
+            ):
+                expected = f"float32 (1,) or ({heads.num_kv_heads},)"
+                raise ValueError(f"{name}: expected {expected}, got {scale.dtype} {scale.shape}")
         size, bounds = bounds_size(heads.rows, heads.queries_per_kv), self.bounds
         if bounds is not None and (
             bounds.ndim != 3 or bounds.shape[::2] != (batch, size) or bounds.dtype != jnp.int32

@@ -10,6 +10,9 @@ Tiles are counted from a request's first token and folded in order, and a tile t
 see leaves its state unchanged to the bit. So a row's result depends neither on the rows beside it,
 nor on the batch, nor on the block table. A tile that every row sees whole is not masked, which
 changes no bit either.
+
+Keys and values in fp8 (e4m3) arrive in a ring of their own. The warpgroup that copies widens them
+to bfloat16, which is exact, while the others multiply.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.inputs import Inputs
-from pallas_kernels.attention.sizes import Sizes, sizes_of
+from pallas_kernels.attention.inputs import FP8, Inputs
+from pallas_kernels.attention.sizes import Sizes, of_head, sizes_of
 from pallas_kernels.mosaic import load
 from pallas_kernels.online_softmax import LOG2E, NEVER, State, await_inputs, normalise, where
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref
@@ -37,9 +40,13 @@ T = TypeVar("T")  # a ref, or its type
 Carry = tuple[jax.Array, ...]  # values, maximum, sum and the last tile's weights
 QUERIES = 64  # of a warpgroup: wgmma's left side
 HALF = 64  # keys that are cleared at once
+WIDENED = 64  # dimensions of 64 keys that are widened at once
+CODES_TILING = plgpu.TilingTransform((8, WIDENED)), plgpu.SwizzleTransform(WIDENED)
+CODES_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X  # four codes of a row, a word, lie in one thread
 # Number of computing warpgroups -> registers of their threads, and of the copying one's. A block
 # has 65,536, which is enough for one warpgroup as it is.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
+WIDENING_REGISTERS = {2: (208, 96), 3: (152, 56)}  # of a copying warpgroup that widens fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Tuning:
     """Static choices. Results of two values of `keys` or `overlap` differ by rounding.
 
     keys:       of a tile: 64 or 128
-    slots:      tiles of keys, and of values, in flight
+    slots:      tiles of keys, and of values, in flight; in fp8, three of each are bfloat16 as well
     warpgroups: most warpgroups that compute
     overlap:    a tile's softmax with the product of the tile before. The interpreter cannot: there
                 weights go through memory
@@ -105,6 +112,11 @@ class Plan(Sizes):
         return -(-self.heads * self.tile_rows // QUERIES)
 
     @property
+    def wide_slots(self) -> int:
+        """Tiles of keys, and of values, in bfloat16."""
+        return min(self.tuning.slots, 3) if self.is_fp8 else self.tuning.slots
+
+    @property
     def tiles(self) -> int:
         """Tiles of keys that the block table can hold."""
         return -(-self.pages * self.block_size // self.tuning.keys)
@@ -124,12 +136,25 @@ class Plan(Sizes):
         return found
 
 
+class Codes(NamedTuple, Generic[T]):
+    """Shared memory and barriers of keys and values in fp8.
+
+    k, v: rings of tiles. k_ready, v_ready: for each slot, its copies have arrived
+    """
+
+    k: T
+    v: T
+    k_ready: Barrier
+    v_ready: Barrier
+
+
 class Scratch(NamedTuple, Generic[T]):
     """Shared memory and barriers of a CTA.
 
     q: queries of each warpgroup, then its result. k, v: rings of tiles. q_ready: the queries have
-    arrived. k_full, v_full: for each slot, its copies have arrived. k_empty, v_empty: for each
-    slot, the warpgroups have read it. weights: of each warpgroup; without overlap.
+    arrived. k_full, v_full: for each slot, its copies have arrived, or it is widened. k_empty,
+    v_empty: for each slot, the warpgroups have read it. weights: of each warpgroup; without
+    overlap. codes: of a cache in fp8.
     """
 
     q: T
@@ -141,6 +166,7 @@ class Scratch(NamedTuple, Generic[T]):
     k_empty: Barrier
     v_empty: Barrier
     weights: T | None
+    codes: Codes[T] | None
 
 
 def paged_attention(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
@@ -156,7 +182,8 @@ def paged_attention(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Arra
             jnp.pad(x, ((0, 0), (0, padding)), mode="edge") for x in (positions, window_start)
         )
     bounds = _bounds(plan, positions, seq_lens, window_start)
-    out = _attend(plan)(q, inputs.k_cache, inputs.v_cache, inputs.block_table, bounds, inputs.sinks)
+    caches, rest = (inputs.k_cache, inputs.v_cache), (inputs.sinks, inputs.k_scale, inputs.v_scale)
+    out = _attend(plan)(q, *caches, inputs.block_table, bounds, *rest)
     return out[:, :rows] if padding else out
 
 
@@ -196,17 +223,30 @@ def _bounds(
     )
 
 
+def widen(codes: Ref, tile: Ref) -> None:
+    """Store a tile in fp8 as bfloat16."""
+    keys, head_dim = tile.shape
+    for key in range(0, keys, QUERIES):
+        # In parts, for a warpgroup of few registers.
+        for dim in range(0, head_dim, WIDENED):
+            part = (pl.ds(key, QUERIES), pl.ds(dim, WIDENED))
+            numbers = load(codes.at[part], CODES_LAYOUT).astype(jnp.float32)
+            tile[part] = numbers.astype(tile.dtype)
+
+
 def _attend(plan: Plan) -> Callable[..., jax.Array]:
     """Return the kernel: a CTA for each (request, row tile, some heads of a KV head).
 
-    Its operands are queries, k_cache, v_cache, block_table, bounds, and sinks or None.
+    Its operands are queries, k_cache, v_cache, block_table and bounds, then sinks, k_scale and
+    v_scale or None for each.
     """
     head_dim, heads, tile_rows = plan.head_dim, plan.heads, plan.tile_rows
     warpgroups = plan.warpgroups
-    keys, slots = plan.tuning.keys, plan.tuning.slots
+    keys, slots = plan.tuning.keys, plan.wide_slots
     head_tiles = plan.queries_per_kv // heads
     piece = min(keys, plan.block_size & -plan.block_size)  # keys of a copy: of one page and tile
     overlap = plan.tuning.overlap and not plan.interpreted
+    registers = WIDENING_REGISTERS if plan.is_fp8 else REGISTERS
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
     wide, square = (QUERIES, head_dim), (QUERIES, keys)  # of values, of scores
@@ -227,6 +267,8 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
         table_ref: Ref,
         bounds_ref: Ref,
         sinks_ref: Ref | None,
+        k_scale_ref: Ref | None,
+        v_scale_ref: Ref | None,
         out_ref: Ref,
         scratch: Scratch[Ref],
     ) -> None:
@@ -245,6 +287,9 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
             bounds_ref[request, row_tile, 2 * warpgroups * QUERIES + i] for i in range(5)
         )
         count = stop - start  # at least 1
+        score_scale = plan.scale * LOG2E
+        if k_scale_ref is not None:
+            score_scale = of_head(k_scale_ref, kv_head) * score_scale
 
         def in_memory(ref: Ref, head: int, row: int, num_rows: int) -> Ref:
             # A copy into swizzled memory must know the alignment.
@@ -292,6 +337,32 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
                         q_barrier,
                     )
 
+            def widen_tiles(codes: Codes[Ref]) -> None:
+                """Copy tiles in fp8, and widen each while later ones arrive."""
+                ahead = codes.k.shape[0]
+                both = (
+                    (k_ref, codes.k, codes.k_ready, k_smem, k_full, k_empty),
+                    (v_ref, codes.v, codes.v_ready, v_smem, v_full, v_empty),
+                )
+
+                def fetch_codes(i: Index) -> None:
+                    for source, target, ready, *_ in both:
+                        fetch(source, target, ready, lax.rem(i, ahead), places_of(start + i))
+
+                for i in range(ahead):
+                    pl.when(i < count)(lambda i=i: fetch_codes(jnp.int32(i)))
+
+                @pl.loop(0, count)
+                def _widen(i: jax.Array) -> None:
+                    slot, place = lax.rem(i, ahead), lax.rem(i, slots)
+                    for _, source, ready, target, full, empty in both:
+                        plgpu.barrier_wait(ready.at[slot])
+                        pl.when(i >= slots)(lambda empty=empty: plgpu.barrier_wait(empty.at[place]))
+                        widen(source.at[slot], target.at[place])
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(full.at[place])
+                    pl.when(i + ahead < count)(lambda: fetch_codes(i + ahead))
+
             def step(i: jax.Array, places: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 slot = lax.rem(i, slots)
                 # Looked up early: a load from device memory must not delay the next copy.
@@ -304,7 +375,10 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
                     fetch(source, target, full, slot, places)
                 return following
 
-            lax.fori_loop(0, count, step, places_of(start))
+            if scratch.codes is None:
+                lax.fori_loop(0, count, step, places_of(start))
+            else:
+                widen_tiles(scratch.codes)
             for slot in range(slots):  # the CTA must not end before the last arrivals
 
                 @pl.when(slot < count)
@@ -355,9 +429,9 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
                     scores = where(
                         (key >= to_scores(first)) & (key < to_scores(last)), scores, -jnp.inf
                     )
-                new = jnp.maximum(top, scores.max(axis=1) * (plan.scale * LOG2E))
+                new = jnp.maximum(top, scores.max(axis=1) * score_scale)
                 old = jnp.exp2(top - new)
-                weights = jnp.exp2(scores * (plan.scale * LOG2E) - to_scores(new))
+                weights = jnp.exp2(scores * score_scale - to_scores(new))
                 return new, total * old + weights.sum(axis=1), weights.astype(jnp.bfloat16), old
 
             def add_values(i: Index, values: jax.Array, weights: jax.Array) -> jax.Array:
@@ -442,7 +516,10 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
                 sink = splat((QUERIES,), 0.0, by_row)
                 for head in range(heads):
                     sink = where(query < head * tile_rows, sink, sinks_ref[first_head + head])
-            q_smem[warpgroup] = normalise(state, sink, to_values).astype(jnp.bfloat16)
+            mean = normalise(state, sink, to_values)
+            if v_scale_ref is not None:
+                mean = mean * of_head(v_scale_ref, kv_head)
+            q_smem[warpgroup] = mean.astype(jnp.bfloat16)
             plgpu.commit_smem()
             for w in range(warpgroups):
 
@@ -458,17 +535,22 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
 
         @pl.when(warpgroup == warpgroups)
         def _copy() -> None:
-            if warpgroups in REGISTERS:
-                plgpu.set_max_registers(REGISTERS[warpgroups][1], action="decrease")
+            if warpgroups in registers:
+                plgpu.set_max_registers(registers[warpgroups][1], action="decrease")
             copy_in()
 
         @pl.when(warpgroup < warpgroups)
         def _compute() -> None:
-            if warpgroups in REGISTERS:
-                plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
+            if warpgroups in registers:
+                plgpu.set_max_registers(registers[warpgroups][0], action="increase")
             write(fold())
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    arrivals, codes = keys // piece, None
+    if plan.is_fp8:
+        ring = plgpu.SMEM((plan.tuning.slots, keys, head_dim), FP8, transforms=CODES_TILING)
+        ready = plgpu.Barrier(num_barriers=plan.tuning.slots, num_arrivals=arrivals)
+        arrivals, codes = 1, Codes(ring, ring, ready, ready)
     copies = sum(len(plan.pieces(w)) for w in range(warpgroups))
     p = plgpu.SMEM((warpgroups, *square), jnp.bfloat16, transforms=tiling)
     scratch = Scratch(
@@ -476,11 +558,12 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
         k=plgpu.SMEM((slots, keys, head_dim), jnp.bfloat16, transforms=tiling),
         v=plgpu.SMEM((slots, keys, head_dim), jnp.bfloat16, transforms=tiling),
         q_ready=plgpu.Barrier(num_arrivals=copies),
-        k_full=plgpu.Barrier(num_barriers=slots, num_arrivals=keys // piece),
-        v_full=plgpu.Barrier(num_barriers=slots, num_arrivals=keys // piece),
+        k_full=plgpu.Barrier(num_barriers=slots, num_arrivals=arrivals),
+        v_full=plgpu.Barrier(num_barriers=slots, num_arrivals=arrivals),
         k_empty=plgpu.Barrier(num_barriers=slots, num_arrivals=warpgroups),
         v_empty=plgpu.Barrier(num_barriers=slots, num_arrivals=warpgroups),
         weights=None if overlap else p,
+        codes=codes,
     )
     return plgpu.kernel(
         body,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
+
 from pallas_kernels import hopper
-from pallas_kernels.attention.inputs import Inputs
+from pallas_kernels.attention.inputs import FP8, Inputs
+from pallas_kernels.types import Index, Ref
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +16,8 @@ class Sizes:
     """Sizes of the inputs; the kernels' plans add how the work is divided.
 
     rows: query rows of each request. pages: columns of the block table. has_sinks: see Inputs.
-    interpreted: whether the interpreter runs the kernel.
+    is_fp8: whether keys and values are cached in e4m3. interpreted: whether the interpreter runs
+    the kernel.
     """
 
     batch: int
@@ -25,6 +29,7 @@ class Sizes:
     pages: int
     scale: float
     has_sinks: bool
+    is_fp8: bool
     interpreted: bool
 
     @property
@@ -45,5 +50,11 @@ def sizes_of(inputs: Inputs) -> Sizes:
         pages=inputs.block_table.shape[1],
         scale=inputs.scale,
         has_sinks=inputs.sinks is not None,
+        is_fp8=heads.cache_dtype == FP8,
         interpreted=hopper.interpreting(),
     )
+
+
+def of_head(scales: Ref, kv_head: Index) -> jax.Array:
+    """Return a KV head's scale, in a kernel; scales: [num_kv_heads] or [1]."""
+    return scales[0 if scales.shape[0] == 1 else kv_head]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation, spread
 
 
@@ -62,11 +63,3 @@ def _scale(values: jax.Array) -> jax.Array:
     """Return the scale of values that share one along the last axis."""
     largest = jnp.max(jnp.abs(values), axis=-1)
     return jnp.where(largest == 0, 1.0, rounded_division(largest, jnp.float32(LARGEST)))
-
-
-def rounded_division(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Return x / divisor, correctly rounded.
-
-    XLA multiplies by the inverse where it sees a broadcast, so the bits would depend on the shape.
-    """
-    return x / lax.optimization_barrier(jnp.broadcast_to(divisor, x.shape))

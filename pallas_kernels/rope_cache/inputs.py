@@ -75,6 +75,15 @@ class Inputs:
             if array.shape != shape or array.dtype != dtype:
                 expected = f"{jnp.dtype(dtype).name} {shape}"
                 raise ValueError(f"{name}: expected {expected}, got {array.dtype} {array.shape}")
+        for name in ("k_scale", "v_scale"):
+            scale, heads_of = getattr(self, name), (1, num_kv_heads)
+            if scale is not None and (
+                scale.ndim != 1 or scale.shape[0] not in heads_of or scale.dtype != jnp.float32
+            ):
+                expected = f"float32 (1,) or ({num_kv_heads},)"
+                raise ValueError(f"{name}: expected {expected}, got {scale.dtype} {scale.shape}")
+        if (self.k_scale is None) != (self.v_scale is None):
+            raise ValueError("k_scale and v_scale: expected both or neither")
         if (self.q_norm is None) != (self.k_norm is None):
             raise ValueError("q_norm and k_norm: expected both or neither")
         if self.pack is not None and not self.num_heads:

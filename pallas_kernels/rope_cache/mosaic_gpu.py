@@ -2,7 +2,8 @@
 
 A block takes one row, whose heads (queries, keys and values) are one tile in shared memory. Queries
 and keys are normed (if the model does) and rotated there. Copies then take the queries to the
-output, and keys and values to their slot of the paged cache.
+output, and keys and values to their slot of the paged cache. A cache in fp8 takes them from a
+second tile, of the same heads over their scales in e4m3.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.dtypes import rounded_division
+from pallas_kernels.hopper import interpreting
 from pallas_kernels.mosaic import load
 from pallas_kernels.packing import packed_size
 from pallas_kernels.rope_cache.inputs import Inputs
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from pallas_kernels.mosaic import Layout
 
 HEAD_DIMS = (64, 128)
+FP8 = jnp.float8_e4m3fn
+LARGEST = float(jnp.finfo(FP8).max)
 MAX_HEADS = 128
 
 
@@ -35,8 +40,9 @@ def unsupported(
     """Return why this kernel cannot run, None if it can."""
     if dtype != jnp.bfloat16:
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
-    if cache_dtype != jnp.bfloat16:
-        return f"expected caches of bfloat16, got {jnp.dtype(cache_dtype).name}"
+    if cache_dtype not in (jnp.bfloat16, FP8):
+        got = jnp.dtype(cache_dtype).name
+        return f"expected caches of bfloat16 or float8_e4m3fn, got {got}"
     if head_dim not in HEAD_DIMS:
         return f"expected a head_dim of {HEAD_DIMS}, got {head_dim}"
     if num_heads + 2 * num_kv_heads > MAX_HEADS:
@@ -69,6 +75,8 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
     num_rotated, total, half = num_heads + num_kv_heads, num_heads + 2 * num_kv_heads, head_dim // 2
     padded, queries_per_kv = -(-total // 64) * 64, num_heads // num_kv_heads
     num_slots = num_blocks * block_size
+    is_fp8 = inputs.k_cache.dtype == FP8
+    interpreted = interpreting()
     layout = _row_by_row(half)
 
     def body(
@@ -79,11 +87,14 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         place_gmem: Ref | None,
         q_norm_gmem: Ref | None,
         k_norm_gmem: Ref | None,
+        k_scale_gmem: Ref | None,
+        v_scale_gmem: Ref | None,
         k_gmem: Ref,
         v_gmem: Ref,
         *rest: Any,
     ) -> None:
-        *queries, smem, barrier = rest  # one output, or none without query heads
+        # One output, or none without query heads.
+        *queries, smem, codes, barrier = rest
         row = lax.axis_index("row")
         if pdl:
             plgpu.griddepcontrol_launch_dependents()
@@ -98,6 +109,26 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
             vector = load(ref.at[pl.ds(start, half)], layout.reduce(0), optimized=False)
             return plgpu.layout_cast(lax.broadcast_in_dim(vector, (padded, half), (1,)), layout)
 
+        def by_row(column: jax.Array) -> jax.Array:
+            return plgpu.layout_cast(lax.broadcast_in_dim(column, (padded, half), (0,)), layout)
+
+        def divisors(k_scale: Ref, v_scale: Ref) -> jax.Array:
+            # [padded], the scale of each head; of queries, that of the last values
+            head = plgpu.broadcasted_iota(jnp.int32, (padded,), 0, layout=layout.reduce(1))
+            many = k_scale.shape[0] > 1
+            scales = [
+                scale[i if many else 0]
+                for scale in (k_scale, v_scale)
+                for i in range(num_kv_heads if many else 1)
+            ]
+            width = 1 if many else num_kv_heads
+            found = jnp.full((padded,), scales[-1])
+            for i, scale in enumerate(scales[:-1]):
+                start = num_heads + i * width
+                here = (head >= start) & (head < start + width)
+                found = jnp.where(here, jnp.full((padded,), scale), found)
+            return found
+
         # Loaded while the row's copy is in flight.
         cosine, sine = across(cos_gmem.at[row]), across(sin_gmem.at[row])
         plgpu.barrier_wait(barrier)
@@ -107,7 +138,7 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         head = plgpu.broadcasted_iota(jnp.int32, (padded, half), 0, layout=layout)
         if q_norm_gmem is not None and k_norm_gmem is not None:
             scale = lax.rsqrt((first * first + second * second).sum(axis=1) / head_dim + eps)
-            scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, (padded, half), (0,)), layout)
+            scale = by_row(scale)
 
             def norm(part: jax.Array, start: int) -> jax.Array:
                 gain = jnp.where(
@@ -117,12 +148,22 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
 
             first, second = norm(first, 0), norm(second, half)
         rotates = head < num_rotated
-        smem[:, pl.ds(0, half)] = jnp.where(
-            rotates, (first * cosine - second * sine).astype(qkv.dtype), raw_first
-        )
-        smem[:, pl.ds(half, half)] = jnp.where(
-            rotates, (second * cosine + first * sine).astype(qkv.dtype), raw_second
-        )
+        divisor = None
+        if k_scale_gmem is not None and v_scale_gmem is not None:
+            divisor = by_row(divisors(k_scale_gmem, v_scale_gmem))
+
+        def store(start: int, rotated: jax.Array, raw: jax.Array) -> None:
+            values = jnp.where(rotates, rotated.astype(qkv.dtype), raw)
+            smem[:, pl.ds(start, half)] = values
+            if codes is not None:
+                values = values.astype(jnp.float32)
+                if divisor is not None:
+                    values = rounded_division(values, divisor) if interpreted else values / divisor
+                values = jnp.clip(values, -LARGEST, LARGEST)
+                codes[:, pl.ds(start, half)] = values.astype(codes.dtype)
+
+        store(0, first * cosine - second * sine, raw_first)
+        store(half, second * cosine + first * sine, raw_second)
         plgpu.commit_smem()
         for q_gmem in queries:
             if pack is None:
@@ -139,11 +180,12 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         @pl.when((slot >= 0) & (slot < num_slots))
         def _write() -> None:
             block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
+            stored = smem if codes is None else codes
             plgpu.copy_smem_to_gmem(
-                smem.at[pl.ds(num_heads, num_kv_heads)], k_gmem.at[block, offset]
+                stored.at[pl.ds(num_heads, num_kv_heads)], k_gmem.at[block, offset]
             )
             plgpu.copy_smem_to_gmem(
-                smem.at[pl.ds(num_rotated, num_kv_heads)], v_gmem.at[block, offset]
+                stored.at[pl.ds(num_rotated, num_kv_heads)], v_gmem.at[block, offset]
             )
 
         plgpu.wait_smem_to_gmem(0)
@@ -160,7 +202,11 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         grid=(rows,),
         grid_names=("row",),
         kernel_name=f"rope_and_write_{num_heads}_{num_kv_heads}_{head_dim}",
-        scratch_types=[plgpu.SMEM((padded, head_dim), qkv.dtype), plgpu.Barrier()],
+        scratch_types=[
+            plgpu.SMEM((padded, head_dim), qkv.dtype),
+            plgpu.SMEM((padded, head_dim), FP8) if is_fp8 else None,
+            plgpu.Barrier(),
+        ],
         # Warpgroup semantics would swizzle the tile. Copies of fewer than 8 of a swizzled tile's
         # rows come out wrong (seen on an H200).
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -175,6 +221,8 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         inputs.places,
         inputs.q_norm,
         inputs.k_norm,
+        inputs.k_scale if is_fp8 else None,
+        inputs.v_scale if is_fp8 else None,
         k_ref,
         v_ref,
     )

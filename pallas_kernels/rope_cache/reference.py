@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import packing
-from pallas_kernels.dtypes import narrowed, wider
+from pallas_kernels.dtypes import narrowed, rounded_division, wider
 from pallas_kernels.rms_norm.reference import rms_norm
 from pallas_kernels.rope_cache.inputs import Inputs
 
@@ -41,7 +41,9 @@ def rope_and_write(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _divided(rows: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Return rows [rows, heads, head_dim] over the scale of each head, in float32."""
-    return rows if scale is None else rows.astype(jnp.float32) / scale[:, None]
+    if scale is None:
+        return rows
+    return rounded_division(rows.astype(jnp.float32), scale[:, None])
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -37,10 +37,11 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """What make_inputs makes, without the arrays: a cache of real size does not fit here."""
     cache = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    cache_dtype = jnp.float8_e4m3fn if shape.fp8 else jnp.bfloat16
     struct = {
         "q": ((shape.batch, shape.rows, shape.num_heads, shape.head_dim), jnp.bfloat16),
-        "k_cache": (cache, jnp.bfloat16),
-        "v_cache": (cache, jnp.bfloat16),
+        "k_cache": (cache, cache_dtype),
+        "v_cache": (cache, cache_dtype),
         "block_table": ((shape.batch, shape.table_pages), jnp.int32),
         "positions": ((shape.batch, shape.rows), jnp.int32),
         "seq_lens": ((shape.batch,), jnp.int32),
@@ -48,6 +49,8 @@ def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     }
     if shape.sinks:
         struct["sinks"] = ((shape.num_heads,), jnp.float32)
+    if shape.fp8:
+        struct |= {name: ((shape.num_kv_heads,), jnp.float32) for name in ("k_scale", "v_scale")}
     return {name: jax.ShapeDtypeStruct(*x) for name, x in struct.items()}
 
 
@@ -73,7 +76,8 @@ def test_compiles_without_spills_or_copies_of_the_cache(
     arrays: dict[str, Any] = abstract(shape)
     inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, window=shape.window)
     hlo = compile_without_spills(inputs, capfd)
-    cache = re.escape(f"bf16[{','.join(map(str, inputs.k_cache.shape))}]")
+    element = "f8e4m3fn" if shape.fp8 else "bf16"
+    cache = re.escape(f"{element}[{','.join(map(str, inputs.k_cache.shape))}]")
     assert not re.findall(rf"= {cache}\S* (?:copy|fusion|transpose)\(.*", hlo)
     if (
         shape.rows == 48
@@ -81,17 +85,24 @@ def test_compiles_without_spills_or_copies_of_the_cache(
         assert not re.findall(r"= bf16\S* (?:copy|fusion|transpose)\(.*", hlo)
 
 
+SIZES = [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)]
+
+
 @pytest.mark.parametrize(
-    ("batch", "context"), [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)]
+    ("rows", "batch", "context", "fp8"),
+    [
+        *((rows, *size, False) for rows in (1, 3, 4, 8) for size in SIZES),
+        *((rows, *size, True) for rows, size in zip((4, 8, 6, 1, 3, 8), SIZES, strict=True)),
+        (6, 1, 4096, True),
+    ],
 )
-@pytest.mark.parametrize("rows", [1, 3, 4, 8])
 def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
-    rows: int, batch: int, context: int, capfd: pytest.CaptureFixture[str]
+    rows: int, batch: int, context: int, fp8: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Every size of a cluster, 8 to 32 columns, one and two tiles in flight, one and two KV heads a
     CTA."""
     shape = dataclasses.replace(
-        SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, context), rows=rows
+        SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, context), rows=rows, fp8=fp8
     )
     packed = (batch, 8, packed_size(4 * rows), 128)
     arrays: dict[str, Any] = abstract(shape)

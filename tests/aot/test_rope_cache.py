@@ -25,7 +25,8 @@ BLOCKS = 200
 
 def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     half, heads = shape.head_dim // 2, shape.num_heads + 2 * shape.num_kv_heads
-    cache = ((BLOCKS, shape.block_size, shape.num_kv_heads, shape.head_dim), jnp.bfloat16)
+    cache_dtype = jnp.float8_e4m3fn if shape.fp8 else jnp.bfloat16
+    cache = ((BLOCKS, shape.block_size, shape.num_kv_heads, shape.head_dim), cache_dtype)
     table = ((shape.total_rows, half), jnp.float32)
     struct = {
         "qkv": ((shape.total_rows, heads * shape.head_dim), jnp.bfloat16),
@@ -35,6 +36,8 @@ def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     struct |= {"slot_mapping": ((shape.total_rows,), jnp.int32), "k_cache": cache, "v_cache": cache}
     if shape.qk_norm:
         struct |= {name: ((shape.head_dim,), jnp.bfloat16) for name in ("q_norm", "k_norm")}
+    if shape.fp8:
+        struct |= {name: ((shape.num_kv_heads,), jnp.float32) for name in ("k_scale", "v_scale")}
     return {name: jax.ShapeDtypeStruct(*x) for name, x in struct.items()}
 
 
@@ -79,6 +82,7 @@ def test_compiles_without_spills_or_copies_of_the_cache(
     assert len(spills) == 1 + shape.packed, spills
     assert all(int(n) == 0 for kernel in spills for n in kernel), spills
     moved = re.findall(
-        r"= bf16\S* (?:copy|fusion|transpose|pad|concatenate)\(.*", compiled.as_text()
+        r"= (?:bf16|f8e4m3fn)\S* (?:copy|fusion|transpose|pad|concatenate)\(.*",
+        compiled.as_text(),
     )
     assert not moved

@@ -23,6 +23,10 @@ def ground_truth(shape: Shape, inputs: Inputs) -> np.ndarray:
     """float64 [batch, rows, num_heads, head_dim], one request and row at a time from the op's
     docstring; NaN for rows that are not live."""
     q, k, v = (np.asarray(a).astype(np.float64) for a in (inputs.q, inputs.k_cache, inputs.v_cache))
+    k, v = (
+        x if scale is None else x * np.asarray(scale, np.float64)[:, None]
+        for x, scale in ((k, inputs.k_scale), (v, inputs.v_scale))
+    )
     table, starts, positions = (
         np.asarray(inputs.block_table),
         shape.window_start(),

@@ -92,6 +92,22 @@ SMALL = {
     "prefill, group of 1, blocks of 128": Shape(
         (250,), rows=200, num_heads=1, num_kv_heads=1, head_dim=64, block_size=128
     ),
+    "fp8, verify, group of 4": Shape(
+        (130, 0, 63), rows=2, num_heads=8, num_kv_heads=2, head_dim=128, fp8=True
+    ),
+    "fp8, window and sinks": Shape(
+        (200, 40), rows=3, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True, fp8=True
+    ),
+    "fp8, prefill, group of 5, sinks, blocks of 16": Shape(
+        (120, 0),
+        rows=33,
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=128,
+        block_size=16,
+        sinks=True,
+        fp8=True,
+    ),
 }
 PREFILL = [
     name
@@ -162,7 +178,8 @@ def near_ties(shape: Shape, seed: int) -> Inputs:
     """Inputs whose every output is a tie between two bfloat16 neighbours but for float32 rounding,
     so that another order of sums shows.
 
-    Weights are powers of two, equal for two keys side by side, whose values are neighbours.
+    Weights are powers of two, equal for two keys side by side, whose values are neighbours. In fp8,
+    whose neighbours are too far apart, the mean of two values is half way between two bfloat16s.
     """
     inputs = make_inputs(shape, seed)
     rng = np.random.default_rng(seed)
@@ -176,7 +193,13 @@ def near_ties(shape: Shape, seed: int) -> Inputs:
         k[(*slots, slice(None), 0)] = np.repeat(-rng.integers(0, 16, (length + 1) // 2), 2)[
             :length, None
         ]
-        v[slots] = low + (token % 2 * 2.0**-7).astype(v.dtype)[:, None, None]
+        odd = (token % 2 == 1)[:, None, None]
+        if shape.fp8:
+            v[slots] = np.where(odd, np.array(9 * 2.0**-8, v.dtype), low)
+        else:
+            v[slots] = low + (odd * 2.0**-7).astype(v.dtype)
+    ones = jnp.ones(shape.num_kv_heads) if shape.fp8 else None
+    inputs = dataclasses.replace(inputs, k_scale=ones, v_scale=ones)
     arrays = {name: jnp.asarray(x) for name, x in (("q", q), ("k_cache", k), ("v_cache", v))}
     return dataclasses.replace(inputs, **arrays, scale=math.log(2))
 
@@ -223,6 +246,19 @@ def test_bits_do_not_depend_on_batch_table_rows_or_ctas(monkeypatch: pytest.Monk
     for module in (plan, tile_order):
         monkeypatch.setattr(module, "CLASSES", 2)
     assert (kernel(inputs, cluster=1) != expected).any(), "expected another order of sums to show"
+
+
+@needs_mosaic
+@pytest.mark.slow  # the order of tiles and of sums is that of bfloat16
+def test_bits_over_fp8_do_not_depend_on_batch_rows_or_ctas() -> None:
+    shape = Shape((330, 100), rows=2, num_heads=2, num_kv_heads=1, head_dim=64, fp8=True)
+    inputs = near_ties(shape, seed=1)
+    expected = kernel(inputs, cluster=1)
+    np.testing.assert_array_equal(kernel(inputs, cluster=4), expected, err_msg="4 CTAs")
+    alone = rows_of(requests_of(inputs, slice(1, None)), 1, 2)
+    np.testing.assert_array_equal(kernel(alone, slots=2), expected[1:, 1:], err_msg="one row alone")
+    reordered = dataclasses.replace(inputs, seq_lens=inputs.seq_lens - 1)
+    assert (kernel(reordered, cluster=1) != expected).any(), "expected fewer keys to show"
 
 
 def rows_of(inputs: Inputs, first: int, past: int) -> Inputs:
@@ -369,6 +405,7 @@ def plan_of(batch: int, num_kv_heads: int, pages: int) -> Any:
         scale=1.0,
         tuning=mosaic_gpu.Tuning(),
         has_sinks=False,
+        is_fp8=False,
         interpreted=True,
     )
 
@@ -443,8 +480,13 @@ FITS = {
         ({"num_heads": 256}, "num_heads / num_kv_heads: expected at most 32, got 128"),
         (
             {"q_dtype": jnp.dtype("float32")},
-            "dtypes of q and the caches: expected bfloat16, got float32 and",
+            "dtypes of q and the caches: expected bfloat16, and it or float8_e4m3fn, got float32",
         ),
+        (
+            {"cache_dtype": jnp.dtype("float32")},
+            "dtypes of q and the caches: expected bfloat16, and it or float8_e4m3fn, got ",
+        ),
+        ({"cache_dtype": jnp.dtype("float8_e4m3fn")}, None),
         ({}, None),
     ],
 )
@@ -473,6 +515,8 @@ def test_the_kernel_refuses_a_cpu_and_an_old_jax() -> None:
         ({"sinks": jnp.zeros(5)}, "sinks: expected float32 (6,), got float32 (5,)"),
         ({"window": 0}, "window: expected at least 1 key or None, got 0"),
         ({"packed_heads": 6}, "q: expected (3, 2, 16, 64), got (3, 4, 6, 64)"),
+        ({"k_scale": jnp.ones(3)}, "k_scale: expected float32 (1,) or (2,), got float32 (3,)"),
+        ({"v_scale": jnp.ones(2, int)}, "v_scale: expected float32 (1,) or (2,), got int32 (2,)"),
     ],
 )
 def test_what_does_not_fit_is_an_error(change: dict[str, Any], reason: str) -> None:
@@ -489,6 +533,11 @@ def test_bytes_moved_counts_each_key_once() -> None:
         bytes_moved(dataclasses.replace(shape, window=3))
         == (2 * 4 * 2 * 64 + 2 * 2 * 2 * 4 * 64) * 2
     )
+
+
+def test_bytes_moved_counts_a_byte_for_a_key_in_fp8() -> None:
+    shape = Shape((10, 0), rows=2, num_heads=4, num_kv_heads=2, head_dim=64, fp8=True)
+    assert bytes_moved(shape) == 2 * 10 * 2 * 64 + 2 * 2 * 2 * 4 * 64 * 2
 
 
 def test_tiles_of_a_chunk_share_their_blocks_and_see_what_is_before_them() -> None:

@@ -13,6 +13,8 @@ from pallas_kernels import attention, rope_cache
 from pallas_kernels.attention import shapes as attention_shapes
 from pallas_kernels.dtypes import narrowed
 from pallas_kernels.rope_cache import shapes as rope_cache_shapes
+from tests.kernels.interpreter import interpreted
+from tests.kernels.test_attention import needs_mosaic
 from tests.kernels.test_dtypes import ATTENTION, ROPE
 
 FP8 = jnp.float8_e4m3fn
@@ -25,6 +27,24 @@ def test_what_is_too_large_becomes_the_largest_number() -> None:
     np.testing.assert_array_equal(stored[:4], [448, -448, 448, 448])
     np.testing.assert_allclose(stored[4:], [0.3, 0], rtol=1 / 16)
     assert narrowed(values, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@needs_mosaic
+@pytest.mark.parametrize("kind", SCALES)
+def test_the_kernel_stores_the_reference_codes(kind: str) -> None:
+    shape = replace(ROPE, batch=1, head_dim=64, dtype="bfloat16", packed=True, fp8=True)
+    inputs = rope_cache_shapes.make_inputs(shape, seed=0)
+    scale = jnp.asarray(SCALES[kind] / 40)  # the largest rows saturate
+    inputs = replace(inputs, k_scale=scale, v_scale=2 * scale)
+    expected = rope_cache.rope_and_write(inputs)
+    assert np.abs(np.asarray(expected[1]).astype(np.float32)).max() == 448
+    from pallas_kernels.rope_cache import mosaic_gpu
+
+    with interpreted():
+        got = mosaic_gpu.rope_and_write(inputs, pdl=False)
+    for mine, theirs in zip(got[1:], expected[1:], strict=True):
+        codes, others = (np.asarray(x).astype(np.float32) for x in (mine, theirs))
+        np.testing.assert_array_equal(codes, others)
 
 
 @pytest.mark.parametrize("kind", SCALES)

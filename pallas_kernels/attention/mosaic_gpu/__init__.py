@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper, paging
 from pallas_kernels.attention.bounds import KEYS, NARROW, key_bounds
-from pallas_kernels.attention.inputs import Heads, Inputs
+from pallas_kernels.attention.inputs import CACHE_DTYPES, Heads, Inputs
 from pallas_kernels.attention.mosaic_gpu.kernel import attend
 from pallas_kernels.attention.mosaic_gpu.plan import Plan, Tuning
 from pallas_kernels.packing import pack
@@ -40,9 +40,9 @@ def unsupported(heads: Heads) -> str | None:
         return f"num_heads / num_kv_heads: expected at most {NARROW}, got {heads.queries_per_kv}"
     if reason := paging.unsupported(heads.block_size, KEYS):
         return reason
-    if heads.q_dtype != jnp.bfloat16 or heads.cache_dtype != jnp.bfloat16:
-        got = f"{heads.q_dtype} and {heads.cache_dtype}"
-        return f"dtypes of q and the caches: expected bfloat16, got {got}"
+    if heads.q_dtype != jnp.bfloat16 or heads.cache_dtype not in CACHE_DTYPES:
+        got = f"{jnp.dtype(heads.q_dtype).name} and {jnp.dtype(heads.cache_dtype).name}"
+        return f"dtypes of q and the caches: expected bfloat16, and it or float8_e4m3fn, got {got}"
     return None
 
 
@@ -66,6 +66,7 @@ def paged_attention(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Arra
             queries_per_kv=plan.queries_per_kv,
             max_keys=plan.pages * plan.block_size,
         )
+    scales = inputs.k_scale, inputs.v_scale
     out, *_ = attend(plan)(
         packed,
         inputs.k_cache,
@@ -74,6 +75,7 @@ def paged_attention(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Arra
         bounds,
         inputs.sinks,
         inputs.out_rows,
+        *scales,
     )
     return out
 

@@ -17,6 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import paging
 from pallas_kernels.attention.bounds import KEYS
 from pallas_kernels.attention.mosaic_gpu import cluster_fold
+from pallas_kernels.attention.mosaic_gpu.fp8_tiles import (
+    QUERY_SCALE,
+    Wide,
+    convert_queries,
+    wide_tiles,
+    widen_keys,
+    widen_values,
+)
+from pallas_kernels.attention.mosaic_gpu.fp8_tiles import ring as fp8_ring
 from pallas_kernels.attention.mosaic_gpu.plan import Plan
 from pallas_kernels.attention.mosaic_gpu.softmax_state import (
     BY_COLUMN,
@@ -27,6 +36,7 @@ from pallas_kernels.attention.mosaic_gpu.softmax_state import (
     spread,
 )
 from pallas_kernels.attention.mosaic_gpu.tile_order import TileOrder
+from pallas_kernels.attention.sizes import of_head
 from pallas_kernels.mosaic import load
 from pallas_kernels.online_softmax import LOG2E, State, await_inputs, normalise, where
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref
@@ -40,7 +50,7 @@ class Scratch(NamedTuple, Generic[T]):
 
     q: queries of its KV heads. k, v: rings of tiles. weights: of a tile. out: a head's result.
     q_ready: the queries have arrived. k_ready, v_ready: for each slot, its copies have arrived.
-    received: of cluster_fold.scratch.
+    received: of cluster_fold.scratch. wide: of tiles in fp8.
     """
 
     q: T
@@ -52,13 +62,14 @@ class Scratch(NamedTuple, Generic[T]):
     k_ready: Barrier
     v_ready: Barrier
     received: list[Barrier]
+    wide: Wide[T] | None
 
 
 def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
     """Return the kernel: a cluster for each (request, row tile, KV head), or a CTA for a few heads.
 
-    Its operands are packed queries, k_cache, v_cache, block_table, bounds, sinks or None, and
-    out_rows or None.
+    Its operands are packed queries, k_cache, v_cache, block_table and bounds, then sinks, out_rows,
+    k_scale and v_scale or None for each.
     """
     head_dim, group = plan.head_dim, plan.queries_per_kv
     columns, slots = plan.columns, plan.slots
@@ -75,11 +86,14 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         bounds_ref: Ref,
         sinks_ref: Ref | None,
         rows_ref: Ref | None,
+        k_scale_ref: Ref | None,
+        v_scale_ref: Ref | None,
         out_ref: Ref,
         shares: list[Ref],
         scratch: Scratch[Ref],
     ) -> None:
         q_smem, k_smem, v_smem, p_smem, out_smem = scratch[:5]
+        wide = scratch.wide
         q_barrier, k_barriers, v_barriers = scratch.q_ready, scratch.k_ready, scratch.v_ready
         await_inputs(plan.interpreted)
         request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
@@ -141,8 +155,27 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             bounds_ref.at[request, row_tile, pl.ds(columns, columns)], BY_COLUMN, optimized=False
         )
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
+        if wide is not None:
+            convert_queries(q_smem, wide.q)
 
-        def step(head: Index, tile: jax.Array, carry: Carry) -> Carry:
+        def clear_unwritten(slot: Index, tile: jax.Array) -> None:
+            # Unwritten cache slots may hold NaN, and 0 * NaN is NaN.
+            row = (
+                plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=MATRIX) + tile * KEYS
+            )
+            v = load(v_smem.at[slot], MATRIX)
+            v_smem[slot] = where(row < num_keys, v, 0.0)
+
+        def score_scale_of(head: Index) -> jax.Array | float:
+            """Return the factor of a KV head's scores, in powers of two."""
+            factor = plan.scale * LOG2E * (1.0 if wide is None else 1.0 / QUERY_SCALE)
+            if k_scale_ref is None:
+                return factor
+            return of_head(k_scale_ref, first_head + head) * factor
+
+        def step(
+            head: Index, score_scale: jax.Array | float, tile: jax.Array, carry: Carry
+        ) -> Carry:
             """Fold a tile into (values, maximum, sum by key), and fetch the one after the ring."""
             values, top, total, count, coming_number, coming, *blocks = carry
             slot = lax.rem(count, slots)
@@ -152,14 +185,28 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             after_blocks = pages_of(after)
             plgpu.barrier_wait(k_barriers.at[slot])
 
+            def fetch_keys() -> None:
+                fetch(k_ref, k_smem, k_barriers, slot, coming_number, coming, blocks)
+
+            def fetch_values() -> None:
+                fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks)
+
             def scores_of(acc: Accumulator) -> jax.Array:
-                plgpu.wgmma(acc, k_smem.at[slot], q_smem.at[head].transpose((1, 0)))
+                if wide is None:
+                    plgpu.wgmma(acc, k_smem.at[slot], q_smem.at[head].transpose((1, 0)))
+                    return acc[...]
+                keys = widen_keys(k_smem.at[slot], wide)
+                plgpu.wgmma(acc, keys, wide.q.at[head].transpose((1, 0)))
+                pl.when(coming < stop)(fetch_keys)
+                # While the keys are multiplied.
+                plgpu.barrier_wait(v_barriers.at[slot])
+                widen_values(v_smem.at[slot], wide, num_keys - tile * KEYS)
+                pl.when(coming < stop)(fetch_values)
                 return acc[...]
 
-            scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * (plan.scale * LOG2E)
-            pl.when(coming < stop)(
-                lambda: fetch(k_ref, k_smem, k_barriers, slot, coming_number, coming, blocks)
-            )
+            scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * score_scale
+            if wide is None:
+                pl.when(coming < stop)(fetch_keys)
 
             key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=MATRIX) + tile * KEYS
             scores = where(
@@ -168,30 +215,21 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             new = jnp.maximum(top, scores.max(axis=0))
             old = jnp.exp2(top - new)
             weights = jnp.exp2(scores - spread(new, square))
-            p_smem.transpose((1, 0))[...] = weights.astype(jnp.bfloat16)
-
-            plgpu.barrier_wait(v_barriers.at[slot])
-
-            @pl.when((tile + 1) * KEYS > num_keys)
-            def _clear_unwritten() -> None:
-                # Unwritten cache slots may hold NaN, and 0 * NaN is NaN.
-                row = (
-                    plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=MATRIX)
-                    + tile * KEYS
-                )
-                v = load(v_smem.at[slot], MATRIX)
-                v_smem[slot] = where(row < num_keys, v, 0.0)
+            p_smem.transpose((1, 0))[...] = weights.astype(p_smem.dtype)
+            if wide is None:
+                plgpu.barrier_wait(v_barriers.at[slot])
+                pl.when((tile + 1) * KEYS > num_keys)(lambda: clear_unwritten(slot, tile))
 
             plgpu.commit_smem()
 
             def values_of(acc: Accumulator) -> jax.Array:
-                plgpu.wgmma(acc, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
+                v = v_smem.at[slot] if wide is None else wide.v
+                plgpu.wgmma(acc, v.transpose((1, 0)), p_smem.transpose((1, 0)))
                 return acc[...]
 
             added = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
-            pl.when(coming < stop)(
-                lambda: fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks)
-            )
+            if wide is None:
+                pl.when(coming < stop)(fetch_values)
             return (
                 values * spread(old, tall) + added,
                 new,
@@ -203,7 +241,9 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 *after_blocks,
             )
 
-        def fold(head: Index, size: int, base: Index, order: Carry) -> tuple[State, Carry]:
+        def fold(
+            head: Index, score_scale: jax.Array | float, size: int, base: Index, order: Carry
+        ) -> tuple[State, Carry]:
             """Return the softmax over the classes base .. base + size - 1, and the next order.
 
             order: number of tiles so far, then the next place and its pages.
@@ -213,7 +253,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 def half(i: jax.Array, carry: Carry) -> Carry:
                     state: State = (carry[0], carry[1], carry[2])
                     order = carry[3:]
-                    right, order = fold(head, size // 2, base + i * (size // 2), order)
+                    right, order = fold(head, score_scale, size // 2, base + i * (size // 2), order)
                     return *join(state, right), *order
 
                 carry = lax.fori_loop(0, 2, half, (*nothing(plan), *order))
@@ -223,7 +263,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             carry = lax.fori_loop(
                 0,
                 tiles.class_length(begin),
-                lambda i, carry: step(head, tiles.in_class(begin, i), carry),
+                lambda i, carry: step(head, score_scale, tiles.in_class(begin, i), carry),
                 (values, top, splat(square, 0.0, MATRIX), *order),
             )
             values, top, total = carry[:3]
@@ -240,9 +280,10 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                     sink = where(head != i, sink, sinks_ref[kv_head * group + i])
             if heads > 1:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
-            out_smem.transpose((1, 0))[...] = normalise(
-                state, sink, lambda x: spread(x, tall)
-            ).astype(jnp.bfloat16)
+            mean = normalise(state, sink, lambda x: spread(x, tall))
+            if v_scale_ref is not None:
+                mean = mean * of_head(v_scale_ref, kv_head)
+            out_smem.transpose((1, 0))[...] = mean.astype(jnp.bfloat16)
             plgpu.commit_smem()
             for i in range(plan.tile_rows):
                 row = row_tile * plan.tile_rows + i
@@ -265,13 +306,13 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         if cluster == 1:
 
             def one_head(head: jax.Array, order: Carry) -> Carry:
-                state, order = fold(head, plan.classes, jnp.int32(0), order)
+                state, order = fold(head, score_scale_of(head), plan.classes, jnp.int32(0), order)
                 write(first_head + head, state)
                 return order
 
             lax.fori_loop(0, heads, one_head, order)
         else:
-            state, _ = fold(0, plan.classes, tiles.first_class, order)
+            state, _ = fold(0, score_scale_of(0), plan.classes, tiles.first_class, order)
             here = (request, row_tile, first_head)
             cluster_fold.fold_cluster(
                 plan,
@@ -286,16 +327,24 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    ring = (
+        fp8_ring(plan)
+        if plan.is_fp8
+        else plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling)
+    )
     scratch = Scratch(
         q=plgpu.SMEM((heads, columns, head_dim), jnp.bfloat16, transforms=tiling),
-        k=plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
-        v=plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling),
-        weights=plgpu.SMEM((columns, KEYS), jnp.bfloat16, transforms=tiling),
+        k=ring,
+        v=ring,
+        weights=plgpu.SMEM(
+            (columns, KEYS), jnp.float16 if plan.is_fp8 else jnp.bfloat16, transforms=tiling
+        ),
         out=plgpu.SMEM((columns, head_dim), jnp.bfloat16),
         q_ready=plgpu.Barrier(num_arrivals=heads),
         k_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         v_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         received=cluster_fold.scratch(plan),
+        wide=wide_tiles(plan) if plan.is_fp8 else None,
     )
     by_row = (plan.batch, plan.rows) if plan.num_out_rows is None else (plan.num_out_rows,)
     out = jax.ShapeDtypeStruct((*by_row, plan.num_heads, head_dim), jnp.bfloat16)

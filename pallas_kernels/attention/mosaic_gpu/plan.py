@@ -107,6 +107,8 @@ class Plan(Sizes):
         """
         if self.tuning.slots is not None:
             return self.tuning.slots
+        if self.is_fp8:
+            return 3  # with the wider tile the memory of two slots in bfloat16
         many = self._pairs * self.cluster > SMS
         # The code for one slot takes 20 registers more: 32 columns would spill.
         return 1 if many and self._short and self.columns <= 16 else 2

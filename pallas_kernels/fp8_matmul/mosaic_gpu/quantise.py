@@ -10,7 +10,8 @@ from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp8_matmul.rows import Rows, rounded_division
+from pallas_kernels.dtypes import rounded_division
+from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.matmul.plan import MAX_ROWS, padded_rows
