@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.arrays import check_cache_dtype, resolve_cache_dtype
+from jaxspec.cache.arrays import (
+    check_cache_dtype,
+    resolve_cache_dtype,
+    resolve_draft_cache_dtype,
+)
 from jaxspec.config import (
     ConfigError,
     DraftConfig,
@@ -171,6 +175,12 @@ class LLM:
         self.dtype = jnp.dtype(dtype)
         self.cache_dtype = resolve_cache_dtype(self.config.kv_cache_dtype, self.dtype)
         check_cache_dtype(self.target_config.attention, self.cache_dtype)
+        self.draft_cache_dtype = resolve_draft_cache_dtype(
+            speculative, self.config.kv_cache_dtype, self.dtype
+        )
+        if self.draft_config is not None:
+            attention = self.draft_config.attention
+            check_cache_dtype(attention, self.draft_cache_dtype, "draft_kv_cache_dtype")
         placements = choose_placements(self.config, speculative)
         placement = placements[0]
         draft_config = self.draft_config
@@ -181,6 +191,7 @@ class LLM:
             block_size=self.config.block_size,
             dtype=self.dtype,
             cache_dtype=self.cache_dtype,
+            draft_cache_dtype=self.draft_cache_dtype,
             devices=placement.devices if placement.size > 1 else (),
         )
         target_params, draft_params = place_models(placement, target, draft)
@@ -295,8 +306,10 @@ class LLM:
         The draft's aux layers and norm switches are those that loading resolved.
         """
         t, dtypes = self.target_config, self.dtype.name
-        if self.cache_dtype != self.dtype:
-            dtypes += f" (KV cache {self.cache_dtype.name})"
+        own = self.draft_cache_dtype.name if self.draft_config is not None else None
+        if self.cache_dtype != self.dtype or own not in (None, self.cache_dtype.name):
+            of_draft = "" if own in (None, self.cache_dtype.name) else f", the draft's {own}"
+            dtypes += f" (KV cache {self.cache_dtype.name}{of_draft})"
         lines = [
             f"target: {t.model_type}, {t.num_layers} layers, hidden size {t.hidden_size}, "
             f"vocabulary {t.vocab_size}, {dtypes} on {jax.devices()[0].device_kind}, "

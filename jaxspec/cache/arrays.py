@@ -21,6 +21,7 @@ from jaxspec.config import (
     ConfigError,
     KVCacheDtype,
     MLAConfig,
+    SpeculativeConfig,
     TokenHistoryConfig,
 )
 from pallas_kernels.dtypes import narrowed
@@ -54,6 +55,14 @@ def resolve_cache_dtype(kv_cache_dtype: KVCacheDtype, dtype: DTypeLike) -> jnp.d
     if kv_cache_dtype == "fp8":
         return jnp.dtype(jnp.float8_e4m3fn)
     return jnp.dtype(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+
+
+def resolve_draft_cache_dtype(
+    speculative: SpeculativeConfig | None, kv_cache_dtype: KVCacheDtype, dtype: DTypeLike
+) -> jnp.dtype:
+    """Return the dtype of the draft's keys and values; the other arguments are the target's."""
+    own = speculative.draft_kv_cache_dtype if speculative is not None else None
+    return resolve_cache_dtype(kv_cache_dtype if own is None else own, dtype)
 
 
 # The leaves of a cache: its arrays, or their ArraySpecs.
@@ -209,13 +218,18 @@ def cache_specs(
     )
 
 
-def check_cache_dtype(attention: AttentionKind, cache_dtype: DTypeLike) -> None:
-    """Raise ConfigError for a kind of attention that has no caches of this dtype."""
+def check_cache_dtype(
+    attention: AttentionKind, cache_dtype: DTypeLike, key: str = "kv_cache_dtype"
+) -> None:
+    """Raise ConfigError for a kind of attention that has no caches of this dtype.
+
+    key: the setting that asks for it
+    """
     is_fp8 = jnp.dtype(cache_dtype).itemsize == 1
     if is_fp8 and isinstance(attention, MLAConfig | CompressedAttentionConfig):
         raise ConfigError(
-            "kv_cache_dtype: expected auto, bfloat16 or float32 for latent or compressed "
-            "attention, got 'fp8'"
+            f"{key}: expected auto, bfloat16 or float32 for latent or compressed attention, "
+            "got 'fp8'"
         )
 
 

@@ -92,17 +92,17 @@ def most_pages(group: CacheGroup, rows: int) -> int:
 def block_bytes(cfg: RoundConfig, cache_dtype: DTypeLike) -> tuple[int, ...]:
     """Return the bytes of one block of each of cfg.cache_groups, over all layers that it serves.
 
-    These are layers of the target and of the draft.
+    These are layers of the target, whose dtype is cache_dtype, and of the draft.
     """
     sizes = [0] * len(cfg.cache_groups)
-    of_layer: list[tuple[TargetConfig | DraftConfig, tuple[int, ...]]] = [
-        (cfg.target, cfg.target.group_of_layer)
+    of_layer: list[tuple[TargetConfig | DraftConfig, DTypeLike, tuple[int, ...]]] = [
+        (cfg.target, cache_dtype, cfg.target.group_of_layer)
     ]
     if cfg.draft is not None:
-        pools = cfg.draft_pools
-        of_layer.append((cfg.draft, tuple(pools[group] for group in cfg.draft.group_of_layer)))
-    for model, pools in of_layer:
-        layers = layer_block_bytes(model, cfg.block_size, cache_dtype)
+        pools = tuple(cfg.draft_pools[group] for group in cfg.draft.group_of_layer)
+        of_layer.append((cfg.draft, cfg.cache_dtype_of_draft(cache_dtype), pools))
+    for model, dtype, pools in of_layer:
+        layers = layer_block_bytes(model, cfg.block_size, dtype)
         for pool, size in zip(pools, layers, strict=True):
             sizes[pool] += size
     return tuple(sizes)

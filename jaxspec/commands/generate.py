@@ -126,6 +126,7 @@ def main(
             "synthetic_acceptance_rates",
             "synthetic_acceptance_length",
             "draft_quantize",
+            "draft_kv_cache_dtype",
             "draft_tensor_parallel_size",
             "prompt_lookup_max",
             "prompt_lookup_min",

@@ -49,6 +49,7 @@ def main(
             "method",
             "num_speculative_tokens",
             "draft_quantize",
+            "draft_kv_cache_dtype",
             model=Flag(
                 help="The same, or a name under checkpoints/; with --method mtp the target's own.",
                 names=("--draft",),
@@ -115,6 +116,7 @@ def main(
             memory=gpu_memory(gpu),
             dtype=dtype,
             num_speculative_tokens=speculative.max_drafts,
+            draft_kv_cache_dtype=speculative.draft_kv_cache_dtype,
         )
 
     plan, console = plan_on(config), Console()

@@ -7,6 +7,7 @@ quantization/  forms of quantised checkpoints, and their quantization_config
 attention    attention's dimensions, groups of layers that share a block table
 models       TargetConfig, DraftConfig: the members that every family's config has
 rope         rotary embedding: its settings and frequencies
+cache_dtype  KVCacheDtype: the names of the dtypes of cached keys and values
 speculative  SpeculativeConfig: what drafts, and how drafts are verified
 engine       EngineConfig: how the engine runs
 ops          Ops: the implementation of each op, and what follows from it
@@ -21,7 +22,8 @@ from jaxspec.config.attention import (
     MLAConfig,
     TokenHistoryConfig,
 )
-from jaxspec.config.engine import Compilation, EngineConfig, KVCacheDtype
+from jaxspec.config.cache_dtype import KVCacheDtype
+from jaxspec.config.engine import Compilation, EngineConfig
 from jaxspec.config.models import DraftConfig, TargetConfig
 from jaxspec.config.ops import REFERENCE_OPS, Ops
 from jaxspec.config.reading import (

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from jaxspec.config.cache_dtype import KVCacheDtype, check_kv_cache_dtype
 from jaxspec.config.keys import ENGINE, checks_keywords
 from jaxspec.config.quantization import Quantize, check_quantize
 from jaxspec.config.reading import (
@@ -19,7 +20,6 @@ from jaxspec.config.reading import (
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
-KVCacheDtype = Literal["auto", "bfloat16", "float32", "fp8"]
 MAX_INT32 = 2**31 - 1  # the device's positions, slots and counts are int32
 
 
@@ -49,10 +49,10 @@ class EngineConfig:
         number for each KV-cache group. A pool with a window gets no more than max_num_seqs requests
         need. None: the blocks that fit in that share (in 4 GiB on a CPU), and no more than
         max_num_seqs requests of max_model_len need.
-    kv_cache_dtype: of keys and values in the caches of target and draft; "auto" is the weights'.
-        "fp8" (e4m3) takes the scales of a checkpoint that has them, else 1; latent attention and
-        DeepSeek-V4's have no such caches.
-        The Hopper kernels for attention take bfloat16 only.
+    kv_cache_dtype: of keys and values in the caches of the target, and of a draft without a
+        draft_kv_cache_dtype; "auto" is the weights'. "fp8" (e4m3) takes the scales of a checkpoint
+        that has them, else 1; latent attention and DeepSeek-V4's have no such caches. The Hopper
+        kernels take bfloat16 and fp8.
     quantize: quantises the target's plain weights while they load: "fp8" (a scale for each output
         channel and each token), "fp8-block" (for 128 x 128, and 128 of a token) or "int4" (for 128
         weights of an output channel, or fewer where a width is no multiple). Routers stay plain.
@@ -146,11 +146,7 @@ class EngineConfig:
                 f"compilation: expected one of {', '.join(get_args(Compilation))}, "
                 f"got {self.compilation!r}"
             )
-        if self.kv_cache_dtype not in get_args(KVCacheDtype):
-            raise ConfigError(
-                f"kv_cache_dtype: expected one of {', '.join(get_args(KVCacheDtype))}, "
-                f"got {self.kv_cache_dtype!r}"
-            )
+        check_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype)
         check_quantize("quantize", self.quantize)
         if not isinstance(self.kernels, str):
             raise ConfigError(f"kernels: expected a name or op=name,op=name, got {self.kernels!r}")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxspec.config.attention import CacheGroup
 from jaxspec.config.models import DraftConfig, TargetConfig
@@ -65,6 +67,7 @@ class RoundConfig(SamplingFeatures):
         limits_drafts holds then
     draft_max_model_len: the longest context that the draft may see, in tokens; None for any
     max_num_verify_tokens: the most rows of a verify pass; None for any
+    draft_cache_dtype: name of the dtype of the draft's keys and values; None: the target's
     cuda_graphs: False launches kernel by kernel, so that a kernel can start while the preceding one
         drains. That pays only if the GPU is slower than the host's launches, and the rows are so
         few that the products are our kernels (jaxspec.engine.round_configs).
@@ -86,6 +89,7 @@ class RoundConfig(SamplingFeatures):
     adaptive: bool = False
     draft_max_model_len: int | None = None
     max_num_verify_tokens: int | None = None
+    draft_cache_dtype: str | None = None
     cuda_graphs: bool = True
     vocab_shards: VocabShards = WHOLE
     placement: Placement = ONE_PLACE
@@ -125,6 +129,10 @@ class RoundConfig(SamplingFeatures):
             draft_groups=() if draft is None else draft.cache_groups(block_size, draft_len),
             **values,
         )
+
+    def cache_dtype_of_draft(self, cache_dtype: DTypeLike) -> jnp.dtype:
+        """Return the dtype of the draft's keys and values; cache_dtype: of the target's."""
+        return jnp.dtype(self.draft_cache_dtype or cache_dtype)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

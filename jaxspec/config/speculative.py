@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 from jaxspec.config.attention import AttentionKind, CompressedAttentionConfig
+from jaxspec.config.cache_dtype import KVCacheDtype, check_kv_cache_dtype
 from jaxspec.config.keys import SPECULATIVE, checks_keywords, own_keys
 from jaxspec.config.quantization import Quantize, check_quantize
 from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers, shown
@@ -21,7 +22,8 @@ _DRAFT_ALIASES = {"gumbel": "probabilistic"}
 # vLLM names the module of multi-token prediction after its model too: deepseek_mtp, mimo_mtp.
 _MTP_SUFFIX = "_mtp"
 # The options that some methods alone read, by method.
-_HEAD = ("draft_quantize", "draft_tensor_parallel_size")
+_LAYERED = ("draft_kv_cache_dtype", "draft_tensor_parallel_size")
+_HEAD = ("draft_quantize", *_LAYERED)
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "eagle": _HEAD,
     "eagle3": (
@@ -32,8 +34,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "fc_norm",
         "norm_output",
     ),
-    "dflash": ("draft_tensor_parallel_size",),
-    "dspark": ("draft_tensor_parallel_size", "draft_confidence_threshold"),
+    "dflash": _LAYERED,
+    "dspark": (*_LAYERED, "draft_confidence_threshold"),
     "mtp": (*_HEAD, "mtp_zero_first_embedding"),
     "draft_model": _HEAD,
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
@@ -86,6 +88,8 @@ class SpeculativeConfig:
     prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens
         that is looked up.
     draft_quantize: quantises the draft's plain weights while they load, as EngineConfig's quantize.
+    draft_kv_cache_dtype: of the draft's keys and values, as EngineConfig's kv_cache_dtype, which
+        None takes.
     suffix_decoding_max_tree_depth: with "suffix", the longest run of last tokens that is matched.
     suffix_decoding_max_spec_factor: with "suffix", drafts for each token of the match, at most.
     suffix_decoding_min_token_prob: with "suffix", the chance below which drafts end.
@@ -134,6 +138,9 @@ class SpeculativeConfig:
     draft_quantize: Quantize | None = setting(
         None, "Quantise the draft's plain weights while they load: fp8, fp8-block or int4."
     )
+    draft_kv_cache_dtype: KVCacheDtype | None = setting(
+        None, "Dtype of the draft's keys and values. [default: the target's]"
+    )
     draft_tensor_parallel_size: int | None = setting(
         None, "Devices that share the draft's layers: the engine's number (the default), or 1."
     )
@@ -154,6 +161,8 @@ class SpeculativeConfig:
             if not isinstance(value, str) and not (name in ("method", "model") and value is None):
                 raise ConfigError(f"{name}: expected a name, got {shown(value)}")
         check_quantize("draft_quantize", self.draft_quantize)
+        if self.draft_kv_cache_dtype is not None:
+            check_kv_cache_dtype("draft_kv_cache_dtype", self.draft_kv_cache_dtype)
         if self.method in (None, "ngram") and self.model in _NGRAM_MODELS:
             set_field("method", "ngram")
             set_field("model", None)

@@ -66,7 +66,7 @@ def init_state(
 
     num_blocks:  blocks of the caches, for each of cfg.cache_groups
     dtype:       of the weights and hidden states
-    cache_dtype: of keys and values in the caches
+    cache_dtype: of keys and values in the target's caches
     """
     batch = max_tokens.shape[0]
 
@@ -76,7 +76,7 @@ def init_state(
     draft = None
     if cfg.draft is not None:
         draft = drafts.drafter(cfg.draft).init(
-            cfg, batch, num_blocks, dtype=dtype, cache_dtype=cache_dtype
+            cfg, batch, num_blocks, dtype=dtype, cache_dtype=cfg.cache_dtype_of_draft(cache_dtype)
         )
     return DecodeState(
         seq_lens=zeros(),

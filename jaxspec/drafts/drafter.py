@@ -174,7 +174,7 @@ class Drafter(Protocol):
 
         num_blocks:  its caches' blocks, for each of cfg.cache_groups
         dtype:       of the weights and hidden states
-        cache_dtype: of keys and values in the caches
+        cache_dtype: of keys and values in its caches
         """
         ...
 

@@ -113,7 +113,7 @@ def param_specs(cfg: EagleConfig) -> Params:
         )
     if cfg.own_lm_head:
         specs["lm_head"] = projection("lm_head.weight", hidden, cfg.vocab_size, ("embed", "vocab"))
-    return stored(specs, cfg.quantization)
+    return stored(specs, cfg.quantization, num_kv_heads=cfg.attention.num_kv_heads)
 
 
 def forward(

@@ -144,7 +144,7 @@ def param_specs(cfg: Eagle3Config) -> Params:
         specs["lm_head"] = projection(
             "lm_head.weight", hidden, cfg.draft_vocab_size, ("embed", "vocab")
         )
-    return stored(specs, cfg.quantization)
+    return stored(specs, cfg.quantization, num_kv_heads=cfg.attention.num_kv_heads)
 
 
 def _layer_specs(prefix: str, cfg: Eagle3Config, *, first: bool) -> Params:

@@ -141,7 +141,9 @@ def param_specs(cfg: MtpConfig) -> Params:
         "layers": [FAMILIES[cfg.target.model_type].layer_specs(cfg.target, prefix)],
         "norm": vector(f"{prefix}.{names.output_norm}.weight", hidden),
     }
-    return stored(specs, getattr(cfg.target, "quantization", None))
+    return stored(
+        specs, getattr(cfg.target, "quantization", None), num_kv_heads=cfg.attention.num_kv_heads
+    )
 
 
 def ignored_tensor(cfg: MtpConfig, name: str) -> bool:

@@ -61,6 +61,7 @@ class RoundConfigs:
         ops: Ops,
         placement: Placement,
         weight_bytes: int,
+        draft_cache_dtype: str | None = None,
         acceptance_rates: tuple[float, ...] | None = None,
     ) -> None:
         self._weight_bytes = weight_bytes
@@ -74,6 +75,7 @@ class RoundConfigs:
             draft_context=longest,
             ops=ops,
             placement=placement,
+            draft_cache_dtype=draft_cache_dtype,
         )
         if speculative is not None:
             assert draft is not None

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxspec.cache.arrays import resolve_cache_dtype
+from jaxspec.cache.arrays import resolve_cache_dtype, resolve_draft_cache_dtype
 from jaxspec.config import (
     ConfigError,
     DraftConfig,
@@ -186,6 +186,7 @@ class ModelRunner:
         self.params, self.speculative, self.config = params, speculative, config
         self.dtype = jnp.dtype(dtype)
         self.cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
+        of_draft = resolve_draft_cache_dtype(speculative, config.kv_cache_dtype, dtype)
         self.eos_token_ids = eos_token_ids
         self.num_speculative_tokens = speculative.max_drafts if speculative else 0
         self.adapts = speculative is not None and speculative.adaptive
@@ -205,6 +206,7 @@ class ModelRunner:
             ops=ops,
             placement=placement,
             weight_bytes=self.weight_bytes,
+            draft_cache_dtype=None if of_draft == self.cache_dtype else of_draft.name,
             acceptance_rates=acceptance_rates,
         )
         self.memory = CacheMemory(

@@ -74,6 +74,7 @@ def choose(
     block_size: int,
     dtype: DTypeLike,
     cache_dtype: DTypeLike,
+    draft_cache_dtype: DTypeLike | None = None,
     devices: Sequence[Device] = (),
 ) -> Ops:
     """Return the Ops of an engine.
@@ -86,6 +87,7 @@ def choose(
 
     target, draft: as one device sees them (Layout.on_device)
     dtype, cache_dtype: of the weights and activations, and of keys and values in the cache
+    draft_cache_dtype: of the draft's keys and values; None: cache_dtype
     devices: those that share the models; none for one
     """
     wanted = parse(requested)
@@ -95,7 +97,8 @@ def choose(
         return Ops()
     chosen, missed = {}, {}
     dtypes = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-    for op, reason in _reasons(target, draft, block_size, *dtypes, devices).items():
+    cache_dtypes = dtypes[1], jnp.dtype(draft_cache_dtype or cache_dtype)
+    for op, reason in _reasons(target, draft, block_size, dtypes[0], cache_dtypes, devices).items():
         if reason is not None and wanted[op] == "mosaic_gpu":
             raise ConfigError(f"kernels 'mosaic_gpu': {op}: {reason}")
         if reason is not None and wanted[op] == "auto":
@@ -148,21 +151,26 @@ def _reasons(
     draft: DraftConfig | None,
     block_size: int,
     dtype: jnp.dtype,
-    cache_dtype: jnp.dtype,
+    cache_dtypes: tuple[jnp.dtype, jnp.dtype],
     devices: Sequence[Device],
 ) -> dict[str, str | None]:
-    """Return for each op the reason that its kernel cannot serve these models, None if it can."""
+    """Return for each op the reason that its kernel cannot serve these models, None if it can.
+
+    cache_dtypes: of the target's keys and values, and of the draft's
+    """
     device = hopper.missing()
     # A draft without layers runs no op but rejection sampling. An independent draft is a model.
     layered: Any = draft if hasattr(draft, "hidden_size") else None
     models: list[Any] = [target]
     if layered is not None:
         models.append(getattr(layered, "model", layered))
-    attentions: list[AttentionConfig | MLAConfig] = [m.attention for m in models]
+    cached: list[tuple[AttentionConfig | MLAConfig, jnp.dtype]] = [
+        (m.attention, of) for m, of in zip(models, cache_dtypes, strict=False)
+    ]
 
     compressed = (
         "has no attention over compressed entries"
-        if any(isinstance(a, CompressedAttentionConfig) for a in attentions)
+        if any(isinstance(a, CompressedAttentionConfig) for a, _ in cached)
         else None
     )
 
@@ -172,10 +180,9 @@ def _reasons(
         return device or next((r for r in reasons if r), None)
 
     return {
-        "attention": compressed
-        or first(_attention(a, block_size, dtype, cache_dtype) for a in attentions),
+        "attention": compressed or first(_attention(a, block_size, dtype, of) for a, of in cached),
         "rms_norm": first(rms_norm.unsupported(m.hidden_size, dtype) for m in models),
-        "rope_cache": compressed or first(_rope_cache(a, dtype, cache_dtype) for a in attentions),
+        "rope_cache": compressed or first(_rope_cache(a, dtype, of) for a, of in cached),
         "step_metadata": first(_step_metadata(m) for m in models),
         "matmul": first(
             matmul.unsupported(

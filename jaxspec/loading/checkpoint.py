@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec.config import ConfigError, shown
 from jaxspec.loading.fp8 import Readable, ScaledTensor
-from jaxspec.loading.quantized import One, Scalar
+from jaxspec.loading.quantized import Ones, Reshaped
 
 SAFE_TORCH = (2, 6)  # before, torch.load could run code with weights_only too
 MODELOPT = "hf_quant_config.json"
@@ -83,7 +83,7 @@ class CutTensor:
         return self.tensor.read()[tuple(slice(size) for size in self.shape)]
 
 
-LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor | Scalar | One | CutTensor
+LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor | Reshaped | Ones | CutTensor
 
 
 @dataclass(frozen=True)

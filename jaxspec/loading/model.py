@@ -77,7 +77,7 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
     quantization = getattr(cfg, "quantization", None)
     if quantization is not None:
         leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-        wanted = [name for spec in leaves for name in spec.tensors]
+        wanted = {name: shape for spec in leaves for name, shape in spec.tensors.items()}
         return stored_tensors(checkpoint.tensors, quantization, wanted)
     return with_scales(checkpoint.tensors, checkpoint.config, str(checkpoint.path))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,38 +15,50 @@ SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
-class Scalar:
-    """A scalar of a checkpoint, as an array of one number."""
+class Reshaped:
+    """A tensor of a checkpoint, in the shape that a table has it."""
 
     tensor: Readable
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (1,)
+    shape: tuple[int, ...]
 
     def read(self) -> np.ndarray:
-        return self.tensor.read().reshape(1)
+        return self.tensor.read().reshape(self.shape)
 
 
 @dataclass(frozen=True)
-class One:
-    """The scale of keys or values of a layer without one in its checkpoint."""
+class Ones:
+    """The scales of keys or values of a layer without any in its checkpoint."""
 
-    shape: tuple[int, ...] = (1,)
+    shape: tuple[int, ...]
 
     def read(self) -> np.ndarray:
-        return np.ones(1, np.float32)
+        return np.ones(self.shape, np.float32)
 
 
 def stored_tensors(
-    tensors: Mapping[str, Tensor], quantization: Quantization, wanted: Iterable[str]
-) -> dict[str, Tensor | Scalar | One]:
-    """Return the tensors of a quantised checkpoint, as a table with these names has them."""
-    found: dict[str, Tensor | Scalar | One] = {
-        name: Scalar(tensor) if name.endswith(SCALES) and tensor.shape == () else tensor
-        for name, tensor in tensors.items()
+    tensors: Mapping[str, Tensor],
+    quantization: Quantization,
+    wanted: Mapping[str, tuple[int, ...]],
+) -> dict[str, Tensor | Reshaped | Ones]:
+    """Return the tensors of a quantised checkpoint, as a table has them.
+
+    wanted: names and shapes of the table's tensors
+    """
+
+    def in_our_shape(name: str, tensor: Tensor) -> Tensor | Reshaped:
+        if name.endswith(SCALES) and tensor.shape == ():
+            return Reshaped(tensor, (1,))
+        # compressed-tensors: KV heads, tokens and dimensions of a head.
+        if name.endswith(quantization.kv_scales) and tensor.shape[1:] == (1, 1):
+            return Reshaped(tensor, tensor.shape[:1])
+        return tensor
+
+    found: dict[str, Tensor | Reshaped | Ones] = {
+        name: in_our_shape(name, tensor) for name, tensor in tensors.items()
     }
-    absent = [
-        name for name in wanted if name.endswith(quantization.kv_scales) and name not in found
-    ]
-    return found | {name: One() for name in absent}
+    absent = {
+        name: Ones(shape)
+        for name, shape in wanted.items()
+        if name.endswith(quantization.kv_scales) and name not in found
+    }
+    return found | absent

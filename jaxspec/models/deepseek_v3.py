@@ -167,7 +167,7 @@ def param_specs(cfg: DeepseekV3Config) -> Params:
     specs = decoder_specs(
         cfg, lambda i, prefix: layer_specs(cfg, prefix, dense=i < cfg.num_dense_layers)
     )
-    return stored(specs, cfg.quantization)
+    return stored(specs, cfg.quantization, num_kv_heads=cfg.attention.num_kv_heads)
 
 
 def layer_specs(cfg: DeepseekV3Config, prefix: str, *, dense: bool = False) -> Params:

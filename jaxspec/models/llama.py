@@ -142,7 +142,7 @@ def decoder_config(
 def param_specs(cfg: LlamaConfig) -> Params:
     """Return the weights: a ParamSpec per array, in the structure of the params."""
     specs = decoder_specs(cfg, lambda i, prefix: layer_specs(cfg, prefix))
-    return stored(specs, cfg.quantization)
+    return stored(specs, cfg.quantization, num_kv_heads=cfg.attention.num_kv_heads)
 
 
 def layer_specs(cfg: LlamaConfig, prefix: str) -> Params:

@@ -93,7 +93,9 @@ def param_specs(cfg: Qwen3MoeConfig) -> Params:
         block = softmax_moe_specs(f"{prefix}.mlp", cfg.moe, cfg.hidden_size)
         return {**attention_block_specs(cfg, prefix), **block}
 
-    return stored(decoder_specs(cfg, specs), cfg.quantization)
+    return stored(
+        decoder_specs(cfg, specs), cfg.quantization, num_kv_heads=cfg.attention.num_kv_heads
+    )
 
 
 def forward(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.cache.pool_sizes import demand, layer_block_bytes
-from jaxspec.config import CacheGroup, DraftConfig, EngineConfig, TargetConfig
+from jaxspec.config import CacheGroup, DraftConfig, EngineConfig, KVCacheDtype, TargetConfig
 from jaxspec.decode.several_rounds import rounds_per_step
 from jaxspec.drafts.families import layered
 from jaxspec.layers.params import Params, is_spec
@@ -123,6 +123,7 @@ def memory_plan(
     memory: float,
     dtype: str,
     num_speculative_tokens: int,
+    draft_kv_cache_dtype: KVCacheDtype | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a target and a draft (None for plain decoding) on a GPU.
 
@@ -131,6 +132,7 @@ def memory_plan(
     config: lengths, batch and block size, the caches' dtype, and the share of `memory` (in bytes)
         that may be used.
     dtype: of the weights.
+    draft_kv_cache_dtype: of the draft's caches; None for that of the target's.
     """
     size, placement = config.tensor_parallel_size, planned_placement(config)
     layout = placement.target(target)
@@ -145,13 +147,24 @@ def memory_plan(
         "rounds_per_step": rounds_per_step(config, on_gpu=True, weight_bytes=target_weights),
     }
     num_requests, lengths = config.max_num_seqs, (config.block_size, config.max_model_len)
-    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
-    pools = partial(group_plans, cache_dtype=cache_dtype, max_num_seqs=num_requests, **rows)
-    groups = pools("target", layout.on_device(target), target.cache_groups(*lengths))
+    kv_cache_dtype = config.kv_cache_dtype
+    cache_dtype = resolve_cache_dtype(kv_cache_dtype, dtype)
+    pools = partial(group_plans, max_num_seqs=num_requests, **rows)
+    groups = pools(
+        "target",
+        layout.on_device(target),
+        target.cache_groups(*lengths),
+        cache_dtype=cache_dtype,
+    )
     draft_weights = buffers = 0
     if draft is not None:
         layout = placement.draft(draft)
-        groups += pools("draft", layout.on_device(draft), draft.cache_groups(*lengths))
+        groups += pools(
+            "draft",
+            layout.on_device(draft),
+            draft.cache_groups(*lengths),
+            cache_dtype=resolve_cache_dtype(draft_kv_cache_dtype or kv_cache_dtype, dtype),
+        )
     if draft is not None and draft.method in drafts.FAMILIES:
         cfg = layered(draft)
         specs = drafts.family(cfg).param_specs(cfg)

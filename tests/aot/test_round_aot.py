@@ -48,6 +48,8 @@ class Round:
     layers: int = 3
     num_rounds: int = 1  # of the program
     batch: int = BATCH
+    pages: int = PAGES
+    fp8: bool = False  # keys and values
 
 
 ROUNDS = {
@@ -62,6 +64,7 @@ ROUNDS = {
 }
 TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for top-p
 LARGE_BATCH = Round("llama-3-8b", 3, sampled=True, batch=64)
+LONG_CONTEXT = Round("llama-3-8b", 3, sampled=True, batch=16, pages=512, fp8=True)
 STEP_METADATA = (32, 0, 0)  # its stack is libdevice's, for the cosine of an angle above 105,615
 # Of 16 rows: norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual.
 # Products of narrow rows do the norms.
@@ -160,7 +163,9 @@ def configured(case: Round) -> RoundConfig:
     )
 
 
-def abstract_arguments(cfg: RoundConfig, batch: int) -> tuple[Any, Any, Any]:
+def abstract_arguments(
+    cfg: RoundConfig, batch: int, pages: int = PAGES, cache_dtype: Any = jnp.bfloat16
+) -> tuple[Any, Any, Any]:
     """params, state and block table of decode_round, by their shapes alone."""
     struct = jax.ShapeDtypeStruct
     shaped = lambda spec: struct(spec.shape, jnp.dtype(spec.dtype or jnp.bfloat16))  # noqa: E731
@@ -179,14 +184,14 @@ def abstract_arguments(cfg: RoundConfig, batch: int) -> tuple[Any, Any, Any]:
         sampling,
         jnp.zeros(batch, jnp.int32),
         jnp.zeros((batch, 4), jnp.int32),
-        (batch * PAGES,),
+        (batch * pages,),
         dtype=jnp.bfloat16,
-        cache_dtype=jnp.bfloat16,
+        cache_dtype=cache_dtype,
     )
     return (
         {"target": target, "draft": draft},
         jax.eval_shape(new, sampling),
-        (struct((batch, PAGES), jnp.int32),),
+        (struct((batch, pages), jnp.int32),),
     )
 
 
@@ -197,7 +202,9 @@ def compiled(case: Round) -> Compiled:
         options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
         several = case.num_rounds > 1
         static = (cfg, case.num_rounds) if several else (cfg,)
-        params, state, table = abstract_arguments(cfg, case.batch)
+        params, state, table = abstract_arguments(
+            cfg, case.batch, case.pages, jnp.float8_e4m3fn if case.fp8 else jnp.bfloat16
+        )
         executable = h200.compile_for_h200(
             rounds.decode_rounds if several else programs.decode_round_in_place,
             *static,
@@ -411,3 +418,22 @@ def test_gate_and_up_of_256_rows_are_the_kernels_and_no_product_copies_its_weigh
     assert launched == ["swiglu_4096x14336_rows256"] * LARGE_BATCH.layers
     gate = r"bf16\[(?:4096,14336|14336,4096|4096,28672)\]"
     assert not re.findall(rf"= \(?{gate}\S* (?!parameter|get-tuple-element|bitcast)\w.*", case.hlo)
+
+
+@pytest.mark.slow
+def test_a_round_over_fp8_caches_of_a_long_context_copies_no_cache_and_spills_nothing() -> None:
+    """16 requests of 32,768 tokens: the kernels write and read e4m3."""
+    case = compiled(LONG_CONTEXT)
+    blocks = LONG_CONTEXT.batch * LONG_CONTEXT.pages
+    shape = rf"f8e4m3fn\[{blocks},64,8,128\]"
+    assert re.findall(shape, case.hlo)
+    moves = "copy|copy-start|fusion|transpose|scatter|dynamic-update-slice|convert|gather"
+    assert not re.findall(rf"= \(?[^=(]*{shape}[^=]*? (?:{moves})\(.*", case.hlo)
+    caches = 2 * (case.cfg.target.num_layers + case.cfg.draft.num_layers)
+    assert case.aliased >= caches * blocks * 64 * 8 * 128
+    assert set(h200.stack_and_spills(case.ptxas)) == {(0, 0, 0), STEP_METADATA}
+    assert [thunk.kind for thunk in case.round.inside] == [
+        "kCommandBuffer",
+        "kWhile",
+        "kCommandBuffer",
+    ]

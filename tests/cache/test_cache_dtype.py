@@ -3,11 +3,13 @@ rounds, and speculation still gives the text of plain decoding."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig, drafts, models
@@ -158,6 +160,88 @@ def test_speculation_over_fp8_caches_gives_the_text_of_plain_decoding() -> None:
     wide = block_bytes(llm.runner.configs.greedy, FLOAT32)
     assert [4 * size for size in llm.runner.memory.block_bytes] == list(wide)
     assert "(KV cache float8_e4m3fn)" in llm.describe()
+
+
+FP8 = jnp.dtype("float8_e4m3fn")
+
+
+@cache
+def mixed_engine(draft_dtype: str = "bfloat16") -> LLM:
+    """A target over fp8 caches, whose layers matter, with a draft that has caches of its own."""
+    model = agreeing_model("eagle", disturbance=0.5)
+    drafts = SpeculativeConfig(
+        method="eagle",
+        num_speculative_tokens=3,
+        draft_kv_cache_dtype=draft_dtype,  # type: ignore[arg-type]
+    )
+    return LLM(
+        (model.target, model.params["target"]),
+        (model.draft, model.params["draft"]),
+        drafts,
+        config=EngineConfig(kv_cache_dtype="fp8", **CONFIG),
+        dtype=jnp.float32,
+    )
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, GREEDY[: len(prompts)])]
+
+
+def test_a_draft_may_keep_another_dtype_than_an_fp8_target() -> None:
+    llm = mixed_engine()
+    assert tokens_of(llm, PROMPTS) == tokens_of(llm.on_same_weights(speculative=False), PROMPTS)
+    assert llm.metrics.mean_acceptance_length > 1.3
+    state = llm.runner.state
+    assert set(dtypes_of(state.target_caches)) == {FP8}
+    assert set(dtypes_of(state.draft.caches)) == {BFLOAT16}
+    held = [each.nbytes for each in jax.tree.leaves((state.target_caches, state.draft.caches))]
+    assert llm.runner.memory.cache_bytes == sum(held)
+    assert "(KV cache float8_e4m3fn, the draft's bfloat16)" in llm.describe()
+
+
+def codes_of(llm: LLM, length: int) -> list[np.ndarray]:
+    """The keys and values of the first request's first tokens, in a cache of its own."""
+    caches = jax.tree.leaves(llm.runner.state.target_caches)
+    pages = llm.runner.tables._tables[0][0][: -(-length // 4)]
+    return [np.asarray(c)[pages].reshape(-1, *c.shape[2:])[:length] for c in caches]
+
+
+def test_verification_writes_the_codes_of_plain_decoding() -> None:
+    """Rows of drafts that are accepted, beside rows that are not."""
+    llm = mixed_engine().on_same_weights(enable_prefix_caching=False)
+    plain = llm.on_same_weights(speculative=False)
+    caches = []
+    for each in (llm, plain):
+        (tokens,) = tokens_of(each, PROMPTS[:1])
+        length = len(PROMPTS[0]) + len(tokens) - 1  # the last token is not cached
+        caches.append(codes_of(each, length))
+    for speculative, alone in zip(*caches, strict=True):
+        assert np.count_nonzero(alone.astype(np.float32)) > alone.size // 2
+        np.testing.assert_array_equal(speculative.view(np.uint8), alone.view(np.uint8))
+
+
+def test_fp8_caches_serve_prefixes_and_requests_that_were_preempted() -> None:
+    roomy = mixed_engine().on_same_weights(enable_prefix_caching=False)
+    prompts = [PROMPTS[0], PROMPTS[1] + [5] * 14, [*PROMPTS[0][:16], 5], PROMPTS[2]]
+    small = mixed_engine().on_same_weights(num_gpu_blocks_override=16)
+    params = SamplingParams(temperature=0, max_tokens=24)
+    alone = [roomy.generate([prompt], params)[0].token_ids for prompt in prompts]
+    found = [output.token_ids for output in small.generate(prompts, params)]
+    assert found == alone
+    assert small.scheduling.num_preemptions > 0 and small.scheduling.num_prefix_hits > 0
+
+
+def test_latents_have_no_fp8_cache_of_a_draft() -> None:
+    llm = engine("latent attention")
+    drafts = replace(llm.speculative, draft_kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="^draft_kv_cache_dtype: expected auto, bfloat16 or"):
+        LLM(
+            (llm.target_config, llm.params["target"]),
+            (llm.draft_config, llm.params["draft"]),
+            drafts,
+            config=llm.config,
+            dtype=jnp.float32,
+        )
 
 
 def test_latents_have_no_fp8_cache() -> None:

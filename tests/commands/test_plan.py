@@ -20,6 +20,7 @@ from jaxspec.tools.cli import command
 from jaxspec.tools.known_models import known_config
 from jaxspec.tools.memory_plan import MemoryPlan, memory_plan
 from tests.support import quantized
+from tests.support.families import draft_config
 from tests.support.full_size import CONFIGS, tensors
 
 resolve_module = importlib.import_module("jaxspec.loading.resolve")  # the package has a function
@@ -45,6 +46,27 @@ def test_caches_of_float32_take_twice_the_bytes_and_weights_the_same() -> None:
     plan, auto = (plan_of("gpt-oss-20b", kv_cache_dtype=dtype) for dtype in ("float32", "auto"))
     assert [g.token_bytes for g in plan.groups] == [2 * g.token_bytes for g in auto.groups]
     assert plan.target_weights == auto.target_weights
+
+
+def test_fp8_caches_take_a_byte_a_number_and_a_draft_may_keep_two() -> None:
+    target = models.config_from_hf(CONFIGS["Llama-3.1-8B"])
+    draft = draft_config("eagle3", target)
+    config = EngineConfig(max_model_len=8192, max_num_seqs=16, kv_cache_dtype="fp8")
+    plans = [
+        memory_plan(
+            target,
+            draft,
+            config,
+            memory=141e9,
+            dtype="bfloat16",
+            num_speculative_tokens=3,
+            draft_kv_cache_dtype=dtype,
+        )
+        for dtype in (None, "bfloat16")
+    ]
+    tokens = [[group.token_bytes for group in plan.groups] for plan in plans]
+    assert tokens[0][0] == tokens[1][0] == 32 * 2 * 8 * 128
+    assert 2 * tokens[0][1] == tokens[1][1] > 0
 
 
 def test_gpt_oss_has_two_groups_of_twelve_layers() -> None:

@@ -145,6 +145,9 @@ def test_scales_of_keys_and_values_have_each_formats_names() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     assert read(DYNAMIC).kv_scales == ()
     assert read(DYNAMIC | {"kv_cache_scheme": scheme}).kv_scales == ("k_scale", "v_scale")
+    assert not read(DYNAMIC | {"kv_cache_scheme": scheme}).kv_scales_per_head
+    by_head = read(DYNAMIC | {"kv_cache_scheme": scheme | {"strategy": "attn_head"}})
+    assert by_head.kv_scales == ("k_scale", "v_scale") and by_head.kv_scales_per_head
     assert read(MODELOPT).kv_scales == ("k_proj.k_scale", "v_proj.v_scale")
     assert read(MODELOPT | {"kv_cache_quant_algo": None}).kv_scales == ()
     with pytest.raises(ConfigError, match="kv_cache_scheme: expected dynamic False or None"):

@@ -19,6 +19,7 @@ from jaxspec.drafts import METHODS
 
 OTHER_VALUES: dict[str, Any] = {
     "draft_quantize": "fp8",
+    "draft_kv_cache_dtype": "bfloat16",
     "draft_tensor_parallel_size": 2,
     "draft_confidence_threshold": 0.5,
     "eagle_aux_hidden_state_layer_ids": (1, 2),

@@ -35,6 +35,7 @@ def choose(
     block_size: int = 64,
     method: str = "eagle3",
     cache_dtype: Any = None,
+    draft_cache_dtype: Any = None,
 ) -> Ops:
     dimensions = MODELS[model]
     return op_choice.choose(
@@ -44,6 +45,7 @@ def choose(
         block_size=block_size,
         dtype=dtype,
         cache_dtype=dtype if cache_dtype is None else cache_dtype,
+        draft_cache_dtype=draft_cache_dtype,
     )
 
 
@@ -129,11 +131,19 @@ def test_each_op_falls_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
 @needs_mosaic
 @pytest.mark.usefixtures("on_a_hopper")
 @pytest.mark.parametrize(
-    ("model", "method", "caches"),
-    [("llama-3-8b", "eagle3", "caches"), ("glm-4.7-flash", "mtp", "a cache")],
+    ("model", "method", "caches", "fp8"),
+    [
+        (
+            "llama-3-8b",
+            "eagle3",
+            "caches of bfloat16 or float8_e4m3fn",
+            ", and it or float8_e4m3fn",
+        ),
+        ("glm-4.7-flash", "mtp", "a cache of bfloat16", ""),
+    ],
 )
 def test_a_cache_of_another_dtype_leaves_its_ops_to_the_reference(
-    model: str, method: str, caches: str, caplog: pytest.LogCaptureFixture
+    model: str, method: str, caches: str, fp8: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other kernels read no cache, and stay."""
     with caplog.at_level(logging.INFO, "jaxspec.layers.op_choice"):
@@ -141,13 +151,21 @@ def test_a_cache_of_another_dtype_leaves_its_ops_to_the_reference(
     assert chosen == replace(EVERY, attention="reference", rope_cache="reference")
     attention, rope_cache = (r.getMessage() for r in caplog.records)
     assert attention.startswith("attention: reference (the kernel dtypes of q and the cache")
-    assert attention.endswith(": expected bfloat16, got bfloat16 and float32)")
-    reason = f"expected {caches} of bfloat16, got float32"
+    assert attention.endswith(f": expected bfloat16{fp8}, got bfloat16 and float32)")
+    reason = f"expected {caches}, got float32"
     assert rope_cache == f"rope_cache: reference (the kernel {reason})"
     with pytest.raises(ConfigError, match=f"^kernels 'mosaic_gpu': rope_cache: {reason}$"):
         choose("rope_cache=mosaic_gpu", model, method=method, cache_dtype=jnp.float32)
     with pytest.raises(ConfigError, match="^kernels 'mosaic_gpu': attention: dtypes of q and"):
         choose("mosaic_gpu", model, method=method, cache_dtype=jnp.float32)
+
+
+@pytest.mark.usefixtures("on_a_hopper")
+def test_caches_in_fp8_have_kernels_and_a_drafts_dtype_counts_too() -> None:
+    options = {"method": "eagle3", "cache_dtype": jnp.float8_e4m3fn}
+    assert choose("mosaic_gpu", "llama-3-8b", **options) == EVERY
+    plain = choose("auto", "llama-3-8b", **options, draft_cache_dtype=jnp.float32)
+    assert plain == replace(EVERY, attention="reference", rope_cache="reference")
 
 
 def test_compiler_options_go_with_the_matmul_kernel() -> None:

@@ -70,9 +70,9 @@ def test_random_weights_have_the_shapes_and_dtypes_of_the_table(form: str) -> No
 def test_blocks_that_do_not_end_with_a_projection_keep_it_apart(source: Path) -> None:
     parts = [matrix(f"{n}.weight", 256, n, (None, None)) for n in (128, 64, 64)]
     quantization = Quantization(((".*", FORMS["blocks"]),))
-    whole = stored({"qkv": weight(joined("qkv", parts[:2]))}, quantization)["qkv"]
+    whole = stored({"qkv": weight(joined("qkv", parts[:2]))}, quantization, num_kv_heads=1)["qkv"]
     assert isinstance(whole, Fp8Weight) and whole.scales.shape == (2, 2)
-    apart = stored({"qkv": weight(joined("qkv", parts))}, quantization)["qkv"]
+    apart = stored({"qkv": weight(joined("qkv", parts))}, quantization, num_kv_heads=1)["qkv"]
     assert [each.codes.shape for each in apart] == [(128, 256), (64, 256), (64, 256)]
 
 
@@ -80,7 +80,7 @@ def test_projections_of_one_input_have_one_form() -> None:
     parts = [matrix(f"{n}.weight", 256, 128, (None, None)) for n in "qk"]
     quantization = Quantization((("q", FORMS["fp8"]),))
     with pytest.raises(ConfigError, match="expected one form for qkv, .* plain weights"):
-        stored({"qkv": weight(joined("qkv", parts))}, quantization)
+        stored({"qkv": weight(joined("qkv", parts))}, quantization, num_kv_heads=1)
 
 
 @pytest.mark.parametrize("other", ["plain", "group", "static"])
@@ -134,7 +134,7 @@ def test_shapes_that_a_form_does_not_take_are_one_sentence(
 ) -> None:
     table = {"w": weight(matrix("w.weight", width, 32, (None, None)))}
     with pytest.raises(ConfigError, match=message):
-        specs = stored(table, Quantization(((".*", form),)))
+        specs = stored(table, Quantization(((".*", form),)), num_kv_heads=2)
         [spec.tensors for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
 
 
@@ -249,6 +249,34 @@ def test_scales_of_another_dtype_than_the_config_says_are_not_rounded(
     out = quantized.with_dtype(quantized.awq(source, tmp_path / "out"), "bfloat16")
     with pytest.raises(ConfigError, match="scales in config.json's dtype bfloat16, got float16"):
         load_target(out, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scales", "expected"),
+    [
+        ("tensor", 0.25, [0.25]),
+        ("tensor", [0.25], [0.25]),
+        ("attn_head", [[[0.25]], [[2.0]]], [0.25, 2.0]),
+        ("attn_head", [0.25, 2.0], [0.25, 2.0]),
+        ("tensor", [0.25, 2.0], r"misshapen: .*k_scale \(expected \(1,\), got \(2,\)\)"),
+        ("attn_head", 0.25, r"misshapen: .*k_scale \(expected \(2,\), got \(1,\)\)"),
+        ("attn_head", [0.25, 0.0], "k_scale: expected a positive, finite scale, got 0.0"),
+        ("channel", [0.25], "kv_cache_scheme: expected strategy 'tensor' or 'attn_head', got"),
+    ],
+)
+def test_scales_of_keys_are_one_or_one_a_head(
+    strategy: str, scales: Any, expected: list[float] | str, source: Path, tmp_path: Path
+) -> None:
+    folder = convert_checkpoint(source, tmp_path / "fp8", "fp8")
+    quantized.with_kv_scales(folder, strategy, scales)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            load_target(folder, jnp.float32)
+        return
+    _, params = load_target(folder, jnp.float32)
+    for layer in params["layers"]:
+        assert layer["self_attn"]["k_scale"].tolist() == expected
+        assert layer["self_attn"]["v_scale"].tolist() == [2 * scale for scale in expected]
 
 
 def test_modelopts_channels_are_those_of_llm_compressor(source: Path, tmp_path: Path) -> None:

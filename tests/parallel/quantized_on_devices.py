@@ -1,5 +1,5 @@
 """Load quantised checkpoints onto two devices: the pieces are those of the whole arrays, and
-speculative text is plain text."""
+speculative text is plain text. Keys in fp8 have a scale for each head."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def texts(folder: Path, size: int, drafts: Any = None) -> list[list[int]]:
         max_num_seqs=2,
         tensor_parallel_size=size,
         num_gpu_blocks_override=4,
+        kv_cache_dtype="fp8" if folder.name == "fp8" else "auto",
     )
     return [output.token_ids for output in llm.generate(PROMPTS, params)]
 
@@ -55,6 +56,10 @@ for folder in map(Path, sys.argv[1:]):
             shape = (2, 512, 128) if placement.expert_parallel else (4, 256, 128)
             codes = read["layers"][0]["experts"]["gate_up"].codes
             assert {piece.data.shape for piece in codes.addressable_shards} == {shape}
+        if folder.name == "fp8":
+            (scale,) = {layer["self_attn"]["k_scale"].shape for layer in read["layers"]}
+            pieces = read["layers"][0]["self_attn"]["k_scale"].addressable_shards
+            assert scale == (2,) and [piece.data.tolist() for piece in pieces] == [[0.25], [0.5]]
     plain = texts(folder, 2)
     assert texts(folder, 2, {"method": "ngram", "num_speculative_tokens": 3}) == plain
     if "int4" in folder.name:  # activations are plain: only the order of the sums differs

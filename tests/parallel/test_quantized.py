@@ -21,5 +21,6 @@ def test_two_devices_hold_pieces_of_codes_and_decode_alike(tmp_path: Path) -> No
     ]
     experts = quantized.plain_checkpoint(tmp_path / "plain experts", EXPERTS)
     folders.append(convert_checkpoint(experts, tmp_path / "experts", "fp8-block"))
+    quantized.with_kv_scales(folders[0], "attn_head", [[[0.25]], [[0.5]]])
     printed = run_on_devices(2, "tests.parallel.quantized_on_devices", *map(str, folders))
     assert printed.splitlines()[-1] == "equal"

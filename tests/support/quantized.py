@@ -214,6 +214,22 @@ def modelopt_fp8(source: Path, folder: Path, inputs: dict[str, float] = INPUT_SC
     return folder
 
 
+def with_kv_scales(folder: Path, strategy: str, scales: Any) -> Path:
+    """The scales of fp8 keys in a checkpoint of compressed-tensors, and twice as large ones of
+    values: () or (1,) for all heads ("tensor"), (heads, 1, 1) for each ("attn_head")."""
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False}
+    config["quantization_config"]["kv_cache_scheme"] = scheme | {"symmetric": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = tensors_of(folder)
+    for i in range(config["num_hidden_layers"]):
+        for name, factor in (("k_scale", 1), ("v_scale", 2)):
+            values = np.array(np.multiply(factor, scales), np.float32)
+            tensors[f"model.layers.{i}.self_attn.{name}"] = values
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def modelopt_channel_fp8(source: Path, folder: Path) -> Path:
     """ModelOpt's FP8_PER_CHANNEL_PER_TOKEN: a scale [out] for the weight, none for the input."""
 

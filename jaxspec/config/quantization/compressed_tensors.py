@@ -52,15 +52,16 @@ def read(settings: Mapping[str, Any]) -> Quantization:
             else:  # a name comes before a regular expression, and that before a class
                 kind = matched if target.startswith(REGEX) else named
                 kind.append((_pattern(target, f"{name}.targets"), form))
-    scheme = read_object(settings, "kv_cache_scheme")
+    scheme, per_head = read_object(settings, "kv_cache_scheme"), False
     if scheme:
         where = ".kv_cache_scheme"
         expect(scheme, "num_bits", 8, where=where)
         expect(scheme, "type", "float", where=where)
-        expect(scheme, "strategy", "tensor", where=where)
+        per_head = expect(scheme, "strategy", "tensor", "attn_head", where=where) == "attn_head"
+        expect(scheme, "symmetric", True, None, where=where)
         expect(scheme, "dynamic", False, None, where=where)
     kv_scales = ("k_scale", "v_scale") if scheme else ()
-    return Quantization((*rules, *named, *matched, *by_class), kv_scales)
+    return Quantization((*rules, *named, *matched, *by_class), kv_scales, per_head)
 
 
 def _pattern(target: str, key: str) -> str:

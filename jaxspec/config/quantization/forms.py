@@ -60,14 +60,16 @@ Form = Fp8Form | Int4Form
 class Quantization:
     """The linear modules of a model that are quantised, and their forms.
 
-    rules:     (pattern, form) pairs; the first pattern that matches a module's name from its start
-               gives the form. None: plain weights, as where no pattern matches
-    kv_scales: names of the scales of fp8 keys and values, after that of a layer's attention; ()
-               for a checkpoint without them
+    rules:              (pattern, form) pairs; the first pattern that matches a module's name from
+                        its start gives the form. None: plain weights, as where no pattern matches
+    kv_scales:          names of the scales of fp8 keys and values, after that of a layer's
+                        attention; () for a checkpoint without them
+    kv_scales_per_head: whether each KV head has a scale, instead of all heads one
     """
 
     rules: tuple[tuple[str, Form | None], ...]
     kv_scales: tuple[str, ...] = ()
+    kv_scales_per_head: bool = False
 
     def form_of(self, module: str) -> Form | None:
         """Return the form of a module, None for plain weights."""

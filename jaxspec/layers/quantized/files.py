@@ -226,9 +226,9 @@ def _check_middle(form: Int4Form, module: str, zeros: np.ndarray) -> None:
 
 
 def positive(scale: np.ndarray, name: str) -> np.ndarray:
-    """Return a scale of activations; ConfigError unless it is positive and finite."""
-    value = float(scale.astype(np.float32).reshape(()))
-    if not 0 < value < float("inf"):
+    """Return a scale of activations, or several; ConfigError unless positive and finite."""
+    values = scale.astype(np.float32).reshape(-1)
+    for value in values[~((values > 0) & (values < np.inf))]:
         raise ConfigError(f"{name}: expected a positive, finite scale, got {value}")
     return scale
 

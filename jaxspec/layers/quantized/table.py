@@ -179,14 +179,16 @@ class DequantisedSpec(ParamSpec):
 
 @dataclass(frozen=True)
 class ScaleSpec(ParamSpec):
-    """The scale of a layer's fp8 keys, or of its values."""
+    """The scale of a layer's fp8 keys or of its values, or one for each KV head."""
 
     def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         return files.positive(arrays[0], self.name)
 
 
-def stored(table: Params, quantization: Quantization | None) -> Params:
+def stored(table: Params, quantization: Quantization | None, *, num_kv_heads: int) -> Params:
     """Return a family's table as that of a checkpoint with this quantisation.
+
+    num_kv_heads: of each layer, which may have a scale for each of its fp8 keys' heads
 
     ConfigError for a module whose shape its form does not take, and for projections of one input
     that differ in form.
@@ -201,7 +203,7 @@ def stored(table: Params, quantization: Quantization | None) -> Params:
             return _weight(each, quantization)
         return _plain(each, quantization)
 
-    kv = partial(_with_kv_scales, names=quantization.kv_scales)
+    kv = partial(_with_kv_scales, quantization=quantization, num_kv_heads=num_kv_heads)
     table = jax.tree.map(kv, table, is_leaf=lambda x: _is_attention(x) or is_spec(x))
     made = jax.tree.map(entry, table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
     return jax.tree.map(_share_input, made, is_leaf=lambda x: _is_mlp(x) or is_spec(x))
@@ -266,13 +268,18 @@ def _is_attention(entry: Any) -> bool:
     return isinstance(entry, dict) and "qkv_proj" in entry
 
 
-def _with_kv_scales(entry: Any, *, names: tuple[str, ...]) -> Any:
-    """Return an attention layer with the scales of its fp8 keys and values, float32 [1]."""
+def _with_kv_scales(entry: Any, *, quantization: Quantization, num_kv_heads: int) -> Any:
+    """Return an attention layer with the scales of its fp8 keys and values.
+
+    They are float32 [1], or [num_kv_heads].
+    """
+    names, per_head = quantization.kv_scales, quantization.kv_scales_per_head
     if not names or not _is_attention(entry):
         return entry
+    shape, axes = ((num_kv_heads,), ("kv_heads",)) if per_head else ((1,), (None,))
     prefix = next(iter(modules_of(entry["qkv_proj"].values))).rpartition(".")[0]
     scales = {
-        key: ScaleSpec(f"{prefix}.{name}", (1,), (None,), dtype="float32")
+        key: ScaleSpec(f"{prefix}.{name}", shape, axes, dtype="float32")
         for key, name in zip(("k_scale", "v_scale"), names, strict=True)
     }
     return {**entry, **scales}

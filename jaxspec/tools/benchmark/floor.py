@@ -68,7 +68,7 @@ def round_floor(
 
     It is that of each device, with its pieces. What devices send each other is not in it.
 
-    dtype, cache_dtype: of the weights, and of the caches.
+    dtype, cache_dtype: of the weights, and of the target's caches.
     """
     itemsize, devices = jnp.dtype(dtype).itemsize, cfg.placement.size
     on_device = cfg.on_device()
@@ -96,7 +96,8 @@ def round_floor(
             draft_flops += int(
                 2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch
             )
-        blocks = layer_block_bytes(layered(on_device.draft), cfg.block_size, cache_dtype)
+        of_draft = cfg.cache_dtype_of_draft(cache_dtype)
+        blocks = layer_block_bytes(layered(on_device.draft), cfg.block_size, of_draft)
         seen = seen_tokens(cfg.draft_groups, draft.group_of_layer, context)
         kv_draft = K * batch * sum(map(mul, seen, blocks)) // cfg.block_size
         draft_logits = batch * K * draft.draft_vocab_size // devices
@@ -146,7 +147,8 @@ def memory_needed(
     block = sum(layers)
     if cfg.draft is not None:
         weights += weight_bytes(drafts.family(layered(cfg.draft)).param_specs(cfg.draft), dtype)
-        block += sum(layer_block_bytes(cfg.draft, cfg.block_size, cache_dtype))
+        of_draft = cfg.cache_dtype_of_draft(cache_dtype)
+        block += sum(layer_block_bytes(cfg.draft, cfg.block_size, of_draft))
     logits = FLOAT32 * batch * (cfg.num_speculative_tokens + 1) * cfg.target.vocab_size
     if cfg.ops.attention == "reference":
         # One layer's keys and values at a time are gathered, and again in float32.

@@ -584,7 +584,9 @@ def random_state(
             pending_tokens=tokens(batch, K + 1),
             pending_hidden=normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
             num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
-            caches=_random_caches(draft, num_blocks, cache_dtype, jax.random.key(6)),
+            caches=_random_caches(
+                draft, num_blocks, cfg.cache_dtype_of_draft(cache_dtype), jax.random.key(6)
+            ),
         ),
         target_caches=_random_caches(cfg.target, num_blocks, cache_dtype, jax.random.key(5)),
     )

@@ -2,9 +2,10 @@
 
 wgmma multiplies operands of one width, and 8-bit ones by rows alone, which values are not. Hopper
 converts a pair of e4m3 to float16 in one instruction, which is exact; bfloat16 takes four. Keys go
-through registers to the left side of their product. Values go through shared memory, since their
-product reads them transposed. A softmax's weights fit float16. So do queries over 16: those between
-2^-10 and 2^20 are exact, smaller ones are off by 2^-21 at most, and larger ones saturate.
+through registers to the left side of their product, if there are enough. Values go through shared
+memory, since their product reads them transposed. A softmax's weights fit float16. So do queries
+over 16: those between 2^-10 and 2^20 are exact, smaller ones are off by 2^-21 at most, and larger
+ones saturate.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Wide(NamedTuple, Generic[T]):
 
     q: [KV heads, columns, head_dim], the queries over 16
     v: [KEYS, head_dim]
-    k: [KEYS, head_dim] in the interpreter; None on a GPU, where keys are registers
+    k: [KEYS, head_dim]; None where keys are registers
     """
 
     q: T
@@ -54,7 +55,7 @@ def wide_tiles(plan: Plan) -> Wide[pl.MemoryRef]:
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     q = plgpu.SMEM((plan.heads, plan.columns, plan.head_dim), jnp.float16, transforms=tiling)
     tile = plgpu.SMEM((KEYS, plan.head_dim), jnp.float16, transforms=tiling)
-    return Wide(q, tile, tile if plan.interpreted else None)
+    return Wide(q, tile, None if plan.keys_in_registers else tile)
 
 
 def convert_queries(queries: Ref, converted: Ref) -> None:
@@ -90,5 +91,6 @@ def widen_values(codes: Ref, wide: Wide[Ref], written: Index) -> None:
 
     @pl.when(written < KEYS)
     def _some() -> None:
-        row = plgpu.broadcasted_iota(jnp.int32, wide.v.shape, 0, layout=CODES)
-        wide.v[...] = where(row < written, widened(), 0.0)
+        numbers = widened()
+        row = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=CODES)
+        wide.v[...] = where(row < written, numbers, 0.0)

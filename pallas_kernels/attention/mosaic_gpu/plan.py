@@ -114,13 +114,25 @@ class Plan(Sizes):
         return 1 if many and self._short and self.columns <= 16 else 2
 
     @property
+    def keys_in_registers(self) -> bool:
+        """Whether keys in fp8 are multiplied from registers.
+
+        With many columns, or several heads in a loop, they would spill. The interpreter multiplies
+        from memory alone.
+        """
+        return self.columns <= 24 and self.heads == 1 and not self.interpreted
+
+    @property
     def cluster(self) -> int:
         """CTAs that share the keys of one row tile."""
         if self.tuning.cluster is not None:
             return self.tuning.cluster
         tiles, ctas = self._seen, self._pairs
-        # One CTA for the whole tree has no registers left for more than 16 columns.
+        # One CTA for the whole tree has no registers left for more than 16 columns, and two have
+        # none for 32 in fp8.
         cluster = 1 if self.columns <= 16 else 2
+        if self.is_fp8 and self.columns > 24:
+            cluster = 4
         # The states that the first CTA receives must fit beside its ring.
         largest = 4 if self.columns > 24 and self.head_dim > 64 else CLASSES
         while cluster < min(tiles, largest) and 2 * cluster * ctas <= self.tuning.fill:
