@@ -39,6 +39,11 @@ PROMPTS = (
     "What is 17 times 23? Show your steps.",
     "Give me a recipe for pancakes.",
     "Who was Marie Curie?",
+    "Write a short poem about the sea.",
+    "How do I learn to play the guitar?",
+    "What is a black hole?",
+    "List five healthy breakfasts.",
+    "Explain recursion to a child.",
     f"Summarise this text in three sentences: {STORY}",
     f"Who are the people in this story, and what do they do? {STORY}",
 )
@@ -93,7 +98,8 @@ def show(found: Diagnosis, console: Console) -> None:
     table = Table("what", "tried", "length", "gain", "", title="acceptance, teacher-forced")
     for column in table.columns[2:4]:
         column.justify = "right"
-    table.add_row("present", "as LLM reads it", f"{found.length:.2f}", "", "")
+    ended = f" ({found.ended} texts end with their first token)" * (found.ended > 0)
+    table.add_row("present", f"as LLM reads it{ended}", f"{found.length:.2f}", "", "")
     for tried in found.tried:
         gain = f"{tried.gain:+.2f} ± {tried.error:.2f}"
         table.add_row(
@@ -118,6 +124,7 @@ def record(found: Diagnosis) -> dict[str, Any]:
     """Return the contents of --output-json."""
     return {
         "length": found.length,
+        "ended": found.ended,
         "tried": [vars(each) for each in found.tried],
         "findings": [vars(each) for each in found.findings],
         "decoded": list(found.decoded),

@@ -25,14 +25,14 @@ SURE = 2.5  # standard errors
 class Acceptance:
     """Accepted drafts of each row that counts.
 
-    accepted:  int [rows]
-    text:      int [rows], the text of each row
-    num_texts: of all texts, also those without rows
+    accepted: int [rows]
+    text:     int [rows], the text of each row
+    ended:    bool [texts], the texts that end with their first token, of all texts
     """
 
     accepted: np.ndarray
     text: np.ndarray
-    num_texts: int
+    ended: np.ndarray
 
     @property
     def length(self) -> float:
@@ -41,7 +41,7 @@ class Acceptance:
 
     def lengths(self) -> np.ndarray:
         """Return the mean acceptance length of each text, NaN for one without rows."""
-        of_text = [self.accepted[self.text == text] for text in range(self.num_texts)]
+        of_text = [self.accepted[self.text == text] for text in range(len(self.ended))]
         return np.array([1.0 + rows.mean() if len(rows) else np.nan for rows in of_text])
 
 
@@ -60,6 +60,8 @@ def measure(
     params, family = head.bound(reading), drafts.family(cfg)
     forward = FORWARDS[cfg.method].forward_steps
     text, row = np.nonzero(texts.drafted(num_steps))
+    if not len(row):  # every text ended at once
+        return Acceptance(np.zeros(0, int), text, texts.ended)
     to_target = np.asarray(params["draft_to_target"]) if cfg.maps_vocabulary else None
     tokens, states = jnp.asarray(texts.tokens), features.of_layers(cfg.aux_layers)
     right = np.ones(len(row), bool)
@@ -71,15 +73,19 @@ def measure(
             drafted = to_target[drafted]
         right &= drafted == texts.tokens[text, row + 2 + step]
         accepted += right
-    return Acceptance(accepted, text, len(texts.tokens))
+    return Acceptance(accepted, text, texts.ended)
 
 
 def gain(other: Acceptance, present: Acceptance) -> tuple[float, float]:
     """Return the mean gain in length over the texts of both, and its standard error.
 
-    Texts are compared one by one, since the rows of a text are not independent.
+    Texts are compared one by one, since the rows of a text are not independent. A text that ends
+    with its first token counts as length 1 beside one with rows. Prompts in a wrong format often
+    end at once, and no draft of theirs is accepted.
     """
-    gains = other.lengths() - present.lengths()
+    theirs, ours = other.lengths(), present.lengths()
+    gains = np.where(other.ended, 1.0, theirs) - np.where(present.ended, 1.0, ours)
+    gains[other.ended & present.ended] = np.nan
     gains = gains[~np.isnan(gains)]
     if len(gains) < 2:
         return 0.0, np.inf

@@ -10,11 +10,12 @@ import numpy as np
 
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.doctor.acceptance import Acceptance, gain, is_better, measure
-from jaxspec.doctor.formats import PromptFormat, other_formats, present_format
+from jaxspec.doctor.formats import THINKING, PromptFormat, other_formats, present_format
 from jaxspec.doctor.head import Head, Reading, open_head
 from jaxspec.doctor.texts import Features, Target, Texts, read_features, write_texts
 from jaxspec.drafts.head_layout import verifier
-from jaxspec.loading.default_target import default_target, is_default_target
+from jaxspec.loading.card import base_model
+from jaxspec.loading.default_target import is_default_target, kept_default_target
 from jaxspec.loading.tokenizer import Tokenizer
 from jaxspec.training.evaluation import evaluate_acceptance
 
@@ -71,12 +72,14 @@ class Diagnosis:
     """What was measured, and the faults that were found.
 
     length: teacher-forced mean acceptance length of the present choice
+    ended: texts of the present choice that end with their first token
     tried: every alternative to the present choice, and to the choices that mend it
     decoded: mean acceptance length by decoding, of the present choice (None if LLM refuses it) and
         with all faults mended (None without one, and where prompts are given another way)
     """
 
     length: float
+    ended: int
     tried: tuple[Tried, ...]
     findings: tuple[Finding, ...]
     decoded: tuple[float | None, float | None]
@@ -93,8 +96,11 @@ def diagnose(
     """Find what a head's user could set to have more drafts accepted."""
     head = open_head(folder, target, speculative)
     formats = [present_format(tokenizer), *other_formats(tokenizer, template_folders(head))]
-    log(f"decoding {len(settings.prompts)} prompts in {len(formats)} formats")
     encoded = [[f.encode(prompt) for prompt in settings.prompts] for f in formats]
+    # A switch that the template does not read gives the present prompts again.
+    kept = [i for i, prompts in enumerate(encoded) if i == 0 or prompts != encoded[0]]
+    formats, encoded = [formats[i] for i in kept], [encoded[i] for i in kept]
+    log(f"decoding {len(settings.prompts)} prompts in {len(formats)} formats")
     written = write_texts(target, [ids for each in encoded for ids in each], settings.max_tokens)
     count = len(settings.prompts)
     texts = [written.of(slice(i * count, (i + 1) * count)) for i in range(len(formats))]
@@ -103,18 +109,18 @@ def diagnose(
     reading, found = search.run()
     findings += found
     tried = [*search.tried]
-    present = search.measured(reading)
-    if not len(present.accepted):
+    if not any(each.drafted(settings.num_steps).any() for each in texts):
         raise ConfigError(
             "doctor: expected a target that answers the prompts with some tokens, got texts of "
-            f"{int((texts[0].lengths - texts[0].prompts).max())} tokens at most"
+            f"{int((written.lengths - written.prompts).max())} tokens at most"
         )
+    present = search.measured(reading)
     others = _compare_formats(head, reading, present, formats[1:], texts[1:], settings.num_steps)
     tried += [t for _, t in others]
-    better = [(f, t) for f, t in others if t.is_better]
-    if better:
-        best, t = max(better, key=lambda pair: pair[1].gain)
-        findings.append(Finding(best.kind, t.name, best.remedy, present.length, t.length))
+    best = _best_format(others)
+    if best is not None:
+        form, t = best
+        findings.append(Finding(form.kind, t.name, form.remedy, present.length, t.length))
     log("decoding with drafts")
     before = None if head.refused else _decode(head, head.present, encoded[0], settings)
     after = None
@@ -124,22 +130,29 @@ def diagnose(
             findings = [f for f in findings if f not in found]
             after = None
     first = search.measured(head.present).length
-    return Diagnosis(first, tuple(tried), tuple(findings), (before, after))
+    ended = int(present.ended.sum())
+    return Diagnosis(first, ended, tuple(tried), tuple(findings), (before, after))
 
 
 def template_folders(head: Head) -> dict[str, Path]:
-    """Return the folders that may have the head's chat template: its own, and its verifier's.
+    """Return the folders that may have the head's chat template: its own, and its target's.
 
-    A verifier counts if it lies here: nothing is downloaded.
+    The head's config or its card names the target, which counts if it lies here: nothing is
+    downloaded.
     """
     folders = {"the head": head.folder}
-    name = verifier(head.checkpoint.config)
-    if name is not None:
-        folder = Path(name).expanduser()
-        if is_default_target(name) and not folder.is_dir():
-            folder = default_target()
-        if folder.is_dir():
-            folders["the head's verifier"] = folder
+    targets = {
+        "the head's verifier": verifier(head.checkpoint.config),
+        "the head's base model": base_model(head.folder),
+    }
+    for said, name in targets.items():
+        if name is None:
+            continue
+        folder: Path | None = Path(name).expanduser()
+        if not folder.is_dir():
+            folder = kept_default_target() if is_default_target(name) else None
+        if folder is not None and folder not in folders.values():
+            folders[said] = folder
     return folders
 
 
@@ -217,6 +230,21 @@ def _compare_formats(
         better = is_better(accepted, present, LEAST_FORMAT_GAIN)
         found.append((each, Tried(each.kind, each.name, accepted.length, mean, error, better)))
     return found
+
+
+def _best_format(
+    others: Sequence[tuple[PromptFormat, Tried]],
+) -> tuple[PromptFormat, Tried] | None:
+    """Return the format to propose, None if none is better.
+
+    A switch goes before another template that gains as much: it is less to change.
+    """
+    better = [pair for pair in others if pair[1].is_better]
+    if not better:
+        return None
+    most = max((t for _, t in better), key=lambda t: t.gain)
+    as_good = [pair for pair in better if pair[1].gain >= most.gain - most.error]
+    return max(as_good, key=lambda pair: (pair[0].kind == THINKING, pair[1].gain))
 
 
 def _decode(

