@@ -105,7 +105,7 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         model = family_model(family, with_layers)
     draft: dict[str, Any] = dict(
         model=None if method in ("mtp", "ngram") else "none",
-        method=method,
+        method=method.partition(":")[0],
         num_speculative_tokens=K,
         rejection_sample_method=settings.get("rule", "probabilistic"),
     )

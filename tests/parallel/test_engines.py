@@ -12,6 +12,9 @@ PROCESSES = [
     # A mapped vocabulary, fewer KV heads than devices, every sampling parameter; experts with
     # biases, sinks and two cache groups; a verify pass of few rows.
     ("tiny eagle3 4 mapped everything", "gpt_oss eagle3 2", "tiny eagle3 2 words verify=6"),
+    ("llama draft_model:gpt_oss 2",),
+    ("gpt_oss draft_model 2,4 again", "glm4_moe_lite draft_model 2 rule=block everything"),
+    ("llama draft_model:qwen3_moe 2 replicated rounds=2", "llama draft_model:llama4_text 2 expert"),
     ("gpt_oss eagle3 2,4 expert", "gpt_oss eagle 2 everything", "gpt_oss none 2"),
     ("qwen3_moe eagle 2", "qwen3_moe eagle 2,4 expert"),
     ("glm4_moe_lite mtp 2,4", "glm4_moe_lite mtp 2 expert"),
@@ -39,7 +42,7 @@ PROCESSES = [
 
 @pytest.mark.parametrize(
     "cases",
-    [pytest.param(PROCESSES[0]), *(slow(cases) for cases in PROCESSES[1:])],
+    [*(pytest.param(cases) for cases in PROCESSES[:2]), *(slow(c) for c in PROCESSES[2:])],
     ids=lambda cases: cases[0].replace(" ", "-"),
 )
 def test_tokens_and_counts_are_those_of_one_device(cases: tuple[str, ...]) -> None:
