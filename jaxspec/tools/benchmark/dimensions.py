@@ -9,6 +9,7 @@ from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, MLAConfig, RopeConfig
 from jaxspec.config.quantization import WHILE_LOADING, quantized
 from jaxspec.drafts import Eagle3Config, EagleConfig, LayeredConfig, MtpConfig
+from jaxspec.drafts.draft_model import METHOD, drafts_for
 from jaxspec.drafts.mtp import LAYOUTS
 from jaxspec.models.llama import LlamaConfig
 
@@ -19,11 +20,15 @@ POSITIONS = (
 
 @dataclass(frozen=True)
 class Dimensions:
-    """A target, and what its EAGLE-3 head does not take from it."""
+    """A target, what its EAGLE-3 head does not take from it, and a small model that drafts for it.
+
+    small: of the target's vocabulary; None where none is published
+    """
 
     target: Any
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
+    small: LlamaConfig | None = None
 
 
 def _dimensions(
@@ -38,6 +43,7 @@ def _dimensions(
     theta: float,
     tied: bool = False,
     aux_layers: tuple[int, ...] | None = None,
+    small: Dimensions | None = None,
     **switches: Any,
 ) -> Dimensions:
     """heads: query heads, key/value heads, head_dim; switches: qk_norm, qkv_bias."""
@@ -53,10 +59,22 @@ def _dimensions(
         POSITIONS,
         tied,
     )
-    return Dimensions(target, draft_vocab_size, aux_layers or (2, num_layers // 2, num_layers - 3))
+    return Dimensions(
+        target,
+        draft_vocab_size,
+        aux_layers or (2, num_layers // 2, num_layers - 3),
+        small and small.target,
+    )
 
 
 # Published dimensions.
+_LLAMA_3_2_1B = _dimensions(
+    "llama", 16, 2048, 8192, (32, 8, 64), 128256, 32000, theta=5e5, tied=True
+)
+_QWEN3_0_6B = _dimensions(
+    "qwen3", 28, 1024, 3072, (16, 8, 128), 151936, 32000, theta=1e6, tied=True, qk_norm=True
+)
+_TINY_SMALL = _dimensions("llama", 1, 16, 32, (2, 1, 8), 96, 64, theta=1e4, aux_layers=())
 _GPT_OSS_20B = dict(
     model_type="gpt_oss",
     num_hidden_layers=24,
@@ -107,19 +125,34 @@ HYBRID: dict[str, Dimensions] = {
     "gpt-oss-20b": Dimensions(models.config_from_hf(_GPT_OSS_20B), 64000, (2, 12, 21)),
     "gpt-oss-20b-mxfp4": Dimensions(models.config_from_hf(_GPT_OSS_20B_MXFP4), 64000, (2, 12, 21)),
     "glm-4.7-flash": Dimensions(models.config_from_hf(_GLM_4_7_FLASH), 154880, ()),
-    "qwen3-30b-a3b": Dimensions(models.config_from_hf(_QWEN3_30B_A3B), 32000, (2, 24, 45)),
+    "qwen3-30b-a3b": Dimensions(
+        models.config_from_hf(_QWEN3_30B_A3B), 32000, (2, 24, 45), _QWEN3_0_6B.target
+    ),
 }
 # One GPU does not hold them.
 LARGE: dict[str, Dimensions] = {
-    "llama-3-70b": _dimensions("llama", 80, 8192, 28672, (64, 8, 128), 128256, 32000, theta=5e5),
+    "llama-3-70b": _dimensions(
+        "llama", 80, 8192, 28672, (64, 8, 128), 128256, 32000, theta=5e5, small=_LLAMA_3_2_1B
+    ),
 }
 PLAIN: dict[str, Dimensions] = {
-    "llama-3-8b": _dimensions("llama", 32, 4096, 14336, (32, 8, 128), 128256, 32000, theta=5e5),
+    "llama-3-8b": _dimensions(
+        "llama", 32, 4096, 14336, (32, 8, 128), 128256, 32000, theta=5e5, small=_LLAMA_3_2_1B
+    ),
     "smollm2-135m": _dimensions(
         "llama", 30, 576, 1536, (9, 3, 64), 49152, 16000, theta=1e5, tied=True
     ),
     "qwen3-8b": _dimensions(
-        "qwen3", 36, 4096, 12288, (32, 8, 128), 151936, 32000, theta=1e6, qk_norm=True
+        "qwen3",
+        36,
+        4096,
+        12288,
+        (32, 8, 128),
+        151936,
+        32000,
+        theta=1e6,
+        qk_norm=True,
+        small=_QWEN3_0_6B,
     ),
     "mimo-7b": _dimensions(
         "qwen2", 36, 4096, 11008, (32, 8, 128), 151680, 32000, theta=6.4e5, qkv_bias=True
@@ -127,7 +160,9 @@ PLAIN: dict[str, Dimensions] = {
     **HYBRID,
     **LARGE,
     # For trying the scripts out: seconds on a CPU.
-    "tiny": _dimensions("llama", 2, 32, 48, (4, 2, 8), 96, 64, theta=1e4, aux_layers=(0, 1, 2)),
+    "tiny": _dimensions(
+        "llama", 2, 32, 48, (4, 2, 8), 96, 64, theta=1e4, aux_layers=(0, 1, 2), small=_TINY_SMALL
+    ),
 }
 # Targets with quantised weights, and plain drafts: "llama-3-8b-fp8" and so on.
 QUANTIZED: dict[str, Dimensions] = {
@@ -142,9 +177,18 @@ def draft_config(dimensions: Dimensions, method: str) -> LayeredConfig:
     """Return a draft of one Llama layer with the target's width and head counts.
 
     EAGLE-3's attention reads 2D and its head has its own vocabulary. MTP is one of the target's own
-    layers, for targets that have such a module.
+    layers, for targets that have such a module. An independent draft is a small model of the
+    target's vocabulary.
     """
     target = dimensions.target
+    if method == METHOD:
+        if dimensions.small is None:
+            named = [name for name, each in PLAIN.items() if each.small is not None]
+            raise ConfigError(
+                f"--method {METHOD}: expected a model with a smaller one, among "
+                f"{', '.join(named)}, got {target.model_type} without"
+            )
+        return drafts_for(dimensions.small, target)
     if method == "mtp":
         if target.model_type not in LAYOUTS:
             raise ConfigError(
