@@ -1,5 +1,5 @@
 """Load quantised checkpoints onto two devices: the pieces are those of the whole arrays, and
-speculative text is plain text. Keys in fp8 have a scale for each head."""
+speculative text is plain text but for ties. Keys in fp8 have a scale for each head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import LLM, EngineConfig, SamplingParams
+from jaxspec import LLM, EngineConfig, RequestOutput, SamplingParams
 from jaxspec.loading.model import load_target
 from jaxspec.loading.placement import choose_placement, place_models
 
@@ -21,11 +21,16 @@ PLACEMENTS = [
     choose_placement(EngineConfig(tensor_parallel_size=2, enable_expert_parallel=whole))
     for whole in (False, True)
 ]
-params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=5)
 PROMPTS = [[3, 5, 7, 3, 5], [90, 4, 4]]
 
 
-def texts(folder: Path, size: int, drafts: Any = None) -> list[list[int]]:
+# XLA's products on a CPU depend on the number of rows in their last bits. Such a bit may move an
+# activation to the next fp8 code, and log-probabilities by this much.
+CODE_STEP = 0.1
+
+
+def texts(folder: Path, size: int, drafts: Any = None) -> list[RequestOutput]:
     llm = LLM(
         str(folder),
         speculative_config=drafts,
@@ -36,7 +41,21 @@ def texts(folder: Path, size: int, drafts: Any = None) -> list[list[int]]:
         num_gpu_blocks_override=4,
         kv_cache_dtype="fp8" if folder.name == "fp8" else "auto",
     )
-    return [output.token_ids for output in llm.generate(PROMPTS, params)]
+    return llm.generate(PROMPTS, params)
+
+
+def check_alike(outputs: list[RequestOutput], plain: list[RequestOutput], step: float) -> None:
+    """Check that texts are equal, or part where plain decoding has a tie of up to `step`."""
+    for output, other in zip(outputs, plain, strict=True):
+        pairs = enumerate(zip(output.token_ids, other.token_ids, strict=True))
+        parting = next((i for i, (a, b) in pairs if a != b), None)
+        if parting is None:
+            continue
+        assert other.logprobs is not None
+        there = other.logprobs[parting]
+        taken, best = output.token_ids[parting], other.token_ids[parting]
+        gap = there[best].logprob - there[taken].logprob if taken in there else np.inf
+        assert gap < step, (output.token_ids, other.token_ids)
 
 
 for folder in map(Path, sys.argv[1:]):
@@ -61,7 +80,10 @@ for folder in map(Path, sys.argv[1:]):
             pieces = read["layers"][0]["self_attn"]["k_scale"].addressable_shards
             assert scale == (2,) and [piece.data.tolist() for piece in pieces] == [[0.25], [0.5]]
     plain = texts(folder, 2)
-    assert texts(folder, 2, {"method": "ngram", "num_speculative_tokens": 3}) == plain
+    drafted = texts(folder, 2, {"method": "ngram", "num_speculative_tokens": 3})
     if "int4" in folder.name:  # activations are plain: only the order of the sums differs
-        assert texts(folder, 1) == plain
+        check_alike(drafted, plain, 0.0)
+        check_alike(texts(folder, 1), plain, 0.0)
+    else:
+        check_alike(drafted, plain, CODE_STEP)
 print("equal")

@@ -51,9 +51,10 @@ def _targets(settings: Mapping[str, Any], form: Form) -> list[tuple[str, Form | 
     if listed is None:
         return [(".*", form)]
     each = listed if isinstance(listed, list) else [None]
-    flat = [name for names in each for name in (names if isinstance(names, list) else [names])]
-    if not all(isinstance(name, str) for name in flat):
+    flat = [name for part in each for name in (part if isinstance(part, list) else [part])]
+    names = [name for name in flat if isinstance(name, str)]
+    if len(names) < len(flat):
         raise ConfigError(
             f"quantization_config.{key}: expected lists of names, got {shown(listed)}"
         )
-    return [(rf".*\.{re.escape(name)}\Z", form) for name in flat]
+    return [(rf".*\.{re.escape(name)}\Z", form) for name in names]
