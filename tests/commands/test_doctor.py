@@ -90,7 +90,8 @@ def test_bad_input_is_one_sentence(
 
 def test_a_draft_without_a_head_is_refused(target: Path) -> None:
     result = run(target, target, *FLAGS)
-    assert result.exit_code == 2 and "model: expected a draft head" in result.stderr
+    assert result.exit_code == 2
+    assert "expected an EAGLE-1 or EAGLE-3 head, got 'draft_model'" in result.stderr
 
 
 def test_findings_are_printed_with_their_lengths(capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,6 +160,7 @@ def test_a_cache_of_another_dtype_leaves_its_ops_to_the_reference(
         choose("mosaic_gpu", model, method=method, cache_dtype=jnp.float32)
 
 
+@needs_mosaic
 @pytest.mark.usefixtures("on_a_hopper")
 def test_caches_in_fp8_have_kernels_and_a_drafts_dtype_counts_too() -> None:
     options = {"method": "eagle3", "cache_dtype": jnp.float8_e4m3fn}
