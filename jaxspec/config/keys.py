@@ -187,6 +187,20 @@ def keywords_of(function: Callable[..., object]) -> list[str]:
     return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
 
 
+def nearest(key: str, names: Collection[str]) -> str:
+    """Return the name that is the most like a key.
+
+    An equal first word counts, as typing errors and shortened names keep it.
+    """
+    first = key.split("_")[0]
+
+    def likeness(name: str) -> float:
+        ratio = difflib.SequenceMatcher(None, name, key).ratio()
+        return ratio + 0.1 * (name.split("_")[0] == first)
+
+    return max(names, key=likeness)
+
+
 def own_keys(
     what: str, given: Mapping[Any, Any], known: Collection[str], foreign: ForeignKeys
 ) -> dict[str, Any]:
@@ -201,11 +215,9 @@ def own_keys(
         if name in foreign.values and name not in known:
             foreign.values[name].check(name, value)
         elif name not in known:
-            [nearest] = difflib.get_close_matches(
-                str(key), (*known, *foreign.names), n=1, cutoff=0.0
-            )
+            likest = nearest(str(key), (*known, *foreign.names))
             raise ConfigError(
-                f"{what}: expected known settings, of which {nearest} is the nearest, "
+                f"{what}: expected known settings, of which {likest} is the nearest, "
                 f"got {key!r:.100}"
             )
         elif name in kept or (name != key and name in given):
