@@ -378,24 +378,37 @@ def _weight(entry: Weight, quantization: Quantization) -> Any:
     return _int4(spec, form)
 
 
+def _part(
+    base: ParamSpec,
+    form: Fp8Form | Int4Form,
+    part: Part,
+    shape: tuple[int, ...],
+    axes: Any,
+    along: Any,
+    dtype: str,
+) -> Any:
+    """Return the spec of one array of a quantised matrix.
+
+    shape, axes, along: of the matrix's two dimensions; an axis of experts comes before them
+    """
+    num_lead = len(base.shape) - 2
+    return QuantizedSpec(
+        base.name,
+        (*base.shape[:num_lead], *shape),
+        (*base.axes[:num_lead], *axes),
+        dtype=dtype,
+        base=base,
+        form=form,
+        part=part,
+        along=(*((i, i, 1) for i in range(num_lead)), *along),
+    )
+
+
 def _fp8(base: ParamSpec, form: Fp8Form) -> Fp8Weight:
     *lead, depth, width = base.shape
-    *of_lead, of_depth, of_width = base.axes
+    *_, of_depth, of_width = base.axes
     n = len(lead)  # 1 of experts, else 0
-    each = tuple((i, i, 1) for i in range(n))
-
-    def spec(part: Part, shape: tuple[int, ...], axes: Any, along: Any, dtype: str) -> Any:
-        return QuantizedSpec(
-            base.name,
-            (*lead, *shape),
-            (*of_lead, *axes),
-            dtype=dtype,
-            base=base,
-            form=form,
-            part=part,
-            along=(*each, *along),
-        )
-
+    spec = partial(_part, base, form)
     both = (of_width, of_depth)
     by_one = ((n, n + 1, 1), (n + 1, n, 1))
     codes = spec("codes", (width, depth), both, by_one, "float8_e4m3fn")
@@ -414,9 +427,8 @@ def _fp8(base: ParamSpec, form: Fp8Form) -> Fp8Weight:
 
 def _int4(base: ParamSpec, form: Int4Form) -> Int4Weight:
     *lead, depth, width = base.shape
-    *of_lead, of_depth, of_width = base.axes
+    *_, of_depth, of_width = base.axes
     n = len(lead)  # 1 of experts, else 0
-    each = tuple((i, i, 1) for i in range(n))
     parts = base.parts if isinstance(base, JoinedSpec) else (base,)
     if depth % DEPTHS or any(part.shape[-1] % COLUMNS for part in parts):
         raise ConfigError(
@@ -424,18 +436,7 @@ def _int4(base: ParamSpec, form: Int4Form) -> Int4Weight:
             f"got {depth} columns and {', '.join(str(part.shape[-1]) for part in parts)} rows"
         )
 
-    def spec(part: Part, shape: tuple[int, ...], axes: Any, along: Any, dtype: str) -> Any:
-        return QuantizedSpec(
-            base.name,
-            (*lead, *shape),
-            (*of_lead, *axes),
-            dtype=dtype,
-            base=base,
-            form=form,
-            part=part,
-            along=(*each, *along),
-        )
-
+    spec = partial(_part, base, form)
     words = spec(
         "codes",
         (width // COLUMNS, depth // DEPTHS, UNIT),
