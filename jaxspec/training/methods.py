@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 
@@ -21,69 +21,44 @@ from jaxspec.training.objective import (
 )
 
 
-class Objective(Protocol):
-    """The loss of a kind of draft, and the counts that it is divided by."""
-
-    def counts(self, cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]) -> jax.Array:
-        """Return the rows of each draft step that the loss is divided by, float32 [steps]."""
-        ...
-
-    def loss(
-        self,
-        cfg: TrainConfig,
-        pair: TrainingPair,
-        weights: Params,
-        batch: Batch[jax.Array],
-        counts: jax.Array,
-    ) -> tuple[jax.Array, StepSums]:
-        """Return the loss [] and its sums over a share of the batch that counts are of."""
-        ...
-
-
 @dataclass(frozen=True)
-class StepObjective:
-    """The training-time test of a draft of a token a pass."""
+class Objective:
+    """The loss of a kind of draft, and the counts that it is divided by.
 
-    def counts(self, cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]) -> jax.Array:
-        """See Objective."""
-        return step_counts(cfg, batch)
+    counts: return the rows of each draft step that the loss is divided by, float32 [steps]
+    loss:   return the loss [] and its sums over a share of the batch that counts are of
+    """
 
-    def loss(
-        self,
-        cfg: TrainConfig,
-        pair: TrainingPair,
-        weights: Params,
-        batch: Batch[jax.Array],
-        counts: jax.Array,
-    ) -> tuple[jax.Array, StepSums]:
-        """See Objective."""
-        return draft_loss(cfg, pair, weights, observe_target(cfg, pair, batch), counts)
+    counts: Callable[[TrainConfig, TrainingPair, Batch[jax.Array]], jax.Array]
+    loss: Callable[
+        [TrainConfig, TrainingPair, Params, Batch[jax.Array], jax.Array],
+        tuple[jax.Array, StepSums],
+    ]
 
 
-@dataclass(frozen=True)
-class BlockObjective:
-    """The loss of a draft that makes blocks, at the batch's anchors."""
+def _block_counts(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]) -> jax.Array:
+    assert isinstance(pair.draft, DFlashConfig)
+    return block_counts(pair.draft, batch)
 
-    def counts(self, cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]) -> jax.Array:
-        """See Objective."""
-        assert isinstance(pair.draft, DFlashConfig)
-        return block_counts(pair.draft, batch)
 
-    def loss(
-        self,
-        cfg: TrainConfig,
-        pair: TrainingPair,
-        weights: Params,
-        batch: Batch[jax.Array],
-        counts: jax.Array,
-    ) -> tuple[jax.Array, StepSums]:
-        """See Objective."""
-        return block_loss(cfg, pair, weights, observe_blocks(cfg, pair, batch), counts)
-
+# The training-time test of a draft of a token a pass.
+_STEPS = Objective(
+    counts=lambda cfg, pair, batch: step_counts(cfg, batch),
+    loss=lambda cfg, pair, weights, batch, counts: draft_loss(
+        cfg, pair, weights, observe_target(cfg, pair, batch), counts
+    ),
+)
+# The loss of a draft that makes blocks, at the batch's anchors.
+_BLOCKS = Objective(
+    counts=_block_counts,
+    loss=lambda cfg, pair, weights, batch, counts: block_loss(
+        cfg, pair, weights, observe_blocks(cfg, pair, batch), counts
+    ),
+)
 
 METHODS: dict[str, Objective] = {
-    "eagle": StepObjective(),
-    "eagle3": StepObjective(),
-    "dflash": BlockObjective(),
-    "dspark": BlockObjective(),
+    "eagle": _STEPS,
+    "eagle3": _STEPS,
+    "dflash": _BLOCKS,
+    "dspark": _BLOCKS,
 }
