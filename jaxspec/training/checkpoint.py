@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, RopeConfig
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.dspark import DSparkConfig
@@ -111,18 +111,21 @@ def speculators_block_config(
 
 def _layer_config(cfg: Eagle3Config | DFlashConfig, max_position_embeddings: int) -> dict[str, Any]:
     """Return transformer_layer_config."""
-    attention, rope = cfg.attention, cfg.attention.rope
-    rope_parameters: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
-    if rope.rope_type != "default":
-        names = (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-        rope_parameters |= {name: getattr(rope, name) for name in names}
+    rope = cfg.attention.rope
+    rope_parameters = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     return {
-        "model_type": "qwen3" if attention.qk_norm else "llama",
+        "model_type": "qwen3" if cfg.attention.qk_norm else "llama",
+        **_layer_fields(cfg, max_position_embeddings),
+        "rope_parameters": rope_parameters | (_scaling(rope) or {}),
+        "rope_theta": rope.theta,
+        "tie_word_embeddings": False,
+    }
+
+
+def _layer_fields(cfg: TrainableDraft, max_position_embeddings: int) -> dict[str, Any]:
+    """Return what every format writes of a head's layers."""
+    attention = cfg.attention
+    return {
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.hidden_size,
         "intermediate_size": cfg.intermediate_size,
@@ -135,10 +138,15 @@ def _layer_config(cfg: Eagle3Config | DFlashConfig, max_position_embeddings: int
         "mlp_bias": False,
         "rms_norm_eps": cfg.rms_norm_eps,
         "max_position_embeddings": max_position_embeddings,
-        "rope_parameters": rope_parameters,
-        "rope_theta": rope.theta,
-        "tie_word_embeddings": False,
     }
+
+
+def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """Return the rotation's kind and its numbers; None for the default kind."""
+    if rope.rope_type == "default":
+        return None
+    names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+    return {"rope_type": rope.rope_type} | {name: getattr(rope, name) for name in names}
 
 
 def _proposals(algorithm: str, target: str, num_speculative_tokens: int) -> dict[str, Any]:
@@ -163,34 +171,14 @@ def safeai_config(cfg: EagleConfig, max_position_embeddings: int) -> dict[str, A
 
     It names rope_theta, whose default would not be the target's.
     """
-    attention, rope = cfg.attention, cfg.attention.rope
-    scaling = None
-    if rope.rope_type != "default":
-        names = (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-        scaling = {"rope_type": rope.rope_type} | {name: getattr(rope, name) for name in names}
+    rope = cfg.attention.rope
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden_size,
-        "intermediate_size": cfg.intermediate_size,
-        "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": attention.qkv_bias,
-        "mlp_bias": False,
+        **_layer_fields(cfg, max_position_embeddings),
         "bias": cfg.fc_bias,
-        "rms_norm_eps": cfg.rms_norm_eps,
-        "max_position_embeddings": max_position_embeddings,
         "rope_theta": rope.theta,
-        "rope_scaling": scaling,
+        "rope_scaling": _scaling(rope),
         "tie_word_embeddings": cfg.tied_lm_head,
         "torch_dtype": "bfloat16",
     }
