@@ -1,4 +1,4 @@
-"""Whether a Mosaic kernel can run: on a Hopper GPU, compiled for one, or in the interpreter."""
+"""Hopper GPUs, and whether a Mosaic kernel can run: on one, compiled for one, or interpreted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax
 from jax._src import config as jax_config
 
 CAPABILITY = "9.0"
+NUM_SMS = 132  # of an H100 and an H200
 
 
 def too_old() -> str | None:

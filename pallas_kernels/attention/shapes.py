@@ -97,6 +97,8 @@ SHAPES = {
     "8b, batch 1, context 400, Q 1": _of(_LLAMA_8B, ragged(1, 400), 1),
     "8b, batch 16, context 400, Q 4": _of(_LLAMA_8B, ragged(16, 400), 4),
     "8b, batch 64, context 400, Q 4": _of(_LLAMA_8B, ragged(64, 400), 4),
+    "8b, batch 16, context 400, Q 8": _of(_LLAMA_8B, ragged(16, 400), 8),
+    "8b, batch 64, context 400, Q 8": _of(_LLAMA_8B, ragged(64, 400), 8),
     "8b, batch 1, context 4k, Q 4": _of(_LLAMA_8B, ragged(1, 4096), 4),
     "8b, batch 16, context 4k, Q 4": _of(_LLAMA_8B, ragged(16, 4096), 4),
     "8b, batch 1, context 32k, Q 4": _of(_LLAMA_8B, ragged(1, 32768), 4),

@@ -7,9 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fp8_matmul.rows import Rows, quantise
-from pallas_kernels.fp8_matmul.weight import Fp8Weight
+from pallas_kernels.fp8_matmul.weight import BLOCK, Fp8Weight
+from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.reference import finish
+
+# cublasLt's fp8 products are not split along the depth, so a narrow result leaves SMs idle. With
+# these many rows a deep product is a batch of so many parts of the depth, if their tiles of
+# 128 x 128 fit an H200 twice (docs/notes/fp8-int4-products.md).
+SPLIT_ROWS, DEPTH_PARTS = range(129, 257), 4
+PART_DEPTH, TILE = 3072, 128
 
 
 def fp8_matmul(inputs: Inputs[Fp8Weight]) -> jax.Array:
@@ -30,13 +37,25 @@ def _product(rows: Rows, weight: Fp8Weight) -> jax.Array:
             rows, weight, cpu=_scaled_before(jnp.float32), default=_scaled_before(jnp.bfloat16)
         )
     sums = lax.platform_dependent(
-        rows.codes, weight.codes, cpu=_product_of_float32, default=_product_of_codes
+        rows.codes, weight.codes, cpu=_product_of_float32, default=product_in_parts
     )
     return sums * weight.scales * rows.spread()
 
 
 def _product_of_codes(x: jax.Array, codes: jax.Array) -> jax.Array:
     return lax.dot_general(x, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def product_in_parts(x: jax.Array, codes: jax.Array) -> jax.Array:
+    """Return the product of codes: of a narrow result from great depths, the sum of its parts."""
+    (rows, depth), width, parts = x.shape, codes.shape[0], DEPTH_PARTS
+    tiles = -(-rows // TILE) * -(-width // TILE)
+    is_narrow = rows in SPLIT_ROWS and tiles * parts <= 2 * NUM_SMS
+    if not is_narrow or depth < parts * PART_DEPTH or depth % (parts * BLOCK):
+        return _product_of_codes(x, codes)
+    by_part = x.reshape(rows, parts, -1), codes.reshape(width, parts, -1)
+    contract = (((2,), (2,)), ((1,), (1,)))
+    return lax.dot_general(*by_part, contract, preferred_element_type=jnp.float32).sum(0)
 
 
 def _product_of_float32(x: jax.Array, codes: jax.Array) -> jax.Array:

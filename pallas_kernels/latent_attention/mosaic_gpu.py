@@ -48,7 +48,6 @@ MAX_COLUMNS = 40  # most query rows (row x head) of a CTA: more would spill
 MAX_RANK = 512
 CLASSES = 8  # of key tiles; also the largest portable cluster
 PREFILL_ROWS = 16  # a request with more rows than this is a prefill chunk
-SMS = 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Tuning:
 
     slots: int = 2
     max_columns: int = MAX_COLUMNS
-    fill: int = SMS
+    fill: int = hopper.NUM_SMS
     cluster: int | None = None
 
 

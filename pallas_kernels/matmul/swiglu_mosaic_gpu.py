@@ -5,11 +5,15 @@ wave: gate and up of Llama-3-8B are 224 tiles of 256 x 128 on 132 SMs. Here a bl
 of as many columns as give every SM one block, 224 there (64 x 2 blocks). It passes over x twice
 with one set of accumulators: gate first, kept in bfloat16 registers, then up. Both accumulators
 lie in the same places, so the activation is elementwise in registers, and neither product goes
-through memory.
+through memory. A single row tile has both accumulators in one pass, if its columns are at most
+ONE_PASS_TILE.
 
-Two warpgroups multiply 64 rows each, a third starts the TMA copies. Two blocks above each other
-form a cluster and read the same weights: each loads one half and sends it to both (multicast),
-because L2 could not feed the tensor cores otherwise.
+Two warpgroups multiply 64 rows each, a third starts the TMA copies. Two blocks form a cluster and
+read the same operand: each loads one half and sends it to both (multicast), because L2 could not
+feed the tensor cores otherwise. Above each other they share the weights. Side by side, where one
+row tile is all there is, they share x. L2 then sends 252 MB for a width of 12,288. Blocks of 96
+columns that pass twice over an x of their own take 470 MB, and 80 us instead of 62 on an H200
+(docs/notes/many-row-products.md).
 
 Depth is summed in order, 16 at a time: a row's bits depend neither on its neighbours nor on their
 number.
@@ -26,10 +30,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import interpreting
+from pallas_kernels.hopper import NUM_SMS, interpreting
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import MAX_ROWS as FEW_ROWS
-from pallas_kernels.matmul.plan import MAX_SMEM, NUM_SMS, Product
+from pallas_kernels.matmul.plan import MAX_SMEM, Product
 from pallas_kernels.types import Accumulator, Barrier, Ref, Slice
 
 MAX_ROWS = 256
@@ -37,6 +41,8 @@ TILE_ROWS = 128  # of a block
 TILE_K = 64  # depth of a step
 # Columns of a block: one wgmma's N. 256 leaves too few registers.
 TILES = (224, 192, 160, 128, 96, 64)
+ONE_PASS_TILE = 128  # widest tile whose two accumulators fit into registers
+BUSY_BLOCKS = 96  # that read as much as the memory gives; narrower tiles only repeat more of x
 CONSUMERS = 2
 CONSUMER_ROWS = TILE_ROWS // CONSUMERS
 
@@ -45,35 +51,51 @@ CONSUMER_ROWS = TILE_ROWS // CONSUMERS
 class Tuning:
     """Static choices that change no bits.
 
-    tile: columns of a block. stages: of the ring of copies. cluster: blocks above each other,
-    which share the weights.
+    tile:    columns of a block
+    stages:  of the ring of copies
+    cluster: blocks that share the weights, or x where there is one row tile
+    passes:  over x, 2 with a product each or 1 with both
     """
 
     tile: int
     stages: int
     cluster: int = 1
+    passes: int = 2
 
+    @property
+    def products(self) -> int:
+        """Products of a pass."""
+        return 2 // self.passes
 
-def smem_bytes(tile: int, stages: int) -> int:
-    """Return the shared memory of a block, to within the barriers.
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block, to within the barriers.
 
-    The result is written through the ring.
-    """
-    return stages * TILE_K * (TILE_ROWS + tile) * 2 + 1024
+        The result is written through the ring.
+        """
+        return self.stages * TILE_K * (TILE_ROWS + self.products * self.tile) * 2 + 1024
 
 
 def choose_tuning(rows: int, width: int) -> Tuning | None:
     """Return the tile whose waves take least time, None if no tile divides the width.
 
-    Of two equals, the wider one.
+    The wider one of two equals. A single row tile takes the widest one that makes one pass and
+    leaves BUSY_BLOCKS.
     """
     row_tiles = rows // TILE_ROWS
     candidates = [tile for tile in TILES if width % tile == 0]
     if not candidates:
         return None
     tile = min(candidates, key=lambda tile: -(-row_tiles * (width // tile) // NUM_SMS) * tile)
-    stages = max(n for n in range(2, 9) if smem_bytes(tile, n) <= MAX_SMEM)
-    return Tuning(tile, stages, cluster=1 if row_tiles % 2 else 2)
+    sharers, passes = row_tiles, 2
+    if row_tiles == 1:
+        narrow = (tile for tile in candidates if tile <= ONE_PASS_TILE)
+        busy = [tile for tile in narrow if BUSY_BLOCKS <= width // tile <= NUM_SMS]
+        tile = max(busy, default=tile)
+        sharers, passes = width // tile, 1 if tile <= ONE_PASS_TILE else 2
+    cluster = 1 if sharers % 2 else 2
+    tunings = (Tuning(tile, stages, cluster, passes) for stages in range(8, 1, -1))
+    return next(tuning for tuning in tunings if tuning.smem_bytes <= MAX_SMEM)
 
 
 def unsupported(product: Product) -> str | None:
@@ -118,16 +140,20 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     (rows, depth), width = x.shape, gate.shape[1]
     tuning = tuning or choose_tuning(rows, width)
     assert tuning is not None  # the public op has checked `unsupported`
-    tile, pdl = tuning.tile, not interpreting()
+    tile, products, pdl = tuning.tile, tuning.products, not interpreting()
     cluster = 1 if interpreting() else tuning.cluster  # the interpreter has no multicast
+    shares_x = cluster > 1 and rows == TILE_ROWS
+    shares_weights = cluster > 1 and not shares_x
+    columns_here, rows_here = (cluster if shares else 1 for shares in (shares_x, shares_weights))
     # Of 504 registers that a thread of each warpgroup share. The second pass over a wide tile
     # needs the most; 40 are better for a producer.
     producer_registers, consumer_registers = (24, 240) if tile > 192 else (40, 232)
     steps = depth // TILE_K
-    turns = 2 * steps  # of both passes
+    turns = tuning.passes * steps
     stages = min(tuning.stages, turns)
     swizzle = 128 if tile % 64 == 0 else 64
-    assert stages >= CONSUMERS and width % tile == 0 and rows % (TILE_ROWS * cluster) == 0, tuning
+    assert stages * products >= CONSUMERS and width % (tile * columns_here) == 0, tuning
+    assert rows % (TILE_ROWS * rows_here) == 0 and products * tile <= 2 * ONE_PASS_TILE, tuning
     # A warpgroup's result has the shape of a step's weights, and is written through their slot.
     assert CONSUMER_ROWS == TILE_K
 
@@ -143,29 +169,39 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         drained: Barrier,
     ) -> None:
         wg = lax.axis_index("wg")
-        row = (lax.axis_index("rows") * cluster + lax.axis_index("rank")) * TILE_ROWS
-        columns = pl.ds(lax.axis_index("columns") * tile, tile)
+        rank = lax.axis_index("rank")
+        row = lax.axis_index("rows") * rows_here + (rank if shares_weights else 0)
+        column = lax.axis_index("columns") * columns_here + (rank if shares_x else 0)
+        row, columns = row * TILE_ROWS, pl.ds(column * tile, tile)
 
-        # Turns count the steps of both passes.
+        # Turns count the steps of all passes.
         def place(turn: jax.Array) -> tuple[jax.Array, Slice]:
             return lax.rem(turn, stages), pl.ds(lax.rem(turn, steps) * TILE_K, TILE_K)
 
         def load_weights(turn: jax.Array) -> None:
             slot, k = place(turn)
-            sent_to = "rank" if cluster > 1 else None
+            sent_to = "rank" if shares_weights else None
 
-            def copy(ref: Ref) -> None:
+            def copy(ref: Ref, product: int) -> None:
+                target = w_smem.at[slot, product]
                 plgpu.copy_gmem_to_smem(
-                    ref.at[k, columns], w_smem.at[slot], full.at[slot], collective_axes=sent_to
+                    ref.at[k, columns], target, full.at[slot], collective_axes=sent_to
                 )
 
-            pl.when(turn < steps)(lambda: copy(gate_gmem))
-            pl.when(turn >= steps)(lambda: copy(up_gmem))
+            if products == 2:
+                copy(gate_gmem, 0)
+                copy(up_gmem, 1)
+                return
+            pl.when(turn < steps)(lambda: copy(gate_gmem, 0))
+            pl.when(turn >= steps)(lambda: copy(up_gmem, 0))
 
         def load_x(turn: jax.Array) -> None:
             slot, k = place(turn)
             plgpu.copy_gmem_to_smem(
-                x_gmem.at[pl.ds(row, TILE_ROWS), k], x_smem.at[slot], full.at[slot]
+                x_gmem.at[pl.ds(row, TILE_ROWS), k],
+                x_smem.at[slot],
+                full.at[slot],
+                collective_axes="rank" if shares_x else None,
             )
 
         @pl.when(wg == CONSUMERS)
@@ -198,40 +234,50 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
                 plgpu.griddepcontrol_wait()
             mine = pl.ds(wg * CONSUMER_ROWS, CONSUMER_ROWS)
 
-            def product(first_turn: int) -> jax.Array:
-                """Return bfloat16 [CONSUMER_ROWS, tile] of the pass that begins at this turn."""
+            def make(first_turn: int) -> tuple[jax.Array, ...]:
+                """Return the products of the pass that begins at this turn.
 
-                def accumulate(acc: Accumulator) -> jax.Array:
+                Each is bfloat16 [CONSUMER_ROWS, tile].
+                """
+
+                def accumulate(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
                     @pl.loop(first_turn, first_turn + steps)
                     def _step(turn: jax.Array) -> None:
                         slot = lax.rem(turn, stages)
                         plgpu.barrier_wait(full.at[slot])
-                        plgpu.wgmma(acc, x_smem.at[slot, mine], w_smem.at[slot])
-                        plgpu.wgmma_wait(1)  # the step before is done: free its slot
+                        for product, acc in enumerate(accumulators):
+                            plgpu.wgmma(acc, x_smem.at[slot, mine], w_smem.at[slot, product])
+                        plgpu.wgmma_wait(products)  # the step before is done: free its slot
                         pl.when(turn > first_turn)(
                             lambda: plgpu.barrier_arrive(consumed.at[lax.rem(turn - 1, stages)])
                         )
 
                     # Packed until the activation takes a few columns at a time: registers cannot
-                    # hold two float32 arrays of this size.
-                    result = lax.optimization_barrier(acc[...].astype(jnp.bfloat16))
+                    # hold two float32 arrays of a wide tile.
+                    results = tuple(
+                        lax.optimization_barrier(acc[...].astype(jnp.bfloat16))
+                        for acc in accumulators
+                    )
                     plgpu.barrier_arrive(consumed.at[(first_turn + steps - 1) % stages])
-                    return result
+                    return results
 
-                return pl.run_scoped(accumulate, plgpu.ACC((CONSUMER_ROWS, tile), jnp.float32))
+                shape = plgpu.ACC((CONSUMER_ROWS, tile), jnp.float32)
+                return pl.run_scoped(accumulate, *(shape,) * products)
 
-            gates, ups = product(0), product(steps)
+            gates, ups = make(0) if products == 2 else (*make(0), *make(steps))
             # After this, neither warpgroup reads the ring, and nothing more arrives in it.
             plgpu.barrier_arrive(drained)
             plgpu.barrier_wait(drained)
+            result = w_smem.at[0, wg] if products == 2 else w_smem.at[wg, 0]
             for first in range(0, tile, swizzle // 2):
                 few = slice(first, first + swizzle // 2)
                 g, u = gates[:, few].astype(jnp.float32), ups[:, few].astype(jnp.float32)
                 silu = (g / (1.0 + jnp.exp(-g))).astype(jnp.bfloat16)
-                w_smem[wg, :, few] = (silu.astype(jnp.float32) * u).astype(jnp.bfloat16)
+                result[:, few] = (silu.astype(jnp.float32) * u).astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                w_smem.at[wg], out_gmem.at[pl.ds(row + wg * CONSUMER_ROWS, CONSUMER_ROWS), columns]
+                result,
+                out_gmem.at[pl.ds(row + wg * CONSUMER_ROWS, CONSUMER_ROWS), columns],
             )
             plgpu.wait_smem_to_gmem(0)
 
@@ -245,7 +291,7 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     call = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
-        grid=(width // tile, rows // TILE_ROWS // cluster),
+        grid=(width // tile // columns_here, rows // TILE_ROWS // rows_here),
         grid_names=("columns", "rows"),
         cluster=(cluster,),
         cluster_names=("rank",),
@@ -254,8 +300,8 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         kernel_name=f"swiglu_{depth}x{width}_rows{rows}",
         scratch_types=[
             plgpu.SMEM((stages, TILE_ROWS, TILE_K), jnp.bfloat16, transforms=transforms),
-            plgpu.SMEM((stages, TILE_K, tile), jnp.bfloat16, transforms=transforms),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            plgpu.SMEM((stages, products, TILE_K, tile), jnp.bfloat16, transforms=transforms),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=1 + products),
             consumed,
             plgpu.Barrier(num_arrivals=CONSUMERS),
         ],

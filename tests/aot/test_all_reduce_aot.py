@@ -85,7 +85,8 @@ def with_norm(peers: Peers, x: jax.Array, residual: jax.Array, gain: jax.Array) 
 def test_all_blocks_run_at_once_without_spills(
     size: int, rows: int, width: int, dtype: jax.typing.DTypeLike, tmp_path: Path
 ) -> None:
-    from pallas_kernels.all_reduce.mosaic_gpu import SMS, padded_width, threads_of
+    from pallas_kernels.all_reduce.mosaic_gpu import padded_width, threads_of
+    from pallas_kernels.hopper import NUM_SMS
 
     assert unsupported(rows, width, dtype, size) is None
     most = width % 256 or rows == 256 or unsupported(rows + 1, width, dtype, size)
@@ -99,7 +100,7 @@ def test_all_blocks_run_at_once_without_spills(
     (registers,) = map(int, re.findall(r"Used (\d+) registers", said))
     threads = 128 * threads_of(padded_width(width))[0]
     in_use = threads * -(-registers // 8) * 8  # a warp takes them by 256
-    assert SMS * min(REGISTERS // in_use, THREADS // threads) >= rows
+    assert NUM_SMS * min(REGISTERS // in_use, THREADS // threads) >= rows
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -12,12 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import core as mosaic_core
 
 from pallas_kernels.attention import Inputs, paged_attention
-from pallas_kernels.attention.shapes import SHAPES, Shape, ragged
+from pallas_kernels.attention.shapes import SHAPES, ragged
 from pallas_kernels.packing import packed_size
+from tests.kernels.attention import abstract
 from tests.support.h200 import compile_for_h200, unavailable
 
+SMEM_OF_AN_SM, RESERVED_SMEM = 228 * 1024, 1024  # the second in each CTA
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
@@ -28,30 +31,10 @@ pytestmark = [
 def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """ptxas reports on what it compiles, which nothing may have cached."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    cached = jax.config.jax_enable_compilation_cache
+    cached = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", cached)
-
-
-def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-    """What make_inputs makes, without the arrays: a cache of real size does not fit here."""
-    cache = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    cache_dtype = jnp.float8_e4m3fn if shape.fp8 else jnp.bfloat16
-    struct = {
-        "q": ((shape.batch, shape.rows, shape.num_heads, shape.head_dim), jnp.bfloat16),
-        "k_cache": (cache, cache_dtype),
-        "v_cache": (cache, cache_dtype),
-        "block_table": ((shape.batch, shape.table_pages), jnp.int32),
-        "positions": ((shape.batch, shape.rows), jnp.int32),
-        "seq_lens": ((shape.batch,), jnp.int32),
-        "window_start": ((shape.batch, shape.rows), jnp.int32),
-    }
-    if shape.sinks:
-        struct["sinks"] = ((shape.num_heads,), jnp.float32)
-    if shape.fp8:
-        struct |= {name: ((shape.num_kv_heads,), jnp.float32) for name in ("k_scale", "v_scale")}
-    return {name: jax.ShapeDtypeStruct(*x) for name, x in struct.items()}
 
 
 def compile_without_spills(inputs: Inputs, capfd: pytest.CaptureFixture[str]) -> str:
@@ -114,3 +97,24 @@ def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     hlo = compile_without_spills(inputs, capfd)
     queries = rf"bf16\[{batch},(?:1,)?8,"
     assert not re.findall(rf"= {queries}\S* (?:copy|fusion|transpose|pad)\(.*", hlo)
+
+
+@pytest.mark.parametrize("batch", [16, 64])
+def test_two_ctas_of_32_columns_fit_an_sm(
+    batch: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Clusters are chosen as if two ran at once on each SM."""
+    sizes: list[int] = []
+    count = mosaic_core._smem_tree_size
+
+    def counted(buffers: Any) -> int:
+        sizes.append(count(buffers))
+        return sizes[-1]
+
+    monkeypatch.setattr(mosaic_core, "_smem_tree_size", counted)
+    jax.clear_caches()  # a kernel that is traced already is not counted
+    shape = SHAPES[f"8b, batch {batch}, context 400, Q 8"]
+    arrays: dict[str, Any] = abstract(shape)
+    compile_without_spills(Inputs(**arrays, scale=shape.head_dim**-0.5), capfd)
+    assert len(sizes) == 1, "expected one kernel, traced here"
+    assert 2 * (sizes[0] + RESERVED_SMEM) <= SMEM_OF_AN_SM

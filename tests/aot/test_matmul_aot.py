@@ -4,6 +4,7 @@ where they are."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.matmul import Inputs, matmul, plan
+from pallas_kernels.matmul import Inputs, matmul, plan, swiglu_mosaic_gpu
 from pallas_kernels.matmul.shapes import SHAPES, Shape
 from tests.support import h200
 
@@ -56,6 +57,22 @@ def test_compiles_to_one_kernel_without_spills(name: str) -> None:
     assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
     assert len(re.findall(r"= \S+ custom-call\(", hlo)) == 1, hlo
     assert not re.findall(r"= \S+ (?:copy|fusion|transpose|concatenate|dot|pad)\(.*", hlo)
+
+
+@pytest.mark.parametrize(("width", "tile"), [(9216, 96), (12288, 128), (14336, 128)])
+def test_two_blocks_of_gate_and_up_share_x_in_one_pass(width: int, tile: int) -> None:
+    """Each step copies a tile of gate, one of up, and half of x for both blocks."""
+    tuning = swiglu_mosaic_gpu.choose_tuning(128, width)
+    assert tuning is not None and (tuning.tile, tuning.cluster, tuning.passes) == (tile, 2, 1)
+    inputs = Inputs(**abstract(Shape(128, 4096, (width, width))), swiglu=True)
+    with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
+        h200.compile_for_h200(functools.partial(swiglu_mosaic_gpu.swiglu, tuning=tuning), inputs)
+        ptx = report()
+    assert h200.stack_and_spills(ptx) == [(0, 0, 0)]
+    assert ".reqnctapercluster 2, 1, 1" in ptx
+    loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::cluster\.global\S*", ptx)
+    shared = [load for load in loads if ".multicast::cluster" in load]
+    assert shared and len(loads) == 3 * len(shared), loads
 
 
 def ptx_of(name: str, rows: int, norm: bool) -> tuple[str, Any]:

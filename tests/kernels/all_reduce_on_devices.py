@@ -6,6 +6,7 @@ python -m tests.kernels.all_reduce_on_devices; XLA_FLAGS says how many devices.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ EACH, ALL = PartitionSpec(AXIS), PartitionSpec()
 def reduced(x: jax.Array, **arrays: jax.Array) -> list[np.ndarray]:
     """Return each result as [devices, rows, width] float32."""
 
-    def local(addresses: jax.Array, x: jax.Array, arrays: dict[str, jax.Array]) -> list[jax.Array]:
+    def local(addresses: jax.Array, x: jax.Array, arrays: dict[str, Any]) -> list[jax.Array]:
         peers = Peers(addresses=addresses, axis=AXIS, size=SIZE)
         found = all_reduce(x[0], peers, **arrays, eps=EPS, implementation="reference")
         return [result[None] for result in jax.tree.leaves(found)]

@@ -1,7 +1,10 @@
-"""The ground truth of paged attention, and how near an implementation in bfloat16 must come."""
+"""The ground truth of paged attention, how near an implementation in bfloat16 must come, and
+shapes of inputs."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import Inputs
@@ -12,6 +15,26 @@ from pallas_kernels.attention.shapes import Shape
 # value of four times the rms is off by 0.008. Few values are as large, so a wrong key, which moves
 # every value of a row, shows in the median.
 TOLERANCE = {0.5: 2e-3, 0.99: 1e-2, 1.0: 3e-2}
+
+
+def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of make_inputs' arrays: a cache of real size does not fit here."""
+    cache = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    cache_dtype = jnp.float8_e4m3fn if shape.fp8 else jnp.bfloat16
+    struct = {
+        "q": ((shape.batch, shape.rows, shape.num_heads, shape.head_dim), jnp.bfloat16),
+        "k_cache": (cache, cache_dtype),
+        "v_cache": (cache, cache_dtype),
+        "block_table": ((shape.batch, shape.table_pages), jnp.int32),
+        "positions": ((shape.batch, shape.rows), jnp.int32),
+        "seq_lens": ((shape.batch,), jnp.int32),
+        "window_start": ((shape.batch, shape.rows), jnp.int32),
+    }
+    if shape.sinks:
+        struct["sinks"] = ((shape.num_heads,), jnp.float32)
+    if shape.fp8:
+        struct |= {name: ((shape.num_kv_heads,), jnp.float32) for name in ("k_scale", "v_scale")}
+    return {name: jax.ShapeDtypeStruct(*x) for name, x in struct.items()}
 
 
 def live(shape: Shape) -> np.ndarray:
@@ -35,7 +58,7 @@ def ground_truth(shape: Shape, inputs: Inputs) -> np.ndarray:
     group = shape.num_heads // shape.num_kv_heads
     out = np.full(q.shape, np.nan)
     for b, row in np.argwhere(live(shape)):
-        seen = np.arange(starts[b, row], positions[b, row] + 1)
+        seen = np.arange(int(starts[b, row]), int(positions[b, row]) + 1)
         slots = table[b, seen // shape.block_size], seen % shape.block_size
         keys, values = (
             np.repeat(x[slots], group, axis=1) for x in (k, v)

@@ -29,8 +29,9 @@ def interpreted() -> Iterator[None]:
     )
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    gpu: Any = plgpu  # jax 0.10 has no interpreter
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(uninitialized_memory="nan")):
+        with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(uninitialized_memory="nan")):
             yield
     except BaseException:
         reset_gpu_interpret_mode_state()

@@ -125,8 +125,9 @@ def interpreted() -> Iterator[None]:
     )
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    gpu: Any = plgpu  # jax 0.10 has no interpreter
     try:
-        with plgpu.force_gpu_interpret_mode():
+        with gpu.force_gpu_interpret_mode():
             yield
     except BaseException:
         reset_gpu_interpret_mode_state()
@@ -433,6 +434,26 @@ def test_a_short_cta_does_so_many_heads_that_no_second_wave_is_needed(
 
 
 @needs_mosaic
+@pytest.mark.parametrize(("queries_per_kv", "head_dim", "cluster"), [(8, 64, 2), (8, 128, 4)])
+def test_a_cluster_over_fp8_is_no_larger_than_its_registers_need(
+    queries_per_kv: int, head_dim: int, cluster: int
+) -> None:
+    """Of 32 columns: two CTAs have registers for a head of 64 numbers, and more are two waves."""
+    plan = dataclasses.replace(
+        plan_of(16, 8, 64), is_fp8=True, num_heads=8 * queries_per_kv, head_dim=head_dim
+    )
+    assert plan.columns == 32
+    assert plan.cluster == cluster
+
+
+@needs_mosaic
+def test_a_cta_over_fp8_has_one_head_whose_keys_stay_in_registers() -> None:
+    plan = dataclasses.replace(plan_of(64, 8, 8), is_fp8=True, interpreted=False)
+    assert plan.heads == 1
+    assert plan.keys_in_registers
+
+
+@needs_mosaic
 @pytest.mark.parametrize(
     ("batch", "pages", "expected"), [(1, 8, 2), (16, 13, 1), (16, 66, 2), (64, 13, 1), (64, 66, 2)]
 )
@@ -609,7 +630,9 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
     inputs = near_ties(shape, seed=4)
     expected = run(inputs, "mosaic_gpu")
     np.testing.assert_array_equal(run(inputs, "mosaic_gpu"), expected, err_msg="twice")
-    for cluster in (1, 2, 4, 8):
+    # What a first CTA of 32 columns of 128 values receives from seven others does not fit.
+    is_wide = shape.rows * shape.num_heads // shape.num_kv_heads > 24 and shape.head_dim > 64
+    for cluster in (1, 2, 4) if is_wide else (1, 2, 4, 8):
         np.testing.assert_array_equal(
             kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs"
         )

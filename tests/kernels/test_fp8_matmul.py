@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -11,7 +12,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8_matmul import Fp8Weight, Inputs, fp8_matmul, normed_rows, quantise
+from pallas_kernels.fp8_matmul import (
+    Fp8Weight,
+    Inputs,
+    fp8_matmul,
+    normed_rows,
+    quantise,
+    reference,
+)
 from pallas_kernels.rms_norm import rms_norm
 from tests.kernels.interpreter import interpreted
 
@@ -103,6 +111,34 @@ def test_the_reference_equals_float64(form: str, dtype: str) -> None:
     x = rows_of(2, 5, 300, dtype)
     inputs = Inputs(x=x, weights=weights, out_dtype=jnp.dtype(dtype))
     assert_close(inputs, fp8_matmul(inputs))
+
+
+def test_a_narrow_result_is_the_sum_of_parts_of_the_depth() -> None:
+    rng = np.random.default_rng(0)
+    x, codes = (rng.integers(-8, 9, (n, 12288)).astype(np.float32) for n in (256, 200))
+    got = reference.product_in_parts(jnp.asarray(x), jnp.asarray(codes))
+    np.testing.assert_array_equal(got, x @ codes.T)  # integers: float32 holds every sum
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "parts"),
+    [
+        (256, 14336, 4096, 4),
+        (192, 12288, 4096, 4),
+        (256, 28672, 8192, 1),  # wide
+        (128, 14336, 4096, 1),
+        (512, 14336, 1024, 1),
+        (256, 4096, 4096, 1),
+        (256, 14336 + 128, 4096, 1),  # no parts of whole blocks
+    ],
+)
+def test_only_narrow_results_from_great_depths_are_multiplied_in_parts(
+    rows: int, depth: int, width: int, parts: int
+) -> None:
+    operands = (jax.ShapeDtypeStruct((n, depth), jnp.float8_e4m3fn) for n in (rows, width))
+    jaxpr = str(jax.make_jaxpr(reference.product_in_parts)(*operands))
+    batch = re.findall(rf"f32\[(?:(\d+),)?{rows},{width}\]", jaxpr)
+    assert int(batch[0] or 1) == parts, jaxpr
 
 
 @pytest.mark.parametrize("form", FORMS)

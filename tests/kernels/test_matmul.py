@@ -181,13 +181,14 @@ def test_an_input_that_streams_gives_the_same_bits(
     inputs = make_inputs(shape, seed=2)
     stays = kernel(inputs, blocks=blocks, stages=2)
     monkeypatch.setattr(plan, "RESIDENT_BYTES", 0)
-    mosaic_gpu.matmul.clear_cache()  # the limit is read while tracing
+    # The limit is read while tracing.
+    mosaic_gpu.matmul.clear_cache()  # type: ignore[attr-defined]
     try:
         assert not plan.is_resident(Product.of(inputs), shape.depth)
         assert_close(shape, kernel(inputs, blocks=blocks, stages=2), ground_truth(inputs))
         np.testing.assert_array_equal(kernel(inputs, blocks=blocks, stages=2), stays)
     finally:
-        mosaic_gpu.matmul.clear_cache()
+        mosaic_gpu.matmul.clear_cache()  # type: ignore[attr-defined]
 
 
 def near_ties(shape: Shape, seed: int, step: int = 1) -> Inputs:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.matmul import plan
 from pallas_kernels.matmul.shapes import SHAPES, Shape
 
@@ -66,8 +67,7 @@ def test_what_is_split(name: str) -> None:
     assert tuning.split == (2 if name.rpartition(" rows ")[0] in SPLIT else 1)
     if tuning.split > 1:
         assert (
-            tuning.blocks == shape.width // plan.TILE_N
-            and tuning.blocks * tuning.split <= plan.NUM_SMS
+            tuning.blocks == shape.width // plan.TILE_N and tuning.blocks * tuning.split <= NUM_SMS
         )
 
 

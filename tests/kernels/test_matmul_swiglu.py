@@ -59,6 +59,21 @@ def test_equals_float64(name: str, implementation: str) -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize(
+    ("depth", "width", "tile", "stages"),
+    [(64, 64, 64, 4), (256, 192, 96, 3), (640, 256, 128, 2), (384, 128, 64, 5)],
+)
+def test_one_pass_has_the_bits_of_two(depth: int, width: int, tile: int, stages: int) -> None:
+    """One step alone, more steps than stages, tiles of either swizzle."""
+    shape = Shape(128, depth, (width, width), swiglu=True)
+    inputs = near_ties(shape, seed=tile, step=64) if depth > 64 else make_inputs(shape, seed=tile)
+    inputs = replace(inputs, out_dtype=jnp.dtype("bfloat16"))
+    expected = kernel(inputs, tile=tile, stages=2)
+    assert np.abs(expected).max() > 0
+    np.testing.assert_array_equal(kernel(inputs, tile=tile, stages=stages, passes=1), expected)
+
+
+@needs_mosaic
 @pytest.mark.parametrize("rows", [384, 512])
 def test_more_row_tiles_than_are_in_use(rows: int) -> None:
     shape = Shape(rows, 128, (64, 64), swiglu=True)
@@ -97,14 +112,37 @@ def test_bits_do_not_depend_on_tile_ring_or_neighbours() -> None:
 @needs_mosaic
 @pytest.mark.parametrize(
     ("rows", "tuning"),
-    [(128, (128, 7, 1)), (256, (224, 5, 2)), (384, (128, 7, 1)), (512, (224, 5, 2))],
+    [(128, (128, 4, 2, 1)), (256, (224, 5, 2)), (384, (128, 7, 1)), (512, (224, 5, 2))],
 )
-def test_llamas_gate_and_up_fill_the_gpu(rows: int, tuning: tuple[int, int, int]) -> None:
+def test_llamas_gate_and_up_fill_the_gpu(rows: int, tuning: tuple[int, ...]) -> None:
     """One block for 112 of 132 SMs, for 128 of them, then in three waves and in two."""
     from pallas_kernels.matmul import swiglu_mosaic_gpu as many
 
     assert many.choose_tuning(rows, 14336) == many.Tuning(*tuning)
-    assert many.smem_bytes(*tuning[:2]) <= many.MAX_SMEM < many.smem_bytes(tuning[0], tuning[1] + 1)
+    chosen, deeper = (many.Tuning(tuning[0], tuning[1] + i, *tuning[2:]) for i in (0, 1))
+    assert chosen.smem_bytes <= many.MAX_SMEM < deeper.smem_bytes
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "width", "tuning"),
+    [
+        (128, 12288, (128, 4, 2, 1)),  # 96 blocks
+        (128, 9728, (128, 4, 2, 1)),  # 76: no other tile has one wave
+        (128, 8192, (64, 7, 2, 1)),  # 128 blocks; tiles of 128 columns leave 64
+        (128, 320, (64, 7, 1, 1)),  # five: the last one has none beside it
+        (128, 28672, (224, 5, 2, 2)),  # wider than two accumulators can be
+        (256, 12288, (192, 5, 2, 2)),
+    ],
+)
+def test_one_row_tile_shares_x_in_one_pass_where_it_can(
+    rows: int, width: int, tuning: tuple[int, ...]
+) -> None:
+    from pallas_kernels.matmul import swiglu_mosaic_gpu as many
+
+    chosen = many.choose_tuning(rows, width)
+    assert chosen is not None and chosen == many.Tuning(*tuning)
+    assert chosen.smem_bytes <= many.MAX_SMEM
 
 
 ROWS = "expected at most 64 rows, or a multiple of 128 up to 256, of gate and up, got"
@@ -194,6 +232,17 @@ def test_bits_on_the_gpu_do_not_depend_on_neighbours(name: str) -> None:
     )
     np.testing.assert_array_equal(
         run(take(inputs, slice(-128, None))), expected[-128:], err_msg="the last 128 rows"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_one_pass_and_a_shared_x_change_no_bits_on_the_gpu(cluster: int) -> None:
+    inputs = near_ties(SHAPES["llama-3-8b gate_up rows 128"], seed=5)
+    inputs = replace(inputs, out_dtype=jnp.dtype("bfloat16"))
+    np.testing.assert_array_equal(
+        kernel(inputs, tile=128, stages=4, cluster=cluster, passes=1),
+        kernel(inputs, tile=128, stages=7),
     )
 
 

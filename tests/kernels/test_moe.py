@@ -209,7 +209,7 @@ def test_a_part_is_the_sum_over_its_experts_alone(name: str, implementation: str
     np.testing.assert_array_equal(got[~here.any(axis=1)], 0.0)
 
 
-def one_term_a_step(inputs: Inputs, step: int = 64) -> dict[str, Any]:
+def one_term_a_step(inputs: Inputs, step: int = 64) -> Inputs:
     """One place in `step` of the depth is not zero: no wgmma adds more than one term, whose order
     the CPU's products choose by the rows."""
 

@@ -31,7 +31,8 @@ def run(inputs: dict[str, Any], implementation: str) -> np.ndarray:
     if implementation == "mosaic_gpu" and jax.default_backend() == "cpu":
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        gpu: Any = plgpu  # jax 0.10 has no interpreter
+        with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams()):
             return np.asarray(rms_norm(**inputs, implementation=implementation).astype(jnp.float32))
     return np.asarray(rms_norm(**inputs, implementation=implementation).astype(jnp.float32))
 

@@ -66,7 +66,7 @@ from pallas_kernels.all_reduce.mosaic_gpu.early_reads import early_reads as read
 from pallas_kernels.all_reduce.mosaic_gpu.ragged_row import load_row, store_row
 from pallas_kernels.all_reduce.mosaic_gpu.row_exchange import exchange
 from pallas_kernels.all_reduce.mosaic_gpu.row_sum import WARPS, row_sum
-from pallas_kernels.hopper import interpreting
+from pallas_kernels.hopper import NUM_SMS, interpreting
 from pallas_kernels.mosaic import load
 from pallas_kernels.peers import Peers, mailbox
 from pallas_kernels.peers.turn import WARPGROUP
@@ -77,7 +77,6 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # values; a register's lie on one side of any multiple of it
 MAX_WARPGROUPS = 5  # leaves a thread 102 registers
-SMS = 132  # of an H200 and an H100; one block on each
 MAX_BYTES = 2 * 1024 * 1024  # of x
 MAX_READING_ROWS = 64  # a call of more rows leaves too few SMs for early reads
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -90,7 +89,7 @@ def unsupported(rows: int, width: int, dtype: DTypeLike, size: int) -> str | Non
         return f"expected bfloat16 or float32, got {dtype.name}"
     if not 2 <= size <= mailbox.MAX_DEVICES:
         return f"expected 2 to {mailbox.MAX_DEVICES} devices, got {size}"
-    most = mailbox.MAX_ROWS if size <= 4 else SMS  # registers leave room for two blocks or one
+    most = mailbox.MAX_ROWS if size <= 4 else NUM_SMS  # registers leave room for two blocks or one
     if rows > most:
         return f"expected at most {most} rows, got {rows}"
     if width % CHUNK or width > mailbox.MAX_WIDTH:
@@ -168,7 +167,7 @@ def _all_reduce(
     layout = plgpu.Layout.WG_STRIDED((piece,), vec_size=values)
     add_shares = exchange(piece, layout, addresses.shape[0] // 2, warpgroups)
     dtype = x.dtype if residual is None else residual.dtype
-    readers = SMS - rows if spans else 0
+    readers = NUM_SMS - rows if spans else 0
 
     def body(
         x_gmem: Ref,

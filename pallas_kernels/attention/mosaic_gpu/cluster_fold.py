@@ -16,7 +16,7 @@ from pallas_kernels.attention.bounds import KEYS
 from pallas_kernels.attention.mosaic_gpu.plan import Plan
 from pallas_kernels.attention.mosaic_gpu.softmax_state import BY_COLUMN, MATRIX, join, spread
 from pallas_kernels.mosaic import load
-from pallas_kernels.online_softmax import State
+from pallas_kernels.online_softmax import State, where
 from pallas_kernels.types import Barrier, Index, Ref
 
 Here = tuple[Index, Index, Index]  # (request, row tile, KV head)
@@ -34,6 +34,15 @@ def outputs(plan: Plan) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
+def copies(plan: Plan) -> bool:
+    """Return whether the first CTA reads maxima and sums from a copy of what it received.
+
+    Without it they take reductions, but two CTAs fit an SM where clusters of two have 32 columns of
+    128 values. The bits are the same.
+    """
+    return plan.cluster > 2 or plan.columns <= 24 or plan.head_dim <= 64
+
+
 def scratch(plan: Plan) -> list[plgpu.ClusterBarrier | plgpu.Barrier | pl.MemoryRef]:
     """Return the first CTA's memory for the states, and the barrier that they complete."""
     if plan.cluster == 1:
@@ -41,10 +50,11 @@ def scratch(plan: Plan) -> list[plgpu.ClusterBarrier | plgpu.Barrier | pl.Memory
     if plan.interpreted:
         return [plgpu.ClusterBarrier(collective_axes=("rank",))]
     others = plan.cluster - 1
+    copy = [plgpu.SMEM(plan.square, jnp.float32)] if copies(plan) else []
     return [
         plgpu.SMEM((others, *plan.tall), jnp.float32),
         plgpu.SMEM((others, *plan.square), jnp.float32),
-        plgpu.SMEM(plan.square, jnp.float32),
+        *copy,
         plgpu.Barrier(num_arrivals=2 * others),
     ]
 
@@ -84,14 +94,17 @@ def fold_cluster(
 
 
 def _through_cluster(plan: Plan, slots: list[Ref], barrier: Barrier, rank: jax.Array) -> Transport:
-    values_slots, stats_slots, plain = slots
+    values_slots, stats_slots, *copy = slots
+
+    def row() -> jax.Array:
+        """Return each element's row in a tile of maxima and sums."""
+        return plgpu.broadcasted_iota(jnp.int32, plan.square, 0, layout=MATRIX)
 
     def send(state: State) -> None:
         values, top, total = state
         # Only two-dimensional tiles can be sent: of one, the upper half holds the maxima, the
         # lower half the sums.
-        upper = plgpu.broadcasted_iota(jnp.int32, plan.square, 0, layout=MATRIX) < KEYS // 2
-        stats = jnp.where(upper, spread(top, plan.square), spread(total, plan.square))
+        stats = jnp.where(row() < KEYS // 2, spread(top, plan.square), spread(total, plan.square))
         for sent, slots_of in ((values, values_slots), (stats, stats_slots)):
             slot = slots_of.at[rank - 1]
             plgpu.async_store_smem(
@@ -100,9 +113,14 @@ def _through_cluster(plan: Plan, slots: list[Ref], barrier: Barrier, rank: jax.A
 
     def receive(sender: int) -> State:
         values = load(values_slots.at[sender - 1], MATRIX, optimized=False)
+        stats = load(stats_slots.at[sender - 1], MATRIX, optimized=False)
+        if not copy:  # all rows of a half are equal
+            top = where(row() < KEYS // 2, stats, -jnp.inf).max(axis=0)
+            return values, top, where(row() >= KEYS // 2, stats, 0.0).max(axis=0)
         # Sent tiles are tiled in memory; single rows can be read from this copy.
-        plain[...] = load(stats_slots.at[sender - 1], MATRIX, optimized=False)
-        top, total = (load(plain.at[row], BY_COLUMN, optimized=False) for row in (0, KEYS // 2))
+        (plain,) = copy
+        plain[...] = stats
+        top, total = (load(plain.at[i], BY_COLUMN, optimized=False) for i in (0, KEYS // 2))
         return values, top, total
 
     return send, receive

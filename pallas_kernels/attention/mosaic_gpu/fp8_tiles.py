@@ -68,18 +68,22 @@ def convert_queries(queries: Ref, converted: Ref) -> None:
 
 
 def widen_keys(codes: Ref, wide: Wide[Ref]) -> jax.Array | Ref:
-    """Return the keys of a slot as the left side of wgmma."""
+    """Return the keys of a slot as the left side of wgmma.
+
+    In shared memory they are committed: wgmma can read them at once.
+    """
     keys = plgpu.layout_cast(load(codes, CODES), plgpu.Layout.WGMMA).astype(jnp.float16)
     if wide.k is None:
         return keys
     wide.k[...] = keys
+    plgpu.commit_smem()
     return wide.k
 
 
 def widen_values(codes: Ref, wide: Wide[Ref], written: Index) -> None:
     """Store the values of a slot, with zeros for keys past the first `written`.
 
-    Unwritten cache slots may hold NaN, and 0 * NaN is NaN.
+    The caller commits them. Unwritten cache slots may hold NaN, and 0 * NaN is NaN.
     """
 
     def widened() -> jax.Array:

@@ -177,11 +177,12 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             head: Index, score_scale: jax.Array | float, tile: jax.Array, carry: Carry
         ) -> Carry:
             """Fold a tile into (values, maximum, sum by key), and fetch the one after the ring."""
-            values, top, total, count, coming_number, coming, *blocks = carry
+            values, top, total, count, coming_number, coming, *rest = carry
+            blocks, later = rest[:pieces], rest[pieces:]  # later: fp8 alone has it
             slot = lax.rem(count, slots)
             # Looked up here, before the tile is needed: a load from device memory must not delay
             # its copy.
-            after_number, after = tiles.after(coming_number, coming)
+            after_number, after = later or tiles.after(coming_number, coming)
             after_blocks = pages_of(after)
             plgpu.barrier_wait(k_barriers.at[slot])
 
@@ -197,11 +198,9 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                     return acc[...]
                 keys = widen_keys(k_smem.at[slot], wide)
                 plgpu.wgmma(acc, keys, wide.q.at[head].transpose((1, 0)))
-                pl.when(coming < stop)(fetch_keys)
                 # While the keys are multiplied.
                 plgpu.barrier_wait(v_barriers.at[slot])
                 widen_values(v_smem.at[slot], wide, num_keys - tile * KEYS)
-                pl.when(coming < stop)(fetch_values)
                 return acc[...]
 
             scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * score_scale
@@ -222,12 +221,22 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
 
             plgpu.commit_smem()
 
-            def values_of(acc: Accumulator) -> jax.Array:
+            def values_of(acc: Accumulator) -> tuple[jax.Array, Carry]:
                 v = v_smem.at[slot] if wide is None else wide.v
                 plgpu.wgmma(acc, v.transpose((1, 0)), p_smem.transpose((1, 0)))
-                return acc[...]
+                if wide is None:
+                    return acc[...], ()
 
-            added = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
+                # While the values are multiplied.
+                @pl.when(coming < stop)
+                def _fetch() -> None:
+                    fetch_keys()
+                    fetch_values()
+
+                place = tiles.after(after_number, after)
+                return acc[...], place
+
+            added, later = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
             if wide is None:
                 pl.when(coming < stop)(fetch_values)
             return (
@@ -239,6 +248,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 after_number,
                 after,
                 *after_blocks,
+                *later,
             )
 
         def fold(
@@ -246,7 +256,8 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         ) -> tuple[State, Carry]:
             """Return the softmax over the classes base .. base + size - 1, and the next order.
 
-            order: number of tiles so far, then the next place and its pages.
+            order: number of tiles so far, then the next place and its pages; in fp8, the place
+            after it too.
             """
             if size > 1:
 
@@ -302,7 +313,8 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                     )
 
         coming_number, coming, blocks = ahead[slots]
-        order = (jnp.int32(0), coming_number, coming, *blocks)
+        later = () if wide is None else tiles.after(coming_number, coming)
+        order = (jnp.int32(0), coming_number, coming, *blocks, *later)
         if cluster == 1:
 
             def one_head(head: jax.Array, order: Carry) -> Carry:

@@ -13,16 +13,15 @@ from pallas_kernels.attention.bounds import KEYS, NARROW
 from pallas_kernels.attention.inputs import Inputs
 from pallas_kernels.attention.mosaic_gpu.tile_order import CLASSES
 from pallas_kernels.attention.sizes import Sizes, sizes_of
+from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.packing import packed_size
-
-SMS = 132
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """Static choices that change no bits.
 
-    slots:   tiles in flight in a CTA; None: one or two, see Plan.slots
+    slots:   tiles in flight in a CTA; None: one to three, see Plan.slots
     fill:    CTAs that run at once: with up to 24 columns a thread has 110 to 240 registers, so two
              CTAs fit an SM
     cluster: CTAs that share a row's keys: 1, 2, 4 or 8; None: as many as `fill` has room for
@@ -30,7 +29,7 @@ class Tuning:
     """
 
     slots: int | None = None
-    fill: int = 2 * SMS
+    fill: int = 2 * NUM_SMS
     cluster: int | None = None
     heads: int | None = None
 
@@ -109,7 +108,7 @@ class Plan(Sizes):
             return self.tuning.slots
         if self.is_fp8:
             return 3  # with the wider tile the memory of two slots in bfloat16
-        many = self._pairs * self.cluster > SMS
+        many = self._pairs * self.cluster > NUM_SMS
         # The code for one slot takes 20 registers more: 32 columns would spill.
         return 1 if many and self._short and self.columns <= 16 else 2
 
@@ -129,9 +128,9 @@ class Plan(Sizes):
             return self.tuning.cluster
         tiles, ctas = self._seen, self._pairs
         # One CTA for the whole tree has no registers left for more than 16 columns, and two have
-        # none for 32 in fp8.
+        # none for 32 in fp8 with a large head.
         cluster = 1 if self.columns <= 16 else 2
-        if self.is_fp8 and self.columns > 24:
+        if self.is_fp8 and self.columns > 24 and self.head_dim > 64:
             cluster = 4
         # The states that the first CTA receives must fit beside its ring.
         largest = 4 if self.columns > 24 and self.head_dim > 64 else CLASSES
@@ -150,11 +149,11 @@ class Plan(Sizes):
 
         So many that the longest chain of heads on any SM is shortest; of equal choices, the most.
         One where a context can be long: batches of unequal lengths are faster with small CTAs that
-        start when others end.
+        start when others end. One in fp8, where several would keep keys out of registers.
         """
         if self.tuning.heads is not None:
             return self.tuning.heads
-        if self.cluster > 1 or not self._short:
+        if self.cluster > 1 or not self._short or self.is_fp8:
             return 1
         pairs = self._pairs
         # The queries of more than 4 heads leave no room for a second CTA.

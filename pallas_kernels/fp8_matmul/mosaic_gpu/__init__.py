@@ -7,8 +7,9 @@ scales multiply float32 sums: in the epilogue, or after each 128 depths where bl
 Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends after 128 depths,
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
 
-XLA (cublasLt) multiplies more rows. Blocks of scales have no library call, and XLA dequantises
-them first. So up to 256 rows are multiplied 64 at a time.
+XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts of the depth. Blocks
+of scales have no library call, and XLA dequantises them first. So up to 256 rows are multiplied 64
+at a time.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 

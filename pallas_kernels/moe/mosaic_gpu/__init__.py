@@ -29,6 +29,7 @@ ids. So a row's bits depend on the row alone.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,13 +68,16 @@ __all__ = [
     "FEW_ROWS",
     "MAX_SMEM",
     "SIZES",
+    "Plan",
     "Tuning",
     "choose_packed_tuning",
     "choose_tuning",
     "experts",
+    "hidden",
     "num_blocks",
     "num_places",
     "plan_blocks",
+    "plan_of",
     "smem_bytes",
     "unsupported",
 ]
@@ -133,12 +137,44 @@ def _unfit(gate_up: object, down: object, dtype: DTypeLike) -> str | None:
     return None
 
 
+class Plan(NamedTuple):
+    """Rows of each expert, as the kernels find them.
+
+    blocks: of both launches
+    rows:   what gate and up multiply
+    place:  int32 [rows, columns of ids], the place of a row's k-th expert among the results
+    local:  bool [rows, top_k], which experts are here; None for all
+    """
+
+    blocks: Table
+    rows: jax.Array | Rows
+    place: jax.Array
+    local: jax.Array | None
+
+
 # Compiled as a function of its own, so that a model's layers share the kernels.
 @partial(jax.jit, static_argnames="tunings")
 def experts(inputs: Inputs, *, tunings: tuple[Tuning, Tuning] | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.moe.experts. tunings: of gate and up, and of down."""
+    first, second = tunings or (None, None)
+    plan = plan_of(inputs)
+    inner = hidden(inputs, plan, first)
+    out = multiply_blocks(inner, plan.blocks, inputs.down, inputs.down_bias, None, second)
+    assert not isinstance(out, Rows)
+    total = jnp.zeros(inputs.x.shape, jnp.float32)
+    for k in range(inputs.top_k):  # unrolled: one order of summation, one kernel
+        weight = inputs.weights[:, k, None]
+        chosen = out[plan.place[:, k]].astype(jnp.float32)
+        if plan.local is not None:  # rows of no block are not written: they may be NaN
+            chosen = jnp.where(plan.local[:, k, None], chosen, 0.0)
+        total += weight * chosen
+    return total.astype(inputs.x.dtype)
+
+
+def plan_of(inputs: Inputs) -> Plan:
+    """Return the rows as the kernels take them, and their places among the results."""
     x, ids, top_k = inputs.x, inputs.ids, inputs.top_k
-    (rows, depth), count, columns = x.shape, inputs.down.shape[0], ids.shape[1]
+    rows, count, columns = x.shape[0], inputs.down.shape[0], ids.shape[1]
     few = rows <= FEW_ROWS
     local = None
     if inputs.first_expert is not None:
@@ -155,24 +191,17 @@ def experts(inputs: Inputs, *, tunings: tuple[Tuning, Tuning] | None = None) -> 
     else:
         table, place, row_at = plan_blocks(ids[:, :top_k], count, local=local)
         gathered = _at(operand, row_at) if isinstance(operand, Rows) else operand[row_at]
-    blocks = Table(table, few, rows, top_k, columns, local is not None)
-    first, second = tunings or (None, None)
+    return Plan(Table(table, few, rows, top_k, columns, local is not None), gathered, place, local)
+
+
+def hidden(inputs: Inputs, plan: Plan, tuning: Tuning | None = None) -> jax.Array | Rows:
+    """Return the activation's results [places, size], as down multiplies them."""
     activation = Activation(inputs.gate, inputs.alpha, inputs.limit)
-    inner = multiply_blocks(
-        gathered, blocks, inputs.gate_up, inputs.gate_up_bias, activation, first
-    )
+    weight, bias = inputs.gate_up, inputs.gate_up_bias
+    inner = multiply_blocks(plan.rows, plan.blocks, weight, bias, activation, tuning)
     if isinstance(inputs.down, Fp8Weight) and not isinstance(inner, Rows):
-        inner = plain.quantise(inner, inputs.down.activation)
-    out = multiply_blocks(inner, blocks, inputs.down, inputs.down_bias, None, second)
-    assert not isinstance(out, Rows)
-    total = jnp.zeros((rows, depth), jnp.float32)
-    for k in range(top_k):  # unrolled: one order of summation, one kernel
-        weight = inputs.weights[:, k, None]
-        chosen = out[place[:, k]].astype(jnp.float32)
-        if local is not None:  # rows of no block are not written: they may be NaN
-            chosen = jnp.where(local[:, k, None], chosen, 0.0)
-        total += weight * chosen
-    return total.astype(x.dtype)
+        return plain.quantise(inner, inputs.down.activation)
+    return inner
 
 
 def _quantised(x: jax.Array, weight: Fp8Weight) -> Rows:

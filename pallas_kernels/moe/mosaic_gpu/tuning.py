@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.int4_matmul.mosaic_gpu.plan import groups_of, sum_depth
 from pallas_kernels.int4_matmul.weight import Int4Weight
 from pallas_kernels.moe.mosaic_gpu.blocks import SIZES
@@ -11,7 +12,6 @@ from pallas_kernels.moe.mxfp4 import BLOCK, COLUMNS, UNIT
 
 FEW_ROWS = 8
 MAX_SMEM = 227 * 1024
-NUM_SMS = 132
 TILE_N = 64  # output columns of a tile: wgmma's M
 
 
