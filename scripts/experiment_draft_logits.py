@@ -176,7 +176,8 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def where(record: dict[str, Any]) -> str:
     device, versions = record["devices"][0]["kind"], record["versions"]
-    return f"{device}, jax {versions['jax']}, commit {str(versions['git_commit'])[:12]}."
+    commit = versions["git_commit"]
+    return f"{device}, jax {versions['jax']}" + (f", commit {commit[:12]}." if commit else ".")
 
 
 # --- the tiny model, whose probabilities are exact ---

@@ -20,7 +20,14 @@ from rich.table import Table
 from jaxspec.config import ConfigError, EngineConfig, KVCacheDtype
 from jaxspec.loading import keep_compiled_programs
 from jaxspec.tools import report
-from jaxspec.tools.benchmark.cases import ENGINE_RATIO, PRESETS, Case, select, target_of
+from jaxspec.tools.benchmark.cases import (
+    ENGINE_RATIO,
+    METHODS,
+    PRESETS,
+    Case,
+    select,
+    target_of,
+)
 from jaxspec.tools.benchmark.dimensions import MODELS
 from jaxspec.tools.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.tools.benchmark.workload import (
@@ -30,6 +37,7 @@ from jaxspec.tools.benchmark.workload import (
     Workload,
     does_not_fit,
     implementations,
+    parts_of,
 )
 from jaxspec.tools.cli import Dtype, command, dtype_of, option
 from jaxspec.tools.flags import flag
@@ -41,7 +49,7 @@ class CaseOptions:
 
     model: tuple[str, ...] | None = flag(None, f"{', '.join(MODELS)}. [default: llama-3-8b]")
     method: tuple[str, ...] | None = flag(
-        None, "eagle3, eagle, mtp. [default: eagle3]", "--method", "--draft"
+        None, f"{', '.join(METHODS)}. [default: eagle3]", "--method", "--draft"
     )
     batch: tuple[int, ...] | None = flag(None, "Requests of a round. [default: 1]")
     context: tuple[int, ...] | None = flag(
@@ -59,11 +67,24 @@ class CaseOptions:
     kv_cache_dtype: tuple[str, ...] | None = flag(
         None, f"Of keys and values: {', '.join(get_args(KVCacheDtype))}. [default: auto]"
     )
+    draft_kv_cache_dtype: tuple[str, ...] | None = flag(
+        None, "The same of the draft's. [default: --kv-cache-dtype]"
+    )
     tensor_parallel_size: tuple[int, ...] | None = flag(
         None, "Devices that share each model. [default: 1]"
     )
     enable_expert_parallel: tuple[bool, ...] | None = flag(
         None, "Whether each device holds whole experts: false, true. [default: false]"
+    )
+    draft_layers: tuple[int, ...] | None = flag(None, "Of dflash and dspark. [default: 5]")
+    draft_vocab_size: tuple[int, ...] | None = flag(
+        None, "Of eagle3, dflash and dspark. [default: the model's head; the target's for blocks]"
+    )
+    sample_from_anchor: tuple[bool, ...] | None = flag(
+        None, "Whether a block's first row drafts too. [default: dspark true, dflash false]"
+    )
+    max_num_verify_tokens: tuple[int, ...] | None = flag(
+        None, "Rows of a verify pass, which uneven drafts fill. [default: K + 1 a request]"
     )
 
     def cases(self, preset: str | None) -> list[Case]:
@@ -81,7 +102,11 @@ class TimingOptions:
     implementation: str = flag(
         "auto", "auto (the engine's choice), a name for every op, or op=name,op=name."
     )
-    parts: tuple[str, ...] = flag(PARTS, "What to time of each case.", among=PARTS)
+    parts: tuple[str, ...] = flag(
+        PARTS,
+        "What to time of each case; only blocks have context, only other drafts rebuild.",
+        among=PARTS,
+    )
     rounds: int = flag(64, "Rounds dispatched back to back.")
     repeats: int = flag(5, "How often; medians are printed.")
     rounds_per_step: int | None = flag(
@@ -130,7 +155,8 @@ def main(
 ) -> None:
     """Time whole rounds and their parts at the dimensions of real models.
 
-    Flags of a case take lists with commas; every combination is a case.
+    Flags of a case take lists with commas; every combination is a case. Acceptance is forced, so
+    no number of drafts can adapt to it: `jaxspec throughput --adaptive` times that.
     """
     cases = options.cases(preset)
     chosen, effort = implementations(timing.implementation), timing.effort()
@@ -161,6 +187,8 @@ def run_case(
     profile: Path | None,
 ) -> dict[str, Any]:
     """Return the case's timings and floors, or {"skipped": reason}."""
+    if not set(parts) & set(parts_of(case)):
+        return {"skipped": f"has none of the parts: {', '.join(parts)}"}
     if reason := does_not_fit(case, weights.dtype, chosen, effort, record["memory_limit"]):
         return {"skipped": reason}
     try:
@@ -182,7 +210,7 @@ def run_case(
     result["plain_floor"] = workload.floor(plain=True, **rates)
     if seconds := round_seconds(found):
         result["floor_over_round"] = result["floor"]["seconds"] / seconds
-        result["tokens_per_second"] = case.batch * case.acceptance_length / seconds
+        result["tokens_per_second"] = case.batch * case.tokens_a_round / seconds
     result["targets"] = check_targets(case, result)
     return result
 
@@ -254,7 +282,7 @@ def table(cases: list[dict[str, Any]]) -> Table:
 
     round and engine are the device's time and the wall clock of a whole round.
     """
-    columns = ("plain", "draft", "verify", "sampling", "round", "engine")
+    columns = ("plain", "draft", "context", "verify", "sampling", "round", "engine")
     found = Table(title="Milliseconds (medians)")
     found.add_column("case", no_wrap=True)
     for heading in (*columns, "floor", "floor / round", "tokens/s"):

@@ -2,7 +2,7 @@
 
 A page holds a section for each table:
 
-    <!-- begin: scripts/measurements.py rounds DATE-MACHINE.json DATE-MACHINE-vllm.json -->
+    <!-- begin: scripts/measurements.py load DATE-MACHINE.json DATE-MACHINE-vllm.json -->
     ... (written by the script)
     <!-- end: scripts/measurements.py -->
 
@@ -172,21 +172,13 @@ def _machine(record: Record) -> str:
 
 
 def rounds_table(sources: Sequence[Source]) -> str:
-    """Return rounds and plain steps beside their floors, and beside another server's rounds.
-
-    The other server's times are of its shortest prompts and include prefill, so there is no ratio.
-    """
-    ours, theirs = merged(s.timings for s in sources), merged(s.other_server for s in sources)
-    shortest = {
-        replace(point, input_len=None): theirs[point]
-        for point in sorted(theirs, key=lambda p: -(p.input_len or 0))
-    }
-    headings = ("case", "T", "ms", "floor, ms", "floor / time", "vLLM 0.24 with prefill, ms")
+    """Return rounds and plain steps on one device, without prefill, beside their floors."""
+    headings = ("case", "T", "ms", "floor, ms", "floor / time")
     rows = []
-    for point, timing in ours.items():
+    for point, timing in merged(s.timings for s in sources).items():
         if point.devices > 1:
             continue
-        floor, server = timing.floor_seconds, shortest.get(point)
+        floor = timing.floor_seconds
         rows.append(
             (
                 f"{point.model}, {point.step}, batch {point.batch}",
@@ -194,7 +186,6 @@ def rounds_table(sources: Sequence[Source]) -> str:
                 milliseconds(timing.seconds),
                 milliseconds(floor),
                 "-" if floor is None else f"{floor / timing.seconds:.2f}",
-                milliseconds(server.seconds if server else None),
             )
         )
     return "\n".join((*descriptions(sources), "", *markdown(headings, rows)))

@@ -14,6 +14,7 @@ import pytest
 from jaxspec.config import Ops, RoundConfig
 from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.autoregressive import Proposal
+from jaxspec.drafts.families import layered
 from jaxspec.sampling.state import SamplingState
 from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import Case
@@ -38,7 +39,7 @@ def configured(rule: str, temperature: float) -> RoundConfig:
 def judged(cfg: RoundConfig, calls: int = 1, *, chained: bool = False) -> int:
     """Kernels of judging `calls` proposals."""
     struct = jax.ShapeDtypeStruct
-    vocab, draft_vocab = cfg.target.vocab_size, cfg.draft.draft_vocab_size
+    vocab, draft_vocab = cfg.target.vocab_size, layered(cfg.draft).draft_vocab_size
     floats = lambda *shape: struct(shape, jnp.float32)  # noqa: E731
     ints = lambda *shape: struct(shape, jnp.int32)  # noqa: E731
     sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats(BATCH))  # type: ignore[arg-type]

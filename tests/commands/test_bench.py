@@ -10,7 +10,8 @@ import itertools
 import json
 import re
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxspec.commands import bench
 from jaxspec.config import ConfigError, Ops
 from jaxspec.decode import programs
 from jaxspec.decode.verify import verify_rows
+from jaxspec.drafts.families import layered
 from jaxspec.parallel.layout import Placement
 from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
@@ -52,11 +54,19 @@ def weights() -> workload.Weights:
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature", "rule"), [("eagle3", 1, "probabilistic"), ("eagle", 0, "strict")]
+    ("method", "temperature", "rule"),
+    [
+        ("eagle3", 1, "probabilistic"),
+        ("eagle", 0, "strict"),
+        ("dspark", 1, "block"),
+        ("draft_model", 1, "probabilistic"),
+    ],
 )
 def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperature, rule):
     path, profile = tmp_path / "bench.json", tmp_path / "trace"
     extra = ["--profile", profile] if method == "eagle3" else []
+    # Seven of eight rows: one request may have a draft fewer.
+    extra += ["--max-num-verify-tokens", 7] if method == "draft_model" else []
     arguments = [
         "--model",
         "tiny",
@@ -96,24 +106,24 @@ def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperatur
         "memory_limit",
     } <= set(record)
     (case,) = record["cases"]
-    assert list(case["parts"]) == list(workload.PARTS)
+    absent = "rebuild" if method == "dspark" else "context"
+    assert list(case["parts"]) == [part for part in workload.PARTS if part != absent]
     assert all(part["seconds"] > 0 and len(part["samples"]) == 1 for part in case["parts"].values())
     assert (
         case["parts"]["engine"]["rounds_per_step"]
         == rounds
         == record["settings"]["rounds_per_step"]
     )
-    assert (
-        1 < case["parts"]["engine"]["acceptance_length"] <= 4
-        and case["parts"]["rebuild"]["share_of_round"] > 0
-    )
+    assert 1 < case["parts"]["engine"]["acceptance_length"] <= 4
+    if absent != "rebuild":
+        assert case["parts"]["rebuild"]["share_of_round"] > 0
     assert (
         case["floor_over_round"] > 0
         and case["tokens_per_second"] > 0
         and case["floor"]["bytes"] > case["plain_floor"]["bytes"]
     )
     assert case["implementations"]["attention"] and case["name"] in result.stdout
-    assert not extra or list(profile.rglob("*.xplane.pb"))
+    assert method != "eagle3" or list(profile.rglob("*.xplane.pb"))
 
 
 @pytest.mark.parametrize("compilation", ["round", "step"])
@@ -202,6 +212,16 @@ def test_caches_have_a_dtype_of_their_own(weights):
     kv = [load.floor(bandwidth=1.0, matmul_rate=1.0, plain=False)["kv"] for load in loads]
     assert kv[0] == 2 * kv[1]
     assert "KV bfloat16" in narrow.name and "KV" not in TINY.name
+    of_draft = replace(narrow, draft_kv_cache_dtype="float32")
+    load = workload.Workload(of_draft, weights, {}, EFFORT)
+    dtypes = {x.dtype for x in jax.tree.leaves(load.state.target_caches)}
+    draft: Any = load.state.draft
+    assert (dtypes, {x.dtype for x in jax.tree.leaves(draft.caches)}) == (
+        {jnp.dtype("bfloat16")},
+        {jnp.dtype("float32")},
+    )
+    assert kv[1] < load.floor(bandwidth=1.0, matmul_rate=1.0, plain=False)["kv"] < kv[0]
+    assert of_draft.name.endswith("KV bfloat16 draft KV float32")
     large = Case(batch=64, context=32768)
     reasons = [
         workload.does_not_fit(replace(large, kv_cache_dtype=dtype), jnp.bfloat16, {}, EFFORT, 1)
@@ -213,6 +233,8 @@ def test_caches_have_a_dtype_of_their_own(weights):
     assert narrow_gb > 200 and wide_gb > 1.8 * narrow_gb
     with pytest.raises(ConfigError, match="--kv-cache-dtype: expected among auto, .*, got 'int8'"):
         Case("tiny", kv_cache_dtype="int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--draft-kv-cache-dtype: expected among None, auto, .*"):
+        Case("tiny", draft_kv_cache_dtype="int8")  # type: ignore[arg-type]
 
 
 def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch, tmp_path):
@@ -273,6 +295,50 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
         (["--pause", "-1"], "--pause: expected 0 to 60 seconds, got -1.0"),
         (["--rounds-per-step", "0"], "rounds_per_step: expected None or an integer of at least 1"),
         (["--dtype", "int8"], "--dtype: expected one of auto"),
+        (
+            ["--model", "tiny", "--method", "medusa"],
+            "--method: expected among eagle3, eagle, mtp, dflash, dspark, draft_model, got",
+        ),
+        (
+            ["--model", "tiny", "--draft-layers", "2"],
+            "--draft-layers: expected a method among dflash, dspark, got",
+        ),
+        (
+            ["--model", "tiny", "--method", "dspark", "--draft-layers", "0"],
+            "--draft-layers: expected at least 1, got 0",
+        ),
+        (
+            ["--model", "tiny", "--method", "mtp", "--draft-vocab-size", "64"],
+            "--draft-vocab-size: expected a method among eagle3, dflash, dspark, got mtp",
+        ),
+        (
+            ["--model", "tiny", "--method", "dflash", "--draft-vocab-size", "97"],
+            "--draft-vocab-size: expected 1 to 96, the size of the target's vocabulary, got 97",
+        ),
+        (
+            ["--model", "tiny", "--sample-from-anchor", "true"],
+            "--sample-from-anchor: expected a method among dflash, dspark, got eagle3",
+        ),
+        (
+            ["--model", "tiny", "--method", "dspark", "--num-speculative-tokens", "17"],
+            "--num-speculative-tokens: expected at most 16, the drafts of the longest block, got",
+        ),
+        (
+            ["--model", "tiny", "--method", "dflash", "--num-speculative-tokens", "16"],
+            "--num-speculative-tokens: expected at most 15, the drafts of the longest block, got",
+        ),
+        (
+            ["--model", "smollm2-135m", "--method", "draft_model"],
+            "--method draft_model: expected a model with a smaller one, among llama-3-8b, ",
+        ),
+        (
+            ["--batch", "8", "--max-num-verify-tokens", "7"],
+            "--max-num-verify-tokens: expected at least 8, a request's K + 1 rows and a row of ",
+        ),
+        (
+            ["--max-num-verify-tokens", "3"],
+            "--max-num-verify-tokens: expected at least 4, a request's K + 1 rows and a row of ",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, sentence):
@@ -375,6 +441,28 @@ def test_quantised_weights_are_read_as_they_are_stored(form: str, bits: float) -
     assert needed[0] - needed[1] == pytest.approx(saved, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("form", "bits"), [("fp8", 8), ("fp8-block", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)]
+)
+def test_quantised_experts_are_read_as_they_are_stored(form: str, bits: float) -> None:
+    """Of the experts, a round reads those that are hit; memory holds all."""
+    plain, stored = (
+        configured(Case(name))[0] for name in ("qwen3-30b-a3b", f"qwen3-30b-a3b-{form}")
+    )
+    one, other = (round_floor(cfg, 1, 400, **BF16) for cfg in (plain, stored))
+    experts = 48 * 128 * 3 * 2048 * 768
+    attention = 48 * (2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048)
+    hit = 1 - (1 - 8 / 128) ** 4
+    saved = one.target_weights - other.target_weights
+    assert saved == pytest.approx((attention + hit * experts) * (16 - bits) / 8, rel=4e-3)
+    assert (one.draft_weights, one.flops) == (other.draft_weights, other.flops)
+    needed = [
+        memory_needed(cfg, 1, 400, dtype="bfloat16", cache_dtype="bfloat16")
+        for cfg in (plain, stored)
+    ]
+    assert needed[0] - needed[1] == pytest.approx((attention + experts) * (16 - bits) / 8, rel=4e-3)
+
+
 def test_each_layer_of_a_draft_sees_as_far_as_its_own_window():
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     draft = read(num_hidden_layers=3, layer_types=kinds, sliding_window=8)
@@ -391,7 +479,8 @@ def test_the_arithmetic_floor_counts_two_operations_a_weight_and_row():
     draft = 2 * (
         256 * (fc + qkv) + 64 * (o + mlp) + 2 * 64 * (qkv + o + mlp) + 3 * 64 * head
     )  # step 0, the other two, all three
-    assert floor.flops == pytest.approx(target + draft, rel=1e-3)
+    draft += 4 * (256 + 2 * 64) * 400 * 4096
+    assert floor.flops == pytest.approx(target + draft, rel=1e-4)
     times = floor.to_dict(4.5e12, 750e12)
     assert (
         times["seconds"]
@@ -476,9 +565,121 @@ def test_the_floor_of_an_mtp_module_is_that_of_a_layer_of_the_target():
     )
     assert floor.kv == 400 * 576 * 2 * (47 + 3)
     with pytest.raises(ConfigError, match="--method eagle3: expected mtp with latent attention"):
-        configured(Case("glm-4.7-flash"))
+        Case("glm-4.7-flash")
     with pytest.raises(ConfigError, match="--method mtp: expected a model of"):
-        configured(Case("llama-3-8b", method="mtp"))
+        Case("llama-3-8b", method="mtp")
+
+
+DSPARK = Case("qwen3-8b", method="dspark", num_speculative_tokens=7)
+LAYER = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288  # a layer's matrices
+FC, CONTEXT_KV, W2 = 5 * 4096 * 4096, 5 * 4096 * 2048, 256 * 151936
+
+
+def test_the_floor_of_a_block_reads_its_layers_once_and_w2_for_each_draft():
+    cfg, plain = configured(DSPARK)
+    floor, step = (round_floor(each, 16, 400, **BF16) for each in (cfg, plain))
+    looked_up = 16 * 7 * (4096 + 256)
+    once = FC + CONTEXT_KV + 5 * LAYER + 4096 * 151936 + looked_up
+    assert floor.draft_weights == pytest.approx(2 * (once + 7 * W2), rel=1e-4)
+    assert floor.kv - step.kv == 16 * 400 * 2 * 8 * 128 * 2 * 5
+    greedy, kept = 16 * 7 * 151936, 2 * 16 * 7 * 151936  # q: the head's logits, and the corrected
+    assert floor.logits == 2 * 4 * (16 * 8 * 151936 + greedy)
+    sampled, _ = configured(replace(DSPARK, temperature=1.0))
+    assert round_floor(sampled, 16, 400, **BF16).logits == 2 * 4 * (16 * 8 * 151936 + kept)
+    matrices = (FC + CONTEXT_KV) * 8 + 5 * LAYER * 7 + 7 * (4096 * 151936 + W2)
+    attention = 4 * 7 * 400 * 4096 * 5
+    target = round_floor(replace(cfg, draft=None), 16, 400, **BF16).flops
+    assert floor.flops - target == pytest.approx(16 * (2 * matrices + attention), rel=1e-3)
+
+
+def test_the_floor_of_a_block_follows_its_head():
+    """Two layers, a small vocabulary, and the anchor's row, which drafts nothing."""
+    shaped = replace(DSPARK, method="dflash", draft_layers=2, draft_vocab_size=32000)
+    found = {
+        case: round_floor(configured(case)[0], 16, 400, **BF16)
+        for case in (shaped, replace(shaped, sample_from_anchor=True))
+    }
+    after, at = found.values()
+    once = FC + CONTEXT_KV * 2 / 5 + 2 * LAYER + 4096 * 32000
+    assert after.draft_weights == pytest.approx(2 * (once + 16 * 8 * 4096), rel=1e-4)
+    assert after.draft_weights - at.draft_weights == 2 * 16 * 4096
+    assert after.logits == at.logits == 2 * 4 * 16 * (8 * 151936 + 7 * 32000)
+    assert after.flops - at.flops == pytest.approx(
+        16 * 2 * (2 * LAYER + 2 * 400 * 4096 * 2), rel=1e-3
+    )
+    assert len({case.name for case in found}) == 2 and shaped.name.endswith(
+        "K7 T0 greedy layers 2 vocabulary 32000"
+    )
+
+
+def test_the_floor_of_a_draft_model_reads_its_own_layers_and_head_for_each_draft():
+    """Qwen3-0.6B: 28 layers of 15.7 million weights, and a tied embedding of 156 million."""
+    cfg, plain = configured(Case("qwen3-8b", method="draft_model", batch=16))
+    floor, step = (round_floor(each, 16, 400, **BF16) for each in (cfg, plain))
+    attention, mlp = 1024 * 4096 + 2048 * 1024, 3 * 1024 * 3072
+    head, rows = 1024 * 151936, 16 * (2 + 1 + 1)  # step 0 may read the draft before next_token
+    assert floor.draft_weights == pytest.approx(
+        2 * (3 * (28 * (attention + mlp) + head) + rows * 1024), rel=1e-3
+    )
+    assert floor.kv - step.kv == 3 * 16 * 400 * 2 * 8 * 128 * 2 * 28
+    assert floor.logits - 4 * step.logits == 2 * 4 * 16 * 3 * 151936
+    target = round_floor(replace(cfg, draft=None), 16, 400, **BF16).flops
+    last_row = 16 * (1024 * 2048 + mlp)  # of step 0, which goes on after the last attention
+    products = rows * 28 * (attention + mlp) - last_row + 3 * 16 * head
+    assert floor.flops - target == pytest.approx(
+        2 * products + 4 * rows * 400 * 2048 * 28, rel=1e-3
+    )
+
+
+def test_uneven_drafts_fill_the_rows_of_a_verify_pass():
+    padded = Case("qwen3-8b", method="dspark", batch=64, num_speculative_tokens=7)
+    flat = replace(padded, max_num_verify_tokens=256, acceptance_length=4.7)
+    assert flat.drafts.sum() + 64 == 256 and len(set(flat.drafts)) > 4
+    assert flat.drafts.min() >= 0 and flat.drafts.max() <= 7
+    cut = [min(3.7, most) for most in flat.drafts.tolist()]
+    assert flat.tokens_a_round == pytest.approx(1 + sum(cut) / 64)
+    wide = replace(flat, max_num_verify_tokens=600)
+    assert set(padded.drafts) == set(wide.drafts) == {7}
+    assert wide.tokens_a_round == pytest.approx(4.7) and flat.name.endswith("rows 256 length 4.7")
+    cfg, other = configured(flat)[0], configured(wide)[0]
+    assert cfg.limits_drafts and not other.limits_drafts
+    few, many = (round_floor(each, 64, 400, **BF16) for each in (cfg, other))
+    assert many.logits - few.logits == 2 * 4 * 256 * 151936 and many.kv == few.kv
+    assert many.target_weights - few.target_weights == 2 * 256 * 4096
+    assert (few.draft_weights, few.kv) == (many.draft_weights, many.kv)
+
+
+def test_a_round_of_few_rows_has_them_filled_and_no_request_waits(weights):
+    case = replace(TINY, method="draft_model", batch=4, max_num_verify_tokens=10)
+    load = workload.Workload(replace(case, acceptance_length=4.0), weights, {}, EFFORT)
+    verification, state = programs.run_round(
+        load.cfg, load.params, load.state, load.block_tables, "round"
+    )
+    assert load.cfg.flat_rows(4) == 10 and verification.num_sampled.sum() == 10
+    assert verification.num_sampled.tolist() == (case.drafts + 1).tolist()
+    assert state.waited is not None and state.waited.tolist() == [0] * 4
+    load.state = state
+    load.time_engine()
+    assert load.llm.metrics.num_drafts > 8 and load.llm.scheduling.num_waits == 0
+
+
+def test_the_page_has_a_row_for_each_flag_of_a_case():
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    rows = set(re.findall(r"^\| `--([a-z-]+)`", page, re.MULTILINE))
+    assert rows == {field.name.replace("_", "-") for field in fields(bench.CaseOptions)}
+
+
+def test_a_case_without_a_requested_part_is_skipped(weights):
+    arguments = (weights, {}, EFFORT, ["context"], {"memory_limit": None}, None)
+    assert bench.run_case(TINY, *arguments) == {"skipped": "has none of the parts: context"}
+
+
+def test_heads_of_one_method_have_weights_each(weights):
+    cases = [replace(TINY, method="dspark"), replace(TINY, method="dspark", draft_layers=2)]
+    (target, five), (again, two) = (weights.get(case) for case in cases)
+    assert target is again and weights.get(cases[0])[1] is five
+    assert [len(head["layers"]) for head in (five, two)] == [5, 2]
+    assert five["lm_head"] is two["lm_head"] is target["lm_head"]
 
 
 # --- forced acceptance
@@ -493,10 +694,10 @@ def test_forced_acceptance_has_the_rates_and_keeps_the_rules_last_token(weights,
     batch, keys = case.batch, jax.random.split(jax.random.key(5), 3)
     _, draft = weights.get(case)
     tokens = draft["draft_to_target"][
-        jax.random.randint(keys[0], (batch, 3), 0, cfg.draft.draft_vocab_size, jnp.int32)
+        jax.random.randint(keys[0], (batch, 3), 0, layered(cfg.draft).draft_vocab_size, jnp.int32)
     ]
     q = (
-        jax.random.normal(keys[1], (batch, 3, cfg.draft.draft_vocab_size))
+        jax.random.normal(keys[1], (batch, 3, layered(cfg.draft).draft_vocab_size))
         if cfg.keeps_draft_logits
         else None
     )

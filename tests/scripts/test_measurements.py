@@ -78,7 +78,7 @@ def page(tmp_path: Path) -> Path:
     for name, record in records.items():
         (folder / name).write_text(json.dumps(record), encoding="utf-8")
     path = tmp_path / "page.md"
-    rounds = "2026-01-02-new.json 2026-01-01-old.json 2026-01-01-server.json"
+    rounds = "2026-01-02-new.json 2026-01-01-old.json"
     path.write_text(
         f"""# Before
 <!-- begin: scripts/measurements.py rounds {rounds} -->
@@ -104,9 +104,9 @@ def test_a_page_gets_its_tables_and_keeps_its_text(page: Path) -> None:
     assert run("--page", page).exit_code == 0
     text = page.read_text(encoding="utf-8")
     assert "- m: 2026-01-02, H200, jax 0.11.2, commit 0123456, reads 4.40 TB/s" in text
-    assert "| m, round, batch 1 | 0 | 5.00 | 4.00 | 0.80 | 7.50 |" in text
-    assert "| m, plain step, batch 1 | 0 | 2.00 | 1.00 | 0.50 | - |" in text
-    assert "| m, round, batch 16 | 0 | 0.080 | 4.00 | 50.00 | - |" in text
+    assert "| m, round, batch 1 | 0 | 5.00 | 4.00 | 0.80 |\n" in text
+    assert "| m, plain step, batch 1 | 0 | 2.00 | 1.00 | 0.50 |\n" in text
+    assert "| m, round, batch 16 | 0 | 0.080 | 4.00 | 50.00 |\n" in text
     assert "| m, 1 | 4,096 | 0 | 24.0 | 1,234 | 30.0 | 100 | 1.25 |" in text
     assert text.startswith("# Before\n<!-- begin") and text.endswith("-->\nafter\n")
     assert "\nbetween\n" in text and "stale" not in text

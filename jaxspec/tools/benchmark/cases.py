@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
+import numpy as np
+
 from jaxspec.config import Compilation, ConfigError, KVCacheDtype, is_number
-from jaxspec.tools.benchmark.dimensions import MODELS
+from jaxspec.drafts import BLOCKS
+from jaxspec.drafts.draft_model import METHOD as DRAFT_MODEL
+from jaxspec.sampling import synthetic
+from jaxspec.tools.benchmark.dimensions import MODELS, HeadShape, draft_config
 
 RULES = ("strict", "probabilistic", "block")
+METHODS = ("eagle3", "eagle", "mtp", *BLOCKS, DRAFT_MODEL)
+# The methods whose heads differ in a dimension.
+SHAPED = {
+    "draft_layers": tuple(BLOCKS),
+    "draft_vocab_size": ("eagle3", *BLOCKS),
+    "sample_from_anchor": tuple(BLOCKS),
+}
 
 
 @dataclass(frozen=True)
@@ -19,6 +32,10 @@ class Case:
 
     acceptance_length: the mean that acceptance is forced to, bonus token included; 1 accepts none
     kv_cache_dtype, tensor_parallel_size, enable_expert_parallel: the engine's
+    draft_kv_cache_dtype: of the draft's caches; None for kv_cache_dtype
+    max_num_verify_tokens: rows of the verify pass, which uneven numbers of drafts fill (`drafts`);
+        None for K + 1 of each request
+    draft_layers, draft_vocab_size, sample_from_anchor: the head's (HeadShape)
     """
 
     model: str = "llama-3-8b"
@@ -31,21 +48,27 @@ class Case:
     compilation: str = "round"
     acceptance_length: float = 2.56
     kv_cache_dtype: KVCacheDtype = "auto"
+    draft_kv_cache_dtype: KVCacheDtype | None = None
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    draft_layers: int | None = None
+    draft_vocab_size: int | None = None
+    sample_from_anchor: bool | None = None
+    max_num_verify_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("model", MODELS),
-            ("method", ("eagle", "eagle3", "mtp")),
+            ("method", METHODS),
             ("rule", RULES),
             ("compilation", get_args(Compilation)),
             ("kv_cache_dtype", get_args(KVCacheDtype)),
+            ("draft_kv_cache_dtype", (None, *get_args(KVCacheDtype))),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')}: expected among {', '.join(allowed)}, "
-                    f"got {getattr(self, name)!r}"
+                    f"--{name.replace('_', '-')}: expected among "
+                    f"{', '.join(map(str, allowed))}, got {getattr(self, name)!r}"
                 )
         for name in ("batch", "context", "num_speculative_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
@@ -56,6 +79,63 @@ class Case:
             raise ConfigError(
                 f"--temperature: expected a number of at least 0, got {self.temperature}"
             )
+        self._check_head()
+        most, least = self.max_num_verify_tokens, max(self.num_speculative_tokens + 1, self.batch)
+        if most is not None and most < least:
+            raise ConfigError(
+                f"--max-num-verify-tokens: expected at least {least}, "
+                f"a request's K + 1 rows and a row of each request, got {most}"
+            )
+
+    def _check_head(self) -> None:
+        """Raise ConfigError for a head that the method or the model cannot have."""
+        vocab = MODELS[self.model].target.vocab_size
+        for name, methods in SHAPED.items():
+            value = getattr(self, name)
+            if value is not None and self.method not in methods:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: expected a method among {', '.join(methods)}, "
+                    f"got {self.method}"
+                )
+        if self.draft_layers is not None and self.draft_layers < 1:
+            raise ConfigError(f"--draft-layers: expected at least 1, got {self.draft_layers}")
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= vocab:
+            raise ConfigError(
+                f"--draft-vocab-size: expected 1 to {vocab}, the size of the target's vocabulary, "
+                f"got {self.draft_vocab_size}"
+            )
+        most = self.head.block_capacity(self.method)
+        if self.method in BLOCKS and self.num_speculative_tokens > most:
+            raise ConfigError(
+                f"--num-speculative-tokens: expected at most {most}, the drafts of the longest "
+                f"block, got {self.num_speculative_tokens}"
+            )
+        draft_config(MODELS[self.model], self.method, self.head)
+
+    @property
+    def head(self) -> HeadShape:
+        """The dimensions of the draft."""
+        return HeadShape(self.draft_layers, self.draft_vocab_size, self.sample_from_anchor)
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """The drafts that each request may have in a round, int32 [batch].
+
+        All have K, unless max_num_verify_tokens is too few rows for that. Then their numbers
+        differ, from 0 to K, and the rows of all requests are just as many as the pass has.
+        """
+        shape = (self.batch, self.num_speculative_tokens)
+        most = self.max_num_verify_tokens
+        if most is None:
+            return np.full(self.batch, self.num_speculative_tokens, np.int32)
+        drawn = np.random.default_rng(0).permutation(math.prod(shape)).reshape(shape)
+        return (drawn < most - self.batch).sum(axis=1, dtype=np.int32)
+
+    @property
+    def tokens_a_round(self) -> float:
+        """The mean tokens of a request in a round: acceptance_length, less where drafts are few."""
+        rates = synthetic.rates_from_length(self.acceptance_length, self.num_speculative_tokens)
+        return 1 + sum(sum(rates[:most]) for most in self.drafts) / self.batch
 
     @property
     def name(self) -> str:
@@ -68,9 +148,19 @@ class Case:
         mode = "" if self.compilation == "round" else f" {self.compilation}"
         if self.kv_cache_dtype != "auto":
             mode += f" KV {self.kv_cache_dtype}"
+        if self.draft_kv_cache_dtype is not None:
+            mode += f" draft KV {self.draft_kv_cache_dtype}"
         if self.tensor_parallel_size > 1:
             experts = " EP" if self.enable_expert_parallel else ""
             mode += f" TP{self.tensor_parallel_size}{experts}"
+        if self.draft_layers is not None:
+            mode += f" layers {self.draft_layers}"
+        if self.draft_vocab_size is not None:
+            mode += f" vocabulary {self.draft_vocab_size}"
+        if self.sample_from_anchor is not None:
+            mode += " from the anchor" if self.sample_from_anchor else " after the anchor"
+        if self.max_num_verify_tokens is not None:
+            mode += f" rows {self.max_num_verify_tokens}"
         return (
             f"{self.model} {self.method} b{self.batch} ctx {self.context} "
             f"K{self.num_speculative_tokens} T{self.temperature:g} {rule}{mode}{length}"

@@ -8,7 +8,15 @@ from typing import Any
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, MLAConfig, RopeConfig
 from jaxspec.config.quantization import WHILE_LOADING, quantized
-from jaxspec.drafts import Eagle3Config, EagleConfig, LayeredConfig, MtpConfig
+from jaxspec.drafts import (
+    BLOCKS,
+    DFlashConfig,
+    DSparkConfig,
+    Eagle3Config,
+    EagleConfig,
+    LayeredConfig,
+    MtpConfig,
+)
 from jaxspec.drafts.draft_model import METHOD, drafts_for
 from jaxspec.drafts.mtp import LAYOUTS
 from jaxspec.models.llama import LlamaConfig
@@ -16,6 +24,10 @@ from jaxspec.models.llama import LlamaConfig
 POSITIONS = (
     131072  # every benchmarked context fits; how long a model was trained for changes no timing
 )
+BLOCK_LAYERS, BLOCK_AUX_LAYERS = 5, 5  # of the published heads of DFlash and DSpark on Qwen3-8B
+BLOCK_ROWS = 16  # of the longest block
+MARKOV_RANK = 256
+MASK_TOKEN = 7  # which token it is changes no timing
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,31 @@ class Dimensions:
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     small: LlamaConfig | None = None
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The dimensions of a draft that differ between heads of one method; None: as published.
+
+    num_layers:         of a block draft
+    draft_vocab_size:   of EAGLE-3 or a block draft
+    sample_from_anchor: whether a block's first row drafts too
+    """
+
+    num_layers: int | None = None
+    draft_vocab_size: int | None = None
+    sample_from_anchor: bool | None = None
+
+    def block_capacity(self, method: str) -> int:
+        """Return the K that the longest block of a block draft holds."""
+        return BLOCK_ROWS if self.drafts_from_anchor(method) else BLOCK_ROWS - 1
+
+    def drafts_from_anchor(self, method: str) -> bool:
+        """Return sample_from_anchor of a block draft."""
+        return method == "dspark" if self.sample_from_anchor is None else self.sample_from_anchor
+
+
+PUBLISHED = HeadShape()
 
 
 def _dimensions(
@@ -167,18 +204,21 @@ PLAIN: dict[str, Dimensions] = {
 # Targets with quantised weights, and plain drafts: "llama-3-8b-fp8" and so on.
 QUANTIZED: dict[str, Dimensions] = {
     f"{name}-{form}": replace(PLAIN[name], target=quantized(PLAIN[name].target, form, "bfloat16"))
-    for name in ("llama-3-8b", "qwen3-8b", "llama-3-70b")
+    for name in ("llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "llama-3-70b")
     for form in WHILE_LOADING
 }
 MODELS: dict[str, Dimensions] = {**PLAIN, **QUANTIZED}
 
 
-def draft_config(dimensions: Dimensions, method: str) -> LayeredConfig:
-    """Return a draft of one Llama layer with the target's width and head counts.
+def draft_config(
+    dimensions: Dimensions, method: str, shape: HeadShape = PUBLISHED
+) -> LayeredConfig:
+    """Return the draft of a method; heads have the target's width and head counts.
 
-    EAGLE-3's attention reads 2D and its head has its own vocabulary. MTP is one of the target's own
-    layers, for targets that have such a module. An independent draft is a small model of the
-    target's vocabulary.
+    EAGLE's are of one Llama layer; EAGLE-3's attention reads 2D and its head has its own
+    vocabulary. MTP is one of the target's own layers, for targets that have such a module. DFlash
+    and DSpark have five layers of Qwen3, all with full attention, and the target's vocabulary. An
+    independent draft is a small model of the target's vocabulary, with dimensions of its own.
     """
     target = dimensions.target
     if method == METHOD:
@@ -205,6 +245,8 @@ def draft_config(dimensions: Dimensions, method: str) -> LayeredConfig:
     attention = AttentionConfig(
         heads.num_heads, heads.num_kv_heads, heads.head_dim, rope=heads.rope
     )
+    if method in BLOCKS:
+        return _block_config(target, attention, method, shape)
     if method == "eagle":
         return EagleConfig(
             hidden_size=target.hidden_size,
@@ -225,6 +267,38 @@ def draft_config(dimensions: Dimensions, method: str) -> LayeredConfig:
         attention=attention,
         rms_norm_eps=target.rms_norm_eps,
         vocab_size=target.vocab_size,
-        draft_vocab_size=dimensions.draft_vocab_size,
+        draft_vocab_size=shape.draft_vocab_size or dimensions.draft_vocab_size,
         aux_layers=dimensions.aux_layers,
+    )
+
+
+def _block_config(
+    target: Any, attention: AttentionConfig, method: str, shape: HeadShape
+) -> DFlashConfig:
+    """Return a block draft whose aux_layers are spread over the target evenly."""
+    num_layers = shape.num_layers or BLOCK_LAYERS
+    vocab = shape.draft_vocab_size or target.vocab_size
+    last = max(target.num_layers - 3, 1)
+    spread = {1 + i * (last - 1) // (BLOCK_AUX_LAYERS - 1) for i in range(BLOCK_AUX_LAYERS)}
+    common: dict[str, Any] = dict(
+        target_hidden_size=target.hidden_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        attention=replace(attention, qk_norm=True),
+        rms_norm_eps=target.rms_norm_eps,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=vocab,
+        aux_layers=tuple(sorted(spread)),
+        draft_block_size=BLOCK_ROWS,
+        mask_token_id=MASK_TOKEN,
+        sample_from_anchor=shape.drafts_from_anchor(method),
+        windows=(None,) * num_layers,
+        causal=(False,) * num_layers,
+        own_lm_head=vocab != target.vocab_size,
+        tied_lm_head=vocab == target.vocab_size and target.tie_word_embeddings,
+    )
+    if method == "dflash":
+        return DFlashConfig(**common)
+    return DSparkConfig(
+        **common, markov_rank=MARKOV_RANK, has_confidence=True, confidence_reads_token=True
     )

@@ -15,8 +15,10 @@ from jax.typing import DTypeLike
 from jaxspec import drafts, models
 from jaxspec.cache.pool_sizes import layer_block_bytes
 from jaxspec.config import CacheGroup, RoundConfig
-from jaxspec.drafts import LayeredConfig
-from jaxspec.drafts.families import layered
+from jaxspec.drafts import BLOCKS, LayeredConfig
+from jaxspec.drafts.draft_model import METHOD as DRAFT_MODEL
+from jaxspec.drafts.families import block, layered
+from jaxspec.drafts.independent import ROWS
 from jaxspec.layers.moe import MoEConfig
 from jaxspec.layers.mxfp4 import Mxfp4Spec
 from jaxspec.layers.params import Params, ParamSpec
@@ -34,9 +36,10 @@ class Floor:
 
     target_weights: each matrix once; of an embedding the used rows; of experts those that are hit
         when every row draws its own at random
-    draft_weights:  the same K times, EAGLE-3's fc once
-    kv:     keys and values read, by the target once and by each draft step
-    logits: float32, written and read once each
+    draft_weights:  the same K times, EAGLE-3's fc once; of a block draft each matrix once, but W2
+        of DSpark K times
+    kv:     keys and values read, by the target once and by each draft step, or once by the block
+    logits: float32, written and read once each; DSpark's twice where q is kept
     flops:  of matrix products and attention
 
     Noise is in neither: it is made where it is read, and its hashes are integer operations.
@@ -74,36 +77,17 @@ def round_floor(
     on_device = cfg.on_device()
     target: Any = cfg.target  # one with experts has `moe`
     K = cfg.num_speculative_tokens
-    rows = batch * (K + 1)
-    vocabulary = batch * (K + 1) * target.vocab_size // devices
+    rows = cfg.flat_rows(batch) or batch * (K + 1)
+    vocabulary = rows * target.vocab_size // devices
     weights, experts = _target_matrices(cfg)
     layout = cfg.placement.target(cfg.target)
     always, expert_bytes = (weight_bytes(part, dtype, layout) for part in _target_parts(cfg))
-    draft_bytes = kv_draft = draft_flops = draft_logits = 0
+    draft = _DraftFloor(0, 0, 0, 0)
     if cfg.draft is not None:
-        draft = layered(cfg.draft)
-        layout = cfg.placement.draft(draft)
-        each, after, once, head, draft_experts = _draft_matrices(draft, layout)
-        # Step 0 reads K+1 rows a request; one of them goes on after the last attention.
-        draft_bytes = itemsize * (
-            K * (each + head) + once + (rows + (K - 1) * batch) * draft.hidden_size
-        )
-        draft_flops = 2 * (
-            (each - after + once) * rows + (after + (K - 1) * each + K * head) * batch
-        )
-        if draft_experts:  # an MTP module's layer is the target's
-            draft_bytes += int(itemsize * draft_experts * K * share_hit(target.moe, batch))
-            draft_flops += int(
-                2 * draft_experts * target.moe.top_k / target.moe.num_experts * K * batch
-            )
-        of_draft = cfg.cache_dtype_of_draft(cache_dtype)
-        blocks = layer_block_bytes(layered(on_device.draft), cfg.block_size, of_draft)
-        seen = seen_tokens(cfg.draft_groups, draft.group_of_layer, context)
-        kv_draft = K * batch * sum(map(mul, seen, blocks)) // cfg.block_size
-        draft_logits = batch * K * draft.draft_vocab_size // devices
-    attended: Any = on_device.target.attention
+        count = _block_floor if cfg.draft.method in BLOCKS else _steps_floor
+        draft = count(cfg, batch, context, itemsize, cache_dtype)
     tokens = seen_tokens(cfg.target_groups, cfg.target.group_of_layer, context)
-    attention_flops = 4 * rows * sum(tokens) * attended.num_heads * attended.head_dim
+    attention = _attention_flops(on_device.target, rows, tokens)
     blocks = layer_block_bytes(on_device.target, cfg.block_size, cache_dtype)
     kv_target = sum(map(mul, tokens, blocks))
     read, used = always + itemsize * rows * target.hidden_size, float(weights)
@@ -112,11 +96,99 @@ def round_floor(
         used += experts * target.moe.top_k / target.moe.num_experts
     return Floor(
         target_weights=read,
-        draft_weights=draft_bytes,
-        kv=batch * kv_target // cfg.block_size + kv_draft,
-        logits=2 * FLOAT32 * (vocabulary + draft_logits),
-        flops=int(2 * used * rows) + attention_flops + draft_flops,
+        draft_weights=draft.weights,
+        kv=batch * kv_target // cfg.block_size + draft.kv,
+        logits=2 * FLOAT32 * (vocabulary + draft.logits),
+        flops=int(2 * used * rows) + attention + draft.flops,
     )
+
+
+@dataclass(frozen=True)
+class _DraftFloor:
+    """A draft's share of the Floor: bytes of weights and of kv, logits (a count), flops."""
+
+    weights: int
+    kv: int
+    logits: int
+    flops: int
+
+
+def _steps_floor(
+    cfg: RoundConfig, batch: int, context: int, itemsize: int, cache_dtype: DTypeLike
+) -> _DraftFloor:
+    """Return the share of a draft that makes a token a pass."""
+    target: Any = cfg.target
+    draft, K = layered(cfg.draft), cfg.num_speculative_tokens
+    each, after, once, head, experts = _draft_matrices(draft, cfg.placement.draft(draft))
+    # Rows of step 0; one of each request's goes on after the last attention.
+    first = batch * (ROWS if draft.method == DRAFT_MODEL else K + 1)
+    rows = first + (K - 1) * batch
+    weights = itemsize * (K * (each + head) + once + rows * draft.hidden_size)
+    flops = 2 * ((each - after + once) * first + (after + (K - 1) * each + K * head) * batch)
+    flops += _attention_flops(layered(cfg.on_device().draft), rows, _seen_by_draft(cfg, context))
+    if experts:  # an MTP module's layer is the target's
+        weights += int(itemsize * experts * K * share_hit(target.moe, batch))
+        flops += int(2 * experts * target.moe.top_k / target.moe.num_experts * K * batch)
+    return _DraftFloor(
+        weights,
+        kv=K * _context_bytes(cfg, batch, context, cache_dtype),
+        logits=batch * K * draft.draft_vocab_size // cfg.placement.size,
+        flops=flops,
+    )
+
+
+def _block_floor(
+    cfg: RoundConfig, batch: int, context: int, itemsize: int, cache_dtype: DTypeLike
+) -> _DraftFloor:
+    """Return the share of a draft that makes a block a pass.
+
+    The pass reads the layers and the head once. After verification fc and context_kv make the
+    context's keys and values. Each draft reads what corrects its logits.
+    """
+    draft, K = block(cfg.draft), cfg.num_speculative_tokens
+    layout = cfg.placement.draft(draft)
+    specs = drafts.family(draft).param_specs(draft)
+
+    def size(*names: str) -> int:
+        return _size({name: specs[name] for name in names if name in specs}, layout)
+
+    rows, hidden = K if draft.sample_from_anchor else K + 1, draft.hidden_size
+    context_parts = size("fc", "hidden_norm", "context_kv", "context_kv_bias")
+    layers = size("layers", "norm")
+    head = hidden * draft.draft_vocab_size // layout.num_pieces("vocab")
+    per_draft = size("markov_w2", "markov_proj", "markov_bias")
+    if draft.confidence_threshold > 0:
+        per_draft += size("confidence", "confidence_bias")
+    rank = specs["markov_w1"].shape[1] if "markov_w1" in specs else 0
+    looked_up = batch * (rows * hidden + K * rank)
+    attention = _attention_flops(
+        layered(cfg.on_device().draft), batch * rows, _seen_by_draft(cfg, context)
+    )
+    keeps_corrected = draft.corrects_logits and cfg.keeps_draft_logits
+    return _DraftFloor(
+        weights=itemsize * (context_parts + layers + head + K * per_draft + looked_up),
+        kv=_context_bytes(cfg, batch, context, cache_dtype),
+        logits=batch * K * draft.draft_vocab_size // cfg.placement.size * (1 + keeps_corrected),
+        flops=2 * batch * (context_parts * (K + 1) + layers * rows + K * (head + per_draft))
+        + attention,
+    )
+
+
+def _context_bytes(cfg: RoundConfig, batch: int, context: int, cache_dtype: DTypeLike) -> int:
+    """Return the bytes of keys and values that one pass of the draft reads."""
+    of_draft = cfg.cache_dtype_of_draft(cache_dtype)
+    blocks = layer_block_bytes(layered(cfg.on_device().draft), cfg.block_size, of_draft)
+    return batch * sum(map(mul, _seen_by_draft(cfg, context), blocks)) // cfg.block_size
+
+
+def _seen_by_draft(cfg: RoundConfig, context: int) -> list[int]:
+    return seen_tokens(cfg.draft_groups, layered(cfg.draft).group_of_layer, context)
+
+
+def _attention_flops(on_device: Any, rows: int, seen: Sequence[int]) -> int:
+    """Return the operations of rows over the tokens `seen` by each layer of a device's model."""
+    attended = on_device.attention
+    return 4 * rows * sum(seen) * attended.num_heads * attended.head_dim
 
 
 def share_hit(moe: MoEConfig, rows: int) -> float:

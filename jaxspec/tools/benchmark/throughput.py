@@ -119,6 +119,8 @@ def results(
             f"acceptance at position {i} (%)": 100 * rate
             for i, rate in enumerate(metrics.per_position_acceptance)
         }
+    if llm.speculative is not None and llm.speculative.fallback_method is not None:
+        found["rounds with looked-up drafts"] = metrics.num_lookups
     if llm.speculative is not None and llm.speculative.adaptive:
         of_k = sorted(llm.timings.num_rounds_of.items())
         found |= {f"rounds with K = {K}": count for K, count in of_k}

@@ -24,22 +24,32 @@ from jaxspec.cache.metadata import (
     build_metadata,
     rebuild_draft_metadata,
 )
-from jaxspec.config import REFERENCE_OPS, ConfigError, EngineConfig, RoundConfig, SpeculativeConfig
+from jaxspec.config import (
+    REFERENCE_OPS,
+    ConfigError,
+    EngineConfig,
+    RoundConfig,
+    SamplingFeatures,
+    SpeculativeConfig,
+)
 from jaxspec.decode import programs
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.several_rounds import run_rounds
 from jaxspec.decode.spread import everywhere, shardings
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import verify_rows
-from jaxspec.drafts import LayeredConfig
-from jaxspec.drafts.autoregressive import (
-    AutoregressiveState,
-    DraftInputs,
-    draft_inputs,
-    propose,
+from jaxspec.drafts import (
+    BLOCKS,
+    DraftModelConfig,
+    LayeredConfig,
+    hidden_width,
+    layered_drafter,
 )
-from jaxspec.drafts.drafter import Proposal
+from jaxspec.drafts.autoregressive import AutoregressiveState
+from jaxspec.drafts.block import BlockState
+from jaxspec.drafts.drafter import DraftContext, Observation, Proposal
 from jaxspec.drafts.families import layered
+from jaxspec.drafts.independent import IndependentState
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
 from jaxspec.layers import op_choice
@@ -47,21 +57,22 @@ from jaxspec.layers.mxfp4 import Mxfp4Spec
 from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.llm import LLM
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.model import bind_draft, bind_draft_model
 from jaxspec.loading.placement import choose_placement
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement, put
 from jaxspec.sampling import synthetic
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.state import SamplingState
 from jaxspec.tools.benchmark.cases import Case
-from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
+from jaxspec.tools.benchmark.dimensions import MODELS, HeadShape, draft_config
 from jaxspec.tools.benchmark.floor import memory_needed, round_floor
 from jaxspec.tools.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
 
 BLOCK_SIZE = 64
-PARTS = ("plain", "draft", "verify", "sampling", "round", "engine", "rebuild")
+PARTS = ("plain", "draft", "context", "verify", "sampling", "round", "engine", "rebuild")
 ON_SEVERAL_DEVICES = ("plain", "verify", "round", "engine")  # parts that are programs of the engine
 REBUILDS, JUDGEMENTS = 16, 4  # metadata rebuilds, and calls of the sampler, in one program
+BLOCKS_ONLY, STEPS_ONLY = "context", "rebuild"  # parts that other drafts do not have
 NEVER = 1 << 30  # max_tokens that no run reaches
 Figures = dict[str, Any]  # of a case or a part of its round, as JSON
 
@@ -82,6 +93,18 @@ class Effort:
     rounds_per_step: int | None = None
     cuda_graphs: bool | None = None
     pause: float = 0.0
+
+
+def parts_of(case: Case) -> tuple[str, ...]:
+    """Return the parts of a round that the case's draft and devices have.
+
+    Several devices time the parts that are programs of the engine.
+    """
+    absent = STEPS_ONLY if case.method in BLOCKS else BLOCKS_ONLY
+    one_device = case.tensor_parallel_size == 1
+    return tuple(
+        part for part in PARTS if part != absent and (one_device or part in ON_SEVERAL_DEVICES)
+    )
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -129,7 +152,7 @@ class Weights:
         self.dtype = jnp.dtype(dtype)
         self._made_for: tuple[str, Placement] | None = None
         self._target: Params = None
-        self._drafts: dict[str, Params] = {}
+        self._drafts: dict[tuple[str, HeadShape], Params] = {}
 
     def get(self, case: Case) -> tuple[Params, Params]:
         """Return the weights of target and draft, the draft's bound to the target's."""
@@ -141,16 +164,23 @@ class Weights:
             layout = placement.target(dimensions.target)
             self._target = random_params(specs, jax.random.key(0), self.dtype, layout)
             self._made_for = (case.model, placement)
-        if case.method not in self._drafts:
-            cfg = draft_config(dimensions, case.method)
+        head = (case.method, case.head)
+        if head not in self._drafts:
+            cfg = draft_config(dimensions, *head)
             specs, layout = drafts.family(cfg).param_specs(cfg), placement.draft(cfg)
             own = random_params(specs, jax.random.key(1), self.dtype, layout)
-            # A trained head keeps the most frequent tokens, whose ids are not the first ones.
-            chosen = np.random.default_rng(0).permutation(cfg.vocab_size)[: cfg.draft_vocab_size]
-            self._drafts[case.method] = bind_draft(
-                cfg, own, self._target, np.sort(chosen) if cfg.maps_vocabulary else None, placement
-            )
-        return self._target, self._drafts[case.method]
+            self._drafts[head] = self._bound(cfg, own, placement)
+        return self._target, self._drafts[head]
+
+    def _bound(self, cfg: LayeredConfig, own: Params, placement: Placement) -> Params:
+        """Return a draft's weights beside what it shares with the target."""
+        if isinstance(cfg, DraftModelConfig):
+            return bind_draft_model(cfg, own, placement)
+        if not cfg.maps_vocabulary:
+            return bind_draft(cfg, own, self._target, None, placement)
+        # A trained head keeps the most frequent tokens, whose ids are not the first ones.
+        chosen = np.random.default_rng(0).permutation(cfg.vocab_size)[: cfg.draft_vocab_size]
+        return bind_draft(cfg, own, self._target, np.sort(chosen), placement)
 
 
 def _devices(case: Case) -> EngineConfig:
@@ -223,10 +253,14 @@ def _engines(
         return LLM((dimensions.target, target), draft, speculative, config=config, dtype=dtype)
 
     speculative = SpeculativeConfig(
-        method=case.method, num_speculative_tokens=K, rejection_sample_method=case.rule
+        method=case.method,
+        num_speculative_tokens=K,
+        rejection_sample_method=case.rule,
+        draft_kv_cache_dtype=case.draft_kv_cache_dtype,
+        max_num_verify_tokens=case.max_num_verify_tokens,
     )
     return (
-        engine((draft_config(dimensions, case.method), draft), speculative),
+        engine((draft_config(dimensions, case.method, case.head), draft), speculative),
         engine(None, None),
         pages,
     )
@@ -244,11 +278,10 @@ def _round_configs(
         )
     llm.runner.configs.override(acceptance_rates=rates)
 
-    def config(engine: LLM) -> RoundConfig:
-        sampled = case.temperature > 0
-        return engine.round_config(sampled=sampled, truncated=False, batch=case.batch)
-
-    return config(llm), config(plain)
+    features = SamplingFeatures(sampled=case.temperature > 0)
+    limits_drafts = bool((case.drafts < case.num_speculative_tokens).any())
+    round_ = llm.runner.configs.get(features, limits_drafts=limits_drafts, batch=case.batch)
+    return round_, plain.runner.configs.get(features, batch=case.batch)
 
 
 def does_not_fit(
@@ -297,7 +330,7 @@ class Workload:
 
         The case's context is what a request holds halfway through the timed rounds.
         """
-        return max(1, self.case.context - int(self.case.acceptance_length * self.effort.rounds / 2))
+        return max(1, self.case.context - int(self.case.tokens_a_round * self.effort.rounds / 2))
 
     def _random_proposal(self) -> Proposal:
         case, cfg = self.case, self.cfg
@@ -383,18 +416,43 @@ class Workload:
         return timing.to_dict(per_step) | {"rounds_per_step": per_step}
 
     def time_draft(self) -> Figures:
-        """Time the K draft steps as one program."""
+        """Time the proposal of K drafts as one program."""
         state = self.rewind(self.state)
         context = decode_state.draft_context(self.cfg, state, self.block_tables)
-        inputs = draft_inputs(state.draft, context)
+        rest = replace(state.draft, caches=())
 
         def step(carry: tuple[Proposal, KVCache]) -> tuple[Proposal, KVCache]:
-            return _propose(self.cfg, self.params["draft"], inputs, carry[1])
+            return _propose(self.cfg, self.params["draft"], context, rest, carry[1])
 
+        return self._timed_draft(step, (self.proposal, self.state.draft.caches))
+
+    def time_context(self) -> Figures:
+        """Time the write of the accepted rows' context into a block draft's caches.
+
+        `verify` holds it too. All rows but the last draft's are accepted.
+        """
+        case, cfg, K = self.case, self.cfg, self.case.num_speculative_tokens
+        state, dtype = self.rewind(self.state), self.llm.dtype.name
+        rows, aux = (case.batch, K + 1), hidden_width(layered(cfg.draft), cfg.target)
+        hidden = normal((*rows, cfg.target.hidden_size), dtype, jax.random.key(7))
+        features = normal((*rows, aux), dtype, jax.random.key(8))
+        context = decode_state.draft_context(cfg, state, self.block_tables)
+        num_sampled = jnp.full(case.batch, K, jnp.int32)
+        inputs = (context, self.proposal.draft_tokens, num_sampled, hidden, features)
+        rest = replace(state.draft, caches=())
+
+        def step(carry: tuple[Proposal, KVCache]) -> tuple[Proposal, KVCache]:
+            return carry[0], _observe(cfg, self.params["draft"], inputs, rest, carry[1])
+
+        return self._timed_draft(step, (self.proposal, self.state.draft.caches))
+
+    def _timed_draft(
+        self,
+        step: Callable[[tuple[Proposal, KVCache]], tuple[Proposal, KVCache]],
+        carry: tuple[Proposal, KVCache],
+    ) -> Figures:
         count, repeats = self.effort.rounds, self.effort.repeats
-        timing, (_, caches) = back_to_back(
-            step, (self.proposal, self.state.draft.caches), count=count, repeats=repeats
-        )
+        timing, (_, caches) = back_to_back(step, carry, count=count, repeats=repeats)
         self.state = replace(self.state, draft=replace(self.state.draft, caches=caches))
         return timing.to_dict()
 
@@ -492,11 +550,11 @@ class Workload:
                 [0] * self.start,
                 params,
                 tokens,
-                max_drafts=case.num_speculative_tokens,
+                draft_limit=int(draft_limit),
                 on_tokens=note_end,
                 metrics=SpecDecodeMetrics(case.num_speculative_tokens),
             )
-            for _ in range(case.batch)
+            for draft_limit in case.drafts
         ]
         state = jax.block_until_ready(self.rewind(self.state, tokens))
         engine.set_state(state, requests, self.host_table.tolist())
@@ -524,7 +582,7 @@ class Workload:
 
     def floor(self, *, plain: bool, bandwidth: float, matmul_rate: float) -> Figures:
         """Return the floor at the mean context of the timed rounds."""
-        gained = 1.0 if plain else self.case.acceptance_length
+        gained = 1.0 if plain else self.case.tokens_a_round
         context = int(self.start + gained * self.effort.rounds / 2)
         cfg = self.plain_cfg if plain else self.cfg
         dtype, cache_dtype = self.llm.dtype, self.llm.cache_dtype
@@ -532,13 +590,9 @@ class Workload:
         return floor.to_dict(bandwidth, matmul_rate)
 
     def measure(self, parts: Sequence[str]) -> Figures:
-        """Return each part's timing by name, and the metadata's share of the round.
-
-        Several devices time the parts that are programs of the engine.
-        """
-        if self.cfg.placement.size > 1:
-            parts = [part for part in parts if part in ON_SEVERAL_DEVICES]
-        found: Figures = {part: getattr(self, f"time_{part}")() for part in PARTS if part in parts}
+        """Return each part's timing by name, and the metadata's share of the round."""
+        timed = [part for part in parts_of(self.case) if part in parts]
+        found: Figures = {part: getattr(self, f"time_{part}")() for part in timed}
         if "rebuild" in found and "round" in found:
             found["rebuild"]["share_of_round"] = (
                 self.case.num_speculative_tokens
@@ -562,10 +616,24 @@ def random_state(
     batch, K = case.batch, case.num_speculative_tokens
     rng = np.random.default_rng(2)
     draft = layered(cfg.draft)
-    width = cfg.target.hidden_size * max(len(draft.aux_layers), 1)
 
     def tokens(*shape: int) -> jax.Array:
         return jnp.asarray(rng.integers(0, cfg.target.vocab_size, shape, np.int32))
+
+    def draft_state() -> AutoregressiveState | BlockState | IndependentState:
+        of_draft = cfg.cache_dtype_of_draft(cache_dtype)
+        caches = _random_caches(draft, num_blocks, of_draft, jax.random.key(6))
+        if isinstance(draft, DraftModelConfig):
+            return IndependentState(jnp.full(batch, -1, jnp.int32), caches)
+        if draft.method in BLOCKS:
+            return BlockState(caches)
+        width = hidden_width(draft, cfg.target)
+        return AutoregressiveState(
+            pending_tokens=tokens(batch, K + 1),
+            pending_hidden=normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
+            num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
+            caches=caches,
+        )
 
     sampling = SamplingState(
         keys=jnp.asarray(rng.integers(0, 2**32, (batch, 2), np.uint32)),
@@ -578,17 +646,11 @@ def random_state(
         num_generated=jnp.zeros(batch, jnp.int32),
         max_tokens=jnp.full(batch, NEVER, jnp.int32),
         stop_token_ids=jnp.full((batch, 4), -1, jnp.int32),
-        max_drafts=jnp.full(batch, K, jnp.int32),
+        draft_limit=jnp.asarray(case.drafts),
         sampling=sampling,
-        draft=AutoregressiveState(
-            pending_tokens=tokens(batch, K + 1),
-            pending_hidden=normal((batch, K + 1, width), jnp.dtype(dtype).name, jax.random.key(4)),
-            num_pending=jnp.full(batch, min(2, K + 1), jnp.int32),
-            caches=_random_caches(
-                draft, num_blocks, cfg.cache_dtype_of_draft(cache_dtype), jax.random.key(6)
-            ),
-        ),
+        draft=draft_state(),
         target_caches=_random_caches(cfg.target, num_blocks, cache_dtype, jax.random.key(5)),
+        waited=None if case.max_num_verify_tokens is None else jnp.zeros(batch, jnp.int32),
     )
 
 
@@ -612,12 +674,36 @@ def normal(shape: tuple[int, ...], dtype: str, key: jax.Array) -> jax.Array:
     return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
+# rest: the drafter's state without its caches
+@partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _propose(
-    cfg: RoundConfig, params: Params, inputs: DraftInputs, caches: KVCache
+    cfg: RoundConfig, params: Params, context: DraftContext, rest: Any, caches: KVCache
 ) -> tuple[Proposal, KVCache]:
-    carry = propose(cfg, params, inputs, caches)
-    return carry.proposal, carry.caches
+    drafter = layered_drafter(layered(cfg.draft))
+    proposal, state = drafter.propose(cfg, params, replace(rest, caches=caches), context)
+    return proposal, state.caches
+
+
+# inputs: the context, drafts, the counts of sampled tokens, and the target's hidden and aux states
+@partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _observe(
+    cfg: RoundConfig,
+    params: Params,
+    inputs: tuple[DraftContext, jax.Array, jax.Array, jax.Array, jax.Array],
+    rest: Any,
+    caches: KVCache,
+) -> KVCache:
+    context, draft_tokens, num_sampled, hidden, aux = inputs
+    seen = Observation(
+        seq_lens=context.seq_lens,
+        active=context.active,
+        output_tokens=jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1),
+        num_sampled=num_sampled,
+        block_tables=context.block_tables,
+        target=models.TargetOutput(hidden=hidden, aux=aux, caches=()),
+    )
+    drafter = layered_drafter(layered(cfg.draft))
+    return drafter.observe(cfg, params, replace(rest, caches=caches), seen).caches
 
 
 @partial(jax.jit, static_argnums=0)
