@@ -23,9 +23,10 @@ import jax
 import typer
 
 from jaxspec.config import ConfigError
+from jaxspec.loading import keep_compiled_programs
 from jaxspec.tools.cli import commands, one_of, option
 from jaxspec.tools.flags import Flag, Given, flag, given_of
-from jaxspec.tools.prompts import read_jsonl
+from jaxspec.tools.prompts import dataset_name, read_prompts
 from jaxspec.training.card import write_card
 from jaxspec.training.chat_files import CHATS, read_chats, write_chats
 from jaxspec.training.chat_target import ChatTarget, load_chat_target
@@ -113,8 +114,10 @@ class DataOptions:
     """The chats that are written and trained on."""
 
     generate_minutes: float = flag(8.0, "Wall clock of writing chats.")
-    prompts: list[Path] | None = flag(
-        None, "JSON Lines of seed prompts ('question', 'prompt' or 'turns'); may be repeated."
+    prompts: list[str] | None = flag(
+        None,
+        "JSON Lines of seed prompts ('question', 'prompt' or 'turns') or a hub id; "
+        "may be repeated.",
     )
     max_chats: int = flag(1_000_000, "At most this many chats.")
     shard: str = flag("0/1", "i/n: of the prompts in files, every n-th from the i-th on.")
@@ -134,13 +137,22 @@ class DataOptions:
 class EvaluationOptions:
     """The prompts that the head is measured on."""
 
-    eval_prompts: Path | None = flag(
-        None, "JSON Lines in MT-bench's form; training prompts that share 13-grams are left out."
+    eval_prompts: str | None = flag(
+        None,
+        "JSON Lines in MT-bench's form or a hub id; training prompts that share 13-grams are "
+        "left out.",
     )
     head: Path | None = flag(None, "For evaluate: the head's folder. [default: OUTPUT/head]")
 
     def read(self) -> list[str]:
-        return read_jsonl(self.eval_prompts) if self.eval_prompts else []
+        """Return the prompts, none without --eval-prompts."""
+        name = self.eval_prompts
+        return [] if name is None else read_prompts(name, "--eval-prompts")
+
+    @property
+    def name(self) -> str | None:
+        """What the record calls the prompts; None without --eval-prompts."""
+        return None if self.eval_prompts is None else dataset_name(self.eval_prompts)
 
 
 Generation = Annotated[
@@ -253,7 +265,7 @@ def stage(name: str, summary: str) -> Callable[..., None]:
             run=RunConfig(
                 HeadConfig(**head, method=options.method, seed=seed),
                 TrainConfig(**training, seed=seed),
-                EvaluationConfig(tuple(measured), **evaluation),
+                EvaluationConfig(tuple(measured), evaluating.name, **evaluation),
                 **run,
             ),
             head=evaluating.head or output / "head",
@@ -284,6 +296,7 @@ def run_stage(
     def log(line: str) -> None:
         print(f"[{time.monotonic() - begun:7.1f} s] {line}", flush=True)
 
+    keep_compiled_programs()
     log(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
     target = options.load()
     log(f"target {target.name}: {target.cfg}")
@@ -297,7 +310,7 @@ def run_stage(
             generation,
             target,
             output,
-            prompt_files=data.prompts or (),
+            prompt_sets=data.prompts or (),
             shard=data.place(),
             overlap=kept_out,
             minutes=data.generate_minutes,

@@ -23,10 +23,11 @@ DEMO: tuple[str, ...] = (
 KEYS = ("turns", "prompt", "question")
 
 
-def read_prompts(dataset: str) -> list[str]:
+def read_prompts(dataset: str, flag: str = "--dataset") -> list[str]:
     """Return the prompts of a JSON Lines file, or of a data set on the hub.
 
-    dataset: a path, or the hub's id, e.g. philschmid/mt-bench.
+    dataset: a path, or the hub's id, e.g. philschmid/mt-bench
+    flag:    the option that names it, for messages
     """
     path = Path(dataset).expanduser()
     if path.is_file():
@@ -38,10 +39,16 @@ def read_prompts(dataset: str) -> list[str]:
         or not all(dataset.split("/"))
     ):
         raise ConfigError(
-            f"--dataset {dataset}: expected a .jsonl file or the id of a data set on the hub, "
+            f"{flag} {dataset}: expected a .jsonl file or the id of a data set on the hub, "
             "got no such file"
         )
-    return _read_hub(dataset)
+    return _read_hub(dataset, flag)
+
+
+def dataset_name(dataset: str) -> str:
+    """Return what a data set is called in records: its file's name, or its id on the hub."""
+    path = Path(dataset).expanduser()
+    return path.name if path.is_file() else dataset
 
 
 def read_jsonl(path: Path) -> list[str]:
@@ -91,7 +98,7 @@ def _at_least_one(prompts: list[str], where: str) -> list[str]:
     return prompts
 
 
-def _read_hub(name: str) -> list[str]:
+def _read_hub(name: str, flag: str) -> list[str]:
     """Read a repository's only .jsonl file.
 
     Other layouts are read by the datasets package, where it is installed.
@@ -123,10 +130,10 @@ def _read_hub(name: str) -> list[str]:
     except Exception as e:  # no network, no such repository, a gated one, an unknown layout
         reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise ConfigError(
-            f"--dataset {name}: expected a .jsonl file, or a data set on a hub that can be "
+            f"{flag} {name}: expected a .jsonl file, or a data set on a hub that can be "
             f"reached, got {reason}"
         ) from e
     raise ConfigError(
-        f"--dataset {name}: expected one .jsonl file in it (or the datasets package installed), "
+        f"{flag} {name}: expected one .jsonl file in it (or the datasets package installed), "
         f"got {sorted(files)[:8]}"
     )

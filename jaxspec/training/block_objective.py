@@ -29,7 +29,7 @@ from jaxspec.training.data import Batch
 from jaxspec.training.documents import document_starts
 from jaxspec.training.losses import accepted_prefix, binary_cross_entropy, decayed_sum, head_logits
 from jaxspec.training.objective import StepSums, TrainingPair, batch_states
-from jaxspec.training.target import greedy_and_total, head_columns
+from jaxspec.training.target import greedy_and_total, greedy_and_total_of, head_columns
 
 
 @struct.dataclass
@@ -63,7 +63,7 @@ def drafted_rows(draft: DFlashConfig, batch: Batch[jax.Array]) -> tuple[jax.Arra
     """
     last = batch.tokens.shape[1] - 1
     anchors = batch.anchors[..., None]
-    row = jnp.maximum(anchors, 0) + jnp.arange(draft.most_drafts, dtype=jnp.int32)
+    row = jnp.maximum(anchors, 0) + jnp.arange(draft.block_capacity, dtype=jnp.int32)
 
     def document(of: jax.Array) -> jax.Array:
         flat = jnp.minimum(of, last).reshape(of.shape[0], -1)
@@ -88,14 +88,15 @@ def observe_blocks(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]
     row, counted = drafted_rows(draft, batch)
     shape, flat = row.shape, row.reshape(row.shape[0], -1)
     before = jnp.take_along_axis(hidden, flat[..., None], axis=1).reshape(*shape, -1)
-    greedy, total = greedy_and_total(pair.target, pair.target_cfg, before)
     if draft.maps_vocabulary:
+        greedy, total = greedy_and_total(pair.target, pair.target_cfg, before)
         columns = head_columns(pair.target, pair.target_cfg, pair.draft_ids)
         logits = jnp.einsum("...d,dv->...v", before, columns, preferred_element_type=jnp.float32)
         is_choice = pair.draft_ids == greedy[..., None]
-    else:
+    else:  # the logits that the loss reads are those of the whole vocabulary
         family = models.family(pair.target_cfg)
         logits = family.logits(pair.target, pair.target_cfg, before, REFERENCE_OPS)
+        greedy, total = greedy_and_total_of(logits)
         is_choice = jnp.arange(draft.vocab_size) == greedy[..., None]
     probs = jnp.exp(logits - total[..., None])
     if cfg.argmax_weight:

@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 def forward_blocks(
     params: Params, cfg: DFlashConfig, tokens: jax.Array, aux: jax.Array, blocks: Blocks
 ) -> jax.Array:
-    """Return the head's inputs of the rows that draft, [batch, blocks, most_drafts, D].
+    """Return the head's inputs of the rows that draft, [batch, blocks, block_capacity, D].
 
     tokens: int32 [batch, rows]. aux: [batch, rows, len(aux_layers) * target_hidden]
 
@@ -72,7 +72,7 @@ def forward_blocks(
             x = x + linear(heads, weights["o_proj"], weights.get("o_bias"))
             x = add_mlp(layer, cfg.rms_norm_eps, x, REFERENCE_OPS).x
     hidden = rms_norm(x, params["norm"], cfg.rms_norm_eps, REFERENCE_OPS)
-    return hidden.reshape(batch, -1, size, hidden.shape[-1])[:, :, size - cfg.most_drafts :]
+    return hidden.reshape(batch, -1, size, hidden.shape[-1])[:, :, size - cfg.block_capacity :]
 
 
 def visible(cfg: DFlashConfig, layer: int, blocks: Blocks, rows: int) -> jax.Array:

@@ -48,7 +48,7 @@ def write_card(
         more = [read_json(later)["evaluation"] for later in evaluations]
         record["evaluations"] = record.get("evaluations", []) + more
         if acceptance is not None:
-            record["acceptance_by_length"] = lengths_of(acceptance)
+            record["acceptance_by_length"] = lengths_of(acceptance, head, record)
         page = card(head.name, record, **about)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         if isinstance(e, ConfigError):
@@ -127,6 +127,8 @@ def _head_table(record: Record, about_target: str, licence: str) -> str:
             f"{head['parameters'] / 1e6:.1f} M parameters; reads {reads}",
         ),
     ]
+    if seen := _context(draft):
+        rows.append(("context", seen))
     if switches:
         rows.append(("switches", f"true: {', '.join(f'`{key}`' for key in switches)}"))
     words = record["vocabulary"]
@@ -153,10 +155,20 @@ def _layers(draft: Record) -> str:
     return f"{count} Qwen3 layer{'s' if count > 1 else ''} that draft {drafts} tokens a pass"
 
 
+def _context(draft: Record) -> str | None:
+    """Return how much context a head with a window sees; None for one that sees all of it."""
+    windows = draft.get("windows") or [draft.get("sliding_window")]  # a block head's, by layer
+    sizes = [window for window in windows if window]
+    if not sizes:
+        return None
+    some = "" if len(sizes) == len(windows) else f" in {len(sizes)} of {len(windows)} layers"
+    return f"the last {max(sizes):,} tokens{some}"
+
+
 def _acceptance(found: Sequence[Record]) -> str:
     if not found:
         return "Not evaluated.\n"
-    lines = ["| run | mean acceptance length | per position |", "|---|---|---|"]
+    lines = ["| prompts | mean acceptance length | per position |", "|---|---|---|"]
     for run in found:
         positions = " / ".join(f"{x:.3f}".removeprefix("0") for x in run["per_position_acceptance"])
         counts = (
@@ -164,8 +176,7 @@ def _acceptance(found: Sequence[Record]) -> str:
             f"{run['num_drafts']:,} rounds"
         )
         lines.append(
-            f"| {run['dtype']}, {run['prompts']} prompts | {run['mean_acceptance_length']:.3f} "
-            f"({counts}) | {positions} |"
+            f"| {_about_run(run)} | {run['mean_acceptance_length']:.3f} ({counts}) | {positions} |"
         )
         for name, part in run.get("by_prompt_length", {}).items():
             positions = " / ".join(
@@ -174,33 +185,79 @@ def _acceptance(found: Sequence[Record]) -> str:
             lines.append(
                 f"| prompt tokens: {name} | {part['mean_acceptance_length']:.3f} | {positions} |"
             )
-    K = found[0]["num_speculative_tokens"]
     return (
-        f"MT-bench's first turns, chat template, at most 256 tokens, temperature 0, K = {K}, "
-        "`jaxspec train evaluate`:\n\n" + "\n".join(lines) + "\n"
+        "First turns in the chat template, temperature 0, `jaxspec train evaluate`:\n\n"
+        + "\n".join(lines)
+        + "\n"
     )
 
 
-def lengths_of(path: Path) -> dict[str, Any]:
-    """Return greedy acceptance by prompt length, over all data sets of an acceptance record."""
-    record = read_json(path)
-    K, settings = record["num_speculative_tokens"], record["settings"]
-    found = [
-        result.counts
-        for result in map(Result.from_dict, record["results"])
-        if result.case.temperature == 0 and result.case.num_speculative_tokens == K
-    ]
-    if not found:
-        raise ConfigError(f"{path}: expected acceptance at temperature 0 with K = {K}, got none")
-    parts = by_prompt_length(join(found))
-    return {
-        "date": record["date"],
-        "device": record["devices"][0]["kind"],
-        "dtype": settings["dtype"],
-        "max_tokens": settings["max_tokens"],
-        "num_speculative_tokens": K,
-        "by_prompt_length": {name: measured_figures(part) for name, part in parts.items()},
-    }
+def _about_run(run: Record) -> str:
+    """Return the settings of an evaluation, as far as its record has them."""
+    prompts = f"{run['prompts']} prompts"
+    if run.get("prompts_from") is not None:
+        prompts += f" of {run['prompts_from']}"
+    known = [prompts, run["dtype"], f"K = {run['num_speculative_tokens']}"]
+    if "max_tokens" in run:
+        known.append(f"at most {run['max_tokens']} tokens")
+    return ", ".join(known)
+
+
+def lengths_of(path: Path, head: Path, record: Record) -> dict[str, Any]:
+    """Return greedy acceptance by prompt length, over all data sets of an acceptance record.
+
+    path:   what `jaxspec acceptance` wrote for the head
+    record: training.json of the head's folder
+
+    ConfigError for a record of another head, or without rounds at temperature 0.
+    """
+    measured = read_json(path)
+    try:
+        K, settings = measured["num_speculative_tokens"], measured["settings"]
+        _check_same_head(path, settings["draft"], settings["method"], head, record)
+        found = [
+            result.counts
+            for result in map(Result.from_dict, measured["results"])
+            if result.case.temperature == 0 and result.case.num_speculative_tokens == K
+        ]
+        if not found:
+            raise ConfigError(
+                f"{path}: expected acceptance at temperature 0 with K = {K}, got none"
+            )
+        parts = by_prompt_length(join(found))
+        if not parts:
+            raise ConfigError(f"{path}: expected rounds of prompts of known length, got none")
+        return {
+            "date": measured["date"],
+            "device": measured["devices"][0]["kind"],
+            "dtype": settings["dtype"],
+            "max_tokens": settings["max_tokens"],
+            "num_speculative_tokens": K,
+            "by_prompt_length": {name: measured_figures(part) for name, part in parts.items()},
+        }
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+        if isinstance(e, ConfigError):
+            raise
+        raise ConfigError(
+            f"{path}: expected what `jaxspec acceptance --output-json` wrote, "
+            f"got {type(e).__name__}: {e}"
+        ) from e
+
+
+def _check_same_head(path: Path, draft: str, method: str, head: Path, record: Record) -> None:
+    """Raise ConfigError for acceptance of another head, by its method and its folder.
+
+    A folder that is not on this machine goes by its name.
+    """
+    expected, named = head.resolve(), Path(draft).expanduser()
+    if method != record["head"]["method"]:
+        raise ConfigError(
+            f"{path}: expected acceptance of this {record['head']['method']} head, got that of a "
+            f"draft with method {method!r}"
+        )
+    is_same = named.resolve() == expected if named.is_dir() else named.name == expected.name
+    if not is_same:
+        raise ConfigError(f"{path}: expected acceptance of the head {head}, got that of {draft!r}")
 
 
 def _by_length(record: Record) -> str:
@@ -209,9 +266,10 @@ def _by_length(record: Record) -> str:
     if found is None:
         return ""
     parts = found["by_prompt_length"]
-    first = next(iter(parts.values()))["mean_acceptance_length"]
+    first, *_ = (part["mean_acceptance_length"] for part in parts.values())
     lines = [
-        "| tokens of the prompt | prompts | mean acceptance length | of the first | per position |",
+        "| tokens of the prompt | prompts | mean acceptance length | share of the shortest's "
+        "| per position |",
         "|---|---|---|---|---|",
     ]
     for name, part in parts.items():
@@ -264,7 +322,8 @@ def _data(record: Record) -> str:
     return text + (
         f" No chat is longer than {longest} tokens: longer contexts are outside the training "
         "data.\n\n"
-        f"{len(runs)} GPU(s) wrote {total('num_sampled_tokens') / 1e6:.1f} M tokens in "
+        f"{len(runs)} process{'es' if len(runs) > 1 else ''} wrote "
+        f"{total('num_sampled_tokens') / 1e6:.1f} M tokens in "
         f"{max(run['seconds'] for run in runs):.0f} s ({pace} tokens per second):\n\n"
         f"- {sources['opened']:,} chats whose user's turn starts with a line of "
         "`jaxspec/training/openings.json`;\n"
@@ -274,7 +333,7 @@ def _data(record: Record) -> str:
         f"{total('dropped_user_turns'):,} user's turns were dropped because they did not end, "
         "repeated or held special tokens. "
         f"{total('removed_by_overlap'):,} prompts were removed because they share 13 consecutive "
-        "words with MT-bench.\n"
+        "words with the prompts that heads are evaluated on.\n"
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.loading.checkpoint import read_json
-from jaxspec.tools.prompts import read_jsonl
+from jaxspec.tools.prompts import read_prompts
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.data import Chats, OverlapFilter, merge
 from jaxspec.training.files import write_text
@@ -28,7 +28,7 @@ def write_chats(
     target: ChatTarget,
     folder: Path,
     *,
-    prompt_files: Sequence[Path],
+    prompt_sets: Sequence[str],
     shard: tuple[int, int],
     overlap: OverlapFilter,
     minutes: float,
@@ -38,10 +38,11 @@ def write_chats(
 ) -> None:
     """Write chats for some minutes, and a report beside them.
 
-    shard (i, n): of the prompts in files, every n-th from the i-th on
+    prompt_sets:  files or ids on the hub, whose prompts are answered
+    shard (i, n): of these prompts, every n-th from the i-th on
     show:         number of examples that are logged
     """
-    prompts = file_prompts(cfg, target, prompt_files, shard, overlap)
+    prompts = file_prompts(cfg, target, prompt_sets, shard, overlap)
     log(
         f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram "
         "of the evaluation set"
@@ -68,17 +69,18 @@ def write_chats(
 def file_prompts(
     cfg: GenerationConfig,
     target: ChatTarget,
-    files: Sequence[Path],
+    prompt_sets: Sequence[str],
     shard: tuple[int, int],
     overlap: OverlapFilter,
 ) -> list[np.ndarray]:
-    """Return the prompts of files as token ids int32 [n], shuffled.
+    """Return the prompts of data sets as token ids int32 [n], shuffled.
 
     Prompts that the overlap filter refuses are left out, and those that leave an answer neither
     half of max_len nor max_answer_tokens.
     """
     most = max(cfg.max_len // 2, cfg.max_len - cfg.max_answer_tokens)
-    texts = [prompt for path in files for prompt in read_jsonl(path) if overlap.admits(prompt)]
+    found = (prompt for name in prompt_sets for prompt in read_prompts(name, "--prompts"))
+    texts = [prompt for prompt in found if overlap.admits(prompt)]
     mine, of = shard
     encoded = [
         ids for text in texts[mine::of] if len(ids := target.words.encode_chat(text)) <= most

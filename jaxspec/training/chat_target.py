@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import models
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, shown
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer, load_tokenizer, resolve
+from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.model import load_target
 
 
@@ -84,13 +86,18 @@ class Words(Protocol):
 
 @dataclass(frozen=True)
 class ChatTarget:
-    """name: what a head's config calls it."""
+    """A target with its chats.
+
+    name:          what a head's config calls it
+    architectures: as its config.json has them; none if it has none
+    """
 
     name: str
     cfg: models.TargetConfig
     params: Params
     chat: ChatFormat
     words: Words
+    architectures: tuple[str, ...]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -130,4 +137,13 @@ def load_chat_target(target: str | None, dtype: Any, *, name: str | None = None)
         params,
         ChatFormat.from_tokenizer(tokenizer),
         TokenizerWords(tokenizer),
+        read_architectures(open_checkpoint(folder).config),
     )
+
+
+def read_architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the architectures of a config.json, none if it has none."""
+    found = config.get("architectures") or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"architectures: expected a list of names, got {shown(found)}")
+    return tuple(found)

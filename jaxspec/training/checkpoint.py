@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,18 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxspec.config import ConfigError, RopeConfig
+from jaxspec.config import ConfigError
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.dspark import DSparkConfig
-from jaxspec.layers.params import Params, ParamSpec, is_spec, separate, separate_table
+from jaxspec.layers.params import (
+    AssembledSpec,
+    Params,
+    ParamSpec,
+    is_spec,
+    separate,
+    separate_table,
+)
 from jaxspec.training.config import TrainableDraft
 from jaxspec.training.files import replaced
 from jaxspec.training.trained import trained_specs
@@ -31,8 +40,21 @@ WEIGHTS = "model.safetensors"
 PIECE_BYTES = 15 << 20
 
 
+@dataclass(frozen=True)
+class Verifier:
+    """The target, as far as a head's config.json describes it.
+
+    name:          a hub id or a path
+    architectures: as the target's own config.json has them
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    max_position_embeddings: int
+
+
 def speculators_config(
-    cfg: Eagle3Config, target: str, max_position_embeddings: int, num_speculative_tokens: int = 3
+    cfg: Eagle3Config, verifier: Verifier, num_speculative_tokens: int = 3
 ) -> dict[str, Any]:
     """Return config.json of an EAGLE-3 head as speculators 0.9 writes it.
 
@@ -52,14 +74,12 @@ def speculators_config(
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "transformer_layer_config": _layer_config(cfg, max_position_embeddings),
-        "speculators_config": _proposals("eagle3", target, num_speculative_tokens),
+        "transformer_layer_config": _layer_config(cfg, verifier),
+        "speculators_config": _proposals("eagle3", verifier, num_speculative_tokens),
     }
 
 
-def speculators_block_config(
-    cfg: DFlashConfig, target: str, max_position_embeddings: int
-) -> dict[str, Any]:
+def speculators_block_config(cfg: DFlashConfig, verifier: Verifier) -> dict[str, Any]:
     """Return config.json of a DFlash or DSpark head as speculators 0.9 writes it.
 
     It proposes as many drafts as a block has. ConfigError for a head that the layout cannot
@@ -70,19 +90,14 @@ def speculators_block_config(
         raise ConfigError(
             f"windows: expected one window that ends at the anchor, got {cfg.windows}"
         )
-    sliding = ["full_attention" if w is None else "sliding_attention" for w in cfg.windows]
     causal = {c for c, w in zip(cfg.causal, cfg.windows, strict=True) if w is not None}
     full = {c for c, w in zip(cfg.causal, cfg.windows, strict=True) if w is None}
     if True in full or len(causal) > 1:
         raise ConfigError(
             f"causal: expected it of all layers with a window or of none, got {cfg.causal}"
         )
-    layer = _layer_config(cfg, max_position_embeddings)
-    layer |= {
-        "layer_types": sliding,
-        "sliding_window": max(windows, default=None),
-        "use_sliding_window": bool(windows),
-    }
+    layer = _layer_config(cfg, verifier)
+    layer |= _windows(cfg.windows)
     config: dict[str, Any] = {
         "architectures": ["DSparkDraftModel" if cfg.method == "dspark" else "DFlashDraftModel"],
         "speculators_model_type": cfg.method,
@@ -97,7 +112,7 @@ def speculators_block_config(
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "transformer_layer_config": layer,
-        "speculators_config": _proposals(cfg.method, target, cfg.most_drafts),
+        "speculators_config": _proposals(cfg.method, verifier, cfg.block_capacity),
     }
     if isinstance(cfg, DSparkConfig):
         config |= {
@@ -109,23 +124,22 @@ def speculators_block_config(
     return config
 
 
-def _layer_config(cfg: Eagle3Config | DFlashConfig, max_position_embeddings: int) -> dict[str, Any]:
+def _layer_config(cfg: Eagle3Config | DFlashConfig, verifier: Verifier) -> dict[str, Any]:
     """Return transformer_layer_config."""
     rope = cfg.attention.rope
-    rope_parameters = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     return {
         "model_type": "qwen3" if cfg.attention.qk_norm else "llama",
-        **_layer_fields(cfg, max_position_embeddings),
-        "rope_parameters": rope_parameters | (_scaling(rope) or {}),
+        **_layer_fields(cfg, verifier),
+        "rope_parameters": rope.to_hf(),
         "rope_theta": rope.theta,
         "tie_word_embeddings": False,
     }
 
 
-def _layer_fields(cfg: TrainableDraft, max_position_embeddings: int) -> dict[str, Any]:
+def _layer_fields(cfg: TrainableDraft, verifier: Verifier) -> dict[str, Any]:
     """Return what every format writes of a head's layers."""
     attention = cfg.attention
-    return {
+    fields = {
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.hidden_size,
         "intermediate_size": cfg.intermediate_size,
@@ -137,19 +151,25 @@ def _layer_fields(cfg: TrainableDraft, max_position_embeddings: int) -> dict[str
         "attention_bias": attention.qkv_bias,
         "mlp_bias": False,
         "rms_norm_eps": cfg.rms_norm_eps,
-        "max_position_embeddings": max_position_embeddings,
+        "max_position_embeddings": verifier.max_position_embeddings,
+    }
+    if not isinstance(cfg, DFlashConfig) and cfg.sliding_window is not None:
+        fields |= _windows((cfg.sliding_window,) * cfg.num_layers)
+    return fields
+
+
+def _windows(windows: Sequence[int | None]) -> dict[str, Any]:
+    """Return the fields of the layers' sliding windows, all of one size; None: full attention."""
+    return {
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in windows
+        ],
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "use_sliding_window": any(window is not None for window in windows),
     }
 
 
-def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """Return the rotation's kind and its numbers; None for the default kind."""
-    if rope.rope_type == "default":
-        return None
-    names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    return {"rope_type": rope.rope_type} | {name: getattr(rope, name) for name in names}
-
-
-def _proposals(algorithm: str, target: str, num_speculative_tokens: int) -> dict[str, Any]:
+def _proposals(algorithm: str, verifier: Verifier, num_speculative_tokens: int) -> dict[str, Any]:
     """Return speculators_config."""
     return {
         "algorithm": algorithm,
@@ -162,23 +182,27 @@ def _proposals(algorithm: str, target: str, num_speculative_tokens: int) -> dict
                 "accept_tolerance": 0.0,
             }
         ],
-        "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+        "verifier": {
+            "name_or_path": verifier.name,
+            "architectures": list(verifier.architectures),
+        },
     }
 
 
-def safeai_config(cfg: EagleConfig, max_position_embeddings: int) -> dict[str, Any]:
+def safeai_config(cfg: EagleConfig, verifier: Verifier) -> dict[str, Any]:
     """Return config.json of an EAGLE-1 head as SafeAI's repository writes it.
 
     It names rope_theta, whose default would not be the target's.
     """
-    rope = cfg.attention.rope
+    scaling = cfg.attention.rope.to_hf()
+    theta = scaling.pop("rope_theta")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **_layer_fields(cfg, max_position_embeddings),
+        **_layer_fields(cfg, verifier),
         "bias": cfg.fc_bias,
-        "rope_theta": rope.theta,
-        "rope_scaling": _scaling(rope),
+        "rope_theta": theta,
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "tie_word_embeddings": cfg.tied_lm_head,
         "torch_dtype": "bfloat16",
     }
@@ -189,9 +213,7 @@ def save_draft(
     cfg: TrainableDraft,
     params: Params,
     draft_ids: np.ndarray,
-    *,
-    target: str,
-    max_position_embeddings: int,
+    verifier: Verifier,
 ) -> None:
     """Write the head in bfloat16, atomically: the folder holds the old head until the new is whole.
 
@@ -203,6 +225,11 @@ def save_draft(
         tensors["d2t"], tensors["t2d"] = vocabulary_maps(draft_ids, cfg.vocab_size)
 
     def add(spec: ParamSpec, array: jax.Array) -> None:
+        if isinstance(spec, AssembledSpec):
+            raise ConfigError(
+                f"{spec.name}: expected a tensor of a head's own, got one that loading builds from "
+                f"{', '.join(spec.tensors)}, which is not undone"
+            )
         host = np.asarray(jax.device_get(array)).astype(ml_dtypes.bfloat16)
         tensors[spec.name] = np.ascontiguousarray(host.T if spec.transpose else host)
 
@@ -219,11 +246,11 @@ def save_draft(
     save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
     (fresh / WEIGHTS).chmod(0o644)  # safetensors' temporary file is the owner's only
     if isinstance(cfg, EagleConfig):
-        config = safeai_config(cfg, max_position_embeddings)
+        config = safeai_config(cfg, verifier)
     elif isinstance(cfg, DFlashConfig):
-        config = speculators_block_config(cfg, target, max_position_embeddings)
+        config = speculators_block_config(cfg, verifier)
     else:
-        config = speculators_config(cfg, target, max_position_embeddings)
+        config = speculators_config(cfg, verifier)
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         os.replace(folder, old)

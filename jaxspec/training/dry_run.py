@@ -55,4 +55,6 @@ def dry_target(dtype: Any) -> ChatTarget:
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig())
     cfg = models.llama.LlamaConfig("llama", 128, 32, 48, 3, attention, 1e-5, 2048, True)
     params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.dtype(dtype))
-    return ChatTarget("dry-run", cfg, params, CHAT, HashedWords(cfg.vocab_size))
+    return ChatTarget(
+        "dry-run", cfg, params, CHAT, HashedWords(cfg.vocab_size), ("LlamaForCausalLM",)
+    )

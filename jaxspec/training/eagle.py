@@ -19,7 +19,6 @@ from jaxspec.layers.products import linear
 from jaxspec.layers.rope import rope_tables
 from jaxspec.training.step_attention import (
     StepKeys,
-    require_full_attention,
     shift_left,
     step_attention,
 )
@@ -42,7 +41,6 @@ def forward_steps(
     starts: int32 [batch, rows], the row that each row's document begins at; None if a row of the
     batch is one document
     """
-    require_full_attention(cfg)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     keys: list[list[StepKeys]] = [[] for _ in params["layers"]]
     features = []
@@ -60,7 +58,13 @@ def forward_steps(
                     else rms_norm(x, layer["input_layernorm"], cfg.rms_norm_eps, REFERENCE_OPS)
                 )
                 attended, own = step_attention(
-                    layer["self_attn"], cfg.attention, attention_input, rope, keys[i], starts
+                    layer["self_attn"],
+                    cfg.attention,
+                    attention_input,
+                    rope,
+                    keys[i],
+                    starts,
+                    cfg.sliding_window,
                 )
                 x = add_mlp(layer, cfg.rms_norm_eps, x + attended, REFERENCE_OPS).x
                 keys[i].append(own)

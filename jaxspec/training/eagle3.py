@@ -21,7 +21,6 @@ from jaxspec.layers.params import Params
 from jaxspec.layers.rope import rope_tables
 from jaxspec.training.step_attention import (
     StepKeys,
-    require_full_attention,
     shift_left,
     step_attention,
 )
@@ -44,7 +43,6 @@ def forward_steps(
     starts: int32 [batch, rows], the row that each row's document begins at; None if a row of the
     batch is one document
     """
-    require_full_attention(cfg)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden = eagle3.fuse(params, cfg, aux, REFERENCE_OPS)
     keys: list[list[StepKeys]] = [[] for _ in params["layers"]]
@@ -61,7 +59,13 @@ def forward_steps(
                         x, layer["input_layernorm"], cfg.rms_norm_eps, REFERENCE_OPS
                     )
                 attended, own = step_attention(
-                    layer["self_attn"], cfg.attention, attention_input, rope, keys[i], starts
+                    layer["self_attn"],
+                    cfg.attention,
+                    attention_input,
+                    rope,
+                    keys[i],
+                    starts,
+                    cfg.sliding_window,
                 )
                 x = add_mlp(layer, cfg.rms_norm_eps, x + attended, REFERENCE_OPS).x
                 keys[i].append(own)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxspec import drafts, models
-from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec import models
+from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.config.settings import setting
-from jaxspec.config.speculative import DEFAULT_K
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.layers.params import Params
 from jaxspec.llm import LLM
+from jaxspec.loading.pair import with_k
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.tools.acceptance.lengths import by_range
 from jaxspec.training.chat_target import ChatTarget
@@ -30,15 +30,31 @@ from jaxspec.training.run_record import RunRecord
 class EvaluationConfig:
     """prompts: texts, decoded greedily up to max_tokens; without any nothing is evaluated.
 
+    prompts_from: the name of the prompts' file or data set, for the record; None for no such name
     max_num_seqs: prompts that decode together; more make the caches of long prompts larger
     """
 
     prompts: tuple[str, ...] = ()
+    prompts_from: str | None = None
     num_speculative_tokens: int | None = setting(
         None, "K, the draft tokens a round. [default: a block head's block, else 3]"
     )
     max_tokens: int = setting(256, "Tokens of an answer, at most.")
     max_num_seqs: int = setting(128, "Evaluation prompts that decode together, at most.")
+
+    def __post_init__(self) -> None:
+        SpeculativeConfig(num_speculative_tokens=self.num_speculative_tokens)
+        for name in ("max_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"evaluation: expected {name} of at least 1, got {getattr(self, name)}"
+                )
+
+
+def evaluated_drafts(cfg: EvaluationConfig, draft: TrainableDraft) -> int:
+    """Return K of an evaluation; ConfigError if a block of the head does not hold so many."""
+    given = SpeculativeConfig(num_speculative_tokens=cfg.num_speculative_tokens)
+    return with_k(given, draft, {}).max_k
 
 
 def evaluate_head(
@@ -60,7 +76,7 @@ def evaluate_head(
         log("evaluate: no --eval-prompts, nothing evaluated")
         return {}
     prompts = [target.words.encode_chat(prompt) for prompt in cfg.prompts]
-    K = cfg.num_speculative_tokens or drafts.most_drafts(draft) or DEFAULT_K
+    K = evaluated_drafts(cfg, draft)
     begin = time.monotonic()
     metrics, by_length, answers = evaluate_acceptance(
         target.cfg,
@@ -76,6 +92,8 @@ def evaluate_head(
     )
     counts = {
         "prompts": len(prompts),
+        "prompts_from": cfg.prompts_from,
+        "max_tokens": cfg.max_tokens,
         "output_tokens": int(sum(map(len, answers))),
         "dtype": str(target.dtype),
         "by_prompt_length": {name: found.to_dict() for name, found in by_length.items()},

@@ -33,7 +33,8 @@ class HeadConfig:
 
     method: "eagle3", "dflash", "dspark", or "eagle", which has the target's whole vocabulary
     intermediate_size, aux_layers: see eagle3_config and block_config
-    block_drafts, num_layers, window, markov_*, confidence, mask_token_id: see block_config
+    block_drafts, num_layers, markov_*, confidence, mask_token_id: see block_config
+    window: positions that the draft sees; None for all
     init:   folder of a head to continue from
     seed:   of the first weights
     """
@@ -53,9 +54,7 @@ class HeadConfig:
     norm_output: bool = setting(True, "Feed the normed output back.")
     block_drafts: int = setting(7, "DFlash, DSpark: tokens that a block drafts.")
     num_layers: int = setting(2, "DFlash, DSpark: layers of the draft.")
-    window: int | None = setting(
-        None, "DFlash, DSpark: tokens of context that the draft sees. [default: all]"
-    )
+    window: int | None = setting(None, "Tokens of context that the draft sees. [default: all]")
     markov_rank: int = setting(64, "DSpark: width of the Markov head.")
     markov_kind: MarkovKind = setting("vanilla", "DSpark: vanilla, gated or rnn.")
     confidence: bool = setting(True, "DSpark: train a confidence head.")
@@ -75,11 +74,13 @@ def new_head(
 
     counts [vocab]: how often each token occurs in the answers.
     """
+    if cfg.window is not None and cfg.window < 1:
+        raise ConfigError(f"window: expected at least 1 token, got {cfg.window}")
     if cfg.method == "eagle":
-        draft, ids = (
-            eagle_config(target.cfg, intermediate_size=cfg.intermediate_size),
-            np.arange(target.cfg.vocab_size),
+        draft = eagle_config(
+            target.cfg, intermediate_size=cfg.intermediate_size, sliding_window=cfg.window
         )
+        ids = np.arange(target.cfg.vocab_size)
     else:
         always = {
             *target.chat.stop_token_ids,
@@ -98,6 +99,7 @@ def new_head(
                 norm_before_residual=cfg.norm_before_residual,
                 fc_norm=cfg.fc_norm,
                 norm_output=cfg.norm_output,
+                sliding_window=cfg.window,
             )
     params = initial_params(draft, target.cfg, target.params, ids, cfg.seed)
     if cfg.init:
@@ -130,6 +132,7 @@ def eagle3_config(
     norm_before_residual: bool = True,
     fc_norm: bool = True,
     norm_output: bool = True,
+    sliding_window: int | None = None,
 ) -> Eagle3Config:
     """One layer of the target's width; by default its MLP and the aux layers (2, n // 2, n - 3)."""
     n = target.num_layers
@@ -146,6 +149,7 @@ def eagle3_config(
         norm_before_residual=norm_before_residual,
         fc_norm=fc_norm,
         norm_output=norm_output,
+        sliding_window=sliding_window,
     )
 
 
@@ -160,17 +164,13 @@ def block_config(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> DFl
             "training: expected block_drafts and num_layers from 1 and markov_rank from 0, "
             f"got {cfg.block_drafts}, {cfg.num_layers} and {cfg.markov_rank}"
         )
-    if cfg.window is not None and cfg.window < 1:
-        raise ConfigError(f"window: expected at least 1 token, got {cfg.window}")
     is_dspark, shape = cfg.method == "dspark", target.cfg
     n, vocab = shape.num_layers, shape.vocab_size
     shared = DFlashConfig(
         target_hidden_size=shape.hidden_size,
         hidden_size=shape.hidden_size,
         intermediate_size=cfg.intermediate_size or shape.intermediate_size,
-        attention=dataclasses.replace(
-            _head_attention(shape), qk_norm=True, rms_norm_eps=shape.rms_norm_eps
-        ),
+        attention=dataclasses.replace(_head_attention(shape), qk_norm=True),
         rms_norm_eps=shape.rms_norm_eps,
         vocab_size=vocab,
         draft_vocab_size=cfg.draft_vocab_size,
@@ -201,7 +201,8 @@ def block_config(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> DFl
 def _mask_token(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> int:
     """Return the token of a block's rows that are to be drafted.
 
-    The first special token that chats do not hold, or else the token that answers use least.
+    The first special token that the chat template does not use, or else the token that answers use
+    least.
     """
     vocab = target.cfg.vocab_size
     if cfg.mask_token_id is not None:
@@ -218,17 +219,28 @@ def _mask_token(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> int:
 
 
 def _head_attention(target: models.TargetConfig) -> AttentionConfig:
-    """Return the target's attention without norms and biases."""
+    """Return attention of the target's shape, with no more tensors than a head's files have."""
     if not isinstance(target.attention, AttentionConfig):
         raise ConfigError(
             f"target: expected full attention, got model_type {target.model_type!r}, "
             "for which no head is trained here"
         )
-    return dataclasses.replace(target.attention, qk_norm=False, qkv_bias=False, o_bias=False)
+    return dataclasses.replace(
+        target.attention,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        rms_norm_eps=target.rms_norm_eps,
+        sinks=False,
+        rope_interleave=False,
+    )
 
 
 def eagle_config(
-    target: models.TargetConfig, *, intermediate_size: int | None = None
+    target: models.TargetConfig,
+    *,
+    intermediate_size: int | None = None,
+    sliding_window: int | None = None,
 ) -> EagleConfig:
     """One layer of the target's width, without fc's bias: what vLLM reads."""
     return EagleConfig(
@@ -241,6 +253,7 @@ def eagle_config(
         fc_bias=False,
         own_embedding=False,
         tied_lm_head=target.tie_word_embeddings,
+        sliding_window=sliding_window,
     )
 
 

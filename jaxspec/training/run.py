@@ -17,10 +17,10 @@ from jaxspec.config.settings import setting
 from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.layers.params import Params
 from jaxspec.training.chat_target import ChatTarget
-from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, save_draft, split_file
+from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, Verifier, save_draft, split_file
 from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Chats
-from jaxspec.training.evaluation import EvaluationConfig, evaluate_head
+from jaxspec.training.evaluation import EvaluationConfig, evaluate_head, evaluated_drafts
 from jaxspec.training.feature_scale import feature_scale, scaled_params, unscaled_params
 from jaxspec.training.heads import HeadConfig, new_head
 from jaxspec.training.loop import Budget, TrainState, data_mesh, init_train_state, train
@@ -81,6 +81,7 @@ def train_head(
         part.answer_counts(target.cfg.vocab_size) for part in (training, held_out)
     )
     draft, params, ids = new_head(cfg.head, target, counts)
+    evaluated_drafts(cfg.evaluation, draft)  # ConfigError now, not after the first save
     covered = {
         "coverage": coverage(counts, ids),
         "held_out_coverage": coverage(held_out_counts, ids),
@@ -101,19 +102,6 @@ def train_head(
     if isinstance(draft, DFlashConfig):
         pair = dataclasses.replace(pair, feature_scale=feature_scale(pair, training))
 
-    def save(state: TrainState, step: int) -> dict[str, Any]:
-        save_head(folder, draft, unscaled_params(pair, state.params), ids, target)
-        record.write()
-        log(f"train: saved step {step} to {folder / 'head'}")
-        if cfg.keep_state:
-            from jaxspec.training.resume import save_state  # the extra "train"
-
-            save_state(folder / "state", state)
-        found = evaluate_head(
-            cfg.evaluation, target, folder / "head", cfg.head.method, record, log=log
-        )
-        return {"acceptance": found} if found else {}
-
     # A fresh fc is drawn for features of size one; a trained one reads them as they are.
     start = scaled_params(pair, params) if cfg.head.init else params
     state = init_train_state(cfg.train, draft, start)
@@ -121,9 +109,23 @@ def train_head(
     if cfg.resume:
         from jaxspec.training.resume import restore_state
 
-        state = restore_state(folder / "state", state)
+        state, pair = restore_state(folder / "state", state, pair)
         history += earlier_history(record.path, int(state.step))
         log(f"train: goes on from step {int(state.step)}")
+
+    def save(state: TrainState, step: int) -> dict[str, Any]:
+        save_head(folder, draft, unscaled_params(pair, state.params), ids, target)
+        record.write()
+        log(f"train: saved step {step} to {folder / 'head'}")
+        if cfg.keep_state:
+            from jaxspec.training.resume import save_state  # the extra "train"
+
+            save_state(folder / "state", state, pair)
+        found = evaluate_head(
+            cfg.evaluation, target, folder / "head", cfg.head.method, record, log=log
+        )
+        return {"acceptance": found} if found else {}
+
     train(
         cfg.train,
         pair,
@@ -166,13 +168,7 @@ def save_head(
 ) -> None:
     """The head under folder/head, and cut for transport under folder/pieces."""
     head, pieces = folder / "head", folder / "pieces"
-    save_draft(
-        head,
-        draft,
-        params,
-        ids,
-        target=target.name,
-        max_position_embeddings=target.cfg.max_position_embeddings,
-    )
+    verifier = Verifier(target.name, target.architectures, target.cfg.max_position_embeddings)
+    save_draft(head, draft, params, ids, verifier)
     split_file(head / WEIGHTS, pieces, PIECE_BYTES)
     (pieces / "config.json").write_bytes((head / "config.json").read_bytes())

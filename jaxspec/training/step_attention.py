@@ -7,8 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import REFERENCE_OPS, AttentionConfig, ConfigError
-from jaxspec.drafts import Eagle3Config, EagleConfig
+from jaxspec.config import REFERENCE_OPS, AttentionConfig
 from jaxspec.layers.norms import rms_norm
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import linear
@@ -27,15 +26,6 @@ class StepKeys(NamedTuple):
 def shift_left(x: jax.Array, n: int) -> jax.Array:
     """Move x [batch, rows] n to the left, zeros behind: row p holds what was at p + n."""
     return jnp.pad(x[:, n:], ((0, 0), (0, n)))
-
-
-def require_full_attention(cfg: EagleConfig | Eagle3Config) -> None:
-    """Refuse a window, which the dense attention below does not know."""
-    if cfg.sliding_window is not None:
-        raise ConfigError(
-            "sliding_window: expected full attention in a head that is trained here, "
-            f"got a window of {cfg.sliding_window}"
-        )
 
 
 def project_qkv(
@@ -62,12 +52,14 @@ def step_attention(
     rope: RopeTables,
     earlier: list[StepKeys],
     starts: jax.Array | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, StepKeys]:
     """Attend in one step: causally over step 0, then to the row itself in each later step.
 
     x [batch, rows, in] -> [batch, rows, out], and the keys and values of this step.
 
     starts: int32 [batch, rows], the first row that each row sees (document_starts); None for all
+    window: positions that a row sees, its own included; None for all
     """
     batch, rows = x.shape[:2]
     q, k, v = project_qkv(params, cfg, x, rope)
@@ -78,6 +70,9 @@ def step_attention(
     )
     key = jnp.arange(rows)
     seen = key[None, :] <= key[:, None]
+    if window is not None:  # row p of step i is at position p + i
+        seen = seen & (key[None, :] > key[:, None] + len(earlier) - window)
+        later = later[-window:]
     if starts is not None:
         seen = (seen & (key >= starts[..., None]))[:, None, None]
     scores = (

@@ -93,9 +93,12 @@ def greedy_and_total(
     params: Params, cfg: models.TargetConfig, hidden: jax.Array, chunk: int = 4096
 ) -> tuple[jax.Array, jax.Array]:
     """Return greedy_tokens and the logits' logsumexp, float32 [...], of hidden [..., D]."""
-    return _by_chunks(
-        params, cfg, hidden, chunk, lambda x: (_greedy(x), jax.nn.logsumexp(x, axis=-1))
-    )
+    return _by_chunks(params, cfg, hidden, chunk, greedy_and_total_of)
+
+
+def greedy_and_total_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return greedy_and_total of logits float32 [..., vocab]."""
+    return _greedy(logits), jax.nn.logsumexp(logits, axis=-1)
 
 
 def _greedy(logits: jax.Array) -> jax.Array:

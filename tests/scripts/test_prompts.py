@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import json
 import sys
 import types
+from typing import Any
 
 import huggingface_hub
 import pytest
 
+from jaxspec.commands.train import EvaluationOptions
 from jaxspec.config import ConfigError
 from jaxspec.tools import prompts
+from jaxspec.training.chat_files import file_prompts
+from jaxspec.training.data import OverlapFilter
+from jaxspec.training.dry_run import dry_target
+from jaxspec.training.generation import GenerationConfig
 
 
 def test_rows_in_every_form_are_read(tmp_path):
@@ -73,13 +80,34 @@ def test_a_hub_data_set_with_one_jsonl_file_is_read(hub):
     assert prompts.read_prompts("philschmid/mt-bench@0123abc") == ["one", "three"]
 
 
+def test_training_takes_ids_of_data_sets(hub):
+    hub(["README.md", "question.jsonl"])
+    given = EvaluationOptions(eval_prompts="philschmid/mt-bench")
+    assert given.read() == ["one", "three"] and given.name == "philschmid/mt-bench"
+    target = dry_target("float32")
+    words = [target.words.encode_chat(text).tolist() for text in ("one", "three")]
+    found = file_prompts(
+        GenerationConfig(), target, ["philschmid/mt-bench"], (0, 1), OverlapFilter([])
+    )
+    assert sorted(ids.tolist() for ids in found) == sorted(words)
+
+
+def test_a_message_names_the_flag_of_the_data_set(tmp_path):
+    with pytest.raises(ConfigError, match=r"--prompts none\.jsonl: expected a \.jsonl file"):
+        file_prompts(
+            GenerationConfig(), dry_target("float32"), ["none.jsonl"], (0, 1), OverlapFilter([])
+        )
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a"}')
+    assert EvaluationOptions(eval_prompts=str(tmp_path / "own.jsonl")).name == "own.jsonl"
+
+
 def test_other_layouts_go_through_datasets(hub, monkeypatch):
     hub(["README.md", "data/train-00000.parquet"])
-    fake = types.ModuleType("datasets")
+    fake: Any = types.ModuleType("datasets")
     fake.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
     fake.load_dataset = lambda name, revision: {
         "train": [{"turns": ["one", "two"]}, {"prompt": "three"}]
-    }  # type: ignore[attr-defined]
+    }
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert prompts.read_prompts("philschmid/mt-bench") == ["one", "three"]
 

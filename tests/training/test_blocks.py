@@ -79,9 +79,11 @@ SHAPE: dict[str, Any] = dict(
 DSPARK: dict[str, Any] = SHAPE | dict(
     sample_from_anchor=True, markov_rank=6, has_confidence=True, confidence_reads_token=True
 )
+WHOLE: dict[str, Any] = DSPARK | dict(draft_vocab_size=VOCAB, own_lm_head=False, tied_lm_head=True)
 CONFIGS: dict[str, DFlashConfig] = {
     "dflash": DFlashConfig(**SHAPE, sample_from_anchor=False),
     "vanilla": DSparkConfig(**DSPARK),
+    "whole": DSparkConfig(**WHOLE),
     "gated": DSparkConfig(**DSPARK, markov_kind="gated"),
     "rnn": DSparkConfig(**DSPARK, markov_kind="rnn"),
     "window": dataclasses.replace(DSparkConfig(**DSPARK), windows=(3, None)),
@@ -114,11 +116,16 @@ def make_head(cfg: DFlashConfig, pair: Pair, seed: int = 0) -> Head:
     k_and_v = tuple(part for _, k, v in layers for part in (k, v))
     apart["context_kv"] = dataclasses.replace(apart["context_kv"], values=k_and_v)
     whole = join(specs, apart)
-    return Head(cfg, own, bind_draft(cfg, whole, pair.target, pair.draft_ids))
+    return Head(cfg, own, bind_draft(cfg, whole, pair.target, ids_of(cfg, pair)))
+
+
+def ids_of(cfg: DFlashConfig, pair: Pair) -> np.ndarray:
+    """Return the target id of each draft id."""
+    return pair.draft_ids if cfg.maps_vocabulary else np.arange(VOCAB)
 
 
 def training_pair(head: Head, pair: Pair) -> TrainingPair:
-    ids = jnp.asarray(pair.draft_ids, jnp.int32)
+    ids = jnp.asarray(ids_of(head.cfg, pair), jnp.int32)
     return TrainingPair(head.cfg, pair.target_cfg, pair.target, ids)
 
 
@@ -136,7 +143,7 @@ def on_device(batch: Batch[np.ndarray]) -> Batch[jax.Array]:
 
 def proposed(head: Head, pair: Pair, tokens: np.ndarray, aux: np.ndarray) -> Any:
     """What a round proposes after a context: aux [n, W] of tokens [n], then tokens[n]."""
-    cfg, n, K = head.cfg, len(aux), head.cfg.most_drafts
+    cfg, n, K = head.cfg, len(aux), head.cfg.block_capacity
     round_cfg = RoundConfig.for_models(
         pair.target_cfg,
         cfg,
@@ -174,7 +181,7 @@ def proposed(head: Head, pair: Pair, tokens: np.ndarray, aux: np.ndarray) -> Any
 def test_block_logits_equal_those_that_propose_writes(pair: Pair, name: str) -> None:
     """The document is the second of its row. Propose sees it alone, from position 0 on."""
     head = make_head(CONFIGS[name], pair, 3)
-    cfg, K = head.cfg, head.cfg.most_drafts
+    cfg, K = head.cfg, head.cfg.block_capacity
     batch = two_documents()
     aux = np.random.default_rng(1).normal(size=(2, 24, 96)).astype(np.float32)
     begin, anchor = 9, 15  # the document's first row, and an anchor with 6 tokens before it
@@ -239,7 +246,7 @@ def test_anchors_are_tokens_of_answers_that_another_token_follows() -> None:
 
 
 @pytest.mark.parametrize("argmax_weight", [0.0, 0.25])
-@pytest.mark.parametrize("name", ["vanilla", "dflash"])
+@pytest.mark.parametrize("name", ["vanilla", "whole", "dflash"])
 def test_loss_equals_its_definition_block_by_block(
     pair: Pair, name: str, argmax_weight: float
 ) -> None:
@@ -247,7 +254,8 @@ def test_loss_equals_its_definition_block_by_block(
     # The last anchors of a document have room for a part of a block.
     batch = batch._replace(anchors=np.asarray([[2, 7, 13, 19], [5, 12, 17, -1]], np.int32))
     cfg = TrainConfig(argmax_weight=argmax_weight, overlap_weight=0.9, decay=0.8)
-    learned, K = training_pair(head, pair), head.cfg.most_drafts
+    learned, K = training_pair(head, pair), head.cfg.block_capacity
+    ids = ids_of(head.cfg, pair)
     device = on_device(batch)
     counts = block_counts(head.cfg, device)
     weights = {**head.params, **shared_weights(head.cfg, pair.target)}
@@ -301,7 +309,7 @@ def test_loss_equals_its_definition_block_by_block(
                 p_all = softmax(target_logits[at + k])
                 p_all = (1 - argmax_weight) * p_all
                 p_all[target_logits[at + k].argmax()] += argmax_weight
-                p, q = p_all[pair.draft_ids], softmax(q_logits[k])
+                p, q = p_all[ids], softmax(q_logits[k])
                 overlap = np.minimum(p, q).sum()
                 cross_entropy = -(p * log_softmax(q_logits[k])).sum()
                 term = 0.1 * cross_entropy + 0.9 * (1 - overlap)
@@ -311,7 +319,7 @@ def test_loss_equals_its_definition_block_by_block(
                 overlaps[k].append(overlap)
                 chances[k].append(chance[k])
                 choice = target_logits[at + k].argmax()
-                hits[k].append(bool(pair.draft_ids[q.argmax()] == choice))
+                hits[k].append(bool(ids[q.argmax()] == choice))
                 all_hits.append(hits[k][-1])
                 if k < K - 1:
                     is_greedy = is_greedy and text[0, at + k + 1] == choice
@@ -464,10 +472,10 @@ def test_a_new_head_has_the_shape_that_its_settings_name(pair: Pair) -> None:
     head = HeadConfig("dspark", draft_vocab_size=40, aux_layers=(1, 2, 3), block_drafts=5, window=9)
     cfg = block_config(head, target, counts)
     assert isinstance(cfg, DSparkConfig) and cfg.method == "dspark" and cfg.sample_from_anchor
-    assert cfg.most_drafts == cfg.draft_block_size == 5 and cfg.windows == (9, 9)
+    assert cfg.block_capacity == cfg.draft_block_size == 5 and cfg.windows == (9, 9)
     assert cfg.mask_token_id == 0 and cfg.own_lm_head  # the special token that chats lack
     flash = block_config(dataclasses.replace(head, method="dflash"), target, counts)
-    assert not isinstance(flash, DSparkConfig) and flash.most_drafts == 5
+    assert not isinstance(flash, DSparkConfig) and flash.block_capacity == 5
     assert flash.draft_block_size == 6 and not flash.sample_from_anchor
     whole = block_config(dataclasses.replace(head, draft_vocab_size=128), target, counts)
     assert whole.tied_lm_head and not whole.own_lm_head and not whole.maps_vocabulary

@@ -16,7 +16,9 @@ from jaxspec.tools.acceptance.rounds import Counts
 from jaxspec.tools.acceptance.summary import Case, Result
 from jaxspec.training.card import card, write_card
 
-HEADS = sorted((Path(__file__).resolve().parents[2] / "checkpoints").glob("*/training.json"))
+CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
+HEADS = sorted(CHECKPOINTS.glob("*/training.json"))
+METHOD, RECORD = "eagle", CHECKPOINTS / "smollm2-135m-instruct-eagle" / "training.json"
 pytestmark = pytest.mark.once
 
 
@@ -26,16 +28,66 @@ def test_a_card_begins_with_the_hubs_metadata(path: Path) -> None:
     made = ModelCard(card(path.parent.name, record))
     committed = ModelCard.load(path.parent / "README.md")
     assert made.data.to_dict() == committed.data.to_dict()
-    assert made.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert made.data.license == "apache-2.0" and made.data.tags[0] == record["head"]["method"]
+    data: Any = made.data
+    assert data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert data.license == "apache-2.0" and data.tags[0] == record["head"]["method"]
     assert made.text.lstrip().startswith("# EAGLE")
     assert f"jaxspec generate --draft {path.parent.name}\n" in made.text
     head, _, body = str(made).partition("\n---\n")
     assert head.startswith("---\n") and body.strip() == made.text.strip()
 
 
+# Lines of a committed card that are written by hand, or that its record lacks the settings of.
+BY_HAND = (
+    "| target | ",
+    "First turns in the chat template",
+    "| prompts | mean",
+    "    jaxspec train ",
+    "11,498 user's turns were dropped",
+)
+
+
+@pytest.mark.parametrize("path", HEADS, ids=lambda path: path.parent.name)
+def test_the_figures_of_a_committed_card_are_those_of_its_record(path: Path) -> None:
+    made = card(path.parent.name, json.loads(path.read_text(encoding="utf-8")))
+    committed = (path.parent / "README.md").read_text(encoding="utf-8")
+    runs = [line for line in made.splitlines() if line.startswith("| 80 prompts, ")]
+    other = [line for line in made.splitlines() if line not in committed and line not in runs]
+    assert [line for line in other if not line.startswith(BY_HAND)] == []
+    assert len(runs) == 2 and all(line.partition("K = 3 | ")[2] in committed for line in runs)
+    assert "0 prompts were removed because they share 13 consecutive words with " in made
+
+
+def test_a_card_says_how_much_context_a_head_sees() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert "| context |" not in card("head", record)
+    record["draft_config"]["sliding_window"] = 1024
+    assert "| context | the last 1,024 tokens |" in card("head", record)
+
+
+@pytest.mark.parametrize(
+    ("windows", "seen"),
+    [
+        ([320, 320], "| context | the last 320 tokens |"),
+        ([None, 320], "| context | the last 320 tokens in 1 of 2 layers |"),
+        ([None, None], None),
+    ],
+)
+def test_a_card_says_how_much_context_a_block_head_sees(
+    windows: list[int | None], seen: str | None
+) -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    record["draft_config"] |= {
+        "windows": windows,
+        "draft_block_size": 7,
+        "sample_from_anchor": True,
+    }
+    made = card("head", record)
+    assert seen in made if seen else "| context |" not in made
+
+
 def test_a_card_of_a_block_head_names_its_block_and_its_loss() -> None:
-    record = json.loads(HEADS[0].read_text(encoding="utf-8"))
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
     draft, counts = record["draft_config"], record["evaluation"]
     record["head"]["method"] = "dspark"
     blocks = {"windows": [None, None], "draft_block_size": 7, "sample_from_anchor": True}
@@ -48,8 +100,11 @@ def test_a_card_of_a_block_head_names_its_block_and_its_loss() -> None:
     assert "Training-time test" not in made and "| prompt tokens: below 512 |" in made
 
 
-def acceptance_record(path: Path, temperature: float) -> Path:
-    """Write a record of two data sets: 2.5 tokens a round on short prompts, 1.25 on long ones."""
+def acceptance_record(path: Path, temperature: float, **settings: str) -> Path:
+    """Write a record of two data sets: 2.5 tokens a round on short prompts, 1.25 on long ones.
+
+    The first has another K too.
+    """
 
     def result(name: str, prompt_tokens: int, accepted: list[int]) -> dict[str, Any]:
         none = np.zeros(1)
@@ -57,14 +112,26 @@ def acceptance_record(path: Path, temperature: float) -> Path:
         counts = Counts(
             rounds, rounds, np.array([prompt_tokens]), np.array([accepted]), {}, none, none, none
         )
-        return Result(Case(name, temperature, "probabilistic", "greedy", 2), counts).to_dict()
+        return Result(
+            Case(name, temperature, "probabilistic", "greedy", len(accepted)), counts
+        ).to_dict()
 
     record = {
         "date": "2026-11-23",
         "devices": [{"kind": "cpu"}],
-        "settings": {"dtype": "float32", "max_tokens": 96},
+        "settings": {
+            "dtype": "float32",
+            "max_tokens": 96,
+            "draft": "elsewhere/head",
+            "method": METHOD,
+            **settings,
+        },
         "num_speculative_tokens": 2,
-        "results": [result("short", 90, [18, 12]), result("long", 1500, [5, 0])],
+        "results": [
+            result("short", 90, [11]),
+            result("short", 90, [18, 12]),
+            result("long", 1500, [5, 0]),
+        ],
     }
     path.write_text(json.dumps(record), encoding="utf-8")
     return path
@@ -73,7 +140,7 @@ def acceptance_record(path: Path, temperature: float) -> Path:
 def test_a_card_shows_acceptance_by_prompt_length(tmp_path: Path) -> None:
     head = tmp_path / "head"
     head.mkdir()
-    shutil.copy(HEADS[0], head / "training.json")
+    shutil.copy(RECORD, head / "training.json")
     write_card(head, acceptance=acceptance_record(tmp_path / "greedy.json", 0.0))
     page = (head / "README.md").read_text(encoding="utf-8")
     assert "| below 512 | 1 | 2.500 ± 0.000 | 1.00 | .900 / .600 |" in page
@@ -83,3 +150,81 @@ def test_a_card_shows_acceptance_by_prompt_length(tmp_path: Path) -> None:
     assert (head / "README.md").read_text(encoding="utf-8") == page
     with pytest.raises(ConfigError, match="expected acceptance at temperature 0 with K = 2"):
         write_card(head, acceptance=acceptance_record(tmp_path / "sampled.json", 1.0))
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    folder = tmp_path / "head"
+    folder.mkdir()
+    shutil.copy(RECORD, folder / "training.json")
+    return folder
+
+
+def test_acceptance_of_another_head_is_refused(head: Path, tmp_path: Path) -> None:
+    before = (head / "training.json").read_text(encoding="utf-8")
+    (tmp_path / "other" / "head").mkdir(parents=True)
+    of_others = (
+        ({"method": "eagle3"}, "of this eagle head, got that of a draft with method 'eagle3'"),
+        ({"draft": "checkpoints/another"}, "of the head .*, got that of 'checkpoints/another'"),
+        ({"draft": str(tmp_path / "other" / "head")}, "of the head .*, got that of '.*other/head'"),
+    )
+    for settings, message in of_others:
+        measured = acceptance_record(tmp_path / "other.json", 0.0, **settings)
+        with pytest.raises(ConfigError, match=f"{measured}: expected acceptance {message}"):
+            write_card(head, acceptance=measured)
+    assert (head / "training.json").read_text(encoding="utf-8") == before
+    write_card(head, acceptance=acceptance_record(tmp_path / "own.json", 0.0, draft=str(head)))
+
+
+def test_an_acceptance_file_without_figures_is_one_sentence(head: Path, tmp_path: Path) -> None:
+    measured = acceptance_record(tmp_path / "none.json", 0.0)
+    record = json.loads(measured.read_text(encoding="utf-8"))
+    for result in record["results"]:
+        result["counts_per_prompt"]["rounds"] = [0]
+    measured.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{measured}: expected rounds of prompts of known len"):
+        write_card(head, acceptance=measured)
+    measured.write_text(json.dumps({"results": []}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{measured}: expected what `jaxspec acceptance"):
+        write_card(head, acceptance=measured)
+    assert not (head / "README.md").exists()
+
+
+def test_a_record_without_ranges_is_one_sentence(head: Path) -> None:
+    path = head / "training.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record["acceptance_by_length"]["by_prompt_length"] = {}
+    path.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{path}: expected the record of a training run"):
+        write_card(head)
+
+
+def test_a_card_says_of_an_evaluation_what_its_record_says() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    page = card("head", record)
+    assert "| 80 prompts, bfloat16, K = 3 | 2.529 (10,294 of 20,202 drafts" in page
+    assert "| 80 prompts, float32, K = 3 | " in page
+    assert "MT-bench" not in page and "256 tokens" not in page
+    record["evaluation"] |= {"prompts_from": "questions.jsonl", "max_tokens": 64}
+    known = "| 80 prompts of questions.jsonl, bfloat16, K = 3, at most 64 tokens | 2.529 "
+    assert known in card("head", record)
+    del record["evaluation"], record["evaluations"]
+    assert "Not evaluated." in card("head", record)
+
+
+def test_a_card_names_the_longest_chat_of_all_runs() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    record["generation"][1]["config"]["max_len"] = 700
+    assert "No chat is longer than 700 tokens" in card("head", record)
+
+
+def test_a_later_evaluation_joins_the_record(head: Path, tmp_path: Path) -> None:
+    later = json.loads((head / "training.json").read_text(encoding="utf-8"))["evaluation"]
+    later |= {"mean_acceptance_length": 1.875, "prompts": 7, "max_tokens": 9}
+    (tmp_path / "later.json").write_text(json.dumps({"evaluation": later}), encoding="utf-8")
+    write_card(head, [tmp_path / "later.json"])
+    assert "| 7 prompts, bfloat16, K = 3, at most 9 tokens | 1.875 (" in (
+        (head / "README.md").read_text(encoding="utf-8")
+    )
+    record = json.loads((head / "training.json").read_text(encoding="utf-8"))
+    assert len(record["evaluations"]) == 2 and record["evaluations"][1] == later

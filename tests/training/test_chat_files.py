@@ -21,7 +21,7 @@ def test_each_prompt_is_in_one_shard(tmp_path: Path) -> None:
     cfg = models.llama.LlamaConfig(
         "llama", VOCAB, 32, 48, 5, TARGET_ATTENTION, 1e-5, 256, tie_word_embeddings=True
     )
-    target = ChatTarget("tiny", cfg, {}, CHAT, HashedWords(VOCAB))
+    target = ChatTarget("tiny", cfg, {}, CHAT, HashedWords(VOCAB), ())
     texts = [
         f"{word} is a word" for word in ["one", "two", "three", "four", "five", "six", "seven"]
     ]
@@ -31,7 +31,7 @@ def test_each_prompt_is_in_one_shard(tmp_path: Path) -> None:
         path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in part))
     overlaps = [OverlapFilter([known]) for _ in range(3)]
     shards = [
-        file_prompts(GenerationConfig(), target, files, (i, 3), overlap)
+        file_prompts(GenerationConfig(), target, [*map(str, files)], (i, 3), overlap)
         for i, overlap in enumerate(overlaps)
     ]
     assert [len(shard) for shard in shards] == [3, 2, 2] and [

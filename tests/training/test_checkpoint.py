@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import models
+from jaxspec.commands import train as commands
 from jaxspec.commands.train import app
 from jaxspec.config import REFERENCE_OPS, ConfigError, RopeConfig, SpeculativeConfig
 from jaxspec.drafts import eagle3
@@ -26,33 +28,37 @@ from jaxspec.drafts.dspark import DSparkConfig
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import load_draft
+from jaxspec.training import evaluation
 from jaxspec.training.card import write_card
-from jaxspec.training.checkpoint import join_file, save_draft, speculators_config, split_file
+from jaxspec.training.checkpoint import (
+    Verifier,
+    join_file,
+    save_draft,
+    speculators_config,
+    split_file,
+)
 from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
+from jaxspec.training.run import RunConfig
 from jaxspec.training.run_record import earlier_history
 from jaxspec.training.target import target_states
 from jaxspec.training.trained import trained_specs
 from tests.training.conftest import DRAFT_ATTENTION, DRAFT_VOCAB, VOCAB, Pair, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]
+VERIFIER = Verifier("tiny", ("Qwen3ForCausalLM",), 256)
 SWITCHES = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
 
 
 def save(pair: Pair, folder: Path) -> None:
-    save_draft(
-        folder,
-        pair.draft_cfg,
-        pair.draft,
-        pair.draft_ids,
-        target="tiny",
-        max_position_embeddings=256,
-    )
+    save_draft(folder, pair.draft_cfg, pair.draft, pair.draft_ids, VERIFIER)
 
 
-@pytest.mark.parametrize("switches", [{}, SWITCHES], ids=["plain", "switches"])
-def test_a_saved_head_loads_as_it_was(tmp_path: Path, switches: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "switches", [{}, SWITCHES, {"sliding_window": 8}], ids=["plain", "switches", "window"]
+)
+def test_a_saved_head_loads_as_it_was(tmp_path: Path, switches: dict[str, Any]) -> None:
     pair = make_pair(3, **switches)
     save(pair, tmp_path / "head")
     cfg, params = load_draft(
@@ -67,18 +73,23 @@ def test_a_saved_head_loads_as_it_was(tmp_path: Path, switches: dict[str, bool])
     jax.tree.map(np.testing.assert_array_equal, own, expected)
     for name in ("draft_to_target", "target_to_draft", "embed_tokens"):
         np.testing.assert_array_equal(params[name], pair.bound[name])
+    given = SpeculativeConfig(draft_sliding_window=5)
+    bounded, _ = load_draft(tmp_path / "head", pair.target_cfg, pair.target, given, jnp.float32)
+    assert bounded == dataclasses.replace(pair.draft_cfg, sliding_window=5)
 
 
-def test_an_eagle_1_head_is_saved_in_safeais_layout_and_loads_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("window", [None, 8])
+def test_an_eagle_1_head_is_saved_in_safeais_layout_and_loads_as_it_was(
+    tmp_path: Path, window: int | None
+) -> None:
     pair = make_pair(3)
     attention = dataclasses.replace(
         pair.target_cfg.attention, rope=RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
     )
-    cfg = dataclasses.replace(eagle_config(pair.target_cfg), attention=attention)
+    cfg = eagle_config(pair.target_cfg, sliding_window=window)
+    cfg = dataclasses.replace(cfg, attention=attention)
     params = initial_params(cfg, pair.target_cfg, pair.target, np.arange(VOCAB), 0)
-    save_draft(
-        tmp_path / "head", cfg, params, np.arange(VOCAB), target="tiny", max_position_embeddings=256
-    )
+    save_draft(tmp_path / "head", cfg, params, np.arange(VOCAB), VERIFIER)
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     layer = (
         "post_attention_layernorm",
@@ -103,6 +114,9 @@ def test_an_eagle_1_head_is_saved_in_safeais_layout_and_loads_as_it_was(tmp_path
         jnp.float32,
     )
     assert loaded_cfg == cfg
+    given = SpeculativeConfig(method="eagle", draft_sliding_window=5)
+    bounded, _ = load_draft(tmp_path / "head", pair.target_cfg, pair.target, given, jnp.float32)
+    assert bounded == dataclasses.replace(cfg, sliding_window=5)
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
     own = {name: loaded[name] for name in expected}
     jax.tree.map(np.testing.assert_array_equal, own, expected)
@@ -257,7 +271,7 @@ BLOCK_HEADS: dict[str, dict[str, Any]] = {
 
 
 def save_block(cfg: Any, params: Any, pair: Pair, folder: Path) -> None:
-    save_draft(folder, cfg, params, pair.draft_ids, target="tiny", max_position_embeddings=256)
+    save_draft(folder, cfg, params, pair.draft_ids, VERIFIER)
 
 
 @pytest.mark.parametrize("changes", BLOCK_HEADS.values(), ids=BLOCK_HEADS)
@@ -327,6 +341,7 @@ def test_a_block_heads_files_are_speculators_own(
     for name in set(layer) & set(other_layer):
         assert layer[name] == other_layer[name], name
     proposal, other_proposal = ours["speculators_config"], other["speculators_config"]
+    assert proposal["verifier"] == {"name_or_path": "tiny", "architectures": ["Qwen3ForCausalLM"]}
     assert proposal["algorithm"] == other_proposal["algorithm"]
     assert proposal["proposal_methods"] == other_proposal["proposal_methods"]
 
@@ -355,7 +370,7 @@ def speculators_head(cfg: Any) -> Any:
         )
     oracle = oracle_head(
         cfg.method,
-        K=cfg.most_drafts,
+        K=cfg.block_capacity,
         layer=layer,
         draft_vocab=DRAFT_VOCAB,
         aux_layers=cfg.aux_layers,
@@ -409,7 +424,7 @@ def test_config_keeps_llama3_rope(pair: Pair) -> None:
     cfg = dataclasses.replace(
         pair.draft_cfg, attention=dataclasses.replace(pair.draft_cfg.attention, rope=rope)
     )
-    layer = json.loads(json.dumps(speculators_config(cfg, "t", 256)))["transformer_layer_config"]
+    layer = json.loads(json.dumps(speculators_config(cfg, VERIFIER)))["transformer_layer_config"]
     assert RopeConfig.from_hf(layer) == rope
 
 
@@ -521,6 +536,48 @@ def test_evaluation_writes_the_targets_greedy_text_and_counts_what_it_saved(pair
     )
 
 
+def test_evaluation_counts_each_range_of_prompt_lengths_by_itself(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted = ([2, 0], [1, 1, 1], [0])  # of each round of each prompt
+
+    class Engine:
+        """An engine that has counted these rounds."""
+
+        metrics = SpecDecodeMetrics(2)
+
+        def __init__(self, *models: object, **settings: object) -> None:
+            pass
+
+        def generate(self, prompts: list[list[int]], params: object) -> list[SimpleNamespace]:
+            return [
+                SimpleNamespace(metrics=counted(rounds), token_ids=[len(prompt)])
+                for prompt, rounds in zip(prompts, accepted, strict=True)
+            ]
+
+    def counted(rounds: list[int]) -> SpecDecodeMetrics:
+        metrics = SpecDecodeMetrics(2)
+        for number in rounds:
+            metrics.observe(number)
+        return metrics
+
+    monkeypatch.setattr(evaluation, "LLM", Engine)
+    _, by_length, answers = evaluate_acceptance(
+        pair.target_cfg,
+        pair.target,
+        pair.draft_cfg,
+        pair.bound,
+        [np.zeros(n, np.int32) for n in (511, 2000, 3)],
+        stop_token_ids=[],
+        num_speculative_tokens=2,
+        max_tokens=12,
+        dtype=jnp.float32,
+    )
+    expected = {"below 512": counted([2, 0, 0]), "1024 to 2047": counted([1, 1, 1])}
+    assert by_length == expected and list(by_length) == list(expected)
+    assert [x.tolist() for x in answers] == [[511], [2000], [3]]
+
+
 def test_counts_of_requests_add_up() -> None:
     total, parts = SpecDecodeMetrics(2), [SpecDecodeMetrics(2) for _ in range(3)]
     whole = SpecDecodeMetrics(2)
@@ -553,6 +610,8 @@ def test_dry_run_trains_saves_and_evaluates(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "training.json").read_text())
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
     assert len(losses) == 3 and losses[-1] < losses[0]
+    measured = record["evaluation"]
+    assert (measured["prompts_from"], measured["max_tokens"]) == (None, 16)
     assert record["evaluation"]["num_drafts"] > 0 and record["generation"][0]["num_chats"] >= 48
     assert (tmp_path / "chats.npz").is_file() and (
         tmp_path / "head" / "model.safetensors"
@@ -587,7 +646,22 @@ def test_wrong_evaluation_prompts_are_found_before_anything_else(
     prompts = tmp_path / "none.jsonl"
     files = ("--output", str(tmp_path / "out"), "--eval-prompts", str(prompts))
     error = refusal(capsys, "train", "--dry-run", *files)
-    assert error.startswith(f"error: {prompts}: expected a JSON Lines file")
+    said = f"error: --eval-prompts {prompts}: expected a .jsonl file or the id of a data set on"
+    assert error.startswith(said) and len(error.splitlines()) == 1
+
+
+def test_an_evaluation_is_named_by_the_file_of_its_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[RunConfig] = []
+    monkeypatch.setattr(commands, "run_stage", lambda *args, run, **rest: made.append(run))
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a b"}')
+    arguments = ("evaluate", "--output", str(tmp_path), "--eval-tokens", "9")
+    with pytest.raises(SystemExit) as stopped:
+        app([*arguments, "--eval-prompts", str(tmp_path / "own.jsonl")])
+    assert stopped.value.code == 0
+    found = made[0].evaluation
+    assert (found.prompts, found.prompts_from, found.max_tokens) == (("a b",), "own.jsonl", 9)
 
 
 def test_a_method_that_cannot_be_trained_is_refused(

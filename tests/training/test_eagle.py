@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import REFERENCE_OPS, CacheGroup, RopeConfig, RoundConfig
+from jaxspec.config import REFERENCE_OPS, RopeConfig, RoundConfig
 from jaxspec.drafts import eagle
 from jaxspec.drafts.autoregressive import DraftInputs, propose
 from jaxspec.layers.context import Pass
@@ -27,7 +27,9 @@ ROWS, STEPS, TOLERANCE = 11, 4, 2e-5  # float32: another order of the same sums
 
 @pytest.mark.parametrize("row", [0, 5])
 @pytest.mark.parametrize(
-    "changes", [{}, {"fc_bias": True, "num_layers": 2}], ids=["plain", "bias-2-layers"]
+    "changes",
+    [{}, {"fc_bias": True, "num_layers": 2}, {"sliding_window": 3}],
+    ids=["plain", "bias-2-layers", "window"],
 )
 def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object], row: int) -> None:
     pair = make_pair(1)
@@ -44,7 +46,7 @@ def test_step_logits_equal_those_that_propose_writes(changes: dict[str, object],
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, VOCAB, (1, ROWS)), jnp.int32)
     hidden = jnp.asarray(rng.normal(size=(1, ROWS, 32)), jnp.float32)
-    groups = (CacheGroup(block_size=4, max_model_len=32),)
+    groups = cfg.cache_groups(4, 32)
     block_tables = (jnp.asarray([[3, 1, 5, 0, 2, 4]], jnp.int32),)
     caches = init_cache(cfg.attention, (6,) * cfg.num_layers, 4, jnp.dtype(jnp.float32))
     if row:  # the target has seen positions 0 .. row; all but the last are in the draft's cache

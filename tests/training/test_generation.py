@@ -41,7 +41,7 @@ CHAT = ChatFormat(
 
 
 def chat_target(pair: Pair) -> ChatTarget:
-    return ChatTarget("tiny", pair.target_cfg, pair.target, CHAT, HashedWords(VOCAB))
+    return ChatTarget("tiny", pair.target_cfg, pair.target, CHAT, HashedWords(VOCAB), ())
 
 
 def far() -> float:

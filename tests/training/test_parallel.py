@@ -118,7 +118,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(pair: Pair, tmp_path: Pa
         pass
 
     def save_and_die(state: TrainState, step: int) -> dict[str, int]:
-        save_state(tmp_path / "state", state)
+        save_state(tmp_path / "state", state, training_pair(pair))
         if step == 8:  # in the second epoch
             raise Killed
         return {}
@@ -126,11 +126,12 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(pair: Pair, tmp_path: Pa
     whole, curve = losses(pair, fresh(pair, CFG), 12)
     with pytest.raises(Killed):
         losses(pair, fresh(pair, CFG), 12, save=save_and_die, save_every_seconds=0.0)
-    resumed, rest = losses(pair, restore_state(tmp_path / "state", fresh(pair, CFG)), 12)
+    restored, _ = restore_state(tmp_path / "state", fresh(pair, CFG), training_pair(pair))
+    resumed, rest = losses(pair, restored, 12)
     assert rest == curve[8:]
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
     with pytest.raises(ConfigError, match="expected a training state saved by --keep-state"):
-        restore_state(tmp_path / "nothing", fresh(pair, CFG))
+        restore_state(tmp_path / "nothing", fresh(pair, CFG), training_pair(pair))
 
 
 @pytest.mark.parametrize(("count", "steps"), [(2, 4), slow(4, 12)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.commands.train import app
 from jaxspec.config import ConfigError
+from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.config import TrainConfig
-from jaxspec.training.data import pack
+from jaxspec.training.data import Chats, pack
 from jaxspec.training.dry_run import dry_target
 from jaxspec.training.evaluation import EvaluationConfig
 from jaxspec.training.feature_scale import feature_scale
@@ -27,33 +29,36 @@ from tests.commands.conftest import write_target
 from tests.support.families import target_config
 
 
+def random_chats(seed: int) -> Chats:
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(8, 128, n) for n in rng.integers(10, 25, 24)]
+    return pack(texts, np.full(24, 3), np.zeros(24), np.uint16)
+
+
+def run_in(folder: Path, run: RunConfig, target: ChatTarget, chats: Chats) -> None:
+    train_head(
+        run,
+        target,
+        chats,
+        folder,
+        deadline=time.monotonic() + 1e6,
+        record=RunRecord(folder / "training.json", [], time.monotonic()),
+        log=lambda line: None,
+    )
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_saves_a_block_head_with_the_scale_of_its_features(tmp_path: Path) -> None:
     target = dry_target("float32")
     # A stream like a trained target's: some dimensions are hundreds of times as large as others.
     target.params["embed_tokens"] = target.params["embed_tokens"].at[:, :4].multiply(300.0)
-    rng = np.random.default_rng(0)
-    chats = pack(
-        [rng.integers(8, 128, n) for n in rng.integers(10, 25, 24)],
-        np.full(24, 3),
-        np.zeros(24),
-        np.uint16,
-    )
+    chats = random_chats(0)
     head = HeadConfig("dspark", draft_vocab_size=96, aux_layers=(1, 2), markov_rank=4)
     training = TrainConfig(
         buckets=(48,), tokens_per_batch=96, pack=True, warmup_steps=100, log_every=1
     )
     run = RunConfig(head, training, EvaluationConfig(), held_out=4, max_steps=2)
-    record = RunRecord(tmp_path / "training.json", [], time.monotonic())
-    train_head(
-        run,
-        target,
-        chats,
-        tmp_path,
-        deadline=time.monotonic() + 1e6,
-        record=record,
-        log=lambda line: None,
-    )
+    run_in(tmp_path, run, target, chats)
     draft, params = load_head(tmp_path / "head", "dspark", target, jnp.float32)
     pair = TrainingPair(draft, target.cfg, target.params, params["draft_to_target"])
     scale = np.asarray(feature_scale(pair, chats.split(4)[0]))
@@ -62,6 +67,34 @@ def test_a_run_saves_a_block_head_with_the_scale_of_its_features(tmp_path: Path)
     assert spread.min() > 0.6 and spread.max() < 1.4  # as drawn: two steps move it little
     entries = json.loads((tmp_path / "training.json").read_text())
     assert entries["head"]["method"] == "dspark" and len(entries["history"]) == 3
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_run_does_not_go_on_with_other_chats(tmp_path: Path) -> None:
+    """Their vocabulary has the same size, so each array has the same shape."""
+    pytest.importorskip("orbax.checkpoint")
+    target = dry_target("float32")
+    head = HeadConfig(draft_vocab_size=96, aux_layers=(1, 2, 3), intermediate_size=16)
+    training = TrainConfig(num_steps=1, buckets=(48,), tokens_per_batch=96, log_every=1)
+    run = RunConfig(head, training, EvaluationConfig(), held_out=4, max_steps=1, keep_state=True)
+    run_in(tmp_path, run, target, random_chats(0))
+    run = dataclasses.replace(run, resume=True)
+    with pytest.raises(ConfigError, match="draft vocabulary, got another"):
+        run_in(tmp_path, run, target, random_chats(1))
+    run_in(tmp_path, run, target, random_chats(0))  # its own
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_an_evaluation_that_cannot_run_is_refused_before_training(tmp_path: Path) -> None:
+    for name in ("num_speculative_tokens", "max_tokens", "max_num_seqs"):
+        with pytest.raises(ConfigError, match="expected .* of at least 1"):
+            dataclasses.replace(EvaluationConfig(), **{name: 0})
+    head = HeadConfig("dspark", draft_vocab_size=96, aux_layers=(1, 2), block_drafts=4)
+    evaluation = EvaluationConfig(("a b c",), num_speculative_tokens=5)
+    run = RunConfig(head, TrainConfig(), evaluation, held_out=4)
+    with pytest.raises(ConfigError, match="expected at most 4, the drafts of this head's block"):
+        run_in(tmp_path, run, dry_target("float32"), random_chats(0))
+    assert not any(tmp_path.iterdir())
 
 
 def test_rows_are_not_packed_for_a_target_with_chunks() -> None:
@@ -74,7 +107,12 @@ def test_rows_are_not_packed_for_a_target_with_chunks() -> None:
 @pytest.fixture(scope="module")
 def text_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama whose next token is mostly a function of the last one."""
-    return write_target(tmp_path_factory.mktemp("text") / "target")
+    folder = write_target(tmp_path_factory.mktemp("text") / "target")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": ["TextForCausalLM"]})
+    )
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +156,8 @@ def test_a_head_that_the_command_trained_drafts(
     with pytest.raises(SystemExit) as stopped:
         app(["train", "--pack", *(str(x) for flag in flags.items() for x in flag)])
     assert stopped.value.code == 0
+    saved = json.loads((tmp_path / "head" / "config.json").read_text())["speculators_config"]
+    assert saved["verifier"]["architectures"] == ["TextForCausalLM"]
     history = json.loads((tmp_path / "training.json").read_text())["history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
     assert len(losses) == 2 and losses[1] < 0.8 * losses[0], losses  # means of 50 steps each
