@@ -1,5 +1,7 @@
 """Compare a target in each quantised form with its plain weights: loss, greedy tokens, acceptance.
 
+The last form has plain weights, and keys and values in fp8.
+
 python scripts/compare_quantized.py --dtype float32 --num-prompts 5 --max-tokens 48
 """
 
@@ -27,16 +29,15 @@ from jaxspec.tools.flags import flag, flags_of
 from jaxspec.tools.prompts import DEMO
 
 TEXTS = Path(__file__).parent / "prompts" / "summaries.jsonl"
-PLAIN = "plain"
+PLAIN, KEYS_AND_VALUES = "plain", "fp8-kv"
+FORMS = (PLAIN, *WHILE_LOADING, KEYS_AND_VALUES)
 
 
 @dataclass(frozen=True)
 class Options:
     """The forms, and the texts that they are compared on."""
 
-    forms: tuple[str, ...] = flag(
-        (PLAIN, *WHILE_LOADING), f"{PLAIN}, which comes first, {', '.join(WHILE_LOADING)}."
-    )
+    forms: tuple[str, ...] = flag(FORMS, f"{', '.join(FORMS)}; {PLAIN} comes first.")
     group_size: int = flag(64, "Weights that share a scale, for int4.")
     num_texts: int = flag(8, "Texts whose loss is measured.", least=1)
     num_prompts: int = flag(len(DEMO), f"Prompts that are answered, at most {len(DEMO)}.", least=1)
@@ -72,7 +73,7 @@ def main(
 ) -> None:
     """Print a table of the forms."""
     for form in options.forms:
-        one_of("--forms", form, (PLAIN, *WHILE_LOADING))
+        one_of("--forms", form, FORMS)
     one_of("--forms (the first)", options.forms[0], (PLAIN,))
     texts = [json.loads(line)["prompt"] for line in TEXTS.read_text().splitlines()]
     for name, count, most in (
@@ -100,6 +101,9 @@ def engines(
     """Yield an engine for each form; int4 has groups of its own size, so it is converted first."""
     settings: dict[str, Any] = dict(speculative=speculative, dtype=dtype, max_model_len=512)
     for form in options.forms:
+        if form == KEYS_AND_VALUES:
+            yield form, LLM.from_pretrained(target, kv_cache_dtype="fp8", **settings)
+            continue
         if form != "int4":
             quantize = None if form == PLAIN else form
             yield form, LLM.from_pretrained(target, quantize=quantize, **settings)

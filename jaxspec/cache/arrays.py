@@ -22,6 +22,7 @@ from jaxspec.config import (
     KVCacheDtype,
     MLAConfig,
     SpeculativeConfig,
+    TargetConfig,
     TokenHistoryConfig,
 )
 from pallas_kernels.dtypes import narrowed
@@ -48,6 +49,18 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def own_cache_dtype(kv_cache_dtype: KVCacheDtype, target: TargetConfig) -> KVCacheDtype:
+    """Return the setting of a target's caches; "auto" becomes fp8 as its checkpoint says.
+
+    A checkpoint says so that has scales of fp8 keys and values, as vLLM reads it.
+    """
+    quantization = getattr(target, "quantization", None)
+    latent = isinstance(target.attention, MLAConfig | CompressedAttentionConfig)
+    if kv_cache_dtype == "auto" and quantization and quantization.kv_scales and not latent:
+        return "fp8"
+    return kv_cache_dtype
 
 
 def resolve_cache_dtype(kv_cache_dtype: KVCacheDtype, dtype: DTypeLike) -> jnp.dtype:

@@ -104,6 +104,7 @@ def block_metadata(
     active: jax.Array,
     rows: int,
     *,
+    padding: int = 0,
     seen: tuple[Visibility, ...],
     attention: AttentionKind,
     ops: Ops,
@@ -114,13 +115,15 @@ def block_metadata(
     true positions. A request that is not active [batch] is idle. Rows at max_model_len and beyond
     write nothing.
 
-    seen: for each group, which of the block's rows see each other
+    padding: idle rows after the block's, which write nothing and which no row sees
+    seen:    for each group, which of the block's rows see each other
 
     The block's keys lie past the request's tokens, as those of rejected rows do, so the next round
     overwrites them. The other arguments are build_metadata's.
     """
     num_rows = jnp.where(active, jnp.int32(rows), 0)
-    return _build(groups, block_tables, seq_lens, num_rows, 0, rows, seen, attention, ops)
+    total = rows + padding
+    return _build(groups, block_tables, seq_lens, num_rows, 0, total, seen, attention, ops)
 
 
 def rebuild_draft_metadata(

@@ -92,7 +92,8 @@ def most_pages(group: CacheGroup, rows: int) -> int:
 def block_bytes(cfg: RoundConfig, cache_dtype: DTypeLike) -> tuple[int, ...]:
     """Return the bytes of one block of each of cfg.cache_groups, over all layers that it serves.
 
-    These are layers of the target, whose dtype is cache_dtype, and of the draft.
+    These are layers of the target, whose dtype is cache_dtype, and of the draft, and the text of a
+    fallback.
     """
     sizes = [0] * len(cfg.cache_groups)
     of_layer: list[tuple[TargetConfig | DraftConfig, DTypeLike, tuple[int, ...]]] = [
@@ -101,6 +102,8 @@ def block_bytes(cfg: RoundConfig, cache_dtype: DTypeLike) -> tuple[int, ...]:
     if cfg.draft is not None:
         pools = tuple(cfg.draft_pools[group] for group in cfg.draft.group_of_layer)
         of_layer.append((cfg.draft, cfg.cache_dtype_of_draft(cache_dtype), pools))
+    if cfg.fallback is not None:
+        of_layer.append((cfg.fallback, cache_dtype, cfg.fallback_pools))
     for model, dtype, pools in of_layer:
         layers = layer_block_bytes(model, cfg.block_size, dtype)
         for pool, size in zip(pools, layers, strict=True):

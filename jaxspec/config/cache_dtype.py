@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from jaxspec.config.reading import ConfigError
 
 KVCacheDtype = Literal["auto", "bfloat16", "float32", "fp8"]
+_ALIASES = {"fp8_e4m3": "fp8"}  # vLLM's
 
 
-def check_kv_cache_dtype(key: str, value: object) -> None:
-    """Raise ConfigError for a value of a setting that names no such dtype."""
-    if value not in get_args(KVCacheDtype):
+def settled_kv_cache_dtype(key: str, value: object) -> KVCacheDtype:
+    """Return the value of a setting; ConfigError if it names no such dtype."""
+    named = _ALIASES.get(value, value) if isinstance(value, str) else value
+    if named not in get_args(KVCacheDtype):
         raise ConfigError(
             f"{key}: expected one of {', '.join(get_args(KVCacheDtype))}, got {value!r}"
         )
+    return cast(KVCacheDtype, named)

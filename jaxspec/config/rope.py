@@ -18,6 +18,26 @@ from jaxspec.config.reading import (
     shown,
 )
 
+# What each kind of rotation has in a checkpoint's config beside rope_theta: fields of RopeConfig.
+_FIELDS = {
+    "default": (),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+    ),
+}
+_NEEDED = {"llama3": _FIELDS["llama3"], "yarn": ("factor", "original_max_position_embeddings")}
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -58,20 +78,11 @@ class RopeConfig:
             )
         if kind == "default":
             return cls(theta)
-        needed = {
-            "llama3": (
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-            ),
-            "yarn": ("factor", "original_max_position_embeddings"),
-        }
-        if not isinstance(kind, str) or kind not in needed:
+        if not isinstance(kind, str) or kind not in _NEEDED:
             raise ConfigError(
                 f"rope_type: expected 'default', 'llama3' or 'yarn', got {shown(kind)}"
             )
-        missing = [k for k in needed[kind] if k not in scaling]
+        missing = [k for k in _NEEDED[kind] if k not in scaling]
         if missing:
             raise ConfigError(
                 f"rope_type {kind!r}: expected the keys {missing} in rope_scaling, "
@@ -121,6 +132,18 @@ class RopeConfig:
             attention_factor=read_number(scaling, "attention_factor", attention),
             softmax_factor=mscale(all_dims) ** 2 if all_dims else 1.0,
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return ``rope_parameters`` that from_hf reads as these settings.
+
+        A softmax_factor comes back up to rounding.
+        """
+        parameters: dict[str, Any] = {"rope_type": self.rope_type, "rope_theta": self.theta}
+        parameters |= {name: getattr(self, name) for name in _FIELDS[self.rope_type]}
+        if self.softmax_factor != 1.0:
+            weight = (math.sqrt(self.softmax_factor) - 1.0) / (0.1 * math.log(self.factor))
+            parameters["mscale_all_dim"] = weight
+        return parameters
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

@@ -126,10 +126,12 @@ def sources(
 
 
 def check_bytes(name: str, arrays: Sequence[np.ndarray]) -> None:
-    """Raise ConfigError unless blocks and scales are bytes."""
+    """Raise ConfigError unless blocks and scales are bytes, and all scales are numbers."""
     if any(array.dtype != np.uint8 for array in arrays):
         got = " and ".join(array.dtype.name for array in arrays)
         raise ConfigError(f"{name}: expected uint8 blocks and scales, got {got}")
+    if (arrays[1] == NAN).any():
+        raise ConfigError(f"{name}_scales: expected scales that are numbers, got NaN ({NAN})")
 
 
 def dequantise(blocks_and_scales: Sequence[np.ndarray]) -> np.ndarray:

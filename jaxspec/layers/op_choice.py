@@ -23,6 +23,7 @@ from jaxspec.config import (
     Ops,
     TargetConfig,
 )
+from jaxspec.config.quantization import Fp8Form, Quantization
 from jaxspec.parallel.gpus import gpu_names
 from jaxspec.parallel.mesh import Device
 from pallas_kernels import (
@@ -93,8 +94,9 @@ def choose(
     wanted = parse(requested)
     if unknown := [name for name in wanted.values() if name not in CHOICES]:
         raise ConfigError(f"kernels: expected one of {', '.join(CHOICES)}, got {unknown[0]!r}")
+    plain = Ops(rows_alike=jax.default_backend() == "cpu" and _rounds_to_fp8(target, cache_dtype))
     if set(wanted.values()) == {"reference"}:
-        return Ops()
+        return plain
     chosen, missed = {}, {}
     dtypes = jnp.dtype(dtype), jnp.dtype(cache_dtype)
     cache_dtypes = dtypes[1], jnp.dtype(draft_cache_dtype or cache_dtype)
@@ -107,7 +109,14 @@ def choose(
         chosen[op] = "mosaic_gpu" if reason is None and wanted[op] != "reference" else "reference"
     if missed:
         _warn_on_a_gpu(missed, *dtypes)
-    return Ops(**chosen)
+    return plain if set(chosen.values()) == {"reference"} else Ops(**chosen)
+
+
+def _rounds_to_fp8(target: TargetConfig, cache_dtype: DTypeLike) -> bool:
+    """Return whether the target's activations, or its keys and values, are rounded to fp8."""
+    quantization: Quantization | None = getattr(target, "quantization", None)
+    forms = () if quantization is None else quantization.forms
+    return jnp.dtype(cache_dtype).itemsize == 1 or any(isinstance(f, Fp8Form) for f in forms)
 
 
 def _warn_on_a_gpu(

@@ -30,6 +30,12 @@ class Weight:
     transposed: bool = struct.field(pytree_node=False, default=False)
 
     @property
+    def spec(self) -> ParamSpec:
+        """The field of an entry in a parameter table."""
+        assert isinstance(self.values, ParamSpec)
+        return self.values
+
+    @property
     def depth(self) -> int:
         """Size of `in`."""
         return self.values.shape[-1 if self.transposed else -2]

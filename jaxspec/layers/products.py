@@ -22,6 +22,9 @@ from pallas_kernels import matmul as matmul_op
 from pallas_kernels.fp8_matmul import Fp8Weight, Rows
 from pallas_kernels.int4_matmul import Int4Weight
 
+ROW_TILE = 8  # the kernels for few rows take up to 8, or a multiple of 8
+FEW_ROWS, SWIGLU_ROWS = 64, (128, 256)  # at most; rows that the kernel of gate and up takes
+
 
 @struct.dataclass
 class DeferredNorm:
@@ -145,6 +148,21 @@ def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
     if row is None or x.shape[1] == 1:
         return x
     return jnp.take_along_axis(x, row.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
+
+
+def idle_rows(batch: int, rows: int, ops: Ops) -> int:
+    """Return how many idle rows a request of `rows` rows should have beside them.
+
+    Few rows that are no multiple of 8 take a copy of each operand before a product's kernel, and
+    one of the result after it. Many rows get an idle one if the kernel of gate and up takes them
+    then.
+    """
+    if ops.matmul == "reference":
+        return 0
+    if batch * rows <= FEW_ROWS:
+        padding = -rows % (ROW_TILE // math.gcd(batch, ROW_TILE)) if batch * rows > ROW_TILE else 0
+        return padding if batch * (rows + padding) <= FEW_ROWS else 0
+    return int(batch * (rows + 1) in SWIGLU_ROWS and batch * rows not in SWIGLU_ROWS)
 
 
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
@@ -356,10 +374,10 @@ def _choose_backend(
     The kernels serve the few rows of a decode step, and gate and up of 128 or 256 rows. XLA
     multiplies more rows, and widths that no kernel takes; the log says so once, with the reason.
     """
-    if ops.matmul == "reference":
-        return "reference", 0
     rows, depth = x.shape
-    padding = -rows % 8 if rows > 8 else 0
+    if ops.matmul == "reference":  # XLA multiplies one row by a kernel of its own
+        return "reference", max(0, ROW_TILE - rows) if ops.rows_alike else 0
+    padding = -rows % ROW_TILE if rows > ROW_TILE else 0
     product = matmul_op.Product(
         jax.ShapeDtypeStruct((rows + padding, depth), x.dtype),
         operands.matrices,

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form, scale_dtype_of
 from jaxspec.config.quantization.forms import SCALE_DTYPES
-from jaxspec.layers.params import ParamSpec, Weight, is_spec
+from jaxspec.layers.params import Weight, is_spec
 from jaxspec.layers.quantized import files, rounding
 from jaxspec.layers.quantized.files import Shape
 from jaxspec.layers.quantized.table import experts_fit, is_experts, modules_of
@@ -128,11 +128,10 @@ def product_modules(checkpoint: Checkpoint, form: Form) -> tuple[dict[str, Shape
     entries: list[Any] = jax.tree.leaves(
         table["layers"], is_leaf=lambda entry: isinstance(entry, Weight)
     )
+    matrices = [entry.spec for entry in entries if isinstance(entry, Weight)]
     modules = {
         module: shape
-        for entry in entries
-        if isinstance(entry, Weight)
-        for spec in [cast(ParamSpec, cast(Any, entry.values))]
+        for spec in matrices
         if (experts_fit(form, spec) if is_experts(spec) else len(spec.shape) == 2)
         for module, shape in modules_of(spec).items()
     }

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.layers.quantized.files import check_scales, zero_scale
 
 SCALE = "_scale_inv"
 
@@ -35,11 +36,15 @@ Tensor = TypeVar("Tensor", bound=Readable)
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A matrix and its scales; nothing of them is in memory until ``read``."""
+    """A matrix and its scales; nothing of them is in memory until ``read``.
+
+    name: of the matrix in the checkpoint
+    """
 
     weight: Readable
     scales: Readable
     block: tuple[int, int]
+    name: str
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,10 +52,15 @@ class ScaledTensor:
 
     def read(self) -> np.ndarray:
         rows, columns = self.shape
-        spread = np.repeat(
-            np.repeat(self.scales.read(), self.block[0], axis=0)[:rows], self.block[1], axis=1
-        )[:, :columns]
-        return self.weight.read().astype(np.float32) * spread
+        scales = self.scales.read()
+        check_scales(scales, self.name + SCALE, signed=False)
+        spread = np.repeat(np.repeat(scales, self.block[0], axis=0)[:rows], self.block[1], axis=1)[
+            :, :columns
+        ]
+        codes = self.weight.read().astype(np.float32)
+        if not scales.all() and codes[spread == 0].any():
+            raise zero_scale(self.name + SCALE)
+        return codes * spread
 
 
 def with_scales(
@@ -96,5 +106,5 @@ def with_scales(
                 f"{source} {name + SCALE}: expected {expected} scales of a matrix {tensor.shape}, "
                 f"got {scales.shape}"
             )
-        found[name] = ScaledTensor(tensor, scales, (block[0], block[1]))
+        found[name] = ScaledTensor(tensor, scales, (block[0], block[1]), name)
     return found

@@ -13,7 +13,13 @@ import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
-from jaxspec.config.quantization import Quantize, quantized, scale_dtype_of
+from jaxspec.config.quantization import (
+    OwnMethod,
+    Quantize,
+    form_while_loading,
+    quantized,
+    scale_dtype_of,
+)
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.drafts import draft_model
 from jaxspec.layers.params import Params, is_spec, vector
@@ -34,7 +40,7 @@ def load_target(
     placement: Placement = ONE_PLACE,
     *,
     mxfp4: str = "auto",
-    quantize: Quantize | None = None,
+    quantize: Quantize | OwnMethod | None = None,
 ) -> tuple[models.TargetConfig, Params]:
     """Load the target in a Hugging Face folder, with float tensors cast to dtype.
 
@@ -44,7 +50,8 @@ def load_target(
     checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = models.config_from_hf(checkpoint.config)
-    cfg = quantized(cfg, quantize, scale_dtype_of(checkpoint.config))
+    form = form_while_loading(quantize, checkpoint.config)
+    cfg = quantized(cfg, form, scale_dtype_of(checkpoint.config))
     if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
         raise ConfigError(
             f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
@@ -58,7 +65,7 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     specs = family.param_specs(cfg)
-    warn_of_plain_experts("quantize", quantize, specs)
+    warn_of_plain_experts("quantize", form, specs)
     return cfg, load_params(
         specs,
         table_tensors(checkpoint, cfg, specs),
@@ -170,8 +177,9 @@ def load_draft(
             "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
             f"got it with the {cfg.method} draft {folder}"
         )
-    scale_dtype = scale_dtype_of(checkpoint.config)
-    cfg = quantized(cfg, speculative.draft_quantize, scale_dtype, key="draft_quantize")
+    key = "draft_quantize"
+    form = form_while_loading(speculative.draft_quantize, checkpoint.config, key=key)
+    cfg = quantized(cfg, form, scale_dtype_of(checkpoint.config), key=key)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     holder = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
     specs = family.param_specs(cfg)
@@ -213,7 +221,8 @@ def load_draft_model(
         for name, shape in spec.tensors.items()
         if shapes[name] != shape
     }
-    warn_of_plain_experts("draft_quantize", speculative.draft_quantize, specs)
+    form = form_while_loading(speculative.draft_quantize, checkpoint.config, key="draft_quantize")
+    warn_of_plain_experts("draft_quantize", form, specs)
     layout = placement.draft(cfg)
     params = load_params(specs, {**tensors, **cut}, dtype, layout, ignore=ignore, source=source)
     return cfg, bind_draft_model(cfg, params, placement)

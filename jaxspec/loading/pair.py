@@ -10,7 +10,7 @@ from typing import Any
 from jaxspec import drafts
 from jaxspec.config import ConfigError, DraftConfig, SpeculativeConfig
 from jaxspec.config.speculative import DEFAULT_K
-from jaxspec.drafts.head_layout import drafts_blocks, proposed_tokens, verifier
+from jaxspec.drafts.head_layout import is_head, proposed_tokens, verifier
 from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.resolve import own_drafts, read_config, resolve
 
@@ -57,26 +57,29 @@ def resolve_pair(target: str | None, speculative: SpeculativeConfig | None) -> P
     return _pair_of_head(target, folder, config, speculative)
 
 
-def is_head(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a draft head which says so."""
-    is_eagle3 = "eagle3" in str(config.get("architectures")).lower()
-    return "speculators_config" in config or is_eagle3 or drafts_blocks(config)
-
-
-def with_num_drafts(
+def with_k(
     speculative: SpeculativeConfig, draft: DraftConfig, config: Mapping[str, Any]
 ) -> SpeculativeConfig:
     """Return the settings with K for this draft: the caller's, or else the draft's own.
 
     A head proposes a number in speculators' config.json. Others draft their whole block, and drafts
-    without blocks DEFAULT_K.
+    without blocks DEFAULT_K. ConfigError for more than a block holds.
 
     config: the config.json of the head; empty for a draft that has none
     """
-    if speculative.num_speculative_tokens is not None:
+    most, K = drafts.block_capacity(draft), speculative.num_speculative_tokens
+    if K is not None:
+        if most is not None and most < K:
+            raise ConfigError(
+                f"num_speculative_tokens: expected at most {most}, the drafts of this head's "
+                f"block, got {K}"
+            )
         return speculative
-    most, proposed = drafts.most_drafts(draft), proposed_tokens(config)
-    K = min(proposed or most, most) if most else proposed or DEFAULT_K
+    proposed = proposed_tokens(config)
+    if most is None:
+        K = DEFAULT_K if proposed is None else proposed
+    else:
+        K = most if proposed is None else min(proposed, most)
     return replace(speculative, num_speculative_tokens=K)
 
 

@@ -29,9 +29,9 @@ from jaxspec.config.quantization import is_while_loading
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.checkpoint import open_checkpoint, read_json
-from jaxspec.loading.generation_config import proposed_sampling
+from jaxspec.loading.generation_config import DefaultSampling, check_choice, default_sampling
 from jaxspec.loading.model import load_draft, load_target
-from jaxspec.loading.pair import resolve_pair, with_num_drafts
+from jaxspec.loading.pair import resolve_pair, with_k
 from jaxspec.loading.placement import choose_placement
 from jaxspec.loading.resolve import resolve
 from jaxspec.loading.same_vocabulary import check_same_vocabulary
@@ -43,7 +43,19 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DEFAULT_MODEL_LEN = 2048
 # Keywords of LLM.from_pretrained that are no fields of EngineConfig.
-OWN_KEYWORDS = ("model", "speculative_config", "revision", "tokenizer", "dtype", "mxfp4")
+OWN_KEYWORDS = (
+    "model",
+    "speculative_config",
+    "revision",
+    "tokenizer",
+    "dtype",
+    "mxfp4",
+    "generation_config",
+)
+
+
+# Fields of EngineConfig for which None is the default in vLLM, and no value here.
+NONE_IS_DEFAULT = ("max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching")
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Parts:
     tokenizer: None where the target's folder has none.
     config: the engine's.
     dtype: of weights and caches.
-    sampling: what generation_config.json proposes, by the names of SamplingParams.
+    sampling: the parameters of requests that bring none.
     """
 
     target: tuple[TargetConfig, Params]
@@ -64,7 +76,7 @@ class Parts:
     eos_token_ids: tuple[int, ...]
     config: EngineConfig
     dtype: DTypeLike
-    sampling: Mapping[str, Any]
+    sampling: DefaultSampling
 
 
 def load_pretrained(
@@ -77,6 +89,7 @@ def load_pretrained(
     max_model_len: int | None = None,
     batch_buckets: Sequence[int] | None = None,
     mxfp4: str = "auto",
+    generation_config: str | None = None,
     **engine: Any,
 ) -> Parts:
     """Load the parts of an LLM; the arguments are those of LLM.from_pretrained.
@@ -94,10 +107,14 @@ def load_pretrained(
         raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {shown(dtype)}")
     if not isinstance(mxfp4, str) or mxfp4 not in ("auto", "packed", "dequantised"):
         raise ConfigError(f"mxfp4: expected auto, packed or dequantised, got {shown(mxfp4)}")
+    check_choice(generation_config)
     if not isinstance(tokenizer, Tokenizer | str | PathLike | None):
         raise ConfigError(f"tokenizer: expected a folder or a hub id, got {shown(tokenizer)}")
     known = (*OWN_KEYWORDS, *sorted(f.name for f in fields(EngineConfig)))
     settings = own_keys("LLM", engine, known, ENGINE)
+    for name in NONE_IS_DEFAULT:
+        if settings.get(name, ...) is None:
+            del settings[name]
     if batch_buckets is not None:
         settings["batch_buckets"] = batch_buckets
     if max_model_len is not None:
@@ -120,6 +137,8 @@ def load_pretrained(
         check_same_vocabulary(folder, names.head)
     placement = choose_placement(config, speculative)
     loaded = load_target(folder, resolved, placement, mxfp4=mxfp4, quantize=config.quantize)
+    if not is_while_loading(getattr(loaded[0], "quantization", None), config.quantize):
+        config = replace(config, quantize=None)  # the checkpoint's own method
     if max_model_len is None:
         config = replace(
             config, max_model_len=min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
@@ -127,7 +146,7 @@ def load_pretrained(
     draft = None
     if speculative is not None and speculative.method in drafts.MODEL_FREE:
         draft = drafts.MODEL_FREE[speculative.method].config(loaded[0], speculative), {}
-        speculative = with_num_drafts(speculative, draft[0], {})
+        speculative = with_k(speculative, draft[0], {})
     elif speculative is not None:
         # An MTP module is in the target's own checkpoint.
         head = names.head or folder
@@ -135,14 +154,14 @@ def load_pretrained(
         speculative = within_context(speculative, draft[0], config.max_model_len)
         if speculative.method is None:
             speculative = replace(speculative, method=drafts.method_name(draft[0]))
-        speculative = with_num_drafts(speculative, draft[0], read_json(head / "config.json"))
+        speculative = with_k(speculative, draft[0], read_json(head / "config.json"))
     words = tokenizer if isinstance(tokenizer, Tokenizer) else None
     if isinstance(tokenizer, str | PathLike):
         words = load_tokenizer(resolve(fspath(tokenizer), kind="tokenizer"))
     elif words is None and has_tokenizer(folder):
         words = load_tokenizer(folder)
     eos = words.eos_token_ids if words else eos_token_ids(folder, None)
-    sampling = proposed_sampling(folder)
+    sampling = default_sampling(folder, generation_config)
     return Parts(loaded, draft, speculative, words, eos, config, resolved, sampling)
 
 
@@ -225,7 +244,7 @@ def given_parts(
     if resolved not in map(jnp.dtype, DTYPES.values()):
         raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {shown(dtype)}")
     if speculative is not None:
-        speculative = with_num_drafts(speculative, draft[0], {})
+        speculative = with_k(speculative, draft[0], {})
     return Parts(
         target,
         draft,
@@ -234,7 +253,7 @@ def given_parts(
         tuple(eos_token_ids),
         config or EngineConfig(),
         resolved,
-        sampling={},
+        sampling=DefaultSampling(),
     )
 
 

@@ -99,6 +99,8 @@ def load_params(
         if array.shape != spec.shape:
             raise ConfigError(f"{where}: expected the shape {spec.shape}, got {array.shape}")
         check_weight(spec, array, wanted, where)
+        if isinstance(spec, QuantizedSpec):
+            spec.check_zero_scales(array, lambda name: tensors[name].read())
         try:  # waiting bounds the host copies in flight to one
             on_device = jax.block_until_ready(layout.place(array, spec))
         except jax.errors.JaxRuntimeError as e:

@@ -235,12 +235,12 @@ def own_tables(
 
 
 @cache
-def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
+def texts_to_the_limit(family: str, num_speculative_tokens: int) -> list[list[int]]:
     """Greedy, from prompts in chunks to max_model_len, where the last rounds verify rows that no
     longer fit. The blocks of nobody are full of sevens, and have to stay it."""
     method, window = KINDS[family]
     model = family_model(family, method, window=window)
-    cfg = model.round_config(num_drafts, max_model_len=LIMIT, sampled=False)
+    cfg = model.round_config(num_speculative_tokens, max_model_len=LIMIT, sampled=False)
     tables, guards, num_blocks = own_tables(cfg)
     ends = [LIMIT - len(p) for p in PROMPTS]
     first, state = start(
@@ -254,7 +254,7 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
         chunk=4,
     )
     pools = [*cfg.target.group_of_layer]
-    if num_drafts:
+    if num_speculative_tokens:
         pools += [cfg.draft_pools[group] for group in cfg.draft.group_of_layer]
     mark = lambda caches, pools: tuple(  # noqa: E731
         jax.tree.map(lambda pool, at=guards[i]: pool.at[at].set(7.0), cache)
@@ -262,7 +262,7 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
     )
     layers = len(state.target_caches)
     state = replace(state, target_caches=mark(state.target_caches, pools[:layers]))
-    if num_drafts:
+    if num_speculative_tokens:
         caches = mark(state.draft.caches, pools[layers:])
         state = replace(state, draft=replace(state.draft, caches=caches))
     text = [[int(t)] for t in first]
@@ -272,7 +272,7 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
             zip(verification.output_tokens, verification.num_sampled.tolist(), strict=True)
         ):
             text[row] += tokens[:kept].tolist()
-    draft_caches = state.draft.caches if num_drafts else ()
+    draft_caches = state.draft.caches if num_speculative_tokens else ()
     for layer, i in zip((*state.target_caches, *draft_caches), pools, strict=True):
         for pool in jax.tree.leaves(layer):
             np.testing.assert_array_equal(pool[guards[i]], 7.0)
@@ -281,17 +281,19 @@ def texts_to_the_limit(family: str, num_drafts: int) -> list[list[int]]:
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("family", "num_drafts"),
+    ("family", "num_speculative_tokens"),
     [
         pytest.param(f, K, marks=[pytest.mark.slow] * ((f, K) not in USUAL))
         for f in KINDS
         for K in range(3, 8)
     ],
 )
-def test_rounds_to_the_length_limit_leave_other_blocks_alone(family: str, num_drafts: int) -> None:
+def test_rounds_to_the_length_limit_leave_other_blocks_alone(
+    family: str, num_speculative_tokens: int
+) -> None:
     """Past every window, chunk, block and max_model_len, of every kind of attention; the text is
     plain decoding's."""
-    texts = texts_to_the_limit(family, num_drafts)
+    texts = texts_to_the_limit(family, num_speculative_tokens)
     assert texts == texts_to_the_limit(family, 0) and [len(t) for t in texts] == [
         LIMIT - len(p) for p in PROMPTS
     ]

@@ -361,3 +361,21 @@ def test_a_block_of_drafts_lies_after_its_context_and_sees_all_of_itself(
     else:
         whole = np.where(active, np.minimum(seq_lens + rows, LIMIT), 0) - 1
         np.testing.assert_array_equal(made.last_keys, np.tile(whole[:, None], (1, rows)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_idle_rows_after_a_block_write_nothing_and_change_no_other_row(causal: bool) -> None:
+    group, rows, padding = CacheGroup(4, LIMIT, 5), 6, 2
+    seq_lens = np.arange(LIMIT + 1, dtype=np.int32)
+    table = jnp.asarray(shuffled_table(group, len(seq_lens)))
+    arguments = ((group,), (table,), jnp.asarray(seq_lens), jnp.asarray(seq_lens % 7 != 3), rows)
+    seen = (Visibility(causal=causal, one_window=True),)
+    (alone,) = block_metadata(*arguments, seen=seen, **IN_JNP)
+    (padded,) = block_metadata(*arguments, padding=padding, seen=seen, **IN_JNP)
+    np.testing.assert_array_equal(padded.slot_mapping[:, rows:], PAD_SLOT)
+    assert padded.seq_lens.tolist() == alone.seq_lens.tolist()
+    for name in ("slot_mapping", "positions", "window_start", "last_keys"):
+        one, other = getattr(alone, name), getattr(padded, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            np.testing.assert_array_equal(one, other[:, :rows], err_msg=name)

@@ -12,8 +12,10 @@ from jaxspec.config.quantization import (
     WHILE_LOADING,
     Fp8Form,
     Int4Form,
+    form_while_loading,
     is_while_loading,
     read_quantization,
+    settled_quantize,
 )
 from jaxspec.config.quantization.forms import while_loading
 from tests.support import quantized
@@ -94,6 +96,24 @@ def test_heads_and_routers_stay_plain_while_loading(name: Any) -> None:
     assert name != "int4" or form.scale_dtype == "float16"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("given", "config", "form"),
+    [
+        ("fp8", {}, "fp8"),
+        ("fp8", {"quant_method": "fp8"}, None),
+        ("gptq_marlin", {"quant_method": "gptq"}, None),
+        ("modelopt", {"quant_algo": "FP8"}, None),  # as hf_quant_config.json has it
+        ("mxfp4", {"quant_method": "mxfp4"}, None),
+        (None, {"quant_method": "awq"}, None),
+    ],
+)
+def test_a_checkpoints_own_method_quantises_nothing(
+    given: str | None, config: dict[str, Any], form: str | None
+) -> None:
+    settled = settled_quantize("quantize", given)
+    assert form_while_loading(settled, {"quantization_config": config}) == form
+
+
 def test_no_quantization_config_is_plain() -> None:
     assert read_quantization({}) is None
     assert read_quantization({"quantization_config": None}) is None
@@ -152,6 +172,33 @@ def test_scales_of_keys_and_values_have_each_formats_names() -> None:
     assert read(MODELOPT | {"kv_cache_quant_algo": None}).kv_scales == ()
     with pytest.raises(ConfigError, match="kv_cache_scheme: expected dynamic False or None"):
         read(DYNAMIC | {"kv_cache_scheme": scheme | {"dynamic": True}})
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+KV_ONLY: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "format": "dense",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": KV_SCHEME | {"symmetric": True},
+}
+EMPTY_GROUP = {"targets": [], "weights": None, "input_activations": None}
+
+
+@pytest.mark.parametrize("groups", [None, {}, {"group_0": EMPTY_GROUP}], ids=str)
+def test_keys_and_values_alone_may_be_quantised(groups: Any) -> None:
+    found = read(KV_ONLY | {"config_groups": groups})
+    assert found.kv_scales == ("k_scale", "v_scale") and found.forms == ()
+    assert found.form_of(Q_PROJ) is None
+    with pytest.raises(ConfigError, match="quantization_config"):
+        read(KV_ONLY | {"config_groups": groups or {}, "kv_cache_scheme": None})
+
+
+def test_modelopts_keys_and_values_alone_may_be_quantised() -> None:
+    found = read(MODELOPT | {"quant_algo": None})
+    assert found.kv_scales == ("k_proj.k_scale", "v_proj.v_scale") and found.forms == ()
+    with pytest.raises(ConfigError, match="expected quant_algo 'FP8' or"):
+        read(MODELOPT | {"quant_algo": None, "kv_cache_quant_algo": None})
 
 
 def changed(settings: dict[str, Any], *path: Any) -> dict[str, Any]:

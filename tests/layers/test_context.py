@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ def test_ops_are_static_and_the_rest_of_a_pass_is_traced() -> None:
     leaves, structure = jax.tree.flatten(pass_)
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
     assert jax.tree.unflatten(structure, leaves).ops == REFERENCE_OPS
-    other = pass_.replace(ops=Ops(matmul="mosaic_gpu"))
+    other = replace(pass_, ops=Ops(matmul="mosaic_gpu"))
     assert jax.tree.structure(other) != structure
     assert pass_.positions.tolist() == [[3, 4], [7, 8]]
 
@@ -63,7 +64,7 @@ def test_rotation_tables_are_the_metadatas_where_it_has_some() -> None:
     jax.tree.map(np.testing.assert_array_equal, plain.with_rope(ATTENTION).rope, expected)
     made = (expected[0] + 1, expected[1] + 1)
     first, *others = plain.metadata
-    given = Pass((first.replace(rope=made), *others), REFERENCE_OPS)
+    given = Pass((replace(first, rope=made), *others), REFERENCE_OPS)
     assert given.with_rope(ATTENTION).rope is made
 
 

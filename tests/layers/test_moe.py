@@ -159,8 +159,8 @@ def test_a_device_multiplies_no_block_of_other_devices_experts(
     ids, weight = np.full((14, 1), favourite, np.int32), rng.random((14, 1)).astype(np.float32)
     part = jax.tree.map(lambda a: a[:3], params)
     cfg = replace(CFG, num_experts=3)
-    inputs = (jnp.asarray(a) for a in (x, ids, weight))
-    out = moe._grouped(part, cfg, *inputs, jnp.int32(0), implementation="reference")
+    inputs = tuple(jnp.asarray(a) for a in (x, ids, weight))
+    out = moe._grouped(part, cfg, *inputs, first=jnp.int32(0), implementation="reference")
     assert counts == [blocks]
     expected = by_hand(jax.tree.map(np.asarray, params), x, ids, weight)
     np.testing.assert_allclose(out, expected if blocks else 0 * expected, rtol=1e-4, atol=1e-4)
@@ -170,7 +170,9 @@ def test_few_rows_gather_no_more_than_the_experts_they_chose() -> None:
     """No array of the size of all experts but the weights themselves is made."""
     params = weights(np.random.default_rng(0), bias=False)
     args = (jnp.zeros((2, DIM)), jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2)))
-    jaxpr = jax.make_jaxpr(lambda p, *a: moe.experts(p, CFG, *a, REFERENCE_OPS))(params, *args)
+    jaxpr = jax.make_jaxpr(
+        lambda p, x, ids, weight: moe.experts(p, CFG, x, ids, weight, REFERENCE_OPS)
+    )(params, *args)
     made = max(v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars)
     assert made <= 4 * DIM * 20 < 6 * DIM * 20
 

@@ -13,6 +13,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig, Ops, RoundConfig
+from jaxspec.config.quantization import Fp8Form, Int4Form, Quantization
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.programs import Program
 from jaxspec.engine import round_configs
@@ -179,6 +180,27 @@ def test_compiler_options_go_with_the_matmul_kernel() -> None:
     assert dict(replace(ours, cuda_graphs=False).compiler_options) == flags | {
         "xla_gpu_enable_command_buffer": ""
     }
+
+
+def test_rows_are_alike_on_a_cpu_where_numbers_are_rounded_to_fp8() -> None:
+    target = tiny_model("eagle").target
+    forms = {
+        "plain": None,
+        "fp8": Quantization((("", Fp8Form("channel", "token", "floats")),)),
+        "int4": Quantization((("", Int4Form(128, has_zeros=False, source="floats")),)),
+    }
+
+    def rows_alike(form: str, cache_dtype: Any = jnp.float32, kernels: str = "auto") -> bool:
+        cfg = replace(target, quantization=forms[form])  # type: ignore[type-var]
+        ops = op_choice.choose(
+            kernels, cfg, None, block_size=4, dtype=jnp.float32, cache_dtype=cache_dtype
+        )
+        assert bool(ops.compiler_options(cuda_graphs=True)) == ops.rows_alike
+        return ops.rows_alike
+
+    assert rows_alike("fp8") and rows_alike("fp8", kernels="reference")
+    assert rows_alike("plain", jnp.float8_e4m3fn) and rows_alike("int4", jnp.float8_e4m3fn)
+    assert not rows_alike("plain") and not rows_alike("int4")
 
 
 def test_a_program_is_compiled_once_for_each_config_and_shape_with_the_configs_options(

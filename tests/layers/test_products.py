@@ -95,3 +95,44 @@ def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
         np.asarray(got).astype(np.float32), np.asarray(expected).astype(np.float32), atol=2.0**-4
     )
     assert got.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "idle"),
+    [
+        (1, 7, 0),
+        (1, 8, 0),
+        (1, 9, 7),
+        (2, 6, 2),
+        (3, 7, 1),
+        (4, 7, 1),
+        (4, 5, 1),
+        (4, 8, 0),
+        (8, 7, 0),
+        (16, 4, 0),
+        (16, 7, 1),
+        (16, 8, 0),
+        (32, 7, 1),
+    ],
+)
+def test_idle_rows_give_gate_and_up_a_kernel_that_pads_nothing(
+    batch: int, rows: int, idle: int
+) -> None:
+    assert layers.idle_rows(batch, rows, KERNEL) == idle
+    assert layers.idle_rows(batch, rows, REFERENCE_OPS) == 0
+    gate = jax.ShapeDtypeStruct((4096, 12288), jnp.bfloat16)
+    chosen = layers._choose_backend(
+        jax.ShapeDtypeStruct((batch * (rows + idle), 4096), jnp.bfloat16),
+        layers._Operands(Weight, (gate, gate)),
+        KERNEL,
+        layers._Form(jnp.bfloat16, swiglu=True),
+        has_residual=False,
+        is_normed=False,
+        prepares_norm=False,
+    )
+    assert chosen == ("mosaic_gpu", 0)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(9, 7), (12, 7), (16, 5), (64, 7)])
+def test_no_idle_rows_where_they_win_no_kernel(batch: int, rows: int) -> None:
+    assert layers.idle_rows(batch, rows, KERNEL) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,108 @@ def test_a_tensor_that_is_wrong_is_named(message: str, source: Path, tmp_path: P
         convert_checkpoint(source, out, form)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         load_target(rewrite(out, edit), jnp.float32)
+
+
+# What writes each form, and a tensor of its scales.
+OF_SCALES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
+    "channel": (lambda a, b: convert_checkpoint(a, b, "fp8"), f"{DOWN}.weight_scale"),
+    "block": (lambda a, b: convert_checkpoint(a, b, "fp8-block"), f"{DOWN}.weight_scale"),
+    "deepseek": (quantized.deepseek_fp8, f"{DOWN}.weight_scale_inv"),
+    "modelopt": (quantized.modelopt_fp8, f"{DOWN}.weight_scale"),
+    "tensor": (quantized.compressed_static_fp8, f"{DOWN}.weight_scale"),
+    "int4": (lambda a, b: convert_checkpoint(a, b, "int4"), f"{DOWN}.weight_scale"),
+    "gptq": (partial(quantized.gptq, sym=True), f"{DOWN}.scales"),
+    "awq": (quantized.awq, f"{DOWN}.scales"),
+}
+FOUR_BITS = ("int4", "gptq", "awq")
+EIGHTS = np.uint32(0x88888888).view(np.int32)  # codes of weights of 0
+
+
+@pytest.mark.parametrize("form", OF_SCALES)
+def test_scales_of_weights_that_are_no_numbers_are_named(
+    form: str, source: Path, tmp_path: Path
+) -> None:
+    write, name = OF_SCALES[form]
+    folder = write(source, tmp_path / "out")
+    right = quantized.tensors_of(folder)[name]
+    for wrong in (np.nan, np.inf, -np.inf, *(() if form in FOUR_BITS else (-0.5,))):
+
+        def spoil(tensors: dict[str, np.ndarray], wrong: float = wrong) -> None:
+            tensors[name] = right.copy()
+            tensors[name].flat[-1] = wrong
+
+        rewrite(folder, spoil)
+        kind = "finite" if form in FOUR_BITS else "positive, finite"
+        with pytest.raises(ConfigError, match=f"^{name}: expected {kind} scales, got {wrong}$"):
+            load_target(folder, jnp.float32)
+
+
+@pytest.mark.parametrize("form", OF_SCALES)
+def test_a_scale_of_zero_is_one_of_weights_of_zero(form: str, source: Path, tmp_path: Path) -> None:
+    """All scales of a matrix are 0 here: float16 does not round that many to 0."""
+    write, name = OF_SCALES[form]
+    folder = write(source, tmp_path / "out")
+    rewrite(folder, lambda t: t.update({name: np.zeros_like(t[name])}))
+    with pytest.raises(
+        ConfigError, match=f"^{name}: expected positive scales of weights other than 0, got 0.0$"
+    ):
+        load_target(folder, jnp.float32)
+
+    def without_weights(t: dict[str, np.ndarray]) -> None:
+        codes = next(
+            f"{DOWN}.{n}" for n in ("weight", "weight_packed", "qweight") if f"{DOWN}.{n}" in t
+        )
+        if form == "awq":  # each group's codes are its zero
+            t[codes] = np.repeat(t[f"{DOWN}.qzeros"], 128, axis=0)
+        else:
+            t[codes] = np.full_like(t[codes], EIGHTS if form in FOUR_BITS else 0)
+
+    rewrite(folder, without_weights)
+    _, params = load_target(folder, jnp.float32)
+    assert not params["layers"][1]["down_proj"].to_array(jnp.float32).any()
+    assert params["layers"][0]["down_proj"].to_array(jnp.float32).any()
+
+
+def static_experts(source: Path, folder: Path) -> Path:
+    quantise = partial(quantized.static_fp8, shape=(), inputs=quantized.INPUT_SCALES)
+    return quantized.rewritten(source, folder, quantized.STATIC_FP8, quantise)
+
+
+@pytest.mark.parametrize("write", [quantized.deepseek_fp8, static_experts])
+def test_scales_of_experts_are_named(write: Callable[[Path, Path], Path], tmp_path: Path) -> None:
+    """Experts that keep their codes, and experts that are dequantised."""
+    plain = quantized.plain_checkpoint(tmp_path / "plain", quantized.EXPERTS)
+    folder = write(plain, tmp_path / "out")
+    tensors = quantized.tensors_of(folder)
+    module = "model.layers.1.mlp.experts.2.up_proj"
+    name = next(n for n in tensors if n.startswith(f"{module}.weight_scale"))
+    for wrong, message in {
+        -0.5: "positive, finite scales, got -0.5",
+        0.0: "positive scales of weights other than 0, got 0.0",
+    }.items():
+        rewrite(folder, lambda t, wrong=wrong: t.update({name: np.full_like(t[name], wrong)}))
+        with pytest.raises(ConfigError, match=f"^{name}: expected {message}$"):
+            load_target(folder, jnp.float32)
+
+
+def test_scales_that_float16_rounds_to_zero_give_weights_of_zero(
+    source: Path, tmp_path: Path
+) -> None:
+    folder = quantized.gptq(source, tmp_path / "out", sym=True)
+    rewrite(folder, lambda t: t[f"{DOWN}.scales"].__setitem__((1, 5), 0))
+    _, params = load_target(folder, jnp.float32)
+    weight = np.asarray(params["layers"][1]["down_proj"].to_array(jnp.float32))
+    assert not weight[128:256, 5].any() and weight[:128, 5].any() and weight[128:, 6].any()
+
+
+def test_four_bits_may_have_scales_below_zero(source: Path, tmp_path: Path) -> None:
+    """AutoRound's, whose largest weight of a group has the code 0."""
+    folder = quantized.gptq(source, tmp_path / "out", sym=True)
+    _, right = load_target(folder, jnp.float32)
+    rewrite(folder, lambda t: t.update({f"{DOWN}.scales": -t[f"{DOWN}.scales"]}))
+    _, params = load_target(folder, jnp.float32)
+    weights = [p["layers"][1]["down_proj"].to_array(jnp.float32) for p in (params, right)]
+    np.testing.assert_array_equal(weights[0], -weights[1])
 
 
 @pytest.mark.parametrize("projection", ["k_proj", "gate_proj"])

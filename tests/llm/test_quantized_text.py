@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec import LLM, EngineConfig, SamplingParams
+from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.model import load_target
@@ -75,6 +76,25 @@ def test_speculative_text_is_the_plain_text_of_the_same_quantised_target(
         assert generate(speculative, 1.0) == generate(plain, 1.0)
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("form", ["fp8", "fp8-block", slow("static"), "fp8 caches"])
+def test_speculation_leaves_the_bits_of_logprobs(
+    form: str, slots: int, folders: dict[str, Path]
+) -> None:
+    """A verify pass has four rows a request, a plain step one."""
+    settings = SETTINGS | {"max_num_seqs": slots}
+    if form == "fp8 caches":
+        settings |= {"kv_cache_dtype": "fp8"}
+    folder = str(folders["plain" if form == "fp8 caches" else form])
+    plain = LLM(folder, **settings)
+    speculative = LLM(folder, speculative_config=NGRAM, **settings)
+    params = SamplingParams(0.0, max_tokens=24, ignore_eos=True, logprobs=3)
+    found, expected = (llm.generate(PROMPTS, params) for llm in (speculative, plain))
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    assert [o.logprobs for o in found] == [o.logprobs for o in expected]
+    assert speculative.metrics.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("target", "fp8_head", "draft_quantize"),
     [("fp8", False, None), ("plain", True, None), slow("int4", False, "fp8")],
@@ -125,20 +145,69 @@ def test_vllms_quantization_is_the_same_setting(folders: dict[str, Path]) -> Non
     assert again.params["target"]["layers"][0]["down_proj"] is not None
 
 
-def test_a_wrong_quantize_is_one_sentence(folders: dict[str, Path]) -> None:
-    for form, value, message in (
-        ("plain", "fp4", "quantize: expected None or one of fp8, fp8-block, int4, got 'fp4'"),
-        ("fp8", "int4", "quantize: expected None for a checkpoint that is quantised already"),
+@pytest.mark.parametrize(
+    ("form", "method"),
+    [
+        ("awq", "awq"),
+        ("awq", "awq_marlin"),
+        ("fp8-block", "fp8"),
+        ("fp8", "compressed-tensors"),
+        ("static", "modelopt"),
+    ],
+)
+def test_a_checkpoints_own_method_may_be_named(
+    form: str, method: str, folders: dict[str, Path]
+) -> None:
+    """As in vLLM; and the engine can be made again from what it has loaded."""
+    llm = LLM(str(folders[form]), quantization=method, **SETTINGS)
+    assert llm.config.quantize is None
+    _, expected = load_target(folders[form], jnp.float32)
+    for each in (llm, llm.on_same_weights()):
+        jax.tree.map(np.testing.assert_array_equal, each.params["target"], expected)
+
+
+def test_a_heads_own_method_may_be_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    drafts = {"method": "eagle", "num_speculative_tokens": 2}
+    head = quantized.eagle_head(tmp_path / "fp8", "fp8")
+    own = drafts | {"model": str(head), "quantization": "compressed-tensors"}
+    llm = LLM(str(folders["plain"]), speculative_config=own, **SETTINGS)
+    assert isinstance(llm.params["draft"]["layers"][0]["down_proj"], Fp8Weight)
+
+
+def test_a_wrong_quantize_is_one_sentence(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Under the name that the caller gave the setting."""
+    already = "for a checkpoint that is quantised already, got"
+    for key in ("quantize", "quantization"):
+        for form, value, message in (
+            ("plain", "fp4", "expected None, one of fp8, fp8-block, int4, or a checkpoint's own"),
+            ("plain", "awq", "expected None or one of fp8, fp8-block, int4 for plain weights, got"),
+            ("fp8", "int4", f"expected None or 'compressed-tensors' {already} 'int4'"),
+            ("awq", "gptq", f"expected None or 'awq' {already} 'gptq'"),
+        ):
+            with pytest.raises(ConfigError, match=f"^{key}: {message}"):
+                LLM(str(folders[form]), **{key: value}, **SETTINGS)
+    head = quantized.eagle_head(tmp_path / "fp8", "fp8")
+    for key, name in (
+        ("draft_quantize", "draft_quantize"),
+        ("quantization", "speculative_config.quantization"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            LLM(str(folders[form]), quantize=value, **SETTINGS)
+        for value, message in (("fp4", "expected None, one of"), ("int4", f".* {already} 'int4'")):
+            drafts = {"method": "eagle", "model": str(head), key: value}
+            with pytest.raises(ConfigError, match=f"^{name}: {message}"):
+                LLM(str(folders["plain"]), speculative_config=drafts, **SETTINGS)
+    for key, value in (("quantization", "fp4"), ("kv_cache_dtype", "fp4"), ("max_model_len", 0)):
+        with pytest.raises(ConfigError, match=f"^{key}: expected"):
+            SpeculativeConfig(**{key: value})
     loaded = load_target(folders["plain"], jnp.float32)
     with pytest.raises(ConfigError, match="quantize: expected None for weights that are loaded"):
         LLM(loaded, config=EngineConfig(quantize="fp8", max_model_len=64))
 
 
 def test_fp8_caches_have_the_checkpoints_scales(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A checkpoint with other scales gives another text, unless the caches are not in fp8."""
+    """A checkpoint with other scales gives another text, unless the caches are not in fp8.
+
+    "auto" is fp8, which its config names.
+    """
     shutil.copytree(folders["static"], tmp_path / "other")
     tensors = quantized.tensors_of(folders["static"])
     for name in tensors:
@@ -149,13 +218,46 @@ def test_fp8_caches_have_the_checkpoints_scales(folders: dict[str, Path], tmp_pa
     texts = {
         (folder, dtype): generate(LLM(str(path), kv_cache_dtype=dtype, **SETTINGS))
         for folder, path in (("static", folders["static"]), ("other", tmp_path / "other"))
-        for dtype in ("auto", "fp8")
+        for dtype in ("auto", "float32", "fp8")
     }
-    assert texts["static", "auto"] == texts["other", "auto"]
+    assert texts["static", "float32"] == texts["other", "float32"]
     assert texts["static", "fp8"] != texts["other", "fp8"]
+    assert texts["static", "auto"] == texts["static", "fp8"]
     _, params = load_target(tmp_path / "other", jnp.float32)
     scales = [layer["self_attn"]["v_scale"].tolist() for layer in params["layers"]]
     assert scales == [[1.0], [0.5]]
+
+
+def kv_only(plain: Path, folder: Path, scale: float) -> Path:
+    """A plain checkpoint with scales of fp8 keys and values."""
+    shutil.copytree(plain, folder)
+    settings = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "dense"}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    return quantized.with_kv_scales(folder, "tensor", [scale])
+
+
+def test_keys_and_values_alone_may_have_scales(folders: dict[str, Path], tmp_path: Path) -> None:
+    plain = folders["plain"]
+    of_one = kv_only(plain, tmp_path / "one", 1.0)
+    tensors = quantized.tensors_of(of_one)
+    tensors |= {name: np.ones(1, np.float32) for name in tensors if name.endswith("v_scale")}
+    save_file(tensors, of_one / "model.safetensors", metadata={"format": "pt"})
+    small = kv_only(plain, tmp_path / "small", 2.0**-9)  # keys and values saturate
+    llms = {
+        (folder.name, dtype): LLM(str(folder), kv_cache_dtype=dtype, **SETTINGS)
+        for folder, dtype in (
+            *((plain, "auto"), (plain, "fp8")),
+            *((of_one, "auto"), (small, "fp8"), (small, "float32")),
+        )
+    }
+    assert [llm.cache_dtype for llm in llms.values()] == [
+        *(jnp.float32, jnp.float8_e4m3fn),
+        *(jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float32),
+    ]
+    texts = {case: generate(llm) for case, llm in llms.items()}
+    assert texts["small", "float32"] == texts["plain", "auto"]
+    assert texts["one", "auto"] == texts["plain", "fp8"] != texts["small", "fp8"]
 
 
 # --- neighbours ------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
 from jaxspec import LLM, ConfigError
+from jaxspec.commands.train import app as train
 from jaxspec.loading import compilation_cache
 
 PROGRAM = """
@@ -75,14 +76,24 @@ def chosen() -> Iterator[str]:
         jax.config.update(name, value)
 
 
-def test_a_pretrained_model_keeps_its_programs_where_the_user_says(
-    chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def load_missing_model() -> None:
+    with pytest.raises(ConfigError, match="no such model"):
+        LLM.from_pretrained("./no such model")
+
+
+def train_for_missing_model() -> None:
+    with pytest.raises(SystemExit):
+        train(["train", "--target", "./no such model", "--output", "head"])
+
+
+@pytest.mark.parametrize("start", [load_missing_model, train_for_missing_model])
+def test_programs_are_kept_where_the_user_says(
+    start: Callable[[], None], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
 
     def folder() -> str:
-        with pytest.raises(ConfigError, match="no such model"):
-            LLM.from_pretrained("./no such model")
+        start()
         return jax.config.values["jax_compilation_cache_dir"]
 
     assert folder() == chosen

@@ -20,6 +20,7 @@ from jaxspec.loading import conversion
 from jaxspec.loading.conversion import FORMATS, convert_checkpoint
 from jaxspec.loading.model import load_target
 from tests.support import quantized
+from tests.support.families import TARGETS
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,19 @@ def test_what_cannot_be_converted_is_one_sentence(source: Path, tmp_path: Path) 
     for format, hint in (("int4", "; a group_size of 64 fits"), ("fp8-block", "$")):
         with pytest.raises(ConfigError, match=f"in multiples of 128, got 192{hint}"):
             convert_checkpoint(odd, tmp_path / "out", format)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4_text"])
+def test_experts_whose_products_read_no_such_codes_are_one_sentence(
+    model_type: str, source: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(source, tmp_path / "source")
+    config = quantized.NARROW | TARGETS[model_type] | {"model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = f"products read quantised weights, got model_type '{model_type}'"
+    with pytest.raises(ConfigError, match=expected):
+        convert_checkpoint(folder, tmp_path / "out", "fp8")
     assert not (tmp_path / "out").exists()
 
 

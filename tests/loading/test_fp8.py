@@ -120,6 +120,27 @@ def test_what_does_not_fit_is_an_error(message: str, tmp_path: Path) -> None:
         opened(write(tmp_path, values, config))
 
 
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (np.nan, "positive, finite scales, got nan"),
+        (np.inf, "positive, finite scales, got inf"),
+        (-0.5, "positive, finite scales, got -0.5"),
+        (0, "positive scales of weights other than 0, got 0.0"),
+    ],
+)
+def test_scales_that_no_block_has_are_named(scale: float, message: str, tmp_path: Path) -> None:
+    values = stored()
+    values["b.weight_scale_inv"][1, 0] = scale
+    tensors = opened(write(tmp_path, values))
+    with pytest.raises(ConfigError, match=rf"^b\.weight_scale_inv: expected {message}$"):
+        load_params(SPECS, tensors, jnp.float32)
+    values["b.weight"][BLOCK[0] :, : BLOCK[1]] = 0
+    if scale == 0:  # of weights of 0
+        params = load_params(SPECS, opened(write(tmp_path, values)), jnp.float32)
+        assert not params["b"][: BLOCK[1], BLOCK[0] :].any() and params["b"].any()
+
+
 def test_without_the_config_the_scales_are_unexpected(tmp_path: Path) -> None:
     tensors = opened(write(tmp_path, stored(), {}))
     with pytest.raises(

@@ -57,7 +57,7 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
 def test_packed_experts_come_from_the_same_tensors(name: str) -> None:
-    cfg = models.config_from_hf(CONFIGS[name])
+    cfg: Any = models.config_from_hf(CONFIGS[name])
     assert cfg.mxfp4 == "packed"
     check_shapes(models.family(cfg).param_specs(cfg), tensors(name), source=name)
 

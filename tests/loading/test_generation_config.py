@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from jaxspec import ConfigError, SamplingParams
-from jaxspec.loading.generation_config import proposed_sampling, sampling_params
+from jaxspec.loading.generation_config import default_sampling
 
 pytestmark = pytest.mark.once
 
 
 def read(folder: Path, **values: object) -> SamplingParams:
     (folder / "generation_config.json").write_text(json.dumps(values))
-    return sampling_params(proposed_sampling(folder))
+    return default_sampling(folder, "auto").of_model()
 
 
 def test_names_are_those_of_transformers(tmp_path: Path) -> None:
     """Llama-3.1-8B-Instruct's file, and the keys that it lacks."""
-    assert sampling_params(proposed_sampling(tmp_path)) == SamplingParams()
+    assert default_sampling(tmp_path, "auto").of_model() == SamplingParams()
     llama = read(
         tmp_path,
         bos_token_id=128000,
@@ -39,3 +39,16 @@ def test_names_are_those_of_transformers(tmp_path: Path) -> None:
 def test_a_wrong_value_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^generation_config.json: top_p: expected .* got '0.9'"):
         read(tmp_path, top_p="0.9")
+
+
+@pytest.mark.parametrize(
+    ("choice", "of_model", "of_requests"),
+    [(None, 0.6, 1.0), ("auto", 0.6, 0.6), ("vllm", 1.0, 1.0)],
+)
+def test_who_takes_what_is_proposed(
+    tmp_path: Path, choice: str | None, of_model: float, of_requests: float
+) -> None:
+    read(tmp_path, temperature=0.6)
+    defaults = default_sampling(tmp_path, choice)
+    assert defaults.of_model() == SamplingParams(temperature=of_model)
+    assert defaults.of_requests() == SamplingParams(temperature=of_requests)

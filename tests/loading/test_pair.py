@@ -14,7 +14,7 @@ from jaxspec import SpeculativeConfig
 from jaxspec.config import ConfigError, DraftConfig
 from jaxspec.config.speculative import DEFAULT_K
 from jaxspec.drafts.families import BLOCKS
-from jaxspec.loading.pair import resolve_pair, with_num_drafts
+from jaxspec.loading.pair import resolve_pair, with_k
 from tests.drafts.test_block_configs import FLAT
 from tests.parity.ours import TARGET
 
@@ -134,16 +134,29 @@ def test_a_draft_has_its_own_number_of_tokens_unless_the_caller_names_one(
     method: str, block: int | None, config: dict[str, Any], K: int
 ) -> None:
     draft = draft_of(method, block)
-    assert with_num_drafts(SpeculativeConfig(), draft, config).num_speculative_tokens == K
+    assert with_k(SpeculativeConfig(), draft, config).num_speculative_tokens == K
     given = SpeculativeConfig(num_speculative_tokens=1)
-    assert with_num_drafts(given, draft, config) is given
+    assert with_k(given, draft, config) is given
+
+
+@pytest.mark.parametrize(("method", "most"), [("dspark", 4), ("dflash", 3)])
+def test_more_tokens_than_a_block_holds_are_refused(method: str, most: int) -> None:
+    draft = draft_of(method, 4)
+    given = SpeculativeConfig(num_speculative_tokens=most)
+    assert with_k(given, draft, {}) is given
+    with pytest.raises(ConfigError) as error:
+        with_k(SpeculativeConfig(num_speculative_tokens=most + 1), draft, {})
+    assert str(error.value) == (
+        f"num_speculative_tokens: expected at most {most}, the drafts of this head's block, "
+        f"got {most + 1}"
+    )
 
 
 def test_a_schedule_must_fit_the_number_that_the_head_has() -> None:
     schedule = SpeculativeConfig(num_speculative_tokens_per_batch_size=((1, 4, 7),))
-    assert with_num_drafts(schedule, draft_of("dspark", 7), {}).num_drafts(2) == 7
+    assert with_k(schedule, draft_of("dspark", 7), {}).k_of_batch(2) == 7
     with pytest.raises(ConfigError, match="K from 0 to num_speculative_tokens 3, got"):
-        with_num_drafts(schedule, draft_of("eagle", None), {})
+        with_k(schedule, draft_of("eagle", None), {})
 
 
 def draft_of(method: str, block: int | None) -> DraftConfig:

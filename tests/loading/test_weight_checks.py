@@ -90,8 +90,8 @@ def test_indices_out_of_their_table_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        (255, r"expected scales that are numbers, got NaN \(255\)"),
-        (129, "expected scales of at most 128, got 129; mxfp4 'dequantised' takes larger ones"),
+        (255, r"w_scales: expected scales that are numbers, got NaN \(255\)"),
+        (129, "target: w: expected scales of at most 128, got 129; mxfp4 'dequantised' takes .*"),
     ],
 )
 def test_scales_that_the_kernel_cannot_read_are_refused(
@@ -111,5 +111,5 @@ def test_scales_that_the_kernel_cannot_read_are_refused(
 
     assert read()["w"].units.dtype == np.int32
     tensors["w_scales"][0, 7, 0] = scale
-    with pytest.raises(ConfigError, match=f"^target: w: {message}$"):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
         read()

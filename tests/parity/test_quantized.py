@@ -53,11 +53,23 @@ def transformers_logits(folder: Path) -> np.ndarray:
     return hf_outputs(model.eval(), TOKENS).logits
 
 
+def without_head(folder: Path) -> Path:
+    tensors = quantized.tensors_of(folder)
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Plain checkpoints: one whose blocks end with its projections, and one whose do not."""
+    """Plain checkpoints: one whose blocks end with its projections, and one whose do not.
+
+    The third has no head of its own.
+    """
     folder = tmp_path_factory.mktemp("plain")
+    tied = quantized.WIDE | {"tie_word_embeddings": True}
     return {
+        "tied": without_head(quantized.plain_checkpoint(folder / "tied", tied)),
         "wide": quantized.plain_checkpoint(folder / "wide", quantized.WIDE),
         "narrow": quantized.plain_checkpoint(folder / "narrow", quantized.NARROW),
     }
@@ -66,7 +78,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.oracle("compressed_tensors")
 @pytest.mark.parametrize(
     ("format", "source"),
-    [("fp8", "narrow"), ("fp8-block", "wide"), ("fp8-block", "narrow"), ("int4", "wide")],
+    [
+        ("fp8", "narrow"),
+        ("fp8-block", "wide"),
+        ("fp8-block", "narrow"),
+        ("int4", "wide"),
+        ("fp8", "tied"),
+        slow("fp8-block", "tied"),
+        ("int4", "tied"),
+    ],
 )
 def test_a_converted_checkpoint_has_the_logits_of_transformers(
     format: Any, source: str, sources: dict[str, Path], tmp_path: Path

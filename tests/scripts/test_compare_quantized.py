@@ -21,7 +21,7 @@ def test_each_form_has_its_figures(
     monkeypatch.setattr(compare_quantized, "TEXTS", texts)
     flags = (
         "--forms",
-        "plain,fp8",
+        "plain,fp8,fp8-kv",
         "--num-prompts",
         1,
         "--num-texts",
@@ -34,10 +34,13 @@ def test_each_form_has_its_figures(
     file = tmp_path / "run.json"
     result = run("--target", target, "--draft", draft, *flags, "--output-json", file)
     assert result.exit_code == 0, result.output
-    plain, fp8 = json.loads(file.read_text())["forms"]
-    assert (plain["agreement"], plain["same_text"], fp8["same_text"]) == (1.0, True, True)
-    assert 0 < abs(plain["loss"] - fp8["loss"]) < 1
-    assert 0 <= fp8["agreement"] <= 1 <= fp8["acceptance"]
+    plain, *others = json.loads(file.read_text())["forms"]
+    assert (plain["agreement"], plain["same_text"]) == (1.0, True)
+    assert [each["form"] for each in others] == ["fp8", "fp8-kv"]
+    assert len({each["loss"] for each in (plain, *others)}) == 3
+    for each in others:
+        assert each["same_text"] and 0 < abs(plain["loss"] - each["loss"]) < 1
+        assert 0 <= each["agreement"] <= 1 <= each["acceptance"]
 
 
 @pytest.mark.parametrize(("flag", "most"), [("--num-prompts", 5), ("--num-texts", 20)])

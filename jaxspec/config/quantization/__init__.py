@@ -21,12 +21,13 @@ from jaxspec.config.quantization.forms import (
     Form,
     Fp8Form,
     Int4Form,
+    OwnMethod,
     Quantization,
     Quantize,
-    check_quantize,
     is_while_loading,
     quantized,
     scale_dtype_of,
+    settled_quantize,
 )
 from jaxspec.config.reading import ConfigError, read_object, shown
 
@@ -37,13 +38,15 @@ __all__ = [
     "Form",
     "Fp8Form",
     "Int4Form",
+    "OwnMethod",
     "Quantization",
     "Quantize",
-    "check_quantize",
+    "form_while_loading",
     "is_while_loading",
     "quantized",
     "read_quantization",
     "scale_dtype_of",
+    "settled_quantize",
 ]
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
@@ -63,9 +66,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     settings = read_object(config, "quantization_config")
     if not settings:
         return None
-    method = settings.get("quant_method")
-    if method is None and "quant_algo" in settings:
-        method = "modelopt"
+    method = _method(settings)
     if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(
             f"quantization_config: expected quant_method to be one of {', '.join(METHODS)}, "
@@ -73,3 +74,36 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         )
     dtype = config.get("dtype") or config.get("torch_dtype")
     return METHODS[method]({**settings, "dtype": dtype})
+
+
+def form_while_loading(
+    quantize: Quantize | OwnMethod | None, config: Mapping[str, Any], *, key: str = "quantize"
+) -> Quantize | None:
+    """Return the form that a checkpoint's plain weights get while they load.
+
+    quantize: a form, or the checkpoint's own method, which needs none (None)
+    config:   its config.json
+    key:      the setting, for messages
+
+    ConfigError for another method than the checkpoint's, and for a method with plain weights.
+    """
+    own = _method(read_object(config, "quantization_config"))
+    if quantize is None or quantize == own:
+        return None
+    if own is not None:
+        raise ConfigError(
+            f"{key}: expected None or {own!r} for a checkpoint that is quantised already, "
+            f"got {quantize!r}"
+        )
+    if quantize not in WHILE_LOADING:
+        raise ConfigError(
+            f"{key}: expected None or one of {', '.join(WHILE_LOADING)} for plain weights, "
+            f"got {quantize!r}"
+        )
+    return quantize
+
+
+def _method(settings: Mapping[str, Any]) -> object:
+    """Return what a quantization_config names as its method, None where it names none."""
+    method = settings.get("quant_method")
+    return "modelopt" if method is None and "quant_algo" in settings else method

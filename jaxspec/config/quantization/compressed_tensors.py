@@ -22,12 +22,16 @@ from jaxspec.config.reading import ConfigError, read_object, shown
 
 FORMATS = ("float-quantized", "pack-quantized", "naive-quantized")
 REGEX = "re:"
+ACTIVATIONS = ("input_activations", "output_activations")
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
     """Return the modules that each group of the config targets, but for those that it ignores."""
+    scheme = read_object(settings, "kv_cache_scheme")
     groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if groups is None and scheme:  # keys and values alone are quantised
+        groups = {}
+    if not isinstance(groups, Mapping) or not (groups or scheme):
         raise ConfigError(
             f"quantization_config: expected config_groups as an object of groups, "
             f"got {shown(groups)}"
@@ -45,14 +49,14 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     for name, group in groups.items():
         if not isinstance(group, Mapping):
             raise ConfigError(f"quantization_config.{name}: expected an object, got {shown(group)}")
-        form = _form(group, settings, f".{name}")
+        form = None if scheme and _is_empty(group) else _form(group, settings, f".{name}")
         for target in read_names(group, "targets"):
             if target == "Linear":
                 by_class.append((".*", form))
             else:  # a name comes before a regular expression, and that before a class
                 kind = matched if target.startswith(REGEX) else named
                 kind.append((_pattern(target, f"{name}.targets"), form))
-    scheme, per_head = read_object(settings, "kv_cache_scheme"), False
+    per_head = False
     if scheme:
         where = ".kv_cache_scheme"
         expect(scheme, "num_bits", 8, where=where)
@@ -62,6 +66,11 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         expect(scheme, "dynamic", False, None, where=where)
     kv_scales = ("k_scale", "v_scale") if scheme else ()
     return Quantization((*rules, *named, *matched, *by_class), kv_scales, per_head)
+
+
+def _is_empty(group: Mapping[str, Any]) -> bool:
+    """Return whether a group quantises nothing, as beside a kv_cache_scheme alone."""
+    return not any(group.get(part) for part in ("weights", *ACTIVATIONS))
 
 
 def _pattern(target: str, key: str) -> str:

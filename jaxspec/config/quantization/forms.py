@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from jaxspec.config.reading import ConfigError, shown
 
@@ -85,6 +85,9 @@ class Quantization:
 
 
 Quantize = Literal["fp8", "fp8-block", "int4"]
+# The quant_method of a checkpoint; its "fp8" is a name of both.
+OwnMethod = Literal["awq", "compressed-tensors", "gptq", "modelopt", "mxfp4"]
+_KERNEL = "_marlin"  # vLLM's names of methods with the kernel that multiplies
 WHILE_LOADING: dict[Quantize, Form] = {
     "fp8": Fp8Form("channel", "token", "floats"),
     "fp8-block": Fp8Form("block", "block", "floats"),
@@ -112,17 +115,22 @@ def while_loading(name: Quantize, scale_dtype: str) -> Quantization:
     return Quantization((*KEPT, (".*", form)))
 
 
-def is_while_loading(held: Quantization | None, name: Quantize) -> bool:
+def is_while_loading(held: Quantization | None, name: Quantize | OwnMethod | None) -> bool:
     """Return whether weights have been quantised to this form as they were loaded."""
+    if name not in WHILE_LOADING:
+        return False
     return held in [while_loading(name, dtype) for dtype in SCALE_DTYPES]
 
 
-def check_quantize(key: str, value: object) -> None:
-    """Raise ConfigError unless the value of a setting names a form, or is None."""
-    if value is not None and not (isinstance(value, str) and value in WHILE_LOADING):
+def settled_quantize(key: str, value: object) -> Quantize | OwnMethod | None:
+    """Return the value of a setting; ConfigError unless it is None, a form or a method."""
+    named = value.removesuffix(_KERNEL) if isinstance(value, str) else None
+    if value is not None and named not in (*WHILE_LOADING, *get_args(OwnMethod)):
         raise ConfigError(
-            f"{key}: expected None or one of {', '.join(WHILE_LOADING)}, got {shown(value)}"
+            f"{key}: expected None, one of {', '.join(WHILE_LOADING)}, or a checkpoint's own "
+            f"method ({', '.join(get_args(OwnMethod))}), got {shown(value)}"
         )
+    return cast("Quantize | OwnMethod | None", named)
 
 
 def quantized(

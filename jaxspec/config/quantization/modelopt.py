@@ -21,13 +21,18 @@ ALGORITHMS: dict[str, Fp8Form] = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Return the quantisation: all linear modules but those that a wildcard names."""
-    algorithm = expect(settings, "quant_algo", *ALGORITHMS)
+    """Return the quantisation: all linear modules but those that a wildcard names.
+
+    Without a quant_algo, keys and values alone are quantised.
+    """
+    algorithm_of_kv = expect(settings, "kv_cache_quant_algo", "FP8", None)
+    has_scales = algorithm_of_kv is not None or bool(settings.get("kv_cache_scheme"))
+    plain = (None,) if has_scales else ()
+    algorithm = expect(settings, "quant_algo", *ALGORITHMS, *plain)
+    form = None if algorithm is None else ALGORITHMS[algorithm]
     excluded = [
         (checked_pattern(fnmatch.translate(name), "exclude_modules"), None)
         for name in read_names(settings, "exclude_modules", "ignore")
     ]
-    algorithm_of_kv = expect(settings, "kv_cache_quant_algo", "FP8", None)
-    has_scales = algorithm_of_kv is not None or bool(settings.get("kv_cache_scheme"))
     kv_scales = ("k_proj.k_scale", "v_proj.v_scale") if has_scales else ()
-    return Quantization((*excluded, (".*", ALGORITHMS[algorithm])), kv_scales)
+    return Quantization((*excluded, (".*", form)), kv_scales)

@@ -77,6 +77,8 @@ def read(
             raise ConfigError(
                 f"{name}: expected {' or '.join(kinds)} by quantization_config, got {array.dtype}"
             )
+    if part == "scales":
+        check_scales(arrays[0], f"{module}.{scales_of(form)}", signed=isinstance(form, Int4Form))
     if isinstance(form, Fp8Form):
         return _fp8_part(part, module, shape, arrays[0])
     return _int4_part(form, part, module, shape, arrays)
@@ -96,6 +98,47 @@ def dequantise(parts: Mapping[Part, np.ndarray]) -> np.ndarray:
     return values * scales
 
 
+def scales_of(form: Form) -> str:
+    """Return the name of the scales' tensor, after that of its module."""
+    if isinstance(form, Int4Form):
+        return "weight_scale" if form.source == "compressed-tensors" else "scales"
+    in_blocks = form.source == "fp8" and form.scales == "block"
+    return "weight_scale_inv" if in_blocks else "weight_scale"
+
+
+def check_scales(scales: np.ndarray, name: str, *, signed: bool) -> None:
+    """Raise ConfigError unless the scales of weights are finite and, unless signed, at least 0.
+
+    AutoRound's scales of 4 bits are negative in groups whose largest weight is positive, so that
+    this weight gets -8, a code without a counterpart.
+    """
+    values = scales.astype(np.float32)
+    wrong = ~np.isfinite(values)
+    if not signed:
+        wrong |= values < 0
+    if wrong.any():
+        kind = "finite" if signed else "positive, finite"
+        raise ConfigError(f"{name}: expected {kind} scales, got {values[wrong][0]}")
+
+
+def check_zero_scales(form: Form, module: str, parts: Mapping[Part, np.ndarray]) -> None:
+    """Raise ConfigError where a scale is 0 and weights that share it have other codes than 0.
+
+    Most writers give weights of 0 alone the scale 1 or an epsilon. GPTQ rounds the scales of tiny
+    weights to 0 in float16, whatever the codes.
+    """
+    scales = parts["scales"]
+    if scales.all() or (scales.dtype == np.float16 and scales.any()):
+        return
+    if dequantise({**parts, "scales": (scales == 0).astype(np.float32)}).any():
+        raise zero_scale(f"{module}.{scales_of(form)}")
+
+
+def zero_scale(name: str) -> ConfigError:
+    """Return the error for a scale of 0 that hides weights."""
+    return ConfigError(f"{name}: expected positive scales of weights other than 0, got 0.0")
+
+
 def _fp8_tensors(
     form: Fp8Form, part: Part, module: str, shape: Shape
 ) -> dict[str, tuple[int, ...]]:
@@ -104,13 +147,12 @@ def _fp8_tensors(
     if part == "activation_scale":
         return {f"{module}.input_scale": (1,)}
     of_blocks = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
-    name = "weight_scale_inv" if form.source == "fp8" and form.scales == "block" else "weight_scale"
     shapes: dict[str, tuple[int, ...]] = {
         "tensor": (1,),
         "channel": (shape[0],) if form.source == "modelopt" else (shape[0], 1),
         "block": of_blocks,
     }
-    return {f"{module}.{name}": shapes[form.scales]}
+    return {f"{module}.{scales_of(form)}": shapes[form.scales]}
 
 
 def _fp8_part(part: Part, module: str, shape: Shape, array: np.ndarray) -> np.ndarray:
@@ -139,7 +181,7 @@ def _int4_tensors(
     if form.source == "compressed-tensors":
         named: dict[Part, dict[str, tuple[int, ...]]] = {
             "codes": {"weight_packed": (rows, columns // NIBBLES), "weight_shape": (2,)},
-            "scales": {"weight_scale": (rows, groups)},
+            "scales": {scales_of(form): (rows, groups)},
             "zeros": {"weight_zero_point": (rows // NIBBLES, groups)},
         }
     else:
@@ -150,7 +192,7 @@ def _int4_tensors(
             codes |= {"g_idx": (columns,)}
         if not form.has_zeros:  # the file has them all the same
             codes |= zeros
-        named = {"codes": codes, "scales": {"scales": (groups, rows)}, "zeros": zeros}
+        named = {"codes": codes, "scales": {scales_of(form): (groups, rows)}, "zeros": zeros}
     return {f"{module}.{name}": each for name, each in named[part].items()}
 
 
@@ -228,8 +270,9 @@ def _check_middle(form: Int4Form, module: str, zeros: np.ndarray) -> None:
 def positive(scale: np.ndarray, name: str) -> np.ndarray:
     """Return a scale of activations, or several; ConfigError unless positive and finite."""
     values = scale.astype(np.float32).reshape(-1)
-    for value in values[~((values > 0) & (values < np.inf))]:
-        raise ConfigError(f"{name}: expected a positive, finite scale, got {value}")
+    wrong = values[~((values > 0) & (values < np.inf))]
+    if wrong.size:
+        raise ConfigError(f"{name}: expected a positive, finite scale, got {wrong[0]}")
     return scale
 
 

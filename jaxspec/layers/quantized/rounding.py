@@ -68,4 +68,5 @@ def spread(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _scales(largest: np.ndarray, code: np.float32) -> np.ndarray:
-    return np.where(largest == 0, np.float32(1), largest / code).astype(np.float32)
+    scales = (largest / code).astype(np.float32)
+    return np.where(scales == 0, np.float32(1), scales)

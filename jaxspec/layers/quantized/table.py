@@ -21,7 +21,15 @@ from jax.typing import DTypeLike
 
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form, Quantization
-from jaxspec.layers.params import JoinedSpec, Params, ParamSpec, Weight, is_spec, joined
+from jaxspec.layers.params import (
+    JoinedSpec,
+    Params,
+    ParamSpec,
+    Weight,
+    is_spec,
+    joined,
+    weight,
+)
 from jaxspec.layers.quantized import files
 from jaxspec.layers.quantized.files import Part, Shape
 from pallas_kernels.fp8_matmul import Fp8Weight
@@ -87,6 +95,26 @@ class QuantizedSpec(ParamSpec):
         parts = self.base.side_by_side  # of each expert, one expert after the other
         pairs = [made[i : i + parts] for i in range(0, len(made), parts)]
         return np.stack([self._stored(np.concatenate(pair).T) for pair in pairs])
+
+    def check_zero_scales(self, array: np.ndarray, read: Callable[[str], np.ndarray]) -> None:
+        """Raise ConfigError if this array has a scale of 0 that hides weights.
+
+        read: returns a tensor of the checkpoint; only those of arrays with a 0 are read
+        """
+        if self.part != "scales" or array.all():
+            return
+        for module, size in modules_of(self.base).items():
+            parts: dict[Part, np.ndarray] = {
+                part: files.read(
+                    self.form,
+                    part,
+                    module,
+                    size,
+                    [read(name) for name in files.tensors(self.form, part, module, size)],
+                )
+                for part in files.parts_of(self.form)
+            }
+            files.check_zero_scales(self.form, module, parts)
 
     def _stored(self, whole: np.ndarray) -> np.ndarray:
         """Return codes [in, out], or rows of scales [.., out], as products take them."""
@@ -170,6 +198,7 @@ class DequantisedSpec(ParamSpec):
                 count = len(files.tensors(form, part, module, size))
                 parts[part] = files.read(form, part, module, size, left[:count])
                 del left[:count]
+            files.check_zero_scales(form, module, parts)
             made.append(files.dequantise(parts))
         return self.base.assemble(made)
 
@@ -215,12 +244,12 @@ def _with_fitting_groups(quantization: Quantization, table: Params) -> Quantizat
     Those of a checkpoint stay as they are.
     """
     entries = jax.tree.leaves(table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
+    specs = [entry.spec for entry in entries if isinstance(entry, Weight)]
     depths = [
-        entry.values.shape[-2]
-        for entry in entries
-        if isinstance(entry, Weight) and _reads_codes(cast(Any, entry.values))
-        if not (is_experts(cast(Any, entry.values)) and entry.values.shape[-2] % DEPTHS)
-        if any(map(quantization.form_of, modules_of(cast(Any, entry.values))))
+        spec.shape[-2]
+        for spec in filter(_reads_codes, specs)
+        if not (is_experts(spec) and spec.shape[-2] % DEPTHS)
+        if any(map(quantization.form_of, modules_of(spec)))
     ]
     fitting = [size for size in GROUPS if not any(depth % size for depth in depths)]
 
@@ -361,12 +390,12 @@ def _plain(spec: ParamSpec, quantization: Quantization) -> ParamSpec:
 
 def _weight(entry: Weight, quantization: Quantization) -> Any:
     """Return the entry of a matrix: plain, dequantised, or of codes."""
-    spec: ParamSpec = cast(Any, entry.values)
+    spec = entry.spec
     forms = [quantization.form_of(module) for module in modules_of(spec)]
     if not any(forms):
         return entry
     if not _reads_codes(spec) or (is_experts(spec) and _experts_stay(spec, forms)):
-        return replace(entry, values=cast(Any, _plain(spec, quantization)))
+        return weight(_plain(spec, quantization))
     _check_one_form(spec.name, forms)
     form = forms[0]
     assert form is not None
