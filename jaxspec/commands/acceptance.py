@@ -92,7 +92,13 @@ def main(
     speculative: Annotated[
         SpeculativeConfig,
         flags_of(
-            SpeculativeConfig, "method", "num_speculative_tokens", "draft_quantize", model=DRAFT
+            SpeculativeConfig,
+            "method",
+            "num_speculative_tokens",
+            "draft_sliding_window",
+            "draft_quantize",
+            "draft_kv_cache_dtype",
+            model=DRAFT,
         ),
     ],
     grid: GridOptions,
@@ -149,8 +155,8 @@ def run(
         exact_float32()
     llm = LLM.from_pretrained(target, speculative=speculative, **engine)
     assert llm.speculative is not None and llm.draft_config is not None
-    K, most = llm.speculative.max_drafts, drafts.most_drafts(llm.draft_config) or grid.sweep
-    ks = sorted({K, *range(1, min(grid.sweep, most) + 1)})
+    K, most = llm.speculative.max_k, drafts.block_capacity(llm.draft_config)
+    ks = sorted({K, *range(1, (grid.sweep if most is None else min(grid.sweep, most)) + 1)})
     cases = plan(list(sets), grid, K, ks)
     print(llm.describe(), flush=True)
     record: dict[str, Any] = {
@@ -158,7 +164,9 @@ def run(
         "settings": {
             "draft": speculative.model,
             "method": llm.speculative.method,
+            "draft_sliding_window": speculative.draft_sliding_window,
             "draft_quantize": speculative.draft_quantize,
+            "draft_kv_cache_dtype": speculative.draft_kv_cache_dtype,
             "max_tokens": texts.max_tokens,
             "seed": texts.seed,
             **engine,
@@ -193,12 +201,15 @@ def read_sets(datasets: Sequence[str], most: int | None) -> dict[str, list[str]]
 
 
 def read_record(path: Path) -> dict[str, Any]:
+    """Return what a run wrote, this version's or 0.1.0's; ConfigError for anything else."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         show.results(record)
-        record["date"]
+        show.ran_on(record)
     except (OSError, ValueError, KeyError, TypeError) as e:
         got = e.strerror if isinstance(e, OSError) and e.strerror else "another"
+        if isinstance(e, KeyError):
+            got = f"another, without the key {e}"
         raise ConfigError(
             f"--from-json {path}: expected a file that --output-json wrote, got {got}"
         ) from e
@@ -235,7 +246,7 @@ def measure(
     llm: LLM,
     sets: dict[str, list[str]],
     cases: list[Case],
-    max_drafts: int,
+    max_k: int,
     max_tokens: int,
     seed: int,
 ) -> Iterator[dict[str, Any]]:
@@ -255,10 +266,11 @@ def measure(
         llm.target_config,
         layered(llm.draft_config),
         llm.params,
-        max_drafts,
+        max_k,
         stop_token_ids=llm.eos_token_ids,
         dtype=llm.dtype,
         kv_cache_dtype=llm.config.kv_cache_dtype,
+        draft_kv_cache_dtype=llm.speculative and llm.speculative.draft_kv_cache_dtype,
         ops=llm.kernels,
     )
     recorder = Recorder(pair, max_num_seqs=llm.config.max_num_seqs, max_tokens=longest + max_tokens)

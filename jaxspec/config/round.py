@@ -63,8 +63,10 @@ class RoundConfig(SamplingFeatures):
     acceptance_rates: conditional rates of the synthetic rule
     limits_drafts: whether some request may have fewer drafts than K, by its own parameters or by
         draft_max_model_len
-    adaptive: whether each request's acceptance so far limits its drafts (jaxspec.decode.adaptive);
-        limits_drafts holds then
+    adaptive: whether each request's acceptance so far limits its drafts, or leaves them to the
+        fallback (jaxspec.decode.adaptive); limits_drafts holds then
+    fallback: the method without a model that drafts for requests whose head does not pay
+    fallback_groups: the KV-cache groups of its text
     draft_max_model_len: the longest context that the draft may see, in tokens; None for any
     max_num_verify_tokens: the most rows of a verify pass; None for any
     draft_cache_dtype: name of the dtype of the draft's keys and values; None: the target's
@@ -87,6 +89,8 @@ class RoundConfig(SamplingFeatures):
     acceptance_rates: tuple[float, ...] | None = None
     limits_drafts: bool = False
     adaptive: bool = False
+    fallback: DraftConfig | None = None
+    fallback_groups: tuple[CacheGroup, ...] = ()
     draft_max_model_len: int | None = None
     max_num_verify_tokens: int | None = None
     draft_cache_dtype: str | None = None
@@ -114,6 +118,7 @@ class RoundConfig(SamplingFeatures):
         block_size: int,
         max_model_len: int,
         draft_context: int | None = None,
+        fallback: DraftConfig | None = None,
         **values: Any,
     ) -> RoundConfig:
         """Return a round of these models, with their KV-cache groups.
@@ -127,6 +132,10 @@ class RoundConfig(SamplingFeatures):
             ops=ops,
             draft=draft,
             draft_groups=() if draft is None else draft.cache_groups(block_size, draft_len),
+            fallback=fallback,
+            fallback_groups=(
+                () if fallback is None else fallback.cache_groups(block_size, max_model_len)
+            ),
             **values,
         )
 
@@ -143,17 +152,31 @@ class RoundConfig(SamplingFeatures):
         """
         own = [
             group
-            for group, pool in zip(self.draft_groups, self.draft_pools, strict=True)
+            for group, pool in zip(self._other_groups, self._other_pools, strict=True)
             if pool >= len(self.target_groups)
         ]
         return (*self.target_groups, *own)
 
     @property
+    def _other_groups(self) -> tuple[CacheGroup, ...]:
+        """The draft's groups and the fallback's."""
+        return (*self.draft_groups, *self.fallback_groups)
+
+    @property
     def draft_pools(self) -> tuple[int, ...]:
         """Index in cache_groups of the group that holds the blocks, for each of draft_groups."""
+        return self._other_pools[: len(self.draft_groups)]
+
+    @property
+    def fallback_pools(self) -> tuple[int, ...]:
+        """The same for each of fallback_groups."""
+        return self._other_pools[len(self.draft_groups) :]
+
+    @property
+    def _other_pools(self) -> tuple[int, ...]:
         pools: list[int] = []
         num_pools = len(self.target_groups)
-        for group in self.draft_groups:
+        for group in self._other_groups:
             shared = [i for i, g in enumerate(self.target_groups) if g.sees_as_far_as(group)]
             pools.append(shared[0] if shared else num_pools)
             num_pools += not shared
@@ -166,6 +189,10 @@ class RoundConfig(SamplingFeatures):
     def draft_tables(self, block_tables: tuple[Table, ...]) -> tuple[Table, ...]:
         """Select the block tables of draft_groups from those of cache_groups."""
         return tuple(block_tables[pool] for pool in self.draft_pools)
+
+    def fallback_tables(self, block_tables: tuple[Table, ...]) -> tuple[Table, ...]:
+        """Select the block tables of fallback_groups from those of cache_groups."""
+        return tuple(block_tables[pool] for pool in self.fallback_pools)
 
     def on_device(self, addresses: jax.Array | None = None) -> RoundConfig:
         """Return the round as one of the devices runs it, inside jax.shard_map.

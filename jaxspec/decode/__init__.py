@@ -4,6 +4,7 @@ state           DecodeState: what requests carry from round to round
 prefill         chunks of prompts through target and draft together
 round           propose, verify, commit; plain decoding is a round with K = 0
 adaptive        how many drafts a request's acceptance so far makes worthwhile
+fallback        drafts looked up in the text, for requests whose head does not pay
 verify          the target's pass over [next token, drafts], and rejection sampling
 row_budget      the requests that take part in a verify pass of few rows
 slots           small programs that put requests into slots of the state, move and clear them

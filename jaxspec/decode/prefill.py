@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxspec import drafts, models
 from jaxspec.cache.metadata import PREFILL_METADATA_OPS, BlockTables, build_metadata
 from jaxspec.config import RoundConfig
+from jaxspec.decode.fallback import prefill_text
 from jaxspec.decode.round import advance
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
@@ -94,6 +95,8 @@ def prefill(
         tables = cfg.draft_tables(block_tables)
         drafter = drafts.drafter(cfg.draft)
         draft = drafter.prefill(cfg, params["draft"], draft, tables, chunk, first, out)
+    if cfg.fallback is not None:
+        state = prefill_text(cfg, state, block_tables, chunk, first, out)
     state = replace(
         state,
         seq_lens=seq_lens,

@@ -26,6 +26,7 @@ from jaxspec.decode.spread import EVERYWHERE, Specs, spread
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.drafter import DraftPart, PromptChunk
+from jaxspec.drafts.ngram import NgramState
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import has_large_state
 from jaxspec.sampling.state import SamplingState
@@ -89,11 +90,13 @@ class DonatedBuffers:
 
     draft:    fields of the drafter's state: its caches, and those that it calls LARGE
     sampling: the whole sampling state, where a logits processor keeps [batch, vocab]; else None
+    text:     as in DecodeState
     """
 
     target_caches: KVCache
     draft: dict[str, Any]
     sampling: SamplingState | None
+    text: NgramState | None = None
 
 
 def split_donated(state: DecodeState) -> tuple[DonatedBuffers, DecodeState]:
@@ -105,10 +108,10 @@ def split_donated(state: DecodeState) -> tuple[DonatedBuffers, DecodeState]:
         draft = replace(draft, **dict.fromkeys(names))
     is_large = has_large_state(state.sampling)
     buffers = DonatedBuffers(
-        state.target_caches, draft_buffers, state.sampling if is_large else None
+        state.target_caches, draft_buffers, state.sampling if is_large else None, state.text
     )
     sampling = None if is_large else state.sampling
-    rest = replace(state, target_caches=None, draft=draft, sampling=sampling)  # type: ignore[arg-type]
+    rest = replace(state, target_caches=None, draft=draft, sampling=sampling, text=None)  # type: ignore[arg-type]
     return buffers, rest
 
 
@@ -116,7 +119,13 @@ def join_donated(buffers: DonatedBuffers, rest: DecodeState) -> DecodeState:
     """Put the two parts of split_donated together again."""
     draft = None if rest.draft is None else replace(rest.draft, **buffers.draft)
     sampling = rest.sampling if buffers.sampling is None else buffers.sampling
-    return replace(rest, target_caches=buffers.target_caches, draft=draft, sampling=sampling)
+    return replace(
+        rest,
+        target_caches=buffers.target_caches,
+        draft=draft,
+        sampling=sampling,
+        text=buffers.text,
+    )
 
 
 def decode_round_in_place(

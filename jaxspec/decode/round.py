@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxspec import drafts
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
-from jaxspec.decode import adaptive
+from jaxspec.decode import adaptive, fallback
 from jaxspec.decode.row_budget import share_rows
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification, verify
@@ -32,8 +32,14 @@ def verify_and_commit(
     A rejection needs no rollback: seq_lens does not pass the rejected rows. They are masked, then
     overwritten.
     """
+    target_to_draft = params["draft"].get("target_to_draft") if cfg.draft is not None else None
+    is_lookup = None
+    if cfg.fallback is not None:
+        proposal, is_lookup, state = fallback.fall_back(
+            cfg, state, block_tables, proposal, target_to_draft
+        )
     if cfg.limits_drafts:
-        proposal = limit_drafts(num_drafts(cfg, state), proposal)
+        proposal = limit_drafts(allowed_drafts(cfg, state, is_lookup), proposal)
     active, waited, share = state.active, state.waited, None
     if (budget := cfg.flat_rows(active.shape[0])) is not None:
         assert waited is not None
@@ -51,17 +57,18 @@ def verify_and_commit(
         cfg.target_tables(block_tables),
         state.target_caches,
         state.sampling,
-        params["draft"].get("target_to_draft") if cfg.draft is not None else None,
+        target_to_draft,
         share,
     )
     may_stop = cfg.draft is not None and drafts.drafter(cfg.draft).may_stop(cfg)
     if state.acceptance is not None or may_stop:
-        verification = replace(verification, num_drafts=count_leading(proposal.draft_tokens >= 0))
+        verification = replace(verification, num_proposed=count_leading(proposal.draft_tokens >= 0))
     if state.acceptance is not None:
-        assert verification.num_drafts is not None
+        assert verification.num_proposed is not None
         acceptance = adaptive.observe(
-            state.acceptance, verification.num_drafts, verification.num_sampled
+            state.acceptance, verification.num_proposed, verification.num_sampled, is_lookup
         )
+        verification = replace(verification, is_lookup=is_lookup)
         state = replace(state, acceptance=acceptance)
     draft = state.draft
     if cfg.draft is not None:
@@ -74,6 +81,8 @@ def verify_and_commit(
             target=out,
         )
         draft = drafts.drafter(cfg.draft).observe(cfg, params["draft"], draft, seen)
+        if cfg.fallback is not None:
+            state = fallback.observe_text(cfg, state, block_tables, seen)
     seq_lens = state.seq_lens + verification.num_sampled
     state = replace(state, seq_lens=seq_lens, target_caches=out.caches, draft=draft, waited=waited)
     return verification, advance(cfg, state, verification)
@@ -101,27 +110,33 @@ def advance(cfg: RoundConfig, state: DecodeState, verification: Verification) ->
     )
 
 
-def num_drafts(cfg: RoundConfig, state: DecodeState) -> jax.Array:
+def allowed_drafts(cfg: RoundConfig, state: DecodeState, is_lookup: jax.Array | None) -> jax.Array:
     """Return the drafts that each request may have in a round, int32 [batch] from 0 to K.
+
+    is_lookup: bool [batch], whether they are looked up, which costs next to nothing; None where
+        none are
 
     The state is that of the round's begin, so the number never depends on the drafts: verification
     stays exact. Draft i of a round comes from a context of seq_lens + i tokens.
     """
-    most = jnp.minimum(state.max_drafts, cfg.num_speculative_tokens)
+    allowed = jnp.minimum(state.draft_limit, cfg.num_speculative_tokens)
     if state.acceptance is not None:
-        most = jnp.minimum(most, adaptive.num_worthwhile(*state.acceptance.counts))
+        worth = adaptive.num_worthwhile(state.acceptance.estimate, state.acceptance.thresholds)
+        if is_lookup is not None:
+            worth = jnp.where(is_lookup, cfg.num_speculative_tokens, worth)
+        allowed = jnp.minimum(allowed, worth)
     if cfg.draft_max_model_len is not None:
-        most = jnp.minimum(most, cfg.draft_max_model_len + 1 - state.seq_lens)
-    return jnp.maximum(most, 0)
+        allowed = jnp.minimum(allowed, cfg.draft_max_model_len + 1 - state.seq_lens)
+    return jnp.maximum(allowed, 0)
 
 
-def limit_drafts(most: jax.Array, proposal: Proposal) -> Proposal:
-    """Replace drafts past the first `most` [batch] by placeholders (-1).
+def limit_drafts(allowed: jax.Array, proposal: Proposal) -> Proposal:
+    """Replace drafts past the first `allowed` [batch] by placeholders (-1).
 
     Verification rejects placeholders without bias.
     """
-    allowed = jnp.arange(proposal.draft_tokens.shape[1], dtype=jnp.int32) < most[:, None]
-    return replace(proposal, draft_tokens=jnp.where(allowed, proposal.draft_tokens, -1))
+    is_allowed = jnp.arange(proposal.draft_tokens.shape[1], dtype=jnp.int32) < allowed[:, None]
+    return replace(proposal, draft_tokens=jnp.where(is_allowed, proposal.draft_tokens, -1))
 
 
 def decode_round(

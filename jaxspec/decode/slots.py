@@ -32,7 +32,7 @@ class Admission:
     num_generated:  int32 [n], tokens that a preempted request has generated; 0 for a new one
     max_tokens:     int32 [n], see DecodeState
     stop_token_ids: int32 [n, stops], padded with -1
-    max_drafts:     int32 [n], see DecodeState
+    draft_limit:    int32 [n], see DecodeState
     sampling:       n rows of the sampling state
     acceptance:     n rows of DecodeState.acceptance; None where that is None
     """
@@ -41,7 +41,7 @@ class Admission:
     num_generated: jax.Array
     max_tokens: jax.Array
     stop_token_ids: jax.Array
-    max_drafts: jax.Array
+    draft_limit: jax.Array
     sampling: SamplingState
     acceptance: Acceptance | None = None
 
@@ -49,13 +49,13 @@ class Admission:
 def without_caches(state: DecodeState) -> DecodeState:
     """Return the state without caches, which the small programs below need not pass through."""
     draft = None if state.draft is None else replace(state.draft, caches=())
-    return replace(state, target_caches=(), draft=draft)
+    return replace(state, target_caches=(), draft=draft, text=None)
 
 
 def with_caches(rows: DecodeState, state: DecodeState) -> DecodeState:
     """Return `rows` with the caches of `state`."""
     draft = None if rows.draft is None else replace(rows.draft, caches=state.draft.caches)
-    return replace(rows, target_caches=state.target_caches, draft=draft)
+    return replace(rows, target_caches=state.target_caches, draft=draft, text=state.text)
 
 
 def relaid(state: DecodeState, layout: StateLayout) -> DecodeState:
@@ -76,7 +76,7 @@ def _admit(rows: DecodeState, slots: jax.Array, new: Admission) -> DecodeState:
         num_generated=put(rows.num_generated, new.num_generated),
         max_tokens=put(rows.max_tokens, new.max_tokens),
         stop_token_ids=put(rows.stop_token_ids, new.stop_token_ids),
-        max_drafts=put(rows.max_drafts, new.max_drafts),
+        draft_limit=put(rows.draft_limit, new.draft_limit),
         sampling=jax.tree.map(put, rows.sampling, new.sampling),
         acceptance=jax.tree.map(put, rows.acceptance, new.acceptance),
         waited=None if rows.waited is None else put(rows.waited, jnp.zeros_like(slots)),

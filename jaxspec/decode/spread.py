@@ -85,7 +85,7 @@ def partition(cfg: RoundConfig, tree: Any) -> Specs:
 
     tree: params (the only argument that is a dict: {"target": ..., "draft": ...}, or the draft's
         alone), or anything that holds caches, draft logits and sampling parameters. A field
-        `target_caches` holds the target's caches, a field `caches` the draft's.
+        `target_caches` holds the target's caches, a field `caches` the draft's; `text` is whole.
     """
     if isinstance(tree, dict):
         both = "target" in tree
@@ -98,6 +98,8 @@ def partition(cfg: RoundConfig, tree: Any) -> Specs:
     def of_node(path: tuple[Any, ...], node: Any) -> Specs:
         if isinstance(node, LAYER_CACHES):
             names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+            if "text" in names:
+                return jax.tree.map(lambda _: EVERYWHERE, node)
             assert "target_caches" in names or "caches" in names, names
             return (target if "target_caches" in names else draft)[path[-1].idx]
         if isinstance(node, Proposal):

@@ -15,6 +15,7 @@ from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode.adaptive import Acceptance, initial
 from jaxspec.drafts.drafter import DraftContext
+from jaxspec.drafts.ngram import NgramState
 from jaxspec.sampling.state import SamplingState
 
 
@@ -28,11 +29,12 @@ class DecodeState:
     num_generated:  int32 [batch]
     max_tokens:     int32 [batch], where a request ends by length
     stop_token_ids: int32 [batch, stops], where it ends by content, padded with -1
-    max_drafts:     int32 [batch], drafts per round that a request is allowed; read where
+    draft_limit:    int32 [batch], drafts that a request may have in any round; read where
                     RoundConfig.limits_drafts
     sampling:       the requests' sampling parameters
     draft:          the drafter's state (DraftState); None without a draft
     target_caches:  one cache per layer of the target
+    text:           the text of every request, for RoundConfig.fallback; None without one
     acceptance:     estimates that choose the number of drafts; None unless RoundConfig.adaptive
     waited:         int32 [batch], rounds in a row that a request has waited for rows of the verify
                     pass; None without RoundConfig.max_num_verify_tokens
@@ -44,10 +46,11 @@ class DecodeState:
     num_generated: jax.Array
     max_tokens: jax.Array
     stop_token_ids: jax.Array
-    max_drafts: jax.Array
+    draft_limit: jax.Array
     sampling: SamplingState
     draft: Any
     target_caches: KVCache
+    text: NgramState | None = None
     acceptance: Acceptance | None = None
     waited: jax.Array | None = None
 
@@ -85,7 +88,7 @@ def init_state(
         num_generated=zeros(),
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
-        max_drafts=jnp.full(batch, cfg.num_speculative_tokens, jnp.int32),
+        draft_limit=jnp.full(batch, cfg.num_speculative_tokens, jnp.int32),
         sampling=sampling,
         draft=draft,
         target_caches=init_cache(
@@ -94,9 +97,20 @@ def init_state(
             cfg.block_size,
             cache_dtype,
         ),
-        acceptance=initial(batch, cfg.num_speculative_tokens) if cfg.adaptive else None,
+        text=None if cfg.fallback is None else _empty_text(cfg, num_blocks, cache_dtype),
+        acceptance=initial(batch, cfg.num_speculative_tokens, has_fallback=cfg.fallback is not None)
+        if cfg.adaptive
+        else None,
         waited=zeros() if cfg.max_num_verify_tokens is not None else None,
     )
+
+
+def _empty_text(
+    cfg: RoundConfig, num_blocks: tuple[int, ...], cache_dtype: DTypeLike
+) -> NgramState:
+    assert cfg.fallback is not None
+    blocks = [num_blocks[pool] for pool in cfg.fallback_pools]
+    return NgramState(init_cache(cfg.fallback.attention, blocks, cfg.block_size, cache_dtype))
 
 
 def draft_context(cfg: RoundConfig, state: DecodeState, block_tables: BlockTables) -> DraftContext:

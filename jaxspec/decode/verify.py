@@ -43,8 +43,10 @@ class Verification:
     logprobs:        of output_tokens; None where no request reads them
     prompt_logprobs: of the token after each row of a prefill's chunk; None where no request reads
                      them
-    num_drafts:      int32 [batch], drafts that were judged, placeholders not counted; None unless
+    num_proposed:    int32 [batch], drafts of the round, placeholders not counted; None unless
                      their number adapts (RoundConfig.adaptive) or the drafter may stop
+    is_lookup:       bool [batch], whether the drafts were looked up; None without
+                     RoundConfig.fallback
     overflowed:      bool [batch], whether the target's own logits hold NaN or infinity in the row
                      that a prefill samples from; None for a round
     """
@@ -53,7 +55,8 @@ class Verification:
     num_sampled: jax.Array
     logprobs: Scores | None = None
     prompt_logprobs: Scores | None = None
-    num_drafts: jax.Array | None = None
+    num_proposed: jax.Array | None = None
+    is_lookup: jax.Array | None = None
     overflowed: jax.Array | None = None
 
 

@@ -7,13 +7,13 @@ right, so the figure is a little higher than an engine's; it ranks readings over
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import drafts
-from jaxspec.config import REFERENCE_OPS, ConfigError
+from jaxspec.config import REFERENCE_OPS
 from jaxspec.doctor.head import Head, Reading
 from jaxspec.doctor.texts import Features, Texts
 from jaxspec.training.objective import FORWARDS
@@ -50,13 +50,6 @@ def measure(
 ) -> Acceptance:
     """Draft from every row of the texts as this reading does."""
     cfg = reading.cfg
-    if cfg.sliding_window is not None:
-        if texts.tokens.shape[1] > cfg.sliding_window:
-            raise ConfigError(
-                f"doctor: expected texts of at most the head's window of {cfg.sliding_window} "
-                f"tokens, got {texts.tokens.shape[1]}"
-            )
-        cfg = replace(cfg, sliding_window=None)  # it cuts nothing off
     params, family = head.bound(reading), drafts.family(cfg)
     forward = FORWARDS[cfg.method].forward_steps
     text, row = np.nonzero(texts.drafted(num_steps))

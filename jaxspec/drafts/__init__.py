@@ -23,6 +23,7 @@ suffix           suffix matching: drafts voted by all places where that text wen
 from __future__ import annotations
 
 from jaxspec.config import ConfigError, DraftConfig
+from jaxspec.config.draft_methods import OPTIONS
 from jaxspec.drafts import draft_model, families, ngram, suffix
 from jaxspec.drafts.autoregressive import Autoregressive
 from jaxspec.drafts.block import BlockDrafter
@@ -49,15 +50,7 @@ MODEL_FREE: dict[str, ModelFreeDrafter] = {
     "ngram": ngram.NgramDrafter(),
     "suffix": suffix.SuffixDrafter(),
 }
-METHODS = (
-    "eagle",
-    "eagle3",
-    "dflash",
-    "dspark",
-    "mtp",
-    "draft_model",
-    *MODEL_FREE,
-)  # as SpeculativeConfig.method names them
+METHODS = tuple(OPTIONS)  # as SpeculativeConfig.method names them
 AUTOREGRESSIVE, BLOCK, INDEPENDENT = Autoregressive(), BlockDrafter(), Independent()
 
 __all__ = [
@@ -77,6 +70,7 @@ __all__ = [
     "EagleConfig",
     "LayeredConfig",
     "MtpConfig",
+    "block_capacity",
     "check_method",
     "draft_model",
     "drafter",
@@ -86,7 +80,6 @@ __all__ = [
     "hidden_width",
     "layered_drafter",
     "method_name",
-    "most_drafts",
     "needs_model",
 ]
 
@@ -102,9 +95,9 @@ def method_name(cfg: DraftConfig) -> str:
     return next(m for m in sorted(METHODS, key=len, reverse=True) if cfg.method.startswith(m))
 
 
-def most_drafts(cfg: DraftConfig) -> int | None:
+def block_capacity(cfg: DraftConfig) -> int | None:
     """Return the drafts that a block holds; None for a draft that makes any number."""
-    return families.block(cfg).most_drafts if cfg.method in BLOCKS else None
+    return families.block(cfg).block_capacity if cfg.method in BLOCKS else None
 
 
 def needs_model(method: str | None) -> bool:

@@ -7,7 +7,8 @@ positions seq_lens and on. Its rows see the context and each other. Their keys l
 the context of accepted tokens and the next block overwrite them, as happens to rejected rows.
 
 Then lax.fori_loop draws a token after the other. Step i may correct the logits of row i by the
-draft before it, so q is exact: each column holds the logits that its token was drawn from.
+draft before it, so q is exact: each column holds the logits that its token was drawn from. The
+corrected logits take the place of the head's, in the same array, if the proposal keeps them.
 
 A confidence head may end a request's drafts. Its chance of draft i depends on row i and the drafts
 before i, so the decision falls before draft i is drawn. Given these drafts, the presence of an i-th
@@ -38,7 +39,7 @@ from jaxspec.cache.metadata import (
 )
 from jaxspec.config import Ops, RoundConfig
 from jaxspec.drafts import families
-from jaxspec.drafts.columns import proposal_buffers, write_step
+from jaxspec.drafts.columns import draw_token, empty_tokens, write_column
 from jaxspec.drafts.drafter import (
     DraftContext,
     DraftPart,
@@ -49,6 +50,7 @@ from jaxspec.drafts.drafter import (
 )
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
+from jaxspec.layers.products import idle_rows
 from jaxspec.models import TargetOutput
 
 
@@ -65,18 +67,19 @@ class BlockState:
 class BlockCarry:
     """The carry of the loop over a block's drafts.
 
-    proposal:   the preallocated arrays, written up to this step's column
-    token:      int32 [batch], the last draft, or the token before the block
-    head_state: what the head carries from one draft to the next (BlockFamily.first_head_state)
-    chance:     float32 [batch], of all drafts so far to be accepted; None without a threshold
-    num_drafts: int32 [batch], drafts before the chance fell below the threshold; None without one
+    proposal:     the tokens up to this step's column, and where steps correct the logits the array
+                  of these, corrected up to it
+    token:        int32 [batch], the last draft, or the token before the block
+    head_state:   what the head carries from one draft to the next (BlockFamily.first_head_state)
+    chance:       float32 [batch], of all drafts so far to be accepted; None without a threshold
+    num_proposed: int32 [batch], drafts before the chance fell below the threshold; None without one
     """
 
     proposal: Proposal
     token: jax.Array
     head_state: jax.Array | None
     chance: jax.Array | None
-    num_drafts: jax.Array | None
+    num_proposed: jax.Array | None
 
 
 @struct.dataclass
@@ -90,8 +93,10 @@ def run_block(
 ) -> tuple[jax.Array, KVCache]:
     """Run the draft over the block; returns the head's inputs [batch, K, D] and the caches."""
     draft, K = families.block(cfg.draft), cfg.num_speculative_tokens
+    batch = context.next_token.shape[0]
     rows = K if draft.sample_from_anchor else K + 1
-    masks = jnp.full((context.next_token.shape[0], rows - 1), draft.mask_token_id, jnp.int32)
+    padding = idle_rows(batch, rows, cfg.draft_ops)
+    masks = jnp.full((batch, rows + padding - 1), draft.mask_token_id, jnp.int32)
     tokens = jnp.concatenate([context.next_token[:, None], masks], axis=1)
     metadata = block_metadata(
         cfg.draft_groups,
@@ -99,13 +104,14 @@ def run_block(
         context.seq_lens,
         context.active,
         rows,
+        padding=padding,
         seen=draft.visibility,
         attention=draft.attention,
         ops=cfg.ops,
     )
     pass_ = Pass(metadata, cfg.draft_ops)
     hidden, caches = families.block_family(draft).forward(params, draft, tokens, pass_, caches)
-    return hidden[:, rows - K :], caches
+    return hidden[:, rows - K : rows], caches
 
 
 def draw_block(
@@ -117,28 +123,30 @@ def draw_block(
 ) -> Proposal:
     """Draw K drafts, one after the other, from the head's inputs hidden [batch, K, D].
 
-    buffers replaces the preallocated arrays (tests poison them).
+    buffers replaces the preallocated tokens (tests poison them).
     """
     draft, K = families.block(cfg.draft), cfg.num_speculative_tokens
     family, batch = families.block_family(draft), hidden.shape[0]
     base = family.logits(params, draft, hidden, cfg.draft_ops)
-    buffers = buffers or proposal_buffers(cfg, batch)
+    tokens = empty_tokens(cfg, batch) if buffers is None else buffers.draft_tokens
     has_threshold = draft.confidence_threshold > 0
-    # Logits that no step corrects are the proposal's as they stand.
-    whole = not draft.corrects_logits and cfg.keeps_draft_logits
+    # The steps carry the logits that they correct in place. Others are the proposal's as they are.
+    in_place = draft.corrects_logits and cfg.keeps_draft_logits
     carry = BlockCarry(
-        replace(buffers, draft_logits=None) if whole else buffers,
+        Proposal(tokens, base if in_place else None),
         context.next_token,
         family.first_head_state(draft, hidden),
         jnp.ones(batch, jnp.float32) if has_threshold else None,
         jnp.zeros(batch, jnp.int32) if has_threshold else None,
     )
-    step = partial(draw_step, cfg, params, context, hidden, base)
+    step = partial(draw_step, cfg, params, context, hidden, None if in_place else base)
     carry = step(0, carry) if K == 1 else lax.fori_loop(0, K, step, carry)
-    proposal = replace(carry.proposal, draft_logits=base) if whole else carry.proposal
-    if carry.num_drafts is None:
+    proposal = carry.proposal
+    if cfg.keeps_draft_logits and not in_place:
+        proposal = replace(proposal, draft_logits=base)
+    if carry.num_proposed is None:
         return proposal
-    is_draft = jnp.arange(K, dtype=jnp.int32) < carry.num_drafts[:, None]
+    is_draft = jnp.arange(K, dtype=jnp.int32) < carry.num_proposed[:, None]
     return replace(proposal, draft_tokens=jnp.where(is_draft, proposal.draft_tokens, -1))
 
 
@@ -147,27 +155,44 @@ def draw_step(
     params: Params,
     context: DraftContext,
     hidden: jax.Array,
-    base: jax.Array,
+    base: jax.Array | None,
     step: jax.Array | int,
     carry: BlockCarry,
 ) -> BlockCarry:
-    """Draw draft `step` from its row of hidden [batch, K, D] and base [batch, K, draft_vocab]."""
+    """Draw draft `step` from its row of hidden [batch, K, D] and base [batch, K, draft_vocab].
+
+    base: None if the carried proposal holds it
+    """
     draft = families.block(cfg.draft)
     family = families.block_family(draft)
     column = partial(
         lax.dynamic_index_in_dim, index=step, axis=1, keepdims=False, allow_negative_indices=False
     )
+    base = carry.proposal.draft_logits if base is None else base
     row = column(hidden)
-    chance, num_drafts = carry.chance, carry.num_drafts
-    if chance is not None and num_drafts is not None:  # before the draft exists: see the module
+    chance, num_proposed = carry.chance, carry.num_proposed
+    if chance is not None and num_proposed is not None:  # before the draft exists: see the module
         confidence = families.confident_family(draft).confidence
         chance = chance * confidence(params, draft, row, carry.token)
-        num_drafts = num_drafts + (chance >= draft.confidence_threshold).astype(jnp.int32)
+        num_proposed = num_proposed + (chance >= draft.confidence_threshold).astype(jnp.int32)
     logits, head_state = family.step_logits(
         params, draft, column(base), row, carry.token, carry.head_state, cfg.draft_ops
     )
-    proposal, token = write_step(cfg, params, context, step, logits, carry.proposal)
-    return BlockCarry(proposal, token, head_state, chance, num_drafts)
+    token = draw_token(cfg, params, context, step, logits)
+    written = partial(_by_kernel, cfg, step)
+    proposal = write_column(carry.proposal, step, written(token), written(logits))
+    return BlockCarry(proposal, token, head_state, chance, num_proposed)
+
+
+def _by_kernel(cfg: RoundConfig, step: jax.Array | int, values: jax.Array) -> jax.Array:
+    """Return values [batch, ...] of column `step` such that a kernel writes them.
+
+    The column of a single request is contiguous. XLA would make its update a copy to an address
+    that the host computes, if nothing but the column were written. The select makes it a kernel.
+    """
+    if values.shape[0] > 1:
+        return values
+    return jnp.where(step < cfg.num_speculative_tokens, values, 0)
 
 
 def propose_part(

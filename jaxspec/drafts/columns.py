@@ -77,12 +77,24 @@ def write_step(
 
     Returns the proposal and the token [batch], an id of the target's vocabulary.
     """
+    token = draw_token(cfg, params, inputs, step, logits)
+    return write_column(proposal, step, token, logits), token
+
+
+def draw_token(
+    cfg: RoundConfig, params: Params, inputs: Batch, step: jax.Array | int, logits: jax.Array
+) -> jax.Array:
+    """Draw a step's token [batch] in the target's vocabulary from logits [batch, draft_vocab]."""
     drafted = draw_draft(cfg, params, inputs, step, logits)
-    token = (
-        params["draft_to_target"][drafted]
-        if families.layered(cfg.draft).maps_vocabulary
-        else drafted
-    )
+    if not families.layered(cfg.draft).maps_vocabulary:
+        return drafted
+    return params["draft_to_target"][drafted]
+
+
+def write_column(
+    proposal: Proposal, step: jax.Array | int, token: jax.Array, logits: jax.Array
+) -> Proposal:
+    """Write a token [batch] and its logits [batch, draft_vocab] into column `step`."""
     # A step that might be a negative index would be read both before and after the loop increments
     # it, which takes a copy of it.
     into_column = partial(lax.dynamic_update_slice, allow_negative_indices=False)
@@ -90,7 +102,7 @@ def write_step(
     draft_logits = proposal.draft_logits
     if draft_logits is not None:
         draft_logits = into_column(draft_logits, logits[:, None], (0, step, 0))
-    return Proposal(tokens, draft_logits), token
+    return Proposal(tokens, draft_logits)
 
 
 def proposal_buffers(cfg: RoundConfig, batch: int) -> Proposal:
@@ -99,4 +111,9 @@ def proposal_buffers(cfg: RoundConfig, batch: int) -> Proposal:
     if cfg.keeps_draft_logits:
         vocab = cfg.vocab_shards.piece(families.layered(cfg.draft).draft_vocab_size)
         logits = jnp.zeros((batch, K, vocab), jnp.float32)
-    return Proposal(jnp.zeros((batch, K), jnp.int32), logits)
+    return Proposal(empty_tokens(cfg, batch), logits)
+
+
+def empty_tokens(cfg: RoundConfig, batch: int) -> jax.Array:
+    """Return a proposal's tokens int32 [batch, K] before the first step."""
+    return jnp.zeros((batch, cfg.num_speculative_tokens), jnp.int32)

@@ -125,7 +125,7 @@ class DFlashConfig:
         return False
 
     @property
-    def most_drafts(self) -> int:
+    def block_capacity(self) -> int:
         """Tokens that a whole block drafts."""
         return self.draft_block_size - (0 if self.sample_from_anchor else 1)
 

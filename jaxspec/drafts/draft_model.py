@@ -27,7 +27,7 @@ from jaxspec.config import (
     SpeculativeConfig,
     check_options,
 )
-from jaxspec.config.quantization import quantized, scale_dtype_of
+from jaxspec.config.quantization import form_while_loading, quantized, scale_dtype_of
 from jaxspec.drafts.family import Shapes, same_name
 from jaxspec.drafts.head_layout import is_head
 from jaxspec.layers.context import Pass
@@ -112,7 +112,9 @@ def model_from_checkpoint(
             "from its files where none is named"
         )
     cfg = models.config_from_hf(config)
-    return quantized(cfg, overrides.draft_quantize, scale_dtype_of(config), key="draft_quantize")
+    key = "draft_quantize"
+    form = form_while_loading(overrides.draft_quantize, config, key=key)
+    return quantized(cfg, form, scale_dtype_of(config), key=key)
 
 
 def config_from_checkpoint(

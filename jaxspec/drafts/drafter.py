@@ -220,6 +220,10 @@ class ModelFreeDrafter(Drafter, Protocol):
         """Return the config that drafts for this target."""
         ...
 
+    def settings(self, target: TargetConfig, speculative: SpeculativeConfig) -> DraftConfig:
+        """Return the same config for a fallback, beside the options of a head."""
+        ...
+
 
 def no_drafts(batch: int) -> Proposal:
     """Return a proposal without drafts: K = 0."""

@@ -359,7 +359,7 @@ def config_from_checkpoint(
         intermediate_size=read_int(layer, "intermediate_size"),
         num_layers=read_int(layer, "num_hidden_layers", 1),
         attention=draft_attention(layer, shapes),
-        sliding_window=draft_window(layer),
+        sliding_window=draft_window(layer, overrides.draft_sliding_window),
         rms_norm_eps=draft_eps(layer),
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,

@@ -72,7 +72,7 @@ class BlockConfig(LayeredConfig, Protocol):
         ...
 
     @property
-    def most_drafts(self) -> int:
+    def block_capacity(self) -> int:
         """Tokens that a whole block drafts."""
         ...
 
@@ -349,11 +349,13 @@ def _rope_theta(layer: Mapping[str, Any]) -> object:
     return next((p["rope_theta"] for p in places if p.get("rope_theta") is not None), None)
 
 
-def draft_window(layer: Mapping[str, Any]) -> int | None:
+def draft_window(layer: Mapping[str, Any], given: int | None) -> int | None:
     """Return the sliding window of the draft's layers in tokens, None for full attention.
 
-    speculators 0.9 gives new drafts a window.
+    It is the given one, or else that of the head's config: speculators 0.9 gives new drafts one.
     """
+    if given is not None:
+        return given
     kinds = set(layer.get("layer_types") or ["full_attention"])
     if kinds == {"full_attention"}:
         refuse_unless(layer, "use_sliding_window", False)

@@ -101,8 +101,11 @@ def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
     return "eagle3" if is_eagle3 else "eagle"
 
 
-def is_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether a checkpoint is a draft head, by its config and its tensors' names."""
+def is_head(config: Mapping[str, Any], names: Collection[str] = ()) -> bool:
+    """Return whether a checkpoint is a draft head, by its config and its tensors' names.
+
+    names: empty where only the config is at hand, by which EAGLE-1's heads look like models
+    """
     markers = (BLOCK_TENSOR, *EAGLE3_TENSORS, *EAGLE1_TENSORS)
     return (
         "speculators_config" in config

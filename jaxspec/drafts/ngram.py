@@ -111,8 +111,8 @@ def match_lengths(text: jax.Array, length: jax.Array, longest: int) -> jax.Array
     return count
 
 
-def look_up(text: jax.Array, length: jax.Array, num_drafts: int, sizes: range) -> jax.Array:
-    """Return drafts int32 [batch, num_drafts] for texts int32 [batch, positions] of length [batch].
+def look_up(text: jax.Array, length: jax.Array, K: int, sizes: range) -> jax.Array:
+    """Return drafts int32 [batch, K] for texts int32 [batch, positions] of length [batch].
 
     The first of sizes, which fall, whose run of last tokens occurs before decides. A draft that the
     text does not hold is -1.
@@ -125,7 +125,7 @@ def look_up(text: jax.Array, length: jax.Array, num_drafts: int, sizes: range) -
         most = jnp.max(count, axis=1, keepdims=True)
         is_best = (count == most) & (most >= sizes[-1])
         found = jnp.max(jnp.where(is_best, index, 0), axis=1)
-    position = found[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
+    position = found[:, None] + jnp.arange(K, dtype=jnp.int32)
     exists = (found[:, None] > 0) & (position < length[:, None])
     return jnp.where(exists, at(text, position), -1)
 
@@ -166,6 +166,10 @@ class NgramDrafter:
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> NgramConfig:
         """Read the lengths from the speculative config; ConfigError for what it does not read."""
         refuse_others_options(speculative, "ngram")
+        return self.settings(target, speculative)
+
+    def settings(self, target: TargetConfig, speculative: SpeculativeConfig) -> NgramConfig:
+        """Return the config of this method as a fallback; see ModelFreeDrafter."""
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         return NgramConfig(target.vocab_size, longest, shortest)
 

@@ -1,14 +1,16 @@
 """Suffix matching: drafts voted by the places where the request's text has gone on from its end.
 
-The longest run of last tokens that occurs before is matched, up to a depth. All of its occurrences
+The longest run of last tokens that occurs before is matched, up to a length. All of its occurrences
 vote: the most frequent next token is the draft, and those that agree vote on the one after it. The
 share of the votes estimates a draft's chance, and drafts end below a threshold. A longer match may
-have more drafts. (SuffixDecoding, 2411.04975, by a scan of the text instead of a suffix tree; it
-votes within one request, whose prompt and output are one text.)
+have more drafts, and match and drafts together a depth of tokens at most. (SuffixDecoding,
+2411.04975, by a scan of the text instead of a suffix tree; it votes within one request, whose
+prompt and output are one text.)
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import jax
@@ -32,19 +34,21 @@ from jaxspec.models import TargetConfig
 
 @dataclass(frozen=True)
 class SuffixConfig(NgramConfig):
-    """Limits of suffix matching; lookup_max is the depth of a match.
+    """Limits of suffix matching; lookup_max is the longest match.
 
+    max_tree_depth:  tokens of a match and its drafts together, at most
     max_spec_factor: drafts for each token of the match, at most
     min_token_prob:  the chance, by the votes, below which drafts end
     """
 
+    max_tree_depth: int = 24
     max_spec_factor: float = 1.0
     min_token_prob: float = 0.1
     method: str = "suffix"
 
 
-def vote(text: jax.Array, length: jax.Array, num_drafts: int, cfg: SuffixConfig) -> jax.Array:
-    """Return drafts int32 [batch, num_drafts] for texts int32 [batch, positions] of length [batch].
+def vote(text: jax.Array, length: jax.Array, K: int, cfg: SuffixConfig) -> jax.Array:
+    """Return drafts int32 [batch, K] for texts int32 [batch, positions] of length [batch].
 
     A draft that is not made is -1. Of tokens with as many votes, the smallest id wins.
     """
@@ -55,6 +59,7 @@ def vote(text: jax.Array, length: jax.Array, num_drafts: int, cfg: SuffixConfig)
     longest = jnp.max(count, axis=1)
     votes = (count == longest[:, None]) & (longest[:, None] >= cfg.lookup_min)
     most = jnp.floor(cfg.max_spec_factor * longest.astype(jnp.float32))
+    most = jnp.minimum(most, (cfg.max_tree_depth - longest).astype(jnp.float32))
 
     def draft(
         carry: tuple[jax.Array, jax.Array, jax.Array], step: jax.Array
@@ -73,8 +78,19 @@ def vote(text: jax.Array, length: jax.Array, num_drafts: int, cfg: SuffixConfig)
         return (votes & (tokens == token[:, None]), chance, goes_on), jnp.where(goes_on, token, -1)
 
     start = votes, jnp.ones(batch, jnp.float32), jnp.ones(batch, bool)
-    _, drafts = lax.scan(draft, start, jnp.arange(num_drafts, dtype=jnp.int32))
+    _, drafts = lax.scan(draft, start, jnp.arange(K, dtype=jnp.int32))
     return drafts.T
+
+
+def longest_match(K: int, max_tree_depth: int, max_spec_factor: float) -> int:
+    """Return the longest match that leaves room for as many drafts as any; 0 if none leaves room.
+
+    A longer one would have fewer, since match and drafts share max_tree_depth.
+    """
+    numbers = range(1, min(K, max_tree_depth - 1) + 1)
+    # A match that leaves room for n drafts has to be long enough for them, too.
+    most = bisect_left(numbers, True, key=lambda n: max_spec_factor * (max_tree_depth - n) < n)
+    return max_tree_depth - most if most else 0
 
 
 def vote_step(
@@ -90,11 +106,18 @@ class SuffixDrafter(NgramDrafter):
     def config(self, target: TargetConfig, speculative: SpeculativeConfig) -> SuffixConfig:
         """Read the limits from the speculative config; ConfigError for what it does not read."""
         refuse_others_options(speculative, "suffix")
+        return self.settings(target, speculative)
+
+    def settings(self, target: TargetConfig, speculative: SpeculativeConfig) -> SuffixConfig:
+        """See NgramDrafter."""
+        depth = speculative.suffix_decoding_max_tree_depth
+        factor = speculative.suffix_decoding_max_spec_factor
         return SuffixConfig(
             target.vocab_size,
-            lookup_max=speculative.suffix_decoding_max_tree_depth,
+            lookup_max=longest_match(speculative.max_k, depth, factor),
             lookup_min=1,
-            max_spec_factor=speculative.suffix_decoding_max_spec_factor,
+            max_tree_depth=depth,
+            max_spec_factor=factor,
             min_token_prob=speculative.suffix_decoding_min_token_prob,
         )
 

@@ -84,7 +84,7 @@ class InFlight:
     """A result that is not read yet, of a step's rounds or of a prefill.
 
     rows: the requests that it holds tokens for, and their rows in it
-    num_drafts: the rounds' K
+    num_speculative_tokens: the rounds' K
     batch: slots of the batch that it ran in
     launched: when, as time.perf_counter() says
     prompts: chunks of prefill whose tokens need log-probabilities, and the rows of their tiles
@@ -93,7 +93,7 @@ class InFlight:
     verification: Verification
     rows: list[tuple[Request, int]]
     is_round: bool
-    num_drafts: int = 0
+    num_speculative_tokens: int = 0
     batch: int = 0
     launched: float = field(default_factory=lambda: time.perf_counter())
     prompts: list[tuple[Chunk, range]] = field(default_factory=list)
@@ -553,14 +553,12 @@ class Engine:
         if not found.requests:
             return False
         features = replace(self._running_features(), prompt_logprobs=False)
-        num_drafts = runner.configs.num_drafts(len(found.requests))
+        K = runner.configs.k_of_batch(len(found.requests))
         if self.choice is not None:
-            num_drafts = self._choose_num_drafts(self.choice, features, found.requests)
-        limits = any(
-            self._num_drafts(r, num_drafts, longest=True) < num_drafts for r in found.requests
-        )
+            K = self._choose_k(self.choice, features, found.requests)
+        limits = any(self._allowed_drafts(r, K, longest=True) < K for r in found.requests)
         verification = runner.round(
-            features, found.requests, num_drafts=num_drafts, limits_drafts=limits
+            features, found.requests, num_speculative_tokens=K, limits_drafts=limits
         )
         rows = [(r, r.slot) for r in found.requests if r.slot is not None]
         self._launched(
@@ -568,19 +566,19 @@ class Engine:
                 verification,
                 rows,
                 is_round=True,
-                num_drafts=num_drafts,
+                num_speculative_tokens=K,
                 batch=runner.num_slots,
             )
         )
         return True
 
-    def _choose_num_drafts(
+    def _choose_k(
         self, choice: DraftChoice, features: SamplingFeatures, requests: Sequence[Request]
     ) -> int:
         """Return the K of the next step's rounds; num_unread_rounds counts them already."""
         per_step = self.runner.rounds_per_step
         candidates = [
-            Candidate(r.acceptance, r.max_drafts, r.num_unread_rounds - per_step)
+            Candidate(r.acceptance, r.draft_limit, r.num_unread_rounds - per_step)
             for r in requests
             if r.acceptance is not None
         ]
@@ -591,14 +589,14 @@ class Engine:
             partial(self.runner.is_compiled, features, requests),
         )
 
-    def _num_drafts(self, request: Request, num_drafts: int, *, longest: bool = False) -> int:
-        """Return the drafts that the request may have in a round of K = num_drafts.
+    def _allowed_drafts(self, request: Request, K: int, *, longest: bool = False) -> int:
+        """Return the drafts that the request may have in a round of K drafts.
 
-        The result is that of num_drafts on the device. The round starts at the request's cached
-        tokens. With `longest` it starts at the most tokens that the request can have by the next
-        step's last round; `num_unread_rounds` counts that step's rounds already.
+        The result is that of decode.allowed_drafts on the device. The round starts at the request's
+        cached tokens. With `longest` it starts at the most tokens that the request can have by the
+        next step's last round; `num_unread_rounds` counts that step's rounds already.
         """
-        allowed = min(num_drafts, request.max_drafts)
+        allowed = min(K, request.draft_limit)
         speculative = self.runner.speculative
         if speculative is not None and speculative.draft_max_model_len is not None:
             ahead = (
@@ -648,7 +646,7 @@ class Engine:
             self.stats.timings.decode_seconds += now - self.stats.clock
             if self.choice is not None and not self.is_replica:  # the clock is that of all
                 seconds = (now - self.stats.clock) / self.runner.rounds_per_step
-                self.choice.timed(result.batch, result.num_drafts, seconds)
+                self.choice.timed(result.batch, result.num_speculative_tokens, seconds)
         else:
             self.stats.timings.prefill_seconds += now - self.stats.clock
         self.stats.clock = now
@@ -687,7 +685,8 @@ class Engine:
         if result.is_round and num_sampled.any():
             self.stats.timings.num_rounds += 1
             rounds = self.stats.timings.num_rounds_of
-            rounds[result.num_drafts] = rounds.get(result.num_drafts, 0) + 1
+            K = result.num_speculative_tokens
+            rounds[K] = rounds.get(K, 0) + 1
         for request, row in result.rows:
             sampled = tokens[row, : num_sampled[row]].tolist()
             try:
@@ -696,9 +695,10 @@ class Engine:
                     request.logprobs += logprobs_of(
                         verification.logprobs, row, sampled, request.params.logprobs
                     )
-                judged = verification.num_drafts
-                num_judged = None if judged is None else int(judged[row])
-                self._hand_over(request, sampled, result, now, num_judged)
+                proposed = verification.num_proposed
+                num_proposed = None if proposed is None else int(proposed[row])
+                is_lookup = verification.is_lookup is not None and bool(verification.is_lookup[row])
+                self._hand_over(request, sampled, result, now, num_proposed, is_lookup=is_lookup)
             except Exception as e:
                 self._fail(request, e)
 
@@ -708,12 +708,13 @@ class Engine:
         tokens: list[int],
         result: InFlight,
         now: float,
-        num_judged: int | None,
+        num_proposed: int | None,
+        *,
+        is_lookup: bool,
     ) -> None:
-        """num_judged: the request's drafts in a round; None: all that it may have"""
-        num_drafted = num_judged
-        if num_drafted is None:
-            num_drafted = self._num_drafts(request, result.num_drafts)
+        """num_proposed: the request's drafts in a round; None: all that it may have"""
+        if num_proposed is None:
+            num_proposed = self._allowed_drafts(request, result.num_speculative_tokens)
         kept = self.scheduler.read(request, tokens, is_round=result.is_round)
         if kept == 0:
             return
@@ -722,15 +723,17 @@ class Engine:
             stopped = request.detokenizer is not None and request.detokenizer.stopped
             num_accepted = min(len(tokens) - 1, kept) if stopped else len(tokens) - 1
             if self.choice is not None and request.acceptance is not None:
-                self.choice.observe(num_drafted, len(tokens) - 1)
+                if not is_lookup:
+                    self.choice.observe(num_proposed, len(tokens) - 1)
                 request.acceptance.observe(
-                    num_drafted,
+                    num_proposed,
                     len(tokens) - 1,
+                    is_lookup=is_lookup,
                     num_generated=request.num_generated,
                     num_delivered=request.num_delivered,
                 )
-            request.metrics.observe(num_accepted, num_drafted)
-            self.stats.metrics.observe(num_accepted, num_drafted)
+            for metrics in (request.metrics, self.stats.metrics):
+                metrics.observe(num_accepted, num_proposed, is_lookup=is_lookup)
         request.times.observe(now, kept)
         self.stats.timings.num_output_tokens += kept
         self._notify(request, kept)
@@ -814,10 +817,10 @@ def _draft_choice(runner: ModelRunner) -> DraftChoice | None:
     """Return what chooses the number of drafts; None where it is given."""
     if not runner.adapts:
         return None
-    draft = runner.configs.greedy.draft
-    assert runner.speculative is not None and draft is not None
+    cfg, speculative = runner.configs.greedy, runner.speculative
+    assert speculative is not None and cfg.draft is not None
     fixed_k = runner.config.batch_invariant
-    return DraftChoice(runner.speculative, draft, runner.params, fixed_k=fixed_k)
+    return DraftChoice(speculative, cfg.target, cfg.draft, runner.params, fixed_k=fixed_k)
 
 
 def refuse_inside_callback() -> NoReturn:

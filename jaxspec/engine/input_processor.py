@@ -26,6 +26,7 @@ class InputProcessor:
     vocab_size: the target's
     max_model_len: tokens of a request at most
     num_speculative_tokens: the engine's K, 0 without a draft
+    default_params: of requests that bring none
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class InputProcessor:
         vocab_size: int,
         max_model_len: int,
         num_speculative_tokens: int,
+        default_params: SamplingParams,
     ) -> None:
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.num_speculative_tokens = num_speculative_tokens
+        self.default_params = default_params
         self._request_ids = itertools.count()
         # Many prompts have the same bad words.
         self._encode_words = lru_cache(maxsize=256)(partial(encode_words, tokenizer=tokenizer))
@@ -55,7 +58,7 @@ class InputProcessor:
         """Tokenise and check every prompt; n requests for each (LLM.make_requests)."""
         listed = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(listed)
+            sampling_params = [sampling_params or self.default_params] * len(listed)
         if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
             raise ConfigError(
                 "sampling_params: expected SamplingParams, or a list of them, "
@@ -77,7 +80,7 @@ class InputProcessor:
                 )
             try:
                 if id(params) not in copies:
-                    copies[id(params)] = self.with_words(params.clone())
+                    copies[id(params)] = self.checked_copy(params)
                 params = copies[id(params)]
                 params.check_vocabulary(self.vocab_size, self.eos_token_ids)
             except ConfigError as e:
@@ -90,8 +93,12 @@ class InputProcessor:
             ]
         return requests
 
-    def with_words(self, params: SamplingParams) -> SamplingParams:
-        """Return the params with the tokens of bad_words among their bad_words_token_ids."""
+    def checked_copy(self, params: SamplingParams) -> SamplingParams:
+        """Return a copy with the tokens of bad_words among its bad_words_token_ids.
+
+        ConfigError for parameters whose assigned values exclude each other.
+        """
+        params = replace(params)
         if not params.bad_words:
             return params
         found = dict.fromkeys((*params.bad_words_token_ids, *self._encode_words(params.bad_words)))
@@ -144,7 +151,7 @@ class InputProcessor:
                 params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids)
             ),
             stop_token_ids=end_token_ids(params, () if params.ignore_eos else self.eos_token_ids),
-            max_drafts=K if own is None else min(K, own),
+            draft_limit=K if own is None else min(K, own),
             seed=derive_seed(params.seed, sample),
             index=index,
             sample=sample,

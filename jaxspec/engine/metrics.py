@@ -21,6 +21,7 @@ class SpecDecodeMetrics:
         request ends counts in full, except for what a stop string cuts off.
     acceptance_histogram[j]: rounds that accepted exactly j drafts
     draft_histogram[j]: rounds that proposed exactly j drafts, from 1 on
+    num_lookups: rounds whose drafts the fallback looked up
     """
 
     num_speculative_tokens: int
@@ -29,6 +30,7 @@ class SpecDecodeMetrics:
     num_accepted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     draft_histogram: list[int] = field(default_factory=list)
+    num_lookups: int = 0
 
     def __post_init__(self) -> None:
         if not self.acceptance_histogram:
@@ -36,22 +38,26 @@ class SpecDecodeMetrics:
         if not self.draft_histogram:
             self.draft_histogram = [0] * (self.num_speculative_tokens + 1)
 
-    def observe(self, num_accepted: int, num_drafted: int | None = None) -> None:
-        """Count one request's round of num_drafted drafts (None: K), unless it has none."""
-        num_drafted = self.num_speculative_tokens if num_drafted is None else num_drafted
-        if num_drafted == 0:
+    def observe(
+        self, num_accepted: int, num_proposed: int | None = None, *, is_lookup: bool = False
+    ) -> None:
+        """Count one request's round of num_proposed drafts (None: K), unless it has none."""
+        num_proposed = self.num_speculative_tokens if num_proposed is None else num_proposed
+        if num_proposed == 0:
             return
         self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
+        self.num_draft_tokens += num_proposed
         self.num_accepted_tokens += num_accepted
+        self.num_lookups += is_lookup
         self.acceptance_histogram[num_accepted] += 1
-        self.draft_histogram[num_drafted] += 1
+        self.draft_histogram[num_proposed] += 1
 
     def add(self, counts: SpecDecodeMetrics) -> None:
         """Add the counts of another request or engine with the same K."""
         self.num_drafts += counts.num_drafts
         self.num_draft_tokens += counts.num_draft_tokens
         self.num_accepted_tokens += counts.num_accepted_tokens
+        self.num_lookups += counts.num_lookups
         for own, others in (
             (self.acceptance_histogram, counts.acceptance_histogram),
             (self.draft_histogram, counts.draft_histogram),
@@ -93,6 +99,7 @@ class SpecDecodeMetrics:
             "num_accepted_tokens": self.num_accepted_tokens,
             "accepted_per_position": self.accepted_per_position,
             "acceptance_histogram": list(self.acceptance_histogram),
+            "num_lookups": self.num_lookups,
             "draft_histogram": list(self.draft_histogram),
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,

@@ -40,7 +40,7 @@ class Request:
 
     max_tokens: those of params, or what max_model_len leaves
     stop_token_ids: tokens that end the text, end-of-text ids included
-    max_drafts: draft tokens of a round at most, the engine's K or fewer
+    draft_limit: draft tokens of a round at most, the engine's K or fewer
     seed: 64 bits, drawn before the request runs, so that it goes on alike when prefilled again
     index, sample: the prompt's place in the call, and the text's among its n
     request_id: the prompt's number among all of the LLM, as text
@@ -73,7 +73,7 @@ class Request:
     params: SamplingParams
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    max_drafts: int = 0
+    draft_limit: int = 0
     seed: int = 0
     index: int = 0
     sample: int = 0

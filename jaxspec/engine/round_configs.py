@@ -31,12 +31,12 @@ GREEDY = SamplingFeatures(sampled=False)
 class ConfigKey(NamedTuple):
     """What tells the configs of one engine apart.
 
-    features, num_drafts, limits_drafts: see RoundConfigs.get
+    features, num_speculative_tokens, limits_drafts: see RoundConfigs.get
     cuda_graphs: as in RoundConfig
     """
 
     features: SamplingFeatures
-    num_drafts: int
+    num_speculative_tokens: int
     limits_drafts: bool
     cuda_graphs: bool
 
@@ -46,6 +46,13 @@ def _draft_sampling(draft: DraftConfig, speculative: SpeculativeConfig) -> Draft
     if drafts.drafter(draft).one_hot:
         return "greedy"
     return speculative.draft_sample_method  # type: ignore[return-value]
+
+
+def _fallback(target: TargetConfig, speculative: SpeculativeConfig | None) -> DraftConfig | None:
+    """Return the config of the fallback; None for none."""
+    if speculative is None or speculative.fallback_method is None:
+        return None
+    return drafts.MODEL_FREE[speculative.fallback_method].settings(target, speculative)
 
 
 class RoundConfigs:
@@ -73,6 +80,7 @@ class RoundConfigs:
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             draft_context=longest,
+            fallback=_fallback(target, speculative),
             ops=ops,
             placement=placement,
             draft_cache_dtype=draft_cache_dtype,
@@ -81,11 +89,11 @@ class RoundConfigs:
             assert draft is not None
             self._plain = replace(
                 self._plain,
-                num_speculative_tokens=speculative.max_drafts,
+                num_speculative_tokens=speculative.max_k,
                 rule=speculative.rejection_sample_method,
                 draft_sampling=_draft_sampling(draft, speculative),
                 acceptance_rates=acceptance_rates,
-                adaptive=speculative.adaptive,
+                adaptive=speculative.adapts,
                 max_num_verify_tokens=speculative.max_num_verify_tokens,
             )
         self.version = 0  # counts calls of override
@@ -113,16 +121,18 @@ class RoundConfigs:
         self,
         features: SamplingFeatures,
         *,
-        num_drafts: int | None = None,
+        num_speculative_tokens: int | None = None,
         limits_drafts: bool = False,
         batch: int = 1,
     ) -> RoundConfig:
         """Return the config of rounds for batches of this size whose requests need these features.
 
-        num_drafts: the rounds' K; None: the engine's
+        num_speculative_tokens: the rounds' K; None: the engine's
         limits_drafts: whether some request is allowed fewer drafts
         """
-        K = self._plain.num_speculative_tokens if num_drafts is None else num_drafts
+        K = num_speculative_tokens
+        if K is None:
+            K = self._plain.num_speculative_tokens
         graphs = (
             self._weight_bytes < GRAPHS_BELOW_BYTES
             or batch * (K + 1) > GRAPHS_ABOVE_ROWS
@@ -189,6 +199,6 @@ class RoundConfigs:
         """Return whether a request may get no token from a round in batches of so many slots."""
         return self._plain.flat_rows(batch) is not None
 
-    def num_drafts(self, batch_size: int) -> int:
+    def k_of_batch(self, batch_size: int) -> int:
         """Return the K of rounds with so many running requests, or the largest if it adapts."""
-        return self._speculative.num_drafts(batch_size) if self._speculative else 0
+        return self._speculative.k_of_batch(batch_size) if self._speculative else 0

@@ -188,8 +188,8 @@ class ModelRunner:
         self.cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
         of_draft = resolve_draft_cache_dtype(speculative, config.kv_cache_dtype, dtype)
         self.eos_token_ids = eos_token_ids
-        self.num_speculative_tokens = speculative.max_drafts if speculative else 0
-        self.adapts = speculative is not None and speculative.adaptive
+        self.num_speculative_tokens = speculative.max_k if speculative else 0
+        self.adapts = speculative is not None and speculative.adapts
         self.on_gpu = jax.default_backend() == "gpu"
         self.prefill_tile = ops.prefill_tile
         self.round_program: RoundProgram = rounds.run_rounds
@@ -445,8 +445,8 @@ class ModelRunner:
 
     def _expected_round(self, features: SamplingFeatures, running: Sequence[Request]) -> Serving:
         """Return the program that will serve these requests once all of them generate."""
-        K = self.configs.num_drafts(len(running))
-        limits_drafts = any(request.max_drafts < K for request in running)
+        K = self.configs.k_of_batch(len(running))
+        limits_drafts = any(request.draft_limit < K for request in running)
         pages = self.buckets.pages(max(request.num_pages for request in running))
         features = replace(features, prompt_logprobs=False)
         return self._serve_round(features, RoundShape(self.num_slots, pages, K), limits_drafts)
@@ -506,10 +506,13 @@ class ModelRunner:
             num_generated=column(lambda r: r.num_generated),
             max_tokens=column(lambda r: r.max_tokens),
             stop_token_ids=ends,  # type: ignore[arg-type]
-            max_drafts=column(lambda r: r.max_drafts),
+            draft_limit=column(lambda r: r.draft_limit),
             sampling=sampling_rows(layout, sampled, batch=ADMISSIONS),
             acceptance=rows_of(
-                [r.acceptance for r in requests], ADMISSIONS, self.num_speculative_tokens
+                [r.acceptance for r in requests],
+                ADMISSIONS,
+                self.num_speculative_tokens,
+                has_fallback=self.configs.greedy.fallback is not None,
             )
             if self.adapts
             else None,
@@ -571,14 +574,14 @@ class ModelRunner:
         features: SamplingFeatures,
         requests: Iterable[Request],
         *,
-        num_drafts: int,
+        num_speculative_tokens: int,
         limits_drafts: bool,
     ) -> Verification:
         """Dispatch a step's rounds; the rows of their results are the slots."""
         running = list(requests)
         self.tables.update(running)
         pages = self.buckets.pages(max(r.num_pages for r in running))
-        shape = RoundShape(self.num_slots, pages, num_drafts)
+        shape = RoundShape(self.num_slots, pages, num_speculative_tokens)
         serving = self._serve_round(features, shape, limits_drafts)
         self._set_layout(serving.layout)
         verification = self._round(serving.cfg, self.tables.changed(pages))
@@ -589,15 +592,13 @@ class ModelRunner:
                 self._compile_exact(features, shape, limits_drafts)
         return verification
 
-    def is_compiled(
-        self, features: SamplingFeatures, requests: Sequence[Request], num_drafts: int
-    ) -> bool:
+    def is_compiled(self, features: SamplingFeatures, requests: Sequence[Request], K: int) -> bool:
         """Return whether the next rounds can have so many drafts without waiting for a compiler.
 
         If not, their program is compiled in the background where that is possible.
         """
         pages = self.buckets.pages(max(r.num_pages for r in requests))
-        shape = RoundShape(self.num_slots, pages, num_drafts)
+        shape = RoundShape(self.num_slots, pages, K)
         self._follow_overrides()
         needed = Variant.of(features, self._needed, limits_drafts=self.adapts)
         if self._is_warm or not self._may_compile_aside or self._variants.serving(shape, needed):
@@ -655,7 +656,7 @@ class ModelRunner:
     def _round_cfg(self, variant: Variant, shape: RoundShape) -> RoundConfig:
         return self.configs.get(
             variant.features,
-            num_drafts=shape.num_drafts,
+            num_speculative_tokens=shape.num_speculative_tokens,
             limits_drafts=variant.limits_drafts,
             batch=shape.batch,
         )
@@ -740,8 +741,8 @@ class ModelRunner:
         """
         if self._is_warm or not self._may_compile_aside or not running:
             return True
-        K = self.configs.num_drafts(len(running))
-        limits_drafts = any(request.max_drafts < K for request in running)
+        K = self.configs.k_of_batch(len(running))
+        limits_drafts = any(request.draft_limit < K for request in running)
         pages = self.buckets.pages(max(request.num_pages for request in running))
         shape = RoundShape(batch, pages, K)
         of_rounds = replace(features, prompt_logprobs=False)
@@ -761,7 +762,7 @@ class ModelRunner:
             self._variants.are_all_of(features)
             and features.holds(own)
             and self._needed.has_room(request.params)
-            and request.max_drafts == self.num_speculative_tokens
+            and request.draft_limit == self.num_speculative_tokens
         ):
             return True
         running = [*others, request]
@@ -771,8 +772,8 @@ class ModelRunner:
         buckets = self.config.batch_buckets
         assert buckets is not None
         batch = next(size for size in buckets if size >= len(running))
-        K = self.configs.num_drafts(len(running))
-        limits_drafts = any(r.max_drafts < K for r in running)
+        K = self.configs.k_of_batch(len(running))
+        limits_drafts = any(r.draft_limit < K for r in running)
         rows = request.num_known + self.rounds_per_step * (self.num_speculative_tokens + 1)
         blocks = -(-min(rows, self.config.max_model_len) // self.config.block_size)
         pages = self.buckets.pages(max([blocks, *(r.num_pages for r in others)]))
@@ -952,9 +953,9 @@ class ModelRunner:
 
         The others are being prefilled.
         """
-        if self.adapts:
+        if self.speculative is not None and self.speculative.adaptive:
             return set(compiled_numbers(self.num_speculative_tokens))
-        return {self.configs.num_drafts(n) for n in range(1, batch + 1)}
+        return {self.configs.k_of_batch(n) for n in range(1, batch + 1)}
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("num_blocks", "dtype", "cache_dtype"))

@@ -270,7 +270,7 @@ class Scheduler:
     def find_prefix(self, request: Request) -> int:
         """Return how many cached blocks the request can start after.
 
-        At least one token is left to compute, for the logits after it. (With a draft it is the
+        At least one token is left to compute, for the logits after it. (With a lookahead it is the
         token after the last hash, see hash_blocks.)
         """
         size = self.config.block_size
@@ -352,7 +352,7 @@ class Scheduler:
                 )
             )
             request.num_prefilled = end
-            # With a draft, the prompt's last row waits for the token after it.
+            # A draft that reads the next token has not read the prompt's last row yet.
             request.num_consumed = end - (self.config.lookahead if ends else 0)
             if ends:
                 request.num_cached = end

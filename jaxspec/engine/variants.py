@@ -113,7 +113,7 @@ class RoundShape:
 
     batch: int
     pages: int
-    num_drafts: int
+    num_speculative_tokens: int
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def resolve(config: SpeculativeConfig) -> tuple[float, ...]:
 
     ConfigError if it states none that fit.
     """
-    num_tokens = config.max_drafts
+    num_tokens = config.max_k
     if config.synthetic_acceptance_rates is not None:
         rates = config.synthetic_acceptance_rates
         if len(rates) != num_tokens:

@@ -36,11 +36,11 @@ def score_drafts(
     target_to_draft: jax.Array | None,
 ) -> DraftScores:
     """Score the drafts [B, K] by whole rows of logits without NaN."""
-    num_drafts = draft_tokens.shape[1]
+    K = draft_tokens.shape[1]
     target_lse = _log_sum_exp(target_logits)
     valid = in_vocabulary(draft_tokens, target_logits.shape[-1])
     tokens = jnp.where(valid, draft_tokens, 0)
-    log_p = at_index(target_logits[:, :num_drafts], tokens) - target_lse[:, :num_drafts]
+    log_p = at_index(target_logits[:, :K], tokens) - target_lse[:, :K]
     if draft_logits is None:
         return DraftScores(valid, log_p, jnp.zeros_like(log_p), target_lse, None)
     draft_lse = _log_sum_exp(draft_logits)
@@ -60,10 +60,10 @@ def score_rows_of_pieces(
 
     target_logits, draft_logits: the own piece of each row.
     """
-    num_drafts = draft_tokens.shape[1]
+    K = draft_tokens.shape[1]
     valid = in_vocabulary(draft_tokens, shards.total(target_logits.shape[-1]))
     tokens = jnp.where(valid, draft_tokens, 0)
-    target_at = shards.at_token(target_logits[:, :num_drafts], tokens)
+    target_at = shards.at_token(target_logits[:, :K], tokens)
     best, total = exponential_sum(target_logits)
     _, argmax = shards.highest(target_logits)
     draft = None
@@ -75,7 +75,7 @@ def score_rows_of_pieces(
         ((best, total, argmax, target_at), draft)
     )
     target_lse = _not_below(vocab_shards.log_sum_exp(best, total))
-    log_p = jnp.max(target_at, axis=0) - target_lse[:, :num_drafts]
+    log_p = jnp.max(target_at, axis=0) - target_lse[:, :K]
     if draft is None:
         scores = DraftScores(valid, log_p, jnp.zeros_like(log_p), target_lse, None)
     else:

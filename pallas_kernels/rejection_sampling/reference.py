@@ -165,23 +165,23 @@ def _block(
     h_i = Z_i / (Z_i + 1 - P_i), where Z_i = sum_x max(P_i p(x) - q(x), 0) at row i. h = P for the
     last valid draft, which nothing follows. The longest kept prefix wins.
     """
-    num_drafts = uniforms.shape[1]
+    K = uniforms.shape[1]
     log_ratio = jnp.where(scores.valid, scores.log_p - scores.log_q, 0.0)
     log_joint = [jnp.zeros_like(scores.target_lse[:, 0])]
-    for i in range(num_drafts):
+    for i in range(K):
         log_joint.append(jnp.minimum(log_joint[-1] + log_ratio[:, i], 0.0))
     log_joint = jnp.stack(log_joint, axis=1)
 
-    inner = log_joint[:, 1:num_drafts]  # P_1 .. P_{K-1}: another draft follows
+    inner = log_joint[:, 1:K]  # P_1 .. P_{K-1}: another draft follows
     if draft is None:
         remaining = jnp.exp(inner) * -jnp.expm1(jnp.minimum(scores.log_p[:, 1:], 0.0))
     else:
         assert scores.draft_lse is not None
-        log_p = target_logits[:, 1:num_drafts] - scores.target_lse[:, 1:num_drafts, None]
+        log_p = target_logits[:, 1:K] - scores.target_lse[:, 1:K, None]
         log_q = draft.at_target(draft.logits[:, 1:]) - scores.draft_lse[:, 1:, None]
         exceeding = jnp.maximum(jnp.exp(inner[..., None] + log_p) - jnp.exp(log_q), 0.0)
         remaining = exceeding.sum(axis=-1)
-        if num_drafts > 1:
+        if K > 1:
             remaining = shards.add(remaining)
     denominator = remaining - jnp.expm1(inner)
     keep_inner = jnp.where(
@@ -189,11 +189,9 @@ def _block(
     )
 
     num_valid = count_leading(scores.valid)[:, None]
-    length = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)
+    length = jnp.arange(1, K + 1, dtype=jnp.int32)
     joint = jnp.exp(log_joint[:, 1:])
-    keep = jnp.where(
-        length == num_valid, joint, jnp.pad(keep_inner, ((0, 0), (0, 1)))[:, :num_drafts]
-    )
+    keep = jnp.where(length == num_valid, joint, jnp.pad(keep_inner, ((0, 0), (0, 1)))[:, :K])
     kept = (length <= num_valid) & (uniforms < keep)  # strict: h = 0 is never kept, u = 0 included
     return jnp.max(jnp.where(kept, length, 0), axis=1, initial=0), log_joint
 
@@ -215,11 +213,11 @@ def _residual(
     cancels in float32.
     """
     row = _at_row(target_logits, num_accepted)
-    num_drafts = draft_tokens.shape[1]
-    if num_drafts == 0:
+    K = draft_tokens.shape[1]
+    if K == 0:
         return row
     # The bonus row verifies no draft; its values are not used.
-    verified = jnp.minimum(num_accepted, num_drafts - 1)
+    verified = jnp.minimum(num_accepted, K - 1)
     if draft is None:
         is_draft = shards.ids(row.shape[1]) == _at_row(draft_tokens, verified)[:, None]
         residual = jnp.where(is_draft, -jnp.inf, row)
@@ -234,7 +232,7 @@ def _residual(
         gap = jnp.where(exceeds, log_q, -jnp.inf) - jnp.where(exceeds, log_p, 0.0)
         # log(1 - e^gap): expm1 keeps its digits where p is close to q, log1p(-exp(gap)) does not.
         residual = jnp.where(exceeds, log_p + jnp.log(-jnp.expm1(gap)), -jnp.inf)
-    rejected = (num_accepted < num_drafts) & _at_row(scores.valid, verified)
+    rejected = (num_accepted < K) & _at_row(scores.valid, verified)
     if shards.is_whole:
         rejected = rejected & (jnp.max(residual, axis=1) > -jnp.inf)
     return jnp.where(rejected[:, None], residual, row)

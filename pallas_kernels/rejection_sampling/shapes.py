@@ -17,7 +17,7 @@ from pallas_kernels.rejection_sampling.inputs import Inputs, Rule
 
 @dataclass(frozen=True)
 class Shape:
-    """Requests with num_drafts drafts each.
+    """Requests with K drafts each.
 
     draft_vocab: None: one-hot drafts; equal to vocab: no map between the two
     sampled:     False: every request is greedy
@@ -27,7 +27,7 @@ class Shape:
     """
 
     batch: int
-    num_drafts: int
+    K: int
     vocab: int
     draft_vocab: int | None
     rule: Rule = "probabilistic"
@@ -85,7 +85,7 @@ SHAPES = {
 def make_inputs(shape: Shape, seed: int = 0) -> Inputs:
     """Return inputs whose drafts are drawn from q, which resembles p; arrays are NumPy's."""
     rng = np.random.default_rng(seed)
-    B, K, V = shape.batch, shape.num_drafts, shape.vocab
+    B, K, V = shape.batch, shape.K, shape.vocab
     width = V if shape.draft_vocab is None else shape.draft_vocab
     target = 2.5 * rng.standard_normal((B, K + 1, V), np.float32)
     kept = np.sort(rng.permutation(V)[:width])
@@ -139,7 +139,7 @@ def make_inputs(shape: Shape, seed: int = 0) -> Inputs:
 
 def bytes_moved(shape: Shape) -> int:
     """Return the fewest bytes of device memory that the op reads; it writes a few hundred bytes."""
-    B, K, V = shape.batch, shape.num_drafts, shape.vocab
+    B, K, V = shape.batch, shape.K, shape.vocab
     width = shape.draft_vocab or 0
     noise = shape.sampled and not shape.drawn
     if shape.rule == "synthetic" or K == 0:

@@ -6,24 +6,16 @@ from __future__ import annotations
 import functools
 import math
 import re
-import tempfile
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from jaxspec import drafts, models
 from jaxspec.config import Ops, RoundConfig
-from jaxspec.decode import programs
-from jaxspec.decode import state as decode_state
 from jaxspec.drafts import DSparkConfig
-from jaxspec.sampling.state import SamplingState
 from jaxspec.tools.benchmark.dimensions import MODELS
-from tests.aot.test_round_aot import GROUP, PAGES, Compiled, body_of, parse_thunks
+from tests.aot.test_round_aot import GROUP, PAGES
 from tests.support import h200
+from tests.support.h200_round import Compiled, body_of, compile_round
 
 pytestmark = [
     pytest.mark.aot,
@@ -69,53 +61,13 @@ def configured(num_layers: int) -> RoundConfig:
 
 
 @functools.cache
-def compiled(num_layers: int, batch: int = BATCH, cfg: RoundConfig | None = None) -> Compiled:
-    """cfg: of a draft of so many layers; None: configured(num_layers)"""
-    cfg = cfg or configured(num_layers)
-    struct = jax.ShapeDtypeStruct
-    weights = lambda specs: jax.tree.map(lambda spec: struct(spec.shape, jnp.bfloat16), specs)  # noqa: E731
-    target = weights(models.family(cfg.target).param_specs(cfg.target))
-    shared = {name: target[name] for name in ("embed_tokens", "lm_head")}
-    draft: Any = cfg.draft
-    params = {
-        "target": target,
-        "draft": {**shared, **weights(drafts.family(draft).param_specs(draft))},
-    }
-    ints, floats = struct((batch,), jnp.int32), struct((batch,), jnp.float32)
-    sampling = SamplingState(struct((batch, 2), jnp.uint32), floats)  # type: ignore[arg-type]
-    state = jax.eval_shape(
-        lambda sampling, ints: decode_state.init_state(
-            cfg,
-            sampling,
-            ints,
-            jnp.zeros((batch, 4), jnp.int32),
-            (batch * PAGES,),
-            dtype=jnp.bfloat16,
-            cache_dtype=jnp.bfloat16,
-        ),
-        sampling,
-        ints,
-    )
-    with tempfile.TemporaryDirectory() as folder, h200.ptxas_report() as report:
-        executable = h200.compile_for_h200(
-            programs.decode_round_in_place,
-            cfg,
-            params,
-            *programs.split_donated(state),
-            (struct((batch, PAGES), jnp.int32),),
-            static_argnums=(0,),
-            donate_argnums=2,
-            options=dict(cfg.compiler_options) | {"xla_dump_to": folder},
-        )
-        [thunks] = Path(folder).glob("*jit_decode_round*.thunk_sequence_after_thunk_passes.txt")
-        aliased = executable.memory_analysis().alias_size_in_bytes
-        text = thunks.read_text()
-        return Compiled(cfg, 1, executable.as_text(), parse_thunks(text), report(), aliased)
+def compiled(num_layers: int, batch: int) -> Compiled:
+    return compile_round(configured(num_layers), batch, PAGES)
 
 
 @pytest.fixture
 def case() -> Compiled:
-    return compiled(2)
+    return compiled(2, BATCH)
 
 
 def test_caches_are_updated_in_place(case: Compiled) -> None:
@@ -137,20 +89,33 @@ def test_the_loop_over_drafts_is_one_while_of_k_trips_of_few_launches(case: Comp
     assert launches.total() <= LAUNCHES_OF_A_DRAFT, dict(launches)
 
 
-def test_a_round_is_three_cuda_graphs(case: Compiled) -> None:
-    """What lies before, in and after the loop over drafts; the host launches nothing else."""
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_a_round_is_three_cuda_graphs(batch: int) -> None:
+    """What lies before, in and after the loop over drafts; the host launches nothing else. A
+    column of a single request is contiguous, and still no copy to an address of the host's."""
+    case = compiled(2, batch)
     kinds = [thunk.kind for thunk in case.round.inside]
     assert kinds == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
     assert [thunk.kind for thunk in body_of(case.round).inside] == ["kCommandBuffer"]
     assert not {"kDynamicSliceFusion", "kAsyncStart"} & set(case.thunks.launches())
 
 
-def test_launches_of_a_draft_layer() -> None:
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_launches_of_a_draft_layer(batch: int) -> None:
     """Eight as a target layer has, and one that writes the context: its keys and values come from a
-    product that all layers share, and are read where they lie."""
-    more = compiled(3, batch=1).thunks.launches()
-    more.subtract(compiled(2, batch=1).thunks.launches())
+    product that all layers share, and are read where they lie. No product pads its rows: four
+    blocks of seven rows have an idle row each."""
+    more = compiled(3, batch).thunks.launches()
+    more.subtract(compiled(2, batch).thunks.launches())
     assert more.total() == 9, dict(more)
+
+
+def test_corrected_logits_take_the_place_of_the_heads(case: Compiled) -> None:
+    """One array of drafts' logits, which nothing fills before the loop."""
+    logits = f"f32[{BATCH},{K},151936]"
+    [loop] = [line for line in case.hlo.splitlines() if re.search(r" while\(", line)]
+    assert loop.split(" while(")[0].count(logits) == 1
+    assert not re.findall(rf"= {re.escape(logits)}\S* (?:broadcast|copy)\(", case.hlo)
 
 
 def test_nothing_calls_the_host_and_no_weight_is_copied(case: Compiled) -> None:

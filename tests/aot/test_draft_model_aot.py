@@ -6,26 +6,19 @@ from __future__ import annotations
 import functools
 import math
 import re
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from jaxspec import drafts, models
 from jaxspec.config import RoundConfig
-from jaxspec.decode import programs
-from jaxspec.decode import state as decode_state
 from jaxspec.drafts import DraftModelConfig
 from jaxspec.layers import op_choice
-from jaxspec.sampling.state import SamplingState
 from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
 from pallas_kernels import hopper
-from tests.aot.test_round_aot import GROUP, PAGES, Compiled, body_of, parse_thunks
+from tests.aot.test_round_aot import GROUP, PAGES
 from tests.support import h200
+from tests.support.h200_round import Compiled, body_of, compile_round
 
 pytestmark = [
     pytest.mark.aot,
@@ -66,43 +59,7 @@ def configured() -> RoundConfig:
 
 @functools.cache
 def compiled() -> Compiled:
-    cfg, struct = configured(), jax.ShapeDtypeStruct
-    weights = lambda specs: jax.tree.map(lambda spec: struct(spec.shape, jnp.bfloat16), specs)  # noqa: E731
-    draft: Any = cfg.draft
-    params = {
-        "target": weights(models.family(cfg.target).param_specs(cfg.target)),
-        "draft": weights(drafts.family(draft).param_specs(draft)),
-    }
-    ints, floats = struct((BATCH,), jnp.int32), struct((BATCH,), jnp.float32)
-    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats)  # type: ignore[arg-type]
-    state = jax.eval_shape(
-        lambda sampling, ints: decode_state.init_state(
-            cfg,
-            sampling,
-            ints,
-            jnp.zeros((BATCH, 4), jnp.int32),
-            (BATCH * PAGES,),
-            dtype=jnp.bfloat16,
-            cache_dtype=jnp.bfloat16,
-        ),
-        sampling,
-        ints,
-    )
-    with tempfile.TemporaryDirectory() as folder, h200.ptxas_report() as report:
-        executable = h200.compile_for_h200(
-            programs.decode_round_in_place,
-            cfg,
-            params,
-            *programs.split_donated(state),
-            (struct((BATCH, PAGES), jnp.int32),),
-            static_argnums=(0,),
-            donate_argnums=2,
-            options=dict(cfg.compiler_options) | {"xla_dump_to": folder},
-        )
-        [thunks] = Path(folder).glob("*jit_decode_round*.thunk_sequence_after_thunk_passes.txt")
-        aliased = executable.memory_analysis().alias_size_in_bytes
-        text = thunks.read_text()
-        return Compiled(cfg, 1, executable.as_text(), parse_thunks(text), report(), aliased)
+    return compile_round(configured(), BATCH, PAGES)
 
 
 def test_a_round_is_one_program_with_the_caches_of_both_in_place() -> None:

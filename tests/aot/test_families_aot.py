@@ -15,6 +15,7 @@ from jaxspec import drafts, models
 from jaxspec.config import Ops, RoundConfig
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
+from jaxspec.drafts.families import layered
 from jaxspec.layers import op_choice
 from jaxspec.sampling.state import SamplingState
 from jaxspec.tools.benchmark.dimensions import HYBRID, draft_config
@@ -64,9 +65,9 @@ def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     target = weights(models.family(cfg.target).param_specs(cfg.target))
     shared = {name: target[name] for name in ("embed_tokens", "lm_head")}
     draft = shared | dict(weights(drafts.family(cfg.draft).param_specs(cfg.draft)))
-    if cfg.draft.maps_vocabulary:
-        draft["draft_to_target"] = struct((cfg.draft.draft_vocab_size,), jnp.int32)
-        draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
+    if layered(cfg.draft).maps_vocabulary:
+        draft["draft_to_target"] = struct((layered(cfg.draft).draft_vocab_size,), jnp.int32)
+        draft["target_to_draft"] = struct((layered(cfg.draft).vocab_size,), jnp.int32)
     floats = struct((BATCH,), jnp.float32)
     sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats)  # type: ignore[arg-type]
     zeros = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32)
@@ -115,10 +116,11 @@ def test_a_round_compiles_without_copies_of_weights_or_caches(
     assert (
         memory.temp_size_in_bytes < 128e6
     )  # logits, and the rows beside each expert; the experts of one layer are 0.9 GB and more
+    target: Any = cfg.target
     count, hidden, size = (
-        cfg.target.moe.num_experts,
+        target.moe.num_experts,
         cfg.target.hidden_size,
-        cfg.target.moe.intermediate_size,
+        target.moe.intermediate_size,
     )
     experts = (
         rf"= \S*\[{count},(?:{hidden},{2 * size}|{size},{hidden})\]\S* "

@@ -3,14 +3,17 @@ as with all rows, and nothing large is copied."""
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 
 import pytest
 
-from tests.aot.test_block_round_aot import compiled, configured
-from tests.aot.test_round_aot import GROUP, PAGES, Compiled, body_of
+from jaxspec.config import RoundConfig
+from tests.aot.test_block_round_aot import configured
+from tests.aot.test_round_aot import GROUP, PAGES
 from tests.support import h200
+from tests.support.h200_round import Compiled, body_of, compile_round
 
 pytestmark = [
     pytest.mark.aot,
@@ -21,9 +24,14 @@ BATCH, ROWS = 64, 256
 FLAT = replace(configured(2), max_num_verify_tokens=ROWS, limits_drafts=True)
 
 
+@functools.cache
+def compiled(cfg: RoundConfig) -> Compiled:
+    return compile_round(cfg, BATCH, PAGES)
+
+
 @pytest.fixture
 def case() -> Compiled:
-    return compiled(2, BATCH, FLAT)
+    return compiled(FLAT)
 
 
 def test_the_products_of_the_target_have_the_flat_rows_alone(case: Compiled) -> None:
@@ -37,7 +45,7 @@ def test_the_products_of_the_target_have_the_flat_rows_alone(case: Compiled) -> 
 
 def test_a_layer_has_the_launches_that_it_has_with_all_rows(case: Compiled) -> None:
     """Queries and results find their rows inside the kernels of rotation and attention."""
-    every = compiled(2, BATCH, replace(FLAT, max_num_verify_tokens=None))
+    every = compiled(replace(FLAT, max_num_verify_tokens=None))
     assert case.thunks.launches().total() <= every.thunks.launches().total() + 4
 
 

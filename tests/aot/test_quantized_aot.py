@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.config import Ops
 from pallas_kernels import fp8_matmul, int4_matmul
 from pallas_kernels.fp8_matmul.shapes import SHAPES as FP8
 from pallas_kernels.fp8_matmul.shapes import make_inputs as make_fp8
@@ -25,11 +26,13 @@ pytestmark = [
 OTHER_WORK = r"= \S+ (?:copy|fusion|transpose|concatenate|dot|pad)\(.*"
 
 
-def compiled(op: Any, inputs: Any) -> tuple[str, list[tuple[int, int, int]]]:
+def compiled(
+    op: Any, inputs: Any, options: dict[str, Any] | None = None
+) -> tuple[str, list[tuple[int, int, int]]]:
     """Optimised HLO, and stack and spills of each kernel."""
     run = functools.partial(op, implementation="mosaic_gpu")
     with h200.ptxas_report() as report:
-        hlo = h200.compile_for_h200(run, inputs).as_text()
+        hlo = h200.compile_for_h200(run, inputs, options=options).as_text()
         return hlo, h200.stack_and_spills(report())
 
 
@@ -43,6 +46,19 @@ def test_fp8_compiles_to_two_kernels_without_spills(name: str) -> None:
     assert found == [(0, 0, 0)] * 2, f"expected two kernels without spills, got {found}"
     assert hlo.count(" custom-call(") == 2, hlo
     assert not [line for line in re.findall(OTHER_WORK, hlo) if "f8e4m3fn[" in line], hlo
+
+
+def test_cublas_multiplies_parts_of_the_depth_at_once_and_copies_no_weight() -> None:
+    shape = FP8["llama-3-8b down channel rows 256"]
+    inputs = jax.eval_shape(lambda: make_fp8(shape, 0))
+    options = dict(Ops(matmul="mosaic_gpu").compiler_options(cuda_graphs=True))
+    hlo, found = compiled(fp8_matmul.fp8_matmul, inputs, options)
+    assert found == [(0, 0, 0)], f"expected one kernel, which quantises the rows, got {found}"
+    entry = hlo.split("ENTRY", 1)[1]
+    [product_line] = [line for line in entry.splitlines() if "__cublas$lt$matmul$f8" in line]
+    assert f"= (f32[4,256,{shape.width}]" in product_line
+    [rest] = re.findall(r"= \S+ (?:copy|fusion|transpose)\(.*", entry)  # sum, scales, residual
+    assert "f8e4m3fn[" not in rest, rest
 
 
 @pytest.mark.parametrize("name", [n for n, s in INT4.items() if s.rows in (1, 16, 64)])

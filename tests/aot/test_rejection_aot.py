@@ -35,7 +35,7 @@ LARGEST_TEMPORARY = (
 def structs(shape: Shape) -> dict[str, Any]:
     """The op's arrays for a shape, without their values; those that it does not take are left
     out."""
-    B, K, V, width = shape.batch, shape.num_drafts, shape.vocab, shape.draft_vocab
+    B, K, V, width = shape.batch, shape.K, shape.vocab, shape.draft_vocab
     uniform = shape.sampled or shape.rule == "synthetic"
     dims = {
         "target_logits": (B, K + 1, V),

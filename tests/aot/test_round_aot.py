@@ -6,27 +6,18 @@ from __future__ import annotations
 import functools
 import math
 import re
-import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import drafts, models
-from jaxspec.config import CacheGroup, Ops, RoundConfig
-from jaxspec.decode import programs
-from jaxspec.decode import several_rounds as rounds
-from jaxspec.decode import state as decode_state
-from jaxspec.sampling.processors.truncation import TruncationState
-from jaxspec.sampling.state import SamplingState
+from jaxspec.config import AttentionConfig, CacheGroup, Ops, RoundConfig
 from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
 from pallas_kernels import rms_norm
 from pallas_kernels.matmul import shares_norm
 from tests.support import h200
+from tests.support.h200_round import Compiled, body_of, compile_round
 
 pytestmark = [
     pytest.mark.aot,
@@ -74,73 +65,6 @@ LAUNCHES_PER_LAYER = {"llama-3-8b": 8, "smollm2-135m": 6}
 LAUNCHES_OF_A_DRAFT_STEP = {"8b, K 5, greedy": 16}
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """hlo: optimised. thunks: what the host or a CUDA graph launches, in order. ptxas: its report
-    on every Mosaic kernel."""
-
-    cfg: RoundConfig
-    num_rounds: int
-    hlo: str
-    thunks: Thunk
-    ptxas: str
-    aliased: int  # bytes of the results that live in donated arguments
-
-    @property
-    def num_loops(self) -> int:
-        """Around a draft step: the draft's, and that of the rounds."""
-        return 1 if self.num_rounds == 1 else 2
-
-    @property
-    def round(self) -> Thunk:
-        """What launches a round: of several, the body of their loop."""
-        return self.thunks if self.num_rounds == 1 else body_of(self.thunks)
-
-
-@dataclass
-class Thunk:
-    """A step of the executable: kind as XLA names it (kCustomKernel, kWhile, ...), and the steps
-    inside."""
-
-    kind: str
-    inside: list[Thunk]
-
-    def launches(self) -> Counter[str]:
-        """Kinds of the kernels, copies and library calls in it."""
-        if not self.inside or self.kind == "kDynamicSliceFusion":
-            return Counter([self.kind])
-        return sum((thunk.launches() for thunk in self.inside), Counter())
-
-
-def body_of(thunk: Thunk) -> Thunk:
-    """Of the first loop in it."""
-    loop = next(inside for inside in thunk.inside if inside.kind == "kWhile")
-    [body] = [part for part in loop.inside if part.kind == "body"]
-    return body
-
-
-def parse_thunks(dump: str) -> Thunk:
-    """XLA's thunk_sequence dump, whose indentation is the nesting."""
-    root = Thunk("program", [])
-    open_at = [(-1, root)]
-    for line in dump.splitlines():
-        if not line.strip():
-            continue
-        kind = re.match(r"\s*(?:\d+: )?(\w+)", line)
-        assert kind is not None, line
-        indent = len(line) - len(line.lstrip())
-        if kind[1] in ("condition", "body"):  # the parts of a loop, which XLA does not indent
-            while open_at[-1][1].kind != "kWhile":
-                open_at.pop()
-            indent = open_at[-1][0] + 1
-        while indent <= open_at[-1][0]:
-            open_at.pop()
-        thunk = Thunk(kind[1], [])
-        open_at[-1][1].inside.append(thunk)
-        open_at.append((indent, thunk))
-    return root
-
-
 def configured(case: Round) -> RoundConfig:
     dimensions = MODELS[case.model]
     dimensions = replace(
@@ -163,68 +87,15 @@ def configured(case: Round) -> RoundConfig:
     )
 
 
-def abstract_arguments(
-    cfg: RoundConfig, batch: int, pages: int = PAGES, cache_dtype: Any = jnp.bfloat16
-) -> tuple[Any, Any, Any]:
-    """params, state and block table of decode_round, by their shapes alone."""
-    struct = jax.ShapeDtypeStruct
-    shaped = lambda spec: struct(spec.shape, jnp.dtype(spec.dtype or jnp.bfloat16))  # noqa: E731
-    weights = lambda specs: jax.tree.map(shaped, specs)  # noqa: E731
-    target = weights(models.family(cfg.target).param_specs(cfg.target))
-    draft = {"embed_tokens": target["embed_tokens"]} | dict(
-        weights(drafts.family(cfg.draft).param_specs(cfg.draft))
-    )
-    draft["draft_to_target"] = struct((cfg.draft.draft_vocab_size,), jnp.int32)
-    draft["target_to_draft"] = struct((cfg.draft.vocab_size,), jnp.int32)
-    ints, floats = struct((batch,), jnp.int32), struct((batch,), jnp.float32)
-    processors = {"truncation": TruncationState(ints, floats)} if cfg.processors else {}  # type: ignore[arg-type]
-    sampling = SamplingState(struct((batch, 2), jnp.uint32), floats, processors)  # type: ignore[arg-type]
-    new = lambda sampling: decode_state.init_state(  # noqa: E731
-        cfg,
-        sampling,
-        jnp.zeros(batch, jnp.int32),
-        jnp.zeros((batch, 4), jnp.int32),
-        (batch * pages,),
-        dtype=jnp.bfloat16,
-        cache_dtype=cache_dtype,
-    )
-    return (
-        {"target": target, "draft": draft},
-        jax.eval_shape(new, sampling),
-        (struct((batch, pages), jnp.int32),),
-    )
-
-
 @functools.cache
 def compiled(case: Round) -> Compiled:
-    cfg = configured(case)
-    with tempfile.TemporaryDirectory() as folder, h200.ptxas_report() as report:
-        options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
-        several = case.num_rounds > 1
-        static = (cfg, case.num_rounds) if several else (cfg,)
-        params, state, table = abstract_arguments(
-            cfg, case.batch, case.pages, jnp.float8_e4m3fn if case.fp8 else jnp.bfloat16
-        )
-        executable = h200.compile_for_h200(
-            rounds.decode_rounds if several else programs.decode_round_in_place,
-            *static,
-            params,
-            *((state,) if several else programs.split_donated(state)),
-            table,
-            static_argnums=tuple(range(len(static))),
-            donate_argnums=len(static) + 1,
-            options=options,
-        )
-        [thunks] = Path(folder).glob("*jit_decode_round*.thunk_sequence_after_thunk_passes.txt")
-        aliased = executable.memory_analysis().alias_size_in_bytes
-        return Compiled(
-            cfg,
-            case.num_rounds,
-            executable.as_text(),
-            parse_thunks(thunks.read_text()),
-            report(),
-            aliased,
-        )
+    return compile_round(
+        configured(case),
+        case.batch,
+        case.pages,
+        num_rounds=case.num_rounds,
+        cache_dtype=jnp.float8_e4m3fn if case.fp8 else jnp.bfloat16,
+    )
 
 
 @pytest.fixture(params=ROUNDS)
@@ -233,12 +104,9 @@ def case(request: pytest.FixtureRequest) -> Compiled:
 
 
 def cache_shape(cfg: RoundConfig) -> tuple[int, ...]:
-    return (
-        BATCH * PAGES,
-        GROUP.block_size,
-        cfg.target.attention.num_kv_heads,
-        cfg.target.attention.head_dim,
-    )
+    attention = cfg.target.attention
+    assert isinstance(attention, AttentionConfig)
+    return (BATCH * PAGES, GROUP.block_size, attention.num_kv_heads, attention.head_dim)
 
 
 def test_donated_caches_are_updated_in_place(case: Compiled) -> None:

@@ -19,16 +19,9 @@ from jax.sharding import NamedSharding
 from jaxspec.decode import programs, several_rounds
 from jaxspec.decode.spread import partition
 from jaxspec.parallel.layout import Placement
-from tests.aot.test_round_aot import (
-    STEP_METADATA,
-    Round,
-    Thunk,
-    abstract_arguments,
-    body_of,
-    configured,
-    parse_thunks,
-)
+from tests.aot.test_round_aot import PAGES, STEP_METADATA, Round, configured
 from tests.support import h200
+from tests.support.h200_round import Thunk, abstract_arguments, body_of, parse_thunks
 from tests.support.slow import slow
 
 pytestmark = [
@@ -54,7 +47,7 @@ def compiled(size: int, *, sampled: bool, batch: int = 1, num_rounds: int = 1) -
     case = Round("llama-3-8b", 3, sampled=sampled, layers=LAYERS, batch=batch)
     mesh = h200.linked_mesh(size, "model")
     cfg = replace(configured(case), placement=Placement(mesh))
-    params, state, tables = abstract_arguments(cfg, batch)
+    params, state, tables = abstract_arguments(cfg, batch, PAGES)
     several = num_rounds > 1
     parts = (state,) if several else programs.split_donated(state)
     program = several_rounds._rounds if several else programs.round_program

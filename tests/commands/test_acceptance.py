@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.commands import acceptance
+from jaxspec.config import ConfigError
 from jaxspec.tools.acceptance import show
 from jaxspec.tools.acceptance.rounds import Pair, Recorder, Requests
 from jaxspec.tools.acceptance.summary import Case, Result, figures, length, rate, standard_error
@@ -191,6 +192,24 @@ def files(target, draft, tmp_path_factory) -> Path:
     return folder
 
 
+def test_the_drafts_caches_have_a_dtype_of_their_own(target, draft, tmp_path, monkeypatch):
+    """In the engine of the recorded rounds; the run ends before its first round."""
+    recorded = []
+
+    def record(pair: Pair, **sizes: int) -> Recorder:
+        recorded.append(Recorder(pair, **sizes).config("strict", "probabilistic", sampled=True))
+        raise ConfigError("no round")
+
+    monkeypatch.setattr(acceptance, "Recorder", record)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "Why?"}))
+    args = ["--target", target, "--draft", draft, "--dataset", tmp_path / "one.jsonl"]
+    args += ["--dtype", "float32", "--max-num-seqs", 1, "--draft-kv-cache-dtype", "bfloat16"]
+    result = runner(acceptance.main)(*args)
+    assert result.exit_code == 2 and "no round" in result.stderr, result.output
+    [cfg] = recorded
+    assert cfg.draft_cache_dtype == "bfloat16"
+
+
 def test_every_case_is_written(files):
     record = json.loads((files / "run.json").read_text())
     cases = [tuple(r["case"].values()) for r in record["results"]]
@@ -297,6 +316,36 @@ def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch)
     assert again.read_text() == (files / "page.md").read_text()
 
 
+def test_a_record_of_0_1_0_is_shown(files, tmp_path):
+    """It has no date and no lengths of prompts; outside a checkout no commit either."""
+    record = json.loads((files / "run.json").read_text())
+    date = record.pop("date")
+    record["versions"]["git_commit"] = None
+    for result in record["results"]:
+        del result["counts_per_prompt"]["prompt_tokens"]
+    (tmp_path / "old.json").write_text(json.dumps(record))
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    args = ("--from-json", tmp_path / "old.json", "--markdown", page)
+    result = runner(acceptance.main)(*args)
+    assert result.exit_code == 0, result.output
+    shown, expected = page.read_text(), (files / "page.md").read_text()
+    assert "\n1 x cpu, float32, jax" in shown and "commit" not in shown and "None" not in shown
+    changed = set(expected.splitlines()) - set(shown.splitlines())
+    assert {line for line in changed if not line.startswith(date)} == {"before", "after"}
+
+
+@pytest.mark.parametrize("key", ["settings", "versions", "results", "devices"])
+def test_a_record_that_lacks_a_key_is_one_sentence_that_names_it(files, tmp_path, key):
+    record = json.loads((files / "run.json").read_text())
+    del record[key]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    result = runner(acceptance.main)("--from-json", tmp_path / "run.json")
+    assert result.exit_code == 2
+    said = f"that --output-json wrote, got another, without the key '{key}'"
+    assert said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -307,7 +356,7 @@ def test_a_record_is_shown_again_without_measuring(files, tmp_path, monkeypatch)
         ),
         (
             ["--dataset", "x.jsonl", "--draft-quantize", "fp4"],
-            "draft_quantize: expected None or one of fp8, fp8-block, int4, got 'fp4'",
+            "draft_quantize: expected None, one of fp8, fp8-block, int4, or a checkpoint's own",
         ),
         (["--dataset", "nowhere.jsonl"], "--dataset nowhere.jsonl: expected"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from jaxspec.config import (
     check_options,
     check_verify_tokens,
 )
-from jaxspec.config.speculative import OPTIONS
-from jaxspec.drafts import METHODS
+from jaxspec.config.draft_methods import OPTIONS
+from jaxspec.config.speculative import DEFAULT_K
+from jaxspec.drafts import FAMILIES, METHODS, MODEL_FREE, method_name
+from jaxspec.drafts.ngram import NgramConfig
+from jaxspec.loading.pair import with_k
 
 OTHER_VALUES: dict[str, Any] = {
     "draft_quantize": "fp8",
+    "draft_sliding_window": 128,
     "draft_kv_cache_dtype": "bfloat16",
     "draft_tensor_parallel_size": 2,
     "draft_confidence_threshold": 0.5,
@@ -52,6 +57,14 @@ def test_every_option_of_a_method_is_tried_above() -> None:
     assert set(OTHER_VALUES) <= {f.name for f in fields(SpeculativeConfig)}
 
 
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_every_option_of_a_method_is_checked(key: str) -> None:
+    """A new option without a check would take any value."""
+    for wrong in ({}, "no such value"):
+        with pytest.raises(ConfigError, match=key):
+            SpeculativeConfig(**{key: wrong})
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_values_that_change_nothing_are_accepted(method: str) -> None:
     defaults = {f.name: f.default for f in fields(SpeculativeConfig)}
@@ -66,6 +79,51 @@ def test_the_sentence_names_the_methods() -> None:
         "draft_quantize: expected it only with method 'eagle' or 'eagle3' or 'mtp' or "
         "'draft_model', got it with 'dspark'"
     )
+
+
+def test_a_fallback_is_a_method_without_a_model_and_stands_beside_a_head() -> None:
+    schedule = ((1, 2, 1),)
+    for values, message in (
+        (
+            dict(fallback_method="eagle"),
+            "fallback_method: expected 'ngram' or 'suffix', or none, got 'eagle'",
+        ),
+        (
+            dict(fallback_method="ngram", num_speculative_tokens_per_batch_size=schedule),
+            "fallback_method: expected it without num_speculative_tokens_per_batch_size, "
+            "got ((1, 2, 1),) beside it",
+        ),
+    ):
+        with pytest.raises(ConfigError) as error:
+            SpeculativeConfig(**values)  # type: ignore[arg-type]
+        assert str(error.value) == message
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
+def test_a_fallback_is_refused_where_it_cannot_stand_in(method: str) -> None:
+    """As the caller names the method, and as the files do."""
+    sentence = f"fallback_method: expected none with method {method!r}, got 'suffix'"
+    with pytest.raises(ConfigError) as error:
+        SpeculativeConfig(method=method, fallback_method="suffix")
+    assert str(error.value) == sentence
+    with pytest.raises(ConfigError) as error:
+        check_options(SpeculativeConfig(fallback_method="suffix"), method)
+    assert str(error.value) == sentence
+
+
+def test_a_head_with_a_fallback_takes_the_options_of_that_method_alone() -> None:
+    check_options(SpeculativeConfig(fallback_method="ngram", prompt_lookup_max=7), "eagle3")
+    with pytest.raises(ConfigError) as error:
+        check_options(SpeculativeConfig(fallback_method="suffix", prompt_lookup_max=7), "eagle3")
+    assert str(error.value) == (
+        "prompt_lookup_max: expected it only with method 'ngram', got it with 'eagle3'"
+    )
+
+
+@pytest.mark.parametrize("value", [0, -1, 4.5, True, "16"])
+def test_a_window_is_a_number_of_tokens(value: Any) -> None:
+    with pytest.raises(ConfigError, match="^draft_sliding_window: expected an integer of at least"):
+        SpeculativeConfig(draft_sliding_window=value)
 
 
 @pytest.mark.parametrize("value", [3, 0, -1, 4.5, True, "16"])
@@ -92,9 +150,16 @@ def test_a_verify_pass_holds_a_token_of_each_request() -> None:
 
 
 def test_a_verify_pass_holds_the_drafts_of_a_k_that_was_left_open() -> None:
-    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
-    most = SpeculativeConfig().max_drafts
-    with pytest.raises(ConfigError, match=f"expected at least {most + 1} .*, got {most}"):
-        check_verify_tokens(
-            SpeculativeConfig(max_num_verify_tokens=most), max_num_seqs=1, attention=attention
-        )
+    """It is settled by the draft; prompt lookup proposes no number."""
+    settings = SpeculativeConfig(method="ngram", max_num_verify_tokens=DEFAULT_K)
+    draft = NgramConfig(8, lookup_max=2, lookup_min=1)
+    with pytest.raises(
+        ConfigError, match=f"expected an integer of at least {DEFAULT_K + 1} .*, got {DEFAULT_K}"
+    ):
+        with_k(settings, draft, {})
+
+
+def test_every_method_that_drafts_has_a_name_and_its_options() -> None:
+    """A family of FAMILIES may be a method's variant for some targets, as eagle_llama4."""
+    families: list[Any] = [SimpleNamespace(method=name) for name in FAMILIES]
+    assert {*map(method_name, families), *MODEL_FREE} == set(METHODS)

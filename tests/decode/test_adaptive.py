@@ -133,8 +133,8 @@ def test_greedy_text_equals_plain_text(method: str, k: int) -> None:
         tokens, num_sampled = map(np.asarray, (result.output_tokens, result.num_sampled))
         for row, text in enumerate(texts):
             text += tokens[row, : num_sampled[row]].tolist()
-        assert result.num_drafts is not None
-        numbers |= set(np.asarray(result.num_drafts)[num_sampled > 0].tolist())
+        assert result.num_proposed is not None
+        numbers |= set(np.asarray(result.num_proposed)[num_sampled > 0].tolist())
     assert [t[:n] for t, n in zip(texts, lengths, strict=True)] == plain
     assert k < 3 or len(numbers) > 1, numbers
 
@@ -161,20 +161,20 @@ def test_the_k_of_a_round_changes_no_sampled_text_and_the_host_repeats_the_estim
         state = needs(0, 780, 2000, 2000, 2000)(state)
         assert state.acceptance is not None
         thresholds = np.asarray(state.acceptance.thresholds)
-        judged, rejected = (np.full(3, count, np.int32) for count in adaptive.PRIOR)
+        estimate = adaptive.Estimate(*(np.full(3, count, np.int32) for count in adaptive.PRIOR))
         found = [[int(t)] for t in first]
         seen = set()
         for _ in range(12):
             cfg = replace(cfg, num_speculative_tokens=rounds)
-            worth = adaptive.num_worthwhile(judged, rejected, thresholds)
+            worth = adaptive.num_worthwhile(estimate, thresholds)
             result, state = programs.run_round(cfg, model.params, state, tables, "round")
             tokens, num_sampled = map(np.asarray, (result.output_tokens, result.num_sampled))
-            assert result.num_drafts is not None and state.acceptance is not None
-            np.testing.assert_array_equal(result.num_drafts, worth)
+            assert result.num_proposed is not None and state.acceptance is not None
+            np.testing.assert_array_equal(result.num_proposed, worth)
             seen |= set(worth.tolist())
-            judged, rejected = adaptive.fade(judged, rejected, worth, num_sampled - 1)
-            np.testing.assert_array_equal(state.acceptance.estimate.judged, judged)
-            np.testing.assert_array_equal(state.acceptance.estimate.rejected, rejected)
+            estimate = adaptive.fade(estimate, worth, num_sampled - 1)
+            np.testing.assert_array_equal(state.acceptance.estimate.judged, estimate.judged)
+            np.testing.assert_array_equal(state.acceptance.estimate.rejected, estimate.rejected)
             for row, text in enumerate(found):
                 text += tokens[row, : num_sampled[row]].tolist()
         texts.append(found)
@@ -183,13 +183,40 @@ def test_the_k_of_a_round_changes_no_sampled_text_and_the_host_repeats_the_estim
 
 
 def test_estimates_fade_and_numbers_follow_the_thresholds() -> None:
-    judged, rejected = (np.full(2, count, np.int32) for count in adaptive.PRIOR)
+    estimate = adaptive.Estimate(*(np.full(2, count, np.int32) for count in adaptive.PRIOR))
     thresholds = np.asarray([[0, 512, 900]] * 2, np.int32)
-    assert adaptive.num_worthwhile(judged, rejected, thresholds).tolist() == [2, 2]
+    assert adaptive.num_worthwhile(estimate, thresholds).tolist() == [2, 2]
     drafts = np.asarray([3, 3], np.int32)
     for _ in range(40):
-        judged, rejected = adaptive.fade(judged, rejected, drafts, np.asarray([3, 0], np.int32))
-    assert adaptive.num_worthwhile(judged, rejected, thresholds).tolist() == [3, 1]
+        estimate = adaptive.fade(estimate, drafts, np.asarray([3, 0], np.int32))
+    assert adaptive.num_worthwhile(estimate, thresholds).tolist() == [3, 1]
     for _ in range(12):
-        judged, rejected = adaptive.fade(judged, rejected, drafts, np.asarray([0, 3], np.int32))
-    assert adaptive.num_worthwhile(judged, rejected, thresholds).tolist() == [2, 2]
+        estimate = adaptive.fade(estimate, drafts, np.asarray([0, 3], np.int32))
+    assert adaptive.num_worthwhile(estimate, thresholds).tolist() == [2, 2]
+
+
+def test_rounds_without_drafts_leave_the_estimate() -> None:
+    before = adaptive.Estimate(*(np.full(2, count, np.int32) for count in adaptive.PRIOR))
+    none = np.zeros(2, np.int32)
+    after = before
+    for _ in range(100):
+        after = adaptive.fade(after, none, none)
+    np.testing.assert_array_equal(after, before)
+
+
+def test_a_head_that_does_not_pay_is_tried_again_when_its_rejections_are_forgotten() -> None:
+    estimate = adaptive.Estimate(*(np.full(2, count, np.int32) for count in adaptive.PRIOR))
+    drafts, half = np.asarray([3, 3], np.int32), np.full(2, 512, np.int32)
+    for _ in range(40):
+        estimate = adaptive.fade(estimate, drafts, np.asarray([3, 0], np.int32))
+    assert adaptive.falls_back(estimate, half).tolist() == [False, True]
+    judged = estimate.judged
+    for _ in range(100):
+        estimate = adaptive.forget(estimate)
+    assert adaptive.falls_back(estimate, half).tolist() == [False, True]
+    for _ in range(2000):
+        estimate = adaptive.forget(estimate)
+    assert not adaptive.falls_back(estimate, half).any()
+    for _ in range(6000):
+        estimate = adaptive.forget(estimate)
+    assert estimate.rejected.tolist() == [0, 0] and (estimate.judged == judged).all()

@@ -10,22 +10,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec import drafts
+from jaxspec.decode.state import draft_context
 from jaxspec.drafts import DSparkConfig
 from jaxspec.drafts import block as block_module
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
-from tests.decode.test_families_distribution import flattened, probabilities, sampled
+from tests.decode.test_families_distribution import flattened, joint_statistic
 from tests.support.families import family_model
 from tests.support.slow import slow, slow_unless
-from tests.support.statistics import chi_square, within_limit
+from tests.support.statistics import within_limit
 from tests.support.tiny import (
     BLOCK_METHODS,
     Model,
     agreeing_block_model,
     block_config,
+    block_tables,
     generate,
     random_prompts,
     sampling_state,
@@ -128,6 +131,32 @@ def test_modes_of_compilation_give_the_same_text(method: str) -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
+# --- rows of padding
+# --------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_padding_change_no_draft_and_write_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("dspark", window=3)
+    cfg = model.round_config(5, rule="probabilistic", sampled=True)
+    tables, _ = block_tables(2, cfg)
+    run = generate(
+        cfg, model.params, random_prompts((5, 9)), sampling_state([1] * 2), max_tokens=(4, 6)
+    )
+    state = replace(run.state, active=jnp.ones(2, bool))
+    context = draft_context(cfg, state, jax.tree.map(jnp.asarray, tables))
+    found = []
+    for padding in (0, 3):
+        monkeypatch.setattr(block_module, "idle_rows", lambda *_, padding=padding: padding)
+        drafter, params = drafts.layered_drafter(model.draft), model.params["draft"]
+        drafted = drafter.propose(cfg, params, state.draft, context)
+        found.append(jax.tree.map(np.asarray, drafted))
+    np.testing.assert_array_equal(found[0][0].draft_tokens, found[1][0].draft_tokens)
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 # --- distribution
 # --------------------------------------------------------------------------------------------------
 
@@ -146,12 +175,6 @@ def small_model(method: str, threshold: float = 0.0, **changes: Any) -> Model:
     return flattened(replace(theirs, draft=draft, params=params))
 
 
-def statistic(model: Model, rule: str, batches: int) -> tuple[tuple[float, int], set[int]]:
-    expected = probabilities(model)
-    counts, accepted = sampled(model, rule, batches, K)
-    return chi_square(counts, expected / expected.sum()), accepted
-
-
 @pytest.mark.parametrize(
     ("method", "rule", "threshold", "changes", "batches"),
     [
@@ -167,7 +190,7 @@ def statistic(model: Model, rule: str, batches: int) -> tuple[tuple[float, int],
 def test_text_follows_the_target_jointly_over_rounds(
     method: str, rule: str, threshold: float, changes: dict[str, Any], batches: int
 ) -> None:
-    found, accepted = statistic(small_model(method, threshold, **changes), rule, batches)
+    found, accepted = joint_statistic(small_model(method, threshold, **changes), K, rule, batches)
     assert accepted == set(range(K + 1))
     assert within_limit(*found), found
 
@@ -175,7 +198,7 @@ def test_text_follows_the_target_jointly_over_rounds(
 def test_logits_without_the_markov_term_bias_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come from the corrected logits, and q is the uncorrected one's."""
     monkeypatch.setattr(DSparkConfig, "corrects_logits", property(lambda self: False))
-    found, _ = statistic(small_model("dspark", draft_block_size=9), "probabilistic", 3)
+    found, _ = joint_statistic(small_model("dspark", draft_block_size=9), K, "probabilistic", 3)
     assert not within_limit(*found), found
 
 
@@ -188,9 +211,11 @@ def test_drafts_that_end_by_a_look_at_themselves_bias_the_output(
     def look(*args: Any) -> Any:
         *_, step, before = args
         made = draw_step(*args)
-        goes_on = (before.num_drafts == step) & (made.token % 2 == 0)
-        return replace(made, num_drafts=before.num_drafts + goes_on.astype(jnp.int32))
+        goes_on = (before.num_proposed == step) & (made.token % 2 == 0)
+        return replace(made, num_proposed=before.num_proposed + goes_on.astype(jnp.int32))
 
     monkeypatch.setattr(block_module, "draw_step", look)
-    found, _ = statistic(small_model("dspark", 0.3, draft_block_size=10), "probabilistic", 3)
+    found, _ = joint_statistic(
+        small_model("dspark", 0.3, draft_block_size=10), K, "probabilistic", 3
+    )
     assert not within_limit(*found), found

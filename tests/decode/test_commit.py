@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,8 @@ def four_requests(max_tokens: list[int], stops: list[list[int]]) -> DecodeState:
         dtype=jnp.float32,
         cache_dtype=jnp.float32,
     )
-    return state.replace(
+    return replace(
+        state,
         next_token=jnp.asarray([10, 20, 30, 40], jnp.int32),
         active=jnp.asarray([True, True, False, False]),
     )

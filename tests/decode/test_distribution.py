@@ -27,6 +27,7 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.drafts import autoregressive as propose_module
 from jaxspec.drafts import columns
 from jaxspec.drafts.drafter import Proposal
+from jaxspec.drafts.families import layered
 from jaxspec.sampling import state as sampling
 from jaxspec.sampling.state import SamplingState
 from pallas_kernels import noise
@@ -119,9 +120,9 @@ cached_round = cache(one_round)
 def draft_params(cfg: RoundConfig, draft: np.ndarray) -> dict[str, jax.Array]:
     """The draft's table; with a vocabulary of its own, of some of the tokens in an order of its
     own, with the maps."""
-    if not cfg.draft.maps_vocabulary:
+    if not layered(cfg.draft).maps_vocabulary:
         return {"table": jnp.asarray(draft)}
-    ids = np.random.default_rng(8).permutation(V)[: cfg.draft.draft_vocab_size]
+    ids = np.random.default_rng(8).permutation(V)[: layered(cfg.draft).draft_vocab_size]
     target_to_draft = np.full(V, -1, np.int32)
     target_to_draft[ids] = np.arange(len(ids))
     return {
@@ -162,7 +163,8 @@ def play(
             dtype=jnp.float32,
             cache_dtype=jnp.float32,
         )
-        state = state.replace(
+        state = replace(
+            state,
             seq_lens=full(5, jnp.int32),
             next_token=full(START, jnp.int32),
             active=full(True, bool),
@@ -370,13 +372,13 @@ def forget_later_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> tuple[Proposal, jax.Array]:
         written, token = write_step(cfg, params, inputs, step, logits, proposal)
         first = isinstance(step, int) and step == 0
-        return written.replace(
-            draft_logits=written.draft_logits if first else proposal.draft_logits
+        return replace(
+            written, draft_logits=written.draft_logits if first else proposal.draft_logits
         ), token
 
     def left_over(cfg: RoundConfig, batch: int) -> Proposal:
         stale = jnp.broadcast_to(jnp.asarray(table(9)[0]), (batch, cfg.num_speculative_tokens, V))
-        return empty(cfg, batch).replace(draft_logits=stale)
+        return replace(empty(cfg, batch), draft_logits=stale)
 
     monkeypatch.setattr(propose_module, "write_step", write_first_only)
     if kind == "stale":

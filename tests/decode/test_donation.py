@@ -97,7 +97,8 @@ def test_counts_of_the_whole_vocabulary_are_donated_as_well() -> None:
 
 def test_the_search_finds_a_host_callback() -> None:
     program = jax.jit(lambda x: jax.pure_callback(lambda y: y, x, x)).lower(np.ones(3, np.float32))
-    assert HOST.search(program.as_text()) and HOST.search(program.compile().as_text())
+    compiled = program.compile().as_text()
+    assert HOST.search(program.as_text()) and compiled and HOST.search(compiled)
 
 
 def cache_copies(text: str, caches: list[jax.Array]) -> list[str]:

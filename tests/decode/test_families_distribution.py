@@ -8,6 +8,7 @@ the target alone over the whole text.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,10 @@ import pytest
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import REFERENCE_OPS
+from jaxspec.config import REFERENCE_OPS, RoundConfig
 from jaxspec.decode import programs
+from jaxspec.decode.state import DecodeState
+from jaxspec.decode.verify import Verification
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Weight
 from tests.support.families import family_model
@@ -66,34 +69,57 @@ def probabilities(model: Model) -> np.ndarray:
     )
 
 
-def sampled(model: Model, rule: str, batches: int, K: int = K) -> tuple[np.ndarray, set[int]]:
-    """How often each text came out of prefill and rounds, and the numbers of accepted drafts that
-    were seen."""
-    cfg = model.round_config(K, max_model_len=24, rule=rule)
+def sampled(
+    cfg: RoundConfig,
+    params: Any,
+    batches: int,
+    prepare: Callable[[DecodeState], DecodeState] = lambda state: state,
+) -> tuple[np.ndarray, list[Verification]]:
+    """Return how often each text came out of prefill and rounds, and all rounds.
+
+    prepare: changes the state before a batch's first round
+    """
     tables, num_blocks = block_tables(BATCH, cfg)
-    counts, accepted = np.zeros((VOCAB,) * LENGTH), set()
+    counts, rounds = np.zeros((VOCAB,) * LENGTH), []
     for batch in range(batches):
         seeds = range(batch * BATCH, (batch + 1) * BATCH)
         first, state = start(
             cfg,
-            model.params,
+            params,
             [PROMPT] * BATCH,
             sampling_state(seeds, 1.0),
             tables,
             num_blocks,
             max_tokens=99,
         )
+        state = prepare(state)
         emitted = [np.asarray(first)[:, None]]
         for _ in range(LENGTH - 1):  # each round emits a token at least
-            verification, state = programs.run_round(cfg, model.params, state, tables, "round")
+            verification, state = programs.run_round(cfg, params, state, tables, "round")
             emitted.append(np.asarray(verification.output_tokens))
-            accepted |= set((np.asarray(verification.num_sampled) - 1).tolist())
+            rounds.append(verification)
         flat = np.concatenate(emitted, axis=1)
         kept = np.take_along_axis(flat, np.argsort(flat < 0, axis=1, kind="stable"), axis=1)[
             :, :LENGTH
         ]
         np.add.at(counts, tuple(kept.T), 1)
-    return counts, accepted
+    return counts, rounds
+
+
+def numbers_accepted(rounds: Sequence[Verification]) -> set[int]:
+    """Return the numbers of accepted drafts that were seen."""
+    return {int(n) for found in rounds for n in np.asarray(found.num_sampled) - 1}
+
+
+def joint_statistic(
+    model: Model, K: int, rule: str, batches: int
+) -> tuple[tuple[float, int], set[int]]:
+    """Return statistic and freedom of whole texts, and the numbers of accepted drafts."""
+    expected = probabilities(model)
+    assert expected.sum() == pytest.approx(1, abs=1e-4)
+    cfg = model.round_config(K, max_model_len=24, rule=rule)
+    counts, rounds = sampled(cfg, model.params, batches)
+    return chi_square(counts, expected / expected.sum()), numbers_accepted(rounds)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +136,9 @@ def test_text_follows_the_target_jointly_over_rounds(
     family: str, method: str, rule: str, batches: int
 ) -> None:
     model = flattened(family_model(family, method, window=4, disturbance=1.0, vocab=VOCAB))
-    expected = probabilities(model)
-    assert expected.sum() == pytest.approx(1, abs=1e-4)
-    counts, accepted = sampled(model, rule, batches)
+    found, accepted = joint_statistic(model, K, rule, batches)
     assert accepted == set(range(K + 1))
-    statistic, freedom = chi_square(counts, expected / expected.sum())
-    assert within_limit(statistic, freedom), (statistic, freedom)
+    assert within_limit(*found), found
 
 
 def flattened(model: Model) -> Model:

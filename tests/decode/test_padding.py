@@ -3,6 +3,7 @@ neighbours."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -86,9 +87,10 @@ def test_poisoned_padding_rows_change_nothing(rule: str) -> None:
         _, state = start(cfg, model.params, prompts, sampling, tables, num_blocks)
         used = tuple(t.copy() for t in tables)
         if poison:
-            for own, live in zip(used, tables, strict=True):
-                own[[1, 3]] = live[[0, 2]]
-            state = state.replace(
+            for table, named in zip(used, tables, strict=True):
+                table[[1, 3]] = named[[0, 2]]
+            state = replace(
+                state,
                 seq_lens=state.seq_lens.at[jnp.array([1, 3])].set(jnp.array([7, 2**30], jnp.int32)),
                 next_token=state.next_token.at[jnp.array([1, 3])].set(
                     jnp.array([-5, 2**30], jnp.int32)

@@ -32,7 +32,7 @@ from tests.support.tiny import (
 )
 
 LENGTHS, K, BLOCK = (13, 8, 1, 5), 2, 4
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-5}
 
 
 def gathered(

@@ -7,6 +7,8 @@ less often.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ from tests.support.tiny import (
 )
 
 LENGTHS, K, LONGEST = (5, 9, 1), 3, 40
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32, sums in another order
+TOLERANCE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}  # float32, sums in another order
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -89,6 +91,7 @@ def test_a_state_reached_by_rounds_equals_one_prefilled_with_the_same_text(metho
             next_proposal(fresh),
         )
         assert proposal.draft_tokens.tolist() == fresh_proposal.draft_tokens.tolist()
+        assert proposal.draft_logits is not None and fresh_proposal.draft_logits is not None
         np.testing.assert_allclose(proposal.draft_logits, fresh_proposal.draft_logits, **TOLERANCE)
         for x, y in zip(
             [*draft, *cached(state.target_caches)],

@@ -94,7 +94,7 @@ def texts(
     first, state = start(
         cfg, model.params, prompts, sampling, tables, num_blocks, max_tokens=MAX_TOKENS
     )
-    state = replace(state, max_drafts=jnp.asarray(most, jnp.int32))
+    state = replace(state, draft_limit=jnp.asarray(most, jnp.int32))
     found, waits = [[int(t)] for t in first], 0
     while (active := np.asarray(state.active)).any():
         made, state = programs.run_round(cfg, model.params, state, tables, "round")

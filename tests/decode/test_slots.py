@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.decode import programs, slots
 from jaxspec.decode import state as decode_state
-from jaxspec.decode.round import limit_drafts, num_drafts
+from jaxspec.decode.round import allowed_drafts, limit_drafts
 from jaxspec.drafts.autoregressive import Proposal
 from tests.support.tiny import agreeing_model, block_tables, random_prompts, sampling_state, start
 
@@ -74,9 +74,9 @@ def test_drafts_past_a_requests_own_number_and_past_the_drafts_context_are_place
         cache_dtype=jnp.float32,
     )
     state = replace(state, seq_lens=jnp.asarray([5, 8, 9, 10, 11, 12, 5], jnp.int32))
-    state = replace(state, max_drafts=state.max_drafts.at[6].set(1))
+    state = replace(state, draft_limit=state.draft_limit.at[6].set(1))
     limited = limit_drafts(
-        num_drafts(cfg, state), Proposal(jnp.full((7, K), 4, jnp.int32), None)
+        allowed_drafts(cfg, state, None), Proposal(jnp.full((7, K), 4, jnp.int32), None)
     ).draft_tokens
     assert (limited >= 0).sum(axis=1).tolist() == [3, 3, 2, 1, 0, 0, 1] and limited[2].tolist() == [
         4,

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import drafts
 from jaxspec.cache.arrays import PAD_SLOT, FullCache
 from jaxspec.cache.metadata import AttentionMetadata, rebuild_draft_metadata
 from jaxspec.config import REFERENCE_OPS, Ops, RoundConfig
@@ -27,6 +26,7 @@ from jaxspec.drafts.autoregressive import (
     next_step,
     propose,
 )
+from jaxspec.drafts.families import layered, step_family
 from jaxspec.layers.context import Pass
 from jaxspec.sampling.state import gumbel_noise
 from tests.kernels.interpreter import interpreted
@@ -45,7 +45,7 @@ from tests.support.toys import ToyDraft, toy_config
 
 LIMIT, BATCH, IDLE = 24, 5, 3
 TEMPERATURES = (0.0, 1.0, 0.6, 1.0, 1.0)
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32, sums in another order
+TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-5}  # float32, sums in another order
 
 
 def config(model: Model, K: int, rule: str = "probabilistic", **changes: Any) -> RoundConfig:
@@ -115,7 +115,7 @@ def one_pass(
 ) -> tuple[Any, Any, Any]:
     """The family's own forward and head on all rows: logits [batch, rows, Vd], feedback and
     caches."""
-    family = drafts.family(cfg)
+    family = step_family(cfg)
     out = family.forward(params, cfg, tokens, hidden, pass_, caches)
     return family.logits(params, cfg, out.head_input, pass_.ops), out.feedback, out.caches
 
@@ -128,13 +128,14 @@ def eager_draft(
 ) -> tuple[list[int], np.ndarray, Any, list[Any]]:
     """Request b alone, one draft pass after another: tokens [K], logits [K, Vd], the caches, and
     what hidden state each step feeds back."""
-    family, K = drafts.family(cfg.draft), cfg.num_speculative_tokens
+    own: Any = cfg.draft  # EAGLE's
+    family, K = step_family(own), cfg.num_speculative_tokens
     length, n = int(inputs.seq_lens[b]), int(inputs.num_pending[b])
     temperature, keys = float(inputs.sampling.temperature[b]), inputs.sampling.keys[b : b + 1]
     caches = tuple(dense(cache, np.asarray(inputs.block_tables[0][b])) for cache in caches)
     tokens = inputs.pending_tokens[b : b + 1, :n]
     hidden = family.fuse(params, cfg.draft, inputs.pending_hidden[b : b + 1, :n], REFERENCE_OPS)
-    pass_ = dense_pass(length - n, n, cfg.draft.sliding_window)
+    pass_ = dense_pass(length - n, n, own.sliding_window)
     drawn, all_logits, fed_back = [], [], []
     for step in range(K):
         logits, feedback, caches = one_pass(cfg.draft, params, tokens, hidden, pass_, caches)
@@ -145,17 +146,17 @@ def eager_draft(
                 noise = noise_of(
                     keys, "sample", jnp.asarray([length + 1 + step], jnp.int32), 0, VOCAB
                 )
-                noise = noise[:, params["draft_to_target"]] if cfg.draft.maps_vocabulary else noise
+                noise = noise[:, params["draft_to_target"]] if own.maps_vocabulary else noise
             else:
                 noise = noise_of(keys, "draft", jnp.asarray([length], jnp.int32), step, logits.size)
             scores = logits / np.float32(temperature) + np.asarray(noise)[0]
         token = int(np.argmax(scores))
-        token = int(params["draft_to_target"][token]) if cfg.draft.maps_vocabulary else token
+        token = int(params["draft_to_target"][token]) if own.maps_vocabulary else token
         drawn.append(token)
         all_logits.append(logits)
         tokens, hidden = jnp.asarray([[token]], jnp.int32), feedback[:, -1:]
         fed_back.append(np.asarray(hidden[0, 0]))
-        pass_ = dense_pass(min(length + step, LIMIT), 1, cfg.draft.sliding_window)
+        pass_ = dense_pass(min(length + step, LIMIT), 1, own.sliding_window)
     return drawn, np.stack(all_logits), caches, fed_back
 
 
@@ -223,7 +224,7 @@ def test_equals_an_eager_draft_in_every_column(method: str, K: int) -> None:
     inputs, caches = inputs_for(cfg)
     poisoned = Proposal(
         jnp.full((BATCH, K), -7, jnp.int32),
-        jnp.full((BATCH, K, cfg.draft.draft_vocab_size), jnp.nan, jnp.float32),
+        jnp.full((BATCH, K, layered(cfg.draft).draft_vocab_size), jnp.nan, jnp.float32),
     )
     carry = compiled(cfg)(model.params["draft"], inputs, caches, poisoned)
     assert (
@@ -288,8 +289,8 @@ def test_stale_metadata_changes_the_compiled_loops_logits(
     model = tiny_model(method)
     cfg = config(model, 4)
     inputs, caches = inputs_for(cfg)
-    inputs = inputs.replace(
-        sampling=inputs.sampling.replace(temperature=jnp.zeros(BATCH, jnp.float32))
+    inputs = replace(
+        inputs, sampling=replace(inputs.sampling, temperature=jnp.zeros(BATCH, jnp.float32))
     )
     stale = compiled(cfg)(model.params["draft"], inputs, caches)
     for b in (0, 1, 2):
@@ -321,7 +322,7 @@ def test_draft_step_can_be_called_alone(method: str) -> None:
     model = tiny_model(method)
     cfg = config(model, 2)
     inputs, caches = inputs_for(cfg)
-    params, family = model.params["draft"], drafts.family(cfg.draft)
+    params, family = model.params["draft"], step_family(layered(cfg.draft))
     caches = tuple(dense(cache, np.asarray(inputs.block_tables[0][1])) for cache in caches)
     hidden = family.fuse(params, cfg.draft, inputs.pending_hidden[1:2, :2], REFERENCE_OPS)
     pass_ = dense_pass(7, 2, None)
@@ -399,7 +400,7 @@ def test_a_buffer_of_draft_logits_exists_only_where_q_is_read(
         for v in (*e.invars, *e.outvars)
         if hasattr(v.aval, "shape")
     }
-    assert ((BATCH, K, cfg.draft.draft_vocab_size) in shapes) == kept
+    assert ((BATCH, K, layered(cfg.draft).draft_vocab_size) in shapes) == kept
 
 
 def test_no_host_callback_is_traced() -> None:

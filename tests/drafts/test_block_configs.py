@@ -118,8 +118,8 @@ def test_what_is_guessed_is_said_without_a_tool_for_other_heads(
 
 
 def test_a_block_drafts_all_its_rows_but_an_anchors_that_drafts_nothing() -> None:
-    assert read(block_size=4).most_drafts == 3
-    assert read(block_size=4, sample_from_anchor=True).most_drafts == 4
-    assert read(K=None, block_size=2).most_drafts == 1  # no K is given that it has to hold
+    assert read(block_size=4).block_capacity == 3
+    assert read(block_size=4, sample_from_anchor=True).block_capacity == 4
+    assert read(K=None, block_size=2).block_capacity == 1  # no K is given that it has to hold
     with pytest.raises(ConfigError, match="block_size: expected at least 2 in a head whose first"):
         read(K=None, block_size=1)

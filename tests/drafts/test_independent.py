@@ -17,10 +17,10 @@ from jaxspec.drafts import Independent, draft_model
 from jaxspec.drafts.drafter import Observation
 from jaxspec.layers.params import Weight, init_random
 from jaxspec.loading.model import bind_draft_model
-from tests.decode.test_families_distribution import probabilities, sampled
+from tests.decode.test_families_distribution import joint_statistic
 from tests.support.families import family_model, target_config
 from tests.support.slow import slow, slow_unless
-from tests.support.statistics import chi_square, within_limit
+from tests.support.statistics import within_limit
 from tests.support.tiny import Model, Run, generate, random_prompts, sampling_state
 
 LENGTHS, MAX_TOKENS = (5, 9, 1, 4), (24, 33, 21, 2)
@@ -75,6 +75,9 @@ def test_a_target_accepts_every_draft_of_itself(model_type: str, K: int) -> None
     assert {n for accepted in run.accepted for n in accepted} == {K}
 
 
+LONGEST_AGREEMENT = 4  # most tokens in a row that these drafts name as their targets do
+
+
 @pytest.mark.parametrize(
     ("target", "draft", "K", "block_size", "sampled"),
     [
@@ -94,7 +97,8 @@ def test_greedy_text_equals_plain_text_when_some_drafts_are_accepted(
     run = speculated(model, K, block_size, rule=RULES[K % 3], sampled=sampled)
     assert [len(text) for text in run.token_ids] == list(MAX_TOKENS)
     assert run.token_ids == plain_text(target, 0.15)
-    assert {0, K} <= {n for accepted in run.accepted for n in accepted}
+    seen = {n for accepted in run.accepted for n in accepted}
+    assert {0, min(K, LONGEST_AGREEMENT)} <= seen
     assert run.mean_acceptance_length > 1.3
 
 
@@ -127,12 +131,6 @@ def small_model(width: int) -> Model:
     return Model(model.target, draft, {"target": params, "draft": bind_draft_model(draft, own)})
 
 
-def statistic(model: Model, rule: str, batches: int) -> tuple[tuple[float, int], set[int]]:
-    expected = probabilities(model)
-    counts, accepted = sampled(model, rule, batches, K)
-    return chi_square(counts, expected / expected.sum()), accepted
-
-
 @pytest.mark.parametrize(
     ("rule", "width", "batches"),
     [
@@ -145,7 +143,7 @@ def statistic(model: Model, rule: str, batches: int) -> tuple[tuple[float, int],
 )
 def test_text_follows_the_target_jointly_over_rounds(rule: str, width: int, batches: int) -> None:
     """With the target's vocabulary and a narrower one."""
-    found, accepted = statistic(small_model(width), rule, batches)
+    found, accepted = joint_statistic(small_model(width), K, rule, batches)
     assert accepted == set(range(K + 1))
     assert within_limit(*found), found
 
@@ -157,7 +155,7 @@ def test_a_wrong_map_of_a_narrower_vocabulary_biases_the_output() -> None:
     shifted = jnp.roll(model.params["draft"]["target_to_draft"], 1)
     draft = {**model.params["draft"], "target_to_draft": shifted}
     model = replace(model, params={**model.params, "draft": draft})
-    found, _ = statistic(model, "probabilistic", 3)
+    found, _ = joint_statistic(model, K, "probabilistic", 3)
     assert not within_limit(*found), found
 
 
@@ -179,7 +177,7 @@ def observed(K: int, tokens: list[list[int]], active: list[bool], unread: list[i
         block_tables=(),
         target=None,  # type: ignore[arg-type]
     )
-    state = state.replace(unread=jnp.asarray(unread, jnp.int32))
+    state = replace(state, unread=jnp.asarray(unread, jnp.int32))
     return drafter.observe(cfg, {}, state, seen).unread.tolist()
 
 

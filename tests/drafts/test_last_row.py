@@ -15,6 +15,7 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_OPS
+from jaxspec.drafts.families import layered, step_family
 from jaxspec.layers.context import Pass
 from jaxspec.layers.products import pick_row
 from tests.drafts.test_autoregressive import equations
@@ -42,7 +43,8 @@ def products(program: Any, *args: Any) -> int:
 def test_what_nobody_reads_of_a_pass_is_not_made(name: str) -> None:
     model = MODELS[name]()
     cfg = model.round_config(ROWS - 1, sampled=False)
-    draft, family, rng = cfg.draft, drafts.family(cfg.draft), np.random.default_rng(0)
+    draft, rng = layered(cfg.draft), np.random.default_rng(0)
+    family = step_family(draft)
     tables, num_blocks = block_tables(BATCH, cfg, shuffle_seed=1)
     caches = init_cache(
         draft.attention,

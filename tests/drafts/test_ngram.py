@@ -44,14 +44,14 @@ MODEL = agreeing_model("eagle")  # its target alone
 NGRAM = MODEL_FREE["ngram"]
 
 
-def reference(text: list[int], num_drafts: int, longest: int, shortest: int) -> list[int]:
+def reference(text: list[int], K: int, longest: int, shortest: int) -> list[int]:
     """The drafts that follow a text, -1 for none."""
     for size in range(longest, shortest - 1, -1):
         for begin in reversed(range(len(text) - size)):
             if text[begin : begin + size] == text[-size:]:
-                found = text[begin + size :][:num_drafts]
-                return found + [-1] * (num_drafts - len(found))
-    return [-1] * num_drafts
+                found = text[begin + size :][:K]
+                return found + [-1] * (K - len(found))
+    return [-1] * K
 
 
 # ---- the look-up

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.drafts import MODEL_FREE
-from jaxspec.drafts.suffix import SuffixConfig, vote
+from jaxspec.drafts.suffix import SuffixConfig, longest_match, vote
 from tests.drafts import test_ngram as ngram
 from tests.support.slow import slow
 from tests.support.statistics import within_limit
@@ -21,11 +21,13 @@ MODEL = agreeing_model("eagle")  # its target alone
 
 
 def config(vocab: int = 8, **changes: Any) -> SuffixConfig:
-    values: dict[str, Any] = dict(lookup_max=24, lookup_min=1, min_token_prob=0.0)
+    values: dict[str, Any] = dict(
+        lookup_max=24, lookup_min=1, max_tree_depth=99, min_token_prob=0.0
+    )
     return SuffixConfig(vocab, **{**values, **changes})
 
 
-def reference(text: list[int], num_drafts: int, cfg: SuffixConfig) -> list[int]:
+def reference(text: list[int], K: int, cfg: SuffixConfig) -> list[int]:
     """The drafts that follow a text, -1 for none, from the docstrings."""
 
     def matched(end: int) -> int:
@@ -39,7 +41,8 @@ def reference(text: list[int], num_drafts: int, cfg: SuffixConfig) -> list[int]:
     voters = [end for end, run in runs.items() if run == longest and longest >= cfg.lookup_min]
     drafts: list[int] = []
     chance = 1.0
-    while len(drafts) < min(num_drafts, int(cfg.max_spec_factor * longest)):
+    most = min(int(cfg.max_spec_factor * longest), cfg.max_tree_depth - longest)
+    while len(drafts) < min(K, most):
         step = len(drafts)
         votes = Counter(text[end + step] for end in voters if end + step < len(text))
         if not votes:
@@ -50,7 +53,7 @@ def reference(text: list[int], num_drafts: int, cfg: SuffixConfig) -> list[int]:
             break
         drafts.append(token)
         voters = [e for e in voters if e + step < len(text) and text[e + step] == token]
-    return drafts + [-1] * (num_drafts - len(drafts))
+    return drafts + [-1] * (K - len(drafts))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,7 @@ def reference(text: list[int], num_drafts: int, cfg: SuffixConfig) -> list[int]:
         (3, dict(lookup_max=3, max_spec_factor=2.0)),
         (2, dict(min_token_prob=0.4, max_spec_factor=8.0)),
         (4, dict(lookup_max=2, lookup_min=2)),
+        (2, dict(lookup_max=6, max_tree_depth=7)),
     ],
 )
 def test_votes_equal_plain_python(alphabet: int, changes: dict[str, Any]) -> None:
@@ -160,5 +164,22 @@ def test_limits_that_mean_nothing_are_refused(values: dict[str, Any], message: s
 def test_the_limits_are_those_of_the_speculative_config() -> None:
     speculative = SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=9)
     assert MODEL_FREE["suffix"].config(MODEL.target, speculative) == SuffixConfig(
-        VOCAB, lookup_max=9, lookup_min=1
+        VOCAB, lookup_max=6, lookup_min=1, max_tree_depth=9
     )
+
+
+@pytest.mark.parametrize(
+    ("K", "depth", "factor", "longest"),
+    [
+        (3, 24, 1.0, 21),  # the defaults
+        (24, 24, 1.0, 12),  # K as vLLM's default: half is matched, half is drafted
+        (30, 24, 2.0, 8),
+        (30, 24, 100.0, 1),
+        (3, 2, 1.0, 1),
+        (9, 10**9, 1e308, 10**9 - 9),
+        (3, 1, 1.0, 0),  # no room for a match and a draft
+    ],
+)
+def test_a_match_leaves_room_for_drafts(K: int, depth: int, factor: float, longest: int) -> None:
+    """Match and drafts together have max_tree_depth tokens at most, as in vLLM."""
+    assert longest_match(K, depth, factor) == longest

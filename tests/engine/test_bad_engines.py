@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SpeculativeConfig
+from tests.support.tiny import block_config
 from tests.support.toys import ToyDraft, ToyTarget
 
 V = 24
@@ -44,6 +45,12 @@ def test_more_drafts_than_a_text_can_hold_are_refused() -> None:
         assert str(e.value) == (
             f"num_speculative_tokens: expected fewer than max_model_len 16, got {K}"
         )
+
+
+def test_more_drafts_than_a_loaded_heads_block_holds_are_refused() -> None:
+    draft = block_config("dspark", draft_block_size=4), {}
+    with pytest.raises(ConfigError, match="expected at most 4, the drafts of this head's block"):
+        LLM((ToyTarget(V), TABLE), draft, SpeculativeConfig(num_speculative_tokens=5))
 
 
 @pytest.mark.parametrize(

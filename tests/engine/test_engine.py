@@ -415,7 +415,7 @@ def test_an_engine_goes_on_from_a_state_made_elsewhere() -> None:
     one.engine.add(request)
     one.engine.step()
     cached, following = request.all_token_ids[:-1], request.all_token_ids[-1]
-    later = Request(cached, GREEDY, 6, max_drafts=K, metrics=SpecDecodeMetrics(K))
+    later = Request(cached, GREEDY, 6, draft_limit=K, metrics=SpecDecodeMetrics(K))
     with pytest.raises(ConfigError, match="expected no requests in the engine, got some that run"):
         one.engine.set_state(one.runner.state, [later], [request.blocks[0].blocks])
     other.engine.set_state(one.engine.take_state(), [later], [request.blocks[0].blocks])

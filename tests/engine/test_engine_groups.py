@@ -87,9 +87,8 @@ FAMILIES = [
     for f in PAIRS
     for rounds in ROUNDS.get(f, (1,))
 ]
-of_several_groups = pytest.mark.parametrize(
-    "engines", [p for p in FAMILIES if len(PAIRS[p.values[0][0]][2]) > 1], indirect=True
-)  # type: ignore
+SEVERAL: list[Any] = [p for p in FAMILIES if len(PAIRS[p.values[0][0]][2]) > 1]  # type: ignore
+of_several_groups = pytest.mark.parametrize("engines", SEVERAL, indirect=True)
 in_flight = pytest.mark.parametrize(
     "ahead", [False, True]
 )  # True: as on a GPU, programs are launched before a result is read

@@ -462,6 +462,13 @@ def test_assignments_change_no_request_that_runs(llm: LLM) -> None:
     params.logit_bias[3] = 1000.0  # type: ignore[index]  # not seen before the request is made
     with pytest.raises(ConfigError, match="prompt 0: logit_bias: expected numbers from -100"):
         llm.generate([[5, 6]], params)
+    params.logit_bias, params.min_tokens = {}, 3
+    for call in (
+        lambda: llm.generate([[5, 6]], params),
+        lambda: llm.warmup(sampling_params=[params]),
+    ):
+        with pytest.raises(ConfigError, match="min_tokens: expected an integer from 0 to max_tok"):
+            call()
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
@@ -556,9 +563,8 @@ def test_latencies_are_counted(llm: LLM) -> None:
     ]  # of a step's rounds come together
     for o, count in zip(outputs, results, strict=True):
         assert o.times.num_tokens == 12 and len(o.times.inter_token) == count
-        assert (
-            o.times.latency >= o.times.time_to_first_token > 0 and o.times.time_per_output_token > 0
-        )  # type: ignore[operator]
+        times: Any = o.times  # None until it ends
+        assert times.latency >= times.time_to_first_token > 0 and times.time_per_output_token > 0
     counted = llm.latency.to_dict()
     assert counted["num_requests"] == 2 and counted["ttft"]["p99"] >= counted["ttft"]["median"] > 0
     assert len(llm.latency.itl) == sum(results)

@@ -50,7 +50,7 @@ def request(prompt: Sequence[int], max_tokens: int) -> Request:
     params = SamplingParams(0.0, max_tokens=max_tokens)
     K = SIZES.head_room - 1
     metrics = SpecDecodeMetrics(K)
-    return Request(list(prompt), params, max_tokens, max_drafts=K, metrics=metrics)
+    return Request(list(prompt), params, max_tokens, draft_limit=K, metrics=metrics)
 
 
 def text_of(prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -128,15 +128,15 @@ def run(workload: Workload, runner: FakeRunner, *, depth: int = 0) -> Scheduler:
 
 
 def request(
-    prompt: list[int], max_tokens: int = 8, stops: tuple[int, ...] = (), max_drafts: int = 3
+    prompt: list[int], max_tokens: int = 8, stops: tuple[int, ...] = (), draft_limit: int = 3
 ) -> Request:
     return Request(
         list(prompt),
         SamplingParams(temperature=0, max_tokens=max_tokens),
         max_tokens,
         stops,
-        max_drafts=max_drafts,
-        metrics=SpecDecodeMetrics(max_drafts),
+        draft_limit=draft_limit,
+        metrics=SpecDecodeMetrics(draft_limit),
     )
 
 
@@ -195,7 +195,7 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
             st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12)
         )
         stops = data.draw(st.sampled_from([(), (STOP,)]))
-        requests.append(request(prompt, data.draw(st.integers(1, 20)), stops, max_drafts=K))
+        requests.append(request(prompt, data.draw(st.integers(1, 20)), stops, draft_limit=K))
     most = len(requests) - 1
     num_blocks = [
         demand_of(config, sight).least + data.draw(st.integers(0, 10)) for sight in sights

@@ -62,11 +62,9 @@ def run(
         if memory is not None:
             from jax.experimental.pallas import mosaic_gpu as plgpu
 
-            stack.enter_context(
-                plgpu.force_gpu_interpret_mode(
-                    plgpu.InterpretGPUParams(uninitialized_memory=memory)
-                )
-            )
+            gpu: Any = plgpu  # jax 0.10 has no interpreter
+            params = gpu.InterpretGPUParams(uninitialized_memory=memory)
+            stack.enter_context(gpu.force_gpu_interpret_mode(params))
         tokens, num_sampled = program(implementation, memory)(inputs)
         return np.asarray(tokens), np.asarray(num_sampled)
 
@@ -88,9 +86,9 @@ def rows(arguments: dict[str, Any], index: list[int]) -> dict[str, Any]:
 def with_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same, with the numbers of what is given as streams."""
     uniforms, recover_noise = arguments["uniforms"], arguments["recover_noise"]
-    _, num_drafts = arguments["draft_tokens"].shape
+    _, K = arguments["draft_tokens"].shape
     if isinstance(uniforms, Stream):
-        arguments = arguments | {"uniforms": np.asarray(uniforms.uniforms(num_drafts))}
+        arguments = arguments | {"uniforms": np.asarray(uniforms.uniforms(K))}
     if isinstance(recover_noise, Stream):
         arguments = arguments | {
             "recover_noise": np.asarray(recover_noise.gumbel(arguments["target_logits"].shape[-1]))
@@ -148,7 +146,7 @@ def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
         lengths |= set(num_sampled.tolist())
         requests += len(tokens)
     assert uncertain <= UNCERTAIN * requests
-    assert len(lengths) > min(SHAPES[name].num_drafts, 2), (
+    assert len(lengths) > min(SHAPES[name].K, 2), (
         "too few lengths occur: the inputs exercise too little"
     )
 
@@ -235,7 +233,7 @@ def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, name: str) -> N
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_a_residual_without_mass_is_the_plain_target(rule: str) -> None:
     """p = q leaves nothing to draw from; u = 1 forces what rounding does rarely."""
-    arguments = arguments_of(replace(SHAPES["tiny-block-eagle1"], rule=rule, num_drafts=1))
+    arguments = arguments_of(replace(SHAPES["tiny-block-eagle1"], rule=rule, K=1))
     target = arguments["target_logits"]
     arguments |= {
         "draft_logits": target[:, :1].copy(),

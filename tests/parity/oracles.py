@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-TOLERANCE = dict(
+TOLERANCE: dict[str, Any] = dict(
     rtol=1e-4, atol=1e-4
 )  # float32 with another order of summation; a wrong switch moves logits by 1e-2 and more
 LLAMA3_ROPE = {

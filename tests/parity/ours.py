@@ -4,6 +4,7 @@ shuffled block tables."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxspec.config import REFERENCE_OPS, CacheGroup, RoundConfig, SpeculativeCo
 from jaxspec.drafts import DraftConfig
 from jaxspec.drafts.autoregressive import DraftInputs, Proposal, draft_step, propose
 from jaxspec.drafts.drafter import DraftContext, Observation, PromptChunk
+from jaxspec.drafts.families import layered, step_family
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params, Weight
 from jaxspec.loading.model import load_draft
@@ -160,8 +162,8 @@ def load(
     dtype: Any = jnp.float32,
     target: Any = TARGET,
     **overrides: Any,
-) -> tuple[DraftConfig, Params]:
-    """The draft in a folder for TARGET."""
+) -> tuple[Any, Params]:
+    """The draft in a folder for TARGET, with its method's own config."""
     return load_draft(
         folder,
         target,
@@ -242,7 +244,9 @@ class PagedDraft:
         """The compiled propose, over poisoned buffers: what no step writes stays NaN or -7.
         (Greedy: noise is slow to compile.)"""
         batch, K = self.inputs.num_pending.shape[0], self.cfg.num_speculative_tokens
-        logits = jnp.full((batch, K, self.cfg.draft.draft_vocab_size), jnp.nan, jnp.float32)
+        logits = jnp.full(
+            (batch, K, layered(self.cfg.draft).draft_vocab_size), jnp.nan, jnp.float32
+        )
         return _propose(
             self.cfg,
             self.params,
@@ -258,13 +262,13 @@ class PagedDraft:
         rows = cfg.num_speculative_tokens + 1
         start, num = inputs.seq_lens - inputs.num_pending, inputs.num_pending
         tokens, last_row = inputs.pending_tokens, inputs.num_pending - 1
-        hidden = drafts.family(cfg.draft).fuse(
+        hidden = step_family(layered(cfg.draft)).fuse(
             self.params, cfg.draft, inputs.pending_hidden, REFERENCE_OPS
         )
         to_target = (
             np.asarray(self.params["draft_to_target"])
-            if cfg.draft.maps_vocabulary
-            else np.arange(cfg.draft.vocab_size)
+            if layered(cfg.draft).maps_vocabulary
+            else np.arange(layered(cfg.draft).vocab_size)
         )
         drafted, all_logits = [], []
         for step in range(cfg.num_speculative_tokens):
@@ -345,7 +349,7 @@ class PagedBlocks:
             next_token=jnp.asarray(next_token, jnp.int32),
             active=jnp.ones(len(self.lens), bool),
             block_tables=self.tables,
-            sampling=sampling.replace(temperature=sampling.temperature + 1),
+            sampling=replace(sampling, temperature=sampling.temperature + 1),
         )
         proposal, self.state = _propose_block(self.cfg, self.params, self.state, context)
         return np.asarray(proposal.draft_tokens), np.asarray(proposal.draft_logits)
@@ -424,7 +428,7 @@ def _consume(
     num: Any,
     caches: KVCache,
 ) -> KVCache:
-    family = drafts.family(cfg)
+    family = step_family(cfg)
     dtype = jax.tree.leaves(caches)[0].dtype
     hidden = family.fuse(params, cfg, hidden.astype(dtype), REFERENCE_OPS)
     metadata = _metadata(cfg, groups, table, jnp.zeros_like(num), num, tokens.shape[1])

@@ -48,13 +48,13 @@ def assert_every_draft_equals(
     *,
     lengths: tuple[int, ...] = LENGTHS,
     rounds: tuple[tuple[int, ...], ...] = ROUNDS,
-    num_drafts: int = K,
+    num_speculative_tokens: int = K,
     **paging: Any,
 ) -> None:
     """Logits of sampled drafts after every round: blocks, their boundaries, uneven batches."""
     room = sum(max(r) for r in rounds) + 2
     features, tokens = text([n + room for n in lengths], hidden_width(cfg, TARGET))
-    ours = PagedBlocks(cfg, params, features, tokens, num_drafts, **paging)
+    ours = PagedBlocks(cfg, params, features, tokens, num_speculative_tokens, **paging)
     ours.prefill(lengths)
     anchors, drafts, logits = [], [], []
     for num_sampled in (*rounds, None):
@@ -202,7 +202,9 @@ def test_fewer_drafts_than_the_block_holds_are_a_shorter_block(
     cfg, params = load(save_speculators(oracle, tmp_path), None, num_speculative_tokens=1)
     oracle.module.block_size = K_of_request
     sampled = ((K_of_request + 1, 1, 1),)
-    assert_every_draft_equals(oracle, cfg, params, rounds=sampled, num_drafts=K_of_request)
+    assert_every_draft_equals(
+        oracle, cfg, params, rounds=sampled, num_speculative_tokens=K_of_request
+    )
 
 
 # --- errors

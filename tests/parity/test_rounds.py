@@ -4,6 +4,7 @@ the whole text and transformers' hidden states of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def assert_proposals_equal(
             np.testing.assert_allclose(
                 logits[i], expected, **TOLERANCE, err_msg=f"request {i}, text of {len(text)}"
             )
-        state = state.replace(draft=state.draft.replace(caches=carry.caches))
+        state = replace(state, draft=replace(state.draft, caches=carry.caches))
         verification, state = verify_and_commit(cfg, params, state, tables, carry.proposal)
         output, num = np.asarray(verification.output_tokens), np.asarray(verification.num_sampled)
         for i, text in enumerate(texts):

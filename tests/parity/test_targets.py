@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config import AttentionConfig
 from jaxspec.layers.params import Params, Weight
 from jaxspec.loading.model import load_target
 from jaxspec.models import TargetConfig
@@ -74,7 +75,7 @@ def _attention(**changes: Any) -> Callable[[TargetConfig, Params], tuple[TargetC
     return lambda cfg, params: (replace(cfg, attention=replace(cfg.attention, **changes)), params)
 
 
-def _rope(**changes: Any) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
+def _rope(**changes: Any) -> Callable[[Any, Params], tuple[TargetConfig, Params]]:
     return lambda cfg, params: _attention(rope=replace(cfg.attention.rope, **changes))(cfg, params)
 
 
@@ -92,7 +93,7 @@ def _without(name: str) -> Callable[[TargetConfig, Params], tuple[TargetConfig, 
 
 
 def _without_bias(*parts: int) -> Callable[[TargetConfig, Params], tuple[TargetConfig, Params]]:
-    def change(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
+    def change(cfg: Any, params: Params) -> tuple[TargetConfig, Params]:
         heads = cfg.attention.num_heads, cfg.attention.num_kv_heads, cfg.attention.num_kv_heads
         kept = np.concatenate(
             [np.full(n * cfg.attention.head_dim, i not in parts) for i, n in enumerate(heads)]
@@ -111,7 +112,7 @@ def _without_bias(*parts: int) -> Callable[[TargetConfig, Params], tuple[TargetC
     return change
 
 
-def _interleaved(cfg: TargetConfig, params: Params) -> tuple[TargetConfig, Params]:
+def _interleaved(cfg: Any, params: Params) -> tuple[TargetConfig, Params]:
     """q and k with rotated pairs side by side instead of half a head apart: a GGUF file's rows,
     read as they are."""
     order = np.arange(cfg.attention.head_dim).reshape(2, -1).T.reshape(-1)
@@ -168,6 +169,7 @@ def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
     (transformers 5)."""
     hf_target(tmp_path, **TARGETS[case])
     new, _ = load_target(tmp_path, jnp.float32)
+    assert isinstance(new.attention, AttentionConfig)
     assert (
         new.attention.rope.theta
         == {"llama": 10000.0, "llama_llama3_rope": 500.0, "qwen3": 1e6}[case]

@@ -101,7 +101,7 @@ class FakeConfigs:
     def may_wait(self, batch: int) -> bool:
         return self.waits
 
-    def num_drafts(self, num_requests: int) -> int:
+    def k_of_batch(self, num_requests: int) -> int:
         return self.num_speculative_tokens
 
 
@@ -274,12 +274,12 @@ class FakeRunner:
         features: SamplingFeatures,
         requests: Iterable[Request],
         *,
-        num_drafts: int,
+        num_speculative_tokens: int,
         limits_drafts: bool,
     ) -> Verification:
         running = list(requests)
-        assert num_drafts == self.num_speculative_tokens
-        assert limits_drafts == any(r.max_drafts < num_drafts for r in running)
+        assert num_speculative_tokens == self.num_speculative_tokens
+        assert limits_drafts == any(r.draft_limit < num_speculative_tokens for r in running)
         self.before_rounds(running)
         self.rounds.append(running)
         parts = [self._round(running) for _ in range(self.rounds_per_step)]

@@ -77,7 +77,7 @@ def recorded_round(
     draft_logits: jax.Array,
     block_tables: BlockTables,
 ) -> tuple[Record, DecodeState, jax.Array]:
-    """Propose, verify and commit as decoding does, with max_drafts of the K drafts; record it.
+    """Propose, verify and commit as decoding does, with the drafts that are allowed; record it.
 
     draft_logits: float32 [batch, K, draft_vocab], the buffer that the draft writes its logits to,
         as the last round left it; returned as this round leaves it
@@ -92,7 +92,7 @@ def recorded_round(
     )
     drafter = layered_drafter(layered(cfg.draft))
     proposal, draft = drafter.propose(cfg, params["draft"], state.draft, context, buffers)
-    proposal = decode.limit_drafts(decode.num_drafts(cfg, state), proposal)
+    proposal = decode.limit_drafts(decode.allowed_drafts(cfg, state, None), proposal)
     tokens, written = proposal.draft_tokens, proposal.draft_logits
     seen = None
     if cfg.keeps_draft_logits:
@@ -166,17 +166,18 @@ def _target_logits(
 
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and draft. max_drafts: the largest K that is measured. stop_token_ids end a
+    """A loaded target and draft. max_k: the largest K that is measured. stop_token_ids end a
     request."""
 
     target: models.TargetConfig
     draft: DraftConfig
     params: Params
-    max_drafts: int
+    max_k: int
     stop_token_ids: tuple[int, ...]
     dtype: jax.typing.DTypeLike = jnp.float32
     ops: Ops = REFERENCE_OPS
     kv_cache_dtype: KVCacheDtype = "auto"
+    draft_kv_cache_dtype: KVCacheDtype | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class Counts:
 
     rounds:   [requests]
     tokens:   [requests], of the request's text, its first one and its stop token included
-    prompt_tokens: [requests]
+    prompt_tokens: [requests]; None in a record of 0.1.0, which does not say
     accepted: [requests, K], rounds that accepted drafts 0..i
     expected: {rule: [requests, K]}, empty when greedy
     surprise: [requests], sum of -log p over the tokens of the text but the first; 0 when greedy
@@ -205,7 +206,7 @@ class Counts:
 
     rounds: np.ndarray
     tokens: np.ndarray
-    prompt_tokens: np.ndarray
+    prompt_tokens: np.ndarray | None
     accepted: np.ndarray
     expected: dict[str, np.ndarray]
     surprise: np.ndarray
@@ -228,7 +229,7 @@ class Recorder:
     def __init__(
         self, pair: Pair, *, max_num_seqs: int, max_tokens: int, block_size: int = 64
     ) -> None:
-        pages = -(-(max_tokens + 2 * (pair.max_drafts + 1)) // block_size)
+        pages = -(-(max_tokens + 2 * (pair.max_k + 1)) // block_size)
         config = EngineConfig(
             max_model_len=pages * block_size,
             max_num_seqs=max_num_seqs,
@@ -245,7 +246,10 @@ class Recorder:
             pair.target,
             pair.draft,
             pair.params,
-            SpeculativeConfig(num_speculative_tokens=pair.max_drafts),
+            SpeculativeConfig(
+                num_speculative_tokens=pair.max_k,
+                draft_kv_cache_dtype=pair.draft_kv_cache_dtype,
+            ),
             config,
             ops=pair.ops,
             dtype=pair.dtype,
@@ -311,7 +315,7 @@ class Recorder:
         requests: Requests,
         rule: str,
         drafts: str,
-        num_drafts: int,
+        K: int,
         *,
         corrupt: Corrupt | None = None,
     ) -> tuple[Counts, list[list[int]]]:
@@ -338,21 +342,21 @@ class Recorder:
         parts, texts = [], []
         for begin in range(0, len(requests.prompts), self.batch):
             prompts = requests.prompts[begin : begin + self.batch]
-            batch = [self._request(requests, begin + i, num_drafts) for i in range(len(prompts))]
+            batch = [self._request(requests, begin + i, K) for i in range(len(prompts))]
             records = self._records(batch)
-            parts.append(count(records, batch, num_drafts, sampled=sampled))
+            parts.append(count(records, batch, K, sampled=sampled))
             texts += [request.token_ids for request in batch]
         return join(parts), texts
 
-    def _request(self, requests: Requests, index: int, num_drafts: int) -> Request:
+    def _request(self, requests: Requests, index: int, K: int) -> Request:
         return Request(
             prompt_token_ids=list(requests.prompts[index]),
             params=SamplingParams(requests.temperature),
             max_tokens=requests.max_tokens,
             stop_token_ids=self.pair.stop_token_ids,
-            max_drafts=num_drafts,
+            draft_limit=K,
             seed=(requests.seed + index) % 2**64,
-            metrics=SpecDecodeMetrics(self.pair.max_drafts),
+            metrics=SpecDecodeMetrics(self.pair.max_k),
         )
 
     def _records(self, batch: Sequence[Request]) -> list[Record]:
@@ -366,9 +370,7 @@ class Recorder:
         return records
 
 
-def count(
-    records: Sequence[Record], batch: Sequence[Request], num_drafts: int, *, sampled: bool
-) -> Counts:
+def count(records: Sequence[Record], batch: Sequence[Request], K: int, *, sampled: bool) -> Counts:
     """Return the counts of one batch, whose request i has row i of the records (NumPy arrays)."""
     num_requests = len(batch)
     tokens = np.array([len(request.token_ids) for request in batch])
@@ -376,7 +378,7 @@ def count(
     surprise, entropy, squares = np.zeros((3, num_requests))
     rules = [f.name for f in fields(Expected)] if sampled else []
     if not records:  # every request ended with its first token
-        none = np.zeros((num_requests, num_drafts))
+        none = np.zeros((num_requests, K))
         expected = dict.fromkeys(rules, none)
         accepted, sums = none.astype(int), (surprise, entropy, squares)
         return Counts(0 * tokens, tokens, prompt_tokens, accepted, expected, *sums)
@@ -394,10 +396,10 @@ def count(
             surprise[i], entropy[i], squares[i] = s.sum(), e.sum(), ((s - e) ** 2).sum()
     num_sampled = np.asarray(record.num_sampled)
     live = num_sampled > 0
-    accepted = (num_sampled[..., None] > 1 + np.arange(num_drafts)).sum(axis=0)
+    accepted = (num_sampled[..., None] > 1 + np.arange(K)).sum(axis=0)
 
     def total(values: jax.Array) -> np.ndarray:
-        return (np.asarray(values, np.float64)[..., :num_drafts] * live[..., None]).sum(axis=0)
+        return (np.asarray(values, np.float64)[..., :K] * live[..., None]).sum(axis=0)
 
     expected = {rule: total(getattr(record.expected, rule)) for rule in rules}
     rounds, sums = live.sum(axis=0), (surprise, entropy, squares)

@@ -336,12 +336,16 @@ def write_section(path: Path, script: str, section: str) -> None:
 
 
 def ran_on(record: Record) -> str:
-    """Hardware, versions and settings of a run, in a line."""
+    """Hardware, versions and settings of a run, in a line; date and commit if they are known."""
     s, devices, versions = record["settings"], record["devices"], record["versions"]
     device = f"{len(devices)} x {devices[0]['kind']}" if devices else "no device"
+    known = [device, s["dtype"], f"jax {versions['jax']}"]
+    if "date" in record:  # 0.1.0 wrote none
+        known.insert(0, record["date"])
+    if versions["git_commit"] is not None:
+        known.append(f"commit {versions['git_commit'][:12]}")
     return (
-        f"{record['date']}, {device}, {s['dtype']}, jax {versions['jax']}, commit "
-        f"{str(versions['git_commit'])[:12]}; at most {s['max_tokens']} tokens a prompt, "
+        f"{', '.join(known)}; at most {s['max_tokens']} tokens a prompt, "
         f"{s['max_num_seqs']} requests together, seed {s['seed']} and on."
     )
 

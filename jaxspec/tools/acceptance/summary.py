@@ -49,6 +49,7 @@ class Result:
         counts = {
             k: {r: v.tolist() for r, v in x.items()} if isinstance(x, dict) else x.tolist()
             for k, x in vars(self.counts).items()
+            if x is not None
         }
         return {"case": vars(self.case), "figures": figures(self), "counts_per_prompt": counts}
 
@@ -59,7 +60,7 @@ class Result:
             k: {r: np.asarray(v) for r, v in x.items()} if isinstance(x, dict) else np.asarray(x)
             for k, x in counts.items()
         }
-        return cls(Case(**record["case"]), Counts(**arrays))
+        return cls(Case(**record["case"]), Counts(**{"prompt_tokens": None, **arrays}))
 
 
 Weights = np.ndarray  # [resamples, prompts] how often each prompt is drawn
@@ -155,7 +156,12 @@ def measured_figures(counts: Counts) -> dict[str, Any]:
 
 
 def by_prompt_length(counts: Counts) -> dict[str, Counts]:
-    """Return the counts of the prompts of each range of lengths (lengths.RANGES) with rounds."""
+    """Return the counts of the prompts of each range of lengths (lengths.RANGES) with rounds.
+
+    Empty if the lengths are not known.
+    """
+    if counts.prompt_tokens is None:
+        return {}
     parts = {name: counts.select(i) for name, i in by_range(counts.prompt_tokens).items()}
     return {name: part for name, part in parts.items() if part.rounds.sum()}
 

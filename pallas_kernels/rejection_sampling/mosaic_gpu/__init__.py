@@ -89,13 +89,13 @@ def rejection_sample(inputs: Inputs, *, tuning: Tuning = DEFAULT) -> tuple[jax.A
     rule, sampled, draft_logits = inputs.rule, inputs.sampled, inputs.draft_logits
     uniforms, recover_noise = inputs.uniforms, inputs.recover_noise
     batch, rows, vocab = inputs.target_logits.shape
-    num_drafts = rows - 1
+    K = rows - 1
     if batch == 0:
         return jnp.zeros((0, rows), jnp.int32), jnp.zeros(0, jnp.int32)
     shards = inputs.shards
     problem = Problem(
         batch,
-        num_drafts,
+        K,
         rule,
         sampled,
         cut(vocab, tuning.sweep),
@@ -109,13 +109,13 @@ def rejection_sample(inputs: Inputs, *, tuning: Tuning = DEFAULT) -> tuple[jax.A
     if not shards.is_whole:
         sizes = (vocab, 0 if draft_logits is None else draft_logits.shape[-1])
         arrays |= {"first_ids": jnp.stack([shards.first_id(size) for size in sizes])}
-    if num_drafts:
+    if K:
         arrays |= {"tokens": inputs.draft_tokens.reshape(-1)}
     if sampled:
         arrays |= {"greedy": inputs.greedy, "temperature": inputs.temperature}
     if not sampled and rule != "synthetic":
         return match(problem, exchange_scores(problem, arrays | row_maxima(problem, arrays)))
-    if num_drafts:
+    if K:
         arrays |= {"rates": inputs.acceptance_rates}
         if isinstance(uniforms, Stream):
             problem = replace(problem, accept_stream=uniforms.stream)
@@ -131,7 +131,7 @@ def rejection_sample(inputs: Inputs, *, tuning: Tuning = DEFAULT) -> tuple[jax.A
             }
         else:
             arrays |= {"noise": recover_noise}
-    if num_drafts and rule != "synthetic":
+    if K and rule != "synthetic":
         if draft_logits is not None:
             width = draft_logits.shape[-1]
             problem = replace(
@@ -140,14 +140,14 @@ def rejection_sample(inputs: Inputs, *, tuning: Tuning = DEFAULT) -> tuple[jax.A
                 gathers_draft=inputs.target_to_draft is not None and not shards.is_whole,
             )
             arrays |= {
-                "draft": draft_logits.reshape(batch * num_drafts, width),
+                "draft": draft_logits.reshape(batch * K, width),
                 "to_draft": inputs.target_to_draft,
             }
         judged = exchange_scores(problem, arrays | row_sums(problem, arrays))
-        reads_all = rule == "block" and num_drafts > 1  # rows of the draft's logits
+        reads_all = rule == "block" and K > 1  # rows of the draft's logits
         if reads_all and draft_logits is not None:
             if problem.gathers_draft:
-                every = draft_logits.reshape(batch * num_drafts, -1)
+                every = draft_logits.reshape(batch * K, -1)
                 arrays |= {"draft": shards.whole_rows(every)}
             inner = mass(problem, arrays | prefixes(problem, judged))
             judged = exchange_mass(problem, judged | inner)

@@ -28,7 +28,7 @@ def judge(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
     target_lse, draft_lse, log_joint: float32 [B]. recover_key: uint32 [B, 2], the key of the
     token's noise, where that is a stream. All but `decided` are not written for greedy requests.
     """
-    K = problem.num_drafts
+    K = problem.K
 
     def body(refs: Refs, request: jax.Array) -> None:
         greedy = refs.greedy[request]
@@ -82,7 +82,7 @@ def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.
         ]
     else:
         maxima = [shard_words.row_argmax(problem, refs, request, i) for i in range(problem.rows)]
-    drafts = [refs.tokens[request * problem.num_drafts + i] for i in range(problem.num_drafts)]
+    drafts = [refs.tokens[request * problem.K + i] for i in range(problem.K)]
     num_accepted = count_leading(
         [draft == token for draft, token in zip(drafts, maxima, strict=False)]
     )
@@ -98,8 +98,8 @@ def decision(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Arra
         num_accepted, mode = refs.decided[request, ACCEPTED], refs.decided[request, MODE]
         return num_accepted, jnp.where(refs.active[request], mode, KNOWN)
     kept = []
-    for i in range(problem.num_drafts):
-        draft = refs.tokens[request * problem.num_drafts + i]
+    for i in range(problem.K):
+        draft = refs.tokens[request * problem.K + i]
         inside = (draft >= 0) & (draft < problem.vocab)
         kept.append(inside & (uniform(problem, refs, request, i) < refs.rates[i]))
     return count_leading(kept), jnp.where(refs.active[request], PLAIN, KNOWN)

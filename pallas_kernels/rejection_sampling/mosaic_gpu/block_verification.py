@@ -29,7 +29,7 @@ def prefixes(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
 
     Their residual mass is made from these.
     """
-    inner = problem.num_drafts - 1
+    inner = problem.K - 1
 
     def body(refs: Refs, request: jax.Array) -> None:
         @pl.when(refs.active[request] & jnp.logical_not(refs.greedy[request]))
@@ -52,7 +52,7 @@ def prefixes(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
 
 def mass(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
     """Return mass [B (K-1), LANES]: sum over a piece of max(P_i p - q, 0) at the inner rows."""
-    pieces, inner = problem.draw, problem.num_drafts - 1
+    pieces, inner = problem.draw, problem.K - 1
 
     def body(refs: Refs, block: jax.Array) -> None:
         row, piece = block // pieces.count, block % pieces.count
@@ -66,7 +66,7 @@ def mass(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
                 - refs.target_lse[row]
             )
             log_q = (
-                draft_at_target(problem, refs, request * problem.num_drafts + i, piece, divisor)
+                draft_at_target(problem, refs, request * problem.K + i, piece, divisor)
                 - refs.draft_lse[row]
             )
             exceeding = jnp.maximum(jnp.exp(refs.log_joint[row] + log_p) - jnp.exp(log_q), 0.0)
@@ -97,7 +97,7 @@ def longest_kept(
     problem: Problem, refs: Refs, request: jax.Array, scores: Scores, uniforms: list[jax.Array]
 ) -> jax.Array:
     """Return the number of drafts that block verification keeps; see reference._block."""
-    K = problem.num_drafts
+    K = problem.K
     num_valid = count_leading(scores.valid)
     num_kept = jnp.int32(0)
     for length in range(1, K + 1):

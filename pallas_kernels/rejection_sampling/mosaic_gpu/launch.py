@@ -36,7 +36,7 @@ class Problem:
     """
 
     batch: int
-    num_drafts: int
+    K: int
     rule: Rule
     sampled: bool
     sweep: Pieces
@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        return self.num_drafts + 1
+        return self.K + 1
 
     @property
     def vocab(self) -> int:

@@ -62,10 +62,8 @@ def _store(
     active = refs.active[request]
     for i in range(problem.rows):
         value = jnp.where(num_accepted == i, token, -1)
-        if i < problem.num_drafts:
-            value = jnp.where(
-                num_accepted > i, refs.tokens[request * problem.num_drafts + i], value
-            )
+        if i < problem.K:
+            value = jnp.where(num_accepted > i, refs.tokens[request * problem.K + i], value)
         refs.output[request, i] = jnp.where(active, value, -1)
     refs.num_sampled[request] = jnp.where(active, num_accepted + 1, 0)
 

@@ -33,7 +33,7 @@ def log_residual(
 
     See reference._residual.
     """
-    rejected = request * problem.num_drafts + num_accepted
+    rejected = request * problem.K + num_accepted
     if problem.draft_sweep is None:
         ids = problem.draw.indices(piece, first_id(problem, refs))
         return jnp.where(ids == refs.tokens[rejected], -jnp.inf, logits)

@@ -51,7 +51,7 @@ def row_sums(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
     best, sum: [B (K+1), LANES] of the target's rows. draft_best, draft_sum: [B K, LANES] of the
     draft's. index: as row_maxima's, for greedy requests.
     """
-    rows, draft_rows = problem.batch * problem.rows, problem.batch * problem.num_drafts
+    rows, draft_rows = problem.batch * problem.rows, problem.batch * problem.K
     target_blocks = rows * problem.sweep.count
 
     def target(refs: Refs, block: jax.Array) -> None:
@@ -76,7 +76,7 @@ def row_sums(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
 
     def draft(pieces: Pieces, refs: Refs, block: jax.Array) -> None:
         row, piece = block // pieces.count, block % pieces.count
-        request = row // problem.num_drafts
+        request = row // problem.K
 
         @pl.when(refs.active[request] & jnp.logical_not(refs.greedy[request]))
         def _() -> None:

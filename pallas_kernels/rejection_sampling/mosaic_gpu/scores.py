@@ -29,7 +29,7 @@ class Scores:
 
 
 def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
-    K, vocab, whole = problem.num_drafts, problem.vocab, problem.shards.is_whole
+    K, vocab, whole = problem.K, problem.vocab, problem.shards.is_whole
     divisor = divisor_of(refs, request)
     valid, logits, draft_logits = [], [], []
     for i in range(K):  # dependent reads first, of all drafts at once: each waits for memory

@@ -69,7 +69,7 @@ def fold_scores(problem: Problem, inputs: Arrays) -> jax.Array:
 
         def fold_draft() -> None:
             divisor = divisor_of(refs, request)
-            column, draft = _draft_column(problem, i), request * problem.num_drafts + i
+            column, draft = _draft_column(problem, i), request * problem.K + i
             token = refs.tokens[draft]
             index = token - refs.first_ids[TARGET]
             vocab = problem.sweep.vocab
@@ -87,12 +87,10 @@ def fold_scores(problem: Problem, inputs: Arrays) -> jax.Array:
             store(column + DRAFT_SUM, total)
 
         pl.when(refs.active[request])(fold_row)
-        if problem.sampled and problem.num_drafts:
-            pl.when(refs.active[request] & (i < problem.num_drafts))(fold_draft)
+        if problem.sampled and problem.K:
+            pl.when(refs.active[request] & (i < problem.K))(fold_draft)
 
-    words = jax.ShapeDtypeStruct(
-        (problem.batch, _draft_column(problem, problem.num_drafts)), jnp.int32
-    )
+    words = jax.ShapeDtypeStruct((problem.batch, _draft_column(problem, problem.K)), jnp.int32)
     blocks = problem.batch * problem.rows
     return launch("fold_scores", body, blocks, inputs, {"words": words})["words"]
 

@@ -16,7 +16,7 @@ from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, f
 def uniform(problem: Problem, refs: Refs, request: jax.Array, draft: int) -> jax.Array:
     """Return the uniform number of one of a request's drafts."""
     if problem.accept_stream is None:
-        return refs.uniforms[request * problem.num_drafts + draft]
+        return refs.uniforms[request * problem.K + draft]
     words = refs.accept_keys[request, 0], refs.accept_keys[request, 1]
     return noise.uniform(
         noise.stream_key(

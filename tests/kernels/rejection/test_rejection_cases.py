@@ -72,22 +72,20 @@ def test_greedy_table(
     assert emitted(*judge(inputs, rule, implementation)) == expected
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("K", [1, 3])
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_greedy_rows_emit_argmaxes_beside_sampled_rows(
-    rule: str, num_drafts: int, implementation: str
+    rule: str, K: int, implementation: str
 ) -> None:
     """The draft's logits, the noise and the neighbours have no say; sampled rows of the same batch
     do not turn greedy."""
-    logits = random_logits(1, 64, num_drafts + 1, 50)
-    drafts = np.where(
-        np.random.default_rng(2).random((64, num_drafts)) < 0.7, logits.argmax(-1)[:, :-1], 3
-    )
+    logits = random_logits(1, 64, K + 1, 50)
+    drafts = np.where(np.random.default_rng(2).random((64, K)) < 0.7, logits.argmax(-1)[:, :-1], 3)
     inputs = make(
         logits,
         drafts,
         greedy=np.arange(64) % 2 == 0,
-        draft_logits=random_logits(3, 64, num_drafts, 50),
+        draft_logits=random_logits(3, 64, K, 50),
     )
     tokens, num_sampled = judge(inputs, rule, implementation)
     for b, row in enumerate(emitted(tokens, num_sampled)):
@@ -331,10 +329,10 @@ def test_synthetic_rates_are_met_and_rejections_sample_the_target(
 ) -> None:
     """Unconditional per-position rates within 1e-2; the token after the accepted drafts is the
     target's, bonus included."""
-    trials, num_drafts, vocab = 40_000, len(rates), 16
+    trials, K, vocab = 40_000, len(rates), 16
     rng = np.random.default_rng(0)
-    row = rng.normal(size=(num_drafts + 1, vocab)).astype(np.float32)
-    drafts = rng.integers(0, vocab, (trials, num_drafts))
+    row = rng.normal(size=(K + 1, vocab)).astype(np.float32)
+    drafts = rng.integers(0, vocab, (trials, K))
     inputs = make(
         np.repeat(row[None], trials, 0),
         drafts,
@@ -346,7 +344,7 @@ def test_synthetic_rates_are_met_and_rejections_sample_the_target(
         assert (num_sampled > position + 1).mean() == pytest.approx(rate, abs=1e-2)
         kept = num_sampled > position + 1
         assert (tokens[kept, position] == drafts[kept, position]).all()
-    for length in range(1, num_drafts + 2):
+    for length in range(1, K + 2):
         last = tokens[num_sampled == length, length - 1]
         if temperature == 0:
             assert (last == row[length - 1].argmax()).all()

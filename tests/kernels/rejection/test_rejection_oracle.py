@@ -18,14 +18,14 @@ SHAPES = [(0, 5), (1, 4), (2, 3), (3, 7), (5, 9), (2, 1)]
 DRAFTS = ["same_vocabulary", "small_vocabulary", "one_hot"]
 
 
-def random_inputs(seed: int, num_drafts: int, vocab: int, drafts: str) -> Inputs:
+def random_inputs(seed: int, K: int, vocab: int, drafts: str) -> Inputs:
     """Close, far, equal and truncated distributions; drafts mostly drawn from q, some placeholders,
     absent or out of range; a few NaN."""
     rng = np.random.default_rng(seed)
-    shape = (BATCH, num_drafts + 1, vocab)
+    shape = (BATCH, K + 1, vocab)
     target = rng.normal(size=shape) * rng.choice([0.3, 1.0, 4.0, 30.0], size=(BATCH, 1, 1))
     blend = rng.choice([1.0, 0.9, 0.0, -1.0], size=(BATCH, 1, 1))
-    draft = (blend * target + (blend != 1.0) * rng.normal(size=shape))[:, :num_drafts]
+    draft = (blend * target + (blend != 1.0) * rng.normal(size=shape))[:, :K]
     target[rng.random(shape) < 0.1] = -np.inf
     draft[rng.random(draft.shape) < 0.1] = -np.inf
     target[rng.random(shape) < 0.01] = np.nan
@@ -45,7 +45,7 @@ def random_inputs(seed: int, num_drafts: int, vocab: int, drafts: str) -> Inputs
     tokens = kept[np.where(np.isnan(noisy), -np.inf, noisy).argmax(-1)]
     odd = rng.random(tokens.shape) < 0.1
     tokens = np.where(odd, rng.integers(-1, vocab + 2, tokens.shape), tokens)
-    uniforms = rng.random((BATCH, num_drafts), np.float32)
+    uniforms = rng.random((BATCH, K), np.float32)
     uniforms[rng.random(uniforms.shape) < 0.01] = 0.0
     return make(
         target,
@@ -55,7 +55,7 @@ def random_inputs(seed: int, num_drafts: int, vocab: int, drafts: str) -> Inputs
         target_to_draft=None if drafts == "one_hot" else target_to_draft,
         greedy=rng.random(BATCH) < 0.2,
         uniforms=uniforms,
-        acceptance_rates=np.linspace(0.9, 0.6, num_drafts, dtype=np.float32),
+        acceptance_rates=np.linspace(0.9, 0.6, K, dtype=np.float32),
         active=rng.random(BATCH) < 0.95,
     )
 
@@ -75,20 +75,20 @@ USUAL = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "drafts", "num_drafts", "vocab"),
+    ("rule", "drafts", "K", "vocab"),
     slow_unless(USUAL, [(*way, *shape) for way in WAYS for shape in SHAPES]),
 )
 def test_same_noise_gives_the_oracles_tokens(
-    rule: str, drafts: str, num_drafts: int, vocab: int, implementation: str
+    rule: str, drafts: str, K: int, vocab: int, implementation: str
 ) -> None:
-    inputs = random_inputs(num_drafts * 100 + vocab, num_drafts, vocab, drafts)
+    inputs = random_inputs(K * 100 + vocab, K, vocab, drafts)
     if (
         rule == "strict"
     ):  # otherwise nearly nothing matches: let half the drafts be what the target will sample
         noisy = inputs.target_logits + np.where(
             inputs.greedy[:, None, None], 0, inputs.sample_noise
         )
-        samples = np.where(np.isnan(noisy), -np.inf, noisy).argmax(-1)[:, :num_drafts]
+        samples = np.where(np.isnan(noisy), -np.inf, noisy).argmax(-1)[:, :K]
         half = np.random.default_rng(1).random(samples.shape) < 0.5
         inputs = replace(
             inputs, draft_tokens=np.where(half, samples, inputs.draft_tokens).astype(np.int32)
@@ -102,7 +102,5 @@ def test_same_noise_gives_the_oracles_tokens(
             f"request {b}: expected {expected}, got {actual[b]}\n{inputs.rows([b])}"
         )
     assert uncertain < 0.1 * BATCH, f"{uncertain} of {BATCH} requests are too close to call"
-    if (
-        num_drafts > 1 and vocab > 1
-    ):  # the table of lengths is not empty anywhere: every branch was compared
-        assert len({len(tokens) for tokens in actual}) == num_drafts + 2
+    if K > 1 and vocab > 1:  # the table of lengths is not empty anywhere: every branch was compared
+        assert len({len(tokens) for tokens in actual}) == K + 2
