@@ -124,7 +124,8 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(STAMPS)/dev
+# Tests are checked too, so what they import must be installed. torch and the oracles may be missing.
+types: $(STAMPS)/dev $(STAMPS)/pytest
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
