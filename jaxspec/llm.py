@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.arrays import (
     check_cache_dtype,
+    own_cache_dtype,
     resolve_cache_dtype,
     resolve_draft_cache_dtype,
 )
@@ -30,9 +31,14 @@ from jaxspec.config import (
     check_verify_tokens,
 )
 from jaxspec.config.keys import (
+    ENGINE,
     GENERATE,
     NO_FOREIGN_KEYS,
+    RESET_PREFIX_CACHE,
+    SPECULATIVE,
+    given_names,
     keywords_of,
+    named_as_given,
     own_keys,
     refuse_attribute,
 )
@@ -61,7 +67,6 @@ from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer
 from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions
-from jaxspec.loading.generation_config import sampling_params as checked_sampling_params
 from jaxspec.loading.placement import choose_placements, copy_weights, place_models
 from jaxspec.loading.pretrained import Parts, given_parts, load_pretrained
 from jaxspec.sampling import synthetic
@@ -131,6 +136,7 @@ class LLM:
         if isinstance(model, tuple | list):
             own_keys("LLM of a loaded target", options, (*only_loaded, "dtype"), NO_FOREIGN_KEYS)
             parts = given_parts(model, draft, speculative, tokenizer, eos_token_ids, config, dtype)
+            self._start(parts, weights)
         elif wrong := [name for name, value in only_loaded.items() if value is not None]:
             raise ConfigError(
                 f"{wrong[0]}: expected it beside a (config, params) pair only, "
@@ -138,27 +144,36 @@ class LLM:
             )
         else:
             dtype = "auto" if dtype is None else dtype
-            parts = load_pretrained(model, speculative, tokenizer=tokenizer, dtype=dtype, **options)
-        self._start(parts, weights)
-        if not isinstance(model, tuple | list) and self.config.num_gpu_blocks_override is not None:
-            self.runner.check_room()  # ConfigError now, not with the first request
+            names = given_names(options, ENGINE)
+            if isinstance(speculative, Mapping):
+                names |= given_names(speculative, SPECULATIVE, "speculative_config.")
+            with named_as_given(names):
+                self._start(
+                    load_pretrained(
+                        model, speculative, tokenizer=tokenizer, dtype=dtype, **options
+                    ),
+                    weights,
+                )
+            if self.config.num_gpu_blocks_override is not None:
+                self.runner.check_room()  # ConfigError now, not with the first request
 
     def _start(self, parts: Parts, weights: Sequence[Params]) -> None:
         """Make the engines."""
         target, draft, speculative = parts.target, parts.draft, parts.speculative
         tokenizer, dtype = parts.tokenizer, parts.dtype
-        self.config = parts.config
         self.target_config, target_params = target
+        kv_cache_dtype = own_cache_dtype(parts.config.kv_cache_dtype, self.target_config)
+        self.config = replace(parts.config, kv_cache_dtype=kv_cache_dtype)
         limit = self.target_config.max_position_embeddings
         if self.config.max_model_len > limit:
             raise ConfigError(
                 f"max_model_len: expected at most the target's max_position_embeddings {limit}, "
                 f"got {self.config.max_model_len}"
             )
-        if speculative and speculative.max_drafts >= self.config.max_model_len:
+        if speculative and speculative.max_k >= self.config.max_model_len:
             raise ConfigError(
                 "num_speculative_tokens: expected fewer than max_model_len "
-                f"{self.config.max_model_len}, got {speculative.max_drafts}"
+                f"{self.config.max_model_len}, got {speculative.max_k}"
             )
         if speculative is not None:
             check_verify_tokens(
@@ -169,7 +184,7 @@ class LLM:
         self.draft_config = draft[0] if draft else None
         self.speculative = speculative
         self.tokenizer = tokenizer
-        self._proposed_sampling = parts.sampling
+        self._sampling = parts.sampling
         self.eos_token_ids = parts.eos_token_ids
         check_end_ids(self.eos_token_ids, self.target_config.vocab_size)
         self.dtype = jnp.dtype(dtype)
@@ -232,6 +247,7 @@ class LLM:
             vocab_size=self.target_config.vocab_size,
             max_model_len=self.config.max_model_len,
             num_speculative_tokens=self.runner.num_speculative_tokens,
+            default_params=self._sampling.of_requests(),
         )
         logger.info("%s", self.describe())
 
@@ -247,6 +263,7 @@ class LLM:
         max_model_len: int | None = None,
         batch_buckets: Sequence[int] | None = None,
         mxfp4: str = "auto",
+        generation_config: str | None = None,
         **engine: Any,
     ) -> LLM:
         """Load a target and, with speculative, its draft.
@@ -261,6 +278,9 @@ class LLM:
         max_model_len: None for 2048, or the target's limit if that is less.
         mxfp4: "packed" keeps MXFP4 experts (gpt-oss) as they are stored, "dequantised" takes four
             times their memory. "auto" is "packed", unless devices share the width of each expert.
+        generation_config: "auto": requests without SamplingParams take what the target's
+            generation_config.json proposes; "vllm": that file is not read. None reads it for
+            get_default_sampling_params alone.
         engine: the other fields of EngineConfig. vLLM's keywords without a setting here are
             accepted with the values that change nothing (jaxspec/config/keys.py).
 
@@ -277,6 +297,7 @@ class LLM:
             max_model_len=max_model_len,
             batch_buckets=batch_buckets,
             mxfp4=mxfp4,
+            generation_config=generation_config,
             **engine,
         )
 
@@ -286,7 +307,7 @@ class LLM:
         speculative False decodes plainly.
         """
         drafts = speculative and self.speculative is not None
-        return type(self)(
+        made = type(self)(
             (self.target_config, self.params["target"]),
             (self.draft_config, self.params["draft"]) if drafts and self.draft_config else None,
             self.speculative if drafts else None,
@@ -296,6 +317,8 @@ class LLM:
             dtype=self.dtype,
             weights=[w if drafts else {**w, "draft": {}} for w in self.weights],
         )
+        made._sampling, made._inputs.default_params = self._sampling, self._inputs.default_params
+        return made
 
     def __repr__(self) -> str:
         return self.describe() if hasattr(self, "runner") else object.__repr__(self)
@@ -324,7 +347,9 @@ class LLM:
             lines.append(
                 f"draft: {d.method}{vocabulary}, "
                 f"K = {self._numbers_of_drafts}, rejection {s.rejection_sample_method}, "
-                f"drafts {s.draft_sample_method}, compilation {self.config.compilation}"
+                f"drafts {s.draft_sample_method}, "
+                + (f"fallback {s.fallback_method}, " if s.fallback_method else "")
+                + f"compilation {self.config.compilation}"
                 + (f", {rounds} rounds a step" if rounds > 1 else "")
             )
             switches = [
@@ -342,7 +367,8 @@ class LLM:
     def _numbers_of_drafts(self) -> str:
         """K, and whether it adapts: then the K of rounds, and how many rounds had each so far."""
         choice, K = self.engines[0].choice, self.runner.num_speculative_tokens
-        if choice is None:
+        s = self.speculative
+        if choice is None or s is None or not s.adaptive:
             return str(K)
         rounds = self.timings.num_rounds_of
         had = ", ".join(f"{n}: {rounds[n]}" for n in choice.numbers if n in rounds)
@@ -420,12 +446,17 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return new SamplingParams with what the target's generation_config.json proposes.
 
-        Its fields may be assigned. generate without parameters takes SamplingParams() all the same.
+        Its fields may be assigned. Requests without parameters take SamplingParams() all the same,
+        unless the LLM has generation_config="auto".
         """
-        return checked_sampling_params(self._proposed_sampling)
+        return self._sampling.of_model()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the prompts whose keys and values are kept; False while requests run."""
+    def reset_prefix_cache(self, **options: bool) -> bool:
+        """Forget the prompts whose keys and values are kept; False while requests run.
+
+        options: vLLM's keywords, with the values that change nothing.
+        """
+        own_keys("LLM.reset_prefix_cache", options, (), RESET_PREFIX_CACHE)
         self._refuse_unless_leading()
 
         def forget() -> bool:
@@ -497,7 +528,8 @@ class LLM:
         prompts: one or a list of texts, lists of token ids, or chats (lists of
             {"role", "content"}, put through the chat template); vLLM's {"prompt": text} and
             {"prompt_token_ids": ids} work too.
-        sampling_params: one for all prompts, or one for each.
+        sampling_params: one for all prompts, or one for each; None: SamplingParams(), or with
+            generation_config="auto" what the target proposes.
         progress: shows a bar on standard error. use_tqdm: the same in vLLM's words.
         options: vLLM's other keywords, with the values that change nothing.
         callback: called with each Increment, in this thread. An exception in it ends that text
@@ -635,7 +667,7 @@ class LLM:
             shapes = shapes_up_to(engine.runner, batch_sizes, lengths)
             if sampling_params is None:
                 return engine.warm_levels(shapes)
-            kinds = [self._inputs.with_words(params) for params in sampling_params]
+            kinds = [self._inputs.checked_copy(params) for params in sampling_params]
             return compile_ahead(engine, kinds, shapes)
 
         return self._for_each_engine(compile_programs)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig, drafts, models
+from jaxspec.config import Ops
+from jaxspec.engine.outputs import CompletionOutput, RequestOutput
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -25,8 +27,8 @@ OPTION = re.compile(r"^\| `(\w+)` \| `([^|]*)` \|", re.MULTILINE)
 def options(heading: str) -> dict[str, object]:
     """Return option -> default from the table below a heading of docs/options.md."""
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    _, _, rest = page.partition(f"\n## {heading}\n")
-    section = rest.partition("\n## ")[0]
+    _, _, rest = page.partition(f"# {heading}\n")
+    section = re.split(r"\n##+ ", rest)[0]
     return {name: ast.literal_eval(default) for name, default in OPTION.findall(section)}
 
 
@@ -43,6 +45,28 @@ def test_the_options_page_has_the_arguments_of_from_pretrained() -> None:
     parameters = inspect.signature(LLM.from_pretrained).parameters.values()
     named = {p.name: p.default for p in parameters if p.default is not p.empty}
     assert options("LLM.from_pretrained") == named
+
+
+def test_the_options_page_has_the_defaults_that_differ_from_vllms() -> None:
+    parameters = inspect.signature(LLM.from_pretrained).parameters.values()
+    known = {f.name: f.default for c in (EngineConfig, SpeculativeConfig) for f in fields(c)}
+    known = {p.name: p.default for p in parameters} | known
+    listed = options("Defaults that differ")
+    assert listed and listed == {name: known[name] for name in listed}
+
+
+def test_the_options_page_names_every_op() -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    [row] = [line for line in page.splitlines() if line.startswith("| `kernels` |")]
+    assert [op for op in Ops().names() if f"`{op}`" not in row] == []
+
+
+def test_the_options_page_has_every_field_of_an_output() -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    for output in (RequestOutput, CompletionOutput):
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{output.__name__}` |")]
+        public = {f.name for f in fields(output)} - {"index"}
+        assert [name for name in sorted(public) if f"`{name}`" not in row] == []
 
 
 def test_the_readme_has_every_family_and_method() -> None:

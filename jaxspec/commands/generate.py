@@ -21,11 +21,11 @@ from rich.console import Console
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
 from jaxspec.config.keys import ENGINE
 from jaxspec.drafts import check_method, needs_model
+from jaxspec.drafts.head_layout import is_head
 from jaxspec.engine.inputs import Prompt
 from jaxspec.engine.outputs import Interrupted, RequestOutput
 from jaxspec.llm import LLM
 from jaxspec.loading.default_target import is_default_target
-from jaxspec.loading.pair import is_head
 from jaxspec.loading.resolve import read_config
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.tools import prompts, report
@@ -123,8 +123,10 @@ def main(
             "rejection_sample_method",
             "draft_sample_method",
             "adaptive",
+            "fallback_method",
             "synthetic_acceptance_rates",
             "synthetic_acceptance_length",
+            "draft_sliding_window",
             "draft_quantize",
             "draft_kv_cache_dtype",
             "draft_tensor_parallel_size",

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import models
+from jaxspec.cache.arrays import own_cache_dtype
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.config.quantization import quantized, scale_dtype_of
+from jaxspec.config.quantization import form_while_loading, quantized, scale_dtype_of
 from jaxspec.drafts import (
     MODEL_FREE,
     DraftModelConfig,
@@ -31,7 +32,7 @@ from jaxspec.drafts import (
 )
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.model import has_experts, with_expert_storage
-from jaxspec.loading.pair import with_num_drafts
+from jaxspec.loading.pair import with_k
 from jaxspec.loading.resolve import own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
@@ -90,7 +91,10 @@ def main(
             f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
             f"got {config.max_model_len}"
         )
-    target_cfg = quantized(target_cfg, config.quantize, scale_dtype_of(own))
+    form = form_while_loading(config.quantize, own)
+    target_cfg = quantized(target_cfg, form, scale_dtype_of(own))
+    kv_cache_dtype = own_cache_dtype(config.kv_cache_dtype, target_cfg)
+    config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if dequantised and getattr(target_cfg, "mxfp4", None) is None:
         raise ConfigError("--dequantised: expected a target with MXFP4 weights, got one without")
     check_method(speculative.method)
@@ -101,7 +105,7 @@ def main(
         draft_cfg = read_draft(speculative.model or target, target_cfg, speculative)
         proposals = read_config(speculative.model or target)
     if draft_cfg is not None:
-        speculative = with_num_drafts(speculative, draft_cfg, proposals)
+        speculative = with_k(speculative, draft_cfg, proposals)
 
     def plan_on(config: EngineConfig) -> MemoryPlan:
         placement, draft = planned_placement(config), draft_cfg
@@ -115,7 +119,7 @@ def main(
             config,
             memory=gpu_memory(gpu),
             dtype=dtype,
-            num_speculative_tokens=speculative.max_drafts,
+            num_speculative_tokens=speculative.max_k,
             draft_kv_cache_dtype=speculative.draft_kv_cache_dtype,
         )
 
@@ -198,8 +202,9 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     cfg = family.config_from_checkpoint(config, shapes, target, speculative)
     if family is draft_model:
         return cfg
-    scale_dtype = scale_dtype_of(config)
-    return quantized(cfg, speculative.draft_quantize, scale_dtype, key="draft_quantize")
+    key = "draft_quantize"
+    form = form_while_loading(speculative.draft_quantize, config, key=key)
+    return quantized(cfg, form, scale_dtype_of(config), key=key)
 
 
 def show_tables(plan: MemoryPlan, console: Console) -> None:

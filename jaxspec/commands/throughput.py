@@ -19,8 +19,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.config.quantization import Quantize, check_quantize
+from jaxspec.config import ConfigError, EngineConfig, KVCacheDtype, SpeculativeConfig
+from jaxspec.config.cache_dtype import settled_kv_cache_dtype
+from jaxspec.config.quantization import Quantize, settled_quantize
 from jaxspec.engine.inputs import Prompt
 from jaxspec.llm import LLM
 from jaxspec.loading import keep_compiled_programs
@@ -35,7 +36,8 @@ from jaxspec.tools.benchmark.workload import Weights
 from jaxspec.tools.cli import DEFAULT_DRAFT, OutputJson, command, dtype_of
 from jaxspec.tools.flags import Flag, Given, flag, given_of
 
-METHODS = ("plain", "strict", "probabilistic", "block")
+RULES = ("plain", "strict", "probabilistic", "block")
+RANDOM_METHOD = "eagle3"
 TRAINED = "smollm2"  # the model that comes with its head
 WARM_TOKENS = 8
 
@@ -51,11 +53,23 @@ class PairOptions:
     )
     target: str | None = flag(None, "A real target instead: folder, .gguf file or hub id.")
     draft: str | None = flag(None, "Its head: folder, name under checkpoints/ or hub id.")
-    method: str = flag("eagle3", "eagle or eagle3.")
-    num_speculative_tokens: int = flag(3, "K.")
+    method: str | None = flag(
+        None,
+        "As SpeculativeConfig names it. "
+        f"[default: the head's; {RANDOM_METHOD} with random weights]",
+    )
+    num_speculative_tokens: int | None = flag(
+        None, "K, the draft tokens a round. [default: the head's own number or block, else 3]"
+    )
     adaptive: bool = flag(False, "Give each request as many drafts, up to K, as pay.")
+    fallback_method: str | None = flag(
+        None, "ngram or suffix: drafts for a request while its head's drafts do not pay."
+    )
     draft_quantize: Quantize | None = flag(
         None, "Quantise a real head's plain weights while they load: fp8, fp8-block or int4."
+    )
+    draft_kv_cache_dtype: KVCacheDtype | None = flag(
+        None, "Dtype of the draft's keys and values. [default: --kv-cache-dtype]"
     )
     acceptance_length: float = flag(2.56, "Forced with random weights; the bonus token included.")
     dtype: str = flag("auto", "bfloat16, float32, or auto: bfloat16 on a GPU.")
@@ -71,17 +85,24 @@ class PairOptions:
         own = DEFAULT_DRAFT if self.model == TRAINED and self.target is None else None
         return self.draft or own
 
+    @property
+    def random_method(self) -> str:
+        """The method of a draft of random weights."""
+        return self.method or RANDOM_METHOD
+
     def speculative(self, rule: str) -> SpeculativeConfig | None:
         """Return what drafts under this rule; None for plain decoding."""
         if rule == "plain":
             return None
         return SpeculativeConfig(
             self.head,
-            self.method,
+            self.method if self.is_real else self.random_method,
             self.num_speculative_tokens,
             rejection_sample_method=rule,
             adaptive=self.adaptive,
+            fallback_method=self.fallback_method,
             draft_quantize=self.draft_quantize,
+            draft_kv_cache_dtype=self.draft_kv_cache_dtype,
         )
 
     def load(self, rule: str, weights: Weights, engine: Mapping[str, Any]) -> LLM:
@@ -100,8 +121,8 @@ class GridOptions:
 
     methods: tuple[str, ...] = flag(
         ("plain", "strict", "probabilistic"),
-        f"Rules to compare, plain among them: {', '.join(METHODS)}.",
-        among=METHODS,
+        f"Rules to compare, plain among them: {', '.join(RULES)}.",
+        among=RULES,
     )
     concurrency: tuple[int, ...] = flag(
         (1, 8, 16, 64),
@@ -191,6 +212,9 @@ def main(
     for rule, size in itertools.product(grid.methods, grid.concurrency):
         count = load.num_prompts or size
         llm = pair.load(rule, weights, engine_of(engine, pair, grid, load, min(size, count)))
+        if llm.speculative is not None:  # what None stands for
+            settings["method"] = llm.speculative.method
+            settings["num_speculative_tokens"] = llm.speculative.max_k
         for length in grid.output_len:
             llm.serving.reset()  # the next length's prompts are the same: no prefix may be cached
             inputs = load.inputs(llm, texts, count, size)
@@ -232,7 +256,9 @@ def check(pair: PairOptions, grid: GridOptions, load: LoadOptions, engine: Given
         raise ConfigError(
             "--quantize: expected a real target, got random weights, whose form is part of --model"
         )
-    check_quantize("--draft-quantize", pair.draft_quantize)
+    settled_quantize("--draft-quantize", pair.draft_quantize)
+    if pair.draft_kv_cache_dtype is not None:
+        settled_kv_cache_dtype("--draft-kv-cache-dtype", pair.draft_kv_cache_dtype)
     if pair.draft_quantize is not None and not pair.is_real:
         raise ConfigError("--draft-quantize: expected a real head, got random weights")
     if load.dataset is not None and not pair.is_real:
@@ -264,17 +290,18 @@ def random_llm(
     The rule does all its work; then its count of accepted drafts is replaced by the forced one.
     """
     dimensions = MODELS[pair.model]
-    target, draft = weights.get(Case(pair.model, pair.method))
+    target, draft = weights.get(Case(pair.model, pair.random_method))
     if speculative is None:
         return LLM((dimensions.target, target), config=config, dtype=weights.dtype)
     llm = LLM(
         (dimensions.target, target),
-        (draft_config(dimensions, pair.method), draft),
+        (draft_config(dimensions, pair.random_method), draft),
         speculative,
         config=config,
         dtype=weights.dtype,
     )
-    rates = synthetic.rates_from_length(pair.acceptance_length, speculative.max_drafts)
+    assert llm.speculative is not None
+    rates = synthetic.rates_from_length(pair.acceptance_length, llm.speculative.max_k)
     for engine in llm.engines:
         engine.runner.configs.override(acceptance_rates=synthetic.conditional_rates(rates))
     return llm

@@ -8,6 +8,7 @@ attention    attention's dimensions, groups of layers that share a block table
 models       TargetConfig, DraftConfig: the members that every family's config has
 rope         rotary embedding: its settings and frequencies
 cache_dtype  KVCacheDtype: the names of the dtypes of cached keys and values
+draft_methods  the methods of drafting: names, options and their checks
 speculative  SpeculativeConfig: what drafts, and how drafts are verified
 engine       EngineConfig: how the engine runs
 ops          Ops: the implementation of each op, and what follows from it

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jaxspec.config.cache_dtype import KVCacheDtype, check_kv_cache_dtype
+from jaxspec.config.cache_dtype import KVCacheDtype, settled_kv_cache_dtype
 from jaxspec.config.keys import ENGINE, checks_keywords
-from jaxspec.config.quantization import Quantize, check_quantize
+from jaxspec.config.quantization import OwnMethod, Quantize, settled_quantize
 from jaxspec.config.reading import (
     ConfigError,
     as_python,
@@ -50,13 +50,13 @@ class EngineConfig:
         need. None: the blocks that fit in that share (in 4 GiB on a CPU), and no more than
         max_num_seqs requests of max_model_len need.
     kv_cache_dtype: of keys and values in the caches of the target, and of a draft without a
-        draft_kv_cache_dtype; "auto" is the weights'. "fp8" (e4m3) takes the scales of a checkpoint
-        that has them, else 1; latent attention and DeepSeek-V4's have no such caches. The Hopper
-        kernels take bfloat16 and fp8.
+        draft_kv_cache_dtype. "fp8" (e4m3) takes the scales of a checkpoint that has them, else 1;
+        latent attention and DeepSeek-V4's have no such caches. "auto" is fp8 for a checkpoint with
+        scales, else the weights' dtype. The Hopper kernels take bfloat16 and fp8.
     quantize: quantises the target's plain weights while they load: "fp8" (a scale for each output
         channel and each token), "fp8-block" (for 128 x 128, and 128 of a token) or "int4" (for 128
         weights of an output channel, or fewer where a width is no multiple). Routers stay plain.
-        A checkpoint's own format needs no setting.
+        A checkpoint's own method may be named, and needs no setting: a loaded target has None.
     enable_prefix_caching: prompts with an equal prefix share its blocks.
     tensor_parallel_size: devices that share each model: each holds pieces of the weights and of
         the KV cache, and all run one program.
@@ -98,9 +98,10 @@ class EngineConfig:
     )
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",
-        "Dtype of keys and values: bfloat16, float32, fp8, or auto for that of the weights.",
+        "Dtype of keys and values: bfloat16, float32, fp8, or auto: the checkpoint's, else that of "
+        "the weights.",
     )
-    quantize: Quantize | None = setting(
+    quantize: Quantize | OwnMethod | None = setting(
         None, "Quantise the target's plain weights while they load: fp8, fp8-block or int4."
     )
     enable_prefix_caching: bool = setting(True, "Share the blocks of equal prefixes.")
@@ -146,8 +147,11 @@ class EngineConfig:
                 f"compilation: expected one of {', '.join(get_args(Compilation))}, "
                 f"got {self.compilation!r}"
             )
-        check_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype)
-        check_quantize("quantize", self.quantize)
+        for name, settled in (
+            ("kv_cache_dtype", settled_kv_cache_dtype),
+            ("quantize", settled_quantize),
+        ):
+            object.__setattr__(self, name, settled(name, getattr(self, name)))
         if not isinstance(self.kernels, str):
             raise ConfigError(f"kernels: expected a name or op=name,op=name, got {self.kernels!r}")
         rounds = self.rounds_per_step

@@ -11,6 +11,12 @@ from jaxspec.parallel.group import ONE_DEVICE, Group
 
 XlaFlags = tuple[tuple[str, str | bool], ...]
 
+# XLA's own kernels for matrix products alone: YNNPACK's fused sums, softmax and products add in an
+# order that depends on their shapes. docs/notes/rows-on-a-cpu.md has what was measured.
+CPU_FLAGS: XlaFlags = (
+    ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"),
+)
+
 
 def _name() -> Any:
     return struct.field(pytree_node=False, default="reference")
@@ -25,6 +31,8 @@ class Ops:
 
     layers:     the devices whose pieces of a layer's product add up to the whole
     vocabulary: the devices that share embedding and head
+    rows_alike: on a CPU, give a row the same bits beside few other rows as beside many. A last bit
+                may move a number to the next fp8 code, and then texts differ
     """
 
     attention: str = _name()
@@ -38,6 +46,7 @@ class Ops:
     all_reduce: str = _name()
     layers: Group = ONE_DEVICE
     vocabulary: Group = ONE_DEVICE
+    rows_alike: bool = struct.field(pytree_node=False, default=False)
 
     def names(self) -> dict[str, str]:
         """Return the implementation of each op."""
@@ -63,7 +72,7 @@ class Ops:
         return "reference" not in (self.matmul, self.rms_norm)
 
     def compiler_options(self, *, cuda_graphs: bool) -> XlaFlags:
-        """Return XLA flags for programs with these ops, as measured on an H200.
+        """Return XLA flags for programs with these ops, on GPUs as measured on an H200.
 
         cuda_graphs: False launches kernel by kernel
 
@@ -73,7 +82,7 @@ class Ops:
         docs/performance.md.
         """
         if self.matmul == "reference":
-            return ()
+            return CPU_FLAGS if self.rows_alike else ()
         graphs = () if cuda_graphs else (("xla_gpu_enable_command_buffer", ""),)
         return (
             ("xla_gpu_enable_triton_gemm", False),

@@ -54,8 +54,8 @@ class DeepseekV3Config:
     num_dense_layers: number of leading layers without experts, whose MLP is intermediate_size wide
     num_mtp_layers: modules of multi-token prediction that the checkpoint holds after the layers;
         drafts/mtp.py reads them
-    quantization: which matrices are stored as codes; None for plain weights. Experts and the
-        projections that attention absorbs are dequantised at loading
+    quantization: which matrices are stored as codes; None for plain weights. Projections that
+        attention absorbs are dequantised while they load
     """
 
     AXES: ClassVar[Axes] = {"intermediate_size": "mlp"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from jaxspec.config import (
@@ -28,8 +29,9 @@ MAX_TEMPERATURE = 3.4e38  # and its temperatures float32
 class SamplingParams:
     """How one request is sampled. The defaults sample from the model's own distribution.
 
-    A field may be assigned. The whole is checked then, and stays as it is if the value is wrong.
-    A request keeps a copy, which no later assignment changes.
+    A field may be assigned, which checks its value and keeps the old one if the new one is wrong.
+    Relations between fields are checked when the parameters are made and when a request takes them,
+    so assignments may come in any order. A request keeps a copy, which no later assignment changes.
 
     Applied in this order, that of vLLM's plain sampler, with and without speculation:
     allowed_token_ids: nothing else is generated; None: every token
@@ -107,6 +109,11 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        self._settle_fields()
+        self._check_relations()
+
+    def _settle_fields(self) -> None:
+        """Convert each field to its own type; ConfigError for a value that no other one allows."""
         self._set("stop", _strings("stop", self.stop))
         limits.check_strings("stop", self.stop, limits.MAX_STOP_STRINGS)
         for name in ("banned_token_ids", "stop_token_ids"):
@@ -114,11 +121,6 @@ class SamplingParams:
         limits.check_count("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKEN_IDS, "ids")
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
-            if not set(self.allowed_token_ids) - set(self.banned_token_ids):
-                raise ConfigError(
-                    "allowed_token_ids: expected at least one id that is not banned, "
-                    f"got {self.allowed_token_ids}"
-                )
         self._set("bad_words", _words(self.bad_words))
         limits.check_strings("bad_words", self.bad_words, limits.MAX_BAD_WORDS)
         self._set("bad_words_token_ids", _words_token_ids(self.bad_words_token_ids))
@@ -128,20 +130,40 @@ class SamplingParams:
         self._check_counts()
         settle_integers(self)
 
+    def _check_relations(self) -> None:
+        """Raise ConfigError for fields that exclude each other."""
+        allowed = self.allowed_token_ids
+        if allowed is not None and not set(allowed) - set(self.banned_token_ids):
+            raise ConfigError(
+                f"allowed_token_ids: expected at least one id that is not banned, got {allowed}"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens: expected an integer from 0 to max_tokens {self.max_tokens}, "
+                f"got {self.min_tokens}"
+            )
+        if self.greedy and self.n > 1:
+            raise ConfigError(
+                "n: expected 1 with temperature 0, whose texts would all be the same, "
+                f"got {self.n!r}"
+            )
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
-            self._set(name, getattr(replace(self, **{name: value}), name))
-        elif name in self.__dataclass_fields__:  # by __init__, before __post_init__ checks all
-            self._set(name, value)
-        else:
+        if name not in self.__dataclass_fields__:
             own_keys("SamplingParams", {name: value}, [f.name for f in fields(self)], SAMPLING)
+        elif name in self.__dict__:  # else __init__ sets it, and __post_init__ checks all
+            changed = copy.copy(self)
+            changed._set(name, value)
+            changed._settle_fields()
+            value = getattr(changed, name)
+        self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def clone(self) -> SamplingParams:
-        """Return a copy, which is checked like any other."""
-        return replace(self)
+        """Return a copy that shares nothing with these parameters that can change."""
+        return copy.deepcopy(self)
 
     def _check_numbers(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
@@ -188,14 +210,9 @@ class SamplingParams:
             raise ConfigError(
                 f"max_tokens: expected at most 2**31 - 1 (None: no limit), got {shown(most)}"
             )
-        if (
-            not is_int(self.min_tokens)
-            or self.min_tokens < 0
-            or (most is not None and self.min_tokens > most)
-        ):
+        if not is_int(self.min_tokens) or self.min_tokens < 0:
             raise ConfigError(
-                f"min_tokens: expected an integer from 0 to max_tokens {most}, "
-                f"got {shown(self.min_tokens)}"
+                f"min_tokens: expected an integer of at least 0, got {shown(self.min_tokens)}"
             )
         if self.min_tokens > MAX_INT32:
             raise ConfigError(
@@ -222,11 +239,6 @@ class SamplingParams:
             raise ConfigError(
                 "num_speculative_tokens: expected an integer of at least 0 or None, "
                 f"got {shown(most)}"
-            )
-        if self.greedy and self.n > 1:
-            raise ConfigError(
-                "n: expected 1 with temperature 0, whose texts would all be the same, "
-                f"got {self.n!r}"
             )
 
     @property

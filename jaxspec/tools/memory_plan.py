@@ -170,7 +170,8 @@ def memory_plan(
         specs = drafts.family(cfg).param_specs(cfg)
         check_cuts(specs, layout, "the draft")
         draft_weights = weight_bytes(specs, dtype, layout)
-        # A draft of blocks reads its rows when the target has made them; a model reads tokens.
+        # A draft of blocks reads its rows when the target has made them, and corrects its logits
+        # where they lie; a model reads tokens.
         width, waits = drafts.hidden_width(cfg, target), draft.method in drafts.STEPS
         pending = (K + 1) * (width * itemsize + 4) if waits else 0
         buffers = num_requests * (pending + K * (cfg.draft_vocab_size // size * 4 + 4))

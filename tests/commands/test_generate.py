@@ -405,7 +405,7 @@ def test_the_demo_compares_and_has_the_default_models(run_generate, target, draf
     result = run_generate()
     assert result.exit_code == 0, result.output
     assert asked["target"] is None and asked["speculative"].model == HEAD
-    assert asked["speculative"].max_drafts == 3 and asked["dtype"] == "float32"
+    assert asked["speculative"].max_k == 3 and asked["dtype"] == "float32"
     assert all(f"prompt: {text}" in result.stdout for text in prompts.DEMO)
     assert "texts agree: yes" in result.stdout
 

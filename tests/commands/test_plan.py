@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -16,6 +18,9 @@ from jaxspec.commands import plan as script
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.config.quantization import Quantize
 from jaxspec.drafts import mtp
+from jaxspec.loading.conversion import convert_checkpoint
+from jaxspec.loading.model import load_target
+from jaxspec.tools.benchmark import dimensions
 from jaxspec.tools.cli import command
 from jaxspec.tools.known_models import known_config
 from jaxspec.tools.memory_plan import MemoryPlan, memory_plan
@@ -69,6 +74,17 @@ def test_fp8_caches_take_a_byte_a_number_and_a_draft_may_keep_two() -> None:
     assert 2 * tokens[0][1] == tokens[1][1] > 0
 
 
+def test_caches_are_planned_as_the_checkpoint_names_them(tmp_path: Path, runner: tuple) -> None:
+    folder = quantized.modelopt_fp8(
+        quantized.plain_checkpoint(tmp_path / "plain"), tmp_path / "out"
+    )
+    cli, app = runner
+    flags = ["--target", str(folder), "--gpu", "1", "--max-model-len", "64"]
+    for dtype, size in (("auto", "0.25"), ("fp8", "0.25"), ("bfloat16", "0.50")):
+        done = cli.invoke(app, [*flags, "--kv-cache-dtype", dtype])  # 2 layers of 2 heads of 32
+        assert re.search(rf"full .* {size} ", done.output), done.output
+
+
 def test_gpt_oss_has_two_groups_of_twelve_layers() -> None:
     plan = plan_of("gpt-oss-20b")
     assert [(g.name, g.num_layers, g.token_bytes, g.window) for g in plan.groups] == [
@@ -92,6 +108,24 @@ def test_experts_are_counted_whatever_few_of_them_a_row_takes() -> None:
     assert plan.token_bytes == 48 * 2 * 4 * 128 * 2 == 96 * 1024
 
 
+@pytest.mark.parametrize("form", [None, *get_args(Quantize), "deepseek"])
+def test_quantised_experts_take_the_bytes_that_loading_holds(
+    form: Any, tmp_path: Path, runner: tuple
+) -> None:
+    folder = quantized.plain_checkpoint(tmp_path / "plain", quantized.EXPERTS)
+    if form == "deepseek":
+        folder = quantized.deepseek_fp8(folder, tmp_path / "out")
+    elif form is not None:
+        folder = convert_checkpoint(folder, tmp_path / "out", form)
+    cfg, params = load_target(folder, "bfloat16")
+    config = EngineConfig(max_model_len=64)
+    plan = memory_plan(cfg, None, config, memory=1e9, dtype="bfloat16", num_speculative_tokens=1)
+    assert plan.target_weights == sum(array.nbytes for array in jax.tree.leaves(params))
+    cli, app = runner
+    done = cli.invoke(app, ["--target", str(folder), "--gpu", "0.01", "--max-model-len", "64"])
+    assert f"{plan.target_weights / 2**30:.3f}" in done.output, done.output
+
+
 def test_a_latent_cache_holds_576_numbers_a_token_and_the_mtp_layer_its_own() -> None:
     target = models.config_from_hf(CONFIGS["GLM-4.7-Flash"])
     draft = mtp.config_from_checkpoint(
@@ -103,6 +137,21 @@ def test_a_latent_cache_holds_576_numbers_a_token_and_the_mtp_layer_its_own() ->
         ("draft: latent attention", 576 * 2),
     ]
     assert plan.draft_buffers == 16 * (4 * (2048 * 2 + 4) + 3 * (154880 * 4 + 4))
+
+
+def test_a_block_draft_keeps_one_array_of_logits_and_no_pending_rows() -> None:
+    """Corrected logits take the place of the head's (tests/aot/test_block_round_aot.py)."""
+    qwen = dimensions.MODELS["qwen3-8b"]
+    draft = dimensions.draft_config(qwen, "dspark")
+    plan = memory_plan(
+        qwen.target,
+        draft,
+        EngineConfig(max_model_len=8192, max_num_seqs=16),
+        memory=141e9,
+        dtype="bfloat16",
+        num_speculative_tokens=7,
+    )
+    assert plan.draft_buffers == 16 * 7 * (151936 * 4 + 4)
 
 
 def test_what_fits_is_in_whole_blocks_and_whole_requests() -> None:

@@ -3,14 +3,18 @@ rule. No time is asserted."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import LLM
 from jaxspec.commands import throughput as bench_throughput
 from jaxspec.tools.benchmark import throughput
 from jaxspec.tools.benchmark.machine import print_table
+from jaxspec.tools.benchmark.workload import Weights
 from tests.commands.conftest import runner
 
 run_bench = runner(bench_throughput.main)
@@ -60,6 +64,8 @@ def test_a_run_has_every_row_and_counts_every_token(tmp_path):
     result = run_bench(*flags, "--request-rate", 500, "--rounds-per-step", 2, "--output-json", path)
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
+    settings = record["settings"]
+    assert (settings["method"], settings["num_speculative_tokens"]) == ("eagle3", 3)
     assert [(r["method"], r["output_len"]) for r in record["runs"]] == [
         ("plain", 9),
         ("plain", 1),
@@ -85,6 +91,21 @@ def test_a_run_has_every_row_and_counts_every_token(tmp_path):
     assert len(wide) == 2 and all(line.count("|") == 4 for line in wide), (
         "a table for each output length, with a column for each rule"
     )
+
+
+def test_method_and_number_of_drafts_are_the_heads_unless_flags_name_them(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        LLM, "from_pretrained", lambda *args, **engine: made.append(engine["speculative"])
+    )
+    real = bench_throughput.PairOptions(target="target", draft="head")
+    real.load("strict", Weights(np.float32), {})
+    assert (made[0].method, made[0].num_speculative_tokens) == (None, None)
+    named = dataclasses.replace(real, method="eagle", num_speculative_tokens=4)
+    named.load("strict", Weights(np.float32), {})
+    assert (made[1].method, made[1].num_speculative_tokens) == ("eagle", 4)
+    random = bench_throughput.PairOptions(model="tiny").speculative("strict")
+    assert random is not None and random.method == "eagle3"
 
 
 def test_a_wide_table_is_markdown_with_every_figure_whole(capsys):
@@ -132,7 +153,8 @@ def test_no_run_finds_the_prompts_of_another_in_the_prefix_cache(tmp_path):
         (("--request-rate", "nan"), "--request-rate: expected requests a second, or inf, got nan"),
         (("--request-rate", "0"), "--request-rate: expected requests a second, or inf, got 0"),
         (("--draft-quantize", "fp8"), "--draft-quantize: expected a real head, got random weights"),
-        (("--draft-quantize", "fp4"), "--draft-quantize: expected None or one of fp8, fp8-block"),
+        (("--draft-quantize", "fp4"), "--draft-quantize: expected None, one of fp8, fp8-block"),
+        (("--draft-kv-cache-dtype", "fp4"), "--draft-kv-cache-dtype: expected one of auto, bf"),
         (("--seed", "-1"), "Invalid value for '--seed'"),
         (("--dataset", "x.jsonl"), "--dataset: expected a real target"),
         (("--target", "somewhere"), "--draft: expected a draft head for somewhere"),
@@ -141,6 +163,13 @@ def test_no_run_finds_the_prompts_of_another_in_the_prefix_cache(tmp_path):
 def test_bad_flags_are_one_sentence(flags, sentence):
     result = run_bench(*flags)
     assert result.exit_code == 2 and sentence in result.stderr
+
+
+def test_the_drafts_caches_have_a_dtype_of_their_own() -> None:
+    pair = bench_throughput.PairOptions(model="tiny", draft_kv_cache_dtype="bfloat16")
+    engine = {"max_model_len": 64, "max_num_seqs": 1, "num_gpu_blocks_override": 4}
+    llm = pair.load("strict", Weights(jnp.dtype("float32")), engine)
+    assert (llm.cache_dtype, llm.draft_cache_dtype) == (jnp.float32, jnp.bfloat16)
 
 
 def test_poisson_arrivals_have_the_rate_and_the_seed():

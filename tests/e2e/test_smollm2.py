@@ -61,6 +61,7 @@ class Models:
     def random_eagle1(self, K: int) -> LLM:
         """A random head proposes what is rejected."""
         cfg = self.target[0]
+        assert isinstance(cfg.attention, AttentionConfig)
         attention = AttentionConfig(
             cfg.attention.num_heads,
             cfg.attention.num_kv_heads,

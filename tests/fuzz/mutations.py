@@ -84,8 +84,8 @@ def mutate_value(rng: Random, value: Any) -> Any:
     paths = [path for path in places(value) if path]
     if not paths or rng.random() < 0.02:
         return rng.choice(VALUES)
-    path = rng.choice(paths)
-    parent = _at(value, path[:-1])
+    path: Any = rng.choice(paths)
+    parent: Any = _at(value, path[:-1])
     action = rng.random()
     if action < 0.6:
         parent[path[-1]] = rng.choice(VALUES)

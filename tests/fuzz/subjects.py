@@ -30,6 +30,7 @@ from jaxspec.sampling.params import SamplingParams
 from jaxspec.training.data import Chats, pack
 from tests.fuzz.mutations import VALUES, mutate_bytes, mutate_json, mutate_value
 from tests.support import full_size, gguf_files, quantized
+from tests.support.families import draft_config, target_config
 
 TEXT = "Hello, 12 wörlds!\n<|im_start|>"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
@@ -78,6 +79,38 @@ def write_target(folder: Path) -> None:
 def write_quantized(folder: Path) -> None:
     plain = quantized.plain_checkpoint(folder / "plain", quantized.NARROW)
     quantized.compressed_static_fp8(plain, folder / "target")
+
+
+# Forms of quantised targets, and values that their scales never have.
+WRONG_SCALES = (float("nan"), float("inf"), -float("inf"))
+SCALE_SUFFIXES = ("_scale", "_scale_inv", ".scales")
+
+
+def write_scales(folder: Path) -> None:
+    plain = quantized.plain_checkpoint(
+        folder / "plain", quantized.NARROW | {"num_hidden_layers": 1}
+    )
+    quantized.deepseek_fp8(plain, folder / "deepseek")
+    quantized.modelopt_fp8(plain, folder / "modelopt")
+    quantized.gptq(plain, folder / "gptq", sym=True)
+
+
+def damage_scales(rng: Random, folder: Path) -> None:
+    """Give a scale of one of the files a value that no scale has."""
+    from safetensors.numpy import save_file
+
+    form = rng.choice(("deepseek", "modelopt", "gptq"))
+    tensors = quantized.tensors_of(folder / form)
+    name = rng.choice(sorted(name for name in tensors if name.endswith(SCALE_SUFFIXES)))
+    array = tensors[name].copy()
+    wrong = WRONG_SCALES if form == "gptq" else (*WRONG_SCALES, 0.0, -0.0, -1e-30, -1.0)
+    array.flat[rng.randrange(array.size)] = rng.choice(wrong)
+    save_file(tensors | {name: array}, folder / form / "model.safetensors")
+
+
+def load_scales(folder: Path) -> bytes:
+    forms = ("deepseek", "modelopt", "gptq")
+    return digest([load_target(folder / form, jnp.float32) for form in forms])
 
 
 def write_shards(folder: Path) -> None:
@@ -318,16 +351,26 @@ def train_state() -> Any:
     )
 
 
+def train_pair() -> Any:
+    """The head of that state, without its target."""
+    from jaxspec.training.objective import TrainingPair
+
+    head: Any = draft_config("eagle3", target_config("gpt_oss"))
+    scale = np.linspace(1.0, 2.0, 96, dtype=np.float32)
+    return TrainingPair(head, None, {}, np.arange(head.vocab_size), scale)  # pyright: ignore
+
+
 def write_state(folder: Path) -> None:
     from jaxspec.training.resume import save_state
 
-    save_state(folder / "state", train_state())
+    save_state(folder / "state", train_state(), train_pair())
 
 
 def load_state(folder: Path) -> bytes:
     from jaxspec.training.resume import restore_state
 
-    return digest(restore_state(folder / "state", train_state()))
+    state, pair = restore_state(folder / "state", train_state(), train_pair())
+    return digest((state, pair.feature_scale))
 
 
 def write_chats(folder: Path) -> None:
@@ -361,7 +404,11 @@ def load_chats(folder: Path) -> bytes:
 
 def write_values(**values: Any) -> Callable[[Path], None]:
     """Return what writes values as JSON, the form in which `damage_value` keeps them."""
-    return lambda folder: (folder / "value.json").write_text(json.dumps(values)) and None
+
+    def write(folder: Path) -> None:
+        (folder / "value.json").write_text(json.dumps(values))
+
+    return write
 
 
 def damage_value(rng: Random, folder: Path) -> None:
@@ -404,6 +451,7 @@ def load_requests(folder: Path) -> bytes:
         vocab_size=259,
         max_model_len=64,
         num_speculative_tokens=3,
+        default_params=SamplingParams(),
     )
     known = {k: v for k, v in value["params"].items() if k in SamplingParams.__dataclass_fields__}
     if isinstance(bias := known.get("logit_bias"), Mapping):  # JSON has strings for keys
@@ -494,6 +542,7 @@ SUBJECTS: dict[str, Subject] = {
     "config": Subject(write_target, damage_json("target/config.json"), load_checkpoint),
     "family": Subject(write_values(**full_size.CONFIGS), damage_family, load_family),
     "quantization": Subject(write_quantized, damage_json("target/config.json"), load_checkpoint),
+    "scales": Subject(write_scales, damage_scales, load_scales, exact=True),
     "safetensors": Subject(
         write_target, damage_bytes("target/model.safetensors", 2000), load_checkpoint
     ),

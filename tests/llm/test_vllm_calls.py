@@ -5,18 +5,22 @@ Names of models and heads are those of tiny folders; nothing else is changed.
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import keys
 from tests.commands.conftest import write_draft, write_target
 
 pytestmark = pytest.mark.once
 
+ANY_PARAMS: Any = SamplingParams  # called with names that are no parameter
 PROMPTS = ["Hello, my name is", "The future of AI is"]
 TOOLS = [
     {
@@ -64,9 +68,15 @@ def llm(target: str, head: str) -> LLM:
         disable_chunked_mm_input=True,
         allowed_local_media_path="",
         generation_config="auto",
+        attention_backend=None,
+        max_seq_len_to_capture=8192,
+        max_num_batched_tokens=None,
+        block_size=None,
+        enable_prefix_caching=None,
         speculative_config={
             "model": head,
             "spec_token_tree": None,
+            "use_local_argmax_reduction": False,
             "draft_tensor_parallel_size": 1,
             "num_speculative_tokens": 2,
             "max_model_len": 256,
@@ -202,6 +212,42 @@ def test_default_sampling_params(llm: LLM, target: str) -> None:
     assert len(output.outputs[0].token_ids) == 5
 
 
+def test_settings_that_change_nothing() -> None:
+    """vLLM's examples have these engine arguments, at these values."""
+    given = {
+        "calculate_kv_scales": False,
+        "disable_sliding_window": False,
+        "enable_log_requests": False,
+        "guided_decoding_backend": "xgrammar",
+        "kv_cache_memory_bytes": None,
+        "max_loras": 1,
+        "scheduling_policy": "fcfs",
+        "swap_space": 4,
+        "use_v2_block_manager": True,
+        "worker_cls": "auto",
+    }
+    assert keys.own_keys("LLM", given, ("model",), keys.ENGINE) == {}
+
+
+def test_generation_config(target: str, tmp_path: Path) -> None:
+    """examples/basic/offline_inference: "auto" is vLLM's default, "vllm" leaves the file alone."""
+    folder = shutil.copytree(target, tmp_path / "target")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 3}))
+    proposed, plain = SamplingParams(temperature=0.6, top_k=3), SamplingParams()
+    for options, of_requests, of_model in (
+        ({}, plain, proposed),
+        ({"generation_config": "auto"}, proposed, proposed),
+        ({"generation_config": "vllm"}, plain, plain),
+    ):
+        made = LLM(str(folder), max_model_len=64, max_num_seqs=1, **options)
+        for each in (made, made.on_same_weights()):
+            [request] = each.make_requests("Hello", None)
+            assert request.params == of_requests
+            assert each.get_default_sampling_params() == of_model
+        [request] = made.make_requests("Hello", SamplingParams(top_p=0.5))
+        assert request.params == SamplingParams(top_p=0.5)
+
+
 def test_reset_prefix_cache(llm: LLM) -> None:
     """False while requests run, as in vLLM."""
     prompt, greedy = "A prefix to forget, later. " * 8, SamplingParams(0.0, max_tokens=6)
@@ -211,7 +257,7 @@ def test_reset_prefix_cache(llm: LLM) -> None:
     assert llm.reset_prefix_cache() is False
     cached = [llm.generate(prompt, greedy)[0].num_cached_tokens for _ in stream][-1]
     assert cached is not None and cached >= 64
-    assert llm.reset_prefix_cache() is True
+    assert llm.reset_prefix_cache(reset_running_requests=False) is True
     [again] = llm.generate(prompt, greedy)
     assert again.num_cached_tokens == 0
 
@@ -220,9 +266,11 @@ def test_calls_that_are_not_here(llm: LLM) -> None:
     """docs.vllm.ai, Sleep mode; examples of beam search, profiling and pooling."""
     for name in keys.ATTRIBUTES:
         assert not hasattr(llm, name)
-        with pytest.raises(ConfigError, match=f"^LLM.{name}: expected no such call here: .") as e:
+        with pytest.raises(ConfigError, match=f"^`LLM.{name}` is not here: .") as e:
             getattr(llm, name)
         assert "\n" not in str(e.value)
+        for own in re.findall(r"`LLM\.(\w+)", str(e.value).partition(": ")[2]):
+            assert hasattr(LLM, own) or hasattr(llm, own)  # what it says instead is there
     with pytest.raises(AttributeError, match="^'LLM' object has no attribute 'slep'$"):
         llm.slep  # type: ignore[attr-defined]  # noqa: B018
 
@@ -268,8 +316,21 @@ def test_ngram(target: str) -> None:
         max_model_len=128,
     )
     assert llm.speculative is not None and llm.speculative.prompt_lookup_max == 4
-    for method in (None, "ngram"):
-        assert SpeculativeConfig(method=method, model="[ngram]").model is None
+    for method in (None, "ngram", "[ngram]", "ngram_gpu"):
+        read = SpeculativeConfig(method=method, model="[ngram]")
+        assert (read.method, read.model) == ("ngram", None)
+
+
+def test_suffix_without_the_trees_of_other_requests() -> None:
+    """docs.vllm.ai, Suffix decoding."""
+    values = {"method": "suffix", "num_speculative_tokens": 24}
+    own = values | {"suffix_decoding_max_cached_requests": 0}
+    assert SpeculativeConfig.from_dict(own) == SpeculativeConfig.from_dict(values)
+
+
+def test_e4m3_has_two_names() -> None:
+    assert EngineConfig(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"  # type: ignore[arg-type]
+    assert SpeculativeConfig.from_dict({"kv_cache_dtype": "fp8_e4m3"}).draft_kv_cache_dtype == "fp8"
 
 
 # --- calls that end in one sentence
@@ -331,11 +392,11 @@ def test_ngram(target: str) -> None:
             "kv_cache_dtype: expected one of auto, bfloat16, float32, fp8, got 'fp8_e5m2'",
         ),
         (
-            lambda target, head: SamplingParams(structured_outputs={"choice": ["a", "b"]}),
+            lambda target, head: ANY_PARAMS(structured_outputs={"choice": ["a", "b"]}),
             "structured_outputs: expected None (there are no grammars here)",
         ),
         (
-            lambda target, head: SamplingParams(guided_decoding={"choice": ["a", "b"]}),
+            lambda target, head: ANY_PARAMS(guided_decoding={"choice": ["a", "b"]}),
             "guided_decoding: expected None (there are no grammars here)",
         ),
         (
@@ -347,11 +408,41 @@ def test_ngram(target: str) -> None:
             "enable_sleep_mode: expected None or False (weights stay on the device), got True",
         ),
         (
-            lambda target, head: LLM(target, generation_config="vllm"),
-            "generation_config: expected 'auto' (LLM.get_default_sampling_params reads the",
+            lambda target, head: LLM(target, generation_config=target),
+            "generation_config: expected None, 'auto' or 'vllm', got '",
         ),
         (
-            lambda target, head: SamplingParams(temprature=0.5),
+            lambda target, head: LLM(target, logits_processors=["my.Processor"]),
+            "logits_processors: expected None or [] or () (processors are part of the compiled",
+        ),
+        (
+            lambda target, head: LLM(target, kv_transfer_config={"kv_role": "kv_both"}),
+            "kv_transfer_config: expected None (keys and values stay in their engine), got {'kv",
+        ),
+        (
+            lambda target, head: LLM(target, load_format="dummy"),
+            "load_format: expected 'auto' or 'safetensors' or 'hf', got 'dummy'",
+        ),
+        (
+            lambda target, head: ANY_PARAMS(extra_args={"target_token": 1}),
+            "extra_args: expected None or {}, got {'target_token': 1}",
+        ),
+        (
+            lambda target, head: LLM(
+                target,
+                speculative_config={
+                    "method": "suffix",
+                    "suffix_decoding_max_cached_requests": 1000,
+                },
+            ),
+            "suffix_decoding_max_cached_requests: expected 0 (drafts come from a request's",
+        ),
+        (
+            lambda target, head: LLM(target, seed=42),
+            "seed: expected None or 0 (SamplingParams.seed is the seed of a request), got 42",
+        ),
+        (
+            lambda target, head: ANY_PARAMS(temprature=0.5),
             "SamplingParams: expected known settings, of which temperature is the nearest",
         ),
         (
@@ -384,6 +475,42 @@ def test_a_wrong_option_of_chat(llm: LLM, options: dict[str, Any], sentence: str
     with pytest.raises(ConfigError, match="expected") as error:
         llm.chat([{"role": "user", "content": "Hi"}], **options)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda llm: llm.reset_prefix_cache(reset_running_requests=True),
+            "reset_running_requests: expected None or False (requests that run keep their blocks)",
+        ),
+        (
+            lambda llm: llm.reset_prefix_cache(reset_runing_requests=True),
+            "LLM.reset_prefix_cache: expected known settings, of which reset_running_requests",
+        ),
+        (
+            lambda llm: llm.generate(prompts=None, prompt_token_ids=[[1, 2]]),
+            "prompt_token_ids: expected None (`prompts` may be lists of token ids), got [[1, 2]]",
+        ),
+        (
+            lambda llm: llm.generate({"prompt_embeds": [[0.5]]}),
+            "prompt 0: expected a text, token ids or a list of chat messages, got {'prompt_embeds",
+        ),
+        (
+            lambda llm: llm.generate({"encoder_prompt": "a", "decoder_prompt": "b"}),
+            "prompt 0: expected a text, token ids or a list of chat messages, got {'encoder_promp",
+        ),
+        (
+            lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}),
+            "prompt 0: expected the keys prompt or prompt_token_ids alone, got multi_modal_data",
+        ),
+    ],
+)
+def test_a_wrong_call_of_the_engine(llm: LLM, call: Callable[[LLM], object], sentence: str) -> None:
+    """Legacy and multi-modal prompts of vLLM's examples, and its keywords."""
+    with pytest.raises(ConfigError) as error:
+        call(llm)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_image_is_refused(llm: LLM) -> None:

@@ -4,7 +4,8 @@
 
 A case is a family, a draft, numbers of devices and settings: "mimo mtp 2,4 rule=block". With
 replicas=n, each of n replicas has so many devices. With verify=n, several devices verify at most n
-tokens a round, and one device all of them.
+tokens a round, and one device all of them. With adaptive, requests have as many drafts as pay; with
+fallback, the text drafts where the head does not.
 Prints a line for each case and number of devices: "equal", or both results.
 """
 
@@ -109,6 +110,10 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         num_speculative_tokens=K,
         rejection_sample_method=settings.get("rule", "probabilistic"),
     )
+    if "adaptive" in settings:
+        draft["adaptive"] = True
+    if "fallback" in settings:
+        draft |= dict(fallback_method="ngram", prompt_lookup_min=1)
     if settings.get("rule") == "synthetic":
         draft["synthetic_acceptance_length"] = 2.0
     if "replicated" in settings and size > 1:
@@ -147,6 +152,7 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         assert llm.scheduling.num_prefix_hits > 0
     if "blocks" in settings:
         assert llm.scheduling.num_preemptions > 0
+    assert (llm.metrics.num_lookups > 0) == ("fallback" in settings)
     assert (llm.scheduling.num_waits > 0) == ("max_num_verify_tokens" in draft)
     texts, scores = texts_of(outputs), scores_of(outputs)
     if "streams" in settings:
@@ -154,7 +160,9 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
             ([t for increment in llm.stream(p, s) for t in increment.token_ids], None)
             for p, s in zip(PROMPTS[:2], sampling(settings)[:2], strict=True)
         ]
-    return Outcome(texts, str(llm.metrics), scores)
+    # The K of greedy rounds follows their times.
+    counts = "" if "adaptive" in settings else str(llm.metrics)
+    return Outcome(texts, counts, scores)
 
 
 def main() -> None:

@@ -25,11 +25,6 @@ params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=
 PROMPTS = [[3, 5, 7, 3, 5], [90, 4, 4]]
 
 
-# XLA's products on a CPU depend on the number of rows in their last bits. Such a bit may move an
-# activation to the next fp8 code, and log-probabilities by this much.
-CODE_STEP = 0.1
-
-
 def texts(folder: Path, size: int, drafts: Any = None) -> list[RequestOutput]:
     llm = LLM(
         str(folder),
@@ -42,20 +37,6 @@ def texts(folder: Path, size: int, drafts: Any = None) -> list[RequestOutput]:
         kv_cache_dtype="fp8" if folder.name == "fp8" else "auto",
     )
     return llm.generate(PROMPTS, params)
-
-
-def check_alike(outputs: list[RequestOutput], plain: list[RequestOutput], step: float) -> None:
-    """Check that texts are equal, or part where plain decoding has a tie of up to `step`."""
-    for output, other in zip(outputs, plain, strict=True):
-        pairs = enumerate(zip(output.token_ids, other.token_ids, strict=True))
-        parting = next((i for i, (a, b) in pairs if a != b), None)
-        if parting is None:
-            continue
-        assert other.logprobs is not None
-        there = other.logprobs[parting]
-        taken, best = output.token_ids[parting], other.token_ids[parting]
-        gap = there[best].logprob - there[taken].logprob if taken in there else np.inf
-        assert gap < step, (output.token_ids, other.token_ids)
 
 
 for folder in map(Path, sys.argv[1:]):
@@ -81,9 +62,7 @@ for folder in map(Path, sys.argv[1:]):
             assert scale == (2,) and [piece.data.tolist() for piece in pieces] == [[0.25], [0.5]]
     plain = texts(folder, 2)
     drafted = texts(folder, 2, {"method": "ngram", "num_speculative_tokens": 3})
-    if "int4" in folder.name:  # activations are plain: only the order of the sums differs
-        check_alike(drafted, plain, 0.0)
-        check_alike(texts(folder, 1), plain, 0.0)
-    else:
-        check_alike(drafted, plain, CODE_STEP)
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+    if "int4" in folder.name:  # activations are plain: one device has other last bits alone
+        assert [o.token_ids for o in texts(folder, 1)] == [o.token_ids for o in plain]
 print("equal")

@@ -36,6 +36,11 @@ PROCESSES = [
     ("tiny eagle3 4 blocks=20", "tiny eagle3 4 again streams", "tiny eagle3 8 K=5 everything"),
     ("qwen2 eagle3 8", "qwen3 eagle3 8", "glm4_moe_lite mtp 8"),
     ("tiny dflash 2,4", "tiny dspark 2,4", "tiny dspark 2 mapped rule=block words"),
+    (
+        "tiny eagle3 2 mapped adaptive fallback K=2",
+        "tiny eagle3 2 adaptive fallback rule=block blocks=20",
+    ),
+    ("tiny ngram 2 adaptive", "llama draft_model 2 adaptive", "tiny eagle3 2 adaptive verify=4"),
     ("tiny eagle3 2 mapped replicas=2", "tiny eagle3 2 replicas=4 again streams"),
 ]
 

@@ -52,7 +52,7 @@ def test_the_default_device_leaves_arrays_uncommitted() -> None:
     x = jax.jit(lambda: jax.numpy.ones((2, 2)))()
     for _ in range(3):
         x = step(array, x)[:2]
-    assert step._cache_size() == 1
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
     assert (ONE_DEVICE_LAYOUT.size, ONE_DEVICE_LAYOUT.is_cut("heads")) == (1, False)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": [10**5000]}, "stop: expected a string or a list of strings, none of them empty, got"),
     ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1 or None, got 0"),
     ({"min_tokens": 17}, "min_tokens: expected an integer from 0 to max_tokens 16, got 17"),
-    ({"min_tokens": -1}, "min_tokens: expected an integer from 0 to max_tokens 16, got -1"),
+    ({"min_tokens": -1}, "min_tokens: expected an integer of at least 0, got -1"),
     ({"ignore_eos": 1}, "ignore_eos: expected true or false, got 1"),
     (
         {"bad_words": "word"},
@@ -321,7 +321,7 @@ def test_rows_hold_a_requests_seed_and_its_stops_and_idle_rows_are_neutral() -> 
     assert (truncation.top_k.tolist(), truncation.top_p.tolist()) == ([0, 0], [1, 1])
 
 
-def test_a_field_may_be_assigned_and_the_whole_is_checked() -> None:
+def test_a_field_may_be_assigned_and_its_value_is_checked() -> None:
     params = SamplingParams(temperature=0.8, min_tokens=2)
     params.max_tokens = np.int64(5)  # type: ignore[assignment]
     params.stop = "END"
@@ -329,7 +329,8 @@ def test_a_field_may_be_assigned_and_the_whole_is_checked() -> None:
     assert type(params.max_tokens) is int
     before = params.clone()
     for name, value, sentence in (
-        ("max_tokens", 1, "min_tokens: expected an integer from 0 to max_tokens 1, got 2"),
+        ("max_tokens", 0, "max_tokens: expected an integer of at least 1 or None, got 0"),
+        ("min_tokens", -1, "min_tokens: expected an integer of at least 0, got -1"),
         ("temperature", "hot", "temperature: expected a number of at least 0, got 'hot'"),
         ("logit_bias", {-1: 1.0}, "logit_bias: expected token ids"),
         ("max_token", 3, "of which max_tokens is the nearest, got 'max_token'"),
@@ -338,8 +339,39 @@ def test_a_field_may_be_assigned_and_the_whole_is_checked() -> None:
         with pytest.raises(ConfigError, match=sentence):
             setattr(params, name, value)
         assert params == before and hash(params) == hash(before)
-    setattr(params, "detokenize", True)  # vLLM's, with the value that changes nothing  # noqa: B010
-    assert params == before and "detokenize" not in vars(params)
+
+
+def test_assignments_may_come_in_any_order() -> None:
+    """As in vLLM: what two fields must fulfil together is checked when a request takes them."""
+    params = SamplingParams()
+    for name, value, sentence in (
+        ("min_tokens", 20, "min_tokens: expected an integer from 0 to max_tokens 16, got 20"),
+        ("max_tokens", 30, None),
+        ("n", 2, None),
+        ("temperature", 0, "n: expected 1 with temperature 0"),
+        ("n", 1, None),
+        ("banned_token_ids", [3], None),
+        ("allowed_token_ids", [3], "allowed_token_ids: expected at least one id that is not"),
+        ("banned_token_ids", [4], None),
+    ):
+        setattr(params, name, value)
+        assert params.clone() == params  # a copy, as it is
+        if sentence is None:
+            replace(params)
+            continue
+        with pytest.raises(ConfigError, match=sentence):
+            replace(params)
+    expected = {"temperature": 0, "min_tokens": 20, "max_tokens": 30}
+    assert params == SamplingParams(**expected, allowed_token_ids=[3], banned_token_ids=[4])
+
+
+def test_vllms_values_that_change_nothing_stay_readable() -> None:
+    given = SamplingParams(detokenize=True)  # type: ignore[call-arg]
+    assigned = SamplingParams()
+    setattr(assigned, "detokenize", True)  # noqa: B010
+    for params in (given, assigned, assigned.clone()):
+        assert getattr(params, "detokenize") is True  # noqa: B009
+        assert params == SamplingParams() and hash(params) == hash(SamplingParams())
 
 
 def test_a_copy_shares_nothing_that_can_change() -> None:
