@@ -33,7 +33,7 @@ from jaxspec.config import (
 from jaxspec.drafts import autoregressive as propose_module
 from jaxspec.layers.rope import rope_tables
 from pallas_kernels.attention.bounds import key_bounds
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.support.tiny import ATTENTION
 
 FIELDS = tuple(
@@ -193,9 +193,7 @@ def step_1_always(
 KERNEL_OPS = Ops(step_metadata="mosaic_gpu")
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
+@needs_mosaic
 def test_the_kernel_makes_every_field_and_what_its_readers_read_besides() -> None:
     group, attention = (
         CacheGroup(2, LIMIT, window=3),

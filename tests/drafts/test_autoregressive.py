@@ -29,7 +29,7 @@ from jaxspec.drafts.autoregressive import (
 from jaxspec.drafts.families import layered, step_family
 from jaxspec.layers.context import Pass
 from jaxspec.sampling.state import gumbel_noise
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.support.slow import slow_unless
 from tests.support.tiny import (
     ATTENTION,
@@ -300,9 +300,7 @@ def test_stale_metadata_changes_the_compiled_loops_logits(
         assert np.abs(stale.proposal.draft_logits[b, 2:] - logits[2:]).max(axis=1).min() > 1e-3
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
+@needs_mosaic
 @pytest.mark.parametrize(("method", "window"), [("eagle3", 3), ("eagle", None)])
 def test_the_kernels_metadata_changes_nothing(method: str, window: int | None) -> None:
     """Every pass of the draft with the kernel's metadata and tables of the rotation, to the bit."""

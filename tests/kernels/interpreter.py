@@ -1,13 +1,26 @@
-"""How the tests call the public ops, and where their kernels run."""
+"""How the tests call the public ops, which implementations they try, and where kernels run."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import pytest
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+)
+
+
+def by_implementation(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Return the decorator that runs a test with each of an op's implementations."""
+    return pytest.mark.parametrize(
+        "implementation",
+        [pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ()) for name in names],
+    )
 
 
 def call(op: Callable[..., Any], inputs: Any, changes: dict[str, Any]) -> Any:
@@ -18,9 +31,11 @@ def call(op: Callable[..., Any], inputs: Any, changes: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Mosaic's GPU interpreter on the CPU, where memory that nobody wrote holds NaN; its state is
-    reset after an error."""
+def interpreted(memory: str = "nan") -> Iterator[None]:
+    """Run kernels in Mosaic's GPU interpreter on a CPU, whose state is reset after an error.
+
+    memory: what memory holds that no kernel has written
+    """
     if jax.default_backend() == "gpu":
         yield
         return
@@ -31,7 +46,7 @@ def interpreted() -> Iterator[None]:
 
     gpu: Any = plgpu  # jax 0.10 has no interpreter
     try:
-        with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(uninitialized_memory="nan")):
+        with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(uninitialized_memory=memory)):
             yield
     except BaseException:
         reset_gpu_interpret_mode_state()

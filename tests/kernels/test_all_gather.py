@@ -13,10 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels.all_gather import Peers, all_gather, unsupported
 from pallas_kernels.all_gather.shapes import SHAPES, make_inputs
 from pallas_kernels.vocab_shards import VocabShards
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
-)
+from tests.kernels.interpreter import needs_mosaic
 
 
 def peers(size: int = 2) -> Peers:

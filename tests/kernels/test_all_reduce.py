@@ -15,11 +15,8 @@ import pytest
 from pallas_kernels.all_reduce import Peers, all_reduce, unsupported
 from pallas_kernels.peers import mailbox
 from pallas_kernels.peers.mailbox import Failure
+from tests.kernels.interpreter import needs_mosaic
 from tests.support.devices import run_on_devices
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
-)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,18 +25,9 @@ from pallas_kernels.attention import (
 from pallas_kernels.attention.shapes import SHAPES, Shape, bytes_moved, flops, make_inputs, tiles
 from pallas_kernels.packing import pack, unpack
 from tests.kernels.attention import assert_close, ground_truth, live
-from tests.kernels.interpreter import call
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 # Small enough for the interpreter. A tile holds 64 keys and there are 8 classes of tiles, so 64,
 # 65, 512, 513 are the edges.
@@ -114,24 +104,6 @@ PREFILL = [
     for name, shape in SMALL.items()
     if shape.rows * shape.num_heads // shape.num_kv_heads > 128
 ]
-
-
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Mosaic's GPU interpreter on the CPU; its global state is reset after an error, or the next
-    kernel would fail too."""
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
-        reset_gpu_interpret_mode_state,
-    )
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    gpu: Any = plgpu  # jax 0.10 has no interpreter
-    try:
-        with gpu.force_gpu_interpret_mode():
-            yield
-    except BaseException:
-        reset_gpu_interpret_mode_state()
-        raise
 
 
 # One program a shape, where each of the reference's 30 operations would be one.

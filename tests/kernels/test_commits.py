@@ -18,7 +18,7 @@ from pallas_kernels.attention.inputs import Inputs
 from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.types import Ref
 from tests.kernels.attention import abstract
-from tests.kernels.test_attention import needs_mosaic
+from tests.kernels.interpreter import needs_mosaic
 
 pytestmark = needs_mosaic
 

@@ -14,18 +14,9 @@ import pytest
 from pallas_kernels.embed_norm import IMPLEMENTATIONS, Inputs, embed_norm
 from pallas_kernels.embed_norm.shapes import SHAPES, Shape, make_inputs
 from pallas_kernels.rms_norm import rms_norm
-from tests.kernels.interpreter import call, interpreted
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
-)
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 SMALL = {
     f"{kind}, {rows} rows of {width}": Shape(rows, width, 96, *switches)
     for kind, switches in (

@@ -23,8 +23,8 @@ from pallas_kernels.fp8_matmul import Fp8Weight, Rows
 from pallas_kernels.int4_matmul import Int4Weight
 from pallas_kernels.moe import IMPLEMENTATIONS, Inputs, experts, unsupported
 from pallas_kernels.moe.shapes import SHAPES, Shape, make_inputs, random_codes
-from tests.kernels.interpreter import interpreted
-from tests.kernels.test_moe import needs_mosaic, part_of, rows_of
+from tests.kernels.interpreter import interpreted, needs_mosaic
+from tests.kernels.test_moe import part_of, rows_of
 
 # Largest error, in units of the value's size plus the root mean square of the result, and the
 # median: the roundings to bfloat16 before codes of the activation are the oracle's too, so those of

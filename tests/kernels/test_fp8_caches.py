@@ -13,8 +13,7 @@ from pallas_kernels import attention, rope_cache
 from pallas_kernels.attention import shapes as attention_shapes
 from pallas_kernels.dtypes import narrowed
 from pallas_kernels.rope_cache import shapes as rope_cache_shapes
-from tests.kernels.interpreter import interpreted
-from tests.kernels.test_attention import needs_mosaic
+from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_dtypes import ATTENTION, ROPE
 
 FP8 = jnp.float8_e4m3fn

@@ -21,11 +21,8 @@ from pallas_kernels.fp8_matmul import (
     reference,
 )
 from pallas_kernels.rms_norm import rms_norm
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
 FORMS = ("channel", "scalar", "block", "static")
 # Largest error, in units of the value's size plus the root mean square of the result: one rounding
 # of the result to bfloat16, four with SwiGLU, or float32 sums of 300 terms.

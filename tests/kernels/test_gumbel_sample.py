@@ -14,19 +14,10 @@ import pytest
 from pallas_kernels.gumbel_sample import IMPLEMENTATIONS, Inputs, gumbel_sample, unsupported
 from pallas_kernels.gumbel_sample.shapes import SHAPES, Shape, bytes_moved, make_inputs
 from tests.kernels import noise_oracle
-from tests.kernels.interpreter import call, interpreted
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 from tests.support.statistics import chi_square, within_limit
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 SMALL = [name for name in SHAPES if name.startswith("tiny")]
 REAL = [name for name in SHAPES if not name.startswith("tiny")]
 

@@ -14,16 +14,9 @@ import pytest
 
 from pallas_kernels.head_matmul import IMPLEMENTATIONS, Inputs, head_matmul, unsupported
 from pallas_kernels.head_matmul.shapes import ROPE, SHAPES, Shape, bytes_moved, make_inputs
-from tests.kernels.interpreter import call
-from tests.kernels.test_attention import interpreted, needs_mosaic
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 SMALL = {
     "keys with rotation, padded heads": Shape(4, 3, 192, 128, rotates=True, out_heads=8),

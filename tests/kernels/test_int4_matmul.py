@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.int4_matmul import Inputs, Int4Weight, int4_matmul, pack
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
 # Largest error, in units of the value's size plus the root mean square of the result: one rounding
 # of the result to bfloat16, four with SwiGLU, or float32 sums of 256 terms.
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "swiglu": 5 * 2.0**-8, "float32": 1e-6}

@@ -24,19 +24,9 @@ from pallas_kernels.latent_attention import (
 from pallas_kernels.latent_attention.shapes import SHAPES, Shape, bytes_moved, make_inputs
 from pallas_kernels.packing import padded_heads
 from tests.kernels.attention import assert_close
-from tests.kernels.interpreter import call
-from tests.kernels.test_attention import interpreted
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 # Small enough for the interpreter. A tile holds 64 latents, there are 8 classes of tiles and up to
 # 40 query rows a row tile.

@@ -14,16 +14,9 @@ import pytest
 
 from pallas_kernels.latent_cache import IMPLEMENTATIONS, Inputs, norm_and_write, unsupported
 from pallas_kernels.latent_cache.shapes import SHAPES, Shape, bytes_moved, make_inputs
-from tests.kernels.interpreter import call
-from tests.kernels.test_attention import interpreted, needs_mosaic
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 SMALL = {
     "glm, one row has no slot": Shape(3, masked=1, block_size=8),

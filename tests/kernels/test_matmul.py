@@ -14,19 +14,10 @@ import pytest
 
 from pallas_kernels.matmul import IMPLEMENTATIONS, Inputs, Product, matmul, plan, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, bytes_moved, flops, make_inputs
-from tests.kernels.interpreter import call, interpreted
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 from tests.support.slow import slow, slow_unless
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 # Largest error, in units of the value's size plus the root mean square of the result. bfloat16
 # rounds a value to within 2^-8 of itself (half an ulp is 2^-9 at best, 2^-8 at worst); a residual

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.matmul import Inputs, Product, matmul, shares_norm, unsupported
-from tests.kernels.interpreter import interpreted
-from tests.kernels.test_matmul import implementations, needs_mosaic
+from tests.kernels.interpreter import interpreted, needs_mosaic
+from tests.kernels.test_matmul import implementations
 
 EPS = 1e-5
 

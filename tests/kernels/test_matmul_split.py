@@ -10,14 +10,13 @@ import pytest
 
 from pallas_kernels.matmul import Inputs, plan
 from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_matmul import (
     assert_bits_are_the_rows_own,
     assert_close,
     ground_truth,
     kernel,
     near_ties,
-    needs_mosaic,
     run,
     take,
 )

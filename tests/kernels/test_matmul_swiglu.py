@@ -16,13 +16,12 @@ import pytest
 
 from pallas_kernels.matmul import Inputs, Product, matmul, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_matmul import (
     assert_close,
     ground_truth,
     implementations,
     near_ties,
-    needs_mosaic,
     run,
     take,
 )

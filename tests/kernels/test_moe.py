@@ -20,18 +20,9 @@ from pallas_kernels.moe import (
     unsupported,
 )
 from pallas_kernels.moe.shapes import SHAPES, Shape, bytes_moved, make_inputs, route
-from tests.kernels.interpreter import call, interpreted
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 # Largest error, in units of the value's size plus the root mean square of the result. bfloat16
 # rounds to within 2^-8: gate, up and the activation of every term of down's sum (they average out),

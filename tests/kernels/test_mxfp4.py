@@ -26,12 +26,9 @@ from pallas_kernels.moe.mxfp4 import (
     registers,
 )
 from pallas_kernels.moe.shapes import SHAPES, Shape, make_inputs
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_moe import assert_close, ground_truth, plain
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by a code's last three bits
 
 

@@ -23,6 +23,7 @@ from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sampling import Inputs as OpInputs
 from pallas_kernels.rejection_sampling import rejection_sample
 from pallas_kernels.rejection_sampling.shapes import SHAPES, Shape, make_inputs
+from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.rejection import oracle
 from tests.kernels.rejection.inputs import Inputs, emitted
 
@@ -34,10 +35,6 @@ RULES = {
     "synthetic": "tiny-synthetic",
 }
 UNCERTAIN = 0.05  # of the requests at most; about one in a thousand is expected
-needs_jax_11 = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason=f"Mosaic's interpreter needs jax 0.11, got {jax.__version__}",
-)
 
 
 @functools.cache
@@ -60,11 +57,7 @@ def run(
     inputs = jax.tree.map(jnp.asarray, OpInputs(**arguments))
     with contextlib.ExitStack() as stack:
         if memory is not None:
-            from jax.experimental.pallas import mosaic_gpu as plgpu
-
-            gpu: Any = plgpu  # jax 0.10 has no interpreter
-            params = gpu.InterpretGPUParams(uninitialized_memory=memory)
-            stack.enter_context(gpu.force_gpu_interpret_mode(params))
+            stack.enter_context(interpreted(memory))
         tokens, num_sampled = program(implementation, memory)(inputs)
         return np.asarray(tokens), np.asarray(num_sampled)
 
@@ -133,7 +126,7 @@ def check(
 # ---- interpreted
 
 
-@needs_jax_11
+@needs_mosaic
 @pytest.mark.parametrize("name", TINY)
 def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
     lengths, uncertain, requests = set(), 0, 0
@@ -151,7 +144,7 @@ def test_interpreted_kernels_give_the_references_tokens(name: str) -> None:
     )
 
 
-@needs_jax_11
+@needs_mosaic
 @pytest.mark.parametrize("name", ["smollm2-b1", "smollm2-b1-drawn", "llama3-8b-b1-greedy"])
 def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
     arguments = arguments_of(SHAPES[name])
@@ -160,7 +153,7 @@ def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
-@needs_jax_11
+@needs_mosaic
 @pytest.mark.parametrize("name", [*RULES.values(), *(name for name in TINY if "drawn" in name)])
 def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None:
     arguments = arguments_of(SHAPES[name])
@@ -171,7 +164,7 @@ def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None
         np.testing.assert_array_equal(alone[1], num_sampled[part])
 
 
-@needs_jax_11
+@needs_mosaic
 @pytest.mark.parametrize("name", [name for name in TINY if "drawn" in name])
 @pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
 def test_streams_give_the_tokens_of_their_numbers(name: str, implementation: str) -> None:
@@ -185,7 +178,7 @@ def test_streams_give_the_tokens_of_their_numbers(name: str, implementation: str
         np.testing.assert_array_equal(got, wanted)
 
 
-@needs_jax_11
+@needs_mosaic
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(("rule", "name"), RULES.items())
 def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy: bool) -> None:
@@ -212,7 +205,7 @@ def test_nan_and_infinite_logits_give_ids_in_range(rule: str, name: str, greedy:
         np.testing.assert_array_equal(got[:7], wanted[:7])
 
 
-@needs_jax_11
+@needs_mosaic
 @pytest.mark.parametrize(("rule", "name"), RULES.items())
 def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, name: str) -> None:
     arguments = arguments_of(SHAPES[name])
@@ -229,7 +222,7 @@ def test_padding_rows_emit_nothing_and_disturb_nobody(rule: str, name: str) -> N
     assert (tokens[5:] == -1).all() and (num_sampled[5:] == 0).all()
 
 
-@needs_jax_11
+@needs_mosaic
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_a_residual_without_mass_is_the_plain_target(rule: str) -> None:
     """p = q leaves nothing to draw from; u = 1 forces what rounding does rarely."""
@@ -253,7 +246,7 @@ def test_a_residual_without_mass_is_the_plain_target(rule: str) -> None:
     )
 
 
-@needs_jax_11
+@needs_mosaic
 def test_the_first_of_equal_maxima_wins_across_pieces() -> None:
     arguments = arguments_of(SHAPES["tiny-greedy"])
     arguments["target_logits"] = np.zeros_like(arguments["target_logits"])
@@ -268,7 +261,7 @@ def test_the_first_of_equal_maxima_wins_across_pieces() -> None:
     )
 
 
-@needs_jax_11
+@needs_mosaic
 def test_lanes_that_no_piece_wrote_have_no_say() -> None:
     """Memory full of zeros looks like a piece whose best logit is 0, at id 0: the winner here, a
     tie with it, is 600."""
@@ -280,7 +273,7 @@ def test_lanes_that_no_piece_wrote_have_no_say() -> None:
     assert (tokens[np.arange(12), num_sampled - 1] == 600).all()
 
 
-@needs_jax_11
+@needs_mosaic
 def test_expm1_keeps_its_digits_down_to_0() -> None:
     from pallas_kernels.rejection_sampling.mosaic_gpu.residual import expm1
 
@@ -303,7 +296,7 @@ def test_an_unsupported_vocabulary_is_an_error() -> None:
         run(arguments)
 
 
-@needs_jax_11
+@needs_mosaic
 @pytest.mark.parametrize(
     ("vocab", "draft_vocab"), [(s.vocab, s.draft_vocab) for s in SHAPES.values()]
 )

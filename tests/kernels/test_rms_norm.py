@@ -11,28 +11,17 @@ import pytest
 
 from pallas_kernels.rms_norm import IMPLEMENTATIONS, rms_norm
 from pallas_kernels.rms_norm.shapes import SHAPES, Shape, make_inputs
+from tests.kernels.interpreter import by_implementation, interpreted, needs_mosaic
 
 # Two roundings to bfloat16: of the normed value and of its product with the weight, half a unit in
 # the last place (2^-8) each.
 TOLERANCE = 2 * 2.0**-8 * 1.01
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic kernel needs jax 0.11 or later"
-)
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 
 def run(inputs: dict[str, Any], implementation: str) -> np.ndarray:
     if implementation == "mosaic_gpu" and jax.default_backend() == "cpu":
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        gpu: Any = plgpu  # jax 0.10 has no interpreter
-        with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams()):
+        with interpreted():
             return np.asarray(rms_norm(**inputs, implementation=implementation).astype(jnp.float32))
     return np.asarray(rms_norm(**inputs, implementation=implementation).astype(jnp.float32))
 

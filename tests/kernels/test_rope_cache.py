@@ -14,16 +14,9 @@ import pytest
 from pallas_kernels.packing import packed_size, unpack
 from pallas_kernels.rope_cache import IMPLEMENTATIONS, Inputs, rope_and_write
 from pallas_kernels.rope_cache.shapes import PAD_SLOT, SHAPES, Shape, bytes_moved, make_inputs
-from tests.kernels.interpreter import call
-from tests.kernels.test_attention import interpreted, needs_mosaic
+from tests.kernels.interpreter import by_implementation, call, interpreted
 
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 SMALL = {
     "decode": Shape(3, 4, num_heads=8, num_kv_heads=2, head_dim=128, block_size=8, masked=1),

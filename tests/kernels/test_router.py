@@ -14,18 +14,9 @@ import pytest
 
 from pallas_kernels.router import IMPLEMENTATIONS, MAX_ROWS, Inputs, route, unsupported
 from pallas_kernels.router.shapes import SHAPES, Shape, bytes_moved, make_inputs
-from tests.kernels.interpreter import call, interpreted
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 # Logits are sums of bfloat16 products in float32, and Hopper's tensor cores cut off their last
 # bits: relative to the largest weight.
 TOLERANCE = 2e-4

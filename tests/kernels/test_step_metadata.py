@@ -22,16 +22,9 @@ from pallas_kernels.step_metadata import (
     step_metadata,
 )
 from pallas_kernels.step_metadata.shapes import SHAPES, Shape, bytes_moved, make_inputs
-from tests.kernels.interpreter import call, interpreted
-from tests.kernels.test_attention import needs_mosaic
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
 
-implementations = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=needs_mosaic if name == "mosaic_gpu" else ())
-        for name in IMPLEMENTATIONS
-    ],
-)
+implementations = by_implementation(IMPLEMENTATIONS)
 
 # The interpreter takes a fraction of a second a request.
 SMALL = {

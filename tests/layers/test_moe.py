@@ -18,6 +18,7 @@ from jaxspec.layers import moe
 from jaxspec.layers.log_once import log_once
 from jaxspec.layers.moe import MoEConfig
 from jaxspec.layers.params import Weight
+from tests.kernels.interpreter import needs_mosaic
 
 CFG = MoEConfig(num_experts=6, top_k=2, intermediate_size=10)
 DIM = 8
@@ -222,9 +223,7 @@ def test_with_the_kernel_its_rows_are_its_own_and_more_are_grouped(
     assert taken == ["mosaic_gpu"] * 5 + ["grouped"]
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
-)
+@needs_mosaic
 def test_what_the_routers_kernel_does_not_take_is_xlas_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,13 +20,11 @@ from jaxspec.engine import round_configs
 from jaxspec.layers import op_choice
 from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS, draft_config
 from pallas_kernels import hopper
+from tests.kernels.interpreter import needs_mosaic
 from tests.support.tiny import tiny_model
 
 OPS = tuple(Ops().names())
 EVERY = Ops(**dict.fromkeys(OPS, "mosaic_gpu"))
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}"
-)
 
 
 def choose(

@@ -16,11 +16,9 @@ from jaxspec.layers.mlp import add_mlp
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Weight
 from pallas_kernels import matmul as matmul_op
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, needs_mosaic
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernels need jax 0.11, got {jax.__version__}"
-)
+pytestmark = needs_mosaic
 KERNEL = Ops(matmul="mosaic_gpu")
 OTHERS = (
     "XLA multiplies by [(128, 64), (128, 64)]: the kernel expected at most 64 rows, or a "

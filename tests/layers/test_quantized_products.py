@@ -15,6 +15,7 @@ from jaxspec.layers import products as layers
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import AnyWeight, Weight
 from pallas_kernels import fp8_matmul, int4_matmul, matmul
+from tests.kernels.interpreter import needs_mosaic
 from tests.kernels.test_fp8_matmul import fp8_weight
 from tests.kernels.test_int4_matmul import int4_weight
 
@@ -56,7 +57,7 @@ def test_products_are_those_of_the_weights_op(kind: str) -> None:
     assert (added.x == expected).all() and added.deferred_norm is None
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need jax 0.11")
+@needs_mosaic
 @pytest.mark.parametrize("kind", ["plain", *OPS])
 def test_only_plain_products_share_norms(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product prepares no norm with a quantised weight, and takes none that another prepared."""

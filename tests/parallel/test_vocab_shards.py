@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from pallas_kernels.vocab_shards import WHOLE, VocabShards
+from tests.kernels.interpreter import needs_mosaic
 from tests.support.devices import run_on_devices
 from tests.support.slow import slow
 
@@ -52,10 +53,7 @@ def test_a_round_makes_few_exchanges(printed: list[str]) -> None:
     }
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason=f"Mosaic's interpreter needs jax 0.11, got {jax.__version__}",
-)
+@needs_mosaic
 @pytest.mark.parametrize(
     "names",
     [
