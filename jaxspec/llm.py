@@ -58,7 +58,13 @@ from jaxspec.engine.metrics import (
 )
 from jaxspec.engine.output_processor import Callback, request_outputs
 from jaxspec.engine.outputs import Increment, Interrupted, RequestOutput
-from jaxspec.engine.progress import no_progress, progress_bar, shows_progress
+from jaxspec.engine.progress import (
+    compile_progress,
+    no_progress,
+    progress_bar,
+    report_nothing,
+    shows_progress,
+)
 from jaxspec.engine.replicas import Replicas
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
@@ -648,6 +654,7 @@ class LLM:
         batch_sizes: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
         sampling_params: Sequence[SamplingParams] | None = None,
+        progress: bool = False,
     ) -> int:
         """Compile the programs of generate ahead of decoding; return their number.
 
@@ -661,6 +668,8 @@ class LLM:
         kind then compiles once more, and so does one with more stop token ids than any of these
         kinds, than four and than the target's end-of-text ids, or whose bad words have more tokens
         together than those of any of these kinds, and than 32. Meanwhile the others go on.
+
+        progress: shows a bar on standard error, or a line where that is no terminal.
         """
 
         def compile_programs(engine: Engine) -> int:
@@ -670,23 +679,27 @@ class LLM:
             kinds = [self._inputs.checked_copy(params) for params in sampling_params]
             return compile_ahead(engine, kinds, shapes)
 
-        return self._for_each_engine(compile_programs)
+        return self._for_each_engine(compile_programs, progress)
 
     def warmup_for(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> int:
         """Compile the programs of generate(prompts, sampling_params); return their number.
 
         generate can then be timed without compilation. Checks the prompts as generate does.
+        progress: as in `warmup`.
         """
         requests = self.make_requests(prompts, sampling_params)
         if not requests:
             return 0
         kinds = [r.params for r in requests]
         return self._for_each_engine(
-            lambda engine: compile_ahead(engine, kinds, shapes_of(engine.runner, requests))
+            lambda engine: compile_ahead(engine, kinds, shapes_of(engine.runner, requests)),
+            progress,
         )
 
     def _refuse_unless_leading(self) -> None:
@@ -696,10 +709,18 @@ class LLM:
                 f"got {jax.process_index()}, which may call follow()"
             )
 
-    def _for_each_engine(self, compile_programs: Callable[[Engine], int]) -> int:
+    def _for_each_engine(self, compile_programs: Callable[[Engine], int], progress: bool) -> int:
         """Compile the programs of each replica; return the number of all."""
         self._refuse_unless_leading()
-        return self._driver.alone(lambda: sum(map(compile_programs, self.engines)))
+
+        def compile_shown(engine: Engine) -> int:
+            with compile_progress(progress) as engine.runner.on_compiled:
+                try:
+                    return compile_programs(engine)
+                finally:
+                    engine.runner.on_compiled = report_nothing
+
+        return self._driver.alone(lambda: sum(map(compile_shown, self.engines)))
 
 
 def _are_same_arrays(params: Params, others: Params) -> bool:

@@ -262,8 +262,7 @@ def generate(
     llm: LLM, inputs: list[Prompt], params: list[SamplingParams], quiet: bool
 ) -> list[RequestOutput]:
     """Compile first, which the timings must not hold; then run, with a progress bar."""
-    with Console(stderr=True, quiet=quiet).status("compiling"):
-        llm.warmup_for(inputs, params)
+    llm.warmup_for(inputs, params, progress=not quiet)
     return llm.generate(inputs, params, progress=not quiet)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from jaxspec.config import ConfigError, EngineConfig, KVCacheDtype, SpeculativeConfig
@@ -317,8 +316,7 @@ def warm_up(llm: LLM, inputs: list[Prompt], params: list[SamplingParams], size: 
 
     The run itself does not have these prompts.
     """
-    with Console(stderr=True).status("compiling"):
-        llm.warmup_for(inputs, params)
+    llm.warmup_for(inputs, params, progress=True)
     requests = llm.make_requests(inputs[-size:], params[-size:])
     for request in requests:
         request.max_tokens = min(request.max_tokens, WARM_TOKENS)

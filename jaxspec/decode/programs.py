@@ -67,12 +67,13 @@ class Program:
         """Return the jitted function with the compiler options of cfg, its first argument."""
         options = cfg.compiler_options
         if options not in self._compiled:
-            self._compiled[options] = jax.jit(
+            jitted = jax.jit(
                 self.function,
                 static_argnums=self._static,
                 donate_argnums=self._donate,
                 compiler_options=dict(options) or None,
             )
+            return self._compiled.setdefault(options, jitted)  # another thread may be faster
         return self._compiled[options]
 
     def cache_size(self) -> int:

@@ -10,7 +10,7 @@ draft_choice      how many drafts requests and rounds have, by acceptance and co
 round_configs     the static description of each program
 variants          which programs are compiled, and which of them serves a batch
 rehearsal         compiles all that an admission will run
-background        compiles in a thread of its own while rounds run
+background        compiles in threads: while rounds run, and side by side in warm-up
 first_logits      whether the logits of the first prefill overflowed
 memory            the sizes of the KV cache's pools
 block_tables      block tables of the running requests, on the host and on the device
@@ -22,5 +22,5 @@ detokenizer       text as it grows, and stop strings
 outputs           RequestOutput, CompletionOutput, Increment, EngineError
 output_processor  generated tokens to increments and outputs
 metrics           acceptance counts and latencies, as vLLM defines them
-progress          a progress bar on standard error
+progress          bars of finished requests and compiled programs on standard error
 """

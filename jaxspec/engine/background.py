@@ -1,15 +1,23 @@
-"""Compile in the background, in one thread, while the engine's own thread runs rounds."""
+"""Compile in threads: in the background while rounds run, or side by side in warm-up.
+
+Python traces and lowers one program at a time, but XLA compiles without its lock.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import logging
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Generic, TypeVar
 
 import jax
 
 T = TypeVar("T")
+MOST_THREADS = 8
+
+logger = logging.getLogger(__name__)
 
 
 class Background(Generic[T]):
@@ -50,6 +58,35 @@ class Background(Generic[T]):
     def wait(self, job: Hashable) -> None:
         """Wait until a job is done."""
         self._futures[job].exception()
+
+
+def side_by_side(
+    jobs: Sequence[Callable[[], object]], report: Callable[[int, int], object]
+) -> None:
+    """Run jobs in threads, with the jax settings of the calling thread, and wait for all.
+
+    report: called with the number of finished jobs and of all, at the start and after each
+
+    A job that raises is logged only: the caller runs what it compiles next, which raises again.
+    """
+    settings = _settings()
+
+    def run(job: Callable[[], object]) -> None:
+        with settings():
+            job()
+
+    pool = ThreadPoolExecutor(
+        min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="jaxspec-warmup"
+    )
+    try:
+        report(0, len(jobs))
+        futures = [pool.submit(run, job) for job in jobs]
+        for finished, future in enumerate(as_completed(futures), 1):
+            if (error := future.exception()) is not None:
+                logger.info("a program did not compile beside others", exc_info=error)
+            report(finished, len(jobs))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no program
 
 
 def _outcome(future: Future[T]) -> T | Exception:

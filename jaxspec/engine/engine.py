@@ -768,9 +768,7 @@ class Engine:
         programs.
         """
         return self._warm(
-            lambda: sum(
-                self.runner.warm(f, params, shapes, limits_drafts=limits_drafts) for f in features
-            )
+            lambda: self.runner.warm(features, params, shapes, limits_drafts=limits_drafts)
         )
 
     def warm_levels(self, shapes: Shapes) -> int:

@@ -1,7 +1,8 @@
-"""A rehearsal compiles all that an admission will run, on idle rows and without touching the state.
+"""Rehearsals compile programs for later calls, on idle rows and without touching the state.
 
-The small programs of jaxspec.decode.slots run on rows of zeros. Prefill and rounds, which need the
-caches, are compiled for their shapes only. A later call of the same programs compiles nothing.
+Prefill and rounds, which need the caches, are compiled for their shapes only. A later call of the
+same programs compiles nothing. A Rehearsal has all that an admission will run: the small programs
+of jaxspec.decode.slots too, which run on rows of zeros.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class RoundRehearsal:
     num_rounds: int
     block_tables: Any
 
+    def compile(self, params: Params, state: DecodeState) -> None:
+        """Compile the program for these weights and the shapes of a state."""
+        rounds.compile_rounds(self.cfg, self.num_rounds, params, state, self.block_tables)
+
 
 @dataclass(frozen=True)
 class PrefillRehearsal:
@@ -53,6 +58,10 @@ class PrefillRehearsal:
     slots: np.ndarray
     block_tables: Any
     chunk: PromptChunk
+
+    def compile(self, params: Params, state: DecodeState) -> None:
+        """Compile the program for these weights and the shapes of a state, a row a tile."""
+        programs.compile_prefill(self.cfg, params, state, self.block_tables, self.chunk)
 
 
 @dataclass(frozen=True)
@@ -86,25 +95,15 @@ class Rehearsal:
         slots.deactivate(_zeros(shape_of(rows.active)), np.zeros(batch, bool))
         for prefill in self.prefills:
             taken = slots.take(rows, prefill.slots)
-            programs.compile_prefill(
-                prefill.cfg,
-                self.params,
-                self._with_caches(taken),
-                prefill.block_tables,
-                prefill.chunk,
-            )
+            prefill.compile(self.params, with_caches_of(taken, self.state))
             rows = slots.put_back(rows, prefill.slots, taken)
-        rounds.compile_rounds(
-            self.rounds.cfg,
-            self.rounds.num_rounds,
-            self.params,
-            self._with_caches(rows),
-            self.rounds.block_tables,
-        )
+        self.rounds.compile(self.params, with_caches_of(rows, self.state))
         return [(each.shape, each.variant) for each in (*self.prefills, self.rounds)]
 
-    def _with_caches(self, rows: DecodeState) -> DecodeState:
-        return slots.with_caches(jax.tree.map(shape_of, rows), self.state)
+
+def with_caches_of(rows: DecodeState, state: DecodeState) -> DecodeState:
+    """Return the shapes of these rows, with the caches of a state of shapes."""
+    return slots.with_caches(jax.tree.map(shape_of, rows), state)
 
 
 def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:

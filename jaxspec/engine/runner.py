@@ -9,7 +9,15 @@ from __future__ import annotations
 import itertools
 import logging
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,17 +48,19 @@ from jaxspec.decode.spread import everywhere, shardings, spread
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.drafter import PromptChunk
-from jaxspec.engine.background import Background
+from jaxspec.engine.background import Background, side_by_side
 from jaxspec.engine.block_tables import BlockTables
 from jaxspec.engine.buckets import Buckets, Shapes
 from jaxspec.engine.draft_choice import compiled_numbers, rows_of
 from jaxspec.engine.memory import CacheMemory
+from jaxspec.engine.progress import report_nothing
 from jaxspec.engine.rehearsal import (
     Compiled,
     PrefillRehearsal,
     Rehearsal,
     RoundRehearsal,
     shape_of,
+    with_caches_of,
 )
 from jaxspec.engine.request import Request
 from jaxspec.engine.round_configs import GREEDY, ConfigKey, RoundConfigs
@@ -64,6 +74,7 @@ from jaxspec.engine.variants import (
     RoundShape,
     Variant,
     Variants,
+    Warmed,
     full_variant,
     is_shared,
     level_for,
@@ -167,6 +178,7 @@ class ModelRunner:
     memory: sizes of the KV cache
     round_program: runs a step's rounds. A tool that records them puts a program of its own there,
         which may return a Verification with more fields.
+    on_compiled: called in warm-up with the number of programs that are compiled, and of all
     """
 
     def __init__(
@@ -193,6 +205,7 @@ class ModelRunner:
         self.on_gpu = jax.default_backend() == "gpu"
         self.prefill_tile = ops.prefill_tile
         self.round_program: RoundProgram = rounds.run_rounds
+        self.on_compiled: Callable[[int, int], object] = report_nothing
         self.buckets = Buckets(config, self.prefill_tile, self.on_gpu)
         self.weight_bytes = bytes_on_device(params["target"])
         self.rounds_per_step = rounds.rounds_per_step(
@@ -837,16 +850,19 @@ class ModelRunner:
             layout,
             self._admission([], layout),
             [self._prefill_rehearsal(of_prefill, each) for each in prefills],
-            RoundRehearsal(
-                shape,
-                variant,
-                self._round_cfg(variant, shape),
-                self.rounds_per_step,
-                self.tables.idle(shape.batch, shape.pages),
-            ),
+            self._round_rehearsal(variant, shape),
         )
         self._background.submit(job, rehearsal.run)
         return job
+
+    def _round_rehearsal(self, variant: Variant, shape: RoundShape) -> RoundRehearsal:
+        return RoundRehearsal(
+            shape,
+            variant,
+            self._round_cfg(variant, shape),
+            self.rounds_per_step,
+            self.tables.idle(shape.batch, shape.pages),
+        )
 
     def _prefill_rehearsal(self, variant: Variant, shape: PrefillShape) -> PrefillRehearsal:
         tables = self.tables.idle(shape.tiles, shape.pages)
@@ -873,32 +889,36 @@ class ModelRunner:
 
     def warm(
         self,
-        features: SamplingFeatures,
+        features: Iterable[SamplingFeatures],
         params: Sequence[SamplingParams],
         shapes: Shapes,
         *,
         limits_drafts: bool,
     ) -> int:
-        """Run the programs of these features in these shapes once, on idle slots.
+        """Compile the programs of each of these features in these shapes; run each on idle slots.
 
         params: requests whose stop tokens, bad words and so on the arrays shall hold. Returns the
         number of rounds and prefills that ran.
         """
         self._set_needed(self._needed.with_room(params).fit(GREEDY))
-        of_rounds = replace(features, prompt_logprobs=False)
-        return self._warm(
-            Variant.of(of_rounds, self._needed, limits_drafts=limits_drafts),
-            Variant.of(features, self._needed),
-            shapes,
-        )
+        variants = []
+        for each in features:
+            of_rounds = replace(each, prompt_logprobs=False)
+            variants.append(
+                Warmed(
+                    Variant.of(of_rounds, self._needed, limits_drafts=limits_drafts),
+                    Variant.of(each, self._needed),
+                )
+            )
+        return self._warm(variants, shapes)
 
     def warm_levels(self, shapes: Shapes) -> int:
-        """Run programs that serve every request in these shapes once; as `warm`.
+        """Compile programs that serve every request in these shapes; as `warm`.
 
         The state's arrays have room for every request from then on.
         """
         self._set_needed(self._needed.full(GREEDY))
-        drafts, count = self.speculative is not None, 0
+        drafts, variants = self.speculative is not None, []
         for features in dict.fromkeys((*ROUND_LEVELS, *PREFILL_LEVELS)):
             of_rounds = of_prefill = None
             if features in ROUND_LEVELS:
@@ -906,47 +926,93 @@ class ModelRunner:
                 of_rounds = full_variant(features, self._needed, limits_drafts=limits)
             if features in PREFILL_LEVELS:
                 of_prefill = full_variant(features, self._needed)
-            count += self._warm(of_rounds, of_prefill, shapes)
+            variants.append(Warmed(of_rounds, of_prefill))
         if self.speculative is not None and self.speculative.draft_max_model_len is not None:
             for features in (GREEDY, SAMPLED, TRUNCATED):
-                variant = full_variant(features, self._needed, limits_drafts=True)
-                count += self._warm(variant, None, shapes)
+                of_rounds = full_variant(features, self._needed, limits_drafts=True)
+                variants.append(Warmed(of_rounds, None))
+        count = self._warm(variants, shapes)
         self._compile_begin(self._needed.fit(GREEDY), self.memory.num_blocks)
         self._is_warm = True
         return count
 
-    def _warm(self, of_rounds: Variant | None, of_prefill: Variant | None, shapes: Shapes) -> int:
-        variant = of_rounds or of_prefill
-        assert variant is not None
+    def _warm(self, variants: Sequence[Warmed], shapes: Shapes) -> int:
         self._follow_overrides()
-        plain, layout, count = self._needed.hold(GREEDY), variant.layout(self._needed), 0
-        self._set_layout(layout)
-        for batch in shapes.batches:
-            self.move([-1] * batch)
-            # Requests of other features come and go: a few small programs for each batch.
-            self._set_layout(plain)
-            self._set_layout(layout)
-            self._admit([])
-            self.deactivate([0])
-            for num_tiles, pages in itertools.product(shapes.tiles, shapes.pages):
-                if of_prefill is None:
-                    break
-                tables = self.tables.idle(num_tiles, pages)
-                tiles = PrefillTiles.idle(num_tiles, self.prefill_tile, batch, tables)
-                self._prefill(self.configs.get(of_prefill.features), tiles)
-                self._variants.add(PrefillShape(batch, num_tiles, pages), of_prefill)
-                count += 1
-            for K, pages in itertools.product(self._drafts_of(batch), shapes.pages):
-                if of_rounds is None:
-                    break
-                shape = RoundShape(batch, pages, K)
-                tables = dict(enumerate(self.tables.idle(batch, pages)))
-                jax.block_until_ready(self._round(self._round_cfg(of_rounds, shape), tables))
-                self._variants.add(shape, of_rounds)
-                count += 1
+        total = sum(
+            len(self._shapes_of(each, batch, shapes))
+            for each, batch in itertools.product(variants, shapes.batches)
+        )
+        if self._may_compile_aside:
+            side_by_side(list(self._compilations(variants, shapes)), self.on_compiled)
+            report = report_nothing
+        else:
+            report = self.on_compiled
+        report(0, total)
+        finished = itertools.count(1)
+        for each, batch in self._with_state_of(variants, shapes):
+            for shape in self._shapes_of(each, batch, shapes):
+                self._run_idle(each, shape)
+                report(next(finished), total)
         self.move([-1] * shapes.batches[0])  # and back to the smallest batch with these arrays
         self._forget_choices()
-        return count
+        return total
+
+    def _with_state_of(
+        self, variants: Sequence[Warmed], shapes: Shapes
+    ) -> Iterator[tuple[Warmed, int]]:
+        """Give the state the arrays of each variant in each batch, and yield both."""
+        plain = self._needed.hold(GREEDY)
+        for each in variants:
+            layout = each.layout(self._needed)
+            self._set_layout(layout)
+            for batch in shapes.batches:
+                self.move([-1] * batch)
+                # Requests of other features come and go: a few small programs for each batch.
+                self._set_layout(plain)
+                self._set_layout(layout)
+                self._admit([])
+                self.deactivate([0])
+                yield each, batch
+
+    def _shapes_of(
+        self, each: Warmed, batch: int, shapes: Shapes
+    ) -> list[RoundShape | PrefillShape]:
+        """Return the shapes of a variant's prefills and rounds in a batch."""
+        tiles = shapes.tiles if each.of_prefill is not None else []
+        numbers = self._drafts_of(batch) if each.of_rounds is not None else []
+        return [
+            *(PrefillShape(batch, *size) for size in itertools.product(tiles, shapes.pages)),
+            *(RoundShape(batch, pages, K) for K, pages in itertools.product(numbers, shapes.pages)),
+        ]
+
+    def _compilations(
+        self, variants: Sequence[Warmed], shapes: Shapes
+    ) -> Iterator[Callable[[], None]]:
+        """Yield what compiles each program, for the shapes of its state."""
+        prefills = set()  # their rows are those of tiles, so batches share them
+        for each, batch in self._with_state_of(variants, shapes):
+            state = jax.tree.map(shape_of, self.state)
+            for shape in self._shapes_of(each, batch, shapes):
+                if isinstance(shape, RoundShape):
+                    rehearsal = self._round_rehearsal(each.rounds, shape)
+                    yield partial(rehearsal.compile, self.params, state)
+                elif (key := (each.prefill, shape.tiles, shape.pages)) not in prefills:
+                    prefills.add(key)
+                    prefill = self._prefill_rehearsal(each.prefill, shape)
+                    rows = slots.take(slots.without_caches(self.state), prefill.slots)
+                    yield partial(prefill.compile, self.params, with_caches_of(rows, state))
+
+    def _run_idle(self, each: Warmed, shape: RoundShape | PrefillShape) -> None:
+        """Run a program once, on idle slots."""
+        if isinstance(shape, RoundShape):
+            tables = dict(enumerate(self.tables.idle(shape.batch, shape.pages)))
+            jax.block_until_ready(self._round(self._round_cfg(each.rounds, shape), tables))
+            self._variants.add(shape, each.rounds)
+            return
+        tables = self.tables.idle(shape.tiles, shape.pages)
+        tiles = PrefillTiles.idle(shape.tiles, self.prefill_tile, shape.batch, tables)
+        self._prefill(self.configs.get(each.prefill.features), tiles)
+        self._variants.add(shape, each.prefill)
 
     def _drafts_of(self, batch: int) -> set[int]:
         """Every K of a batch bucket's rounds: any number of its requests may generate at a time.

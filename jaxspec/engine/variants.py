@@ -108,6 +108,31 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Warmed:
+    """The variants that warm-up compiles together.
+
+    of_rounds, of_prefill: None where there is none to compile
+    """
+
+    of_rounds: Variant | None
+    of_prefill: Variant | None
+
+    @property
+    def rounds(self) -> Variant:
+        assert self.of_rounds is not None
+        return self.of_rounds
+
+    @property
+    def prefill(self) -> Variant:
+        assert self.of_prefill is not None
+        return self.of_prefill
+
+    def layout(self, like: StateLayout) -> StateLayout:
+        """Return the layout of both variants' arrays; see Variant.layout."""
+        return (self.of_rounds or self.prefill).layout(like)
+
+
+@dataclass(frozen=True)
 class RoundShape:
     """The shape of a step's rounds: slots of the batch, columns of the block tables, K."""
 

@@ -1,0 +1,97 @@
+"""Warm-up compiles its programs side by side, and shows how far it is."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.engine.rehearsal import RoundRehearsal
+from jaxspec.engine.warmup import shapes_up_to
+from tests.engine.test_features_while_running import engine
+from tests.support.compilations import COMPILED, counting_compilations
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("toy_families")]
+
+GREEDY = [SamplingParams(0.0)]
+PROGRAMS = ("decode_round", "prefill")  # the large ones
+
+
+def small_engine() -> LLM:
+    """Batches of 1 and 2: a prefill and a round of each."""
+    return engine(batch_buckets=(1, 2), max_model_len=32)
+
+
+@pytest.fixture
+def compilers() -> Any:
+    """The name of the thread that compiled each of PROGRAMS; none is compiled before."""
+    jax.clear_caches()
+    found: list[str] = []
+
+    def listen(event: str, _seconds: float, **details: object) -> None:
+        if event == COMPILED and any(p in str(details.get("fun_name")) for p in PROGRAMS):
+            found.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_threads_compile_each_program_once(
+    compilers: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = small_engine()
+    assert llm.warmup(sampling_params=GREEDY, progress=True) == 4
+    assert len(compilers) == 3, "both batches have one prefill"
+    assert capsys.readouterr().err == "compiling 3 programs\n"
+    assert all(name.startswith("jaxspec-warmup") for name in compilers), compilers
+    with counting_compilations() as compiled:
+        llm.generate([[1, 2], [3]], SamplingParams(0.0, max_tokens=9))
+    assert not compiled
+    assert not [t for t in threading.enumerate() if t.name.startswith("jaxspec-warmup")]
+
+
+def test_threads_have_the_callers_settings_of_jax(compilers: list[str]) -> None:
+    """A program is compiled for the settings of its thread, and would compile again elsewhere."""
+    with jax.default_matmul_precision("high"):
+        small_engine().warmup(sampling_params=GREEDY)
+    assert len(compilers) == 3
+
+
+def test_a_program_that_fails_in_its_thread_compiles_alone(
+    compilers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("beside others")
+
+    monkeypatch.setattr(RoundRehearsal, "compile", fail)
+    llm = small_engine()
+    llm.warmup(sampling_params=GREEDY)
+    assert len(compilers) == 3 and compilers.count("MainThread") == 2
+    with counting_compilations() as compiled:
+        llm.generate([1, 2], SamplingParams(0.0, max_tokens=9))
+    assert not compiled
+
+
+@pytest.mark.parametrize("compilation", ["round", "step"])
+def test_a_line_says_how_many_programs_compile(
+    compilation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard error is no terminal here."""
+    llm = engine(max_model_len=32, compilation=compilation)
+    number = llm.warmup(sampling_params=GREEDY, progress=True)
+    assert capsys.readouterr() == ("", f"compiling {number} programs\n")
+    llm.warmup(sampling_params=GREEDY)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("compilation", ["round", "step"])
+def test_each_program_is_reported(compilation: str) -> None:
+    llm = engine(max_model_len=32, compilation=compilation)
+    reports: list[tuple[int, int]] = []
+    llm.runner.on_compiled = lambda *counts: reports.append(counts)
+    number = llm.engine.warm_levels(shapes_up_to(llm.runner, None, None))
+    assert reports == [(i, number) for i in range(number + 1)]
