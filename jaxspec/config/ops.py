@@ -31,6 +31,7 @@ class Ops:
 
     layers:     the devices whose pieces of a layer's product add up to the whole
     vocabulary: the devices that share embedding and head
+    is_prefill: whether the pass reads prompts
     rows_alike: on a CPU, give a row the same bits beside few other rows as beside many. A last bit
                 may move a number to the next fp8 code, and then texts differ
     """
@@ -46,6 +47,7 @@ class Ops:
     all_reduce: str = _name()
     layers: Group = ONE_DEVICE
     vocabulary: Group = ONE_DEVICE
+    is_prefill: bool = struct.field(pytree_node=False, default=False)
     rows_alike: bool = struct.field(pytree_node=False, default=False)
 
     def names(self) -> dict[str, str]:

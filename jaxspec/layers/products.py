@@ -271,7 +271,7 @@ def project_part(x: jax.Array, weight: AnyWeight, ops: Ops) -> jax.Array:
     x: [batch, rows, in], the device's piece of it or all of it
     """
     x = ops.layers.own_piece(x, weight.depth)
-    return _multiply(x, (weight,), ops, _Form(partial_dtype(x, ops.layers))).x
+    return _multiply(x, (weight,), ops, _Form(partial_dtype(x, ops))).x
 
 
 def add_to_stream(

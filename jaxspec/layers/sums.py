@@ -15,19 +15,20 @@ from jaxspec.parallel.group import Group
 from pallas_kernels import all_reduce as all_reduce_op
 from pallas_kernels import matmul as matmul_op
 
-FEW_ROWS = 64  # rows whose partial sums are exchanged in float32
+FEW_ROWS = 64  # rows of a round whose partial sums are exchanged in float32
 # Of the next product's weights. An exchange ends when it has read them.
 EARLY_BYTES = 10 << 20
 
 
-def partial_dtype(x: jax.Array, group: Group) -> jnp.dtype:
+def partial_dtype(x: jax.Array, ops: Ops) -> jnp.dtype:
     """Return the dtype of the partial sums of a product of x [..., rows, depth].
 
-    Few rows keep the products' accumulators. Many rows, in prefill, are rounded first: an exchange
-    of half the bytes.
+    Few rows of a round keep the products' accumulators. Many rows are rounded first: an exchange of
+    half the bytes. Prefill rounds any number of rows: a prompt's bits shall not depend on the
+    prompts beside it.
     """
-    few = math.prod(x.shape[:-1]) <= FEW_ROWS
-    return jnp.dtype(jnp.float32) if group.size > 1 and few else x.dtype
+    few = math.prod(x.shape[:-1]) <= FEW_ROWS and not ops.is_prefill
+    return jnp.dtype(jnp.float32) if ops.layers.size > 1 and few else x.dtype
 
 
 def sum_of_devices(x: jax.Array, group: Group, ops: Ops) -> jax.Array:
