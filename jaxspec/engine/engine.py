@@ -40,6 +40,7 @@ from jaxspec.engine.scheduler import (
     SchedulerConfig,
     admit_any,
 )
+from jaxspec.loading.placement import as_on_one_device
 from jaxspec.parallel.processes import ProcessError
 from jaxspec.sampling.logprobs import Scores, logprobs_of
 from jaxspec.sampling.params import SamplingParams
@@ -818,7 +819,9 @@ def _draft_choice(runner: ModelRunner) -> DraftChoice | None:
     cfg, speculative = runner.configs.greedy, runner.speculative
     assert speculative is not None and cfg.draft is not None
     fixed_k = runner.config.batch_invariant
-    return DraftChoice(speculative, cfg.target, cfg.draft, runner.params, fixed_k=fixed_k)
+    # A sampled text depends on the bytes of the weights, and shall not depend on the devices.
+    params = as_on_one_device(cfg.placement, cfg.target, cfg.draft, runner.params)
+    return DraftChoice(speculative, cfg.target, cfg.draft, params, fixed_k=fixed_k)
 
 
 def refuse_inside_callback() -> NoReturn:

@@ -71,21 +71,18 @@ def choose_placements(
 
 def _of_processes(size: int, replicas: int, processes: int) -> list[Device]:
     """Return the first devices of each process, in the order of the processes."""
-    own = len(jax.local_devices())
+    of_each = [[d for d in jax.devices() if d.process_index == i] for i in range(processes)]
+    most = min(map(len, of_each))
     if replicas > 1:
         raise ConfigError(
             f"data_parallel_size: expected 1 with {processes} processes, got {replicas}"
         )
-    if size % processes or size > own * processes:
+    if size % processes or size > most * processes:
         raise ConfigError(
             f"tensor_parallel_size: expected a multiple of the {processes} processes, at most "
-            f"their {own * processes} devices, got {size}"
+            f"{most * processes}, as each has {most} devices or more, got {size}"
         )
-    of_each = [
-        [d for d in jax.devices() if d.process_index == i][: size // processes]
-        for i in range(processes)
-    ]
-    return [device for devices in of_each for device in devices]
+    return [device for devices in of_each for device in devices[: size // processes]]
 
 
 def copy_weights(params: Params, placement: Placement) -> Params:
@@ -145,6 +142,33 @@ def place_models(
         else:  # a vocabulary map
             bound[name] = layout.place(value, vector(name, len(value)))
     return placed, bound
+
+
+def as_on_one_device(
+    placement: Placement, target: TargetConfig, draft: DraftConfig, params: Params
+) -> Params:
+    """Return the shapes that placed params have on one device, where no piece occurs twice.
+
+    params: {"target": ..., "draft": ...}
+    """
+    if placement.mesh is None:
+        return params
+
+    def whole(specs: Params, placed: Params) -> Params:
+        own = {name: placed[name] for name in specs}
+        return placed | jax.tree.map(
+            lambda spec, array: jax.ShapeDtypeStruct(spec.shape, array.dtype),
+            specs,
+            own,
+            is_leaf=is_spec,
+        )
+
+    found = {"target": whole(models.family(target).param_specs(target), params["target"])}
+    layered: Any = draft
+    if not params["draft"]:
+        return found | {"draft": {}}
+    # Embedding, head and vocabulary maps are in no table, and no piece of them occurs twice.
+    return found | {"draft": whole(families.family(layered).param_specs(layered), params["draft"])}
 
 
 def shared_axes(name: str, value: Any) -> tuple[str, ...]:

@@ -48,15 +48,16 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> None:
     given = [name for name in ENVIRONMENT if environment.get(name)]
     if not given or jax.distributed.is_initialized():
         return
-    numbers = [environment.get(name, "") for name in ENVIRONMENT[1:]]
-    port = environment.get(ENVIRONMENT[0], "").rpartition(":")[2]
-    if len(given) < len(ENVIRONMENT) or not all(map(str.isdecimal, [port, *numbers])):
+    host, _, port = environment.get(ENVIRONMENT[0], "").rpartition(":")
+    numbers = [port, *(environment.get(name, "") for name in ENVIRONMENT[1:])]
+    values = [int(number) if number.isdecimal() else -1 for number in numbers]
+    if not host or not 0 < values[0] < 1 << 16 or not 0 <= values[2] < values[1]:
         found = ", ".join(f"{name}={environment.get(name)!r}" for name in ENVIRONMENT)
         raise ValueError(
             f"{ENVIRONMENT[0]}: expected host:port, with a number of processes and an own number "
-            f"in {' and '.join(ENVIRONMENT[1:])}, got {found}"
+            f"below it in {' and '.join(ENVIRONMENT[1:])}, got {found}"
         )
-    count, own = map(int, numbers)
+    _, count, own = values
     jax.distributed.initialize(environment[ENVIRONMENT[0]], num_processes=count, process_id=own)
 
 

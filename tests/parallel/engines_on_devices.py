@@ -5,7 +5,8 @@
 A case is a family, a draft, numbers of devices and settings: "mimo mtp 2,4 rule=block". With
 replicas=n, each of n replicas has so many devices. With verify=n, several devices verify at most n
 tokens a round, and one device all of them. With adaptive, requests have as many drafts as pay; with
-fallback, the text drafts where the head does not.
+fallback=METHOD, the text drafts where the head does not. With confidence=p, a DSpark head ends
+drafts. With fp8, keys and values are fp8. The family "agreeing" has a draft that mostly agrees.
 Prints a line for each case and number of devices: "equal", or both results.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,7 +24,13 @@ from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.drafts import MODEL_FREE
 from jaxspec.engine.outputs import RequestOutput
 from tests.support.families import family_model
-from tests.support.tiny import tiny_model
+from tests.support.tiny import (
+    BLOCK_METHODS,
+    Model,
+    agreeing_block_model,
+    agreeing_model,
+    tiny_model,
+)
 
 jax.config.update("jax_default_matmul_precision", "highest")
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(8, 40, n)] for n in (5, 17, 9, 26, 3)]
@@ -58,7 +65,7 @@ class Outcome:
     """The result of an engine's runs.
 
     texts: the tokens of each text and the reason of its end
-    counts: of drafts and of accepted ones
+    counts: of drafts and of accepted ones, and what adaptive drafts are chosen by
     scores: log-probabilities, of texts and of prompts, with their token ids
     """
 
@@ -96,16 +103,27 @@ def sampling(settings: dict[str, str]) -> list[SamplingParams]:
     ]
 
 
+def model_of(family: str, method: str, settings: dict[str, str]) -> Model:
+    """Return a tiny target and a draft with layers."""
+    if family == "agreeing":
+        make = agreeing_block_model if method in BLOCK_METHODS else agreeing_model
+        model = make(method)
+    elif family == "tiny":
+        model = tiny_model(method, mapped="mapped" in settings)
+    else:
+        model = family_model(family, method)
+    if "confidence" not in settings:
+        return model
+    chance = float(settings["confidence"])
+    return replace(model, draft=replace(model.draft, confidence_threshold=chance))
+
+
 def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Outcome:
     """Tokens, and the counts of drafts, of an engine on `size` devices."""
     K = int(settings.get("K", "3"))
-    with_layers = "eagle3" if method == "ngram" else method
-    if family == "tiny":
-        model = tiny_model(with_layers, mapped="mapped" in settings)
-    else:
-        model = family_model(family, with_layers)
+    model = model_of(family, "eagle3" if method in MODEL_FREE else method, settings)
     draft: dict[str, Any] = dict(
-        model=None if method in ("mtp", "ngram") else "none",
+        model=None if method in ("mtp", *MODEL_FREE) else "none",
         method=method.partition(":")[0],
         num_speculative_tokens=K,
         rejection_sample_method=settings.get("rule", "probabilistic"),
@@ -113,7 +131,9 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
     if "adaptive" in settings:
         draft["adaptive"] = True
     if "fallback" in settings:
-        draft |= dict(fallback_method="ngram", prompt_lookup_min=1)
+        draft["fallback_method"] = settings["fallback"] or "ngram"
+        if draft["fallback_method"] == "ngram":
+            draft["prompt_lookup_min"] = 1
     if settings.get("rule") == "synthetic":
         draft["synthetic_acceptance_length"] = 2.0
     if "replicated" in settings and size > 1:
@@ -133,11 +153,12 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         tensor_parallel_size=size,
         data_parallel_size=int(settings.get("replicas", "1")) if size > 1 else 1,
         enable_expert_parallel="expert" in settings and size > 1,
+        kv_cache_dtype="fp8" if "fp8" in settings else "auto",
     )
     speculative = SpeculativeConfig(**draft) if drafts else None
     drafting: Any = (model.draft, model.params["draft"]) if drafts else None
-    if speculative is not None and method == "ngram":
-        drafting = (MODEL_FREE["ngram"].config(model.target, speculative), {})
+    if speculative is not None and method in MODEL_FREE:
+        drafting = (MODEL_FREE[method].config(model.target, speculative), {})
     llm = LLM(
         (model.target, model.params["target"]),
         drafting,
@@ -160,8 +181,10 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
             ([t for increment in llm.stream(p, s) for t in increment.token_ids], None)
             for p, s in zip(PROMPTS[:2], sampling(settings)[:2], strict=True)
         ]
-    # The K of greedy rounds follows their times.
-    counts = "" if "adaptive" in settings else str(llm.metrics)
+    counts = str(llm.metrics)
+    if (choice := llm.engines[0].choice) is not None:  # the K of greedy rounds follows their times
+        sampled = [o.metrics for o, t in zip(outputs, TEMPERATURES, strict=False) if t]
+        counts = f"{choice.begin(greedy=False, batch=4)} {sampled}"
     return Outcome(texts, counts, scores)
 
 

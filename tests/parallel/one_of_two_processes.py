@@ -3,8 +3,9 @@
     python -m tests.parallel.one_of_two_processes RANK PORT CASE
 
 CASE: "tokens" (process 0 compares with an engine of its own), "more" (plain too, other features, a
-warm-up), or what a process does in the midst of a text: "stop0" (process 0 gets SIGSTOP), "die1"
-(process 1 ends) and so on.
+warm-up), "adaptive" (as many drafts as pay, some of them looked up, and rounds of few rows), or
+what a process does in the midst of a text: "stop0" (process 0 gets SIGSTOP), "die1" (process 1
+ends) and so on.
 """
 
 from __future__ import annotations
@@ -40,16 +41,25 @@ PARAMS = sampling({})
 LONG = SamplingParams(1.0, seed=1, max_tokens=50, ignore_eos=True)
 
 
+ADAPTIVE = dict(
+    adaptive=True, fallback_method="ngram", prompt_lookup_min=1, max_num_verify_tokens=4
+)
+
+
 def make(drafts: bool, **config: Any) -> LLM:
     sizes: dict[str, Any] = dict(max_num_seqs=4, batch_buckets=(4,), num_gpu_blocks_override=40)
-    return make_llm(MODEL, drafts=drafts, **sizes, **config)
+    options = ADAPTIVE if CASE == "adaptive" else {}
+    return make_llm(MODEL, drafts=drafts, options=options, **sizes, **config)
 
 
 def compare(llm: LLM, one: LLM) -> None:
     """Requests at once, one that comes late, one that is cancelled, and one with more features."""
     expected = [o.token_ids for o in one.generate(PROMPTS, PARAMS)]
     assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
-    assert llm.metrics == one.metrics
+    if CASE == "adaptive":  # the K of greedy rounds follows their times
+        assert llm.metrics.num_lookups > 0 and llm.scheduling.num_waits > 0
+    else:
+        assert llm.metrics == one.metrics
     first = llm.stream(PROMPTS[1], PARAMS[1])
     tokens = list(next(first).token_ids)
     cancelled = llm.stream(PROMPTS[2], LONG)
@@ -67,7 +77,7 @@ def compare(llm: LLM, one: LLM) -> None:
     unseeded = SamplingParams(1.0, max_tokens=12, ignore_eos=True)
     [output] = llm.generate([PROMPTS[0]], unseeded)
     assert len(output.token_ids) == 12
-    if CASE == "tokens":
+    if CASE != "more":
         return
     more = sampling({"everything": ""})
     found, wanted = (each.generate(PROMPTS, more) for each in (llm, one))
@@ -99,10 +109,10 @@ def lose() -> None:
 
 
 def main() -> None:
-    if CASE not in ("tokens", "more"):
+    if CASE not in ("tokens", "more", "adaptive"):
         lose()
         return
-    for drafts in (True,) if CASE == "tokens" else (True, False):
+    for drafts in (True, False) if CASE == "more" else (True,):
         llm = make(drafts, tensor_parallel_size=2)
         if llm.follows:
             try:

@@ -10,8 +10,13 @@ from tests.support.slow import slow
 # (cases of tests.parallel.engines_on_devices that one process runs)
 PROCESSES = [
     # A mapped vocabulary, fewer KV heads than devices, every sampling parameter; experts with
-    # biases, sinks and two cache groups; a verify pass of few rows.
-    ("tiny eagle3 4 mapped everything", "gpt_oss eagle3 2", "tiny eagle3 2 words verify=6"),
+    # biases, sinks and two cache groups; a verify pass of few rows, drafts that adapt, fall back
+    # and end early, and fp8 keys.
+    (
+        "tiny eagle3 4 mapped everything",
+        "gpt_oss eagle3 2",
+        "tiny dspark 4 words adaptive fallback=suffix verify=4 confidence=0.3 fp8",
+    ),
     ("llama draft_model:gpt_oss 2",),
     ("gpt_oss draft_model 2,4 again", "glm4_moe_lite draft_model 2 rule=block everything"),
     ("llama draft_model:qwen3_moe 2 replicated rounds=2", "llama draft_model:llama4_text 2 expert"),
@@ -39,8 +44,24 @@ PROCESSES = [
     (
         "tiny eagle3 2 mapped adaptive fallback K=2",
         "tiny eagle3 2 adaptive fallback rule=block blocks=20",
+        "tiny eagle3 2 words verify=6",
     ),
     ("tiny ngram 2 adaptive", "llama draft_model 2 adaptive", "tiny eagle3 2 adaptive verify=4"),
+    (
+        "agreeing dspark 2 replicated adaptive verify=4 confidence=0.4 rule=block",
+        "agreeing dspark 4 confidence=0.4",
+        "agreeing dflash 4 replicated",
+    ),
+    ("tiny eagle3 4 adaptive fallback", "tiny eagle3 4 fp8 fallback=suffix"),
+    ("gpt_oss eagle3 4 fp8 expert verify=6", "llama draft_model:gpt_oss 2 fp8 verify=6"),
+    ("glm4_moe_lite mtp 4 verify=4 K=1", "qwen3_moe eagle 4 adaptive expert K=5"),
+    ("mimo mtp 4 adaptive fallback", "tiny dspark 2 compilation=step adaptive fallback verify=4"),
+    ("tiny eagle3 2 adaptive fallback replicas=2 again", "tiny suffix 2,4"),
+    (
+        "agreeing eagle3 2,4 adaptive K=5 rule=block everything",
+        "agreeing eagle 4 adaptive rounds=2",
+    ),
+    ("tiny eagle3 8 blocks=20 again streams", "agreeing dflash 2 K=1", "agreeing dspark 2 K=5"),
     ("tiny eagle3 2 mapped replicas=2", "tiny eagle3 2 replicas=4 again streams"),
 ]
 

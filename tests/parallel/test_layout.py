@@ -12,12 +12,12 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.layers.params import ParamSpec, joined, matrix
-from jaxspec.loading.placement import _is_placed, choose_placement
+from jaxspec.layers.params import ParamSpec, is_spec, joined, matrix
+from jaxspec.loading.placement import _is_placed, as_on_one_device, choose_placement
 from jaxspec.loading.weights import check_cuts
 from jaxspec.parallel.axes import ONCE
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
-from tests.support.families import target_config
+from tests.support.families import family_model, target_config
 
 
 def mesh(size: int) -> Any:
@@ -125,6 +125,28 @@ def test_one_device_adds_a_bias() -> None:
     spec = ParamSpec("bias", (1, 2), ("experts", ONCE))
     made = order(Layout(mesh(2), ((ONCE, 2),)), np.array([[3, 4]]), spec)
     assert made.tolist() == [[3, 4, 0, 0]]
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_copies_of_pieces_count_once(whole_experts: bool) -> None:
+    """Copies of KV heads and zeros of biases: drafts that adapt go by the bytes of one device."""
+    model = family_model("gpt_oss", "eagle3")
+    placement = Placement(mesh(4), expert_parallel=whole_experts)
+    layout = placement.target(model.target)
+    specs = models.family(model.target).param_specs(model.target)
+
+    def placed(spec: ParamSpec) -> Any:
+        return jax.ShapeDtypeStruct(layout.shape_of(spec), np.float32)
+
+    target = jax.tree.map(placed, specs, is_leaf=is_spec)
+    found = as_on_one_device(
+        placement, model.target, model.draft, {"target": target, "draft": model.params["draft"]}
+    )
+    sizes, own, of_devices = (
+        [x.shape for x in jax.tree.leaves(tree)]
+        for tree in (found["target"], model.params["target"], target)
+    )
+    assert sizes == own != of_devices
 
 
 def test_experts_are_cut_by_width_or_given_whole() -> None:

@@ -41,10 +41,16 @@ def start(case: str) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("case", "kinds"), [("tokens", ["speculative"]), slow("more", ["speculative", "plain"])]
+    ("case", "kinds"),
+    [
+        ("tokens", ["speculative"]),
+        slow("more", ["speculative", "plain"]),
+        slow("adaptive", ["speculative"]),
+    ],
 )
 def test_two_processes_give_the_tokens_of_one(case: str, kinds: list[str]) -> None:
-    """Late arrivals and a cancelled stream; "more": plain, other features, a warm-up."""
+    """Late arrivals and a cancelled stream; "more": plain, other features, a warm-up;
+    "adaptive": drafts that adapt and fall back."""
     both = start(case)
     printed = [process.communicate(timeout=600) for process in both]
     for process, (_, errors) in zip(both, printed, strict=True):
@@ -219,26 +225,38 @@ def test_an_environment_without_a_number_is_an_error(monkeypatch: pytest.MonkeyP
     for name in full:
         with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS: expected host:port, with"):
             join_processes({k: v for k, v in full.items() if k != name})
-    with pytest.raises(ValueError, match="got .*JAX_PROCESS_ID='one'"):
-        join_processes(full | {"JAX_PROCESS_ID": "one"})
-    with pytest.raises(ValueError, match="got JAX_COORDINATOR_ADDRESS='localhost'"):
-        join_processes(full | {"JAX_COORDINATOR_ADDRESS": "localhost"})
+    for name, bad in (
+        ("JAX_PROCESS_ID", "one"),
+        ("JAX_PROCESS_ID", "2"),
+        ("JAX_PROCESS_ID", "-1"),
+        ("JAX_NUM_PROCESSES", "0"),
+        ("JAX_NUM_PROCESSES", "²"),
+        ("JAX_COORDINATOR_ADDRESS", "localhost"),
+        ("JAX_COORDINATOR_ADDRESS", ":1"),
+        ("JAX_COORDINATOR_ADDRESS", "host:0"),
+        ("JAX_COORDINATOR_ADDRESS", "host:65536"),
+    ):
+        with pytest.raises(ValueError, match=f"expected host:port, .* got .*{name}='{bad}'"):
+            join_processes(full | {name: bad})
     assert not called
     join_processes(full)
     assert called == [(("host:1",), {"num_processes": 2, "process_id": 1})]
 
 
-def test_devices_come_evenly_from_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = [SimpleNamespace(process_index=i // 4, id=i) for i in range(8)]
+@pytest.mark.parametrize("idle", [0, 3])
+def test_devices_come_evenly_from_the_processes(idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """idle: devices that the first process has and the second one does not."""
+    devices = [SimpleNamespace(process_index=i // (4 + idle), id=i) for i in range(8 + idle)]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    monkeypatch.setattr(jax, "local_devices", lambda: devices[:4])
+    monkeypatch.setattr(jax, "local_devices", lambda: devices[: 4 + idle])
     monkeypatch.setattr("jaxspec.loading.placement.make_mesh", lambda chosen: list(chosen))
     [placement] = choose_placements(EngineConfig(tensor_parallel_size=4))
-    assert [d.id for d in placement.mesh] == [0, 1, 4, 5]  # type: ignore[union-attr]
+    assert [d.id for d in placement.mesh] == [0, 1, 4 + idle, 5 + idle]  # type: ignore[union-attr]
     for size in (3, 10):
         with pytest.raises(
-            ConfigError, match="expected a multiple of the 2 processes, at most their 8 devices"
+            ConfigError,
+            match="expected a multiple of the 2 processes, at most 8, as each has 4 devices or",
         ):
             choose_placements(EngineConfig(tensor_parallel_size=size))
     with pytest.raises(ConfigError, match="data_parallel_size: expected 1 with 2 processes, got 2"):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxspec import LLM, EngineConfig, SpeculativeConfig
 from tests.support.tiny import Model
 
 
-def make_llm(model: Model, *, drafts: bool = True, **config: Any) -> LLM:
-    """Return an LLM that prefills prompts in chunks; config: further fields of EngineConfig."""
-    head = SpeculativeConfig(method="eagle3", model="none", num_speculative_tokens=3)
+def make_llm(
+    model: Model, *, drafts: bool = True, options: Mapping[str, Any] = {}, **config: Any
+) -> LLM:
+    """Return an LLM that prefills prompts in chunks.
+
+    options, config: further fields of SpeculativeConfig and of EngineConfig
+    """
+    head = SpeculativeConfig(method="eagle3", model="none", num_speculative_tokens=3, **options)
     return LLM(
         (model.target, model.params["target"]),
         (model.draft, model.params["draft"]) if drafts else None,
