@@ -65,6 +65,8 @@ class RoundConfig(SamplingFeatures):
         draft_max_model_len
     adaptive: whether each request's acceptance so far limits its drafts, or leaves them to the
         fallback (jaxspec.decode.adaptive); limits_drafts holds then
+    num_block_drafts: drafts that a pass over a block has rows for: num_speculative_tokens (None) or
+        more. A block's rows see each other, so drafts depend on their number
     fallback: the method without a model that drafts for requests whose head does not pay
     fallback_groups: the KV-cache groups of its text
     draft_max_model_len: the longest context that the draft may see, in tokens; None for any
@@ -89,6 +91,7 @@ class RoundConfig(SamplingFeatures):
     acceptance_rates: tuple[float, ...] | None = None
     limits_drafts: bool = False
     adaptive: bool = False
+    num_block_drafts: int | None = None
     fallback: DraftConfig | None = None
     fallback_groups: tuple[CacheGroup, ...] = ()
     draft_max_model_len: int | None = None

@@ -91,10 +91,14 @@ class _Drafted:
 def run_block(
     cfg: RoundConfig, params: Params, context: DraftContext, caches: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    """Run the draft over the block; returns the head's inputs [batch, K, D] and the caches."""
+    """Run the draft over the block; returns the head's inputs [batch, K, D] and the caches.
+
+    The block may have rows for more drafts than the round's K (RoundConfig.num_block_drafts).
+    """
     draft, K = families.block(cfg.draft), cfg.num_speculative_tokens
     batch = context.next_token.shape[0]
-    rows = K if draft.sample_from_anchor else K + 1
+    first = 0 if draft.sample_from_anchor else 1  # row that drafts
+    rows = first + (cfg.num_block_drafts or K)
     padding = idle_rows(batch, rows, cfg.draft_ops)
     masks = jnp.full((batch, rows + padding - 1), draft.mask_token_id, jnp.int32)
     tokens = jnp.concatenate([context.next_token[:, None], masks], axis=1)
@@ -111,7 +115,7 @@ def run_block(
     )
     pass_ = Pass(metadata, cfg.draft_ops)
     hidden, caches = families.block_family(draft).forward(params, draft, tokens, pass_, caches)
-    return hidden[:, rows - K : rows], caches
+    return hidden[:, first : first + K], caches
 
 
 def draw_block(

@@ -94,6 +94,7 @@ class RoundConfigs:
                 draft_sampling=_draft_sampling(draft, speculative),
                 acceptance_rates=acceptance_rates,
                 adaptive=speculative.adapts,
+                num_block_drafts=speculative.max_k if speculative.adaptive else None,
                 max_num_verify_tokens=speculative.max_num_verify_tokens,
             )
         self.version = 0  # counts calls of override

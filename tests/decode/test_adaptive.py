@@ -23,12 +23,14 @@ from tests.decode.test_greedy_text import LENGTHS, MAX_TOKENS, model_and_plain_t
 from tests.support.slow import slow, slow_unless
 from tests.support.statistics import within_limit
 from tests.support.tiny import (
+    BLOCK_METHODS,
     agreeing_block_model,
     agreeing_model,
     block_tables,
     random_prompts,
     sampling_state,
     start,
+    tiny_model,
 )
 from tests.support.toys import toy_config
 
@@ -139,15 +141,28 @@ def test_greedy_text_equals_plain_text(method: str, k: int) -> None:
     assert k < 3 or len(numbers) > 1, numbers
 
 
-@pytest.mark.parametrize("rule", ["probabilistic", slow("block")])
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        ("eagle", "probabilistic"),
+        ("dspark", "block"),
+        slow("eagle", "block"),
+        slow("dflash", "probabilistic"),
+    ],
+)
 def test_the_k_of_a_round_changes_no_sampled_text_and_the_host_repeats_the_estimates(
-    rule: str,
+    method: str, rule: str
 ) -> None:
-    """A request that may have at most two drafts, in rounds of two and of five."""
-    model = agreeing_model("eagle")
+    """A request that may have at most two drafts, in rounds of two and of five. The rows of a block
+    see each other; there are as many of them in both."""
+    is_block = method in BLOCK_METHODS
+    model = tiny_model(method, mapped=False) if is_block else agreeing_model(method)
+    least = 640 if is_block else 780
     texts = []
     for rounds in (2, 5):
-        cfg = model.round_config(5, rule=rule, adaptive=True, limits_drafts=True)
+        cfg = model.round_config(
+            5, rule=rule, adaptive=True, limits_drafts=True, num_block_drafts=5
+        )
         tables, num_blocks = block_tables(3, cfg)
         first, state = start(
             cfg,
@@ -158,7 +173,7 @@ def test_the_k_of_a_round_changes_no_sampled_text_and_the_host_repeats_the_estim
             num_blocks,
             max_tokens=99,
         )
-        state = needs(0, 780, 2000, 2000, 2000)(state)
+        state = needs(0, least, 2000, 2000, 2000)(state)
         assert state.acceptance is not None
         thresholds = np.asarray(state.acceptance.thresholds)
         estimate = adaptive.Estimate(*(np.full(3, count, np.int32) for count in adaptive.PRIOR))
