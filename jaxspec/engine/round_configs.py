@@ -74,6 +74,8 @@ class RoundConfigs:
         self._weight_bytes = weight_bytes
         self._speculative = speculative
         longest = speculative.draft_max_model_len if speculative else None
+        if draft is not None and drafts.drafter(draft).one_hot:
+            longest = None  # a look-up reads the token after the cached ones too
         self._plain = RoundConfig.for_models(
             target,
             draft,
