@@ -29,6 +29,9 @@ from jaxspec.config import (
     SpeculativeConfig,
     TargetConfig,
     check_verify_tokens,
+    is_int,
+    items_of,
+    shown,
 )
 from jaxspec.config.keys import (
     ENGINE,
@@ -36,6 +39,7 @@ from jaxspec.config.keys import (
     NO_FOREIGN_KEYS,
     RESET_PREFIX_CACHE,
     SPECULATIVE,
+    checks_arguments,
     given_names,
     keywords_of,
     named_as_given,
@@ -103,6 +107,7 @@ class LLM:
     scheduling: preemptions, and hits of the prefix cache.
     """
 
+    @checks_arguments
     def __init__(
         self,
         model: str | PathLike[str] | tuple[TargetConfig, Params] | None = None,
@@ -128,11 +133,12 @@ class LLM:
         """
         if speculative is not None and speculative_config is not None:
             raise ConfigError("speculative_config: expected it or speculative, got both")
+        named = {"speculative": "speculative_config"} if speculative is None else {}
         speculative = speculative_config if speculative is None else speculative
         if not isinstance(weights, list | tuple) or not all(
             isinstance(each, Mapping) and each.keys() == {"target", "draft"} for each in weights
         ):
-            raise ConfigError(f"weights: expected those of another LLM, got {weights!r:.200}")
+            raise ConfigError(f"weights: expected those of another LLM, got {shown(weights)}")
         only_loaded = {
             "draft": draft,
             "eos_token_ids": eos_token_ids,
@@ -141,16 +147,19 @@ class LLM:
         }
         if isinstance(model, tuple | list):
             own_keys("LLM of a loaded target", options, (*only_loaded, "dtype"), NO_FOREIGN_KEYS)
-            parts = given_parts(model, draft, speculative, tokenizer, eos_token_ids, config, dtype)
+            with named_as_given(named):
+                parts = given_parts(
+                    model, draft, speculative, tokenizer, eos_token_ids, config, dtype
+                )
             self._start(parts, weights)
         elif wrong := [name for name, value in only_loaded.items() if value is not None]:
             raise ConfigError(
                 f"{wrong[0]}: expected it beside a (config, params) pair only, "
-                f"got it beside the model {model!r:.200}"
+                f"got it beside the model {shown(model)}"
             )
         else:
             dtype = "auto" if dtype is None else dtype
-            names = given_names(options, ENGINE)
+            names = named | given_names(options, ENGINE)
             if isinstance(speculative, Mapping):
                 names |= given_names(speculative, SPECULATIVE, "speculative_config.")
             with named_as_given(names):
@@ -258,6 +267,7 @@ class LLM:
         logger.info("%s", self.describe())
 
     @classmethod
+    @checks_arguments
     def from_pretrained(
         cls,
         target: str | PathLike[str] | None = None,
@@ -294,6 +304,8 @@ class LLM:
         JAX_COMPILATION_CACHE_DIR names another folder. Raises ConfigError, one sentence, for
         anything that cannot be loaded or does not fit.
         """
+        if target is None:
+            target = engine.pop("model", None)  # LLM's name for it
         return cls(
             target,
             speculative=speculative,
@@ -457,6 +469,7 @@ class LLM:
         """
         return self._sampling.of_model()
 
+    @checks_arguments
     def reset_prefix_cache(self, **options: bool) -> bool:
         """Forget the prompts whose keys and values are kept; False while requests run.
 
@@ -481,6 +494,7 @@ class LLM:
 
     # --- generating ---
 
+    @checks_arguments
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -519,6 +533,7 @@ class LLM:
         shows_bar = shows_progress(progress, use_tqdm)
         return self._generate(as_chats(messages), sampling_params, shows_bar, callback, chat)
 
+    @checks_arguments
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -560,6 +575,8 @@ class LLM:
         chat: ChatOptions,
     ) -> list[RequestOutput]:
         """Run generate with its arguments checked. chat: how chats are rendered."""
+        if callback is not None and not callable(callback):
+            raise ConfigError(f"callback: expected a function or None, got {shown(callback)}")
         self._refuse_unless_leading()
         requests = self._inputs.make_requests(
             prompts, sampling_params, streams=callback is not None, chat=chat
@@ -604,6 +621,7 @@ class LLM:
                     advance(1)
         return failed
 
+    @checks_arguments
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -648,6 +666,7 @@ class LLM:
             batch=batch,
         )
 
+    @checks_arguments
     def warmup(
         self,
         *,
@@ -672,15 +691,19 @@ class LLM:
         progress: shows a bar on standard error, or a line where that is no terminal.
         """
 
+        sizes = _counts("batch_sizes", batch_sizes)
+        tokens = _counts("lengths", lengths)
+        kinds = None if sampling_params is None else self._kinds(sampling_params)
+
         def compile_programs(engine: Engine) -> int:
-            shapes = shapes_up_to(engine.runner, batch_sizes, lengths)
-            if sampling_params is None:
+            shapes = shapes_up_to(engine.runner, sizes, tokens)
+            if kinds is None:
                 return engine.warm_levels(shapes)
-            kinds = [self._inputs.checked_copy(params) for params in sampling_params]
             return compile_ahead(engine, kinds, shapes)
 
         return self._for_each_engine(compile_programs, progress)
 
+    @checks_arguments
     def warmup_for(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -702,6 +725,16 @@ class LLM:
             progress,
         )
 
+    def _kinds(self, sampling_params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """Return copies of the kinds of request to warm up for."""
+        listed = items_of(sampling_params)
+        if listed is None or not all(isinstance(params, SamplingParams) for params in listed):
+            raise ConfigError(
+                "sampling_params: expected a list of SamplingParams or None, "
+                f"got {shown(sampling_params)}"
+            )
+        return [self._inputs.checked_copy(params) for params in listed]
+
     def _refuse_unless_leading(self) -> None:
         if self.follows:
             raise ConfigError(
@@ -721,6 +754,18 @@ class LLM:
                     engine.runner.on_compiled = report_nothing
 
         return self._driver.alone(lambda: sum(map(compile_shown, self.engines)))
+
+
+def _counts(name: str, values: Sequence[int] | None) -> list[int] | None:
+    """Return a list of integers of at least 1, or None; ConfigError for anything else."""
+    if values is None:
+        return None
+    listed = items_of(values)
+    if listed is None or not all(is_int(value) and value >= 1 for value in listed):
+        raise ConfigError(
+            f"{name}: expected a list of integers of at least 1 or None, got {shown(values)}"
+        )
+    return [int(value) for value in listed]
 
 
 def _are_same_arrays(params: Params, others: Params) -> bool:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +32,7 @@ from jaxspec.drafts import (
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.model import has_experts, with_expert_storage
 from jaxspec.loading.pair import with_k
-from jaxspec.loading.resolve import own_drafts, read_config
+from jaxspec.loading.resolve import as_path, own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
 from jaxspec.tools.known_models import known_config
@@ -133,7 +132,7 @@ def main(
 
 def config_of(name: str) -> dict[str, Any]:
     """Return a target's config.json; of the common models without a hub."""
-    if Path(name).expanduser().exists():
+    if as_path(name, "model").exists():
         return read_config(name)
     return known_config(name) or read_config(name)
 
@@ -184,7 +183,7 @@ def gpu_memory(name: str) -> float:
 
 def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     """Return a draft's config, by its tensors' shapes where its files are at hand."""
-    folder = own_drafts().get(name, Path(name).expanduser())
+    folder = own_drafts().get(name) or as_path(name, "draft")
     config = read_config(name)
     held: dict[str, tuple[int, ...]] = {}
     if folder.is_dir() and list(folder.glob("*.safetensors")):

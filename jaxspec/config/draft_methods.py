@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from jaxspec.config.reading import ConfigError, is_int, is_number, shown
+from jaxspec.config.reading import (
+    MAX_INT32,
+    ConfigError,
+    check_int32,
+    is_int,
+    is_number,
+    is_one_of,
+    shown,
+)
 
 # Every method, with the options that it reads and some others do not.
 _LAYERED = ("draft_kv_cache_dtype", "draft_tensor_parallel_size")
@@ -71,7 +79,7 @@ def check_switches(settings: object) -> None:
     for name in SWITCHES:
         value = getattr(settings, name)
         if not isinstance(value, bool | None):
-            raise ConfigError(f"{name}: expected true, false or none, got {value!r}")
+            raise ConfigError(f"{name}: expected true, false or none, got {shown(value)}")
 
 
 def check_positive(settings: object) -> None:
@@ -82,6 +90,7 @@ def check_positive(settings: object) -> None:
             raise ConfigError(
                 f"{name}: expected an integer of at least 1 or none, got {shown(number)}"
             )
+        check_int32(name, number)
 
 
 def check_values(settings: object) -> None:
@@ -95,7 +104,7 @@ def check_fallback(fallback: str | None, method: str | None) -> None:
 
     method: None while the head has not told it
     """
-    if fallback not in (None, *LOOKUPS):
+    if fallback is not None and not is_one_of(fallback, LOOKUPS):
         raise ConfigError(
             f"fallback_method: expected {' or '.join(map(repr, LOOKUPS))}, or none, "
             f"got {shown(fallback)}"
@@ -118,8 +127,9 @@ def _check_prompt_lookup(longest: int, shortest: int) -> None:
     if not (is_int(longest) and is_int(shortest) and 1 <= shortest <= longest):
         raise ConfigError(
             "prompt_lookup_min, prompt_lookup_max: expected integers with 1 <= min <= max, "
-            f"got {shortest!r} and {longest!r}"
+            f"got {shown(shortest)} and {shown(longest)}"
         )
+    check_int32("prompt_lookup_max", longest)
 
 
 def _check_suffix(depth: int, factor: float, least: float) -> None:
@@ -127,9 +137,14 @@ def _check_suffix(depth: int, factor: float, least: float) -> None:
         raise ConfigError(
             f"suffix_decoding_max_tree_depth: expected an integer of at least 1, got {shown(depth)}"
         )
+    check_int32("suffix_decoding_max_tree_depth", depth)
     if not (is_number(factor) and factor > 0):
         raise ConfigError(
             f"suffix_decoding_max_spec_factor: expected a number above 0, got {shown(factor)}"
+        )
+    if factor > MAX_INT32:
+        raise ConfigError(
+            f"suffix_decoding_max_spec_factor: expected at most 2**31 - 1, got {shown(factor)}"
         )
     if not (is_number(least) and 0 <= least <= 1):
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,16 +10,17 @@ from jaxspec.config.keys import ENGINE, checks_keywords
 from jaxspec.config.quantization import OwnMethod, Quantize, settled_quantize
 from jaxspec.config.reading import (
     ConfigError,
-    as_python,
+    check_int32,
     is_int,
     is_number,
+    is_one_of,
+    items_of,
     settle_integers,
     shown,
 )
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
-MAX_INT32 = 2**31 - 1  # the device's positions, slots and counts are int32
 
 
 @checks_keywords(ENGINE)
@@ -116,7 +116,7 @@ class EngineConfig:
         if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 "gpu_memory_utilization: expected a number in (0, 1], "
-                f"got {self.gpu_memory_utilization!r}"
+                f"got {shown(self.gpu_memory_utilization)}"
             )
         blocks = self.num_gpu_blocks_override
         if blocks is not None and not all(
@@ -124,11 +124,12 @@ class EngineConfig:
         ):
             raise ConfigError(
                 "num_gpu_blocks_override: expected an integer of at least 1, a tuple of them "
-                f"or None, got {blocks!r}"
+                f"or None, got {shown(blocks)}"
             )
         for name in ("enable_prefix_caching", "enable_expert_parallel", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
+                value = shown(getattr(self, name))
+                raise ConfigError(f"{name}: expected true or false, got {value}")
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -140,12 +141,11 @@ class EngineConfig:
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {shown(value)}")
-            if value > MAX_INT32:
-                raise ConfigError(f"{name}: expected at most 2**31 - 1, got {shown(value)}")
-        if self.compilation not in get_args(Compilation):
+            check_int32(name, value)
+        if not is_one_of(self.compilation, get_args(Compilation)):
             raise ConfigError(
                 f"compilation: expected one of {', '.join(get_args(Compilation))}, "
-                f"got {self.compilation!r}"
+                f"got {shown(self.compilation)}"
             )
         for name, settled in (
             ("kv_cache_dtype", settled_kv_cache_dtype),
@@ -153,31 +153,37 @@ class EngineConfig:
         ):
             object.__setattr__(self, name, settled(name, getattr(self, name)))
         if not isinstance(self.kernels, str):
-            raise ConfigError(f"kernels: expected a name or op=name,op=name, got {self.kernels!r}")
+            raise ConfigError(
+                f"kernels: expected a name or op=name,op=name, got {shown(self.kernels)}"
+            )
         rounds = self.rounds_per_step
         if rounds is not None and (
             not is_int(rounds) or rounds < 1 or (rounds > 1 and self.compilation != "round")
         ):
             raise ConfigError(
                 "rounds_per_step: expected None or an integer of at least 1, which is 1 unless "
-                f"compilation is 'round', got {rounds!r} with compilation {self.compilation!r}"
+                f"compilation is 'round', got {shown(rounds)} with compilation {self.compilation!r}"
             )
+        check_int32("rounds_per_step", rounds)
+        for number in blocks if isinstance(blocks, tuple) else (blocks,):
+            check_int32("num_gpu_blocks_override", number)
         settle_integers(self)
         buckets = self.batch_buckets
         if buckets is None:
             powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
             buckets = (self.max_num_seqs,) if self.batch_invariant else powers
-        buckets = as_python(buckets)
-        buckets = tuple(buckets) if isinstance(buckets, Iterable) else ()
+        listed = items_of(buckets) or []
         buckets = (
-            tuple(sorted({int(b) for b in buckets}))
-            if all(is_int(b) and b >= 1 for b in buckets)
+            tuple(sorted({int(b) for b in listed}))
+            if all(is_int(b) and b >= 1 for b in listed)
             else ()
         )
+        for size in buckets:
+            check_int32("batch_buckets", size)
         if not buckets or buckets[-1] < self.max_num_seqs:
             raise ConfigError(
                 "batch_buckets: expected batch sizes of at least 1 whose largest reaches "
-                f"max_num_seqs {self.max_num_seqs}, got {self.batch_buckets!r}"
+                f"max_num_seqs {self.max_num_seqs}, got {shown(self.batch_buckets)}"
             )
         if self.batch_invariant and len(buckets) > 1:
             raise ConfigError(

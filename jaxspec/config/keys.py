@@ -11,11 +11,12 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from jaxspec.config.reading import ConfigError, shown
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ ATTRIBUTES = {
     "init_weight_transfer_engine": _NEW_WEIGHTS,
     "llm_engine": _NO_WORKERS,
     "model_config": "the settings are in `LLM.config`, the target's in `LLM.target_config`",
+    "preprocess_chat": "`LLM.get_tokenizer()` has apply_chat_template",
     "reset_mm_cache": "prompts are text",
     "reward": _TEXT_ONLY,
     "score": _TEXT_ONLY,
@@ -232,7 +234,9 @@ ATTRIBUTES = {
     "sleep": _DELETE,
     "start_profile": _PROFILER,
     "stop_profile": _PROFILER,
+    "supported_tasks": _TEXT_ONLY,
     "update_weights": _NEW_WEIGHTS,
+    "vllm_config": "the settings are in `LLM.config`, the target's in `LLM.target_config`",
     "wait_for_completion": _AT_ONCE,
     "wake_up": _DELETE,
 }
@@ -253,6 +257,25 @@ def keywords_of(function: Callable[..., object]) -> list[str]:
     """Return the names of the arguments that a method can be given by keyword."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+
+
+def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a method: a call that its signature does not allow raises ConfigError."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as e:
+            name = function.__qualname__.removesuffix(".__init__")
+            got = str(e).removeprefix("got ").replace("missing a required argument: ", "none for ")
+            raise ConfigError(
+                f"{name}: expected the arguments of its signature, got {got}"
+            ) from None
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def nearest(key: str, names: Collection[str]) -> str:
@@ -283,10 +306,11 @@ def own_keys(
         if name in foreign.values and name not in known:
             foreign.values[name].check(name, value)
         elif name not in known:
-            closest = nearest(str(key), (*known, *foreign.names, *foreign.values))
+            text = key if isinstance(key, str) else shown(key)
+            closest = nearest(text, (*known, *foreign.names, *foreign.values))
             raise ConfigError(
                 f"{what}: expected known settings, of which {closest} is the nearest, "
-                f"got {key!r:.100}"
+                f"got {shown(key)}"
             )
         elif name in kept or (name != key and name in given):
             raise ConfigError(f"{what}: expected {name} or {key}, got both")

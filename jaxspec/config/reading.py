@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 
@@ -37,12 +38,19 @@ MOST: Mapping[str, int] = {
 }
 
 
+MAX_INT32 = 2**31 - 1  # the device's positions, slots and counts are int32
+# Items of a list from a caller; far above any vocabulary, context or batch.
+MOST_ITEMS = 2**24
+
+
 def shown(value: object) -> str:
     """Return a value for a message, at most 200 characters of it."""
     try:
         return f"{value!r:.200}"
     except ValueError:  # Python prints no integer of more than 4,300 digits
         return f"one {type(value).__name__} of too many digits"
+    except Exception:  # nested too deeply, or an object whose own repr fails
+        return f"one {type(value).__name__} that cannot be printed"
 
 
 def read_int(
@@ -110,7 +118,7 @@ def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return an object of a raw config.json; an empty one where it is absent or null."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"config.json: expected {key} to be an object, got {value!r:.200}")
+        raise ConfigError(f"config.json: expected {key} to be an object, got {shown(value)}")
     return value or {}
 
 
@@ -122,7 +130,7 @@ def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None
     if config.get(key) is not None and config[key] != expected:
         raise ConfigError(
             f"{key}: expected {expected!r} for model_type {config.get('model_type')!r}, "
-            f"got {config[key]!r}"
+            f"got {shown(config[key])}"
         )
 
 
@@ -141,12 +149,47 @@ def is_int(x: object) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
+def check_int32(name: str, value: object) -> None:
+    """Raise ConfigError for an integer that the device cannot hold; other values pass."""
+    if is_int(value) and value > MAX_INT32:  # pyright: ignore[reportOperatorIssue]
+        raise ConfigError(f"{name}: expected at most 2**31 - 1, got {shown(value)}")
+
+
+def is_one_of(value: object, names: Iterable[str]) -> bool:
+    """Whether a value is one of these names; an array compares with a text in ways of its own."""
+    return isinstance(value, str) and value in names
+
+
 def as_python(value: Any) -> Any:
     """Return the list or number of an array of NumPy or JAX; anything else unchanged.
 
     An array without axes has __iter__, but no items.
     """
-    return value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, memoryview):
+        return value
+    try:
+        return value.tolist() if hasattr(value, "tolist") else value
+    except Exception:  # no array after all
+        return value
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """Return the items of a list, an array or another iterable; None for anything else.
+
+    A text, bytes and a mapping are no lists. Neither is what fails when its items are taken, or has
+    more than MOST_ITEMS of them, such as an endless iterator.
+    """
+    value = as_python(value)
+    no_lists = (str, bytes, bytearray, memoryview, Mapping)
+    if isinstance(value, no_lists) or not isinstance(value, Iterable):
+        return None
+    try:
+        if isinstance(value, Sized) and len(value) > MOST_ITEMS:  # without making any
+            return None
+        items = list(islice(value, MOST_ITEMS + 1))
+    except Exception:  # of the caller's own iterator
+        return None
+    return items if len(items) <= MOST_ITEMS else None
 
 
 def settle_integers(config: Any) -> None:

@@ -20,7 +20,14 @@ from jaxspec.config.keys import (
     own_keys,
 )
 from jaxspec.config.quantization import OwnMethod, Quantize, settled_quantize
-from jaxspec.config.reading import ConfigError, is_int, is_number, settle_integers, shown
+from jaxspec.config.reading import (
+    ConfigError,
+    check_int32,
+    is_int,
+    is_number,
+    settle_integers,
+    shown,
+)
 from jaxspec.config.settings import setting
 
 RejectionRule = Literal["strict", "probabilistic", "block", "synthetic"]
@@ -260,13 +267,18 @@ def _settle_list(
     if value is None:
         return
     if not (isinstance(value, list | tuple) and all(map(is_right, value))):
-        raise ConfigError(f"{name}: expected a list of {kind}, got {value!r}")
+        raise ConfigError(f"{name}: expected a list of {kind}, got {shown(value)}")
+    for number in value:
+        check_int32(name, number)
     _set(config, name, tuple(value))
 
 
 def _check_number(K: int | None) -> None:
     if K is not None and (not is_int(K) or K < 1):
-        raise ConfigError(f"num_speculative_tokens: expected an integer of at least 1, got {K!r}")
+        raise ConfigError(
+            f"num_speculative_tokens: expected an integer of at least 1, got {shown(K)}"
+        )
+    check_int32("num_speculative_tokens", K)
 
 
 def _settled_schedule(config: SpeculativeConfig) -> tuple[tuple[int, int, int], ...]:
@@ -284,13 +296,15 @@ def _settled_schedule(config: SpeculativeConfig) -> tuple[tuple[int, int, int], 
         raise ConfigError(
             "num_speculative_tokens_per_batch_size: expected a list of (first, last, K) with "
             f"1 <= first <= last and K from 0 to num_speculative_tokens"
-            f"{'' if K is None else f' {K}'}, got {given!r}"
+            f"{'' if K is None else f' {K}'}, got {shown(given)}"
         )
+    for number in (number for r in given for number in r):
+        check_int32("num_speculative_tokens_per_batch_size", number)
     ranges = tuple(sorted((int(r[0]), int(r[1]), int(r[2])) for r in given))
     if any(before[1] >= after[0] for before, after in pairwise(ranges)):
         raise ConfigError(
             "num_speculative_tokens_per_batch_size: expected ranges that do not overlap, "
-            f"got {given!r}"
+            f"got {shown(given)}"
         )
     return ranges
 
@@ -304,7 +318,7 @@ def _check_choice_of_drafts(config: SpeculativeConfig) -> None:
         if getattr(config, name) and config.num_speculative_tokens_per_batch_size:
             raise ConfigError(
                 f"{name}: expected it without num_speculative_tokens_per_batch_size, "
-                f"got {config.num_speculative_tokens_per_batch_size!r} beside it"
+                f"got {shown(config.num_speculative_tokens_per_batch_size)} beside it"
             )
 
 
@@ -316,6 +330,7 @@ def _check_verify_pass(config: SpeculativeConfig) -> None:
             f"max_num_verify_tokens: expected an integer of at least {least} "
             f"(num_speculative_tokens + 1) or none, got {shown(most)}"
         )
+    check_int32("max_num_verify_tokens", most)
 
 
 def _check_rule(config: SpeculativeConfig) -> None:
@@ -325,7 +340,7 @@ def _check_rule(config: SpeculativeConfig) -> None:
     ):
         if getattr(config, name) not in known:
             raise ConfigError(
-                f"{name}: expected one of {', '.join(known)}, got {getattr(config, name)!r}"
+                f"{name}: expected one of {', '.join(known)}, got {shown(getattr(config, name))}"
             )
 
 
@@ -333,7 +348,7 @@ def _check_synthetic(config: SpeculativeConfig) -> None:
     """Raise ConfigError unless the synthetic rule, and no other, has one statement of its rates."""
     for name in ("synthetic_acceptance_length", "synthetic_acceptance_rate"):
         if getattr(config, name) is not None and not is_number(getattr(config, name)):
-            raise ConfigError(f"{name}: expected a number, got {getattr(config, name)!r}")
+            raise ConfigError(f"{name}: expected a number, got {shown(getattr(config, name))}")
     given = [
         n
         for n in ("rates", "length", "rate")

@@ -16,6 +16,7 @@ from jaxspec.doctor.texts import Features, Target, Texts, read_features, write_t
 from jaxspec.drafts.head_layout import verifier
 from jaxspec.loading.card import base_model
 from jaxspec.loading.default_target import is_default_target, kept_default_target
+from jaxspec.loading.resolve import as_path
 from jaxspec.loading.tokenizer import Tokenizer
 from jaxspec.training.evaluation import evaluate_acceptance
 
@@ -148,7 +149,7 @@ def template_folders(head: Head) -> dict[str, Path]:
     for said, name in targets.items():
         if name is None:
             continue
-        folder: Path | None = Path(name).expanduser()
+        folder: Path | None = as_path(name, said)
         if not folder.is_dir():
             folder = kept_default_target() if is_default_target(name) else None
         if folder is not None and folder not in folders.values():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, items_of, shown
 from jaxspec.engine.detokenizer import Detokenizer
 from jaxspec.engine.inputs import Prompt, as_list, encode, encode_words
 from jaxspec.engine.metrics import SpecDecodeMetrics
@@ -59,24 +59,24 @@ class InputProcessor:
         listed = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or self.default_params] * len(listed)
-        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+        given = items_of(sampling_params) if isinstance(sampling_params, Sequence) else None
+        if given is None:
             raise ConfigError(
                 "sampling_params: expected SamplingParams, or a list of them, "
-                f"got {sampling_params!r:.200}"
+                f"got {shown(sampling_params)}"
             )
-        if len(sampling_params) != len(listed):
+        if len(given) != len(listed):
             raise ConfigError(
                 "sampling_params: expected one for all or one for each of "
-                f"{len(listed)} prompts, got {len(sampling_params)}"
+                f"{len(listed)} prompts, got {len(given)}"
             )
         requests = []
-        given = list(sampling_params)
         # By id: prompts that share their parameters share the copy too.
         copies: dict[int, SamplingParams] = {}
         for index, (prompt, params) in enumerate(zip(listed, given, strict=True)):
             if not isinstance(params, SamplingParams):
                 raise ConfigError(
-                    f"prompt {index}: sampling_params: expected SamplingParams, got {params!r:.200}"
+                    f"prompt {index}: sampling_params: expected SamplingParams, got {shown(params)}"
                 )
             try:
                 if id(params) not in copies:
@@ -111,7 +111,8 @@ class InputProcessor:
         bad = [t for t in token_ids if not 0 <= t < self.vocab_size]
         if bad:
             raise ConfigError(
-                f"prompt {index}: expected token ids in 0..{self.vocab_size - 1}, got {bad[0]}"
+                f"prompt {index}: expected token ids in 0..{self.vocab_size - 1}, "
+                f"got {shown(bad[0])}"
             )
         if len(token_ids) >= self.max_model_len:
             raise ConfigError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
-from jaxspec.config import ConfigError, as_python
+from jaxspec.config import ConfigError, as_python, items_of, shown
 from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions
 
 Message = Mapping[str, Any]  # "role", "content" (a text, text parts or None), "tool_calls", ...
@@ -32,11 +32,12 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     A text, a list of ids and a list of messages are one prompt each. An array counts as its list.
     """
     prompts = as_python(prompts)
-    if isinstance(prompts, str | bytes | Mapping):  # bytes are no prompt, and no list of ids either
+    # Bytes are no prompt, and no list of ids either.
+    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping):
         return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Set):  # a set has no order
-        raise ConfigError(f"prompts: expected texts, token ids or chats, got {prompts!r:.200}")
-    items = list(prompts)
+    items = None if isinstance(prompts, Set) else items_of(prompts)  # a set has no order
+    if items is None:
+        raise ConfigError(f"prompts: expected texts, token ids or chats, got {shown(prompts)}")
     first = items[0] if items else None
     if isinstance(first, numbers.Integral) or (isinstance(first, Mapping) and "role" in first):
         return [items]  # type: ignore[list-item]
@@ -55,7 +56,7 @@ def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[
         ):
             raise ConfigError(
                 f"prompt {index}: expected a list of chat messages with 'role' and 'content', "
-                f"got {chat!r:.200}"
+                f"got {shown(chat)}"
             )
     return chats
 
@@ -71,20 +72,21 @@ def encode(
     chat: how a chat is rendered. ConfigError, with the index, if it is no prompt.
     """
     if isinstance(prompt, Mapping):
-        unknown = sorted(str(k) for k in prompt if k not in PROMPT_KEYS and prompt[k] is not None)
+        unknown = sorted(
+            k if isinstance(k, str) else shown(k)
+            for k in prompt
+            if k not in PROMPT_KEYS and prompt[k] is not None
+        )
         if unknown and any(k in prompt for k in PROMPT_KEYS):
             raise ConfigError(
                 f"prompt {index}: expected the keys {' or '.join(PROMPT_KEYS)} alone, "
                 f"got {', '.join(unknown)} too"
             )
-        prompt = (
-            prompt["prompt_token_ids"]
-            if "prompt_token_ids" in prompt
-            else prompt.get("prompt", prompt)
-        )
+        ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        prompt = ids if ids is not None else text if text is not None else prompt
     prompt = as_python(prompt)
-    listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping | Set)
-    items: list[Any] = list(prompt) if listed else []
+    found = None if isinstance(prompt, Set) else items_of(prompt)
+    listed, items = found is not None, found or []
     if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
         return [int(t) for t in items]
     is_chat = bool(items) and all(isinstance(m, Mapping) for m in items)
@@ -93,7 +95,7 @@ def encode(
             return []
         raise ConfigError(
             f"prompt {index}: expected a text, token ids or a list of chat messages, "
-            f"got {prompt!r:.200}"
+            f"got {shown(prompt)}"
         )
     if tokenizer is None:
         raise ConfigError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspec.config import ConfigError, shown
+from jaxspec.config import ConfigError, is_one_of, items_of, shown
 
 # Arguments of transformers' apply_chat_template that are no variables of a template.
 RESERVED = (
@@ -52,7 +52,8 @@ class ChatOptions:
             )
         for name in ("add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
+                value = shown(getattr(self, name))
+                raise ConfigError(f"{name}: expected true or false, got {value}")
         if self.add_generation_prompt and self.continue_final_message:
             raise ConfigError(
                 "continue_final_message: expected false, or add_generation_prompt false, got both"
@@ -84,33 +85,45 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     ConfigError for anything but messages.
     """
     if not messages or not all(
-        isinstance(m, Mapping) and "role" in m and ("content" in m or "tool_calls" in m)
+        isinstance(m, Mapping)
+        and isinstance(m.get("role"), str)
+        and ("content" in m or "tool_calls" in m)
         for m in messages
     ):
         raise ConfigError(
-            f"chat: expected a list of objects with 'role' and 'content', got {messages!r:.200}"
+            f"chat: expected a list of objects with 'role' and 'content', got {shown(messages)}"
         )
     return [
-        {**message, "content": _text(message.get("content"))}
-        | ({"tool_calls": _calls(message["tool_calls"])} if message.get("tool_calls") else {})
+        {**message, "content": _text(message.get("content"), message["role"])}
+        | (
+            {}
+            if message.get("tool_calls") is None
+            else {"tool_calls": _calls(message["tool_calls"])}
+        )
         for message in messages
     ]
 
 
-def _text(content: object) -> object:
+def _text(content: object, role: str) -> object:
     """Return a message's text: of None an empty one, of parts their texts on a line each.
 
-    A template gets any other value as it is, and may refuse it.
+    A template gets an object that a tool returned as it is; Llama 3.1's writes JSON of it.
+    ConfigError for any other value, which a template would print as Python does.
     """
     if content is None:
         return ""
-    if isinstance(content, str) or not isinstance(content, list | tuple):
+    if isinstance(content, str) or (role == "tool" and isinstance(content, Mapping)):
         return content
+    if not isinstance(content, list | tuple):
+        raise ConfigError(
+            f"chat: expected a text, or a list of parts of type 'text', as content, "
+            f"got {shown(content)}"
+        )
     texts = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         text = part.get("text") if isinstance(part, Mapping) else part
-        if kind != "text" or not isinstance(text, str):
+        if not is_one_of(kind, ["text"]) or not isinstance(text, str):
             raise ConfigError(
                 "chat: expected text, or parts of type 'text' with their text, as content, "
                 f"got {shown(part)}"
@@ -121,10 +134,11 @@ def _text(content: object) -> object:
 
 def _calls(calls: object) -> object:
     """Return an assistant's calls with arguments that are JSON texts as objects."""
-    if not isinstance(calls, Iterable) or isinstance(calls, str | Mapping):
+    listed = items_of(calls)
+    if listed is None:
         raise ConfigError(f"chat: expected tool_calls to be a list of objects, got {shown(calls)}")
     found = []
-    for call in calls:
+    for call in listed:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise ConfigError(f"chat: expected tool_calls with a 'function', got {shown(call)}")

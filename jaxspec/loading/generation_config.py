@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxspec.config import ConfigError, shown
+from jaxspec.config import ConfigError, is_one_of, shown
 from jaxspec.loading.checkpoint import read_json
 from jaxspec.sampling.params import SamplingParams
 
@@ -49,7 +49,7 @@ class DefaultSampling:
 
 def check_choice(choice: object) -> None:
     """Raise ConfigError unless `generation_config` of LLM is "auto", "vllm" or None."""
-    if choice is not None and choice not in CHOICES:
+    if choice is not None and not is_one_of(choice, CHOICES):
         raise ConfigError(
             f"generation_config: expected None, {' or '.join(map(repr, CHOICES))}, "
             f"got {shown(choice)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -21,7 +21,7 @@ from jaxspec.config import (
     EngineConfig,
     SpeculativeConfig,
     TargetConfig,
-    as_python,
+    items_of,
     shown,
 )
 from jaxspec.config.keys import ENGINE, own_keys
@@ -33,7 +33,7 @@ from jaxspec.loading.generation_config import DefaultSampling, check_choice, def
 from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.pair import resolve_pair, with_k
 from jaxspec.loading.placement import choose_placement
-from jaxspec.loading.resolve import resolve
+from jaxspec.loading.resolve import as_path, resolve
 from jaxspec.loading.same_vocabulary import check_same_vocabulary
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
 from jaxspec.parallel.processes import join_processes
@@ -101,7 +101,7 @@ def load_pretrained(
             "model: expected a folder, a .gguf file, a hub id or a (config, params) pair, "
             f"got {shown(target)}"
         )
-    target = at_revision(None if target is None else fspath(target), revision)
+    target = at_revision(None if target is None else as_text("model", target), revision)
     speculative = check_speculative(speculative)
     if not isinstance(dtype, str) or dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {shown(dtype)}")
@@ -157,7 +157,7 @@ def load_pretrained(
         speculative = with_k(speculative, draft[0], read_json(head / "config.json"))
     words = tokenizer if isinstance(tokenizer, Tokenizer) else None
     if isinstance(tokenizer, str | PathLike):
-        words = load_tokenizer(resolve(fspath(tokenizer), kind="tokenizer"))
+        words = load_tokenizer(resolve(as_text("tokenizer", tokenizer), kind="tokenizer"))
     elif words is None and has_tokenizer(folder):
         words = load_tokenizer(folder)
     eos = words.eos_token_ids if words else eos_token_ids(folder, None)
@@ -205,10 +205,10 @@ def given_parts(
     if isinstance(speculative, Mapping):
         speculative = SpeculativeConfig.from_dict(speculative)
     for name, pair in (("target", target), ("draft", draft)):
-        if not _is_loaded(pair) and (name == "target" or pair is not None):
+        if not _is_loaded(pair, name) and (name == "target" or pair is not None):
             raise ConfigError(
                 f"{name}: expected a (config, params) pair "
-                f"(LLM.from_pretrained takes a folder or hub id), got {pair!r:.200}"
+                f"(LLM.from_pretrained takes a folder or hub id), got {shown(pair)}"
             )
     if (draft is None) != (speculative is None):
         raise ConfigError("draft and speculative: expected both or neither")
@@ -218,7 +218,7 @@ def given_parts(
         ("config", config, isinstance(config, EngineConfig | None)),
     ):
         if not is_right:
-            raise ConfigError(f"{name}: expected jaxspec's class or None, got {value!r:.200}")
+            raise ConfigError(f"{name}: expected jaxspec's class or None, got {shown(value)}")
     chance = speculative.draft_confidence_threshold if speculative else None
     if chance is not None and getattr(draft[0], "confidence_threshold", None) != chance:
         raise ConfigError(
@@ -234,8 +234,8 @@ def given_parts(
             )
     if eos_token_ids is None:
         eos_token_ids = getattr(tokenizer, "eos_token_ids", ())
-    eos_token_ids = as_python(eos_token_ids)
-    if not isinstance(eos_token_ids, Iterable):
+    end_ids = items_of(eos_token_ids)
+    if end_ids is None:
         raise ConfigError(f"eos_token_ids: expected token ids, got {shown(eos_token_ids)}")
     try:
         resolved = jnp.dtype(jnp.float32 if dtype is None else dtype)
@@ -250,15 +250,39 @@ def given_parts(
         draft,
         speculative,
         tokenizer,
-        tuple(eos_token_ids),
+        tuple(end_ids),
         config or EngineConfig(),
         resolved,
         sampling=DefaultSampling(),
     )
 
 
-def _is_loaded(pair: Any) -> bool:
-    return isinstance(pair, tuple | list) and len(pair) == 2 and is_dataclass(pair[0])
+def _is_loaded(pair: Any, name: str) -> bool:
+    """Return whether this is a (config, params) pair of a target or a draft."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[0], type):
+        return False
+    config, params = pair
+    # Some members of each protocol, which dataclasses of other kinds lack.
+    own = {"target": ("vocab_size", "max_position_embeddings"), "draft": ("method", "aux_layers")}
+    members = (*own[name], "num_layers", "attention", "cache_groups")
+    is_config = is_dataclass(config) and all(hasattr(config, member) for member in members)
+    return is_config and isinstance(params, Mapping) and _are_arrays(params)
+
+
+def _are_arrays(params: Params) -> bool:
+    try:
+        leaves = jax.tree.leaves(params)
+    except Exception:  # keys that cannot be put in order
+        return False
+    return all(hasattr(leaf, "sharding") for leaf in leaves)
+
+
+def as_text(name: str, path: str | PathLike[str]) -> str:
+    """Return a path as text; ConfigError for one of bytes, as an entry of os.scandir(b".") has."""
+    text = fspath(path)
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}: expected a path of text, got {shown(text)}")
+    return text
 
 
 def at_revision(target: str | None, revision: str | None) -> str | None:
@@ -267,7 +291,7 @@ def at_revision(target: str | None, revision: str | None) -> str | None:
         return target
     if not isinstance(revision, str) or not revision:
         raise ConfigError(f"revision: expected a commit, a tag or a branch, got {shown(revision)}")
-    if not isinstance(target, str) or "@" in target or Path(target).expanduser().exists():
+    if not isinstance(target, str) or "@" in target or as_path(target, "model").exists():
         raise ConfigError(
             f"revision: expected none, or a hub id without one beside it, got {shown(revision)} "
             f"for {shown(target)}"
@@ -300,7 +324,7 @@ def check_speculative(
         if not isinstance(speculative, SpeculativeConfig):
             raise ConfigError(
                 "speculative: expected a SpeculativeConfig, its keys or None, "
-                f"got {speculative!r:.200}"
+                f"got {shown(speculative)}"
             )
         drafts.check_method(speculative.method)
         synthetic.acceptance_rates(speculative)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, shown
 from jaxspec.loading.cache import cached_gguf
 from jaxspec.loading.card import CARD
 from jaxspec.loading.checkpoint import read_json, read_model_config
@@ -23,6 +23,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
 CONNECT_SECONDS = 5.0
+MODEL = "a folder, a .gguf file, a name or a hub id"  # what a name of a model may be
 NO_ANSWER = "not in the local cache, and the hub's host does not answer"
 # Of drafts only: EAGLE-1's pickles, and the card, which may name the target.
 DRAFT_FILES = ["pytorch_model.bin", CARD]
@@ -44,10 +45,8 @@ def resolve(name_or_path: str | Path | None, *, kind: Kind) -> Path:
     if kind == "target" and name_or_path is None:
         return default_target()
     if not name_or_path or not str(name_or_path).strip():
-        raise ConfigError(
-            f"{kind}: expected a folder, a .gguf file, a name or a hub id, got {name_or_path!r}"
-        )
-    name, path = str(name_or_path), Path(name_or_path).expanduser()
+        raise ConfigError(f"{kind}: expected {MODEL}, got {name_or_path!r}")
+    name, path = str(name_or_path), as_path(name_or_path, kind)
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
@@ -63,9 +62,25 @@ def resolve(name_or_path: str | Path | None, *, kind: Kind) -> Path:
         return known[name]
     if isinstance(name_or_path, Path) or not HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"{kind} {name}: expected an existing folder, {_choices(known)}, got no such folder"
+            f"{kind} {name:.200}: expected an existing folder, {_choices(known)}, or a hub id "
+            "(owner/name), got no such folder"
         )
     return _from_hub(name, kind, known)
+
+
+def as_path(name: str | Path, what: str, wanted: str = MODEL) -> Path:
+    """Return a name as a path; ConfigError for one that this system cannot look for.
+
+    Such are a name that is too long, ~user without such a user, and a folder that may not be read.
+    what, wanted: name it in that error, and say what it may be
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as e:
+        reason = (isinstance(e, OSError) and e.strerror) or _first_line(e)
+        raise ConfigError(f"{what}: expected {wanted}, got {shown(str(name))} ({reason})") from e
+    return path
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -76,7 +91,7 @@ def read_config(name: str) -> dict[str, Any]:
     """
     from jaxspec.loading.default_target import is_default_target
 
-    path = Path(name).expanduser()
+    path = as_path(name, "model")
     if path.suffix == ".gguf" or (is_default_target(name) and not path.exists()):
         return {}
     if path.is_file():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from jaxspec.config import (
     ConfigError,
-    as_python,
     is_int,
     is_number,
+    items_of,
     settle_integers,
     shown,
 )
@@ -311,56 +311,35 @@ def most_end_token_ids(eos_token_ids: Collection[int]) -> int:
     return len(eos_token_ids) + limits.MAX_STOP_TOKEN_IDS
 
 
+def _items(name: str, wanted: str, value: Any) -> tuple[Any, ...]:
+    """Return the items of a list, none for None; ConfigError with what is wanted for no list."""
+    items = [] if value is None else items_of(value)
+    if items is None:
+        raise ConfigError(f"{name}: expected {wanted}, got {shown(value)}")
+    return tuple(items)
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    value = as_python(value)
-    listed = (
-        (value,)
-        if isinstance(value, str)
-        else tuple(value)
-        if isinstance(value, Iterable)
-        else ()
-        if value is None
-        else (value,)
-    )
+    wanted = "a string or a list of strings, none of them empty"
+    listed = (value,) if isinstance(value, str) else _items(name, wanted, value)
     if not all(isinstance(s, str) and s for s in listed):
-        raise ConfigError(
-            f"{name}: expected a string or a list of strings, none of them empty, "
-            f"got {shown(value)}"
-        )
+        raise ConfigError(f"{name}: expected {wanted}, got {shown(value)}")
     return listed
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
-    """Return items as a tuple.
-
-    None gives (), and a non-list gives a value that validation rejects.
-    """
-    value = as_python(value)
-    return (
-        ()
-        if value is None
-        else tuple(value)
-        if isinstance(value, Iterable) and not isinstance(value, str)
-        else (0,)
-    )
-
-
 def _words(value: Any) -> tuple[str, ...]:
-    listed = _listed(value)
+    wanted = "a list of strings, none of them blank"
+    listed = _items("bad_words", wanted, value)
     if not all(isinstance(s, str) and s.strip() for s in listed):
-        raise ConfigError(
-            f"bad_words: expected a list of strings, none of them blank, got {shown(value)}"
-        )
+        raise ConfigError(f"bad_words: expected {wanted}, got {shown(value)}")
     return listed
 
 
 def _words_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
-    words = tuple(_token_ids("bad_words_token_ids", word) for word in _listed(value))
+    name, wanted = "bad_words_token_ids", "lists of token ids, none of them empty"
+    words = tuple(_token_ids(name, word) for word in _items(name, wanted, value))
     if not all(words):
-        raise ConfigError(
-            "bad_words_token_ids: expected lists of token ids, none of them empty, "
-            f"got {shown(value)}"
-        )
+        raise ConfigError(f"{name}: expected {wanted}, got {shown(value)}")
     return words
 
 
@@ -383,12 +362,7 @@ def _dead_end(words: Sequence[Sequence[int]], left: set[int]) -> Sequence[int] |
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    value = as_python(value)
-    if value is None:
-        return ()
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ConfigError(f"{name}: expected a list of token ids, got {shown(value)}")
-    listed = tuple(value)
+    listed = _items(name, "a list of token ids", value)
     if not all(is_int(t) and 0 <= t < 2**31 for t in listed):
         raise ConfigError(f"{name}: expected token ids from 0 to 2**31 - 1, got {shown(value)}")
     return tuple(int(t) for t in listed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError
-from jaxspec.loading.resolve import split_revision
+from jaxspec.loading.resolve import as_path, split_revision
 
 DEMO: tuple[str, ...] = (
     "Write a short story about a lighthouse keeper who finds a message in a bottle.",
@@ -29,7 +29,7 @@ def read_prompts(dataset: str, flag: str = "--dataset") -> list[str]:
     dataset: a path, or the hub's id, e.g. philschmid/mt-bench
     flag:    the option that names it, for messages
     """
-    path = Path(dataset).expanduser()
+    path = as_path(dataset, flag, "a .jsonl file or the id of a data set on the hub")
     if path.is_file():
         return read_jsonl(path)
     if (

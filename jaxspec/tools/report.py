@@ -154,7 +154,14 @@ class JsonFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.expanduser().resolve()
+        try:
+            self.path = path.expanduser().resolve()
+            self.path.exists()
+        except (OSError, RuntimeError) as e:  # too long a name, ~ of a user without a home
+            reason = (isinstance(e, OSError) and e.strerror) or e
+            raise ConfigError(
+                f"--output-json {path!s:.200}: expected a place to write a file, got {reason}"
+            ) from e
         if self.path.exists() and not self.path.is_file():
             kind = "a folder" if path.is_dir() else "something else"
             raise ConfigError(f"--output-json {path}: expected a file, got {kind}")

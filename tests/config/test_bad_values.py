@@ -332,6 +332,47 @@ def test_a_platform_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize(
+    ("name", "put"),
+    [
+        ("rounds_per_step", int),
+        ("num_gpu_blocks_override", int),
+        ("num_gpu_blocks_override", lambda number: (1, number)),
+        ("batch_buckets", lambda number: [8, number]),
+    ],
+)
+def test_settings_of_the_engine_that_int32_does_not_hold(name: str, put: Any) -> None:
+    settings: dict[str, Any] = {name: put(LARGEST)}
+    EngineConfig(**settings)
+    for value in (LARGEST + 1, 10**5000):
+        settings = {name: put(value)}
+        with pytest.raises(ConfigError, match=rf"^{name}: expected at most 2\*\*31 - 1, got "):
+            EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "put"),
+    [
+        ("num_speculative_tokens", int),
+        ("max_num_verify_tokens", int),
+        ("draft_max_model_len", int),
+        ("draft_sliding_window", int),
+        ("draft_tensor_parallel_size", int),
+        ("prompt_lookup_max", int),
+        ("suffix_decoding_max_tree_depth", int),
+        ("suffix_decoding_max_spec_factor", int),
+        ("eagle_aux_hidden_state_layer_ids", lambda number: [number]),
+        ("num_speculative_tokens_per_batch_size", lambda number: [(1, number, 1)]),
+    ],
+)
+def test_settings_of_a_draft_that_int32_does_not_hold(name: str, put: Any) -> None:
+    settings: dict[str, Any] = {name: put(LARGEST)}
+    SpeculativeConfig(**settings)
+    settings = {name: put(LARGEST + 1)}
+    with pytest.raises(ConfigError, match=rf"^{name}: expected at most 2\*\*31 - 1, got 21474836"):
+        SpeculativeConfig(**settings)
+
+
+@pytest.mark.parametrize(
     "name", ["max_model_len", "block_size", "max_num_batched_tokens", "tensor_parallel_size"]
 )
 def test_sizes_that_int32_does_not_hold_are_refused(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,60 @@ ODD = st.sampled_from(
         iter([1]),
     ]
 )
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+class Incomparable:
+    def __eq__(self, _: object) -> bool:
+        raise RuntimeError("no equality")
+
+    __hash__ = object.__hash__
+
+
+class Exhausting:
+    """An iterable that fails, which looks like an array too."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no items")
+
+    def tolist(self) -> list[Any]:
+        raise RuntimeError("no list")
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+# Values that fail when they are printed, compared or iterated over, each with a reason of its own.
+HOSTILE: list[Any] = [
+    10**5000,  # Python prints no integer of more than 4,300 digits
+    -(10**5000),
+    [10**5000],
+    {"a": 10**5000},
+    {10**5000: 1},
+    nested(100_000),
+    {"a": nested(100_000)},
+    Unprintable(),
+    [Unprintable()],
+    Incomparable(),
+    Exhausting(),
+    range(10**30),
+    np.zeros(0),
+    np.zeros(2, dtype=[("a", int)]),
+    np.ma.array([1, 2], mask=[True, False]),
+    b"ab",
+    bytearray(b"ab"),
+    memoryview(b"ab"),
+    "x" * 5000,  # no file has such a name
+    "~no-such-user/model",
+]
 VALUES = st.recursive(
     SIMPLE | ODD,
     lambda inner: (
@@ -119,6 +174,15 @@ def test_keys_of_a_speculative_config_that_are_no_words(values: dict[Any, Any]) 
     only_config_errors(lambda: SpeculativeConfig.from_dict(values))
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_a_setting_of_a_hostile_value(config: type) -> None:
+    """Also where a value is assigned."""
+    for name, value in product(CONFIGS[config], HOSTILE):
+        only_config_errors(lambda name=name, value=value: config(**{name: value}))
+        if config is SamplingParams:
+            only_config_errors(lambda name=name, v=value: setattr(SamplingParams(), name, v))
+
+
 class ReachedTheWeightsError(ConfigError):
     """All settings are right as far as they can be checked before anything is read."""
 
@@ -156,6 +220,23 @@ def test_a_model_by_name(target: str) -> None:
                     LLM.from_pretrained(name, **settings_)
 
     check()
+
+
+@pytest.mark.usefixtures("without_weights")
+def test_a_hostile_value_beside_or_as_a_model(target: str) -> None:
+    own = ["speculative_config", "revision", "tokenizer", "dtype", "mxfp4", "generation_config"]
+    loaded = ["draft", "eos_token_ids", "config", "weights"]
+    toy = (ToyTarget(V), counting_table())
+    for value in HOSTILE:
+        for name in own + loaded:
+            only_config_errors(lambda name=name, value=value: LLM(target, **{name: value}))
+        for name in loaded:
+            only_config_errors(lambda name=name, value=value: LLM(toy, **{name: value}))
+        for model in (value, (value, {}), (ToyTarget(V), value), (SamplingParams(), value)):
+            with pytest.raises(ConfigError):
+                LLM(model)
+        with pytest.raises(ConfigError):
+            LLM(target, speculative_config={"model": value, "method": "eagle3"})
 
 
 @SETTINGS
@@ -201,3 +282,22 @@ def test_chat_and_generate(chatty: LLM, monkeypatch: pytest.MonkeyPatch) -> None
 
     check()
     assert False in seen
+    user = [{"role": "user", "content": "a"}]
+    for value in HOSTILE:
+        for prompts in (value, [value], [1, value], {"prompt_token_ids": value}, {"prompt": value}):
+            only_config_errors(lambda prompts=prompts: chatty.generate(prompts))
+        for params in (value, [value]):
+            only_config_errors(lambda params=params: chatty.generate("a", params))
+        for message in (
+            value,
+            {"role": value, "content": "a"},
+            {"role": "user", "content": value},
+            {"role": "user", "content": [value]},
+            {"role": "user", "content": [{"type": value, "text": "a"}]},
+            {"role": "assistant", "tool_calls": value},
+            {"role": "assistant", "tool_calls": [{"function": value}]},
+        ):
+            only_config_errors(lambda message=message: chatty.chat([message]))
+        for name in names:
+            options = {name: value}
+            only_config_errors(lambda options=options: chatty.chat(user, **options))

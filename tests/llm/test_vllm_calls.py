@@ -21,6 +21,7 @@ from tests.commands.conftest import write_draft, write_target
 pytestmark = pytest.mark.once
 
 ANY_PARAMS: Any = SamplingParams  # called with names that are no parameter
+ANY_LLM: Any = LLM
 PROMPTS = ["Hello, my name is", "The future of AI is"]
 TOOLS = [
     {
@@ -336,6 +337,13 @@ def test_e4m3_has_two_names() -> None:
 # --- calls that end in one sentence
 
 
+class PathOfBytes:
+    """What os.scandir(b".") yields."""
+
+    def __fspath__(self) -> bytes:
+        return b"/models"
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -446,6 +454,38 @@ def test_e4m3_has_two_names() -> None:
             "SamplingParams: expected known settings, of which temperature is the nearest",
         ),
         (
+            lambda target, head: LLM(target, speculative_config="ngram"),
+            "speculative_config: expected a SpeculativeConfig, its keys or None, got 'ngram'",
+        ),
+        (
+            lambda target, head: LLM(target, None, "ngram"),
+            "speculative: expected a SpeculativeConfig, its keys or None, got 'ngram'",
+        ),
+        (
+            lambda target, head: LLM("https://example.org/owner/name"),
+            "or a hub id (owner/name), got no such folder",
+        ),
+        (
+            lambda target, head: LLM("Write an essay. " * 500),
+            "target: expected a folder, a .gguf file, a name or a hub id, got 'Write an essay.",
+        ),
+        (
+            lambda target, head: LLM("~no-such-user/model"),
+            "a name or a hub id, got '~no-such-user/model' (Could not determine home directory",
+        ),
+        (
+            lambda target, head: LLM(target, tokenizer="~no-such-user/model"),
+            "tokenizer: expected a folder, a .gguf file, a name or a hub id, got '~no-such-user",
+        ),
+        (
+            lambda target, head: ANY_LLM(PathOfBytes()),
+            "model: expected a path of text, got b'/models",
+        ),
+        (
+            lambda target, head: ANY_LLM(target, model=target),
+            "LLM: expected the arguments of its signature, got multiple values for argument",
+        ),
+        (
             lambda target, head: LLM(target, revision="main"),
             "revision: expected none, or a hub id without one beside it, got 'main'",
         ),
@@ -493,6 +533,38 @@ def test_a_wrong_option_of_chat(llm: LLM, options: dict[str, Any], sentence: str
             "prompt_token_ids: expected None (`prompts` may be lists of token ids), got [[1, 2]]",
         ),
         (
+            lambda llm: llm.generate(prompt="a"),
+            "LLM.generate: expected the arguments of its signature, got none for 'prompts'",
+        ),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": "a"}], None, True, None),
+            "LLM.chat: expected the arguments of its signature, got too many positional arguments",
+        ),
+        (
+            lambda llm: llm.stream("a", use_tqdm=False),
+            "LLM.stream: expected the arguments of its signature, got an unexpected keyword",
+        ),
+        (
+            lambda llm: llm.generate("a", callback="print"),
+            "callback: expected a function or None, got 'print'",
+        ),
+        (
+            lambda llm: llm.warmup(batch_sizes=[0]),
+            "batch_sizes: expected a list of integers of at least 1 or None, got [0]",
+        ),
+        (
+            lambda llm: llm.warmup(lengths=64),
+            "lengths: expected a list of integers of at least 1 or None, got 64",
+        ),
+        (
+            lambda llm: llm.warmup(sampling_params=SamplingParams(0.0)),
+            "sampling_params: expected a list of SamplingParams or None, got SamplingParams(",
+        ),
+        (
+            lambda llm: llm.generate(bytearray(b"ab")),
+            "prompt 0: expected a text, token ids or a list of chat messages, got bytearray(",
+        ),
+        (
             lambda llm: llm.generate({"prompt_embeds": [[0.5]]}),
             "prompt 0: expected a text, token ids or a list of chat messages, got {'prompt_embeds",
         ),
@@ -511,6 +583,46 @@ def test_a_wrong_call_of_the_engine(llm: LLM, call: Callable[[LLM], object], sen
     with pytest.raises(ConfigError) as error:
         call(llm)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"role": "user", "content": {"type": "text", "text": "a"}}, "got {'type': 'text'"),
+        (
+            {"role": "user", "content": b"a"},
+            "or a list of parts of type 'text', as content, got b'",
+        ),
+        ({"role": "user", "content": 3}, "chat: expected a text, or a list of parts"),
+        ({"role": 3, "content": "a"}, "expected a list of objects with 'role' and 'content', got"),
+        ({"role": "assistant", "tool_calls": {}}, "tool_calls to be a list of objects, got {}"),
+    ],
+)
+def test_a_message_that_a_template_would_print_as_python_does(
+    llm: LLM, message: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match="^prompt 0: chat: ") as error:
+        llm.chat([message])
+    assert sentence in str(error.value)
+
+
+def test_a_tool_may_return_an_object(llm: LLM) -> None:
+    """Llama 3.1's template writes JSON of it."""
+    template = "{{ messages[-1].content | tojson }}"
+    message = {"role": "tool", "content": {"temperature": 20}}
+    [output] = llm.chat([message], SamplingParams(max_tokens=1), chat_template=template)
+    assert rendered(llm, output) == '{"temperature": 20}'
+
+
+def test_a_prompt_of_both_kinds_without_ids_is_its_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    [a, b] = llm.generate([{"prompt": "Hi", "prompt_token_ids": None}, "Hi"], params)
+    assert a.prompt_token_ids == b.prompt_token_ids
+
+
+def test_from_pretrained_takes_the_name_of_the_model_as_llm_does(target: str) -> None:
+    made = LLM.from_pretrained(model=target, max_model_len=64)
+    assert made.speculative is None and made.config.max_model_len == 64
 
 
 def test_an_image_is_refused(llm: LLM) -> None:

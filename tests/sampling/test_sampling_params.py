@@ -82,6 +82,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "banned_token_ids: expected token ids from 0 to 2**31 - 1, got [-1]",
     ),
     ({"stop_token_ids": "5"}, "stop_token_ids: expected a list of token ids, got '5'"),
+    ({"stop_token_ids": b"ab"}, "stop_token_ids: expected a list of token ids, got b'ab'"),
+    ({"banned_token_ids": {5: 1}}, "banned_token_ids: expected a list of token ids, got {5: 1}"),
+    ({"stop": {"a": 1}}, "stop: expected a string or a list of strings, none of them empty, got {"),
+    (
+        {"bad_words_token_ids": 5},
+        "bad_words_token_ids: expected lists of token ids, none of them empty, got 5",
+    ),
+    (
+        {"allowed_token_ids": range(10**30)},
+        "allowed_token_ids: expected a list of token ids, got range(0, 1000",
+    ),
     ({"seed": 2**64}, "seed: expected a 64-bit integer or None, got 18446744073709551616"),
     ({"seed": 10**5000}, "seed: expected a 64-bit integer or None, got one int of too many digits"),
     ({"temperature": 10**400}, "temperature: expected a number of at least 0, got 1000"),
