@@ -1,5 +1,6 @@
 """Load quantised checkpoints onto two devices: the pieces are those of the whole arrays, and
-speculative text is plain text but for ties. Keys in fp8 have a scale for each head."""
+speculative text is plain text but for ties. Keys in fp8 have a scale for each head. MXFP4 experts
+stay packed where devices hold whole ones, and give the text of one device."""
 
 from __future__ import annotations
 
@@ -23,10 +24,15 @@ PLACEMENTS = [
 ]
 params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=5)
 PROMPTS = [[3, 5, 7, 3, 5], [90, 4, 4]]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-def texts(folder: Path, size: int, drafts: Any = None) -> list[RequestOutput]:
-    llm = LLM(
+def texts(folder: Path, size: int, drafts: Any = None, **config: Any) -> list[RequestOutput]:
+    return engine(folder, size, drafts, **config).generate(PROMPTS, params)
+
+
+def engine(folder: Path, size: int, drafts: Any, **config: Any) -> LLM:
+    return LLM(
         str(folder),
         speculative_config=drafts,
         dtype="float32",
@@ -35,11 +41,23 @@ def texts(folder: Path, size: int, drafts: Any = None) -> list[RequestOutput]:
         tensor_parallel_size=size,
         num_gpu_blocks_override=4,
         kv_cache_dtype="fp8" if folder.name == "fp8" else "auto",
+        **config,
     )
-    return llm.generate(PROMPTS, params)
+
+
+def check_packed(folder: Path) -> None:
+    """Compare packed experts on one device and on two."""
+    many = engine(folder, 2, NGRAM | {"adaptive": True}, enable_expert_parallel=True)
+    units = jax.tree.leaves(many.params["target"]["layers"][0]["experts"]["down"])
+    assert [(a.dtype, a.addressable_shards[0].data.shape[0]) for a in units] == [(jnp.int32, 4)]
+    expected = [o.token_ids for o in texts(folder, 1)]
+    assert [o.token_ids for o in many.generate(PROMPTS, params)] == expected
 
 
 for folder in map(Path, sys.argv[1:]):
+    if folder.name == "mxfp4":
+        check_packed(folder)
+        continue
     cfg, whole = load_target(folder, jnp.float32)
     experts = "experts" in folder.name
     for placement in PLACEMENTS if experts else PLACEMENTS[:1]:
@@ -61,7 +79,7 @@ for folder in map(Path, sys.argv[1:]):
             pieces = read["layers"][0]["self_attn"]["k_scale"].addressable_shards
             assert scale == (2,) and [piece.data.tolist() for piece in pieces] == [[0.25], [0.5]]
     plain = texts(folder, 2)
-    drafted = texts(folder, 2, {"method": "ngram", "num_speculative_tokens": 3})
+    drafted = texts(folder, 2, NGRAM)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
     if "int4" in folder.name:  # activations are plain: one device has other last bits alone
         assert [o.token_ids for o in texts(folder, 1)] == [o.token_ids for o in plain]
