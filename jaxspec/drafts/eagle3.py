@@ -409,8 +409,10 @@ def _aux_layers(
     ids, inner = given or config.get(key), nested.get(key)
     for field in (ids, inner):
         if field and not (isinstance(field, list | tuple) and all(map(is_int, field))):
-            raise ConfigError(f"{key}: expected a list of integers, got {field!r:.200}")
-    if not ids and inner:
+            raise ConfigError(f"{key}: expected a list of integers, got {shown(field)}")
+    if not ids and not inner and nested.get("layer_ids"):
+        ids = _nested_layer_ids(nested["layer_ids"])
+    elif not ids and inner:
         ids = _nested_aux_layers(inner, default, num_layers)
     elif ids and inner and given is None and list(inner) not in (list(ids), [i - 1 for i in ids]):
         logger.warning(
@@ -429,6 +431,20 @@ def _aux_layers(
             f"target's layers, got {list(ids)}"
         )
     return tuple(ids)
+
+
+def _nested_layer_ids(ids: Any) -> Sequence[int]:
+    """Return the boundary ids of eagle_config.layer_ids, which vLLM alone reads, as they are."""
+    if not (isinstance(ids, list | tuple) and all(map(is_int, ids))):
+        raise ConfigError(f"eagle_config.layer_ids: expected a list of integers, got {shown(ids)}")
+    logger.warning(
+        "eagle_config.layer_ids: %s taken as boundary ids, as vLLM takes them; if they are the "
+        "layers whose output is read, set eagle_aux_hidden_state_layer_ids to %s in the "
+        "speculative config",
+        list(ids),
+        [i + 1 for i in ids],
+    )
+    return ids
 
 
 def _nested_aux_layers(

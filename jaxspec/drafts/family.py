@@ -21,6 +21,7 @@ from jaxspec.config import (
     Ops,
     RopeConfig,
     SpeculativeConfig,
+    read_bool,
     read_int,
     read_number,
     read_object,
@@ -330,14 +331,15 @@ def draft_attention(
             )
     if _rope_theta(layer) is None:
         warn_of_guess("rope_theta", "10000, Hugging Face's default", by_doctor=by_doctor)
-    bias = bool(layer.get("attention_bias", False))
+    bias = read_bool(layer, "attention_bias", False)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rope=RopeConfig.from_hf(layer),
         qk_norm=layer.get("model_type") == "qwen3",
-        qkv_bias=bias,
+        # SafeAI's heads for Qwen2 have biases here, under a key of their own, and none in o_proj.
+        qkv_bias=bias or read_bool(layer, "qkv_bias", False),
         o_bias=bias,
         rms_norm_eps=read_number(layer, "rms_norm_eps", 1e-6),
     )

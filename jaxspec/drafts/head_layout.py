@@ -53,10 +53,13 @@ def is_speculators(config: Mapping[str, Any]) -> bool:
 
 
 def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a head's config that describes its layer."""
+    """Return the part of a head's config that describes its layer.
+
+    vLLM's conversion of EAGLE heads (model_type "eagle") has it under `model`.
+    """
     if is_speculators(config):
         return read_object(config, "transformer_layer_config")
-    return config
+    return {**config, **read_object(config, "model")}
 
 
 def with_nested(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -155,9 +155,25 @@ def last_hidden_state() -> DraftOracle:
     return oracle
 
 
-def eagle1(**config: Any) -> Callable[[], DraftOracle]:
+def eagle1(
+    *, bias: bool = False, qkv_bias: bool = False, **config: Any
+) -> Callable[[], DraftOracle]:
+    """Return what makes a head of EAGLE-1; qkv_bias: as SafeAI's later code has them for Qwen2."""
     lm_head = np.array(shared_weights()["lm_head"].values.T)
-    return lambda: eagle1_head({**EAGLE1_CONFIG, **config}, lm_head, bias=False)
+
+    def make() -> DraftOracle:
+        oracle = eagle1_head({**EAGLE1_CONFIG, **config}, lm_head, bias=bias)
+        if qkv_bias:
+            import torch
+
+            rng = np.random.default_rng(5)
+            for x in "qkv":
+                product = getattr(oracle.module.layers[0].self_attn, f"{x}_proj")
+                values = rng.normal(size=product.weight.shape[0]).astype(np.float32)
+                product.bias = torch.nn.Parameter(torch.from_numpy(values), requires_grad=False)
+        return oracle
+
+    return make
 
 
 MIDLAYER = {"midlayer.": "layers.0."}
@@ -336,5 +352,163 @@ HEADS: dict[str, HubHead] = {
         "eagle",
         dict(method="eagle", own_embedding=True, fc_bias=False),
         renamed={"fusion_fc.": "fc.", "transformer.": "layers.0."},
+    ),
+    "yuhuili/EAGLE-Vicuna-7B-v1.3 (a bias that no key names, and no key/value heads)": HubHead(
+        {
+            **{k: v for k, v in EAGLE1_CONFIG.items() if k != "num_key_value_heads"},
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        (*weights("embed_tokens", "fc"), "fc.bias", *layer("layers.0", LAYER)),
+        eagle1(bias=True, num_key_value_heads=4),
+        "eagle",
+        dict(method="eagle", fc_bias=True, own_embedding=True),
+    ),
+    "yuhuili/EAGLE-Qwen2-7B-Instruct": HubHead(
+        dict(
+            EAGLE1_CONFIG,
+            architectures=["Qwen2ForCausalLM"],
+            model_type="qwen2",
+            bias=True,
+            qkv_bias=True,
+            max_window_layers=28,
+            sliding_window=131072,
+            use_sliding_window=False,
+        ),
+        (
+            *weights("embed_tokens", "fc"),
+            "fc.bias",
+            *layer("layers.0", LAYER),
+            *(f"layers.0.self_attn.{x}_proj.bias" for x in "qkv"),
+        ),
+        eagle1(bias=True, qkv_bias=True),
+        "eagle",
+        dict(method="eagle", fc_bias=True, sliding_window=None),
+    ),
+    "EAGLE-1 as vLLM's conversion writes it": HubHead(
+        dict(
+            architectures=["EAGLEModel"],
+            model_type="eagle",
+            model=dict(EAGLE1_CONFIG),
+            truncated_vocab_size=128,
+        ),
+        (*weights("model.embed_tokens", "fc"), *layer("model.layers.0", LAYER)),
+        eagle1(),
+        "eagle",
+        dict(method="eagle", fc_bias=False, own_embedding=True),
+        renamed={"model.": ""},
+    ),
+    "EAGLE-3 as vLLM's conversion writes it": HubHead(
+        dict(
+            architectures=["Eagle3LlamaForCausalLM"],
+            model_type="eagle",
+            method="eagle3",
+            model=dict(SHAPE, rope_theta=10000.0, draft_vocab_size=48),
+            eagle_aux_hidden_state_layer_ids=[2, 4, 6],
+        ),
+        (*weights("fc", "norm", "lm_head"), *layer("model.layers.0", LAYER3), *MAPS),
+        aux(2, 4, 6),
+        "speculators",
+        dict(method="eagle3", aux_layers=(2, 4, 6), draft_vocab_size=48),
+        renamed={"model.": ""},
+    ),
+    "AngelSlim/Qwen3-8B_eagle3": HubHead(
+        dict(
+            SHAPE,
+            architectures=["LlamaForCausalLMEagle3"],
+            draft_vocab_size=48,
+            rope_theta=1e6,
+            rope_scaling=None,
+            sliding_window=None,
+            use_sliding_window=False,
+            max_window_layers=36,
+            attention_dropout=0.0,
+            initializer_range=0.02,
+            use_cache=True,
+        ),
+        (*weights("fc", "norm", "lm_head"), *layer("midlayer", LAYER3), *MAPS),
+        lambda: speculators_head(
+            aux_layers=(2, 4, 5), layer=dict(rope_parameters=dict(rope_theta=1e6))
+        ),
+        "speculators",
+        dict(aux_layers=(2, 4, 5), sliding_window=None, norm_before_residual=False),
+        ("eagle_aux_hidden_state_layer_ids",),
+        renamed=MIDLAYER,
+    ),
+    "SGLang's older norms of the aux layers, and null for an empty eagle_config": HubHead(
+        dict(
+            SHAPE,
+            architectures=["LlamaForCausalLMEagle3"],
+            draft_vocab_size=48,
+            rope_theta=10000.0,
+            eagle_config=None,
+            fc_norm=True,
+            eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+        ),
+        (
+            *weights("fc", "norm", "lm_head", "aux_norm_low", "aux_norm_mid", "aux_norm_high"),
+            *layer("midlayer", LAYER3),
+            *MAPS,
+        ),
+        aux(2, 4, 5, fc_norm=True),
+        "speculators",
+        dict(fc_norm=True, aux_layers=(2, 4, 5)),
+        renamed={
+            **MIDLAYER,
+            "aux_norm_low.": "fc_norm.0.",
+            "aux_norm_mid.": "fc_norm.1.",
+            "aux_norm_high.": "fc_norm.2.",
+        },
+    ),
+    "speculators, two layers of Qwen3's kind, a rope of mrope's shape": HubHead(
+        dict(
+            architectures=["Eagle3DraftModel"],
+            speculators_model_type="eagle3",
+            speculators_version="0.9.0",
+            draft_vocab_size=48,
+            norm_before_residual=False,
+            norm_output=True,
+            eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+            transformer_layer_config=dict(
+                SHAPE,
+                model_type="qwen3",
+                num_hidden_layers=2,
+                layer_types=["full_attention"] * 2,
+                rope_parameters=dict(
+                    rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4]
+                ),
+            ),
+            speculators_config=speculators_said("eagle3", "Qwen/Qwen3-VL-8B-Instruct"),
+        ),
+        (
+            *weights("fc", "norm", "lm_head"),
+            *layer("layers.0", (*LAYER3, "self_attn.q_norm", "self_attn.k_norm")),
+            *layer("layers.1", (*LAYER, "input_layernorm", "self_attn.q_norm", "self_attn.k_norm")),
+            *MAPS,
+        ),
+        lambda: speculators_head(
+            aux_layers=(2, 4, 5),
+            layer=dict(
+                model_type="qwen3", num_hidden_layers=2, rope_parameters=dict(rope_theta=10000.0)
+            ),
+            norm_output=True,
+        ),
+        "speculators",
+        dict(num_layers=2, norm_output=True, norm_before_residual=False),
+    ),
+    "eagle_config.layer_ids, which vLLM reads": HubHead(
+        dict(
+            SHAPE,
+            architectures=["LlamaForCausalLMEagle3"],
+            draft_vocab_size=48,
+            rope_theta=10000.0,
+            eagle_config=dict(layer_ids=[1, 4, 6], use_aux_hidden_state=True),
+        ),
+        (*weights("fc", "norm", "lm_head"), *layer("midlayer", LAYER3), *MAPS),
+        aux(1, 4, 6),
+        "speculators",
+        dict(aux_layers=(1, 4, 6)),
+        ("eagle_config.layer_ids",),
+        renamed=MIDLAYER,
     ),
 }

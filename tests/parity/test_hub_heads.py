@@ -245,6 +245,15 @@ def test_switches_are_read_from_their_place_and_guesses_are_warnings(
             r"unexpected: fc\.weight",
         ),
         ({}, {"use_mtp_layernorm": True}, {}, None, "use_mtp_layernorm: expected False, got True"),
+        (
+            {},
+            {"eagle_aux_hidden_state_layer_ids": None, "layer_ids": ["1"]},
+            {},
+            None,
+            r"eagle_config.layer_ids: expected a list of integers, got \['1'\]",
+        ),
+        ({"attention_bias": "false"}, {}, {}, None, "attention_bias to be true or false, got"),
+        ({"model": "llama"}, {}, {}, None, "expected model to be an object, got 'llama'"),
         ({"partial_rotary_factor": 0.5}, {}, {}, None, "partial_rotary_factor: expected 1.0"),
         (
             {},
