@@ -75,6 +75,7 @@ CHAINS = {
     "alike": Chain(
         table(3)[:1] + 0.2 * table(4), table(5)[:1] + 0.2 * table(6)
     ),  # rows depend little on the token before
+    "agreeing": Chain(table(3)[:1] + 0.2 * table(4), table(3)[:1] + 0.2 * table(6)),
 }
 
 

@@ -27,6 +27,7 @@ from tests.decode.test_families_distribution import (
     sampled,
 )
 from tests.decode.test_greedy_text import LENGTHS, MAX_TOKENS, model_and_plain_text
+from tests.drafts import test_ngram as ngram
 from tests.support.families import family_model
 from tests.support.slow import slow, slow_unless
 from tests.support.statistics import chi_square, within_limit
@@ -108,6 +109,47 @@ def test_faults_bias_the_text(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fallback, "fall_back", wrong)
     found, *_ = statistic("probabilistic", 3, max_model_len=FAULTS[fault])
     assert not within_limit(*found), found
+
+
+BREAK_EVEN = np.where(np.arange(ngram.TRIALS) % 2, 2 * SCALE, 760).astype(np.int32)
+
+
+def biases(rule: str, chain: str) -> list[Any]:
+    """Of many trials of a toy head. Half of the requests begin with it, the others look up."""
+    trials = ngram.play(rule, chain, 1.0, 2, break_even=jnp.asarray(BREAK_EVEN))
+    joint = ngram.joint_statistic(trials, chain, 1.0)
+    found: list[Any] = list(ngram.biased_steps(trials, chain, 1.0))
+    return found if within_limit(*joint) else [*found, joint]
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("toy_families")
+@pytest.mark.parametrize(
+    ("rule", "chain"),
+    [("probabilistic", "agreeing"), slow("block", "agreeing"), slow("block", "alike")],
+)
+def test_every_position_follows_the_target(rule: str, chain: str) -> None:
+    assert not biases(rule, chain)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("toy_families")
+def test_a_choice_that_looks_at_the_drafts_that_are_judged_biases_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots whose head drafts what the text says keep the head's drafts."""
+    right = fallback.fall_back
+
+    def look(cfg: Any, state: Any, tables: Any, head: Proposal, ids: Any) -> Any:
+        found, is_lookup, state = right(cfg, state, tables, head, ids)
+        is_lookup &= found.draft_tokens[:, 0] != head.draft_tokens[:, 0]
+        assert found.draft_logits is not None and head.draft_logits is not None
+        tokens = jnp.where(is_lookup[:, None], found.draft_tokens, head.draft_tokens)
+        logits = jnp.where(is_lookup[:, None, None], found.draft_logits, head.draft_logits)
+        return Proposal(tokens, logits), is_lookup, state
+
+    monkeypatch.setattr(fallback, "fall_back", look)
+    assert biases("probabilistic", "agreeing")
 
 
 CASES = [

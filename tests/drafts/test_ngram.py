@@ -357,8 +357,14 @@ def test_a_run_longer_than_any_text_finds_nothing() -> None:
 TRIALS, TEXT = 50_000, 32
 
 
-def play(rule: str, chain: str, temperature: float, rounds: int) -> Trials:
-    """Trials whose text offers the likeliest path from START, one token after the other."""
+def play(
+    rule: str, chain: str, temperature: float, rounds: int, *, break_even: Any = None
+) -> Trials:
+    """Trials whose text offers the likeliest path from START, one token after the other.
+
+    break_even: int32 [TRIALS], the acceptance rates below which it takes the place of a head; None
+        without a head
+    """
     path = [START]
     for _ in range(K):
         row = CHAINS[chain].target[path[-1]].copy()
@@ -367,15 +373,13 @@ def play(rule: str, chain: str, temperature: float, rounds: int) -> Trials:
     other = next(t for t in range(CHAIN_VOCAB) if t not in path)
     text = [*path, other]  # START follows it, at position 4 + 1
     group = CacheGroup(TEXT, TEXT)
-    cfg = toy_config(
-        CHAIN_VOCAB,
-        K,
-        rule,
-        "greedy",  # one-hot
-        draft=NgramConfig(CHAIN_VOCAB, lookup_max=2, lookup_min=1),
-        target_groups=(group,),
-        draft_groups=(group,),
-    )
+    lookup = NgramConfig(CHAIN_VOCAB, lookup_max=2, lookup_min=1)
+    groups: dict[str, Any] = dict(target_groups=(group,), draft_groups=(group,))
+    if break_even is None:  # one-hot
+        cfg = toy_config(CHAIN_VOCAB, K, rule, "greedy", draft=lookup, **groups)
+    else:
+        groups |= dict(fallback=lookup, fallback_groups=(group,))
+        cfg = toy_config(CHAIN_VOCAB, K, rule, adaptive=True, limits_drafts=True, **groups)
     keys = np.stack([np.full(TRIALS, 3), np.arange(TRIALS)], axis=1).astype(np.uint32)
 
     def full(value: Any, dtype: Any) -> jax.Array:
@@ -390,17 +394,32 @@ def play(rule: str, chain: str, temperature: float, rounds: int) -> Trials:
         dtype=jnp.float32,
         cache_dtype=jnp.float32,
     )
-    written = jax.tree.map(
-        lambda x: x.at[:, : len(text)].set(jnp.asarray(text, jnp.int32)), state.draft.caches
-    )
     state = replace(
         state,
         seq_lens=full(len(text), jnp.int32),
         next_token=full(START, jnp.int32),
         active=full(True, bool),
-        draft=replace(state.draft, caches=written),
     )
-    params = {"target": {"table": jnp.asarray(CHAINS[chain].target)}, "draft": {}}
+    held = state.draft if break_even is None else state.text
+    written = replace(
+        held,
+        caches=jax.tree.map(
+            lambda x: x.at[:, : len(text)].set(jnp.asarray(text, jnp.int32)), held.caches
+        ),
+    )
+    params: Any = {"target": {"table": jnp.asarray(CHAINS[chain].target)}, "draft": {}}
+    if break_even is None:
+        state = replace(state, draft=written)
+    else:
+        assert state.acceptance is not None
+        pending = state.draft.pending_tokens.at[:, 0].set(START)
+        state = replace(
+            state,
+            text=written,
+            draft=replace(state.draft, pending_tokens=pending, num_pending=full(1, jnp.int32)),
+            acceptance=replace(state.acceptance, break_even=break_even),
+        )
+        params["draft"] = {"table": jnp.asarray(CHAINS[chain].draft)}
     tables = (jnp.arange(TRIALS, dtype=jnp.int32)[:, None],)
     program, found = one_round(cfg), []
     for _ in range(rounds):
