@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,11 @@ WRONG: dict[str, Any] = {
         values | {"b.weight_scale_inv": values["b.weight_scale_inv"][:, :1]},
         config,
     ),
-    (
-        r"quantization_config: expected weight_block_size "
-        r"as two sizes, got \[128\]"
-    ): lambda values, config: (
-        values,
-        {"quantization_config": config["quantization_config"] | {"weight_block_size": [128]}},
+    r"norm\.weight_scale_inv: expected \(2,\) scales of a matrix \(5,\), got \(2,\)": (
+        lambda values, config: (
+            values | {"norm.weight_scale_inv": np.ones(2, np.float32)},
+            config,
+        )
     ),
 }
 
@@ -118,6 +118,14 @@ def test_what_does_not_fit_is_an_error(message: str, tmp_path: Path) -> None:
     values, config = WRONG[message](stored(), CONFIG)
     with pytest.raises(ConfigError, match=message):
         opened(write(tmp_path, values, config))
+
+
+@pytest.mark.parametrize("size", [[128], [128, 0], [128, 64.5], 128, None])
+def test_a_block_has_two_sizes(size: Any, tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}
+    message = f"quantization_config: expected weight_block_size as two sizes, got {size}"
+    with pytest.raises(ConfigError, match=rf"{re.escape(message)}$"):
+        opened(write(tmp_path, stored(), config))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +149,11 @@ def test_scales_that_no_block_has_are_named(scale: float, message: str, tmp_path
         assert not params["b"][: BLOCK[1], BLOCK[0] :].any() and params["b"].any()
 
 
-def test_without_the_config_the_scales_are_unexpected(tmp_path: Path) -> None:
-    tensors = opened(write(tmp_path, stored(), {}))
+@pytest.mark.parametrize("settings", [None, {"quant_method": "other"}])
+def test_without_the_method_the_scales_are_unexpected(settings: Any, tmp_path: Path) -> None:
+    """Whatever else the config has."""
+    quantization = settings and CONFIG["quantization_config"] | settings
+    tensors = opened(write(tmp_path, stored(), {"quantization_config": quantization}))
     with pytest.raises(
         ConfigError, match=r"2 unexpected: a\.weight_scale_inv, b\.weight_scale_inv"
     ):
