@@ -33,7 +33,8 @@ class Ops:
     vocabulary: the devices that share embedding and head
     is_prefill: whether the pass reads prompts
     rows_alike: on a CPU, give a row the same bits beside few other rows as beside many. A last bit
-                may move a number to the next fp8 code, and then texts differ
+                may move a number to the next fp8 code, and then texts differ. Products have at
+                least 8 rows; attention, routers and experts run in tiles of 8
     """
 
     attention: str = _name()

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxspec.cache.arrays import FullCache
 from jaxspec.config import AttentionConfig, MLAConfig, Ops
@@ -28,7 +27,8 @@ from jaxspec.layers.params import (
     vector,
     weight,
 )
-from jaxspec.layers.products import ROW_TILE, Stream, project
+from jaxspec.layers.products import Stream, project
+from jaxspec.layers.row_tiles import in_tiles
 from pallas_kernels import attention as attention_op
 from pallas_kernels import rope_cache as rope_op
 
@@ -270,23 +270,10 @@ def attend_qkv(
 
 
 def _attend_in_tiles(queries: attention_op.Inputs) -> jax.Array:
-    """Attend in tiles of ROW_TILE rows a request, so that all products have as many rows.
+    """Attend in tiles of rows; see Ops.rows_alike."""
 
-    See Ops.rows_alike. Rows of padding repeat the last one.
-    """
-    batch, rows = queries.positions.shape
-
-    def tiled(x: jax.Array) -> jax.Array:
-        """[batch, rows, ...] -> [tiles, batch, ROW_TILE, ...]."""
-        padding = (0, 0), (0, -rows % ROW_TILE), *((0, 0) for _ in x.shape[2:])
-        x = jnp.pad(x, padding, mode="edge")
-        return jnp.moveaxis(x.reshape(batch, -1, ROW_TILE, *x.shape[2:]), 1, 0)
-
-    def attend(tile: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q, positions, window_start = tile
+    def attend(q: jax.Array, positions: jax.Array, window_start: jax.Array) -> jax.Array:
         few = replace(queries, q=q, positions=positions, window_start=window_start, bounds=None)
         return attention_op.paged_attention(few, implementation="reference")
 
-    tiles = tuple(map(tiled, (queries.q, queries.positions, queries.window_start)))
-    attended = jnp.moveaxis(lax.map(attend, tiles), 0, 1)
-    return attended.reshape(batch, -1, *attended.shape[3:])[:, :rows]
+    return in_tiles(attend, queries.q, queries.positions, queries.window_start, axis=1)

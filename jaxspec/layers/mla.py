@@ -8,6 +8,7 @@ latents. Attention then reads the latents as they are cached, as one KV head for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from jaxspec.layers.params import (
     weight,
 )
 from jaxspec.layers.products import ResidualStream, add_projection, project
+from jaxspec.layers.row_tiles import in_tiles
 from pallas_kernels import head_matmul as head_matmul_op
 from pallas_kernels import latent_attention as attention_op
 from pallas_kernels import latent_cache as cache_op
@@ -177,13 +179,25 @@ def add_latent_attention(
         kv_lora_rank=cfg.kv_lora_rank,
         scale=cfg.scale,
     )
-    attended = attention_op.latent_attention(queries, implementation=ops.attention)
+    attended = _attend(queries, ops)
     if flat is not None:
         attended = flat.flatten(attended)
     values = _by_head(attended.reshape(batch * rows, heads, -1), params["v_b_proj"], ops)
     bias = params["o_bias"] if cfg.bias else None
     stream = add_projection(x, values.reshape(batch, rows, -1), params["o_proj"], ops, bias=bias)
     return stream, LatentCache(pool)
+
+
+def _attend(queries: attention_op.Inputs, ops: Ops) -> jax.Array:
+    """Run the latent_attention op, in tiles of rows where rows are alike."""
+
+    def attend(q: jax.Array, positions: jax.Array) -> jax.Array:
+        rows = replace(queries, q=q, positions=positions)
+        return attention_op.latent_attention(rows, implementation=ops.attention)
+
+    if ops.rows_alike:
+        return in_tiles(attend, queries.q, queries.positions, axis=1)
+    return attend(queries.q, queries.positions)
 
 
 def _latents(params: Params, cfg: MLAConfig, x: jax.Array, ops: Ops) -> jax.Array:
@@ -211,5 +225,12 @@ def _by_head(
     if implementation != "reference" and (reason := head_matmul_op.unsupported(x, weights)):
         log_once(f"XLA multiplies heads by {weights.shape}: the kernel {reason}")
         implementation = "reference"
-    inputs = head_matmul_op.Inputs(x=x, weights=weights, cos=cos, sin=sin, out_heads=out_heads)
-    return head_matmul_op.head_matmul(inputs, implementation=implementation)
+
+    def multiply(
+        x: jax.Array, cos: jax.Array | None = None, sin: jax.Array | None = None
+    ) -> jax.Array:
+        inputs = head_matmul_op.Inputs(x=x, weights=weights, cos=cos, sin=sin, out_heads=out_heads)
+        return head_matmul_op.head_matmul(inputs, implementation=implementation)
+
+    rows = [x] if cos is None or sin is None else [x, cos, sin]
+    return in_tiles(multiply, *rows) if ops.rows_alike else multiply(*rows)

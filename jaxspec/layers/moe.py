@@ -40,6 +40,7 @@ from jaxspec.layers.products import (
     project_swiglu,
     values_of,
 )
+from jaxspec.layers.row_tiles import ROW_TILE, in_tiles
 from jaxspec.parallel.axes import Axes
 from pallas_kernels import moe as moe_op
 from pallas_kernels import router as router_op
@@ -95,9 +96,12 @@ def route(
     The kernel serves the few rows of a decode step, as in `experts`. XLA routes the other cases,
     and the log says so once, with the reason.
     """
+    if ops.rows_alike:
+        of_tile = replace(ops, rows_alike=False)
+        return in_tiles(lambda tile: route(tile, router, bias, cfg, kind, of_tile), x)
     if kind == "sigmoid" and cfg.num_groups > 1:
         assert bias is not None
-        return route_sigmoid(router_logits(x, router), bias, cfg)
+        return route_sigmoid(router_logits(x, router, ops), bias, cfg)
     implementation = ops.moe
     if implementation != "reference":
         reason = router_op.unsupported(x.shape[0], router.shape, cfg.top_k, x.dtype)
@@ -237,9 +241,13 @@ def softmax_moe_specs(prefix: str, cfg: MoEConfig, hidden_size: int) -> dict[str
     }
 
 
-def router_logits(normed: jax.Array, router: jax.Array) -> jax.Array:
+def router_logits(normed: jax.Array, router: jax.Array, ops: Ops) -> jax.Array:
     """Return float32 logits [rows, experts] of normed [rows, D]."""
-    return jnp.matmul(normed, router, preferred_element_type=jnp.float32)
+
+    def multiply(rows: jax.Array) -> jax.Array:
+        return jnp.matmul(rows, router, preferred_element_type=jnp.float32)
+
+    return in_tiles(multiply, normed) if ops.rows_alike else multiply(normed)
 
 
 def add_softmax_moe(
@@ -304,6 +312,7 @@ def experts(
     rows * top_k < experts: the chosen experts are gathered, a copy for each row that chose one.
     rows <= FEW_ROWS: about all experts are chosen; each is read once and multiplies every row.
     more rows (prefill): rows are sorted by expert, and each is multiplied by its chosen experts.
+    With rows_alike, any number of rows goes this last way.
     """
     held, first = _num_experts(params), None
     if held < cfg.num_experts:
@@ -311,6 +320,11 @@ def experts(
         first = ops.layers.rank.astype(jnp.int32) * held
     if ops.moe != "reference" and x.shape[0] <= moe_op.MAX_ROWS and _kernel_takes(params, cfg, x):
         return _by_the_op(params, cfg, x, ids, weights, ops.moe, first)
+    if ops.rows_alike:  # a row alone has one scale, which XLA may take out of products
+        x = jnp.pad(x, ((0, max(0, ROW_TILE - x.shape[0])), (0, 0)))
+        return _grouped(
+            params, cfg, x, ids, weights, first, implementation=ops.moe, rows_alike=True
+        )
     few = x.shape[0] <= FEW_ROWS or weights.size < cfg.num_experts
     if first is not None and few:
         ids, weights = own_routes(ids, weights, first, held)
@@ -405,7 +419,7 @@ def _gathered(
 
     spread = jnp.broadcast_to(x[:, None], (*ids.shape, x.shape[-1]))
     out = product(gated(cfg, product(spread, "gate_up")), "down")
-    return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32)).astype(x.dtype)
+    return _weighted(weights, out)
 
 
 def _grouped(
@@ -417,6 +431,7 @@ def _grouped(
     first: jax.Array | None = None,
     *,
     implementation: str,
+    rows_alike: bool = False,
 ) -> jax.Array:
     """Sort rows by expert, pad each expert's rows to whole blocks, and multiply block by block.
 
@@ -425,10 +440,14 @@ def _grouped(
     codes are dequantised for BLOCKS_AT_ONCE blocks at a time, MXFP4 by this implementation of the
     op. Rows that fp8 experts multiply are quantised once, before they are sorted.
 
+    With rows_alike, blocks of ROW_TILE rows are multiplied one by one. Products then have the same
+    shape for any number of rows.
+
     lax.ragged_dot is no grouped product on a GPU: XLA multiplies every sorted row by every expert,
     with zeros in place of the other experts' rows.
     """
     rows, top_k = ids.shape
+    block_rows, at_once = (ROW_TILE, 1) if rows_alike else (BLOCK_ROWS, BLOCKS_AT_ONCE)
     if first is not None:  # else the device has all experts
         own = ids - first
         ids = jnp.where((own >= 0) & (own < cfg.num_experts), own, cfg.num_experts)
@@ -436,20 +455,22 @@ def _grouped(
     order = jnp.argsort(expert)  # stable
     expert = expert[order]
     sizes = jnp.bincount(expert, length=cfg.num_experts)
-    blocks = -(-sizes // BLOCK_ROWS)
+    blocks = -(-sizes // block_rows)
     ends = jnp.cumsum(blocks)
     place = (
-        (ends - blocks)[expert] * BLOCK_ROWS
+        (ends - blocks)[expert] * block_rows
         + jnp.arange(rows * top_k)
         - (jnp.cumsum(sizes) - sizes)[expert]
     )
-    num_blocks = -(-rows * top_k // BLOCK_ROWS) + cfg.num_experts  # enough, however the rows choose
+    num_blocks = -(-rows * top_k // block_rows) + cfg.num_experts  # enough, however the rows choose
+    if rows_alike:
+        num_blocks = min(num_blocks, rows * top_k)
     of_block = jnp.minimum(
         jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), cfg.num_experts - 1
     )
     if first is not None:
-        place = jnp.where(expert < cfg.num_experts, place, num_blocks * BLOCK_ROWS)
-    row = jnp.zeros(num_blocks * BLOCK_ROWS, order.dtype).at[place].set(order // top_k)
+        place = jnp.where(expert < cfg.num_experts, place, num_blocks * block_rows)
+    row = jnp.zeros(num_blocks * block_rows, order.dtype).at[place].set(order // top_k)
 
     quantised = moe_op.operand_of(x, params["gate_up"])
 
@@ -470,12 +491,13 @@ def _grouped(
         inner = gated(cfg, product(jax.tree.map(lambda a: a[row], quantised), "gate_up"))
         return product(moe_op.operand_of(inner, params["down"]), "down")
 
-    blocks = of_block, row.reshape(num_blocks, BLOCK_ROWS)
+    blocks = of_block, row.reshape(num_blocks, block_rows)
     if first is None:
-        out = lax.map(run, blocks, batch_size=BLOCKS_AT_ONCE).reshape(-1, x.shape[-1])
+        out = lax.map(run, blocks, batch_size=None if rows_alike else BLOCKS_AT_ONCE)
+        out = out.reshape(-1, x.shape[-1])
         picked = out[place]
     else:
-        out = _first_blocks(run, blocks, ends[-1], x.shape[-1]).reshape(-1, x.shape[-1])
+        out = _first_blocks(run, blocks, ends[-1], at_once, x.shape[-1]).reshape(-1, x.shape[-1])
         picked = out.at[place].get(mode="fill", fill_value=0)
     unsorted = (
         jnp.zeros((rows * top_k, x.shape[-1]), x.dtype)
@@ -483,29 +505,40 @@ def _grouped(
         .set(picked)
         .reshape(rows, top_k, -1)
     )
-    return jnp.einsum("tk,tkd->td", weights, unsorted.astype(jnp.float32)).astype(x.dtype)
+    if rows_alike:
+        return in_tiles(_weighted, weights, unsorted)
+    return _weighted(weights, unsorted)
+
+
+def _weighted(weights: jax.Array, of_experts: jax.Array) -> jax.Array:
+    """Return the weighted sum [rows, D] of each row's experts, [rows, top_k, D]."""
+    summed = jnp.einsum("tk,tkd->td", weights, of_experts.astype(jnp.float32))
+    return summed.astype(of_experts.dtype)
 
 
 def _first_blocks(
     run: Callable[[tuple[jax.Array, jax.Array]], jax.Array],
     blocks: tuple[jax.Array, jax.Array],
     count: jax.Array,
+    at_once: int,
     width: int,
 ) -> jax.Array:
-    """Return run's results [num_blocks, BLOCK_ROWS, width] of the first `count` blocks, else zeros.
+    """Return run's results [num_blocks, rows, width] of the first `count` blocks, else zeros.
+
+    at_once: blocks that run at a time
 
     The device chooses how many: the host reads the loop's condition back, which prefill can afford.
     """
-    num_blocks = blocks[0].shape[0]
+    num_blocks, rows = blocks[1].shape
     dtype = jax.eval_shape(run, jax.tree.map(lambda b: b[0], blocks)).dtype
-    at_once = min(BLOCKS_AT_ONCE, num_blocks)
+    at_once = min(at_once, num_blocks)
 
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(i * at_once, num_blocks - at_once)
         some = jax.tree.map(lambda b: lax.dynamic_slice_in_dim(b, start, at_once), blocks)
         return lax.dynamic_update_slice_in_dim(out, jax.vmap(run)(some), start, 0)
 
-    zeros = jnp.zeros((num_blocks, BLOCK_ROWS, width), dtype)
+    zeros = jnp.zeros((num_blocks, rows, width), dtype)
     return lax.fori_loop(0, -(-count // at_once), step, zeros)
 
 

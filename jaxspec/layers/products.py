@@ -15,6 +15,7 @@ from jaxspec.config import Ops
 from jaxspec.layers.log_once import log_once
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import AnyWeight, Weight
+from jaxspec.layers.row_tiles import ROW_TILE
 from jaxspec.layers.sums import add_sum, partial_dtype
 from pallas_kernels import fp8_matmul as fp8_op
 from pallas_kernels import int4_matmul as int4_op
@@ -22,7 +23,6 @@ from pallas_kernels import matmul as matmul_op
 from pallas_kernels.fp8_matmul import Fp8Weight, Rows
 from pallas_kernels.int4_matmul import Int4Weight
 
-ROW_TILE = 8  # the kernels for few rows take up to 8, or a multiple of 8
 FEW_ROWS, SWIGLU_ROWS = 64, (128, 256)  # at most; rows that the kernel of gate and up takes
 
 

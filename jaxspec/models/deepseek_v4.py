@@ -367,7 +367,7 @@ def _moe(
     shared = layer["shared"]
     inner = gated(cfg, project(normed, (shared["gate_proj"], shared["up_proj"]), ops))
     flat = normed.reshape(-1, normed.shape[-1])
-    scores = router_logits(flat, layer["router"])
+    scores = router_logits(flat, layer["router"], ops)
     looked_up = layer["expert_of_token"][tokens.reshape(-1)] if "expert_of_token" in layer else None
     chosen = route_sqrt_softplus(scores, layer.get("router_bias"), cfg, looked_up)
     routed = experts(layer["experts"], cfg, flat, *chosen, ops)

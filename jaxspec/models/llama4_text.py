@@ -287,7 +287,7 @@ def _add_moe(layer: Params, cfg: Llama4Config, x: jax.Array, ops: Ops) -> jax.Ar
     shared = layer["shared"]
     inner = project_swiglu(normed, shared["gate_proj"], shared["up_proj"], ops)
     flat = normed.reshape(-1, cfg.hidden_size)
-    scores, ids = jax.lax.top_k(router_logits(flat, layer["router"]), cfg.moe.top_k)
+    scores, ids = jax.lax.top_k(router_logits(flat, layer["router"], ops), cfg.moe.top_k)
     # Each (row, expert) pair has its own input, so it becomes a row with one expert.
     weighed = (flat[:, None] * jax.nn.sigmoid(scores)[..., None].astype(flat.dtype)).reshape(
         -1, cfg.hidden_size

@@ -26,6 +26,7 @@ WAYS = {
     "gathered": moe._gathered,
     "all": partial(moe._by_the_op, implementation="reference", first_expert=None),
     "grouped": partial(moe._grouped, implementation="reference"),
+    "alike": partial(moe._grouped, implementation="reference", rows_alike=True),
 }
 
 
@@ -68,8 +69,11 @@ def test_every_way_is_the_sum_over_the_chosen_experts(way: str, bias: bool) -> N
     ids[0], ids[1] = (5, 0), (5, 0)
     weight = rng.random((9, 2)).astype(np.float32)
     host = jax.tree.map(np.asarray, params)
-    out = WAYS[way](params, CFG, jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weight))
-    np.testing.assert_allclose(out, by_hand(host, x, ids, weight), rtol=1e-4, atol=1e-4)
+    expected = by_hand(host, x, ids, weight)
+    for rows in (9, 1):
+        few = (jnp.asarray(a[:rows]) for a in (x, ids, weight))
+        out = WAYS[way](params, CFG, *few)
+        np.testing.assert_allclose(out, expected[:rows], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("favourite", [0, 3, 5])
@@ -147,9 +151,9 @@ def test_a_device_multiplies_no_block_of_other_devices_experts(
     monkeypatch.setattr(moe, "BLOCKS_AT_ONCE", 3)
     counts, first_blocks = [], moe._first_blocks
 
-    def noted(run: Any, of_blocks: Any, count: jax.Array, width: int) -> jax.Array:
+    def noted(run: Any, of_blocks: Any, count: jax.Array, *sizes: int) -> jax.Array:
         counts.append(int(count))
-        out = first_blocks(run, of_blocks, count, width)
+        out = first_blocks(run, of_blocks, count, *sizes)
         computed = -(-int(count) // 3) * 3
         assert not np.asarray(out[computed:]).any()
         return out
@@ -255,7 +259,7 @@ def test_a_sigmoid_router_without_groups_is_the_op() -> None:
         jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, DIM), (DIM, 6), (6,))
     )
     cfg = replace(CFG, routed_scaling=1.8)
-    expected = moe.route_sigmoid(moe.router_logits(x, router), bias, cfg)
+    expected = moe.route_sigmoid(moe.router_logits(x, router, REFERENCE_OPS), bias, cfg)
     for got, wanted in zip(
         moe.route(x, router, bias, cfg, "sigmoid", REFERENCE_OPS), expected, strict=True
     ):

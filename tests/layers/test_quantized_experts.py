@@ -111,15 +111,24 @@ def test_every_way_is_the_sum_that_the_format_defines(way: str, form: str) -> No
         assert np.abs(expected - plain).max() > 100 * TOLERANCE["atol"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_devices_with_whole_experts_add_up_to_all(form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "rows_alike"), [*((form, False) for form in FORMS), ("block", True)]
+)
+def test_devices_with_whole_experts_add_up_to_all(form: str, rows_alike: bool) -> None:
     """Each has three of six."""
     experts, (x, ids, share) = experts_of(form), routed(9)
     held, total = replace(CFG, num_experts=3), jnp.zeros_like(x)
     for first in (0, 3):
         part = jax.tree.map(lambda a, first=first: a[first : first + 3], experts.params)
         total += moe._grouped(
-            part, held, x, ids, share, jnp.int32(first), implementation="reference"
+            part,
+            held,
+            x,
+            ids,
+            share,
+            jnp.int32(first),
+            implementation="reference",
+            rows_alike=rows_alike,
         )
     np.testing.assert_allclose(total, by_hand(experts, form, x, ids, share), **TOLERANCE)
 

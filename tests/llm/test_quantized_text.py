@@ -41,6 +41,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["awq"] = quantized.awq(plain, folder / "awq")
     experts = quantized.plain_checkpoint(folder / "plain experts", quantized.EXPERTS)
     found["experts"] = convert_checkpoint(experts, folder / "experts", "fp8-block")
+    found["fp8 experts"] = convert_checkpoint(experts, folder / "fp8 experts", "fp8")
+    latent = quantized.random_checkpoint(folder / "plain latents", quantized.LATENT)
+    found["latents"] = convert_checkpoint(latent, folder / "latents", "fp8-block")
+    groups = quantized.random_checkpoint(folder / "plain groups", quantized.GROUPS)
+    found["groups"] = convert_checkpoint(groups, folder / "groups", "fp8")
     return found | {"plain": plain}
 
 
@@ -76,8 +81,15 @@ def test_speculative_text_is_the_plain_text_of_the_same_quantised_target(
         assert generate(speculative, 1.0) == generate(plain, 1.0)
 
 
-@pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize("form", ["fp8", "fp8-block", slow("static"), "fp8 caches"])
+@pytest.mark.parametrize(
+    ("form", "slots"),
+    [
+        *((form, slots) for form in ("fp8", "fp8-block", "fp8 caches") for slots in (1, 4)),
+        *(("experts", 1), ("experts", 4), ("latents", 4), ("groups", 1)),
+        *(slow(form, slots) for form in ("static", "fp8 experts") for slots in (1, 4)),
+        *(slow("latents", 1), slow("groups", 4)),
+    ],
+)
 def test_speculation_leaves_the_bits_of_logprobs(
     form: str, slots: int, folders: dict[str, Path]
 ) -> None:

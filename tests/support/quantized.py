@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jaxspec import models
 from jaxspec.loading import open_checkpoint
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -44,6 +46,20 @@ EXPERTS = WIDE | dict(
     moe_intermediate_size=128,
     norm_topk_prob=True,
 )
+LATENT = NARROW | dict(
+    model_type="glm4_moe_lite",
+    first_k_dense_replace=1,
+    num_key_value_heads=4,
+    q_lora_rank=128,
+    kv_lora_rank=128,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=64,
+    v_head_dim=64,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+)
+GROUPS = LATENT | dict(model_type="deepseek_v3", n_group=4, topk_group=2)
 
 
 def projections(config: dict[str, Any]) -> list[str]:
@@ -97,6 +113,25 @@ def plain_checkpoint(folder: Path, config: dict[str, Any] = NARROW, seed: int = 
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def random_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+    """Random weights of any family, by the names and shapes of its own table."""
+    rng = np.random.default_rng(seed)
+    cfg = models.config_from_hf(config)
+    tensors: dict[str, np.ndarray] = {}
+    for spec in jax.tree.leaves(models.family(cfg).param_specs(cfg)):
+        for name, shape in spec.tensors.items():
+            values = rng.normal(size=shape)
+            if len(shape) == 1:
+                values = 0.2 * values + name.endswith("norm.weight")
+            elif "embed" not in name:
+                values *= shape[1] ** -0.5 * rng.uniform(0.5, 2, (shape[0], 1))
+            tensors[name] = np.ascontiguousarray(values, np.float32)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
